@@ -149,7 +149,7 @@ def work(job: BlockJob, emit: Emit) -> BlockTime:
     def sites(options: dict[str, str]) -> dict[str, Site]:
         choices = Choices(options)
         compiler.lower(imported, job.target, choices=choices)
-        return {key: site for key, site in choices.met.items() if site.kind == "block"}
+        return {key: site for key, site in choices.sites.items() if site.kind == "block"}
 
     usual = [site for site in sites({}).values() if site.options[0] == "whole"]
     # From here on blocks that are too slow for a tuner count too, and those that come up only while others are apart.

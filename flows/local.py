@@ -68,11 +68,11 @@ def choose_here(builds: LocalBuilds) -> TargetResult:
     return TargetResult(
         target=builds.builder.target,
         tuned=builds.tuned.result,
-        built=best.built,
+        build=best.build,
         packaged=best.packaged,
         verdict=best.verdict,
         choice=None if choice is None else choice.result,
-        measured=None,
+        measurement=None,
         gates=(),
         steps=steps,
     )
@@ -82,7 +82,7 @@ def measure_here(context: RunContext, model: ModelSteps, builds: LocalBuilds) ->
     """Choose the candidate to ship, run the release file's benchmark on it, and check the gates.
 
     A candidate that failed its validation or could not be validated on this machine is not measured: its result has
-    `measured` None and no gates. Raises VerdictError for a gate on a peer that was not measured.
+    `measurement` None and no gates. Raises VerdictError for a gate on a peer that was not measured.
     """
     result = choose_here(builds)
     if not (result.verdict.passed and result.verdict.verified):
@@ -90,10 +90,10 @@ def measure_here(context: RunContext, model: ModelSteps, builds: LocalBuilds) ->
     job = BenchmarkJob.of(
         context.spec, context.workspace, model.original, model.exported, result.packaged, result.target
     )
-    measured = benchmark(context.runner, job)
-    gates = tuple(gate_failures(context.spec.gates, measured.result, result.bundle, result.target))
-    steps = {**result.steps, "benchmark": measured.summary}
-    return result.model_copy(update={"measured": measured.result, "gates": gates, "steps": steps})
+    measurement = benchmark(context.runner, job)
+    gates = tuple(gate_failures(context.spec.gates, measurement.result, result.bundle, result.target))
+    steps = {**result.steps, "benchmark": measurement.summary}
+    return result.model_copy(update={"measurement": measurement.result, "gates": gates, "steps": steps})
 
 
 def refuse_unverifiable(spec: Spec, targets: tuple[Target, ...]) -> None:

@@ -80,10 +80,10 @@ def promote(
     from prefect.runtime import deployment, flow_run
 
     settings = machine.load()
-    kept = read_sections(settings, name)
+    sections = read_sections(settings, name)
     who = who or (f"flow run {flow_run.name}" if deployment.id else promotion.identify_user())
     run_id, outage = flow_run.id if deployment.id else None, patience(settings)
-    with open_services(settings, store or kept.store, registry or kept.registry, outage) as services:
+    with open_services(settings, store or sections.store, registry or sections.registry, outage) as services:
         workspace = open_workspace(settings, services.store)
 
         def promote_once() -> PromotionSummary:

@@ -120,11 +120,11 @@ def _reconcile_channel(services: Services, entry: ManagedModel, channel: str) ->
     state = read_state(services, entry.name, channel, model)
     if state.is_settled:
         return None
-    held = state.channel.version
+    held_version = state.channel.version
     asking = Alias(model, channel + WANTED)
     if state.wanted_version is not None:
         reason = _why_not_promotable(services, entry, channel, state.wanted_version)
-        if reason is None and state.wanted_version == held:
+        if reason is None and state.wanted_version == held_version:
             reason = "the channel holds it already"
         if reason is None:
             return _start_promotion(services, entry, state, asking, state.wanted_version)
@@ -132,22 +132,22 @@ def _reconcile_channel(services: Services, entry: ManagedModel, channel: str) ->
         return Finding(
             name=entry.name, alias=str(asking), version=state.wanted_version, what=reason, done="alias deleted"
         )
-    shown = Alias(model, channel)
+    own_alias = Alias(model, channel)
     version = state.hand_set_version
     if version is not None:
         reason = _why_not_promotable(services, entry, channel, version)
         if reason is None and read_policy(services.store, state.channel, version).by_hand == "refuse":
             reason = f"it was set by hand, and {asking.alias} asks for a release"
         if reason is None:
-            return _start_promotion(services, entry, state, shown, version)
+            return _start_promotion(services, entry, state, own_alias, version)
         show(services, entry.name, channel, model)
-        return Finding(name=entry.name, alias=str(shown), version=version, what=reason, done="alias put back")
-    if state.alias_version != held:
+        return Finding(name=entry.name, alias=str(own_alias), version=version, what=reason, done="alias put back")
+    if state.alias_version != held_version:
         show(services, entry.name, channel, model)
         what = f"the alias names {state.alias_version or 'nothing'}, the channel holds this version"
-        return Finding(name=entry.name, alias=str(shown), version=held or "", what=what, done="alias set")
+        return Finding(name=entry.name, alias=str(own_alias), version=held_version or "", what=what, done="alias set")
     wish = state.channel.wish
-    return None if wish is None else _start_promotion(services, entry, state, shown, wish.version)
+    return None if wish is None else _start_promotion(services, entry, state, own_alias, wish.version)
 
 
 def _start_promotion(

@@ -210,9 +210,9 @@ def release_model(
 
 def _report(context: RunContext, model: ModelSteps, results: tuple[TargetResult, ...], document: Release) -> Artifact:
     """Return the page of a release; one that is published keeps the page that it has."""
-    kept = context.outlast(lambda: _find_page(context.store, document.name, document.version))
-    if kept is not None:
-        return kept
+    page = context.outlast(lambda: _find_page(context.store, document.name, document.version))
+    if page is not None:
+        return page
     insights = {
         item.target.name: insight(
             context.runner, InsightJob.of(model.exported, model.reference, item.bundle, item.target)
@@ -318,7 +318,7 @@ def _target_summary(
     context: RunContext, result: TargetResult, version: str, bundle_uri: str, steps: Mapping[str, StepSummary]
 ) -> TargetSummary:
     """The summary of one target; `steps` are those that all targets share, before and after its own."""
-    verdict, measured = result.verdict, result.measured
+    verdict, figures = result.verdict, result.measurement
     metric = None
     if verdict.metric_original is not None and verdict.metric_bundle is not None:
         metric = {"original": verdict.metric_original, "bundle": verdict.metric_bundle}
@@ -333,13 +333,13 @@ def _target_summary(
         max_abs_error=verdict.original.max_abs_error if verdict.original is not None else None,
         top1_agreement=verdict.original.top1_agreement if verdict.original is not None else None,
         metric=metric,
-        latency_ms=measured.typical.runners["tvm"].latency_ms.model_dump() if measured is not None else None,
-        ratio={str(peer): value for peer, value in measured.typical.ratio.items()} if measured is not None else {},
-        runs=measured.runs if measured is not None else None,
-        measurements=measured.points if measured is not None else (),
+        latency_ms=figures.typical.runners["tvm"].latency_ms.model_dump() if figures is not None else None,
+        ratio={str(peer): value for peer, value in figures.typical.ratio.items()} if figures is not None else {},
+        runs=figures.runs if figures is not None else None,
+        measurements=figures.points if figures is not None else (),
         tuning=str(result.tuned.coverage),
         choice=result.choice,
-        schedules=result.built.schedules,
+        schedules=result.build.schedules,
         steps={
             name: step.model_copy(update={"seconds": round(step.seconds, 3)})
             for name, step in (first | result.steps | last).items()

@@ -100,13 +100,13 @@ def _retrain(context: RunContext, why: str, who: str) -> RetrainSummary:
         )
     model = rule.source or f"{spec.name}-source"
     registering = RegisterJob.of(spec, context.registry, original, exported, weights, evaluation, run_id, model)
-    registered = register(runner, registering, context.registry).result
-    source = f"{registered.model}/{registered.version}"
-    released = release_model(context, trained, source)
-    name, version = registered.model, registered.version
-    value = f"{released.name}/{released.version}"
+    entry = register(runner, registering, context.registry).result
+    source = f"{entry.model}/{entry.version}"
+    release = release_model(context, trained, source)
+    name, version = entry.model, entry.version
+    value = f"{release.name}/{release.version}"
     context.outlast(lambda: context.registry.set_version_tag(name, version, "tvmflow.release", value))
-    return RetrainSummary(name=spec.name, evaluation=evaluation, source=source, mlflow_run_id=run_id, release=released)
+    return RetrainSummary(name=spec.name, evaluation=evaluation, source=source, mlflow_run_id=run_id, release=release)
 
 
 def _keep_verdict(context: RunContext, evaluation: Evaluation, why: str, who: str) -> str:

@@ -168,7 +168,7 @@ def _retune_target(
     tuned = tune_costliest(runner, job, costliest, minutes, context.shared_records).result
     # The build that a release would ship; a release of it then finds these steps in the cache.
     result = choose_here(build_here(context, model, target))
-    comparing = CompareJob.of(spec, model.exported, bundle, result.built, result.packaged, target)
+    comparing = CompareJob.of(spec, model.exported, bundle, result.build, result.packaged, target)
     gain = narrow(Gain, compare(runner, comparing).result)
     return RetunedTarget(target=target.name, functions=costliest, trials=tuned.trials, gain=gain)
 

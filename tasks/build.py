@@ -111,19 +111,19 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
     inspect = compiler.Inspection(**job.inspect.model_dump())
     records = workspace.path(job.records)
     choices = compiler.Choices(read_decisions(records))
-    built = compiler.build(imported, target, options, read_schedules(records), cache, inspect, choices)
+    model = compiler.build(imported, target, options, read_schedules(records), cache, inspect, choices)
     emit(2, 3, "linking")
     with workspace.scratch() as folder:
-        built.export(folder / "mod.so")
-        (folder / "mod.json").write_text(built.ir_json)
-        (folder / "mod.txt").write_text(built.ir_text)
-        timings = sorted(built.pass_timings, key=lambda item: -item[1])
+        model.export(folder / "mod.so")
+        (folder / "mod.json").write_text(model.ir_json)
+        (folder / "mod.txt").write_text(model.ir_text)
+        timings = sorted(model.pass_timings, key=lambda item: -item[1])
         (folder / "pass_timings.json").write_text(json.dumps(dict(timings), indent=1))
-        inspected = {**asdict(built.inspected), "decisions": _decisions(choices)}
+        inspected = {**asdict(model.inspected), "decisions": _decisions(choices)}
         (folder / "inspected.json").write_text(json.dumps(inspected))
         if job.build.weights == "apart":
-            compiler.save_params(built.params, folder / "mod.params")
-        rules = [rule for _, rule in built.schedules]
+            compiler.save_params(model.params, folder / "mod.params")
+        rules = [rule for _, rule in model.schedules]
         return BuildResult(
             library=workspace.keep(folder / "mod.so"),
             ir=workspace.keep(folder / "mod.json"),
@@ -131,13 +131,13 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
             params=workspace.keep(folder / "mod.params") if job.build.weights == "apart" else None,
             pass_timings=workspace.keep(folder / "pass_timings.json"),
             schedules={rule: rules.count(rule) for rule in sorted(set(rules))},
-            variants=built.variants,
+            variants=model.variants,
             algorithms={
-                name: Algorithm(functions=use.functions, bound=use.bound) for name, use in built.algorithms.items()
+                name: Algorithm(functions=use.functions, bound=use.bound) for name, use in model.algorithms.items()
             },
             llvm=str(get_global_func("target.llvm_version_major")()),
             inspected=workspace.keep(folder / "inspected.json"),
-            fresh_outputs=built.fresh_outputs,
+            fresh_outputs=model.fresh_outputs,
         )
 
 
@@ -150,7 +150,7 @@ def _decisions(choices: "Choices") -> list[dict[str, Any]]:
             "cycles": dict(zip(site.options, site.cycles, strict=True)),
             "choice": choices.option_of(site),
         }
-        for site in choices.met.values()
+        for site in choices.sites.values()
         if len(site.cycles) == len(site.options) > 1
     ]
 

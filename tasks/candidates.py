@@ -101,7 +101,7 @@ class TargetBuilder:
             tuning = part_of(workspace, tuned.tuned, part)
             if tuning.records in (plain.tuned.records, tuned.tuned.records):
                 continue
-            plain_build = Outcome(plain.built, "cached", 0.0)
+            plain_build = Outcome(plain.build, "cached", 0.0)
             partly, *others = distinct_builds([self._build(tuning), (plain.tuned, plain_build)])
             if others:
                 candidate = self._candidate(*partly)
@@ -118,13 +118,13 @@ class TargetBuilder:
         while threads > 1:
             threads //= 2
             tuning = with_threads(self.runner.workspace, best.tuned, threads)
-            packaged = self._package(tuning, best.built).result
+            packaged = self._package(tuning, best.build).result
             narrow = best.model_copy(update={"tuned": tuning, "packaged": packaged})
             fields = comparison_fields(self.spec, self.exported, narrow, best, self.target)
             fewer = fewer_threads(self.runner, ThreadsJob(**fields, threads=threads))
             if not fewer.result.is_faster:
                 break
-            candidate = self._candidate(tuning, Outcome(best.built, "cached", 0.0))
+            candidate = self._candidate(tuning, Outcome(best.build, "cached", 0.0))
             if not candidate.verdict.passed:
                 break
             before = choice or Outcome(Choice(shipped="untuned", message=""), fewer.status, 0.0)
@@ -136,29 +136,29 @@ class TargetBuilder:
     def _build(self, tuned: TuneResult) -> Build:
         return tuned, build(self.runner, BuildJob.of(self.spec, self.imported, tuned, self.target, self.inspect))
 
-    def _package(self, tuned: TuneResult, built: BuildResult) -> Outcome[PackageResult]:
+    def _package(self, tuned: TuneResult, build: BuildResult) -> Outcome[PackageResult]:
         job = PackageJob.of(
             self.spec,
             self.runner.workspace,
             self.exported,
             self.imported,
             tuned,
-            built,
+            build,
             self.target,
             signer=None if self.signing_key is None else public_key(self.signing_key),
         )
         return package(self.runner, job, self.signing_key)
 
-    def _candidate(self, tuned: TuneResult, built: Outcome[BuildResult]) -> Candidate:
-        packaged = self._package(tuned, built.result)
+    def _candidate(self, tuned: TuneResult, build: Outcome[BuildResult]) -> Candidate:
+        packaged = self._package(tuned, build.result)
         job = ValidateJob.of(self.spec, self.exported, packaged.result, self.reference, self.target)
         verdict = validate(self.runner, job)
         return Candidate(
             tuned=tuned,
-            built=built.result,
+            build=build.result,
             packaged=packaged.result,
             verdict=verdict.result,
-            steps={"build": built.summary, "package": packaged.summary, "validate": verdict.summary},
+            steps={"build": build.summary, "package": packaged.summary, "validate": verdict.summary},
         )
 
     def _choose(self, tuned: Candidate, plain: Candidate, part: Part | Literal["all"]) -> Outcome[Choice]:

@@ -33,7 +33,7 @@ class Candidate(Record):
     """
 
     tuned: TuneResult
-    built: BuildResult
+    build: BuildResult
     packaged: PackageResult
     verdict: Verdict
     steps: dict[str, StepSummary]
@@ -87,7 +87,7 @@ class ComparisonJob(Job):
         """
         sides = (self.candidate, self.baseline)
         return {
-            "code": [[side.tuned.records.sha256, side.built.ir.sha256] for side in sides],
+            "code": [[side.tuned.records.sha256, side.build.ir.sha256] for side in sides],
             "sections": self.sections,
             "target": [self.target.canonical, self.target.threads],
             "refused": [side.verdict.reasons for side in sides],
@@ -162,11 +162,11 @@ def choose_work(job: ChooseJob, runner: StepRunner) -> Choice:
         message = f"the tuned build is shipped, not compared with the untuned: {job.refusal}"
         return Choice(shipped="tuned", message=message, part=job.part)
     comparison = job.compare(runner)
-    shipped: Literal["tuned", "untuned"] = "tuned" if _is_faster(comparison) else "untuned"
+    winner: Literal["tuned", "untuned"] = "tuned" if _is_faster(comparison) else "untuned"
     whose = "the tuned one's" if job.part == "all" else f"with the tuned {job.part} alone the"
     return Choice(
-        shipped=shipped,
-        message=f"the {shipped} build is shipped: " + comparison.describe(whose, "the untuned one's"),
+        shipped=winner,
+        message=f"the {winner} build is shipped: " + comparison.describe(whose, "the untuned one's"),
         ratio=comparison.ratio,
         interval=comparison.interval,
         part=job.part,

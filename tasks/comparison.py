@@ -116,17 +116,17 @@ def compare_pairs(
     The times of all runs are written to the file `samples`; with None they are not.
     """
     load, start = os.getloadavg()[0], time.monotonic()
-    measured = [measure(0)]
+    measurements = [measure(0)]
     plan = plan_pairs(seconds, time.monotonic() - start)
 
     def measure_pair(index: int) -> dict[None, Pair]:
         if index:
-            measured.append(measure(index))
-        return {None: Pair.of(measured[index])}
+            measurements.append(measure(index))
+        return {None: Pair.of(measurements[index])}
 
     pairs = compare(plan, {None: bounds}, measure_pair, progress)[None]
     if samples is not None:
-        write_samples(samples, measured)
+        write_samples(samples, measurements)
     return Comparison(plan=plan, pairs=pairs, conditions=observe_conditions(threads, load))
 
 

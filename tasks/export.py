@@ -360,10 +360,10 @@ def _find_dimensions(
         return job.dimensions
     failure: ExportError | None = None
 
-    def runs(chosen: dict[str, int]) -> bool:
+    def runs(sizes: dict[str, int]) -> bool:
         nonlocal failure
         try:
-            run_session(session, samples.make(inputs, job.dimensions, 0, job.seed, job.folder, chosen))
+            run_session(session, samples.make(inputs, job.dimensions, 0, job.seed, job.folder, sizes))
         except ExportError as error:
             failure = failure or error
             return False
@@ -396,11 +396,11 @@ def _compare(
     # The benchmark runs on samples: there is one for each of the sizes that it measures.
     points = samples.measured_sizes(inputs, dimensions)
     for index in range(max(job.samples, len(points))):
-        chosen = samples.choose_sizes(inputs, dimensions, index)
+        sizes = samples.choose_sizes(inputs, dimensions, index)
         # Sizes beside those to measure are guesses: a model need not take them.
         is_guess = index >= len(points) and module is None
-        tried = alternatives(chosen, dimensions, points[0]) if is_guess else [chosen]
-        sample, outputs = _first_run(session, inputs, dimensions, index, job, tried)
+        candidates = alternatives(sizes, dimensions, points[0]) if is_guess else [sizes]
+        sample, outputs = _first_run(session, inputs, dimensions, index, job, candidates)
         if module is None:
             pairs.append((sample, outputs))
             continue
@@ -421,15 +421,15 @@ def _first_run(
     dimensions: dict[str, Dimension],
     index: int,
     job: ExportJob,
-    tried: Iterable[dict[str, int]],
+    candidates: Iterable[dict[str, int]],
 ) -> tuple[NamedArrays, NamedArrays]:
     """Return sample `index` at the first sizes at which ONNX Runtime runs the model, and its outputs.
 
-    Raises ExportError when it runs the model at none of `tried`.
+    Raises ExportError when it runs the model at none of the `candidates`.
     """
     failure: ExportError | None = None
-    for chosen in tried:
-        sample = samples.make(inputs, dimensions, index, job.seed, job.folder, chosen)
+    for sizes in candidates:
+        sample = samples.make(inputs, dimensions, index, job.seed, job.folder, sizes)
         try:
             return sample, run_session(session, sample)
         except ExportError as error:

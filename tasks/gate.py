@@ -341,8 +341,8 @@ def _check_figure(release: Release, figure: _Figure, bound: float) -> Iterator[C
 def _worst(release: Release) -> Validation | None:
     """Return the validation of the target with the lowest task metric; None where no target has one."""
     metrics = ((item.verdict.metric_bundle, item.verdict) for item in release.targets)
-    known = [(metric, verdict) for metric, verdict in metrics if metric is not None]
-    return min(known, key=lambda pair: pair[0])[1] if known else None
+    scores = [(metric, verdict) for metric, verdict in metrics if metric is not None]
+    return min(scores, key=lambda pair: pair[0])[1] if scores else None
 
 
 def _check_ratio(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> Iterator[Check]:

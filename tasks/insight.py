@@ -87,9 +87,9 @@ def work(job: InsightJob, emit: Emit) -> Insight:
         sample = model.sample[0]
         names = schedule_rules(bundle, model.manifest)
         times = measure_functions(model.machine, lambda: model(**sample), names, _REPEATS, model.device.sync)
-        compared = list(_compare(job, model, labels, emit))
-    worst = sorted(compared, key=lambda item: -item[1])[:_SAMPLES]
-    flipped = [item for item in compared if item[2] != item[3]]
+        comparisons = list(_compare(job, model, labels, emit))
+    worst = sorted(comparisons, key=lambda item: -item[1])[:_SAMPLES]
+    flipped = [item for item in comparisons if item[2] != item[3]]
     return Insight(
         functions=tuple(
             FunctionTime(name=item.name, calls=item.calls, ms=item.seconds * 1e3, bytes=item.bytes)
@@ -98,7 +98,7 @@ def work(job: InsightJob, emit: Emit) -> Insight:
         worst=tuple(_describe(item, labels) for item in worst),
         flipped=tuple(_describe(item, labels) for item in flipped[:_SAMPLES]),
         flips=len(flipped),
-        samples=len(compared),
+        samples=len(comparisons),
     )
 
 
@@ -189,8 +189,8 @@ def _png(pixels: Array) -> str:
 
 
 def _first_values(array: Array) -> str:
-    shown = ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in _flat(array))
-    return f"{shown}, ..." if array.size > _SHOWN_VALUES else shown
+    text = ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in _flat(array))
+    return f"{text}, ..." if array.size > _SHOWN_VALUES else text
 
 
 def _flat(array: Array) -> list[Any]:

@@ -26,7 +26,7 @@ class PackageJob(Job):
     """The manifest, the build, and the samples; `signer` is the public key that belongs to the signing key, or None."""
 
     manifest: Manifest
-    built: BuildResult
+    build: BuildResult
     samples: Artifact
     target: Target
     signer: str | None
@@ -38,8 +38,8 @@ class PackageJob(Job):
 
     def cache_key(self) -> Mapping[str, Any]:
         """Return the manifest, which names every other input by its digest, the build, and the signer."""
-        built = self.built.model_dump(mode="json", exclude={"pass_timings", "inspected"})
-        return {"manifest": self.manifest.to_json().decode(), "build": built, "signer": self.signer}
+        build = self.build.model_dump(mode="json", exclude={"pass_timings", "inspected"})
+        return {"manifest": self.manifest.to_json().decode(), "build": build, "signer": self.signer}
 
     @classmethod
     def of(
@@ -49,7 +49,7 @@ class PackageJob(Job):
         exported: ExportResult,
         imported: ImportResult,
         tuned: TuneResult,
-        built: BuildResult,
+        build: BuildResult,
         target: Target,
         signer: str | None,
     ) -> "PackageJob":
@@ -75,9 +75,9 @@ class PackageJob(Job):
             outputs=imported.outputs,
             dimensions={name: (item.min, item.max) for name in names for item in [ranges.get(name, Dimension())]},
             weights=spec.build.weights,
-            variants=tuple(Variant(function, sizes) for function, sizes in sorted(built.variants.items())),
-            versions=installed_versions(built.llvm),
-            fresh_outputs=built.fresh_outputs,
+            variants=tuple(Variant(function, sizes) for function, sizes in sorted(build.variants.items())),
+            versions=installed_versions(build.llvm),
+            fresh_outputs=build.fresh_outputs,
             provenance={
                 "onnx": exported.onnx.sha256,
                 "relax": imported.ir.sha256,
@@ -92,7 +92,7 @@ class PackageJob(Job):
                 **({"operators": json.dumps(imported.sources.files)} if spec.model.operators else {}),
             },
         )
-        return cls(manifest=manifest, built=built, samples=exported.samples, target=target, signer=signer)
+        return cls(manifest=manifest, build=build, samples=exported.samples, target=target, signer=signer)
 
 
 class WeightsApart(Record):
@@ -119,24 +119,24 @@ def work(job: PackageJob, runner: StepRunner, key: Path | None) -> PackageResult
 
     The same job gives the same bytes. Raises BundleError for a key that cannot be read.
     """
-    workspace, built = runner.workspace, job.built
+    workspace, build = runner.workspace, job.build
     with workspace.scratch() as folder:
         sample = folder / "sample.npz"
         _golden_sample(workspace.path(job.samples), sample)
-        files = {"mod.so": workspace.path(built.library), "mod.json": workspace.path(built.ir), "sample.npz": sample}
-        if built.params is not None:
-            files["mod.params"] = workspace.path(built.params)
+        files = {"mod.so": workspace.path(build.library), "mod.json": workspace.path(build.ir), "sample.npz": sample}
+        if build.params is not None:
+            files["mod.params"] = workspace.path(build.params)
         bundle = folder / f"{job.manifest.name}.tar.gz"
         complete = pack(bundle, job.manifest, files, key=key)
         apart = None
-        if built.params is not None:
+        if build.params is not None:
             pack(folder / "without-weights.tar.gz", job.manifest, files, key=key, leave_weights_out=True)
-            apart = WeightsApart(bundle=workspace.keep(folder / "without-weights.tar.gz"), weights=built.params)
+            apart = WeightsApart(bundle=workspace.keep(folder / "without-weights.tar.gz"), weights=build.params)
         return PackageResult(
             bundle=workspace.keep(bundle),
             apart=apart,
             unpacked=sum(entry.size for entry in complete.files.values()),
-            algorithms=built.algorithms,
+            algorithms=build.algorithms,
         )
 
 

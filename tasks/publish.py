@@ -150,7 +150,7 @@ def _make_target(spec: Spec, item: TargetResult) -> ReleaseTarget:
         bundle=blobs["bundle"],
         weights=blobs.get("weights"),
         verdict=make_verdict(item),
-        measurements=item.measured and narrow(Measurements, item.measured),
+        measurements=item.measurement and narrow(Measurements, item.measurement),
         tuning=Tuning(
             **dict(coverage),
             coverage=str(coverage),

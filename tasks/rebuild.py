@@ -92,11 +92,11 @@ def _sections(bundle: Path, manifest: Manifest) -> dict[str, Any]:
     Raises BundleError when there are none, or when the bundle was made with other versions or other code than is
     installed.
     """
-    installed, built = installed_versions(), manifest.versions
+    own_versions, bundle_versions = installed_versions(), manifest.versions
     for name, built_with, current in (
-        ("tvmflow", built.tvmflow, installed.tvmflow),
-        ("apache-tvm", built.tvm, installed.tvm),
-        ("apache-tvm-ffi", built.tvm_ffi, installed.tvm_ffi),
+        ("tvmflow", bundle_versions.tvmflow, own_versions.tvmflow),
+        ("apache-tvm", bundle_versions.tvm, own_versions.tvm),
+        ("apache-tvm-ffi", bundle_versions.tvm_ffi, own_versions.tvm_ffi),
     ):
         if built_with != current:
             raise BundleError(

@@ -101,7 +101,7 @@ class CompareJob(Job):
 
     exported: ExportResult
     production: Path
-    built: BuildResult
+    build: BuildResult
     packaged: PackageResult
     target: Target
     sizes: tuple[dict[str, int], ...]
@@ -121,7 +121,7 @@ class CompareJob(Job):
         spec: Spec,
         exported: ExportResult,
         production: Path,
-        built: BuildResult,
+        build: BuildResult,
         packaged: PackageResult,
         target: Target,
     ) -> "CompareJob":
@@ -129,7 +129,7 @@ class CompareJob(Job):
         return cls(
             exported=exported,
             production=production,
-            built=built,
+            build=build,
             packaged=packaged,
             target=target,
             sizes=variants(spec, exported.inputs),
@@ -145,7 +145,7 @@ def compare_work(job: CompareJob, runner: StepRunner) -> Gain:
     does not run here.
     """
     name, workspace = job.target.name, runner.workspace
-    if read_manifest(job.production).files["mod.so"].sha256 == job.built.library.sha256:
+    if read_manifest(job.production).files["mod.so"].sha256 == job.build.library.sha256:
         message = f"target {name!r}: the new build is the one in production"
         return Gain(target=name, better=False, worse=False, message=message, ratio=1.0, ratios=())
     comparison = compare_latency(

@@ -34,18 +34,18 @@ WEIGHTS = "weights.pt"
 class TargetResult(StepResult):
     """All results of one target.
 
-    `built`, `packaged` and `verdict` belong to the build that is shipped. `choice` says why it is this build, None
-    where tuning changed nothing. `measured` is None where the bundle was not benchmarked; `gates` has a sentence for
+    `build`, `packaged` and `verdict` belong to the build that is shipped. `choice` says why it is this build, None
+    where tuning changed nothing. `measurement` is None where the bundle was not benchmarked; `gates` has a sentence for
     each gate that failed.
     """
 
     target: Target
     tuned: TuneResult
-    built: BuildResult
+    build: BuildResult
     packaged: PackageResult
     verdict: Verdict
     choice: Choice | None
-    measured: BenchmarkResult | None
+    measurement: BenchmarkResult | None
     gates: tuple[str, ...]
     steps: dict[str, StepSummary]
 
@@ -106,7 +106,7 @@ class TrackJob(Job):
             "onnx": self.exported.onnx,
             # Each version of a source model has a release or a verdict of its own, also when two hold the same weights.
             "source": self.exported.registered,
-            "targets": [[item.bundle, item.verdict, item.measured, item.gates] for item in self.targets],
+            "targets": [[item.bundle, item.verdict, item.measurement, item.gates] for item in self.targets],
             # The same bundle may have been released before, with another tuning.
             "tuning": [[item.tuned.trials, item.tuned.coverage, item.choice] for item in self.targets],
         }
@@ -178,8 +178,8 @@ def _files(job: TrackJob, workspace: Workspace, scratch: Path) -> dict[str, Path
         files[name].write_text(json.dumps(document, indent=2))
     for item in job.targets:
         folder = slug(item.target.name)
-        files[f"{folder}/lowered.txt"] = workspace.path(item.built.text)
-        files[f"{folder}/pass_timings.json"] = workspace.path(item.built.pass_timings)
+        files[f"{folder}/lowered.txt"] = workspace.path(item.build.text)
+        files[f"{folder}/pass_timings.json"] = workspace.path(item.build.pass_timings)
         files[f"{folder}/records.jsonl"] = workspace.path(item.tuned.records)
         if item.tuned.curve:
             files[f"{folder}/{PICTURE}"] = scratch / f"{folder}-{PICTURE}"
@@ -252,7 +252,7 @@ def metrics(item: TargetResult) -> dict[str, float]:
     verdict = item.verdict
     if verdict.metric_bundle is not None and verdict.metric_original is not None:
         figures |= {"task_metric": verdict.metric_bundle, "task_metric_original": verdict.metric_original}
-    for index, point in enumerate(item.measured.points if item.measured is not None else ()):
+    for index, point in enumerate(item.measurement.points if item.measurement is not None else ()):
         # The typical sizes have the plain names; the others name their sizes.
         suffix = "" if index == 0 else "".join(f"_{name}{size}" for name, size in point.sizes.items())
         for runner, measurement in point.runners.items():

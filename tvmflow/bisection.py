@@ -96,8 +96,8 @@ def bisect(
     if first is None or first not in search.producers:
         return None
     place = search.first_bad(search.producers[first])
-    chosen = search.smallest(place)
-    part, fed = search.part(chosen, search.results_of(place))
+    nodes = search.smallest(place)
+    part, fed = search.part(nodes, search.results_of(place))
     errors = search.errors_of(part, fed)
     output, error = next((name, error) for name, error in errors.items() if error is not None)
     node = search.nodes[place]
@@ -253,12 +253,12 @@ class _Search:
         Constants that the nodes read, and the nodes that compute them, belong to the part. Small vectors of integers
         are constants there too.
         """
-        chosen = set(places) - self._constant_nodes
-        reads = {name for place in chosen for name in _names_read(self.nodes[place])}
+        own_places = set(places) - self._constant_nodes
+        reads = {name for place in own_places for name in _names_read(self.nodes[place])}
         constants = {self.producers[name] for name in reads if self.producers.get(name) in self._constant_nodes}
         for place in [*constants, *({self.producers[name] for name in names} & self._constant_nodes)]:
             constants |= self.ancestors(place)
-        nodes = [self.nodes[place] for place in sorted(chosen | constants)]
+        nodes = [self.nodes[place] for place in sorted(own_places | constants)]
         results = {name for node in nodes for name in node.output}
         outside = {name for node in nodes for name in _names_read(node)} - results
         part = onnx.ModelProto()
@@ -267,19 +267,19 @@ class _Search:
         for field in ("node", "initializer", "input", "output", "value_info"):
             graph.ClearField(field)
         graph.node.extend(nodes)
-        fed: dict[str, Array] = {}
+        feeds: dict[str, Array] = {}
         for name in sorted(outside):
             if name in self._initializers:
                 graph.initializer.append(self._initializers[name])
             elif name in self._inputs:
                 graph.input.append(self._declared[name])
-                fed[name] = self._inputs[name]
+                feeds[name] = self._inputs[name]
             elif _is_shape(value := self.values[name]):
                 graph.initializer.append(numpy_helper.from_array(value, name))
             else:
                 element = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
                 graph.input.append(onnx.helper.make_tensor_value_info(name, element, value.shape))
-                fed[name] = value
+                feeds[name] = value
         for name in names:
             value = self.values[name]
             element = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
@@ -287,7 +287,7 @@ class _Search:
             graph.output.append(self._declared.get(name, unknown))
         inner = sorted((results - set(names)) & self._declared.keys() & self.values.keys())
         graph.value_info.extend(self._declared[name] for name in inner)
-        return part, fed
+        return part, feeds
 
 
 def _names_read(node: onnx.NodeProto) -> set[str]:
@@ -297,8 +297,8 @@ def _names_read(node: onnx.NodeProto) -> set[str]:
         for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
             own = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
             own |= {name for inner in graph.node for name in inner.output}
-            read = {name for inner in graph.node for name in _names_read(inner)}
-            names |= (read | {value.name for value in graph.output}) - own
+            inner_names = {name for inner in graph.node for name in _names_read(inner)}
+            names |= (inner_names | {value.name for value in graph.output}) - own
     return names
 
 

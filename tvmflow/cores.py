@@ -15,8 +15,8 @@ def count() -> int:
 
     Hardware threads of one core count once, because they share its multiply-adds. A quota of 2.5 cores counts as 2.
     """
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = count_physical(allowed)
+    processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = count_physical(processors)
     quota = read_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
 

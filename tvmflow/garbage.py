@@ -55,12 +55,12 @@ def find_garbage(state: Path, bundles: Path, days: float) -> list[Piece]:
     records = list((state / "steps").glob("*/*.json"))
     old_records = {path for path in records if _used_at(path) < before}
     # Any digest counts that a kept result mentions, wherever in it.
-    named = {digest.decode() for path in records if path not in old_records for digest in _digests(path)}
+    digests = {digest.decode() for path in records if path not in old_records for digest in _digests(path)}
     pieces = [_piece("results of steps", path) for path in sorted(old_records)]
     pieces += [
         _piece("artifacts", path)
         for path in sorted((state / "artifacts").glob("*/*"))
-        if path.name not in named and _used_at(path) < before
+        if path.name not in digests and _used_at(path) < before
     ]
     for kind, pattern in (("downloaded models", "sources/*/*"), ("compiled code", "code/*"), ("logs", "logs/*")):
         pieces += [_piece(kind, path) for path in sorted(state.glob(pattern)) if _used_at(path) < before]
@@ -76,9 +76,9 @@ def find_garbage(state: Path, bundles: Path, days: float) -> list[Piece]:
         for path in _entries(bundles)
         if not path.is_symlink() and _used_at(path) < before
     ]
-    gone = {piece.path for piece in pieces}
+    paths = {piece.path for piece in pieces}
     links = [path for path in _entries(state / "bundles") if path.is_symlink()]
-    return pieces + [_piece("links to bundles", path) for path in links if path.resolve() in gone or not path.exists()]
+    return pieces + [_piece("links to bundles", path) for path in links if path.resolve() in paths or not path.exists()]
 
 
 def remove(pieces: list[Piece]) -> None:

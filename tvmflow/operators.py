@@ -74,8 +74,8 @@ def define(model: "onnx.ModelProto", operators: Mapping[str, OwnOperator]) -> No
 
     own = {f"{function.domain}.{function.name}" for function in model.functions}
     imported = {entry.domain for entry in model.opset_import}
-    used = {f"{node.domain}.{node.op_type}" for node in nodes_of(model.graph)}
-    for name in sorted(used & operators.keys() - own):
+    node_types = {f"{node.domain}.{node.op_type}" for node in nodes_of(model.graph)}
+    for name in sorted(node_types & operators.keys() - own):
         function = operators[name].function
         model.functions.append(function)
         # A domain that the graph uses is imported already; the function may use others.

@@ -59,8 +59,8 @@ class ChannelState:
     @property
     def is_settled(self) -> bool:
         """Whether MLflow shows what the channel holds, and nobody asks for anything else."""
-        held = self.channel.version
-        return self.alias_version == held and self.wanted_version is None and self.channel.wish is None
+        version = self.channel.version
+        return self.alias_version == version and self.wanted_version is None and self.channel.wish is None
 
     @property
     def hand_set_version(self) -> str | None:
@@ -113,11 +113,11 @@ def find_policy(channel: Channel, release: Release, current: Release | None, *, 
     if channel.policy is not None:
         return EffectivePolicy(channel.policy, proposal=None if proposal == channel.policy else proposal)
     for document in (current, release):
-        found = None if document is None else document.channels.get(channel.channel)
-        if document is not None and found is not None and found != Policy():
+        candidate = None if document is None else document.channels.get(channel.channel)
+        if document is not None and candidate is not None and candidate != Policy():
             why = f"proposed by {document.name} {document.version}"
-            adoption = channels.make_policy_change(None, found, who=who, why=why)
-            return EffectivePolicy(found, adoption, None if proposal == found else proposal)
+            adoption = channels.make_policy_change(None, candidate, who=who, why=why)
+            return EffectivePolicy(candidate, adoption, None if proposal == candidate else proposal)
     if release.channels and proposal is None and not channel.exists:
         close = get_close_matches(channel.channel, release.channels, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -207,10 +207,10 @@ def show(services: Services, name: str, channel: str, model: str) -> Channel:
             if registry.get_alias_version(model, channel) is not None:
                 registry.delete_alias(model, channel)
             return document
-        held = read_current(services.store, document)
-        if held is None:
+        release = read_current(services.store, document)
+        if release is None:
             return document
-        held_model, number = held.registered_version
+        held_model, number = release.registered_version
         if registry.get_alias_version(held_model, channel) != number:
             registry.set_alias(held_model, channel, number)
         after = channels.mark_shown(services.store, name, channel, document.version)

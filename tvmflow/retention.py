@@ -20,13 +20,13 @@ def collect(settings: Settings, rule: Retention, *, dry_run: bool = False) -> li
     A version with an alias in MLflow keeps its release. Raises StoreError, RegistryError and SettingsError.
     """
     pieces: list[StoredPiece] = []
-    seen: set[tuple[str, str]] = set()
+    places: set[tuple[str, str]] = set()
     for sections in list_sections(settings):
         with open_services(settings, sections.store, sections.registry) as services:
             config = services.store.config
-            if (config.server, config.uri) in seen:
+            if (config.server, config.uri) in places:
                 continue
-            seen.add((config.server, config.uri))
+            places.add((config.server, config.uri))
 
             def report(done: float, total: float, message: str, uri: str = config.uri) -> None:
                 reporter().progressed("gc", uri, done, total, message)

@@ -82,8 +82,8 @@ def list_sections(settings: Settings) -> list[Sections]:
     The others are those of releases that were made or deployed here, and of the release files in the setting models.
     Raises SpecError for a release file of that setting that is wrong, StoreError for a damaged record.
     """
-    recorded = [path.stem for path in sorted((settings.state / "models").glob("*.json"))]
-    names = dict.fromkeys([*recorded, *(release_file.load(file).name for file in settings.models)])
+    recent = [path.stem for path in sorted((settings.state / "models").glob("*.json"))]
+    names = dict.fromkeys([*recent, *(release_file.load(file).name for file in settings.models)])
     sections = [Sections(), *(read_sections(settings, name) for name in names)]
     return [each for index, each in enumerate(sections) if each not in sections[:index]]
 

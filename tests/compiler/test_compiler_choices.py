@@ -56,7 +56,7 @@ def test_every_decision_made_otherwise_gives_the_same_results(model: Path, targe
     imported, choices = import_onnx(model), Choices()
     usual = build(imported, target, choices=choices)
     expected = _run(usual, run_built)
-    open_sites = [site for site in choices.met.values() if len(site.options) > 1]
+    open_sites = [site for site in choices.sites.values() if len(site.options) > 1]
     assert {site.kind for site in open_sites} >= {"algorithm", "block", "lines", "last", "rows"}
     for place in scale.choose(normal=(2,), long=(1, 2)):
         other = Choices({site.key: site.options[min(place, len(site.options) - 1)] for site in open_sites})
@@ -102,7 +102,7 @@ def test_a_decision_is_met_under_the_same_name_in_every_build(model: Path, targe
     imported, first, second = import_onnx(model), Choices(), Choices()
     lower(imported, target, choices=first)
     build(imported, target, choices=second)
-    assert first.met == second.met
+    assert first.sites == second.sites
 
 
 def test_the_first_option_is_what_is_built_without_choices_or_with_one_that_the_decision_lacks(
@@ -110,8 +110,8 @@ def test_the_first_option_is_what_is_built_without_choices_or_with_one_that_the_
 ) -> None:
     imported, choices = import_onnx(model), Choices()
     usual = ir_text(lower(imported, target, choices=choices))
-    first_options = Choices({site.key: site.options[0] for site in choices.met.values()})
-    unknown_options = Choices(dict.fromkeys(choices.met, "no such option"))
+    first_options = Choices({site.key: site.options[0] for site in choices.sites.values()})
+    unknown_options = Choices(dict.fromkeys(choices.sites, "no such option"))
     assert ir_text(lower(imported, target, choices=first_options)) == usual
     assert ir_text(lower(imported, target, choices=unknown_options)) == usual
 
@@ -150,7 +150,7 @@ def test_rows_that_share_a_set_of_the_cache_may_be_packed_first(
     imported = import_onnx(make_model(nodes, [("x", [batch, 1024, 7, 6])], ["y"], {"w": weight}))
     choices = Choices()
     usual = build(imported, target, choices=choices)
-    (panel,) = (site for site in choices.met.values() if site.kind == "panel")
+    (panel,) = (site for site in choices.sites.values() if site.kind == "panel")
     other = build(imported, target, choices=Choices({panel.key: panel.options[1]}))
     assert panel.options == ("in place", "packed")
     assert "packed_rows" in other.ir_text
@@ -178,7 +178,7 @@ def test_the_last_convolution_may_write_the_output_as_it_leaves(
     imported = import_onnx(make_model(nodes, [("x", [2, 3, 39, 35])], ["y"], weights))
     choices = Choices()
     usual = build(imported, target, choices=choices)
-    (output,) = (site for site in choices.met.values() if site.kind == "output")
+    (output,) = (site for site in choices.sites.values() if site.kind == "output")
     other = build(imported, target, choices=Choices({output.key: output.options[1]}))
     assert len(usual.schedules) - len(other.schedules) == 1
     assert "fallback" not in dict(other.schedules)["fused_conv2d1_add_sigmoid_transpose1"]
@@ -192,7 +192,7 @@ def test_the_first_convolution_may_read_the_input_as_it_comes(make_model: Any, t
     imported = import_onnx(make_model(nodes, [("x", [1, 3, 17, 19])], ["y"], {"w": weight}))
     choices = Choices()
     usual = build(imported, target, choices=choices)
-    (edge,) = (site for site in choices.met.values() if site.kind == "edge")
+    (edge,) = (site for site in choices.sites.values() if site.kind == "edge")
     other = build(imported, target, choices=Choices({edge.key: edge.options[1]}))
     assert [name for name, _ in usual.schedules if name not in dict(other.schedules)] == ["transpose"]
     x = np.random.default_rng(6).standard_normal((1, 3, 17, 19)).astype("float32")

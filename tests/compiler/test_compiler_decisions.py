@@ -25,11 +25,11 @@ def test_a_decision_is_recorded_with_its_options_and_parts() -> None:
     choices = Choices({"edge: conv": "far"})
     assert choices.about("conv").choose("edge", {"near": "n", "far": "f"}, ("pad", "crop")) == "f"
     Decisions(choices, "pool").choose("tile", TILES)
-    assert choices.met == {
+    assert choices.sites == {
         "edge: conv": Site("edge", "conv", ("near", "far"), ("pad", "crop")),
         "tile: pool": Site("tile", "pool", ("small", "large", "huge"), ()),
     }
-    assert {key: site.key for key, site in choices.met.items()} == {key: key for key in choices.met}
+    assert {key: site.key for key, site in choices.sites.items()} == {key: key for key in choices.sites}
 
 
 def test_a_decision_that_the_build_did_not_meet_overrides_nothing() -> None:
@@ -43,4 +43,4 @@ def test_a_decision_that_the_build_did_not_meet_overrides_nothing() -> None:
 def test_builds_do_not_share_their_decisions() -> None:
     first, second = Choices(), Choices()
     first.choose("tile", "conv", TILES)
-    assert second.met == {}
+    assert second.sites == {}

@@ -231,7 +231,7 @@ def _functions(model: Drawn, target: Target, folder: Path) -> dict[str, tirx.Pri
     imported, options, choices = import_onnx(path), BuildOptions(precision=model.precision), Choices()
     lower(imported, target, options, choices)
     options_by_key = {
-        site.key: model.decisions.get(site.kind) or model.choice(*site.options) for site in choices.met.values()
+        site.key: model.decisions.get(site.kind) or model.choice(*site.options) for site in choices.sites.values()
     }
     functions = {}
     for workload in workloads(lower(imported, target, options, Choices(options_by_key))):

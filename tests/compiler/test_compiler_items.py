@@ -90,7 +90,7 @@ def test_items_of_a_fixed_batch_are_apart_whatever_is_decided(
     parts, choices = MODELS[model](), Choices()
     imported, rng = _import(parts, _ITEMS, tmp_path), np.random.default_rng(seed)
     usual = build(imported, target, choices=choices)
-    drawn = {site.key: site.options[int(rng.integers(len(site.options)))] for site in choices.met.values()}
+    drawn = {site.key: site.options[int(rng.integers(len(site.options)))] for site in choices.sites.values()}
     for built in (usual, *([build(imported, target, choices=Choices(drawn))] if seed else [])):
         _assert_items_apart(built, "main", parts[1])
 

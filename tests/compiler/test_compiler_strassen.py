@@ -101,7 +101,7 @@ def test_a_build_computes_a_large_product_by_strassens_algorithm_where_it_is_est
     slow_arithmetic = replace(AVX512, vectors=replace(AVX512.vectors, multiply_adds=0.125))
     choices = Choices()
     assert strassen.choose([1, 56, 56], 256, 256, slow_arithmetic, choices.about("matmul")) is not None
-    (site,) = choices.met.values()
+    (site,) = choices.sites.values()
     assert site.options == ("strassen", "direct")
     assert site.cycles[0] < site.cycles[1]
 

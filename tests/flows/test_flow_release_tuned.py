@@ -61,7 +61,7 @@ def _record(
     target, options = resolve("native"), compiler.BuildOptions(**build)
     imported, choices = compiler.import_onnx(model), compiler.Choices()
     compiler.lower(imported, target, options, choices)
-    sites = [site for site in choices.met.values() if site.kind == kind]
+    sites = [site for site in choices.sites.values() if site.kind == kind]
     for site in sites:
         decision = Decision(
             site.key, site.options[1], site.options[0], 1e-9, 1.0, **vars(current_context(target)), created_at=now()

@@ -75,7 +75,7 @@ def _candidate(workspace: Workspace, content: str, *reasons: str) -> Candidate:
     )
     return Candidate(
         tuned=_tuned(workspace, content),
-        built=_built(content).result,
+        build=_built(content).result,
         packaged=PackageResult(bundle=_artifact(content), unpacked=1, algorithms={}),
         verdict=verdict,
         steps={},
@@ -154,7 +154,7 @@ def usual_and_one_thread(convolution: TargetBuilder, workspace: Workspace) -> tu
     (usual,) = item.candidates([untuned(workspace)])
     tuned = with_threads(workspace, usual.tuned, 1)
     job = PackageJob.of(
-        item.spec, workspace, item.exported, item.imported, tuned, usual.built, item.target, signer=None
+        item.spec, workspace, item.exported, item.imported, tuned, usual.build, item.target, signer=None
     )
     packaged = package(item.runner, job, None).result
     return usual, usual.model_copy(update={"tuned": tuned, "packaged": packaged})

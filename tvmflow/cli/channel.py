@@ -143,6 +143,6 @@ def _show(documents: "list[Channel]", as_json: bool) -> None:
         table.add_column(column, no_wrap=column in ("channel", "holds"))
     for document in documents:
         wish = document.wish
-        asked = f"{wish.version} of {wish.who}, {wish.when[:19].replace('T', ' ')}" if wish is not None else "-"
-        table.add_row(document.channel, document.version or "-", describe_policy(document.policy), asked)
+        wish_text = f"{wish.version} of {wish.who}, {wish.when[:19].replace('T', ' ')}" if wish is not None else "-"
+        table.add_row(document.channel, document.version or "-", describe_policy(document.policy), wish_text)
     Console(width=None if sys.stdout.isatty() else 120).print(table)

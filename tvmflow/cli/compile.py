@@ -190,11 +190,11 @@ def compile_command(
     inspect = Inspect(before=print_ir_before, after=print_ir_after, code=dump_code)
     with naming_model(str(model)):
         exported, best, choice = build_best(spec, settings, resolved, inspect, tuning_records)
-    built, bundle, verdict = best.built, best.packaged.bundle, best.verdict
+    build, bundle, verdict = best.build, best.packaged.bundle, best.verdict
     # A refused build is worth a look, so the code is written before the verdict ends the command.
-    inspected = json.loads(workspace.path(built.inspected).read_text())
+    inspected = json.loads(workspace.path(build.inspected).read_text())
     code_files = _dump(inspected["code"], output, model.stem)
-    times: dict[str, float] = json.loads(workspace.path(built.pass_timings).read_text())
+    times: dict[str, float] = json.loads(workspace.path(build.pass_timings).read_text())
     if not as_json:
         _show(inspected["passes"], times if print_pass_times else {})
         if explain:
@@ -209,7 +209,7 @@ def compile_command(
         document |= {"target": resolved.name, "precision": precision, "verified": verdict.verified}
         document |= {
             "notes": exported.notes(),
-            "schedules": built.schedules,
+            "schedules": build.schedules,
             "code": [str(path) for path in code_files],
         }
         document |= {"choice": choice and choice.result.model_dump(mode="json", exclude={"sources"})}

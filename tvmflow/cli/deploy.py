@@ -51,12 +51,12 @@ def deploy_command(
     from tvmflow.triggers import load
 
     settings = machine.load()
-    selected = files or settings.models
-    if not selected:
+    paths = files or settings.models
+    if not paths:
         raise SettingsError("name release files, or set models (TVMFLOW_MODELS='[\"release.yaml\"]') to them")
     # Those in the setting models are read as well: no two release files may have the same name.
-    catalogue = load(path.absolute() for path in (*settings.models, *selected))
-    entries = [entry for entry in catalogue.entries if entry.file in {path.absolute() for path in selected}]
+    catalogue = load(path.absolute() for path in (*settings.models, *paths))
+    entries = [entry for entry in catalogue.entries if entry.file in {path.absolute() for path in paths}]
     point_at_server(settings)
     if not answers(settings.prefect_api_url or "", ANSWER_SECONDS):
         raise PrefectError(
@@ -75,21 +75,21 @@ def deploy_command(
         ensure_pool(target)
     for entry in entries:
         record_sections(settings, entry.spec)
-    deployed = register(entries, name, targets)
+    deployments = register(entries, name, targets)
     automations = register_automations(settings.notification_block)
     connected = _connect(settings, receiver) if receiver is not None else None
     unmanaged = [entry.name for entry in entries if entry.file not in {path.absolute() for path in settings.models}]
     if as_json:
         document = {
             "pool": {"name": name, "created": created},
-            "deployments": [vars(item) for item in deployed],
+            "deployments": [vars(item) for item in deployments],
             "automations": list(automations),
             "webhook": connected,
             "unmanaged": unmanaged,
         }
         click.echo(json.dumps(document))
     else:
-        _show(deployed, name, created, connected, unmanaged)
+        _show(deployments, name, created, connected, unmanaged)
 
 
 def _connect(settings: "Settings", receiver: str) -> dict[str, str]:
@@ -105,7 +105,7 @@ def _connect(settings: "Settings", receiver: str) -> dict[str, str]:
 
 
 def _show(
-    deployed: "list[Deployed]", pool: str, created: bool, connected: dict[str, str] | None, unmanaged: list[str]
+    deployments: "list[Deployed]", pool: str, created: bool, connected: dict[str, str] | None, unmanaged: list[str]
 ) -> None:
     from rich import box
     from rich.console import Console
@@ -114,7 +114,7 @@ def _show(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("deployment", "schedule", "event"):
         table.add_column(column, no_wrap=True)
-    for item in deployed:
+    for item in deployments:
         table.add_row(item.name, ", ".join(item.schedules) or "-", ", ".join(item.events) or "-")
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)

@@ -81,13 +81,13 @@ def _show_figures(name: str, as_json: bool) -> None:
         ]
         click.echo(json.dumps({"figures": rows, "drifts": [drift._asdict() for drift in drifts]}))
         return
-    shown = [release.version for release in releases][-_SHOWN:]
+    versions = [release.version for release in releases][-_SHOWN:]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("target", "figure", *shown):
+    for column in ("target", "figure", *versions):
         table.add_column(column, no_wrap=True)
     for (target, figure), points in series.items():
         values = dict(points)
-        table.add_row(target, figure, *(f"{values[each]:.4g}" if each in values else "-" for each in shown))
+        table.add_row(target, figure, *(f"{values[each]:.4g}" if each in values else "-" for each in versions))
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     for drift in drifts:
         click.echo(str(drift))

@@ -334,8 +334,8 @@ def _table(*columns: str) -> "Table":
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        left = column in ("workload", "target", "TVM", "space", "tuner", "newest (UTC)", "when (UTC)")
-        table.add_column(column, no_wrap=True, justify="left" if left else "right")
+        is_text = column in ("workload", "target", "TVM", "space", "tuner", "newest (UTC)", "when (UTC)")
+        table.add_column(column, no_wrap=True, justify="left" if is_text else "right")
     return table
 
 

@@ -133,7 +133,7 @@ def _lines(item: "TargetSummary") -> "Iterator[str]":
         return
     typical = item.measurements[0]
     names = {"pytorch": "PyTorch", "onnxruntime": "ONNX Runtime", "tvm": "TVM from Python"}
-    seconds = {str(runner): measured.total_seconds for runner, measured in typical.runners.items()}
+    seconds = {str(runner): figures.total_seconds for runner, figures in typical.runners.items()}
     yield from _missing_percentiles(item.runs or 0)
     yield f"{item.runs} runs: " + ", ".join(
         f"{name} {seconds[key]:.3f} s" for key, name in names.items() if key in seconds

@@ -101,12 +101,12 @@ def serve_command(
             raise
         raise SettingsError(f"serving needs {error.name!r}; install it with `pip install tvmflow[serve]`") from error
 
-    def announce(address: str, rpc_address: str | None, served: "Sequence[ServedModel]") -> None:
+    def announce(address: str, rpc_address: str | None, models: "Sequence[ServedModel]") -> None:
         if as_json:
-            versions = {model.name: model.version for model in served}
+            versions = {model.name: model.version for model in models}
             click.echo(json.dumps({"address": address, "grpc": rpc_address, "models": versions}))
         else:
-            names = ", ".join(f"{model.name} {model.version}" for model in served)
+            names = ", ".join(f"{model.name} {model.version}" for model in models)
             click.echo(f"serving {names} at {address}" + (f", gRPC at {rpc_address}" if rpc_address else ""))
 
     logging.basicConfig(level=logging.WARNING, format="tvmflow: %(message)s")

@@ -141,8 +141,8 @@ def _show(target: str, outcome: "Outcome[TuneResult]", console: "Console") -> No
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("workload", "calls", "before us", "now us", "now / before", "trials", ""):
         table.add_column(column, no_wrap=True, justify="left" if column in ("workload", "") else "right")
-    measured = [item for item in result.workloads if item.status != "skipped"]
-    for item in sorted(measured, key=lambda item: -item.calls * (item.best_seconds or item.baseline_seconds or 0.0)):
+    workloads = [item for item in result.workloads if item.status != "skipped"]
+    for item in sorted(workloads, key=lambda item: -item.calls * (item.best_seconds or item.baseline_seconds or 0.0)):
         before, now = item.baseline_seconds, item.best_seconds
         table.add_row(
             item.name,

@@ -69,11 +69,9 @@ def verdict_command(name: str, version: str, channel: str, replay: bool, as_json
         Console(width=None if sys.stdout.isatty() else 120).print(table)
         by = "" if signer is None else f", signed with {signer[:16]}"
         click.echo(f"{name} {version} to {channel}: {verdict.verdict}, MLflow run {run}{by}")
-    changed = [
-        check.name for check, before in zip(checks, verdict.checks, strict=True) if check.passed != before.passed
-    ]
-    if changed:
-        raise VerdictError(f"{', '.join(changed)} of {name} {version} is decided otherwise than in MLflow run {run}")
+    names = [check.name for check, before in zip(checks, verdict.checks, strict=True) if check.passed != before.passed]
+    if names:
+        raise VerdictError(f"{', '.join(names)} of {name} {version} is decided otherwise than in MLflow run {run}")
 
 
 def _read_samples(registry: "Registry", run: str, check: "Check", folder: Path) -> "Sequence[Samples]":

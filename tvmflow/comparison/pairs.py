@@ -147,10 +147,10 @@ class Comparison(Record):
 
     def describe_lack(self, bound: float) -> str:
         """Return what an undecided comparison lacks, as a clause: the pairs that would decide about `bound`."""
-        needed = self.plan.pairs_needed(self.ratios, bound)
-        if needed is None:
+        pairs = self.plan.pairs_needed(self.ratios, bound)
+        if pairs is None:
             return f"no number of pairs tells this ratio from {bound:g}"
-        return f"about {needed} pairs would decide, the budget is {self.plan.budget}"
+        return f"about {pairs} pairs would decide, the budget is {self.plan.budget}"
 
 
 def compare(

@@ -119,7 +119,7 @@ def ranks(looks: tuple[int, ...], error: float) -> tuple[int, ...]:
     """
     # The probability of each number of ratios below the median, for the walks whose upper end has not missed it yet.
     walks = np.ones(1)
-    spent, chosen = 0.0, []
+    spent, places = 0.0, []
     for before, look in zip((0, *looks), looks, strict=False):
         for _ in range(look - before):
             walks = np.convolve(walks, [0.5, 0.5])
@@ -128,5 +128,5 @@ def ranks(looks: tuple[int, ...], error: float) -> tuple[int, ...]:
         if rank:
             spent += float(tails[rank - 1])
             walks[-rank:] = 0.0
-        chosen.append(rank)
-    return tuple(chosen)
+        places.append(rank)
+    return tuple(places)

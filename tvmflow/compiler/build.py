@@ -168,10 +168,10 @@ def lower(
 ) -> tvm.IRModule:
     """Lower a model to a module whose `main` calls fused, unscheduled functions and holds the packed weights.
 
-    `options` None means the defaults. `choices.made` overrides decisions of the cost model, and `choices.met` collects
-    the decisions of the build; without `choices` the cost model decides. The same input gives the same module in every
-    process. Raises BuildError when a pass fails, OptionError for an unknown
-    pass or a wrong option, TargetError for a precision that the target's processor has no instructions for.
+    `options` None means the defaults. `choices.overrides` overrides decisions of the cost model, and `choices.sites`
+    collects the decisions of the build; without `choices` the cost model decides. The same input gives the same module
+    in every process. Raises BuildError when a pass fails, OptionError for an unknown pass or a wrong option,
+    TargetError for a precision that the target's processor has no instructions for.
     """
     options = options or BuildOptions()
     _check_precision(target, options)

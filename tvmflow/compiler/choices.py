@@ -41,10 +41,10 @@ class Site:
 
 @dataclass
 class Choices:
-    """The decisions of a build, by key: the options to take (`made`), and the decisions that the build met (`met`)."""
+    """The decisions of a build by key: options that override the cost model's, and the sites that the build met."""
 
-    made: Mapping[str, str] = field(default_factory=dict)
-    met: dict[str, Site] = field(default_factory=dict)
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    sites: dict[str, Site] = field(default_factory=dict)
 
     def choose(
         self,
@@ -54,18 +54,18 @@ class Choices:
         parts: tuple[str, ...] = (),
         cycles: Mapping[str, float] = MappingProxyType({}),
     ) -> T:
-        """Return the value of one of `options`: the first, unless `made` names another one.
+        """Return the value of one of `options`: the first, unless `overrides` names another one.
 
-        Adds the decision, with its `parts` and the estimated `cycles` of each option (see `Site`), to `met`. Ignores a
-        name in `made` that is not among the options, such as one of an earlier compiler.
+        Adds the decision, with its `parts` and the estimated `cycles` of each option (see `Site`), to `sites`. Ignores
+        a name in `overrides` that is not among the options, such as one of an earlier compiler.
         """
         site = Site(kind, subject, tuple(options), parts, tuple(cycles[name] for name in options if name in cycles))
-        self.met[site.key] = site
+        self.sites[site.key] = site
         return options[self.option_of(site)]
 
     def option_of(self, site: Site) -> str:
         """Return the option that the build took at a site that it met."""
-        name = self.made.get(site.key)
+        name = self.overrides.get(site.key)
         return site.options[0] if name is None or name not in site.options else name
 
     def about(self, subject: str) -> "Decisions":
@@ -74,7 +74,7 @@ class Choices:
 
     def overrides_cost_model(self, key: str) -> bool:
         """Whether the build met the decision `key` and took another option than the cost model's."""
-        site, name = self.met.get(key), self.made.get(key)
+        site, name = self.sites.get(key), self.overrides.get(key)
         return site is not None and name in site.options[1:]
 
 
@@ -92,8 +92,8 @@ class Decisions:
         parts: tuple[str, ...] = (),
         cycles: Mapping[str, float] = MappingProxyType({}),
     ) -> T:
-        """Return the value of one of `options` for this subject: the first, unless `choices.made` names another one.
+        """Return the value of one of `options`: the first, unless `choices.overrides` names another for this subject.
 
-        Adds the decision, with its `parts` and the estimated `cycles` of each option, to `choices.met`.
+        Adds the decision, with its `parts` and the estimated `cycles` of each option, to `choices.sites`.
         """
         return self.choices.choose(kind, self.subject, options, parts, cycles)

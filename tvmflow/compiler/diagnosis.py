@@ -499,8 +499,8 @@ def _cycles(func: PrimFunc, target: Target, sizes: Mapping[str, int]) -> float:
         analyzer.bind(symbol, tirx.IntImm(str(symbol.ty), sizes.get(symbol.name, 1)))
 
     def count(dims: Iterable[Any]) -> int:
-        known = [analyzer.simplify(dim) for dim in dims]
-        return math.prod(int(dim) if isinstance(dim, int | tirx.IntImm) else 1 for dim in known)
+        sizes_of_dims = [analyzer.simplify(dim) for dim in dims]
+        return math.prod(int(dim) if isinstance(dim, int | tirx.IntImm) else 1 for dim in sizes_of_dims)
 
     operations = sum(count(extents) * _operations(value) for extents, value in iterations_of(func))
     numbers = 0 if is_elementwise(func) else sum(count(getattr(item, "shape", ())) for item in func.params)

@@ -96,11 +96,11 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         graph = self.graph = model.graph
         self._sizes = sizes
         # The shapes that the exporter recorded, by node, for values whose shape TVM's inference loses.
-        recorded = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.output)}
+        types = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.output)}
         self._recorded = {
-            node.name: recorded[node.output[0]]
+            node.name: types[node.output[0]]
             for node in graph.node
-            if node.name and len(node.output) == 1 and node.output[0] in recorded
+            if node.name and len(node.output) == 1 and node.output[0] in types
         }
 
     def import_model(self, opset: int) -> tvm.IRModule:
@@ -119,8 +119,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             self.bb.emit_func_output(output)
         mod = self.bb.get()
         main = mod["main"]
-        used = set(relax.analysis.free_vars(main))
-        weights = [variable for variable, _ in self._params.values() if variable in used]
+        variables = set(relax.analysis.free_vars(main))
+        weights = [variable for variable, _ in self._params.values() if variable in variables]
         main = relax.Function([*inputs, *weights], main.body, main.ret_ty, attrs=main.attrs)
         others = {variable: func for variable, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)}
         return tvm.IRModule({mod.get_global_var("main"): main, **others, **self._functions}, attrs=mod.attrs)
@@ -312,9 +312,9 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         if node.op_type != "Squeeze" or any(node.input[1:]) or node.attribute:
             return node
         dims = dims_of(self._nodes[node.input[0]]) or []
-        kept = sum(isinstance(size, int) and size != 1 for size in dims)
+        least = sum(isinstance(size, int) and size != 1 for size in dims)
         most = sum(not isinstance(size, int) or size != 1 for size in dims)
-        if kept == most or decide_rank(self._model, node.output[0], range(kept, most + 1)) != kept:
+        if least == most or decide_rank(self._model, node.output[0], range(least, most + 1)) != least:
             return node
         axes = [axis for axis, size in enumerate(dims) if not isinstance(size, int) or size == 1]
         return onnx.helper.make_node("Squeeze", node.input[:1], node.output, node.name, axes=axes)
@@ -351,8 +351,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     def _is_known(self, node: onnx.NodeProto) -> bool:
         """Whether all results of a node are constants or shapes."""
         values = [self._nodes.get(name) for name in node.output if name]
-        known = (tvm.ir.GenericConst, relax.ShapeExpr)
-        return all(isinstance(value, known) or tvm.ir.is_prim_expr(value) for value in values if value is not None)
+        kinds = (tvm.ir.GenericConst, relax.ShapeExpr)
+        return all(isinstance(value, kinds) or tvm.ir.is_prim_expr(value) for value in values if value is not None)
 
     def _refusal(self, node: onnx.NodeProto, error: Exception) -> Refusal:
         """The refusal that an error of a converter means."""
@@ -536,15 +536,15 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _with_shape(self, node: str, value: relax.Expr) -> relax.Expr:
         """The value cast to the shape that the exporter recorded for the node's output, else with symbols for sizes."""
-        recorded = self._recorded.get(node)
+        file_type = self._recorded.get(node)
         if value.ty.dtype is None or value.ty.ndim < 0:
             return value
         unknown = [self.evaluator.unknown_size() for _ in range(int(value.ty.ndim))]
-        if recorded is None or not recorded.HasField("shape") or len(recorded.shape.dim) != len(unknown):
+        if file_type is None or not file_type.HasField("shape") or len(file_type.shape.dim) != len(unknown):
             return self.bb.match_cast(value, relax.TensorType(unknown, value.ty.dtype))
         symbols = self._symbols()
         shape = []
-        for dim, symbol in zip(recorded.shape.dim, unknown, strict=True):
+        for dim, symbol in zip(file_type.shape.dim, unknown, strict=True):
             size = dim.dim_value if dim.HasField("dim_value") else self._sizes.get(dim.dim_param, dim.dim_param)
             shape.append(symbols.get(size, symbol) if isinstance(size, str) else size)
         return self.bb.match_cast(value, relax.TensorType(shape, value.ty.dtype))

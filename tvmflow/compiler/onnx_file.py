@@ -127,11 +127,11 @@ def expand_functions(label: str, model: onnx.ModelProto, own: Collection[str]) -
 
 def _describe_weights(graph: onnx.GraphProto) -> None:
     """Add types and shapes of weights: the inliner looks for them where an operator's body depends on its inputs."""
-    described = {value.name for value in (*graph.input, *graph.value_info)}
+    names = {value.name for value in (*graph.input, *graph.value_info)}
     graph.value_info.extend(
         onnx.helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims)
         for weight in graph.initializer
-        if weight.name not in described
+        if weight.name not in names
     )
 
 

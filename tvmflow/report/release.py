@@ -140,7 +140,7 @@ def _verdict(data: PageData) -> Iterator[Markup]:
         yield page.paragraph("A channel refuses it when a gate of its policy is not kept:")
         yield page.items(conditions)
     if data.checks:
-        kept = [
+        cells = [
             (
                 check.name,
                 "kept" if check.passed else "not kept",
@@ -149,7 +149,7 @@ def _verdict(data: PageData) -> Iterator[Markup]:
             )
             for check in data.checks
         ]
-        yield page.table(f"Gates of {data.channel} on figures", ("gate", "", "figure", "bound"), kept)
+        yield page.table(f"Gates of {data.channel} on figures", ("gate", "", "figure", "bound"), cells)
 
 
 def _against(data: PageData) -> Iterator[Markup]:
@@ -243,9 +243,9 @@ def _trade(release: Release) -> Iterator[Markup]:
 
 def _time(data: PageData) -> Iterator[Markup]:
     for target, rows in data.functions.items():
-        shown = {row.name: row.ms for row in rows[:_SHOWN_FUNCTIONS]}
+        milliseconds = {row.name: row.ms for row in rows[:_SHOWN_FUNCTIONS]}
         title = f"{target}: milliseconds of a run by function"
-        yield page.figure(title, charts.bars(title, shown))
+        yield page.figure(title, charts.bars(title, milliseconds))
         yield page.table(
             f"{target}: the slowest functions",
             ("function", "calls", "ms", "share", "MB", "GB/s"),

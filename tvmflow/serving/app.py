@@ -72,8 +72,8 @@ class Service:
         """
         model = self.models.get(name)
         if model is None:
-            served = ", ".join(map(repr, self.models))
-            raise UnknownModelError(f"there is no model {name!r} here; served is {served}")
+            names = ", ".join(map(repr, self.models))
+            raise UnknownModelError(f"there is no model {name!r} here; served is {names}")
         if version not in (None, model.version):
             raise UnknownModelError(f"version {version!r} of {name!r} is not served; served is {model.version!r}")
         return model

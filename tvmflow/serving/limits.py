@@ -38,17 +38,17 @@ class Room:
 
         The body's end gives them back. The function raises OverloadedError when there are not so many left.
         """
-        held = 0
+        body_bytes = 0
 
         def take(count: int) -> int:
-            nonlocal held
+            nonlocal body_bytes
             if self.used + count > self._capacity:
                 raise OverloadedError
             self.used += count
-            held += count
-            return held
+            body_bytes += count
+            return body_bytes
 
         try:
             yield take
         finally:
-            self.used -= held
+            self.used -= body_bytes

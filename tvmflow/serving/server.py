@@ -198,8 +198,8 @@ class Watcher:
         Weights that lie beside them go with the last bundle that needs them.
         """
         self._paths = [*(item for item in self._paths if item != path), path]
-        needed = {file for item in self._paths[-2:] for file in _list_files(item)}
-        for file in {file for item in self._paths[:-2] for file in _list_files(item)} - needed:
+        last_two = {file for item in self._paths[-2:] for file in _list_files(item)}
+        for file in {file for item in self._paths[:-2] for file in _list_files(item)} - last_two:
             file.unlink(missing_ok=True)
         del self._paths[:-2]
 

@@ -193,8 +193,8 @@ class Spec(Section):
 
     def _follows(self, name: str, other: str) -> bool:
         """Whether a release reaches the channel `name` only after the channel `other`."""
-        before, passed = self.channels[name].after, {name}
-        while before is not None and before != other and before not in passed:
-            passed.add(before)
+        before, earlier = self.channels[name].after, {name}
+        while before is not None and before != other and before not in earlier:
+            earlier.add(before)
             before = self.channels[before].after
         return before == other

@@ -185,8 +185,8 @@ class Channel(Document):
         """
         depth = (self.policy or Policy()).keep
         latest = list(dict.fromkeys(move.to_version for move in reversed(self.moves)))[:depth]
-        needed = {*latest, *self.rollback_stack[-depth:], *([] if self.version is None else [self.version])}
-        return frozenset(needed if self.wish is None else {*needed, self.wish.version})
+        versions = {*latest, *self.rollback_stack[-depth:], *([] if self.version is None else [self.version])}
+        return frozenset(versions if self.wish is None else {*versions, self.wish.version})
 
 
 def find(store: ReleaseStore, name: str, channel: str) -> Channel:
@@ -208,11 +208,11 @@ def find_checked(store: ReleaseStore, name: str, channel: str) -> Channel:
 
 def read(store: ReleaseStore, name: str, channel: str) -> Channel:
     """Read a channel. Raises StoreError for one that was never used; the message names the others."""
-    found = find(store, name, channel)
-    if not found.exists:
+    document = find(store, name, channel)
+    if not document.exists:
         others = ", ".join(_list_channels(store, name)) or "none"
         raise StoreError(f"There is no channel {channel!r} of {name} in {store.config.uri}; its channels: {others}.")
-    return found
+    return document
 
 
 def read_version(store: ReleaseStore, name: str, channel: str, trusted: Sequence[Path] | None = None) -> str:
@@ -375,21 +375,21 @@ def grant(
     """
 
     def change(before: Channel) -> Channel:
-        granted = before.wish
-        if granted is None or granted.id != number:
+        wish = before.wish
+        if wish is None or wish.id != number:
             return before
         if before.policy is not None and before.policy != policy:
             raise StoreError(
-                f"The policy of {name}@{channel} has changed while {granted.version} was checked: promote it again."
+                f"The policy of {name}@{channel} has changed while {wish.version} was checked: promote it again."
             )
-        move = _move(before, granted.version, who=granted.who, why=why, id=granted.id)
-        adopted = () if adoption is None or before.policy is not None else (adoption,)
+        move = _move(before, wish.version, who=wish.who, why=why, id=wish.id)
+        adoptions = () if adoption is None or before.policy is not None else (adoption,)
         return _with(
             before,
             wish=None,
-            version=granted.version,
-            policy=adopted[0].after if adopted else before.policy,
-            history=(*before.history, *adopted, move),
+            version=wish.version,
+            policy=adoptions[0].after if adoptions else before.policy,
+            history=(*before.history, *adoptions, move),
         )
 
     return _update(store, name, channel, change)
@@ -535,13 +535,13 @@ def _sign(store: ReleaseStore, before: Channel, after: Channel) -> Channel:
     if key is None:
         raise SettingsError("a channel is signed with the setting signing_key; set TVMFLOW_SIGNING_KEY")
     expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=store.config.statement_days)
-    version, policy, held = after.signed_content
+    version, policy, earlier_versions = after.signed_content
     claim = ChannelClaim(
         name=after.name,
         channel=after.channel,
         version=version,
         policy=policy,
-        held=held,
+        held=earlier_versions,
         number=before.number + 1,
         expires=expires.isoformat(timespec="seconds"),
     )
@@ -586,10 +586,10 @@ def _supersede(before: Channel, who: str, why: str) -> Channel:
 
 def _end(before: Channel, outcome: Literal["refused", "superseded", "withdrawn"], who: str, why: str) -> Channel:
     """The channel without its open wish, which ends with this outcome."""
-    ended = before.wish
-    if ended is None:
+    wish = before.wish
+    if wish is None:
         return before
-    end = WishEnd(who=who, when=_now(), why=why, id=ended.id, version=ended.version, outcome=outcome)
+    end = WishEnd(who=who, when=_now(), why=why, id=wish.id, version=wish.version, outcome=outcome)
     return _with(before, wish=None, history=(*before.history, end))
 
 
@@ -607,12 +607,12 @@ def _list_channels(store: ReleaseStore, name: str) -> list[str]:
 def _read(store: ReleaseStore, name: str, channel: str) -> tuple[Channel, str | None]:
     """A channel, and the tag of the object that was read, None if there is none."""
     key = channel_key(name, channel)
-    found = store.objects.read(key)
-    if found is None:
+    stored = store.objects.read(key)
+    if stored is None:
         return Channel(name=name, channel=channel), None
     uri = store.objects.uri(key)
-    content = decode(Channel, found.content, uri)
-    held = content.moves[-1].to_version if content.moves else None
-    if (content.name, content.channel, content.version) != (name, channel, held):
+    content = decode(Channel, stored.content, uri)
+    last_version = content.moves[-1].to_version if content.moves else None
+    if (content.name, content.channel, content.version) != (name, channel, last_version):
         raise StoreError(f"{uri} is damaged (it contradicts its own history or its place): restore it from a backup.")
-    return content, found.tag
+    return content, stored.tag

@@ -57,10 +57,10 @@ class FolderObjects(ObjectStore):
         with self._explained(f"reading {key}"):
             try:
                 with self._path(key).open("rb") as file:
-                    content, written = file.read(), _last_modified(os.fstat(file.fileno()))
+                    content, last_write = file.read(), _last_modified(os.fstat(file.fileno()))
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return Object(content, hashlib.sha256(content).hexdigest(), written)
+        return Object(content, hashlib.sha256(content).hexdigest(), last_write)
 
     def stream(self, key: str, consume: Callable[[bytes], object]) -> str | None:
         """Pass an object's content to `consume` in chunks; return its SHA-256, None if there is no such object.
@@ -85,16 +85,16 @@ class FolderObjects(ObjectStore):
     def create(self, key: str, content: bytes) -> bool:
         """Write a new document; return False if the object exists with other content. Raises StoreError."""
         with locked(self._lock):
-            found = self.read(key)
-            if found is None:
+            entry = self.read(key)
+            if entry is None:
                 self._write(key, [content], f"writing {key}", is_document=True)
-        return found is None or found.content == content
+        return entry is None or entry.content == content
 
     def replace(self, key: str, content: bytes, tag: str) -> bool:
         """Write a document in place of the one with `tag`; return False if it has changed. Raises StoreError."""
         with locked(self._lock):
-            found = self.read(key)
-            if found is None or found.tag != tag:
+            entry = self.read(key)
+            if entry is None or entry.tag != tag:
                 return False
             self._write(key, [content], f"writing {key}", is_document=True)
         return True

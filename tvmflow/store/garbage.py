@@ -107,7 +107,7 @@ class Garbage:
                 case ["releases", name, version, _] if NAME.fullmatch(name) and NAME.fullmatch(version):
                     folders[name][version].append(entry)
         pieces: list[StoredPiece] = []
-        kept: list[ObjectEntry] = []
+        entries_to_keep: list[ObjectEntry] = []
         for name, versions in folders.items():
             documents = {
                 version: entry
@@ -116,16 +116,16 @@ class Garbage:
                 if entry.key == release_key(name, version)
             }
             newest = sorted(documents, key=numeric_order)[-self._rule.releases :]
-            needed = {*newest, *_list_kept_versions(self._store, name)}
+            versions_to_keep = {*newest, *_list_kept_versions(self._store, name)}
             for version, entries in versions.items():
                 document = documents.get(version)
-                if document is not None and (version in needed or self._stays(document)):
-                    kept.append(document)
+                if document is not None and (version in versions_to_keep or self._stays(document)):
+                    entries_to_keep.append(document)
                 elif all(self._is_old(entry) for entry in entries):
                     # Without its document a release does not exist.
                     entries.sort(key=lambda entry: entry is not document)
                     pieces += [_piece("releases", entry) for entry in entries]
-        return pieces, kept
+        return pieces, entries_to_keep
 
     def _stays(self, document: ObjectEntry) -> bool:
         """Whether a release that no channel needs stays: it is too young, or somebody names it."""

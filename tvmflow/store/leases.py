@@ -67,9 +67,9 @@ class HeldLease:
 
     def require(self) -> None:
         """Raise StoreError unless this process still holds the lease; call this before a write that is made once."""
-        found = _read(self._store, self._key)
-        if found is None or not found[0].is_held or found[0].number != self._lease.number:
-            by = found[0].holder if found is not None else "somebody"
+        lease = _read(self._store, self._key)
+        if lease is None or not lease[0].is_held or lease[0].number != self._lease.number:
+            by = lease[0].holder if lease is not None else "somebody"
             raise StoreError(
                 f"This process has lost the lease on {self._subject} to {by}, because it did not renew it in time: run "
                 "the same command again."
@@ -97,9 +97,9 @@ class HeldLease:
         with self._writing:
             after = self._lease.model_copy(update={"beat": self._lease.beat + 1, "is_held": is_held})
             if self._store.objects.replace(self._key, encode(after), self._tag):
-                found = self._store.objects.read(self._key)
-                if found is not None and found.content == encode(after):
-                    self._lease, self._tag = after, found.tag
+                entry = self._store.objects.read(self._key)
+                if entry is not None and entry.content == encode(after):
+                    self._lease, self._tag = after, entry.tag
 
 
 @contextlib.contextmanager
@@ -109,11 +109,11 @@ def hold(store: ReleaseStore, name: str, who: str, seconds: float = SECONDS) -> 
     Waits while a living process holds the lease or sweeps the store. Raises StoreError for a damaged lease, and when
     the server fails.
     """
-    held = _acquire_unswept(store, _model_key(name), f"the releases of {name}", who, seconds)
+    lease = _acquire_unswept(store, _model_key(name), f"the releases of {name}", who, seconds)
     try:
-        yield held
+        yield lease
     finally:
-        held.end()
+        lease.end()
 
 
 def use_work(store: ReleaseStore, who: str) -> HeldLease:
@@ -131,15 +131,15 @@ def sweep(store: ReleaseStore, who: str, seconds: float = SECONDS) -> Iterator[H
     Waits for those who have begun to publish, not for those who use the workspace: see `find_idle_work`. Raises
     StoreError for a damaged lease, and when the server fails.
     """
-    held = _acquire(store, _SWEEP, "the sweep of the store", who, seconds)
+    lease = _acquire(store, _SWEEP, "the sweep of the store", who, seconds)
     try:
         keys = [entry.key for entry in store.objects.list_objects(_FOLDER) if not entry.key.startswith(_WORK)]
         watches = [_Watch(store, key) for key in keys]
         while [watch for watch in watches if not watch.is_free()]:
             time.sleep(_POLL_SECONDS)
-        yield held
+        yield lease
     finally:
-        held.end()
+        lease.end()
 
 
 def await_sweep(store: ReleaseStore) -> None:
@@ -154,8 +154,8 @@ def find_idle_work(store: ReleaseStore) -> list[str] | None:
     when the server fails.
     """
     watches = [_Watch(store, entry.key) for entry in store.objects.list_objects(_WORK)]
-    while held := [watch for watch in watches if not watch.is_free()]:
-        if any(watch.is_alive for watch in held):
+    while busy := [watch for watch in watches if not watch.is_free()]:
+        if any(watch.is_alive for watch in busy):
             return None
         time.sleep(_POLL_SECONDS)
     return [watch.key for watch in watches]
@@ -179,11 +179,11 @@ class _Watch:
         `number` and `tag` are the lease's from then on, 0 and None where there is none; `is_alive` says whether the
         holder is known to live.
         """
-        found = _read(self._store, self.key)
-        if found is None:
+        entry = _read(self._store, self.key)
+        if entry is None:
             self.number, self.tag = 0, None
             return True
-        lease, self.tag = found
+        lease, self.tag = entry
         self.number = lease.number
         beat = (lease.number, lease.beat)
         if beat != self._last_beat:
@@ -201,10 +201,10 @@ def _acquire_unswept(store: ReleaseStore, key: str, subject: str, who: str, seco
     """Acquire a lease while nobody sweeps the store."""
     sweeping = _Watch(store, _SWEEP)
     while True:
-        held = _acquire(store, key, subject, who, seconds)
+        lease = _acquire(store, key, subject, who, seconds)
         if sweeping.is_free():
-            return held
-        held.end()
+            return lease
+        lease.end()
         sweeping.await_free()
 
 
@@ -226,8 +226,8 @@ def _acquire(store: ReleaseStore, key: str, subject: str, who: str, seconds: flo
             has_written = store.objects.create(key, content)
         else:
             has_written = is_free and store.objects.replace(key, content, watch.tag)
-        if has_written and (written := store.objects.read(key)) is not None and written.content == content:
-            return HeldLease(store, key, subject, own, written.tag)
+        if has_written and (entry := store.objects.read(key)) is not None and entry.content == content:
+            return HeldLease(store, key, subject, own, entry.tag)
         time.sleep(_POLL_SECONDS)
 
 
@@ -238,11 +238,11 @@ def _model_key(name: str) -> str:
 
 def _read(store: ReleaseStore, key: str) -> tuple[Lease, str] | None:
     """The lease and the tag of its object, None if there is none. Raises StoreError for a damaged one."""
-    found = store.objects.read(key)
-    if found is None:
+    entry = store.objects.read(key)
+    if entry is None:
         return None
     uri = store.objects.uri(key)
-    return decode(Lease, found.content, uri, "remove it when no release runs"), found.tag
+    return decode(Lease, entry.content, uri, "remove it when no release runs"), entry.tag
 
 
 def _describe_process(pid: int) -> str:

@@ -61,8 +61,8 @@ class ObjectStore(abc.ABC):
 
     def get(self, key: str) -> bytes | None:
         """Return the content of an object, None if there is none. Raises StoreError."""
-        found = self.read(key)
-        return None if found is None else found.content
+        entry = self.read(key)
+        return None if entry is None else entry.content
 
     @abc.abstractmethod
     def prepare(self) -> None:

@@ -73,7 +73,7 @@ class S3Objects(ObjectStore):
         """Return an object, None if there is none; its tag is its entity tag. Raises StoreError."""
         from botocore.exceptions import IncompleteReadError, ResponseStreamingError
 
-        for read in range(1, _READS + 1):
+        for attempt in range(1, _READS + 1):
             try:
                 with explained(self.config, f"reading {key}"):
                     try:
@@ -83,7 +83,7 @@ class S3Objects(ObjectStore):
                     with contextlib.closing(answer["Body"]) as body:
                         return Object(body.read(), answer["ETag"], answer["LastModified"])
             except StoreError as error:
-                if read == _READS or not isinstance(error.__cause__, IncompleteReadError | ResponseStreamingError):
+                if attempt == _READS or not isinstance(error.__cause__, IncompleteReadError | ResponseStreamingError):
                     raise
         raise AssertionError
 
@@ -167,9 +167,9 @@ class S3Objects(ObjectStore):
         """Write a document if the object still has the tag; with None, if there is no object yet."""
         if self.config.lock is not None:
             with locked(self.config.lock):
-                found = self.read(key)
-                if (None if found is None else found.tag) != tag:
-                    return found is not None and found.content == content
+                entry = self.read(key)
+                if (None if entry is None else entry.tag) != tag:
+                    return entry is not None and entry.content == content
                 self.put(key, content, f"writing {key}")
                 return True
         self.require_conditions()
@@ -182,7 +182,7 @@ class S3Objects(ObjectStore):
         """Write a document under a condition; return False when the server says that it does not hold."""
         from botocore.exceptions import ClientError
 
-        given: Any = condition
+        options: Any = condition
         with explained(self.config, f"writing {key}"):
             try:
                 self.s3.put_object(
@@ -190,7 +190,7 @@ class S3Objects(ObjectStore):
                     Key=self.full_key(key),
                     Body=content,
                     ContentType="application/json",
-                    **given,
+                    **options,
                 )
             except ClientError as error:
                 match error.response.get("ResponseMetadata", {}).get("HTTPStatusCode"):

@@ -55,12 +55,12 @@ class WorkStore:
         """Return the record of a step as JSON; None if there is none. Raises StoreError."""
         self._join()
         place = _record_key(step, key)
-        found = self.objects.read(place)
-        if found is None:
+        entry = self.objects.read(place)
+        if entry is None:
             return None
-        if datetime.datetime.now(datetime.UTC) - found.last_modified > _MARKED_AGAIN:
-            self.objects.put(place, found.content, f"marking the record of step {step} as used")
-        return found.content
+        if datetime.datetime.now(datetime.UTC) - entry.last_modified > _MARKED_AGAIN:
+            self.objects.put(place, entry.content, f"marking the record of step {step} as used")
+        return entry.content
 
     def write_record(self, step: str, key: str, record: bytes) -> None:
         """Write the record of a step, or replace it, and check that the server has it.

@@ -118,7 +118,7 @@ class Contest:
             self._search.tell(proposals, seconds)
 
     def judge(
-        self, proposal: Proposal, library: Library | TrialError, measured: float | TrialError, trial: int
+        self, proposal: Proposal, library: Library | TrialError, result: float | TrialError, trial: int
     ) -> float | None:
         """Judge a measured candidate, and return the seconds of its call; None if it failed or its results are wrong.
 
@@ -128,14 +128,12 @@ class Contest:
         name = self.workload.task.name
         seconds: float | None = None
         is_best = False
-        if isinstance(library, TrialError) or isinstance(measured, TrialError):
-            logger.debug(
-                "%s: trial %d failed: %s", name, trial, library if isinstance(library, TrialError) else measured
-            )
+        if isinstance(library, TrialError) or isinstance(result, TrialError):
+            logger.debug("%s: trial %d failed: %s", name, trial, library if isinstance(library, TrialError) else result)
         else:
-            seconds = measured
+            seconds = result
             try:
-                is_best = measured < self.best_seconds and self._challenge(proposal, library, trial)
+                is_best = result < self.best_seconds and self._challenge(proposal, library, trial)
                 if not is_best:
                     library.path.unlink(missing_ok=True)
             except TrialError as error:

@@ -122,7 +122,7 @@ def tune_model(
         saved_now = sum(milliseconds for key, milliseconds in savings.items() if key not in earlier_decisions)
         curve.insert(0, (0, curve[0][1] + saved_now))
     keys = {item.name: workload_key(item.func) for item in tasks}
-    lookup_keys = tuple(sorted({*keys.values(), *choices.met}))
+    lookup_keys = tuple(sorted({*keys.values(), *choices.sites}))
     tuned, share_of_time, untimed = _coverage(report, keys, store, target)
     return ModelReport(
         functions=report,
@@ -206,7 +206,7 @@ class Lowering:
             for item in compiler.workloads(module)
             if arguments_of(item.func) is not None
         ]
-        return choices.met, functions
+        return choices.sites, functions
 
 
 def _decide(

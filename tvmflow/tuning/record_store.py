@@ -329,11 +329,11 @@ def _digests(name: str, parsed: _Parsed) -> set[str]:
 
 
 def _replaced(files: Iterable[_Parsed]) -> dict[str, int]:
-    replaced: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for parsed in files:
         for name, size in parsed.replaces.items():
-            replaced[name] = max(size, replaced.get(name, 0))
-    return replaced
+            sizes[name] = max(size, sizes.get(name, 0))
+    return sizes
 
 
 def _union(files: Mapping[str, _Parsed], replaced: Mapping[str, int] | None = None) -> Iterator[Entry]:

@@ -101,9 +101,9 @@ class _Operations:
         the least. `preparation` says what to do before each sample: call a `library` with `arguments`, or move so many
         `bytes`; None means nothing.
         """
-        prepared = self._load_preparation(preparation)
+        prepare = self._load_preparation(preparation)
         pairs = zip(libraries, arguments, strict=True)
-        calls = [_Call(self._place, library, self._tensors(shapes), prepared) for library, shapes in pairs]
+        calls = [_Call(self._place, library, self._tensors(shapes), prepare) for library, shapes in pairs]
         estimates = [call.seconds()[0] for call in calls]
         rounds = _ROUNDS if max(estimates) < _SLOW_SECONDS else 1
         samples = [

@@ -542,8 +542,8 @@ def _outline(
     if signature is None:
         captured = [variable for variable in relax.analysis.free_vars(bare) if not tvm.ir.is_prim_expr(variable)]
         whole = relax.Function([*parameters, *captured], bare.body, relax.ObjectType())
-        used = [*relax.analysis.free_symbolic_vars(whole), *relax.analysis.defined_symbolic_vars(whole)]
-        symbols = [symbol for symbol in scope if any(symbol.same_as(item) for item in used)]
+        variables = [*relax.analysis.free_symbolic_vars(whole), *relax.analysis.defined_symbolic_vars(whole)]
+        symbols = [symbol for symbol in scope if any(symbol.same_as(item) for item in variables)]
         signature = _Function(tvm.ir.GlobalVar(name), tuple(symbols), tuple(captured), tuple(results))
         signature.declare(parameters)
     own = {variable: relax.Var(variable.name, variable.ty) for variable in signature.captured}

@@ -168,12 +168,12 @@ def convert_slice(node: Node) -> relax.Expr | None:
             node.inputs[position:] = [const(np.array(values, "int64"))]
     else:
         first, last = node.sizes(1), node.sizes(2)
-        given = [node.constant(place) for place in (3, 4)]
-        if any(node.input(place) is not None and value is None for place, value in zip((3, 4), given, strict=True)):
+        constants = [node.constant(place) for place in (3, 4)]
+        if any(node.input(place) is not None and value is None for place, value in zip((3, 4), constants, strict=True)):
             raise FreeSizeError("axes or steps that are computed from data")
         count = len(first or last or dims_of(node.integers(1)) or ())
-        axes = list(range(count)) if given[0] is None else given[0].tolist()
-        steps = [1] * len(axes) if given[1] is None else given[1].tolist()
+        axes = list(range(count)) if constants[0] is None else constants[0].tolist()
+        steps = [1] * len(axes) if constants[1] is None else constants[1].tolist()
         if first is None or last is None:
             return _slice_by_data(node, axes, steps)
         starts, ends = first, last

@@ -74,7 +74,7 @@ def _activations(node: Node, defaults: tuple[str, ...], directions: int) -> Iter
     names = [_decode(value) for value in node.attrs.get("activations", defaults * directions)]
     if len(names) != len(defaults) * directions:
         raise UnsupportedFormError(f"{len(names)} activations, expected {len(defaults) * directions}")
-    given = [iter(node.attrs.get(f"activation_{parameter}", ())) for parameter in ("alpha", "beta")]
+    values = [iter(node.attrs.get(f"activation_{parameter}", ())) for parameter in ("alpha", "beta")]
     canonical = {name.lower(): name for name in ACTIVATIONS}
     for word in names:
         name = canonical.get(word.lower())
@@ -83,7 +83,7 @@ def _activations(node: Node, defaults: tuple[str, ...], directions: int) -> Iter
         parameters = [0.0, 0.0]
         for place in range(ACTIVATIONS[name].parameters):
             default = dict(enumerate(_PARAMETERS.get(name, ()))).get(place)
-            value = next(given[place], default)
+            value = next(values[place], default)
             if value is None:
                 raise UnsupportedFormError(f"activation {name} without {('alpha', 'beta')[place]}")
             parameters[place] = float(value)

@@ -77,13 +77,13 @@ def _number(node: Node, position: int, default: int) -> int:
 
 def _resize(node: Node, x: relax.Expr, axis: int, size: int) -> relax.Expr:
     """Cut a dimension to a size, or fill it up with zeros."""
-    given = dims_of(x)[axis]  # type: ignore[index]
-    if given > size:
+    length = dims_of(x)[axis]  # type: ignore[index]
+    if length > size:
         return node.emit(relax.op.strided_slice(x, [axis], [0], [size]))
-    if given == size:
+    if length == size:
         return x
     widths = [0] * (2 * x.ty.ndim)
-    widths[2 * axis + 1] = size - given
+    widths[2 * axis + 1] = size - length
     return node.emit(relax.op.nn.pad(x, widths))
 
 

@@ -249,15 +249,15 @@ class SizeEvaluator:
 
     def _move(self, node: onnx.NodeProto, operands: Sequence[Sizes | None], opset: int) -> list[Sizes]:
         """Run an operator that only moves elements on their positions, and put the elements in their places."""
-        moved = _MOVING[node.op_type] or range(len(operands))
+        places_of_data = _MOVING[node.op_type] or range(len(operands))
         table: list[Any] = [0]
         feeds: dict[str, Array] = {}
         dtype = "int64"
         for place, (name, operand) in enumerate(zip(node.input, operands, strict=True)):
             if operand is None:
                 continue
-            if place in moved:
-                dtype = operand.dtype if place == min(moved) else dtype
+            if place in places_of_data:
+                dtype = operand.dtype if place == min(places_of_data) else dtype
                 positions = np.arange(operand.elements.size) + len(table)
                 table.extend(operand.elements.reshape(-1).tolist())
                 # One value may be several operands.

@@ -266,7 +266,7 @@ def _padded_taps(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     spatial = [place for place, letter in enumerate(attrs.data_layout) if letter not in "NC"]
     kernel = [place for place, letter in enumerate(attrs.kernel_layout) if letter not in "OI"]
     padding = [int(size) for size in attrs.padding]
-    taken = [slice(None)] * weight.ndim
+    slices = [slice(None)] * weight.ndim
     for axis, (place, tap) in enumerate(zip(spatial, kernel, strict=True)):
         stride, dilation, taps = int(attrs.strides[axis]), int(attrs.dilation[axis]), weight.shape[tap]
         before, after = padding[axis], padding[axis + len(spatial)]
@@ -276,10 +276,10 @@ def _padded_taps(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
             first += 1
         while first < last and last * dilation - before >= dims[place] and after >= (taps - last) * dilation:
             last -= 1
-        taken[tap] = slice(first, last + 1)
+        slices[tap] = slice(first, last + 1)
         padding[axis] -= first * dilation
         padding[axis + len(spatial)] -= (taps - 1 - last) * dilation
-    rest = weight[tuple(taken)]
+    rest = weight[tuple(slices)]
     if rest.shape == weight.shape:
         return None
     name = call.op.name.removeprefix("relax.")

@@ -432,19 +432,19 @@ def _groups(sizes: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int]
 
     None where symbols leave the groups unknown.
     """
-    left = [place for place, size in enumerate(sizes) if not _is_one(size)]
+    rest = [place for place, size in enumerate(sizes) if not _is_one(size)]
     right = [place for place, size in enumerate(target) if not _is_one(size)]
     groups = []
-    while left and right:
-        before, after = [left.pop(0)], [right.pop(0)]
+    while rest and right:
+        before, after = [rest.pop(0)], [right.pop(0)]
         while not _equal(_product(sizes, before), _product(target, after)):
             wide = _elements([sizes[place] for place in before]), _elements([target[place] for place in after])
-            group, source = (before, left) if wide[0] < wide[1] else (after, right)
+            group, source = (before, rest) if wide[0] < wide[1] else (after, right)
             if not source:
                 return None
             group.append(source.pop(0))
         groups.append((before, after))
-    return None if left or right else groups
+    return None if rest or right else groups
 
 
 def _product(sizes: Sequence[Any], places: Sequence[int]) -> Any:

@@ -55,14 +55,14 @@ class NameSizes:
         if not any(_is_symbolic(mod[variable]) for variable in calls):
             return mod
         names: Counter[str] = Counter()
-        taken = {variable.name_hint for variable in mod.get_global_vars() if variable not in calls}
+        names_in_use = {variable.name_hint for variable in mod.get_global_vars() if variable not in calls}
         merged: dict[Any, tvm.ir.GlobalVar] = {}
         functions: dict[tvm.ir.GlobalVar, Any] = {}
         variables: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
         for variable, callee in callees.items():
             key = _key(callee.function)
             if key not in merged:
-                merged[key] = tvm.ir.GlobalVar(_unique(variable.name_hint, names, taken))
+                merged[key] = tvm.ir.GlobalVar(_unique(variable.name_hint, names, names_in_use))
                 relax.expr._update_type(merged[key], callee.function.ty)
                 functions[merged[key]] = callee.function
             variables[variable] = merged[key]
@@ -98,16 +98,16 @@ def _calls_of_functions(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, list[relax.
     for _, function in sorted(mod.functions_items(), key=lambda item: str(item[0].name_hint)):
         if isinstance(function, relax.Function):
             relax.analysis.post_order_visit(function, visit)
-    return {variable: found for variable, found in calls.items() if variable not in others}
+    return {variable: sites for variable, sites in calls.items() if variable not in others}
 
 
-def _unique(name: str, names: Counter[str], taken: set[str]) -> str:
+def _unique(name: str, names: Counter[str], names_in_use: set[str]) -> str:
     # The digits of a type of numbers are part of the name, those after it count the functions.
     base = re.sub(r"(bf16|fp16|int8)?\d*(?=_|$)", r"\1", name)
     while True:
         number, names[base] = names[base], names[base] + 1
         unique = f"{base}{number or ''}"
-        if unique not in taken:
+        if unique not in names_in_use:
             return unique
 
 
@@ -168,15 +168,15 @@ def _rewritten(function: PrimFunc, call: relax.Call) -> _Callee:
     tensors = [place for place, shape in enumerate(shapes[:arguments]) if shape is not None]
     params = list(mapped.params)
     defined = {dim for param in params for dim in _dims(param) or () if isinstance(dim, tirx.Var)}
-    given = {params[place]: function.params[place] for place, shape in enumerate(shapes) if shape is None}
-    values = {**given, **scalars}
-    used = [item for item in _variables([*(_dims(param) or [] for param in params), mapped.body]) if item in values]
-    used = [item for item in used if item not in defined]
+    plain_values = {params[place]: function.params[place] for place, shape in enumerate(shapes) if shape is None}
+    values = {**plain_values, **scalars}
+    symbols = [item for item in _variables([*(_dims(param) or [] for param in params), mapped.body]) if item in values]
+    symbols = [item for item in symbols if item not in defined]
     outputs = params[arguments:]
     whole = PrimFunc(
-        [*(params[place] for place in tensors), *used, *outputs], mapped.body, mapped.ret_type, mapped.attrs
+        [*(params[place] for place in tensors), *symbols, *outputs], mapped.body, mapped.ret_type, mapped.attrs
     )
-    return _Callee(whole, tensors, [values[item] for item in used], variables)
+    return _Callee(whole, tensors, [values[item] for item in symbols], variables)
 
 
 def _by_quotients(expr: tirx.FloorDiv, quotients: Sequence[tirx.FloorDiv], table: Mapping[Any, Any]) -> Any:

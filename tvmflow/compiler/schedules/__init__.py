@@ -95,9 +95,9 @@ def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule
         if scheduled is not None:
             # Different options may lead to the same schedule.
             schedules.setdefault(tvm_ffi.structural_hash(scheduled.mod["main"]), scheduled)
-        prefix = dict(choices.made)
-        for key, site in choices.met.items():
-            if key in choices.made:
+        prefix = dict(choices.overrides)
+        for key, site in choices.sites.items():
+            if key in choices.overrides:
                 continue
             queue.extend({**prefix, key: option} for option in site.options[1:])
             prefix[key] = site.options[0]
