@@ -353,6 +353,18 @@ _CASES: list[tuple[str, list[onnx.NodeProto], list[Any], list[tuple[int, ...]]]]
         ["n", 2, "h", "w"],
         [(1, 2, 5, 7), (2, 2, 8, 9)],
     ),
+    (
+        "the square of a size",
+        [
+            _node("Shape", ["x"], ["batch"], end=1),
+            _node("Shape", ["x"], ["side"], start=3),
+            _node("Pow", ["side", "two"], ["places"]),
+            _node("Concat", ["batch", "minus", "places"], ["shape"], axis=0),
+            _node("Reshape", ["x", "shape"], ["y"]),
+        ],
+        ["n", 2, "s", "s"],
+        [(1, 2, 5, 5), (2, 2, 3, 3)],
+    ),
 ]  # fmt: skip
 
 
@@ -518,6 +530,55 @@ def test_a_parameter_that_is_computed_from_data_is_taken(
     path = make_model(nodes, inputs, outputs, {name: _WEIGHTS[name] for name in rest})
     feeds = [{**_feeds((6, 5))[0], "k": _ints(*value)} for value in values]
     assert_same_as_onnxruntime(path, *feeds)
+
+
+def test_a_one_within_a_shape_that_is_computed_from_data_is_broadcast(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    # A mask for all heads, of as many positions as the input `k` says.
+    nodes = [
+        _node("Abs", ["k"], ["places"]),
+        _node("Shape", ["x"], ["batch"], end=1),
+        _node("Concat", ["batch", "one", "places", "places"], ["square"], axis=0),
+        _node("Concat", ["batch", "one", "places", "one"], ["column"], axis=0),
+        _node("Expand", ["pair", "square"], ["mask"]),
+        _node("Add", ["x", "mask"], ["masked"]),
+        _node("Gather", ["masked", "zero"], ["last"], axis=3),
+        _node("Reshape", ["last", "line"], ["flat"]),
+        _node("Gather", ["flat", "zero"], ["head"], axis=1),
+        _node("Reshape", ["head", "column"], ["again"]),
+        _node("Add", ["masked", "again"], ["y"]),
+    ]
+    weights = {name: _WEIGHTS[name] for name in ("zero", "one")} | {
+        "pair": np.array([[1.5], [-0.5]], "float32"),
+        "line": _ints(0, 3, -1),
+    }
+    path = make_model(nodes, [("x", ["n", 3, "s", "s"]), ("k", [1], TensorProto.INT64)], ["y"], weights)
+    assert_same_as_onnxruntime(path, *({**_feeds((n, 3, 2, 2))[0], "k": _ints(2)} for n in (1, 4)))
+
+
+def test_a_product_over_patches_of_a_free_image_is_tiled(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
+    # A vision transformer: as many rows as the image has patches, and one more.
+    weights = {
+        "kernel": _WEIGHTS["kernel"],
+        "zero": _ints(0),
+        "flat": _ints(0, 8, -1),
+        "class": np.ones((1, 1, 8), "float32"),
+        "weight": np.random.default_rng(3).standard_normal((8, 64)).astype("float32"),
+    }
+    nodes = [
+        _node("Conv", ["x", "kernel"], ["patches"], strides=[3, 3]),
+        _node("Reshape", ["patches", "flat"], ["columns"]),
+        _node("Transpose", ["columns"], ["rows"], perm=[0, 2, 1]),
+        _node("Shape", ["x"], ["batch"], end=1),
+        _node("Concat", ["batch", "ones"], ["classes"], axis=0),
+        _node("Expand", ["class", "classes"], ["first"]),
+        _node("Concat", ["first", "rows"], ["tokens"], axis=1),
+        _node("MatMul", ["tokens", "weight"], ["y"]),
+    ]
+    path = make_model(nodes, [("x", ["n", 3, "h", "w"])], ["y"], weights | {"ones": _ints(1, 8)})
+    built = assert_same_as_onnxruntime(path, *_feeds((2, 3, 9, 12), (1, 3, 7, 6)))
+    assert "rows" in {rule for _, rule in built.schedules}
 
 
 def test_a_shape_computed_from_data_must_have_the_elements_of_the_data(make_model: Any, target: Any) -> None:

@@ -9,7 +9,7 @@ from tvm import relax, tirx
 
 from tvmflow.compiler.onnx.broadcasting import cast_to, simplest
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
-from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, materialise
+from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, elements_at_import, materialise
 from tvmflow.compiler.onnx.values import const, dims_of
 
 
@@ -43,6 +43,7 @@ def _reshape_to_data(node: Node) -> relax.Expr:
         raise FreeSizeError("a shape that is computed from data, of data whose shape is unknown")
     (rank,) = dims_of(target)  # type: ignore[misc]
     emit, total = node.emit, node.evaluator.quotient(dims, [])
+    known = elements_at_import(node.builder, target)
     own = [*dims, *[0] * rank][:rank]
     if not node.attrs.get("allowzero", 0):
         is_zero = emit(relax.op.equal(target, const(0, "int64")))
@@ -51,7 +52,10 @@ def _reshape_to_data(node: Node) -> relax.Expr:
     ones = emit(relax.op.where(is_rest, const(1, "int64"), target))
     others = emit(relax.op.maximum(emit(relax.op.prod(ones, keepdims=True)), const(1, "int64")))
     rest = emit(relax.op.floor_divide(_vector(node, [total]), others))
-    sizes = node.bind(emit(relax.op.where(is_rest, rest, target)))
+    sizes = [
+        size if item is None or not node.evaluator.holds(item >= 1) else item
+        for item, size in zip(known, node.bind(emit(relax.op.where(is_rest, rest, target))), strict=True)
+    ]
     # The cast checks that the shape has as many elements as the data.
     flat = cast_to(node.builder, emit(relax.op.reshape(data, [total])), [reduce(node.evaluator.multiply, sizes, 1)])
     return relax.op.reshape(flat, relax.ShapeExpr(sizes))
@@ -101,7 +105,14 @@ def _expand_to_data(node: Node) -> relax.Expr:
         target = node.emit(relax.op.concat([_vector(node, [1] * (rank - length)), target], 0))
     dims = [1] * (rank - len(dims)) + dims
     is_one = node.emit(relax.op.equal(target, const(1, "int64")))
-    sizes = node.bind(node.emit(relax.op.where(is_one, _vector(node, dims), target)))
+    known = elements_at_import(node.builder, target)
+    # A size that is known to be one is broadcast against the operands of later nodes.
+    sizes = [
+        size if item is None else simplest([dim, item], node.evaluator)
+        for dim, item, size in zip(
+            dims, known, node.bind(node.emit(relax.op.where(is_one, _vector(node, dims), target))), strict=True
+        )
+    ]
     own = [1 if isinstance(dim, int) and dim == 1 else size for dim, size in zip(dims, sizes, strict=True)]
     # A dimension that is no one is as large as the result's, which is checked at run time.
     data = cast_to(node.builder, data, own[rank - data.ty.ndim :])

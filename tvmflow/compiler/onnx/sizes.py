@@ -17,7 +17,7 @@ import tvm
 from onnx.reference import ReferenceEvaluator
 from tvm import relax, sym, tirx
 
-from tvmflow.compiler.onnx.values import Array, const, is_static
+from tvmflow.compiler.onnx.values import Array, const, dims_of, is_static
 
 # Beyond it a value is data rather than sizes.
 _LARGEST = 1024
@@ -25,6 +25,8 @@ _LARGEST = 1024
 _LARGEST_DENOMINATOR = 1 << 12
 # No axis is longer; exporters write numbers from here on for its end.
 LARGEST_SIZE = 10**9
+# The largest power of a size that is evaluated.
+_LARGEST_POWER = 8
 # No model is known to need a larger size at least.
 _LARGEST_LEAST = 1 << 20
 
@@ -92,6 +94,21 @@ def bind_sizes(builder: relax.BlockBuilder, evaluator: "SizeEvaluator", value: r
     symbols = [evaluator.unknown_size() for _ in range(count)]
     builder.match_cast(builder.emit(relax.op.tensor_to_shape(value)), relax.ShapeType(symbols))
     return symbols
+
+
+def elements_at_import(builder: relax.BlockBuilder, value: relax.Expr) -> list[Any]:
+    """Return the elements of an int64 vector of known length, each a number, a symbolic size or, unless known, None."""
+    (length,) = dims_of(value)  # type: ignore[misc]
+    if isinstance(value, tvm.ir.GenericConst):
+        return [int(item) for item in value.value.numpy()]
+    source = builder.lookup_binding(value) if isinstance(value, relax.Var) else value
+    if isinstance(source, relax.Call) and source.op.name == "relax.shape_to_tensor":
+        shape = source.args[0]
+        if isinstance(shape, relax.ShapeExpr):
+            return [int(size) if is_static(size) else size for size in shape.values]
+    if isinstance(source, relax.Call) and source.op.name == "relax.concat" and isinstance(source.args[0], relax.Tuple):
+        return [item for part in source.args[0] for item in elements_at_import(builder, part)]
+    return [None] * length
 
 
 def run_reference(node: onnx.NodeProto, feeds: Mapping[str, Array], opset: int) -> dict[str, Array]:
@@ -375,6 +392,12 @@ class SizeEvaluator:
                 return Fraction(1, times) if invert else Fraction(times)
         raise NotEvaluatedError
 
+    def power(self, a: Any, b: Any) -> Any:
+        """Return an element to the power of a whole number, zero or more. Raises NotEvaluatedError for other powers."""
+        if not isinstance(b, int | float) or not 0 <= b <= _LARGEST_POWER or b % 1:
+            raise NotEvaluatedError
+        return reduce(self.multiply, [a] * int(b), 1.0 if isinstance(a, Quotient | float) else 1)
+
     def remainder(self, a: Any, b: Any) -> Any:
         """Return the remainder of two whole numbers or symbolic sizes, zero or more.
 
@@ -489,6 +512,7 @@ _ELEMENTWISE: dict[str, tuple[Callable[[SizeEvaluator, Any, Any], Any], bool]] =
     "Mod": (SizeEvaluator.remainder, False),
     "Mul": (SizeEvaluator.multiply, False),
     "Neg": (lambda self, a, _: self.negate(a), False),
+    "Pow": (SizeEvaluator.power, False),
     "Sub": (lambda self, a, b: self.add(a, self.negate(b)), False),
     "Sum": (SizeEvaluator.add, False),
 }

@@ -153,5 +153,5 @@ def lower_passes(
         relax.transform.FuseOps(),
         relax.transform.FuseTIR(),
         relax.transform.DeadCodeElimination(),
-        NameSizes(),
+        NameSizes(products=True),
     ]

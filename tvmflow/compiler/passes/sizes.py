@@ -45,13 +45,17 @@ class NameSizes:
 
     A dimension of a tensor is then a variable that the tensor itself defines; other expressions become arguments. The
     order of arguments, and the numbers in the names of functions, are those of the calls, as TVM orders the sizes of a
-    function by addresses in memory.
+    function by addresses in memory. With `products`, a product of sizes that a function reads as one is a variable too;
+    functions to be fused must have the same expressions for the same sizes, and keep their products.
     """
+
+    def __init__(self, products: bool = False) -> None:
+        self._products = products
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with its functions of free sizes rewritten, and their calls."""
         calls = _calls_of_functions(mod)
-        callees = {variable: _rewritten(mod[variable], variable_calls[0]) for variable, variable_calls in calls.items()}
+        callees = {variable: _rewritten(mod[variable], call[0], self._products) for variable, call in calls.items()}
         if not any(_is_symbolic(mod[variable]) for variable in calls):
             return mod
         names: Counter[str] = Counter()
@@ -121,7 +125,7 @@ def _is_symbolic(function: PrimFunc) -> bool:
     return any(shape is None or not all(isinstance(dim, tirx.IntImm) for dim in shape) for shape in dims)
 
 
-def _rewritten(function: PrimFunc, call: relax.Call) -> _Callee:
+def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
     """A function with names of its own for the sizes of its tensors."""
     shapes = [_dims(param) for param in function.params]
     arguments = len(call.args[1].fields)
@@ -146,6 +150,10 @@ def _rewritten(function: PrimFunc, call: relax.Call) -> _Callee:
         elif isinstance(core, _OPAQUE) and _key(dim) not in table:
             # By the variable of the other dimension it would get another expression in a function that is fused.
             table[_key(dim)] = tirx.Var(f"size{next(numbers)}", dim.ty)
+        elif products and _key(core) not in table and _is_alone(core, function):
+            size = tirx.Var(f"size{next(numbers)}", dim.ty)
+            table[_key(core)] = size if isinstance(number, int) else size - number
+            table[_key(dim)] = size
     for core in _opaque_parts(dims, table):
         size = tirx.Var(f"size{next(numbers)}", core.ty)
         table[_key(core)] = scalars[size] = size
@@ -177,6 +185,22 @@ def _rewritten(function: PrimFunc, call: relax.Call) -> _Callee:
         [*(params[place] for place in tensors), *symbols, *outputs], mapped.body, mapped.ret_type, mapped.attrs
     )
     return _Callee(whole, tensors, [values[item] for item in symbols], variables)
+
+
+def _is_alone(core: Any, function: PrimFunc) -> bool:
+    """Whether an expression is a product of variables that a function reads in this product alone.
+
+    TVM proves nothing of a quotient by such a product, so no loop that runs through one could be tiled.
+    """
+    if not isinstance(core, tirx.Mul) or isinstance(core.b, tirx.IntImm):
+        return False
+    key = _key(core)
+    size = tirx.Var("size", core.ty)
+    mapped = tvm_ffi.structural_map(
+        function, [(tirx.Mul, lambda expr: size if _key(expr) == key else expr)], order="pre"
+    )
+    dims = [_dims(param) or [] for param in mapped.params]
+    return not {*_variables([core])} & {*_variables([*dims, mapped.body])}
 
 
 def _by_quotients(expr: tirx.FloorDiv, quotients: Sequence[tirx.FloorDiv], table: Mapping[Any, Any]) -> Any:
