@@ -26,6 +26,7 @@ from tvmflow.samples import NamedArrays
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
 from tvmflow.spec import Dimension, Dtype, Export, Input, Spec
 from tvmflow.usercode import describe
+from tvmflow.windows import Poolings
 from tvmflow.workspace import Artifact, StepResult
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         _save(model, path)
         emit(2, 3, "comparing with ONNX Runtime")
         session = open_session(path)
-        dimensions = job.dimensions if module is not None else _find_dimensions(session, inputs, job)
+        dimensions = job.dimensions if module is not None else _find_dimensions(session, model, inputs, job)
         pairs, error = _compare(session, module, inputs, dimensions, job)
         samples.save(folder / "samples.npz", pairs)
         return ExportResult(
@@ -350,18 +351,24 @@ def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
 
 
 def _find_dimensions(
-    session: "onnxruntime.InferenceSession", inputs: tuple[Input, ...], job: ExportJob
+    session: "onnxruntime.InferenceSession", model: "onnx.ModelProto", inputs: tuple[Input, ...], job: ExportJob
 ) -> dict[str, Dimension]:
     """Return the ranges in the release file, and for other dimensions the sizes at which ONNX Runtime runs the model.
+
+    Sizes at which a pooling is larger than its data are left out.
 
     Raises ExportError when it runs the model at none of the sizes that were tried.
     """
     if all(not isinstance(size, str) or size in job.dimensions for item in inputs for size in item.shape):
         return job.dimensions
     failure: ExportError | None = None
+    poolings = Poolings(model)
 
     def runs(sizes: dict[str, int]) -> bool:
         nonlocal failure
+        if not poolings.fit(sizes):
+            failure = failure or ExportError("a pooling is larger than its data")
+            return False
         try:
             run_session(session, samples.make(inputs, job.dimensions, 0, job.seed, job.folder, sizes))
         except ExportError as error:

@@ -58,8 +58,6 @@ class PackageJob(Job):
         The golden sample comes from the samples of `exported`. `signer` is the public key, in hexadecimal digits, that
         belongs to the signing key; None for a bundle without a signature.
         """
-        ranges = exported.dimensions
-        names = sorted({dim for item in imported.inputs for dim in item.shape if isinstance(dim, str)})
         threads = read_threads(workspace.path(tuned.records), target.threads)
         threads = min(threads, spec.build.threads or threads)
         manifest = Manifest(
@@ -73,7 +71,7 @@ class PackageJob(Job):
             max_threads=spec.build.threads or (threads if threads < target.threads else None),
             inputs=imported.inputs,
             outputs=imported.outputs,
-            dimensions={name: (item.min, item.max) for name in names for item in [ranges.get(name, Dimension())]},
+            dimensions=limit_sizes(imported, exported.dimensions),
             weights=spec.build.weights,
             variants=tuple(Variant(function, sizes) for function, sizes in sorted(build.variants.items())),
             versions=installed_versions(build.llvm),
@@ -93,6 +91,13 @@ class PackageJob(Job):
             },
         )
         return cls(manifest=manifest, build=build, samples=exported.samples, target=target, signer=signer)
+
+
+def limit_sizes(imported: ImportResult, ranges: Mapping[str, Dimension]) -> dict[str, tuple[int, int | None]]:
+    """Return the smallest and the largest size of each symbolic dimension, which `ranges` and the model bound."""
+    names = sorted({dim for item in imported.inputs for dim in item.shape if isinstance(dim, str)})
+    items = {name: ranges.get(name, Dimension()) for name in names}
+    return {name: (max(item.min, imported.smallest.get(name, 1)), item.max) for name, item in items.items()}
 
 
 class WeightsApart(Record):

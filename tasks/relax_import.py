@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import Field
+
 from tasks.export import ExportResult
 from tasks.step import ChildStep, Job
 from tvmflow import usercode
@@ -39,13 +41,17 @@ class ImportJob(Job):
 
 
 class ImportResult(StepResult):
-    """The model in Relax: `ir` is TVM's JSON, `text` the IR to read, `params` the weights in the order of `main`."""
+    """The model in Relax: `ir` is TVM's JSON, `text` the IR to read, `params` the weights in the order of `main`.
+
+    `smallest` are the sizes that the model needs at least, by the name of a symbolic dimension.
+    """
 
     ir: Artifact
     text: Artifact
     params: Artifact
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    smallest: dict[str, int] = Field(default={})
 
 
 def work(job: ImportJob, emit: Emit) -> ImportResult:
@@ -69,6 +75,7 @@ def work(job: ImportJob, emit: Emit) -> ImportResult:
             params=workspace.keep(folder / "params.npz"),
             inputs=imported.inputs,
             outputs=imported.outputs,
+            smallest=dict(imported.smallest),
             sources=usercode.imported_sources(job.folder) if own else Sources(),
         )
 

@@ -56,6 +56,13 @@ def test_a_model_whose_dimensions_have_no_names_compiles(tvmflow: Command) -> No
     assert item.shape == ("x_0", "x_1", 4)
 
 
+def test_a_bundle_asks_for_sizes_at_which_poolings_have_data(tvmflow: Command) -> None:
+    # ONNX Runtime pools a row of one as well: it rounds the number of windows towards zero.
+    node = helper.make_node("MaxPool", ["x"], ["y"], kernel_shape=[2, 3], strides=[2, 3], pads=[0, 1, 0, 1])
+    _compiled(tvmflow, save_model(Path("pool.onnx"), [node], [("x", ["n", 3, "h", "w"])], ["y"]))
+    assert read_manifest(Path("b.tar.gz")).dimensions == {"n": (1, None), "h": (2, None), "w": (1, None)}
+
+
 # The shapes, the type of the error, and the values that its sentence names.
 BAD_SHAPES = [
     ("z:[1,8]", "InputError", ["small.onnx", "'z'", "x, y"]),

@@ -7,7 +7,8 @@ from onnx import helper
 from support import scale
 from support.arrays import normal
 from support.builds import rule_counts
-from tvmflow.compiler import CompiledModel
+from tvmflow.compiler import CompiledModel, import_onnx
+from tvmflow.errors import UnsupportedOperatorError
 
 Check = Callable[..., CompiledModel]
 
@@ -81,3 +82,47 @@ def test_pooling_of_one_and_three_dimensions_between_convolutions_equals_onnx_ru
         weights = {"w": normal(20, 3, *one), "v": normal(5, 20, *one)}
         cases.append(((nodes, [("x", [2, 3, *image])], ["y"], weights), {"x": normal(2, 3, *image)}))
     assert rule_counts(assert_all_same(cases))["pooling"] == 3
+
+
+def test_a_window_larger_than_its_data_is_pooled_as_onnx_runtime_does(assert_all_same: Check) -> None:
+    # Kernel, stride, dilation, padding before and after, and the sizes of the data.
+    windows = [
+        (2, 2, 1, (0, 0), (1,)),
+        (4, 3, 1, (0, 0), (2, 3)),
+        (5, 4, 1, (1, 0), (1, 2, 3)),
+        (3, 4, 2, (0, 1), (3,)),
+    ]
+    kinds = [("MaxPool", {}), ("AveragePool", {}), ("AveragePool", {"count_include_pad": 1}), ("LpPool", {"p": 2})]
+    cases = []
+    for kernel, stride, dilation, pads, sizes in windows:
+        for size in sizes:
+            for operator, attributes in kinds:
+                if dilation > 1 and operator != "MaxPool":
+                    continue
+                window = {
+                    "kernel_shape": [kernel, 1],
+                    "strides": [stride, 1],
+                    "pads": [pads[0], 0, pads[1], 0],
+                    **({"dilations": [dilation, 1]} if dilation > 1 else {}),
+                }
+                node = helper.make_node(operator, ["x"], ["y"], **window, **attributes)
+                shape = [2, 3, size, 4]
+                cases.append((([node], [("x", shape)], [("y", [2, 3, 1, 4])]), {"x": normal(*shape)}))
+    assert_all_same(scale.choose(normal=cases[::3], long=cases))
+
+
+@pytest.mark.parametrize("operator", ["MaxPool", "Conv"])
+def test_a_window_without_data_is_refused(make_model: Any, operator: str) -> None:
+    node = helper.make_node(operator, ["x", "w"][: 1 + (operator == "Conv")], ["y"], "large", kernel_shape=[5, 1])
+    path = make_model([node], [("x", [1, 3, 2, 4])], [("y", None)], {"w": normal(2, 3, 5, 1)})
+    with pytest.raises(UnsupportedOperatorError, match=rf"operator {operator}, node 'large': .*larger than its data"):
+        import_onnx(path)
+
+
+def test_a_pooling_says_from_which_size_of_a_free_dimension_it_has_data(make_model: Any) -> None:
+    nodes = [
+        helper.make_node("MaxPool", ["x"], ["a"], kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("AveragePool", ["a"], ["y"], kernel_shape=[3, 2], strides=[2, 2], pads=[0, 1, 0, 1]),
+    ]
+    path = make_model(nodes, [("x", ["batch", 3, "high", "wide"])], ["y"])
+    assert import_onnx(path).smallest == {"high": 6, "wide": 2}

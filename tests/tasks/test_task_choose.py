@@ -23,14 +23,14 @@ from tasks.choose import (
 from tasks.export import ExportJob, ExportResult, export
 from tasks.options import variants
 from tasks.original import find_original
-from tasks.package import PackageJob, PackageResult, package
-from tasks.relax_import import ImportJob, relax_import
+from tasks.package import PackageJob, PackageResult, limit_sizes, package
+from tasks.relax_import import ImportJob, ImportResult, relax_import
 from tasks.step import StepRunner
 from tasks.tune import TuneResult, with_threads
 from tasks.validate import Verdict
-from tvmflow.bundle import read_manifest
+from tvmflow.bundle import TensorSpec, read_manifest
 from tvmflow.settings import Settings
-from tvmflow.spec import parse
+from tvmflow.spec import Dimension, parse
 from tvmflow.target import host, resolve
 from tvmflow.tuning.best_records import read_decisions, read_threads
 from tvmflow.workspace import Artifact, Outcome, Workspace
@@ -158,6 +158,13 @@ def usual_and_one_thread(convolution: TargetBuilder, workspace: Workspace) -> tu
     )
     packaged = package(item.runner, job, None).result
     return usual, usual.model_copy(update={"tuned": tuned, "packaged": packaged})
+
+
+def test_a_bundle_takes_no_sizes_at_which_the_model_has_no_data() -> None:
+    spec = TensorSpec("x", ("n", 3, "h"), "float32")
+    imported = ImportResult.model_construct(inputs=(spec,), smallest={"h": 4})
+    assert limit_sizes(imported, {"h": Dimension(min=2, max=9)}) == {"h": (4, 9), "n": (1, None)}
+    assert limit_sizes(imported, {"h": Dimension(min=5)}) == {"h": (5, None), "n": (1, None)}
 
 
 @pytest.mark.skipif(host().cores < 2, reason="one core has no choice of threads")

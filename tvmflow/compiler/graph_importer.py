@@ -290,6 +290,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             self._nodes.update(operands)
         if operator_name(node) in WINDOWED:
             for size in (dims_of(self._nodes[node.output[0]]) or ())[2:]:
+                if isinstance(size, int) and size < 1:
+                    raise UnsupportedFormError("a window that is larger than its data")
                 self.evaluator.require(size)
         return False
 

@@ -29,13 +29,15 @@ class Imported:
     """A model in Relax.
 
     `main` of `mod` takes the inputs in the order of `inputs`, then the weights in the order of `params`, and returns
-    the outputs in the order of `outputs`. Dimensions are in elements, a string is a symbolic dimension.
+    the outputs in the order of `outputs`. Dimensions are in elements, a string is a symbolic dimension. `smallest` are
+    the sizes of symbolic dimensions from which every convolution and pooling has data for a window.
     """
 
     mod: tvm.IRModule
     params: dict[str, np.ndarray[Any, Any]]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    smallest: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -157,6 +159,7 @@ def _imported(mod: tvm.IRModule, importer: "GraphImporter", inputs: Sequence[onn
         {name: importer.params()[name][1].numpy() for name in names},
         tuple(_spec(value.name, ty) for value, ty in zip(inputs, input_types, strict=True)),
         tuple(_spec(value.name, ty) for value, ty in zip(importer.graph.output, output_types, strict=True)),
+        importer.evaluator.smallest,
     )
 
 

@@ -68,6 +68,7 @@ _STANDARD: dict[str, Converter] = {
     "GRU": recurrence.convert_recurrence("GRU"),
     "IsInf": elementwise.convert_is_inf,
     "LayerNormalization": norms.convert_layer_norm,
+    "LpPool": vision.convert_padding("LpPool"),
     "LSTM": recurrence.convert_recurrence("LSTM"),
     "LpNormalization": norms.convert_lp_normalization,
     "MatMulInteger": quantised.convert_matmul_integer,

@@ -24,7 +24,10 @@ def convert_padding(operator: str) -> Converter:
     def convert(node: Node) -> relax.Expr | None:
         data, dims, auto_pad = node.inputs[0], dims_of(node.inputs[0]), node.text("auto_pad", "NOTSET")
         has_strides = operator != "Conv" or any(stride != 1 for stride in node.attrs.get("strides", ()))
-        if not auto_pad.startswith("SAME") or not has_strides:
+        if not auto_pad.startswith("SAME"):
+            _let_one_window_fit(node, operator, dims)
+            return None
+        if not has_strides:
             return None
         if dims is None:
             raise FreeSizeError(f"auto_pad {auto_pad} of an input of unknown shape")
@@ -53,6 +56,29 @@ def convert_padding(operator: str) -> Converter:
         return relax.op.divide(means, shares)
 
     return convert
+
+
+def _let_one_window_fit(node: Node, operator: str, dims: list[Any] | None) -> None:
+    """Pad the end of data that is shorter than the window of a pooling by less than a stride, as ONNX Runtime does.
+
+    It rounds the number of further windows towards zero, so that there is one window, of which a part is beyond the
+    data. Along dimensions of symbolic size there is none, and the bundle asks for a larger size.
+    """
+    if operator not in ("AveragePool", "LpPool", "MaxPool") or dims is None:
+        return
+    kernel = node.attrs["kernel_shape"]
+    rank = len(kernel)
+    strides, dilations = (node.attrs.get(name, [1] * rank) for name in ("strides", "dilations"))
+    pads = list(node.attrs.get("pads", [0] * 2 * rank))
+    for place, size in enumerate(dims[2:]):
+        if not isinstance(size, int):
+            continue
+        missing = (kernel[place] - 1) * dilations[place] + 1 - (size + pads[place] + pads[rank + place])
+        if 0 < missing < strides[place]:
+            pads[rank + place] += missing
+    if any(pads):
+        node.attrs["pads"] = pads
+        node.attrs["auto_pad"] = b"NOTSET"
 
 
 def _same_padding(node: Node, size: Any, extent: int, stride: int, upper: bool) -> tuple[tuple[Any, Any], Any]:
