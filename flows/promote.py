@@ -9,6 +9,7 @@ from prefect.input import RunInput
 
 from flows.context import RunContext, patience
 from tasks.gate import GateJob, gate, integrity
+from tasks.reproduce import reproduce
 from tasks.step import StepRunner
 from tvmflow import promotion
 from tvmflow import settings as machine
@@ -319,10 +320,14 @@ def _check(job: GateJob, services: Services, settings: Settings, workspace: Work
     """Make all checks of a promotion; the gates do not run for a release that is not complete."""
     runner = StepRunner.with_settings(workspace, job.name, Path(), settings)
     cache = cache_folder(settings)
-    first = integrity(runner, job, services.store, cache).result
+    first = integrity(runner, job, services.store, cache, settings).result
     if first.reasons:
         return first.checks
-    return (*first.checks, *gate(runner, job, services.store, cache).result.checks)
+    second = gate(runner, job, services.store, cache).result
+    checks = (*first.checks, *second.checks)
+    if second.reasons or job.policy.policy.rebuild != "required":
+        return checks
+    return (*checks, *reproduce(runner, job, services.store, cache, services.registry).result.checks)
 
 
 def _log_verdict(

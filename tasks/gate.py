@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 from tasks.comparison import compare_latency
 from tasks.step import Job, Step, StepRunner
 from tvmflow import promotion
-from tvmflow.bundle import extract, public_key
+from tvmflow.advisories import Advisories, Vulnerability, list_packages
+from tvmflow.bundle import extract, public_key, read_manifest
 from tvmflow.bundle.signature import trusted_keys
 from tvmflow.comparison import Comparison, Pair, find_drop
 from tvmflow.comparison.pairs import Samples
-from tvmflow.errors import BundleError, InputError, StatementError, VerdictError
+from tvmflow.errors import BundleError, InputError, SettingsError, StatementError, VerdictError
 from tvmflow.figures import Answers, Measurement, Validation
 from tvmflow.release import Release, ReleaseTarget
+from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.channels import Channel
 from tvmflow.store.resolve import TargetEntry, fetch_target
@@ -99,19 +101,24 @@ class GateResult(StepResult):
         return tuple(check.message for check in self.checks if not check.passed)
 
 
-def integrity_work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> GateResult:
+def integrity_work(
+    job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path, settings: Settings
+) -> GateResult:
     """Check that a release is whole, may come to this channel now, and is signed as the policy demands.
 
     The checks: every blob has the digest that the release names; the channel that the policy names in `after` has held
-    the release; statements and bundles are signed; every bundle is one of the release's model. What is wrong is a check
-    that has not passed. `runner` reports the progress. Bundles are fetched into the folder `cache`. Raises StoreError
-    when the store fails.
+    the release; statements and bundles are signed; every bundle is one of the release's model; the packages that the
+    bundles need have no more known vulnerabilities than the policy allows, by the advisories that `settings` name. What
+    is wrong is a check that has not passed. `runner` reports the progress. Bundles are fetched into the folder `cache`.
+    Raises StoreError when the store fails.
     """
     checks = [_digests(job, runner, store), *_order(job, store), *_statements(job, store)]
     if all(check.passed for check in checks):
         checks += _names(job, store, cache)
     if all(check.passed for check in checks):
         checks += _signatures(job, runner, store, cache)
+    if all(check.passed for check in checks):
+        checks += _vulnerabilities(job, store, cache, settings)
     return GateResult(checks=tuple(checks), compared=job.current_version)
 
 
@@ -126,14 +133,15 @@ def gate_work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path
     return GateResult(checks=tuple(checks), compared=job.current_version)
 
 
-def _has_passed(result: GateResult, job: GateJob, store: ReleaseStore, cache: Path) -> bool:
+def has_passed(result: GateResult, *_: object) -> bool:
+    """Whether a result has no reason against the promotion."""
     return not result.reasons
 
 
-# A complete release may be damaged later, so that its integrity is always checked.
+# A complete release may be damaged later, and a vulnerability of what it needs be found: both are always checked.
 integrity = Step("whole", GateResult, integrity_work, cached=False)
 # A release that passed is cached, also for a flow run that was suspended; a refused one is checked again.
-gate = Step("gate", GateResult, gate_work, is_current=_has_passed)
+gate = Step("gate", GateResult, gate_work, is_current=has_passed)
 
 
 def _digests(job: GateJob, runner: StepRunner, store: ReleaseStore) -> Check:
@@ -213,6 +221,40 @@ def _signatures(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Pa
             yield Check(name="signature", message=f"{target}: {error}", passed=False)
         else:
             yield Check(name="signature", message=f"{target} is signed with a trusted key", passed=True)
+
+
+def _vulnerabilities(job: GateJob, store: ReleaseStore, cache: Path, settings: Settings) -> Iterator[Check]:
+    """Look up the packages that the bundles need at run time in the advisories of this machine.
+
+    TVM, tvm-ffi and tvmflow count in the versions that each bundle was built with, the others as they are installed.
+    """
+    name, bound = "max_vulnerabilities", job.policy.policy.gates.max_vulnerabilities
+    if bound is None:
+        return
+    try:
+        if settings.advisories is None:
+            raise SettingsError("this machine has no advisories: set TVMFLOW_ADVISORIES")
+        advisories = Advisories.read(settings.advisories, settings.advisories_days)
+    except SettingsError as error:
+        message = f"gate {name} cannot be checked: {error}"
+        yield Check(name=name, message=message, passed=False, bound=bound)
+        return
+    packages: dict[str, str] = {}
+    found: set[Vulnerability] = set()
+    for entry in TargetEntry.read_all(job.release):
+        versions = read_manifest(fetch_target(store, entry, cache)).versions
+        packages = list_packages() | {
+            "tvmflow": versions.tvmflow,
+            "apache-tvm": versions.tvm,
+            "apache-tvm-ffi": versions.tvm_ffi,
+        }
+        found.update(advisories.find(packages))
+    what = "; ".join(map(str, sorted(found))) or f"the {len(packages)} packages that it needs have no known one"
+    message = (
+        f"{what}, by {len(advisories.entries)} advisories up to {advisories.newest:%Y-%m-%d}, "
+        f"gate {name} allows {bound}"
+    )
+    yield Check(name=name, message=message, passed=len(found) <= bound, value=len(found), bound=bound)
 
 
 def _golden_samples(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> Iterator[Check]:

@@ -140,6 +140,11 @@ class Settings(BaseSettings):
     """The private key with which bundles, releases, verdicts and channels are signed."""
     statement_days: Annotated[float, Field(gt=0)] = 30.0
     """Days for which the signed statement on a channel is valid; `tvmflow reconcile` renews it when half are over."""
+    advisories: Path | None = None
+    """Advisories on vulnerabilities of Python packages in OSV's format, which the gate `max_vulnerabilities` reads: a
+    JSON file, a ZIP archive as OSV publishes one, or a folder."""
+    advisories_days: Annotated[float, Field(gt=0)] = 30.0
+    """Days that the newest of the advisories may be old; with older ones the gate refuses."""
     notification_block: str | None = None
     """The notification block of Prefect, as `TYPE/NAME`, that `tvmflow deploy` has send runs that failed, e.g.
     `slack-webhook/oncall`; none unless given."""

@@ -81,7 +81,7 @@ def test_an_unknown_setting_in_the_file_is_refused_with_the_known_ones() -> None
     write('s3_buket = "models"')
     with pytest.raises(
         SettingsError,
-        match=r"setting 's3_buket' is unknown; known are child_variables, .*home, .*'tvmflow\.toml'",
+        match=r"setting 's3_buket' is unknown; known are advisories, .*home, .*'tvmflow\.toml'",
     ):
         settings.load()
 

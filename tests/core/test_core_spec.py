@@ -582,6 +582,7 @@ def test_what_a_release_file_does_not_say_is_as_documented(tmp_path: Path) -> No
         "by_hand": "wish",
         "keep": 5,
         "signature": "optional",
+        "rebuild": "optional",
         "after": None,
         "gates": dict.fromkeys(
             (
@@ -594,6 +595,7 @@ def test_what_a_release_file_does_not_say_is_as_documented(tmp_path: Path) -> No
                 "min_top1_agreement",
                 "max_metric_drop",
                 "min_metric",
+                "max_vulnerabilities",
             )
         ),
     }
@@ -632,6 +634,7 @@ LIMITS: list[tuple[str, list[object], list[object]]] = [
     ("channels.c.gates.min_top1_agreement", [0, 1], [-0.1, 1.1]),
     ("channels.c.gates.max_metric_drop", [0], [-0.1]),
     ("channels.c.gates.min_metric", [-1, 0], ["x"]),
+    ("channels.c.gates.max_vulnerabilities", [0, 1], [-1, 0.5]),
     ("dimensions.batch", [{"min": 1}, {"min": 4, "max": 4}, {"tune": 9}], [{"min": 0}, {"min": 5, "max": 4}]),
     ("dimensions.batch", [{"min": 2, "max": 8, "measure": [2, 8], "tune": 2}], [{"min": 2, "measure": [1]}]),
     ("dimensions.batch", [{"max": 8, "tune": 8}], [{"max": 8, "tune": 9}, {"max": 8, "measure": [1, 9]}]),

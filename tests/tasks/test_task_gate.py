@@ -115,7 +115,7 @@ def test_a_figure_is_that_of_the_release(gate: str, kept: float, missed: float, 
 
 
 def test_every_gate_on_a_figure_is_checked() -> None:
-    decided_elsewhere = {"max_ratio_current", "max_metric_drop", "min_metric"}
+    decided_elsewhere = {"max_ratio_current", "max_metric_drop", "min_metric", "max_vulnerabilities"}
     assert {gate for gate, *_ in FIGURES} == ChannelGates.model_fields.keys() - decided_elsewhere
 
 

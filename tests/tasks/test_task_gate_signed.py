@@ -11,6 +11,7 @@ from support.releases import describe_bundle, make_release
 from tasks.gate import GateJob, integrity_work
 from tasks.step import StepRunner
 from tvmflow.bundle import sha256_file, sign
+from tvmflow.settings import Settings
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
 from tvmflow.store.keys import channel_key, release_key
@@ -44,7 +45,7 @@ def reasons(
     job = GateJob.of(store, channels.find(store, name, "production"), version, who="ann")
     job = job.model_copy(update={"policy": replace(job.policy, policy=Policy.model_validate(policy))})
     runner = StepRunner(workspace, name, tmp_path, timeout=60)
-    return integrity_work(job, runner, store, tmp_path / "cache").reasons
+    return integrity_work(job, runner, store, tmp_path / "cache", Settings()).reasons
 
 
 def test_a_signed_release_passes_and_so_does_the_next(

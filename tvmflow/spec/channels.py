@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from tvmflow.spec.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Share
+from tvmflow.spec.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
 
 
 class ChannelGates(Section):
@@ -35,6 +35,9 @@ class ChannelGates(Section):
     accuracy on the same data the verdict has the interval of the drop as well, which does not decide."""
     min_metric: float | None = None
     """The lowest task metric."""
+    max_vulnerabilities: NonNegativeInt | None = None
+    """Most known vulnerabilities of the packages that the bundles need at run time, by the advisories of the setting
+    `advisories` of the machine that promotes."""
 
 
 class Policy(Section):
@@ -44,6 +47,9 @@ class Policy(Section):
     """Whether a person has to agree first; `another` must be another person than the one who asked."""
     signature: Literal["optional", "required"] = "optional"
     """Whether the release and every bundle must be signed with a key of `TVMFLOW_TRUSTED_KEYS`."""
+    rebuild: Literal["optional", "required"] = "optional"
+    """Whether every bundle, built again where it is promoted, must be the same: from its ONNX file and its tuning
+    records in MLflow, by the same versions of tvmflow and TVM."""
     after: str | None = None
     """Another channel that must have held the release before."""
     gates: ChannelGates = ChannelGates()

@@ -108,6 +108,7 @@ validate:
 #     automatic: false
 #     approval: none            # required: a person says yes; another: not the one who asked
 #     signature: optional       # required: every bundle is signed with a key that is trusted where it is promoted
+#     rebuild: optional         # required: every bundle is the same when it is built again where it is promoted
 #     by_hand: wish             # an alias that somebody sets by hand in MLflow: wish | refuse
 #     keep: 5                   # releases that the channel held last, which `tvmflow gc --releases` keeps for rollbacks
 #     after: staging            # the channel that must have held the release before
@@ -116,6 +117,7 @@ validate:
 #       max_latency_ms: 20      # also min_throughput, max_load_ms, max_memory_mb, max_bundle_mb, min_top1_agreement
 #       max_metric_drop: 0.01   # how much lower than that release's the task metric may be
 #       min_metric: 0.9
+#       max_vulnerabilities: 0  # of the packages that its bundles need, by the setting advisories
 
 # retrain:                      # when a retrained model is released: needs train and validate.task
 #   channel: production         # the release that it holds is the champion
