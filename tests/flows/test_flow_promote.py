@@ -307,9 +307,10 @@ def test_a_slower_release_is_refused_with_the_ratio_and_its_alias_is_put_back(sh
     assert verdict["checks"][-1]["value"] > 3
     status = shipped.machine.run("status", "--json")
     assert status.code == 0, status.stderr
-    (row,) = [row for row in status.document if row["channel"] == "beside"]
+    (row,) = [row for row in status.document["channels"] if row["channel"] == "beside"]
     assert (row["name"], row["version"], "2" in row["newer"]) == ("tiny", "1", True)
     assert row["verdict"] == {"version": "2", "verdict": "refused", "reasons": verdict["reasons"]}
+    assert "tvmflow verdict tiny 2 --channel beside" in [task["command"] for task in status.document["tasks"]]
     again = shipped.machine.run("verdict", "tiny", "2", "--channel", "beside", "--replay", "--json")
     assert again.code == 0, again.stderr
     assert (again.document["checks"], again.document["verdict"]) == (verdict["checks"], "refused")

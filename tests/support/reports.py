@@ -1,8 +1,11 @@
-"""The figures of a report's page, and whether its data has them."""
+"""The figures of a report's page, whether its data has them, and how a browser lays it out."""
 
+import html
 import json
 import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -21,6 +24,29 @@ def unexplained_figures(page: str) -> list[float]:
     """The figures of a page that its data lacks."""
     numbers = set(_numbers(data_of(page)))
     return [figure for figure in figures_of(page) if figure not in numbers]
+
+
+def measure_overflow(page: str, folder: Path) -> list[int]:
+    """By how many pixels a page is wider than a phone and than a desk, in a headless browser; `folder` is its own."""
+    frames = "".join(
+        f'<iframe style="width:{width}px;height:600px;border:0" srcdoc="{html.escape(page)}"></iframe>'
+        for width in (360, 1280)
+    )
+    measure = (
+        "onload=()=>{document.title=[...document.querySelectorAll('iframe')]"
+        ".map(f=>f.contentDocument.documentElement).map(e=>e.scrollWidth-e.clientWidth).join(' ')}"
+    )
+    (folder / "frames.html").write_text(f"<!DOCTYPE html><body>{frames}<script>{measure}</script></body>")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
+    dumped = subprocess.run(
+        [*command, f"--user-data-dir={folder}", (folder / "frames.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    (title,) = re.findall(r"<title>([\d ]+)</title>", dumped.stdout)
+    return [int(pixels) for pixels in title.split()]
 
 
 def _numbers(value: Any) -> Iterator[float]:

@@ -1,81 +1,187 @@
-"""`tvmflow status`: show every model with its channels, what waits, and the last verdicts."""
+"""`tvmflow status`: show every model with its channels, what waits, and what a person on duty should look at."""
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+from tvmflow.cli.options import naming_output
+from tvmflow.errors import PrefectError, RegistryError, StatementError
 
 if TYPE_CHECKING:
     from tvmflow.registry import Registry
     from tvmflow.release import Release
+    from tvmflow.report.fleet import ChannelStatus, Fleet, FleetDrift, LastVerdict, Signature, WaitingApproval
+    from tvmflow.settings import Settings
     from tvmflow.store import ReleaseStore
+    from tvmflow.store.channels import Channel
+
+# The newest releases of a model in which a drift is looked for.
+_HISTORY = 24
 
 
 @click.command("status")
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def status_command(as_json: bool) -> None:
-    """Show every released model: what each channel holds and since when, what waits, and the last verdict.
+def status_command(html: Path | None, as_json: bool) -> None:
+    """Show every released model: what its channels hold and since when, what waits, and the last verdicts.
 
-    It is what a person on duty opens first. "newer" are the releases after the one that the channel holds, "waits" is
-    the release that somebody asks for.
+    It is what a person on duty opens first: below the table stands what somebody should look at, with the command for
+    it. That is a server that does not answer, a statement that does not hold or was not renewed, a promotion that
+    waits, a newer release that was refused, and a figure that drifts. "newer" are the releases after the one that the
+    channel holds, "waits" is the release that somebody asks for, "signed" the days until the statement expires. The
+    page is one file that needs no network.
     """
+    from tvmflow import settings as machine
+    from tvmflow.report.fleet import describe_fleet, write_fleet
+
+    fleet = _read_fleet(machine.load())
+    if html is not None:
+        with naming_output(html):
+            html.write_text(write_fleet(fleet))
+    if as_json:
+        click.echo(json.dumps(describe_fleet(fleet)))
+    else:
+        _show(fleet)
+
+
+def _show(fleet: "Fleet") -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    from tvmflow import settings as machine
-    from tvmflow.services import open_registry, open_store
-
-    settings = machine.load()
-    registry = open_registry(settings)
-    with open_store(settings) as store:
-        rows = [row for name in store.list_names() for row in _read_rows(store, registry, name)]
-    if as_json:
-        click.echo(json.dumps(rows))
-        return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("name", "channel", "version", "days", "p50 ms", "newer", "waits", "last verdict"):
+    for column in ("name", "channel", "version", "days", "p50 ms", "newer", "waits", "signed", "last verdict"):
         table.add_column(column, no_wrap=column != "last verdict")
-    for row in rows:
-        verdict = row["verdict"]
+    for item in fleet.channels:
+        days = None if item.signature is None else item.signature.days
         table.add_row(
-            row["name"],
-            row["channel"] or "-",
-            row["version"] or "-",
-            "-" if row["days"] is None else f"{row['days']:.0f}",
-            "-" if row["p50_ms"] is None else f"{row['p50_ms']:.3f}",
-            ", ".join(row["newer"]) or "-",
-            row["wish"] or "-",
-            "-" if verdict is None else ": ".join([f"{verdict['version']} {verdict['verdict']}", *verdict["reasons"]]),
+            item.name,
+            item.channel or "-",
+            item.version or "-",
+            "-" if item.days is None else f"{item.days:.0f}",
+            "-" if item.p50_ms is None else f"{item.p50_ms:.3f}",
+            ", ".join(item.newer) or "-",
+            "-" if item.wish is None else item.wish.version,
+            "-" if days is None else f"{days:.0f}",
+            "-" if item.verdict is None else f"{item.verdict.version} {item.verdict.verdict}",
         )
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+    for task in fleet.list_tasks():
+        click.echo(f"{task.sentence}\n  {task.command}")
 
 
-def _read_rows(store: "ReleaseStore", registry: "Registry", name: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for each channel of a model, one without a channel where it has none."""
+def _read_fleet(settings: "Settings") -> "Fleet":
+    """Read every model; a registry or a Prefect server that does not answer becomes a fault."""
+    from tvmflow.report.fleet import Fleet
+    from tvmflow.services import open_registry, open_store
+
+    faults: list[str] = []
+    approvals: Sequence[WaitingApproval] = ()
+    if settings.prefect_api_url is not None:
+        try:
+            approvals = _read_approvals(settings)
+        except PrefectError as error:
+            faults.append(str(error))
+    with open_store(settings) as store:
+        names = store.list_names()
+        channels = [item for name in names for item in _read_channels(settings, store, name)]
+        drifts = [item for name in names for item in _read_drifts(store, name)]
+    try:
+        registry = open_registry(settings)
+        channels = [item.model_copy(update={"verdict": _read_verdict(registry, item)}) for item in channels]
+    except RegistryError as error:
+        faults.append(str(error))
+    return Fleet(
+        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        channels=tuple(channels),
+        approvals=tuple(approvals),
+        drifts=tuple(drifts),
+        faults=tuple(faults),
+    )
+
+
+def _read_approvals(settings: "Settings") -> "list[WaitingApproval]":
+    from tvmflow.cli.prefect import prefect_server
+    from tvmflow.report.fleet import WaitingApproval
+
+    with prefect_server(settings):
+        from flows.approvals import list_waiting
+
+        return [
+            WaitingApproval(
+                run=item.run,
+                name=item.name,
+                version=item.version,
+                channel=item.channel,
+                who=item.who,
+                days=_days_since(item.since),
+            )
+            for item in list_waiting()
+        ]
+
+
+def _read_channels(settings: "Settings", store: "ReleaseStore", name: str) -> "Iterator[ChannelStatus]":
+    """Yield every channel of a model, one entry without a channel where it has none."""
+    from tvmflow.report.fleet import ChannelStatus, Wish
     from tvmflow.store import channels
 
-    versions = store.list_versions(name)
+    versions = tuple(store.list_versions(name))
     all_channels = channels.list_all(store, name)
     if not all_channels:
-        empty = {"channel": None, "version": None, "days": None, "p50_ms": None, "wish": None, "verdict": None}
-        yield {"name": name, **empty, "newer": versions}
-    for channel in all_channels:
-        version = channel.version
+        yield ChannelStatus(name=name, channel=None, newer=versions)
+    for document in all_channels:
+        version, wish = document.version, document.wish
         is_there = version in versions
-        yield {
-            "name": name,
-            "channel": channel.channel,
-            "version": version,
-            "days": _days_since(channel.moves[-1].when) if channel.moves else None,
-            "p50_ms": _p50(store.get_release(name, version)) if version is not None and is_there else None,
-            "newer": versions[versions.index(version) + 1 :] if version is not None and is_there else versions,
-            "wish": channel.wish and channel.wish.version,
-            "verdict": _last_verdict(registry, name, channel.channel),
-        }
+        yield ChannelStatus(
+            name=name,
+            channel=document.channel,
+            version=version,
+            days=_days_since(document.moves[-1].when) if document.moves else None,
+            p50_ms=_p50(store.get_release(name, version)) if version is not None and is_there else None,
+            newer=versions[versions.index(version) + 1 :] if version is not None and is_there else versions,
+            is_gone=version is not None and not is_there,
+            lags=version != document.shown,
+            wish=wish and Wish(version=wish.version, who=wish.who, why=wish.why, days=_days_since(wish.when)),
+            signature=_read_signature(settings, store, document),
+        )
+
+
+def _read_signature(settings: "Settings", store: "ReleaseStore", document: "Channel") -> "Signature | None":
+    """Return what the statement on a channel says; None without one, unless this machine demands it."""
+    from tvmflow.bundle.signature import trusted_keys
+    from tvmflow.report.fleet import Signature
+    from tvmflow.store import channels
+
+    trusted, envelope, fault = trusted_keys(), document.statement, None
+    if envelope is None and not trusted:
+        return None
+    if trusted:
+        try:
+            channels.check_statement(store, document, trusted)
+        except StatementError as error:
+            fault = str(error)
+    claim = channels.read_claim(document)
+    days = None if claim is None else -_days_since(claim.expires)
+    return Signature(
+        key=None if envelope is None else envelope.signer,
+        days=days,
+        fault=fault,
+        is_late=days is not None and days < settings.statement_days / 2,
+    )
+
+
+def _read_drifts(store: "ReleaseStore", name: str) -> "Iterator[FleetDrift]":
+    from tvmflow.report.drift import find_drifts
+    from tvmflow.report.fleet import FleetDrift
+
+    releases = [store.get_release(name, version) for version in store.list_versions(name)[-_HISTORY:]]
+    for drift in find_drifts(releases):
+        yield FleetDrift(name=name, **drift._asdict())
 
 
 def _days_since(when: str) -> float:
@@ -88,9 +194,12 @@ def _p50(release: "Release") -> float | None:
     return min((item.p50 for item in release.targets if item.p50 is not None), default=None)
 
 
-def _last_verdict(registry: "Registry", name: str, channel: str) -> dict[str, Any] | None:
-    """Return version, verdict and reasons of the last promotion to a channel, None where the registry has none."""
+def _read_verdict(registry: "Registry", item: "ChannelStatus") -> "LastVerdict | None":
+    """Return the last verdict on a promotion to a channel, None where the registry has none."""
     from tvmflow.promotion import read_verdict
+    from tvmflow.report.fleet import LastVerdict
 
-    last = read_verdict(registry, name, channel)
-    return None if last is None else last.verdict.model_dump(mode="json", include={"version", "verdict", "reasons"})
+    last = None if item.channel is None else read_verdict(registry, item.name, item.channel)
+    if last is None:
+        return None
+    return LastVerdict(version=last.verdict.version, verdict=last.verdict.verdict, reasons=last.verdict.reasons)

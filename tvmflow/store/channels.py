@@ -25,7 +25,7 @@ from tvmflow.store import leases
 from tvmflow.store.highest import Highest
 from tvmflow.store.keys import channel_key, require_name
 from tvmflow.store.releases import ReleaseStore
-from tvmflow.store.statements import Claim, Envelope, Subject, check, sign
+from tvmflow.store.statements import Claim, Envelope, Subject, check, peek, sign
 from tvmflow.workspace import Record
 
 WANTED = "-wanted"
@@ -267,6 +267,11 @@ def check_statement(store: ReleaseStore, document: Channel, trusted: Sequence[Pa
         raise StatementError(f"The {document.label} holds {claim.version}, which was changed since: do not trust it.")
     highest.raise_to(claim.number)
     return claim
+
+
+def read_claim(document: Channel) -> ChannelClaim | None:
+    """Return the claim of the statement on a channel, unchecked; None without one, or where it is no such claim."""
+    return None if document.statement is None else peek(document.statement, ChannelClaim)
 
 
 def sign_channel(store: ReleaseStore, name: str, channel: str) -> Channel:

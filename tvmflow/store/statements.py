@@ -1,5 +1,6 @@
 """Signed statements: in-toto Statements in DSSE envelopes, about what the release store and the registry hold."""
 
+import base64
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -92,6 +93,15 @@ def sign(claim: Claim, subjects: Iterable[Subject], key: Path) -> Envelope:
     envelope = Dsse(payload, _PAYLOAD_TYPE, {})
     envelope.sign(CryptoSigner(private, SSlibKey.from_crypto(public, keyid=public.public_bytes_raw().hex())))
     return Envelope.model_validate(envelope.to_dict())
+
+
+def peek(envelope: Envelope, kind: type[Kind]) -> Kind | None:
+    """Return the claim of an envelope without a look at who has signed it; None where it is not of this kind."""
+    try:
+        statement = _Statement.model_validate_json(base64.b64decode(envelope.payload))
+        return kind.model_validate(statement.predicate) if statement.predicate_type == kind.predicate_type else None
+    except ValueError:
+        return None
 
 
 def check(

@@ -1,0 +1,90 @@
+"""`tvmflow status`: what it reads of the store, and what it says where MLflow does not answer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.channels import move_channel
+from support.processes import CommandResult
+from support.releases import make_measurements, make_release, make_target
+from support.reports import data_of, unexplained_figures
+from tvmflow import settings as machine
+from tvmflow.bundle import keygen, public_key, sha256_file
+from tvmflow.services import open_store
+from tvmflow.store import channels
+
+Command = Callable[..., CommandResult]
+
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    keygen(tmp_path / "key")
+    return tmp_path / "key"
+
+
+@pytest.fixture(autouse=True)
+def _house(tvmflow: Command, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that signs for ten days, with seven releases of "net" that get slower, and one of "other"."""
+    for name, value in {
+        "TVMFLOW_HOME": str(tmp_path / "state"),
+        "TVMFLOW_MLFLOW_TRACKING_URI": NOBODY,
+        "TVMFLOW_SIGNING_KEY": str(key),
+        "TVMFLOW_STATEMENT_DAYS": "10",
+    }.items():
+        monkeypatch.setenv(name, value)
+    blob = tmp_path / "blob"
+    blob.write_bytes(b"12345678")
+    with open_store(machine.load()) as store:
+        for version in range(1, 8):
+            target = make_target(sha256=sha256_file(blob), size=8, measurements=make_measurements(1 + version / 100))
+            store.publish(make_release("net", str(version), target), [(blob, target.bundle.sha256)])
+        store.publish(make_release("other"), ())
+        move_channel(store, "net", "production", "6")
+        channels.wish(store, "net", "production", "7", who="bob@desk", why="it is <new>")
+
+
+def test_models_wishes_signatures_and_drifts_are_shown_though_mlflow_is_away(tvmflow: Command, key: Path) -> None:
+    result = tvmflow("status", "--json", "--html", "status.html")
+    assert result.code == 0, result.stderr
+    document = result.document
+    net, other = document["channels"]
+    assert (net["name"], net["channel"], net["version"], net["newer"]) == ("net", "production", "6", ["7"])
+    assert (net["p50_ms"], net["wish"]["version"], net["wish"]["who"]) == (1.06, "7", "bob@desk")
+    assert (net["signature"]["key"], net["signature"]["fault"]) == (public_key(key), None)
+    assert 9.9 < net["signature"]["days"] <= 10
+    assert (other["name"], other["channel"], other["newer"]) == ("other", None, ["1"])
+    assert {drift["figure"] for drift in document["drifts"]} >= {"p50 latency, ms"}
+    (fault,) = document["faults"]
+    assert NOBODY in fault
+    page = Path("status.html").read_text()
+    assert data_of(page)["channels"] == document["channels"]
+    assert unexplained_figures(page) == []
+    table = tvmflow("status").stdout
+    assert "tvmflow history net --figures" in table
+    assert "bob@desk asked for 7 on net@production" in table
+
+
+def test_a_statement_that_does_not_hold_is_a_fault_of_its_channel(
+    tvmflow: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keygen(tmp_path / "other-key")
+    monkeypatch.setenv("TVMFLOW_TRUSTED_KEYS", str(tmp_path / "other-key.pub"))
+    document = tvmflow("status", "--json").document
+    assert "is not trusted" in document["channels"][0]["signature"]["fault"]
+    assert "tvmflow verify release://net@production" in [task["command"] for task in document["tasks"]]
+
+
+def test_a_statement_counts_as_late_when_half_of_its_days_are_over(
+    tvmflow: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not tvmflow("status", "--json").document["channels"][0]["signature"]["is_late"]
+    monkeypatch.setenv("TVMFLOW_STATEMENT_DAYS", "30")
+    assert tvmflow("status", "--json").document["channels"][0]["signature"]["is_late"]
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence(tvmflow: Command) -> None:
+    result = tvmflow("status", "--html", "absent/status.html")
+    assert (result.code, "absent/status.html" in result.sentence) == (1, True)

@@ -1,0 +1,238 @@
+"""The fleet: what the channels of all models hold, what waits or needs somebody, and the page that shows it."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tvmflow.report import page
+from tvmflow.workspace import Record
+
+
+class Wish(Record):
+    """An open wish: the version, who asked for it and why, and for how many days it has been open."""
+
+    version: str
+    who: str
+    why: str
+    days: float
+
+
+class LastVerdict(Record):
+    """The last verdict on a promotion to a channel: the version, the outcome, and the reasons of a refusal."""
+
+    version: str
+    verdict: str
+    reasons: tuple[str, ...]
+
+
+class Signature(Record):
+    """The signed statement on a channel: the key, in hexadecimal, that it names, and the days until it expires.
+
+    Both are None where there is no statement. `fault` says why it does not hold, None where it does or where this
+    machine trusts no key and has not checked it. `is_late` says that it should have been renewed by now.
+    """
+
+    key: str | None
+    days: float | None
+    fault: str | None
+    is_late: bool
+
+
+class ChannelStatus(Record):
+    """A channel of a model, or a model without channels (`channel` None).
+
+    It has held `version` for `days`; both are None where it holds none. `p50_ms` is the smallest median latency of that
+    release's targets, `newer` are the releases after it. `is_gone` says that the release is no longer in the store,
+    `lags` that MLflow's alias names another one. `verdict` is None where there is none or MLflow does not answer.
+    """
+
+    name: str
+    channel: str | None
+    version: str | None = None
+    days: float | None = None
+    p50_ms: float | None = None
+    newer: tuple[str, ...] = ()
+    is_gone: bool = False
+    lags: bool = False
+    wish: Wish | None = None
+    verdict: LastVerdict | None = None
+    signature: Signature | None = None
+
+    @property
+    def label(self) -> str:
+        """The channel in words, as "digits@production"."""
+        return f"{self.name}@{self.channel}"
+
+
+class WaitingApproval(Record):
+    """A promotion that waits for a person in a flow run: the run's id, the promotion, and for how many days."""
+
+    run: str
+    name: str
+    version: str
+    channel: str
+    who: str
+    days: float
+
+
+class FleetDrift(Record):
+    """A figure of a model's target that rises or falls over its last releases, from `first` to `last`.
+
+    `chance` is the probability of as clear a trend by chance.
+    """
+
+    name: str
+    target: str
+    figure: str
+    releases: int
+    first: float
+    last: float
+    chance: float
+
+
+class Task(NamedTuple):
+    """What somebody should look at, in a sentence, and the command that shows more or ends it."""
+
+    sentence: str
+    command: str
+
+
+class Fleet(Record):
+    """All models at a time `when` (UTC, ISO 8601); `faults` are sentences on servers that do not answer."""
+
+    when: str
+    channels: tuple[ChannelStatus, ...]
+    approvals: tuple[WaitingApproval, ...]
+    drifts: tuple[FleetDrift, ...]
+    faults: tuple[str, ...]
+
+    def list_tasks(self) -> list[Task]:
+        """Return what somebody should look at, the most urgent first."""
+        return [*self._list_faults(), *self._list_waiting(), *self._list_refusals(), *self._list_drifts()]
+
+    def _list_faults(self) -> Iterator[Task]:
+        for fault in self.faults:
+            yield Task(fault, "tvmflow status")
+        for item in self.channels:
+            if item.is_gone:
+                sentence = f"{item.label} holds {item.version}, which is gone from the store"
+                yield Task(sentence, f"tvmflow history {item.name} --channel {item.channel}")
+            if item.signature is not None and item.signature.fault is not None:
+                yield Task(item.signature.fault, f"tvmflow verify release://{item.label}")
+            elif item.signature is not None and item.signature.is_late:
+                sentence = (
+                    f"the statement on {item.label} expires in {item.signature.days:.1f} days and was not renewed"
+                )
+                yield Task(sentence, "tvmflow reconcile")
+            if item.lags:
+                yield Task(f"MLflow's alias of {item.label} names another release", "tvmflow reconcile")
+
+    def _list_waiting(self) -> Iterator[Task]:
+        asked = {(item.name, item.channel, item.version) for item in self.approvals}
+        for waiting in self.approvals:
+            promotion = f"{waiting.name} {waiting.version} to {waiting.channel}"
+            sentence = f"{promotion} waits for approval since {waiting.days:.1f} days; {waiting.who} asked for it"
+            yield Task(sentence, f"tvmflow approve {waiting.run[:8]}")
+        for item in self.channels:
+            wish = item.wish
+            if wish is not None and (item.name, item.channel, wish.version) not in asked:
+                sentence = f"{wish.who} asked for {wish.version} on {item.label} {wish.days:.1f} days ago"
+                yield Task(sentence, f"tvmflow history {item.name} --channel {item.channel}")
+
+    def _list_refusals(self) -> Iterator[Task]:
+        for item in self.channels:
+            last = item.verdict
+            if last is not None and last.verdict == "refused" and last.version in item.newer:
+                sentence = f"{item.label} refused {last.version}: {'; '.join(last.reasons)}"
+                yield Task(sentence, f"tvmflow verdict {item.name} {last.version} --channel {item.channel}")
+
+    def _list_drifts(self) -> Iterator[Task]:
+        for drift in self.drifts:
+            verb = "rises" if drift.last > drift.first else "falls"
+            sentence = (
+                f"{drift.name}, {drift.target}: {drift.figure} {verb} over the last {drift.releases} releases, from "
+                f"{drift.first:.4g} to {drift.last:.4g}"
+            )
+            yield Task(sentence, f"tvmflow history {drift.name} --figures")
+
+
+def write_fleet(fleet: Fleet) -> str:
+    """Return the page of the fleet: what somebody should look at first, then the channels, wishes and drifts."""
+    tasks = fleet.list_tasks()
+    first = [page.paragraph("Nothing waits, nothing was refused and nothing drifts.", "verdict pass")]
+    if tasks:
+        first = [
+            page.Markup(f"{page.paragraph(task.sentence, 'verdict fail')}{page.commands(task.command)}")
+            for task in tasks
+        ]
+    channels = page.table(
+        "What the channels hold",
+        ("channel", "version", "days", "p50 ms", "newer", "waits", "last verdict"),
+        (
+            (
+                item.label if item.channel is not None else item.name,
+                item.version or "-",
+                page.number(item.days, "{:.0f}"),
+                page.number(item.p50_ms, "{:.3f}"),
+                ", ".join(item.newer) or "-",
+                "-" if item.wish is None else item.wish.version,
+                "-" if item.verdict is None else f"{item.verdict.version} {item.verdict.verdict}",
+            )
+            for item in fleet.channels
+        ),
+    )
+    signatures = page.table(
+        "Signed statements on channels",
+        ("channel", "key", "days until it expires", ""),
+        (
+            (
+                item.label,
+                "not signed" if item.signature.key is None else item.signature.key[:16],
+                page.number(item.signature.days, "{:.1f}"),
+                item.signature.fault or ("to renew" if item.signature.is_late else "-"),
+            )
+            for item in fleet.channels
+            if item.signature is not None
+        ),
+    )
+    approvals = page.table(
+        "Promotions that wait for a person",
+        ("promotion", "asked by", "days", "run"),
+        (
+            (
+                f"{item.name} {item.version} to {item.channel}",
+                item.who,
+                page.number(item.days, "{:.1f}"),
+                item.run[:8],
+            )
+            for item in fleet.approvals
+        ),
+    )
+    drifts = page.table(
+        "Figures that rise or fall over several releases",
+        ("model", "target", "figure", "releases", "first", "last", "by chance"),
+        (
+            (
+                item.name,
+                item.target,
+                item.figure,
+                page.number(item.releases, "{}"),
+                page.number(item.first),
+                page.number(item.last),
+                page.number(item.chance, "{:.1g}"),
+            )
+            for item in fleet.drifts
+        ),
+    )
+    sections = {
+        "First": first,
+        "Channels": [channels],
+        "Waiting": [approvals],
+        "Drift": [drifts],
+        "Signatures": [signatures],
+    }
+    return page.write(f"tvmflow, {fleet.when[:16].replace('T', ' ')} UTC", sections, describe_fleet(fleet))
+
+
+def describe_fleet(fleet: Fleet) -> dict[str, object]:
+    """Return the document of a fleet, which has every figure of its page."""
+    return {**fleet.model_dump(mode="json"), "tasks": [task._asdict() for task in fleet.list_tasks()]}
