@@ -133,7 +133,7 @@ def gate_work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path
     return GateResult(checks=tuple(checks), compared=job.current_version)
 
 
-def has_passed(result: GateResult, *_: object) -> bool:
+def has_passed(result: GateResult, *_: object, **__: object) -> bool:
     """Whether a result has no reason against the promotion."""
     return not result.reasons
 

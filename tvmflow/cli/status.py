@@ -146,7 +146,9 @@ def _read_channels(settings: "Settings", store: "ReleaseStore", name: str) -> "I
             newer=versions[versions.index(version) + 1 :] if version is not None and is_there else versions,
             is_gone=version is not None and not is_there,
             lags=version != document.shown,
-            wish=wish and Wish(version=wish.version, who=wish.who, why=wish.why, days=_days_since(wish.when)),
+            wish=None
+            if wish is None
+            else Wish(version=wish.version, who=wish.who, why=wish.why, days=_days_since(wish.when)),
             signature=_read_signature(settings, store, document),
         )
 
