@@ -1,13 +1,11 @@
 """Retention: which releases stay in the release stores that this machine knows, and the removal of the others."""
 
 import time
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Collection
 
 from tvmflow.progress import reporter
 from tvmflow.promotion import identify_user
 from tvmflow.registry import Registry
-from tvmflow.release import Release
 from tvmflow.services import list_sections, open_services
 from tvmflow.settings import Settings
 from tvmflow.store.garbage import Garbage, Retention, StoredPiece
@@ -28,23 +26,15 @@ def collect(settings: Settings, rule: Retention, *, dry_run: bool = False) -> li
                 continue
             places.add((config.server, config.uri))
 
+            def list_named(model: str, registry: Registry = services.registry) -> Collection[str]:
+                return registry.list_aliases(model).values()
+
             def report(done: float, total: float, message: str, uri: str = config.uri) -> None:
                 reporter().progressed("gc", uri, done, total, message)
 
-            garbage = Garbage(services.store, rule, _alias_reader(services.registry), report)
+            garbage = Garbage(services.store, rule, list_named, report)
             started_at = time.perf_counter()
             reporter().started("gc", config.uri)
             pieces += garbage.find() if dry_run else garbage.collect(identify_user())
             reporter().ended("gc", config.uri, "ran", time.perf_counter() - started_at)
     return pieces
-
-
-def _alias_reader(registry: Registry) -> Callable[[Release], bool]:
-    """Return a function that says whether an alias names the registered version of a release's document."""
-    aliases = cache(registry.list_aliases)
-
-    def is_named(release: Release) -> bool:
-        model, version = release.registered_version
-        return version in aliases(model).values()
-
-    return is_named

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 from support.releases import make_release, make_target
 from support.waits import wait_until
 from tvmflow.errors import StoreError
-from tvmflow.release import Blob, Release
+from tvmflow.release import Blob
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels, garbage, leases
 from tvmflow.store.garbage import Garbage, Retention
@@ -36,8 +36,9 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_GRACE", datetime.timedelta(seconds=-60))
 
 
-def never(release: Release) -> bool:
-    return False
+def never(model: str) -> tuple[str, ...]:
+    """No alias names a version."""
+    return ()
 
 
 @pytest.fixture
@@ -49,7 +50,8 @@ def publish(store: ReleaseStore, write_file: WriteFile) -> Callable[..., str]:
 def publish_to(store: ReleaseStore, version: str, write_file: WriteFile) -> str:
     blobs = [write_file(f"bundle {version}".encode()), write_file(b"weights")]
     (bundle, weights) = (Blob(sha256=digest, size=path.stat().st_size) for path, digest in blobs)
-    store.publish(make_release("resnet", version, make_target(bundle=bundle, weights=weights)), blobs)
+    target = make_target(bundle=bundle, weights=weights)
+    store.publish(make_release("resnet", version, target, model=f"models:/resnet/{version}"), blobs)
     return blobs[0][1]
 
 
@@ -75,7 +77,7 @@ def test_what_nobody_needs_goes_and_every_other_release_stays_whole(
     channels.wish(store, "resnet", "staging", "5", who="ann", why="")
     store.put_blob(*write_file(b"of a release that was never published"))
     store.objects.put("records/x/run.jsonl", b"{}", "writing tuning records")
-    named = Garbage(store, NEWEST, lambda release: release.version == "7")
+    named = Garbage(store, NEWEST, lambda model: ["7"])
 
     planned = named.find()
     assert store.list_versions("resnet") == [*"123456789"]  # nothing goes in a dry run
@@ -141,7 +143,7 @@ def test_nothing_goes_while_a_document_cannot_be_read(
 
 
 def test_a_release_whose_blobs_are_sent_before_its_document_is_waited_for(
-    store: ReleaseStore, write_file: WriteFile, publish: Callable[[str], str]
+    store: ReleaseStore, write_file: WriteFile, publish: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blob that it found in the store belongs to nobody until its document is there."""
     publish("1")
@@ -161,9 +163,14 @@ def test_a_release_whose_blobs_are_sent_before_its_document_is_waited_for(
     with ThreadPoolExecutor(2) as pool:
         publishing = pool.submit(publish_slowly)
         assert is_sent.wait(60)
+        looks: list[str] = []
+        read = store.objects.read
+        monkeypatch.setattr(store.objects, "read", lambda key: (looks.append(key), read(key))[1])
         collecting = pool.submit(Garbage(store, NEWEST, never).collect, "ann")
-        wait_until(lambda: store.objects.get("sweep.json") is not None, 60)
+        wait_until(lambda: looks.count("leases/other.json") > 1, 60)
         assert not collecting.done()
+        # Others who publish do not wait for that.
+        assert store.objects.get("sweep.json") is None
         may_go_on.set()
         publishing.result()
         assert [piece.kind for piece in collecting.result()] == ["releases", "blobs"]
@@ -207,6 +214,44 @@ def test_a_release_that_begins_during_the_sweep_waits_for_its_end(
         assert "swept" in begun.result()
 
 
+def test_a_release_comes_in_between_while_much_is_removed(
+    local: StoreConfig, write_file: WriteFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refers to a blob that was about to go when it began to wait."""
+    store = ReleaseStore(local)
+    for version in range(1, 10):
+        publish_to(store, str(version), write_file)
+    orphan = write_file(b"of a release that died")
+    store.put_blob(*orphan)
+    # Each time one object is removed.
+    monkeypatch.setattr(garbage, "_HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(leases, "_POLL_SECONDS", 0.1)
+    delete, publishing = store.objects.delete, []
+
+    def publish_between() -> int:
+        with leases.hold(store, "other", "bert") as lease:
+            rest = len(store.list_versions("resnet"))
+            target = make_target(sha256=orphan[1], size=orphan[0].stat().st_size)
+            store.publish(make_release("other", "1", target), [orphan], require_lease=lease.require)
+        return rest
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def delete_and_start(key: str, action: str) -> None:
+            if not publishing:
+                publishing.append(pool.submit(publish_between))
+                wait_until(lambda: store.objects.get("leases/other.json") is not None, 60)
+            delete(key, action)
+
+        monkeypatch.setattr(store.objects, "delete", delete_and_start)
+        pieces = Garbage(store, NEWEST, never).collect("ann")
+        assert 1 < publishing[0].result() < 9
+    assert len(pieces) == len({piece.key for piece in pieces}) == 16
+    assert store.list_versions("resnet") == ["9"]
+    for name, version in (("resnet", "9"), ("other", "1")):
+        store.verify_release(name, version)
+
+
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_wish_during_the_sweep_keeps_its_release_or_ends(
     store: ReleaseStore, publish: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, moment: str
@@ -215,7 +260,7 @@ def test_a_wish_during_the_sweep_keeps_its_release_or_ends(
     for version in "123":
         publish(version)
     move(store, "production", "3")
-    read_channels = garbage._list_kept_versions
+    list_kept_versions = garbage._list_kept_versions
     with ThreadPoolExecutor(1) as pool:
         wishes: list[Any] = []
 
@@ -224,15 +269,15 @@ def test_a_wish_during_the_sweep_keeps_its_release_or_ends(
                 wishes.append(pool.submit(channels.wish, store, "resnet", "production", "1", who="bert", why=""))
                 wait_until(lambda: channels.find(store, "resnet", "production").wish is not None, 60)
 
-        def read(each: ReleaseStore, name: str) -> set[str]:
+        def list_kept(each: ReleaseStore, name: str, versions: Any) -> set[str]:
             if moment == "before":
                 wish()
-            kept = read_channels(each, name)
+            kept = list_kept_versions(each, name, versions)
             if moment == "after":
                 wish()
             return kept
 
-        monkeypatch.setattr(garbage, "_list_kept_versions", read)
+        monkeypatch.setattr(garbage, "_list_kept_versions", list_kept)
         Garbage(store, NEWEST, never).collect("ann")
         (made,) = wishes
         document = None
@@ -268,6 +313,35 @@ def test_a_rollback_to_a_release_that_goes_is_undone(
     assert channels.read(store, "resnet", "production").version == "3"
 
 
+@pytest.mark.parametrize(
+    ("channel", "stays"), [("signed", "36"), ("altered", "123456"), ("unsigned", "123456"), ("held by nobody", "6")]
+)
+def test_a_channel_that_this_machine_would_not_follow_keeps_every_release(
+    local: StoreConfig, key: Path, write_file: WriteFile, monkeypatch: pytest.MonkeyPatch, channel: str, stays: str
+) -> None:
+    """Somebody without the key could make a channel forget what it held, and gc would remove it."""
+    store = ReleaseStore(local)
+    signing = ReleaseStore(replace(local, signing_key=key))
+    for version in "123456":
+        publish_to(signing, version, write_file)
+        signing.publish(make_release("bert", version), [])
+    if channel != "held by nobody":
+        writer = store if channel == "unsigned" else signing
+        channels.set_policy(writer, "resnet", "production", Policy(keep=1), who="ann", why="")
+        move(writer, "production", "3")
+    if channel == "altered":
+        document = json.loads(store.objects.get("channels/resnet/production.json") or b"")
+        changed = json.dumps({**document, "version": "5", "history": [{**document["history"][-1], "to": "5"}]})
+        store.objects.put("channels/resnet/production.json", changed.encode(), "altering a channel")
+    monkeypatch.setenv("TVMFLOW_TRUSTED_KEYS", f"{key}.pub")
+    Garbage(store, NEWEST, never).collect("ann")
+    assert store.list_versions("resnet") == [*stays]
+    for version in stays:
+        store.verify_release("resnet", version)
+    # Other models are collected all the same.
+    assert store.list_versions("bert") == ["6"]
+
+
 _COLLECT = """
 import datetime, json, os, signal, sys
 from pathlib import Path
@@ -282,7 +356,7 @@ def die_after(key, action):
     done.append(key)
     delete(key, action)
 store.objects.delete = die_after
-garbage.Garbage(store, garbage.Retention(0, 1), lambda release: False).collect("killed")
+garbage.Garbage(store, garbage.Retention(0, 1), lambda model: ()).collect("killed")
 """
 
 

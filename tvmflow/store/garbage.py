@@ -1,16 +1,22 @@
 """Garbage of a release store: releases that nobody needs any more, and objects that no release refers to.
 
-Who removes it holds the lease `leases.sweep` meanwhile, so that nobody is about to refer to what goes. A release loses
-its document first: killed at any moment, every release that remains is whole.
+Who removes it holds the lease `leases.sweep` meanwhile, so that nobody is about to refer to what goes; not for longer
+than some seconds, so that others publish in between. A release loses its document first: killed at any moment, every
+release that remains is whole.
 """
 
 import datetime
+import logging
 import re
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
+from tvmflow.bundle.signature import trusted_keys
 from tvmflow.documents import decode
+from tvmflow.errors import StoreError
 from tvmflow.release import Release
 from tvmflow.store import channels, leases
 from tvmflow.store.keys import NAME, numeric_order, release_key
@@ -20,6 +26,10 @@ from tvmflow.store.releases import ReleaseStore
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
 _GRACE = datetime.timedelta(days=1)
 """How old an object must be at least, whatever the rule says: an older tvmflow takes no lease on what it uploads."""
+_HOLD_SECONDS = 5.0
+"""How long objects are removed before others may publish again."""
+
+_log = logging.getLogger(__name__)
 
 Progress = Callable[[float, float, str], None]
 """Called with the objects done, the objects in all, and what is done."""
@@ -49,54 +59,72 @@ class Garbage:
     """The garbage of a store under a rule; documents that were read once are kept, because they never change.
 
     A release stays that a channel holds, held last within its policy's `keep`, or is wished for; that the rule keeps;
-    or for whose document `is_named` is true. Objects stay that a release which stays refers to. Nothing younger than a
-    day goes. Methods raise StoreError when a document is damaged or of a newer format, and when the server fails.
+    or whose registered version is among those that `list_named` returns for its registered model. Every release of a
+    name stays that has a channel which this machine would not follow. Objects stay that a release which stays refers
+    to. Nothing younger than a day goes. Methods raise StoreError when a document is damaged or of a newer format, and
+    when the server fails.
     """
 
     def __init__(
         self,
         store: ReleaseStore,
         rule: Retention,
-        is_named: Callable[[Release], bool],
+        list_named: Callable[[str], Collection[str]],
         on_progress: Progress = lambda done, total, message: None,
     ) -> None:
-        self._store, self._rule, self._is_named, self._report = store, rule, is_named, on_progress
+        self._store, self._rule, self._list_named, self._report = store, rule, list_named, on_progress
         self._contents: dict[tuple[str, datetime.datetime], bytes] = {}
 
-    def find(self, *, with_work: bool = True) -> list[StoredPiece]:
-        """Return what can go, in the order in which it is to be removed; `with_work`, also of the shared workspace."""
-        # What is sent from here on is not among the blobs that can go.
-        blobs = self._list("blobs/sha256/")
-        pieces, kept_documents = self._sort_releases()
-        pieces += self._find_unmentioned("blobs", blobs, kept_documents)
-        if with_work:
-            blobs = self._list("work/blobs/sha256/")
-            records = self._list("work/steps/")
-            old_records = [entry for entry in records if self._is_old(entry)]
-            pieces += [_piece("results of steps", entry) for entry in old_records]
-            kept_records = [entry for entry in records if not self._is_old(entry)]
-            pieces += self._find_unmentioned("artifacts", blobs, kept_records)
-        return pieces
+    def find(self) -> list[StoredPiece]:
+        """Return what can go, in the order in which it is to be removed, also of the shared workspace."""
+        return self._find(*self._list_blobs())
 
     def collect(self, who: str) -> list[StoredPiece]:
         """Remove what `find` returns, and return it; `who` is this process, for others.
 
-        Meanwhile nobody can publish: who wants to waits, and who does is waited for. The shared workspace is left alone
-        while a run uses it. Killed at any moment, it leaves a store in which every release is whole; the next call
-        removes the rest.
+        It removes for some seconds at a time, in which nobody can publish: who wants to waits, and who does is waited
+        for. What can go is found before that, and looked at again each time. The shared workspace is left alone while a
+        run uses it. Killed at any moment, it leaves a store in which every release is whole; the next call removes the
+        rest.
         """
-        # Documents are read before others have to wait.
-        if not self.find():
-            return []
-        with leases.sweep(self._store, who) as lease:
-            dead_users = leases.find_idle_work(self._store)
-            pieces = self.find(with_work=dead_users is not None)
-            for done, piece in enumerate(pieces):
-                self._report(done, len(pieces), f"removing {piece.kind}")
-                lease.require()
-                self._store.objects.delete(piece.key, f"removing {piece.key}")
-            for key in dead_users or ():
-                self._store.objects.delete(key, "removing the lease of a run that died")
+        blobs, artifacts = self._list_blobs()
+        total = len(self._find(blobs, artifacts))
+        idle = leases.find_idle_work(self._store) if total else None
+        removed: dict[str, StoredPiece] = {}
+        is_done = total == 0
+        while not is_done:
+            with leases.sweep(self._store, who) as lease:
+                is_idle = idle is not None and idle.is_idle()
+                pieces = self._find(_without(blobs, removed), _without(artifacts, removed) if is_idle else None)
+                ends_at = time.monotonic() + _HOLD_SECONDS
+                for piece in pieces:
+                    self._report(len(removed), total, f"removing {piece.kind}")
+                    lease.require()
+                    self._store.objects.delete(piece.key, f"removing {piece.key}")
+                    removed[piece.key] = piece
+                    if time.monotonic() >= ends_at:
+                        break
+                is_done = not pieces or pieces[-1].key in removed
+                for key in idle.keys if idle is not None and is_idle and is_done else ():
+                    self._store.objects.delete(key, "removing the lease of a run that died")
+            if not is_done:
+                leases.let_others_in()
+        return list(removed.values())
+
+    def _list_blobs(self) -> tuple[list[ObjectEntry], list[ObjectEntry]]:
+        """The blobs of releases and the artifacts of the shared workspace: what is sent later is not among them."""
+        return self._list("blobs/sha256/"), self._list("work/blobs/sha256/")
+
+    def _find(self, blobs: list[ObjectEntry], artifacts: list[ObjectEntry] | None) -> list[StoredPiece]:
+        """What can go, of the blobs only these; of the shared workspace these artifacts, and nothing with None."""
+        pieces, kept_documents = self._sort_releases()
+        pieces += self._find_unmentioned("blobs", blobs, kept_documents)
+        if artifacts is not None:
+            records = self._list("work/steps/")
+            old_records = [entry for entry in records if self._is_old(entry)]
+            pieces += [_piece("results of steps", entry) for entry in old_records]
+            kept_records = [entry for entry in records if not self._is_old(entry)]
+            pieces += self._find_unmentioned("artifacts", artifacts, kept_records)
         return pieces
 
     def _sort_releases(self) -> tuple[list[StoredPiece], list[ObjectEntry]]:
@@ -108,6 +136,7 @@ class Garbage:
                     folders[name][version].append(entry)
         pieces: list[StoredPiece] = []
         entries_to_keep: list[ObjectEntry] = []
+        list_named = cache(self._list_named)
         for name, versions in folders.items():
             documents = {
                 version: entry
@@ -116,10 +145,10 @@ class Garbage:
                 if entry.key == release_key(name, version)
             }
             newest = sorted(documents, key=numeric_order)[-self._rule.releases :]
-            versions_to_keep = {*newest, *_list_kept_versions(self._store, name)}
+            versions_to_keep = {*newest, *_list_kept_versions(self._store, name, documents)}
             for version, entries in versions.items():
                 document = documents.get(version)
-                if document is not None and (version in versions_to_keep or self._stays(document)):
+                if document is not None and (version in versions_to_keep or self._stays(document, list_named)):
                     entries_to_keep.append(document)
                 elif all(self._is_old(entry) for entry in entries):
                     # Without its document a release does not exist.
@@ -127,12 +156,15 @@ class Garbage:
                     pieces += [_piece("releases", entry) for entry in entries]
         return pieces, entries_to_keep
 
-    def _stays(self, document: ObjectEntry) -> bool:
+    def _stays(self, document: ObjectEntry, list_named: Callable[[str], Collection[str]]) -> bool:
         """Whether a release that no channel needs stays: it is too young, or somebody names it."""
         if not self._is_old(document):
             return True
         content = self._read(document)
-        return content != b"" and self._is_named(decode(Release, content, self._store.objects.uri(document.key)))
+        if content == b"":
+            return False
+        model, version = decode(Release, content, self._store.objects.uri(document.key)).registered_version
+        return version in list_named(model)
 
     def _find_unmentioned(
         self, kind: str, blobs: list[ObjectEntry], documents: list[ObjectEntry]
@@ -161,8 +193,23 @@ class Garbage:
         return datetime.datetime.now(datetime.UTC) - entry.last_modified > age
 
 
-def _list_kept_versions(store: ReleaseStore, name: str) -> set[str]:
-    return {version for channel in channels.list_all(store, name) for version in channel.kept_versions}
+def _list_kept_versions(store: ReleaseStore, name: str, versions: Iterable[str]) -> set[str]:
+    """The versions that channels keep; all of `versions` where this machine would not follow one of the channels.
+
+    Else somebody without a key could have releases removed by changing what a channel says.
+    """
+    documents, trusted = channels.list_all(store, name), trusted_keys()
+    try:
+        for channel in documents if trusted else ():
+            channels.check_statement(store, channel, trusted)
+    except StoreError as error:
+        _log.warning("every release of %s stays, because of a channel: %s", name, error)
+        return set(versions)
+    return {version for channel in documents for version in channel.kept_versions}
+
+
+def _without(entries: list[ObjectEntry], removed: Mapping[str, StoredPiece]) -> list[ObjectEntry]:
+    return [entry for entry in entries if entry.key not in removed]
 
 
 def _piece(kind: str, entry: ObjectEntry) -> StoredPiece:

@@ -128,18 +128,31 @@ def use_work(store: ReleaseStore, who: str) -> HeldLease:
 def sweep(store: ReleaseStore, who: str, seconds: float = SECONDS) -> Iterator[HeldLease]:
     """Let nobody register or publish a release, or begin to use the shared workspace, while the body runs.
 
-    Waits for those who have begun to publish, not for those who use the workspace: see `find_idle_work`. Raises
-    StoreError for a damaged lease, and when the server fails.
+    Waits for those who publish, first without keeping others from it, then for those who have begun meanwhile; not for
+    those who use the workspace: see `find_idle_work`. Raises StoreError for a damaged lease, and when the server fails.
     """
+    publishers: dict[str, _Watch] = {}
+    _await_publishers(store, publishers)
     lease = _acquire(store, _SWEEP, "the sweep of the store", who, seconds)
     try:
-        keys = [entry.key for entry in store.objects.list_objects(_FOLDER) if not entry.key.startswith(_WORK)]
-        watches = [_Watch(store, key) for key in keys]
-        while [watch for watch in watches if not watch.is_free()]:
-            time.sleep(_POLL_SECONDS)
+        _await_publishers(store, publishers)
         yield lease
     finally:
         lease.end()
+
+
+def _await_publishers(store: ReleaseStore, watches: dict[str, "_Watch"]) -> None:
+    """Wait until nobody publishes; `watches` are those of earlier calls, and get new ones."""
+    for entry in store.objects.list_objects(_FOLDER):
+        if not entry.key.startswith(_WORK):
+            watches.setdefault(entry.key, _Watch(store, entry.key))
+    while [watch for watch in watches.values() if not watch.is_free()]:
+        time.sleep(_POLL_SECONDS)
+
+
+def let_others_in() -> None:
+    """Wait until those who wait for the end of a sweep have seen it: each looks once within this time."""
+    time.sleep(2 * _POLL_SECONDS)
 
 
 def await_sweep(store: ReleaseStore) -> None:
@@ -147,18 +160,38 @@ def await_sweep(store: ReleaseStore) -> None:
     _Watch(store, _SWEEP).await_free()
 
 
-def find_idle_work(store: ReleaseStore) -> list[str] | None:
-    """Return the keys of the leases on the shared workspace that dead runs have left, None when a living run uses it.
+def find_idle_work(store: ReleaseStore) -> "IdleWork | None":
+    """Return the leases on the shared workspace that dead runs have left, None when a living run uses it.
 
     Takes as long as a lease lasts when a run has died on another machine. Raises StoreError for a damaged lease, and
     when the server fails.
     """
-    watches = [_Watch(store, entry.key) for entry in store.objects.list_objects(_WORK)]
-    while busy := [watch for watch in watches if not watch.is_free()]:
+    watches = {entry.key: _Watch(store, entry.key) for entry in store.objects.list_objects(_WORK)}
+    while busy := [watch for watch in watches.values() if not watch.is_free()]:
         if any(watch.is_alive for watch in busy):
             return None
         time.sleep(_POLL_SECONDS)
-    return [watch.key for watch in watches]
+    return IdleWork(store, watches)
+
+
+class IdleWork:
+    """A shared workspace that no living run used at some moment."""
+
+    def __init__(self, store: ReleaseStore, watches: "dict[str, _Watch]") -> None:
+        self._store, self._watches = store, watches
+
+    @property
+    def keys(self) -> list[str]:
+        """The leases that dead runs have left."""
+        return list(self._watches)
+
+    def is_idle(self) -> bool:
+        """Whether nobody has begun to use it since; within a sweep nobody can.
+
+        Raises StoreError for a damaged lease, and when the server fails.
+        """
+        keys = {entry.key for entry in self._store.objects.list_objects(_WORK)}
+        return keys <= self._watches.keys() and all(watch.is_free() for watch in self._watches.values())
 
 
 class _Watch:
