@@ -125,46 +125,46 @@ def work(job: CostsJob, emit: Emit) -> Costs:
             emit(done, len(_KINDS), kind)
             # The parts of blocks are measured as they are without the blocks.
             apart = {} if kind == "block" else {key: "apart" for key, site in sites.items() if site.kind == "block"}
-            measured = _in_turn if kind == "block" else _together
-            for site, options in measured(lowering.functions, kind, apart, times):
+            times_by_site = _in_turn if kind == "block" else _together
+            for site, options in times_by_site(lowering.functions, kind, apart, times):
                 calls, of_site = options[0][0], tuple(item for _, item in options)
                 decisions[site.key] = Decision(kind=kind, subject=site.subject, calls=calls, options=of_site)
     return Costs(decisions=tuple(decisions.values()), clock=measure_clock(job.target))
 
 
 def _together(
-    lower: "Lower", kind: str, made: Mapping[str, str], times: "_Times"
+    lower: "Lower", kind: str, overrides: Mapping[str, str], times: "_Times"
 ) -> "Iterator[tuple[Site, list[tuple[int, Option]]]]":
     """Measure the options of all decisions of a kind, beside the options `made`; yield each with calls and options.
 
     The model is lowered once for each place in the lists of options, with the options there of all decisions.
     """
-    sites, functions = lower(made)
+    sites, functions = lower(overrides)
     estimated = [site for site in sites.values() if site.kind == kind and len(site.cycles) == len(site.options) > 1]
-    measured: dict[str, list[tuple[int, Option]]] = {site.key: [] for site in estimated}
+    times_by_site: dict[str, list[tuple[int, Option]]] = {site.key: [] for site in estimated}
     for place in range(max((len(site.options) for site in estimated), default=0)):
         others = {site.key: site.options[place] for site in estimated if place < len(site.options)}
-        _, functions = lower({**made, **others})
+        _, functions = lower({**overrides, **others})
         for site in estimated:
             if site.key not in others:
                 continue
             own = [item for item in functions if item.subject in (site.subject, *site.parts)]
             option = Option(name=others[site.key], cycles=site.cycles[place], seconds=times.of(own) if own else None)
-            measured[site.key].append((max((item.calls for item in own), default=0), option))
-    yield from ((site, measured[site.key]) for site in estimated)
+            times_by_site[site.key].append((max((item.calls for item in own), default=0), option))
+    yield from ((site, times_by_site[site.key]) for site in estimated)
 
 
 def _in_turn(
-    lower: "Lower", kind: str, made: Mapping[str, str], times: "_Times"
+    lower: "Lower", kind: str, overrides: Mapping[str, str], times: "_Times"
 ) -> "Iterator[tuple[Site, list[tuple[int, Option]]]]":
     """Measure the two options of each decision of a kind by all functions in which they differ; else as `_together`."""
     from tvmflow.tuning.decisions import without
 
-    sites, functions = lower(made)
+    sites, functions = lower(overrides)
     for site in sites.values():
         if site.kind != kind or len(site.cycles) != 2:
             continue
-        _, others = lower({**made, site.key: site.options[1]})
+        _, others = lower({**overrides, site.key: site.options[1]})
         groups = without(functions, others), without(others, functions)
         options = [
             (1, Option(name=name, cycles=cycles, seconds=times.of_calls(group)))
@@ -230,8 +230,8 @@ def show(name: str, costs: Costs) -> Table:
     title = f"{name}: rank correlation {_number(correlation, '.2f')}, time lost by choosing {_number(loss, '.1%')}"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for heading in ("decision", "calls", "option", "estimate us", "measured us", "ratio"):
-        left = heading in ("decision", "option")
-        table.add_column(heading, justify="left" if left else "right", overflow="fold")
+        is_text = heading in ("decision", "option")
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
     for decision in costs.decisions:
         fastest = min((option.seconds for option in decision.options if option.seconds is not None), default=None)
         for place, option in enumerate(decision.options):

@@ -127,8 +127,8 @@ def show(name: str, result: Profile, top: int | None) -> Table:
     title = f"{name}: {result.whole:.0f} us for a run, {total:.0f} us in its functions"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for heading in ("function", "rule", "calls", "us", "share", "GFLOP/s", "GB/s", "shapes of the first call"):
-        left = heading in ("function", "rule", "shapes of the first call")
-        table.add_column(heading, justify="left" if left else "right", overflow="fold")
+        is_text = heading in ("function", "rule", "shapes of the first call")
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
     for function in result.functions[:top]:
         seconds = function.microseconds * 1e-6
         table.add_row(

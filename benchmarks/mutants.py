@@ -296,13 +296,13 @@ def chosen_tests(mutant: Mutant, cases: Sequence[Case]) -> list[Case]:
     is_imported = mutant.scope == _MODULE_SCOPE
     reaching = [] if is_imported else [case for case in cases if mutant.line in case.lines.get(mutant.module, ())]
     reaching = reaching or list(cases)
-    chosen, seconds = [], 0.0
+    tests, seconds = [], 0.0
     for case in sorted(reaching, key=lambda case: (not is_imported and not is_near(case), case.seconds)):
         seconds += case.seconds
-        if chosen and seconds > _BUDGET:
+        if tests and seconds > _BUDGET:
             break
-        chosen.append(case)
-    return chosen
+        tests.append(case)
+    return tests
 
 
 class _Tracer:
@@ -439,10 +439,10 @@ def judge(root: Path, mutant: Mutant, cases: Sequence[Case], entries: Sequence[E
     change = difference(original, code)
     if is_equivalent(mutant, change, entries):
         return Verdict(mutant, "equivalent", change=change)
-    chosen = chosen_tests(mutant, cases)
-    if not chosen:
+    tests = chosen_tests(mutant, cases)
+    if not tests:
         return Verdict(mutant, "untested", change=change)
-    addresses = [case.address for case in chosen]
+    addresses = [case.address for case in tests]
     killer_file = root / "killer.txt"
     killer_file.unlink(missing_ok=True)
 
@@ -455,7 +455,7 @@ def judge(root: Path, mutant: Mutant, cases: Sequence[Case], entries: Sequence[E
 
     _replace(file, code)
     try:
-        status = _forked(work, 30 + _SLOWER * sum(case.seconds for case in chosen))
+        status = _forked(work, 30 + _SLOWER * sum(case.seconds for case in tests))
     finally:
         _replace(file, original)
     outcome = "timeout" if status is None else "survived" if status == 0 else "killed"

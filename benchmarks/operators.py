@@ -207,8 +207,8 @@ def _forest(trees: int, levels: int, features: int) -> onnx.NodeProto:
 def _trees(rows: int, trees: int, levels: int, features: int) -> Case:
     label = f"{trees} of {levels} levels, {rows}x{features}"
     # A step reads a test of eight bytes.
-    moved = 4 * rows * features + 8 * rows * trees * levels
-    return Case("trees", label, (), {"x": (rows, features)}, bytes_moved=moved, forest=(trees, levels))
+    bytes_moved = 4 * rows * features + 8 * rows * trees * levels
+    return Case("trees", label, (), {"x": (rows, features)}, bytes_moved=bytes_moved, forest=(trees, levels))
 
 
 def _layer_norm(shape: Shape) -> Case:

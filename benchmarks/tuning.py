@@ -192,11 +192,11 @@ def main() -> int:
     if len(rows) > 1:
         show(rows)
     slower = [row.model for row in rows if row.shipped.startswith("tuned") and row.ratio > 1]
-    measured = [row.model for row in rows if row.again_trials]
-    for message, names in (("the slower build would ship", slower), ("the second run measured again", measured)):
+    models = [row.model for row in rows if row.again_trials]
+    for message, names in (("the slower build would ship", slower), ("the second run measured again", models)):
         if names:
             print(f"{message}: {', '.join(names)}", file=sys.stderr)
-    return 1 if slower or measured else 0
+    return 1 if slower or models else 0
 
 
 if __name__ == "__main__":

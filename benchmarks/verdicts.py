@@ -110,14 +110,14 @@ class Trial:
 
     def drawn_outcomes(self, slowdown: float, pool: int, count: int) -> list[Outcome]:
         """Measure a pool of pairs, and return verdicts from pairs that are drawn from it with replacement."""
-        kept = self.kept(f"{slowdown:g}-pairs")
-        lines = kept.read_text().splitlines() if kept.exists() else []
+        outcomes = self.kept(f"{slowdown:g}-pairs")
+        lines = outcomes.read_text().splitlines() if outcomes.exists() else []
         while len(lines) < pool:
             # As few pairs as a comparison may have: an interrupt loses no more.
             start = time.monotonic()
             new = self.compare(slowdown, (), 0.0).ratios
             lines += [f"{ratio!r} {(time.monotonic() - start) / len(new)!r}" for ratio in new]
-            kept.write_text("".join(f"{line}\n" for line in lines))
+            outcomes.write_text("".join(f"{line}\n" for line in lines))
         ratios, durations = zip(*(map(float, line.split()) for line in lines), strict=True)
         pair_seconds = float(np.median(durations))
         plan = Plan.up_to(min(150, max(12, int(self.seconds / pair_seconds))))
@@ -231,15 +231,15 @@ def main() -> int:
             errors.print(f"{slowdown:g} %: {options.pool} pairs")
             outcomes += trial.drawn_outcomes(slowdown, options.pool, options.verdicts)
     else:
-        kept = trial.kept(f"{options.seconds:g}")
-        if kept.exists():
-            outcomes = [Outcome.model_validate_json(line) for line in kept.read_text().splitlines()]
+        decisions = trial.kept(f"{options.seconds:g}")
+        if decisions.exists():
+            outcomes = [Outcome.model_validate_json(line) for line in decisions.read_text().splitlines()]
         for turn in range(options.verdicts):
             for slowdown in options.slowdowns:
                 if sum(outcome.slowdown == slowdown for outcome in outcomes) > turn:
                     continue
                 outcomes.append(trial.outcome(slowdown))
-                with kept.open("a") as stream:
+                with decisions.open("a") as stream:
                     stream.write(outcomes[-1].model_dump_json() + "\n")
                 errors.print(f"{slowdown:g} %: {outcomes[-1].verdict}, {outcomes[-1].pairs} pairs")
     document = Document(

@@ -45,8 +45,8 @@ def sentences(tokenizer: str) -> Dataset:
 
     inputs, labels = paraphrases(tokenizer)
     ids, mask = inputs["ids"], inputs["mask"]
-    named = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
-    return named, np.concatenate([labels[:, None], mask], 1)
+    tensors = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    return tensors, np.concatenate([labels[:, None], mask], 1)
 
 
 def sentences_nearest(outputs: dict[str, Array], labels: Array) -> float:

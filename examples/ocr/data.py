@@ -91,9 +91,9 @@ def _font(size: int, bold: bool = False) -> Any:
 
 def pages(count: int = 4) -> Dataset:
     """Pages `[count, 3, 320, 480]` and the masks `[count, 320, 480]` of their lines."""
-    drawn = [draw_page(page) for page in range(count)]
-    return {"x": np.concatenate([prepare_page(np.asarray(image)) for image, _ in drawn])}, np.stack(
-        [mask for _, mask in drawn]
+    drawings = [draw_page(page) for page in range(count)]
+    return {"x": np.concatenate([prepare_page(np.asarray(image)) for image, _ in drawings])}, np.stack(
+        [mask for _, mask in drawings]
     )
 
 

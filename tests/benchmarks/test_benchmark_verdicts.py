@@ -28,8 +28,8 @@ def test_the_goal_is_that_the_bundle_itself_passes_and_slower_ones_are_caught(mo
     at_the_bound = _outcomes(verdicts, 1.0, undecided=40, fail=10)
     assert verdicts.misses(verdicts.summarise([*passed, *caught, *at_the_bound])) == []
     undecided = _outcomes(verdicts, 0.0, undecided=1)
-    missed = _outcomes(verdicts, 5.0, fail=49, undecided=1)
-    assert verdicts.misses(verdicts.summarise([*passed, *undecided, *missed])) == [
+    misses = _outcomes(verdicts, 5.0, fail=49, undecided=1)
+    assert verdicts.misses(verdicts.summarise([*passed, *undecided, *misses])) == [
         "slower by 0 %: pass in 98%, the goal is 100%",
         "slower by 5 %: fail in 98%, the goal is 100%",
     ]

@@ -81,7 +81,7 @@ def bundle(tmp_path: Path, manifest: Manifest, write_files: WriteFiles) -> Path:
 
 
 @pytest.fixture
-def described(manifest: Manifest) -> dict[str, Any]:
+def manifest_document(manifest: Manifest) -> dict[str, Any]:
     """The manifest's document for the small content."""
     document: dict[str, Any] = json.loads(manifest.to_json())
     document["files"] = {

@@ -69,9 +69,9 @@ def test_a_format_without_a_reader_is_refused_before_anything_else_of_the_manife
 
 
 def test_what_a_later_writer_adds_to_the_same_format_is_left_alone(
-    described: dict[str, Any], content: dict[str, bytes], write_archive: Any, folder: Path
+    manifest_document: dict[str, Any], content: dict[str, bytes], write_archive: Any, folder: Path
 ) -> None:
-    plain = json.dumps(described)
-    described["remark"] = "of use to people"
-    manifest = extract(write_archive(described, sorted(content.items())), folder)
+    plain = json.dumps(manifest_document)
+    manifest_document["remark"] = "of use to people"
+    manifest = extract(write_archive(manifest_document, sorted(content.items())), folder)
     assert json.loads(manifest.to_json()) == json.loads(plain)

@@ -152,12 +152,12 @@ def test_the_machine_of_a_bundle_is_checked_by_architecture_features_and_version
             (f"{major}.{int(minor) + 1}.0", False),
             (f"{int(major) + 1}.{minor}.0", False),
         ):
-            built = dataclasses.replace(own, versions=dataclasses.replace(own.versions, **{name: version}))
+            foreign = dataclasses.replace(own, versions=dataclasses.replace(own.versions, **{name: version}))
             if is_accepted:
-                built.check_host()
+                foreign.check_host()
             else:
                 with pytest.raises(BundleError, match=rf"{name.replace('_', '-')} {version}"):
-                    built.check_host()
+                    foreign.check_host()
     dataclasses.replace(own, versions=dataclasses.replace(own.versions, tvmflow="0", llvm="0")).check_host()
 
 
@@ -176,16 +176,16 @@ def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.Monk
 def test_a_bundle_that_just_fits_on_the_disk_is_extracted(
     bundle: Path, content: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needed = sum(map(len, content.values()))
-    for free, name in ((needed, "enough"), (needed - 1, "less")):
+    size = sum(map(len, content.values()))
+    for free, name in ((size, "enough"), (size - 1, "less")):
         (tmp_path / name).mkdir()
         monkeypatch.setattr("shutil.disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
-        if free == needed:
+        if free == size:
             extract(bundle, tmp_path / name)
         else:
             with pytest.raises(BundleError, match="MiB"):
                 extract(bundle, tmp_path / name)
-        assert len(list((tmp_path / name).iterdir())) == (3 if free == needed else 0)
+        assert len(list((tmp_path / name).iterdir())) == (3 if free == size else 0)
 
 
 @pytest.mark.parametrize("name", ["_MANIFEST_LIMIT", "_SIGNATURE_LIMIT", "_LARGEST_MEMBER"])

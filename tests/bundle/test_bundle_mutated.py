@@ -40,7 +40,7 @@ MANIFEST = read_manifest(ORIGINAL_FILE)
 
 @pytest.mark.parametrize("mutator", MUTATORS, ids=lambda mutator: mutator.__name__)
 def test_a_mutated_bundle_is_refused_or_changes_nothing(mutator: Mutator, tmp_path: Path) -> None:
-    path, said = tmp_path / "mutated.tar.gz", list[str]()
+    path, messages = tmp_path / "mutated.tar.gz", list[str]()
     for seed in range(MUTATORS[mutator]):
         path.write_bytes(mutant(mutator, seed))
         origin = f"mutant({mutator.__name__}, {seed})"
@@ -49,7 +49,7 @@ def test_a_mutated_bundle_is_refused_or_changes_nothing(mutator: Mutator, tmp_pa
         try:
             manifest = extract(path, folder, trusted=())
         except BundleError as error:
-            said.append(str(error))
+            messages.append(str(error))
             continue
         assert manifest.files == MANIFEST.files, origin
         for name, entry in manifest.files.items():
@@ -58,11 +58,11 @@ def test_a_mutated_bundle_is_refused_or_changes_nothing(mutator: Mutator, tmp_pa
             # Nothing of it was damaged: this is what a signature is for.
             assert mutator is manifest_value, origin
     assert not (tmp_path.parent / "evil").exists()
-    for sentence in said:
+    for sentence in messages:
         assert sentence.isprintable()
         assert str(path) in sentence
         assert len(sentence) < 500 + 2 * len(str(path))
-    assert len(said) > MUTATORS[mutator] * (0.5 if mutator in (manifest_value, member_set) else 0.9)
+    assert len(messages) > MUTATORS[mutator] * (0.5 if mutator in (manifest_value, member_set) else 0.9)
 
 
 def test_any_change_of_a_signed_manifest_is_refused(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def forged(name: str, content: bytes) -> bytes:
 
 def consistent() -> Iterator[tuple[str, str, bytes]]:
     """Files that are wrong and have the right digests."""
-    found = {info.name: content for info, content in MEMBERS}
-    library, sample = found["mod.so"], found["sample.npz"]
+    contents = {info.name: content for info, content in MEMBERS}
+    library, sample = contents["mod.so"], contents["sample.npz"]
     yield "empty library", "mod.so", b""
     yield "text", "mod.so", b"#!/bin/sh\necho evil\n"
     yield "library cut in its middle", "mod.so", library[: len(library) // 2]
@@ -101,10 +101,10 @@ def consistent() -> Iterator[tuple[str, str, bytes]]:
     yield "library of zeros after its headers", "mod.so", library[:1024] + bytes(len(library) - 1024)
     for seed in range(3):
         chance = random.Random(seed)  # noqa: S311
-        changed = bytearray(library)
+        damage = bytearray(library)
         for _ in range(200):
-            changed[chance.randrange(64, len(library))] = chance.randrange(256)
-        yield f"library with 200 bytes changed ({seed})", "mod.so", bytes(changed)
+            damage[chance.randrange(64, len(library))] = chance.randrange(256)
+        yield f"library with 200 bytes changed ({seed})", "mod.so", bytes(damage)
     yield "sample cut", "sample.npz", sample[: len(sample) // 2]
     yield "sample of nothing", "sample.npz", b"PK\x05\x06" + bytes(18)
     yield "sample that is none", "sample.npz", b"none"
@@ -115,14 +115,14 @@ def consistent() -> Iterator[tuple[str, str, bytes]]:
 def test_a_forged_file_takes_only_the_process_of_verify_down(name: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "forged.tar.gz"
     path.write_bytes(forged(name, content))
-    said, worst = "", 0.0
+    messages, worst = "", 0.0
     try:
         worst = verify(path, trusted=(), timeout=60).max_abs_error
     except (BundleError, VerdictError) as error:
-        said = str(error)
-    assert said.isprintable()
-    if said:
-        assert str(path) in said or repr(MANIFEST.name) in said
+        messages = str(error)
+    assert messages.isprintable()
+    if messages:
+        assert str(path) in messages or repr(MANIFEST.name) in messages
     else:
         # Bytes that nothing reads: the library still computes what it did.
         assert name == "mod.so"

@@ -51,9 +51,9 @@ def test_a_changed_manifest_changes_the_bytes(
 
 
 def test_the_manifest_comes_back_complete(bundle: Path, manifest: Manifest, content: dict[str, bytes]) -> None:
-    read = read_manifest(bundle)
-    assert dataclasses.replace(read, files={}) == manifest
-    assert {name: entry.size for name, entry in read.files.items()} == {k: len(v) for k, v in content.items()}
+    copy = read_manifest(bundle)
+    assert dataclasses.replace(copy, files={}) == manifest
+    assert {name: entry.size for name, entry in copy.files.items()} == {k: len(v) for k, v in content.items()}
 
 
 def test_extracting_gives_the_files_back(bundle: Path, content: dict[str, bytes], tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, bundle: Path) -> None
     limited = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
     arguments = [str(bundle), str(tmp_path / "files"), str(tmp_path / "place" / "b.tar.gz")]
-    done = subprocess.run([sys.executable, "-c", limited + PACK_AGAIN, *arguments], capture_output=True, text=True)
-    assert "OSError: [Errno 27] File too large" in done.stderr
+    process = subprocess.run([sys.executable, "-c", limited + PACK_AGAIN, *arguments], capture_output=True, text=True)
+    assert "OSError: [Errno 27] File too large" in process.stderr
     assert not list((tmp_path / "place").iterdir())
 
 

@@ -35,10 +35,10 @@ def refusal(tmp_path: Path) -> Iterator[Callable[[Path], str]]:
         folder.mkdir()
         with pytest.raises(BundleError) as caught:
             extract(bundle, folder)
-        said = str(caught.value)
-        assert bundle.name in said
-        assert "\n" not in said
-        return said
+        message = str(caught.value)
+        assert bundle.name in message
+        assert "\n" not in message
+        return message
 
     yield refused
     assert not (tmp_path.parent / "evil").exists()
@@ -75,21 +75,21 @@ def test_a_flipped_byte_is_refused_or_changes_nothing(bundle: Path, content: Con
     data, chance = bundle.read_bytes(), random.Random(0)  # noqa: S311
     places = [*range(12), *(chance.randrange(len(data)) for _ in range(90)), *range(len(data) - 8, len(data))]
     manifest = read_manifest(bundle)
-    said = []
+    message = []
     for index, place in enumerate(places):
-        changed = bytearray(data)
-        changed[place] ^= chance.randrange(1, 256)
-        bundle.write_bytes(changed)
+        damage = bytearray(data)
+        damage[place] ^= chance.randrange(1, 256)
+        bundle.write_bytes(damage)
         folder = tmp_path / f"flip-{index}"
         folder.mkdir()
         try:
             assert extract(bundle, folder) == manifest
         except BundleError as error:
-            said.append(str(error))
+            message.append(str(error))
         else:
             assert {path.name: path.read_bytes() for path in folder.iterdir()} == content
-    assert len(said) > 90
-    assert not any("\n" in sentence for sentence in said)
+    assert len(message) > 90
+    assert not any("\n" in sentence for sentence in message)
 
 
 @pytest.mark.parametrize("place", range(0, 10240, 160))
@@ -109,17 +109,17 @@ def test_a_flipped_byte_before_compression_is_refused_or_changes_nothing(
 
 @pytest.mark.parametrize("name", ["../evil", "/evil", "files/../../evil", "./mod.so", "mod.so/", "a/mod.so"])
 def test_a_member_outside_the_folder_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, name: str
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, name: str
 ) -> None:
-    bundle = write_archive(described, [(name, b"evil"), *content.items()])
+    bundle = write_archive(manifest_document, [(name, b"evil"), *content.items()])
     assert repr(name) in refusal(bundle)
 
 
 def test_a_manifest_that_names_a_file_outside_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
-    described["files"]["../evil"] = {"sha256": hashlib.sha256(b"evil").hexdigest(), "size": 4}
-    assert "'../evil'" in refusal(write_archive(described, [*content.items(), ("../evil", b"evil")]))
+    manifest_document["files"]["../evil"] = {"sha256": hashlib.sha256(b"evil").hexdigest(), "size": 4}
+    assert "'../evil'" in refusal(write_archive(manifest_document, [*content.items(), ("../evil", b"evil")]))
 
 
 @pytest.mark.parametrize(
@@ -137,73 +137,73 @@ def test_a_manifest_that_names_a_file_outside_is_refused(
     ],
 )
 def test_a_member_that_is_no_plain_file_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, kind: bytes
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, kind: bytes
 ) -> None:
     special = tarfile.TarInfo("mod.so")
     special.type, special.linkname = kind, "/etc/passwd"
     others = [(name, data) for name, data in content.items() if name != "mod.so"]
-    assert "'mod.so'" in refusal(write_archive(described, [(special, content["mod.so"]), *others]))
+    assert "'mod.so'" in refusal(write_archive(manifest_document, [(special, content["mod.so"]), *others]))
 
 
-def test_a_sparse_member_is_refused(described: Document, write_archive: WriteArchive, refusal: Refusal) -> None:
+def test_a_sparse_member_is_refused(manifest_document: Document, write_archive: WriteArchive, refusal: Refusal) -> None:
     sparse = tarfile.TarInfo("mod.so")
     sparse.type = tarfile.GNUTYPE_SPARSE
-    assert "'mod.so'" in refusal(write_archive(described, [(sparse, b"")]))
+    assert "'mod.so'" in refusal(write_archive(manifest_document, [(sparse, b"")]))
 
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
 def test_a_member_with_an_extended_name_is_refused(
-    described: Document, write_archive: WriteArchive, refusal: Refusal, form: int
+    manifest_document: Document, write_archive: WriteArchive, refusal: Refusal, form: int
 ) -> None:
-    refusal(write_archive(described, [("long" * 100, b"")], form=form))
+    refusal(write_archive(manifest_document, [("long" * 100, b"")], form=form))
 
 
 def test_a_duplicate_member_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
-    bundle = write_archive(described, [*content.items(), ("mod.so", content["mod.so"])])
+    bundle = write_archive(manifest_document, [*content.items(), ("mod.so", content["mod.so"])])
     assert "'mod.so'" in refusal(bundle)
 
 
 def test_a_second_manifest_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
-    assert "'bundle.json'" in refusal(write_archive(described, [*content.items(), ("bundle.json", b"{}")]))
+    assert "'bundle.json'" in refusal(write_archive(manifest_document, [*content.items(), ("bundle.json", b"{}")]))
 
 
 def test_an_extra_member_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
-    assert "'readme'" in refusal(write_archive(described, [*content.items(), ("readme", b"")]))
+    assert "'readme'" in refusal(write_archive(manifest_document, [*content.items(), ("readme", b"")]))
 
 
 @pytest.mark.parametrize("name", ["mod.json", "mod.so", "sample.npz"])
 def test_a_missing_member_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, name: str
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, name: str
 ) -> None:
     del content[name]
-    assert repr(name) in refusal(write_archive(described, list(content.items())))
+    assert repr(name) in refusal(write_archive(manifest_document, list(content.items())))
 
 
 @pytest.mark.parametrize("name", ["mod.json", "mod.so", "sample.npz"])
 def test_a_manifest_that_leaves_a_needed_file_out_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, name: str
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, name: str
 ) -> None:
-    del content[name], described["files"][name]
-    assert name in refusal(write_archive(described, list(content.items())))
+    del content[name], manifest_document["files"][name]
+    assert name in refusal(write_archive(manifest_document, list(content.items())))
 
 
 def test_weights_apart_without_weights_are_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
-    described["weights"] = "apart"
-    assert "weights" in refusal(write_archive(described, list(content.items())))
+    manifest_document["weights"] = "apart"
+    assert "weights" in refusal(write_archive(manifest_document, list(content.items())))
 
 
 def test_a_manifest_that_is_not_first_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
-    members = [*content.items(), ("bundle.json", json.dumps(described).encode())]
+    members = [*content.items(), ("bundle.json", json.dumps(manifest_document).encode())]
     assert "bundle.json" in refusal(write_archive(None, members))
 
 
@@ -218,17 +218,17 @@ def test_a_manifest_that_is_a_link_is_refused(write_archive: WriteArchive, refus
 
 
 def test_a_manifest_that_is_too_large_is_refused(
-    described: Document, write_archive: WriteArchive, refusal: Refusal
+    manifest_document: Document, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
-    described["provenance"]["note"] = "x" * (1 << 20)
-    assert str(1 << 20) in refusal(write_archive(described, []))
+    manifest_document["provenance"]["note"] = "x" * (1 << 20)
+    assert str(1 << 20) in refusal(write_archive(manifest_document, []))
 
 
 def test_a_wrong_digest_is_refused_and_the_file_removed(
-    described: Document, content: Content, write_archive: WriteArchive, tmp_path: Path
+    manifest_document: Document, content: Content, write_archive: WriteArchive, tmp_path: Path
 ) -> None:
     content["mod.so"] = content["mod.so"][::-1]
-    bundle = write_archive(described, sorted(content.items()))
+    bundle = write_archive(manifest_document, sorted(content.items()))
     (tmp_path / "out").mkdir()
     with pytest.raises(BundleError, match=r"mod\.so"):
         extract(bundle, tmp_path / "out")
@@ -237,34 +237,34 @@ def test_a_wrong_digest_is_refused_and_the_file_removed(
 
 @pytest.mark.parametrize("difference", [-1, 1])
 def test_a_wrong_size_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, difference: int
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, difference: int
 ) -> None:
-    described["files"]["mod.so"]["size"] += difference
-    assert "'mod.so'" in refusal(write_archive(described, list(content.items())))
+    manifest_document["files"]["mod.so"]["size"] += difference
+    assert "'mod.so'" in refusal(write_archive(manifest_document, list(content.items())))
 
 
 def test_a_bundle_that_needs_more_than_the_disk_holds_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
-    described["files"]["mod.so"]["size"] = 1 << 60
+    manifest_document["files"]["mod.so"]["size"] = 1 << 60
     # In MiB.
-    assert str(1 << 40) in refusal(write_archive(described, list(content.items())))
+    assert str(1 << 40) in refusal(write_archive(manifest_document, list(content.items())))
 
 
 def test_a_member_that_grows_beyond_its_manifest_is_refused_unread(
-    described: Document, write_archive: WriteArchive, refusal: Refusal
+    manifest_document: Document, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
-    bundle = write_archive(described, [("mod.so", bytes(50 << 20))])
+    bundle = write_archive(manifest_document, [("mod.so", bytes(50 << 20))])
     with little_memory():
         assert "'mod.so'" in refusal(bundle)
 
 
 def test_an_extended_header_that_declares_gigabytes_is_refused_unread(
-    described: Document, write_archive: WriteArchive, refusal: Refusal, zipped: Callable[[bytes], bytes]
+    manifest_document: Document, write_archive: WriteArchive, refusal: Refusal, zipped: Callable[[bytes], bytes]
 ) -> None:
     header = tarfile.TarInfo("header")
     header.type, header.size = tarfile.XHDTYPE, 4 << 30
-    bundle = write_archive(described, [])
+    bundle = write_archive(manifest_document, [])
     manifest = gzip.decompress(bundle.read_bytes()).rstrip(b"\0")
     start = manifest + bytes(-len(manifest) % tarfile.BLOCKSIZE) + header.tobuf(tarfile.USTAR_FORMAT)
     bundle.write_bytes(zipped(start + bytes(50 << 20)))
@@ -273,22 +273,22 @@ def test_an_extended_header_that_declares_gigabytes_is_refused_unread(
 
 
 def test_data_after_the_end_is_refused(
-    described: Document,
+    manifest_document: Document,
     content: Content,
     write_archive: WriteArchive,
     refusal: Refusal,
     zipped: Callable[[bytes], bytes],
 ) -> None:
-    bundle = write_archive(described, list(content.items()))
+    bundle = write_archive(manifest_document, list(content.items()))
     bundle.write_bytes(zipped(gzip.decompress(bundle.read_bytes()) + bytes(1 << 20)))
     assert "after its end" in refusal(bundle)
 
 
 def test_a_format_of_the_future_is_refused_with_what_to_do(
-    described: Document, write_archive: WriteArchive, refusal: Refusal
+    manifest_document: Document, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
-    described["format"] = FORMAT + 1
-    message = refusal(write_archive(described, []))
+    manifest_document["format"] = FORMAT + 1
+    message = refusal(write_archive(manifest_document, []))
     assert [str(number) for number in (FORMAT, FORMAT + 1) if str(number) not in message] == []
     assert "upgrade tvmflow" in message
 
@@ -321,21 +321,25 @@ WRONG: Sequence[tuple[Sequence[str | int], Sequence[object]]] = [
 
 @pytest.mark.parametrize(("place", "value"), [(place, value) for place, values in WRONG for value in values])
 def test_a_wrong_type_in_the_manifest_is_refused(
-    described: Document, write_archive: WriteArchive, refusal: Refusal, place: Sequence[str | int], value: object
+    manifest_document: Document,
+    write_archive: WriteArchive,
+    refusal: Refusal,
+    place: Sequence[str | int],
+    value: object,
 ) -> None:
-    part: Any = described
+    part: Any = manifest_document
     for key in place[:-1]:
         part = part[key]
     part[place[-1]] = value
-    refusal(write_archive(described, []))
+    refusal(write_archive(manifest_document, []))
 
 
 def test_a_manifest_without_any_one_of_its_keys_is_refused(
-    described: Document, write_archive: WriteArchive, refusal: Refusal
+    manifest_document: Document, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
     # `max_threads` is younger than the format.
-    for key in described.keys() - {"max_threads"}:
-        document = copy.deepcopy(described)
+    for key in manifest_document.keys() - {"max_threads"}:
+        document = copy.deepcopy(manifest_document)
         del document[key]
         assert repr(key) in refusal(write_archive(document, []))
 
@@ -363,11 +367,11 @@ def test_a_manifest_that_says_the_same_in_another_way_is_refused(
 
 
 def test_more_than_compression_of_its_size_can_hold_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
 ) -> None:
     zeros = bytes(8 << 20)
-    described["files"]["mod.so"] = {"sha256": hashlib.sha256(zeros).hexdigest(), "size": len(zeros)}
-    bundle = write_archive(described, sorted((content | {"mod.so": zeros}).items()))
+    manifest_document["files"]["mod.so"] = {"sha256": hashlib.sha256(zeros).hexdigest(), "size": len(zeros)}
+    bundle = write_archive(manifest_document, sorted((content | {"mod.so": zeros}).items()))
     tar = gzip.decompress(bundle.read_bytes())
     bundle.write_bytes(bundle.read_bytes()[:10] + gzip.compress(tar, compresslevel=9, mtime=0)[10:])
     assert "size" in refusal(bundle)
@@ -386,12 +390,12 @@ def test_zeros_that_were_packed_come_back(
 
 @pytest.mark.parametrize("field", ["mode", "uid", "mtime", "uname"])
 def test_a_header_that_says_more_than_name_and_size_is_refused(
-    described: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, field: str
+    manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal, field: str
 ) -> None:
     member = tarfile.TarInfo("mod.so")
     setattr(member, field, "x" if field == "uname" else 1)
     others = [(name, data) for name, data in content.items() if name != "mod.so"]
-    bundle = write_archive(described, [(member, content["mod.so"]), *others])
+    bundle = write_archive(manifest_document, [(member, content["mod.so"]), *others])
     assert "'mod.so'" in refusal(bundle)
 
 

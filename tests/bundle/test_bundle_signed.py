@@ -114,8 +114,8 @@ def test_a_malformed_signature_is_refused_whoever_is_trusted(
 ) -> None:
     data = gzip.decompress(signed.read_bytes())
     start = data.index(b"ed25519 ")
-    changed = data[:start] + new.strip() + data[start + len(old.strip()) :]
-    signed.write_bytes(zipped(changed))
+    forgery = data[:start] + new.strip() + data[start + len(old.strip()) :]
+    signed.write_bytes(zipped(forgery))
     for trusted in ([], [public]):
         with pytest.raises(BundleError, match="has a damaged signature; fetch it again"):
             extract(signed, folder, trusted=trusted)
@@ -191,8 +191,8 @@ def test_openssl_finds_the_signature_right(signed: Path, public: Path, tmp_path:
     (tmp_path / "signature").write_bytes(bytes.fromhex(text))
     arguments = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", str(public), "-rawin"]
     arguments += ["-in", str(tmp_path / "files" / "bundle.json"), "-sigfile", str(tmp_path / "signature")]
-    done = subprocess.run(arguments, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "Signature Verified Successfully")
+    process = subprocess.run(arguments, capture_output=True, text=True)
+    assert (process.returncode, process.stdout.strip()) == (0, "Signature Verified Successfully")
 
 
 def test_without_the_library_it_is_said_what_to_install(signed: Path, public: Path, folder: Path) -> None:
@@ -202,6 +202,6 @@ def test_without_the_library_it_is_said_what_to_install(signed: Path, public: Pa
     )
     environment = {**os.environ, "TVMFLOW_TRUSTED_KEYS": str(public)}
     arguments = [sys.executable, "-c", code, str(signed), str(folder)]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "signatures need the library 'cryptography'; install it with `pip install tvmflow[sign]`\n"
+    process = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+    assert process.stdout == "signatures need the library 'cryptography'; install it with `pip install tvmflow[sign]`\n"
     assert not list(folder.iterdir())

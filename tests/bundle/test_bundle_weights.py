@@ -54,9 +54,9 @@ def test_the_manifest_is_that_of_the_complete_bundle(
 
 
 def test_it_is_opened_with_the_weights_beside_it(without: Path, beside: Path, folder: Path) -> None:
-    needed = missing_weights(without)
-    assert needed is not None
-    assert (needed.sha256, needed.size) == (beside.name, len(WEIGHTS))
+    digest = missing_weights(without)
+    assert digest is not None
+    assert (digest.sha256, digest.size) == (beside.name, len(WEIGHTS))
     extract(without, folder)
     assert (folder / "mod.params").read_bytes() == WEIGHTS
 

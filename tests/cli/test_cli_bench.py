@@ -30,8 +30,8 @@ def test_a_build_is_measured_beside_onnx_runtime(tvmflow: Command, models: Path)
     assert ours["error"] < 1e-5
     assert (ours["load_ms"] > 0, ours["peak_memory"] > 1e6) == (True, True)
     page = Path("bench.html").read_text()
-    kept = json.loads(re.findall(r'id="data">(.*?)</script>', page)[0])
-    assert kept == document
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', page)[0])
+    assert data == document
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 

@@ -472,7 +472,7 @@ def test_the_cost_models_choices_are_explained_with_their_margins(tvmflow: Comma
     assert set(decision["cycles"]) == {"direct", "winograd 2", "winograd 4"}
     assert all(cycles > 0 for cycles in decision["cycles"].values())
     assert decision["choice"] in decision["cycles"]
-    printed = tvmflow("compile", path, "-o", tmp_path / "one.tar.gz", "--explain").stdout
-    lines = [line for line in printed.splitlines() if line.endswith("of the next best")]
+    text = tvmflow("compile", path, "-o", tmp_path / "one.tar.gz", "--explain").stdout
+    lines = [line for line in text.splitlines() if line.endswith("of the next best")]
     assert [line.split("  ")[1] for line in lines] == [decision["choice"]]
     assert "decisions" not in json.loads(tvmflow("compile", path, "-o", tmp_path / "one.tar.gz", "--json").stdout)

@@ -30,8 +30,8 @@ def _diff(tvmflow: Command, *options: object) -> CommandResult:
 
 def test_what_differs_is_printed_and_written(tvmflow: Command) -> None:
     result = _diff(tvmflow, "--json", "--html", "diff.html")
-    (changed,) = [row for row in result.document["changes"] if row["now"] != row["before"]]
-    assert (changed["name"], changed["before"], changed["now"]) == ("operator set", "17", "18")
+    (row_of_change,) = [row for row in result.document["changes"] if row["now"] != row["before"]]
+    assert (row_of_change["name"], row_of_change["before"], row_of_change["now"]) == ("operator set", "17", "18")
     assert "operator set" in Path("diff.html").read_text()
 
 

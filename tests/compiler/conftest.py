@@ -76,8 +76,8 @@ def make_model(tmp_path: Path) -> MakeModel:
 def run_built() -> RunBuilt:
     """Run a built model on arrays."""
 
-    def run(built: CompiledModel, *arrays: Array) -> list[Array]:
-        return builds.run_in_memory(built, [arrays])[0]
+    def run(model: CompiledModel, *arrays: Array) -> list[Array]:
+        return builds.run_in_memory(model, [arrays])[0]
 
     return run
 

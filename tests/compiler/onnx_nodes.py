@@ -131,8 +131,8 @@ def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: boo
     path.write_bytes(model.SerializeToString())
     imported = import_onnx(path)
     path.unlink()
-    built = build(imported, resolve("native"))
-    machine = relax.VirtualMachine(built.executable, tvm.cpu())
+    compiled_model = build(imported, resolve("native"))
+    machine = relax.VirtualMachine(compiled_model.executable, tvm.cpu())
     names = [value.name for value in case.model.graph.input]
     inputs_left = {value.name for value in model.graph.input}
     for data_set in case.data_sets:

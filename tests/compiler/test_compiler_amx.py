@@ -69,9 +69,9 @@ def _onnxruntime(path: Path, x: Array) -> Array:
     return np.asarray(session.run(None, {"x": x})[0])
 
 
-def _kernels(built: CompiledModel) -> list[str]:
+def _kernels(model: CompiledModel) -> list[str]:
     """The kernels that a model calls."""
-    assembly = str(built.executable.mod.imports[0].inspect_source("asm"))
+    assembly = str(model.executable.mod.imports[0].inspect_source("asm"))
     return re.findall(r"^(tvmflow_amx_\w+):", assembly, re.MULTILINE)
 
 
@@ -116,14 +116,14 @@ def test_convolutions_equal_those_of_rounded_operands(
         rounded.append(onnx.load(_convolution(case, make_model, _rounded(weight), bias, f"rounded{place}.onnx")))
     for name, several in (("models", models), ("rounded", rounded)):
         onnx.save(join_models(several), tmp_path / f"{name}.onnx")
-    built = build(import_onnx(tmp_path / "models.onnx"), target, BuildOptions(precision="bf16"))
+    model = build(import_onnx(tmp_path / "models.onnx"), target, BuildOptions(precision="bf16"))
     feed = {joined_name(place, "x"): _rounded(x) for place, x in enumerate(inputs)}
     expected = onnxruntime_outputs(tmp_path / "rounded.onnx", feed)
-    assert bool(_kernels(built)) is by_tiles
-    for actual, (name, value) in zip(run_built(built, *inputs), expected.items(), strict=True):
+    assert bool(_kernels(model)) is by_tiles
+    for actual, (name, value) in zip(run_built(model, *inputs), expected.items(), strict=True):
         atol = 2e-6 * float(np.abs(value).max())
         np.testing.assert_allclose(actual, value, rtol=1e-5, atol=atol, err_msg=name)
-    rules = rule_counts(built)
+    rules = rule_counts(model)
     assert rules["dot_conv2d"] + rules["dot_rows"] == len(inputs)
 
 
@@ -133,18 +133,18 @@ def test_a_convolution_of_any_batch_and_height_has_tiles(
 ) -> None:
     weight, bias = normal(48, 64, 3, 3), normal(48)
     shape = [("x", ["batch", 64, "high", 14])]
-    built = build(
+    model = build(
         import_onnx(make_model([_conv(3, 1, 1, 1)], shape, ["c"], {"w": weight, "b": bias})),
         target,
         BuildOptions(precision="bf16"),
     )
-    assert len(_kernels(built)) == 1
+    assert len(_kernels(model)) == 1
     rounded = make_model([_conv(3, 1, 1, 1)], shape, ["c"], {"w": _rounded(weight), "b": bias}, name="rounded.onnx")
     for batch, height in ((1, 5), (3, 14)):
         x = normal(batch, 64, height, 14)
         expected = _onnxruntime(rounded, _rounded(x))
         np.testing.assert_allclose(
-            run_built(built, x)[0], expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max())
+            run_built(model, x)[0], expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max())
         )
 
 
@@ -158,11 +158,11 @@ def test_dense_layers_equal_those_of_rounded_operands(
     nodes = [helper.make_node("MatMul", ["x", "w"], ["c"]), helper.make_node("Add", ["c", "b"], ["y"])]
     weight, bias, x = normal(shape[-1], units), normal(units), normal(*shape)
     path = make_model(nodes, [("x", list(shape))], ["y"], {"w": weight, "b": bias})
-    built = build(import_onnx(path), target, BuildOptions(precision="bf16"))
-    assert len(_kernels(built)) == 1
+    model = build(import_onnx(path), target, BuildOptions(precision="bf16"))
+    assert len(_kernels(model)) == 1
     rounded = make_model(nodes, [("x", list(shape))], ["y"], {"w": _rounded(weight), "b": bias}, name="rounded.onnx")
     expected = _onnxruntime(rounded, _rounded(x))
-    (actual,) = run_built(built, x)
+    (actual,) = run_built(model, x)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max()))
 
 
@@ -187,10 +187,10 @@ def test_a_network_is_within_the_bound_of_bfloat16(make_model: MakeModel, run_bu
         "w3": normal(64, 16) / 8,
     }
     path = make_model(nodes, [("x", [4, 3, 32, 32])], ["y"], weights)
-    built, x = build(import_onnx(path), target, BuildOptions(precision="bf16")), normal(4, 3, 32, 32)
-    assert len(_kernels(built)) == 4
+    model, x = build(import_onnx(path), target, BuildOptions(precision="bf16")), normal(4, 3, 32, 32)
+    assert len(_kernels(model)) == 4
     expected = _onnxruntime(path, x)
-    assert 0 < float(np.abs(run_built(built, x)[0] - expected).max() / np.abs(expected).max()) < 2e-2
+    assert 0 < float(np.abs(run_built(model, x)[0] - expected).max() / np.abs(expected).max()) < 2e-2
 
 
 def _quantised(make_model: MakeModel, operator: onnx.NodeProto, weight: Array, shape: list[int]) -> Path:
@@ -226,10 +226,10 @@ def test_quantised_models_equal_onnx_runtime(
     conv = helper.make_node("Conv", ["x_wide", "w_wide"], ["c"], pads=[1] * 4, strides=[stride] * 2)
     operator = helper.make_node("MatMul", ["x_wide", "w_wide"], ["c"]) if kind == "dense" else conv
     path = _quantised(make_model, operator, weight, shape)
-    built = build(import_onnx(path), target, BuildOptions(precision="int8"))
-    assert len(_kernels(built)) == 1
+    model = build(import_onnx(path), target, BuildOptions(precision="int8"))
+    assert len(_kernels(model)) == 1
     x = normal(*shape)
-    distance = np.round(np.abs(run_built(built, x)[0] - _onnxruntime(path, x)) / 0.4)
+    distance = np.round(np.abs(run_built(model, x)[0] - _onnxruntime(path, x)) / 0.4)
     assert distance.max() <= 1
     assert (distance > 0).mean() <= 0.01
 
@@ -254,8 +254,8 @@ def test_products_are_amx_instructions(precision: Precision, instruction: str, m
     else:
         operator = helper.make_node("Conv", ["x", "w"], ["c"], pads=[1] * 4)
         path = make_model([operator], [("x", shape)], ["c"], {"w": weight.astype("float32")})
-    built = build(import_onnx(path), resolve("x86-64-v4-amx"), BuildOptions(precision=precision))
-    assembly = str(built.executable.mod.imports[0].inspect_source("asm"))
+    model = build(import_onnx(path), resolve("x86-64-v4-amx"), BuildOptions(precision=precision))
+    assembly = str(model.executable.mod.imports[0].inspect_source("asm"))
     # Two tiles of pixels by vectors of three, which do not fit beside them two by two.
     for name in (instruction, "ldtilecfg", "tileloadd", "tilestored", "tilerelease"):
         assert re.search(rf"\t{name}", assembly), name

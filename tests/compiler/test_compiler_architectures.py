@@ -167,5 +167,5 @@ def test_architectures_equal_onnx_runtime(
     torch.onnx.export(
         model, (x,), path, input_names=["x"], output_names=["y"], opset_version=18, dynamo=True, verbose=False
     )
-    built = assert_same_as_onnxruntime(path, {"x": x.numpy()})
-    assert built.schedules
+    compiled_model = assert_same_as_onnxruntime(path, {"x": x.numpy()})
+    assert compiled_model.schedules

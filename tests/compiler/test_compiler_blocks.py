@@ -196,8 +196,8 @@ def test_the_pass_can_be_disabled(make_model: Any, assert_same_as_onnxruntime: C
     _block((16, 96, 24, 3, 1, 112, 112, "Clip"), graph)
     path = make_model(graph.nodes, [("x", [1, 16, 112, 112])], [graph.nodes[-1].output[0]], graph.weights)
     feed = {"x": graph.rng.standard_normal((1, 16, 112, 112)).astype("float32")}
-    built = assert_same_as_onnxruntime(path, feed, options=BuildOptions(disabled_passes=("FuseBlocks",)))
-    assert "block" not in rule_counts(built)
+    model = assert_same_as_onnxruntime(path, feed, options=BuildOptions(disabled_passes=("FuseBlocks",)))
+    assert "block" not in rule_counts(model)
 
 
 # channels in, between and out, kernel, stride and dilation of the middle one, height, width, fast algorithm
@@ -240,6 +240,6 @@ def test_whole_bottlenecks_equal_onnx_runtime(algorithm: str, assert_all_same: C
         for place, case in enumerate(bottlenecks)
         for parts in scale.choose(normal=_PARTS[place * step : place * step + 1], long=_PARTS)
     ]
-    built = assert_all_same(cases, BuildOptions(fast_algorithms=bool(algorithm)))
-    assert rule_counts(built)["block"] == len(cases)
-    assert set(built.algorithms) == ({algorithm} if algorithm else set())
+    model = assert_all_same(cases, BuildOptions(fast_algorithms=bool(algorithm)))
+    assert rule_counts(model)["block"] == len(cases)
+    assert set(model.algorithms) == ({algorithm} if algorithm else set())

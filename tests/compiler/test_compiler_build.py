@@ -133,10 +133,10 @@ def test_a_tuned_schedule_takes_the_place_of_the_rule(
 
     imported = import_onnx(model)
     x = np.random.default_rng(0).standard_normal((2, 3, 6, 6), "float32")
-    built = build(imported, native, tuned=tuned)
-    assert [rule for _, rule in built.schedules].count("tuned") == 1
+    compiled_model = build(imported, native, tuned=tuned)
+    assert [rule for _, rule in compiled_model.schedules].count("tuned") == 1
     expected = run_built(usual, x)[0]
-    np.testing.assert_allclose(run_built(built, x)[0], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(run_built(compiled_model, x)[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_readable_ir_holds_no_weights(usual: CompiledModel) -> None:
@@ -181,8 +181,8 @@ def test_a_linker_that_fails_is_one_sentence(usual: CompiledModel, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "aarch64-cortex-a72"])
 def test_other_processors_get_the_same_rules(name: str, model: Path) -> None:
-    built = build(import_onnx(model), resolve(name))
-    rules = {rule for function, rule in built.schedules if "conv2d" in function}
+    compiled_model = build(import_onnx(model), resolve(name))
+    rules = {rule for function, rule in compiled_model.schedules if "conv2d" in function}
     assert rules in ({"conv2d"}, {"conv2d", "winograd"})
 
 
@@ -192,8 +192,8 @@ def test_a_gpu_library_builds_with_the_schedules_of_dlight(model: Path, tmp_path
         can_build(target)
     except TargetError as error:
         pytest.skip(str(error))
-    built = build(import_onnx(model), target)
-    built.export(tmp_path / "mod.so")
+    compiled_model = build(import_onnx(model), target)
+    compiled_model.export(tmp_path / "mod.so")
     assert (tmp_path / "mod.so").stat().st_size > 0
 
 
@@ -208,8 +208,8 @@ def test_a_tuned_schedule_that_does_not_compile_gives_way_to_the_rule(
         schedule.bind(schedule.get_loops(block)[0], "threadIdx.x")  # no CPU has these
         return schedule.mod["main"]
 
-    built = build(import_onnx(model), native, tuned=tuned)
-    assert "conv2d" in {rule for _, rule in built.schedules}
+    compiled_model = build(import_onnx(model), native, tuned=tuned)
+    assert "conv2d" in {rule for _, rule in compiled_model.schedules}
     x = np.random.default_rng(0).standard_normal((2, 3, 6, 6), "float32")
     expected = run_built(usual, x)[0]
-    np.testing.assert_allclose(run_built(built, x)[0], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(run_built(compiled_model, x)[0], expected, rtol=1e-4, atol=1e-4)

@@ -47,7 +47,7 @@ def model(make: Make) -> Imported:
 
 
 @pytest.fixture(scope="module")
-def built(model: Imported, native: Target) -> CompiledModel:
+def uncached(model: Imported, native: Target) -> CompiledModel:
     """The model, built without a cache."""
     return build(model, native)
 
@@ -72,8 +72,8 @@ def cache(filled: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(filled, tmp_path / "cache"))
 
 
-def exported(built: CompiledModel, folder: Path) -> bytes:
-    built.export(folder / "exported.so")
+def exported(model: CompiledModel, folder: Path) -> bytes:
+    model.export(folder / "exported.so")
     return (folder / "exported.so").read_bytes()
 
 
@@ -91,11 +91,11 @@ def test_the_library_is_the_same_with_and_without_the_cache(
 
 
 def test_other_weights_take_the_same_code_and_give_their_own_results(
-    make: Make, built: CompiledModel, native: Target, cache: Path, run_built: Any
+    make: Make, uncached: CompiledModel, native: Target, cache: Path, run_built: Any
 ) -> None:
     x = np.random.default_rng(9).standard_normal((2, 3, 6, 6), "float32")
     other = import_onnx(make(1))
-    results = [run_built(item, x)[0] for item in (build(other, native, cache=cache), build(other, native), built)]
+    results = [run_built(item, x)[0] for item in (build(other, native, cache=cache), build(other, native), uncached)]
     np.testing.assert_array_equal(results[0], results[1])
     assert np.abs(results[0] - results[2]).max() > 0.1
     assert len(list(cache.iterdir())) == 1

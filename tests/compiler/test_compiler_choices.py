@@ -47,9 +47,9 @@ def model(make_model: Any) -> Path:
     return Path(make_model(nodes, [("x", [1, 16, 28, 28])], ["y"], arrays))
 
 
-def _run(built: Any, run_built: Any) -> np.ndarray[Any, Any]:
+def _run(model: Any, run_built: Any) -> np.ndarray[Any, Any]:
     x = np.random.default_rng(1).standard_normal((1, 16, 28, 28)).astype("float32")
-    return np.asarray(run_built(built, x)[0])
+    return np.asarray(run_built(model, x)[0])
 
 
 def test_every_decision_made_otherwise_gives_the_same_results(model: Path, target: Target, run_built: Any) -> None:
@@ -60,9 +60,9 @@ def test_every_decision_made_otherwise_gives_the_same_results(model: Path, targe
     assert {site.kind for site in open_sites} >= {"algorithm", "block", "lines", "last", "rows"}
     for place in scale.choose(normal=(2,), long=(1, 2)):
         other = Choices({site.key: site.options[min(place, len(site.options) - 1)] for site in open_sites})
-        built = build(imported, target, choices=other)
-        assert built.ir_text != usual.ir_text
-        np.testing.assert_allclose(_run(built, run_built), expected, rtol=1e-4, atol=1e-5)
+        compiled_model = build(imported, target, choices=other)
+        assert compiled_model.ir_text != usual.ir_text
+        np.testing.assert_allclose(_run(compiled_model, run_built), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_every_schedule_that_the_rules_can_make_of_a_function_gives_the_same_results(

@@ -66,8 +66,8 @@ def test_a_condition_of_the_inputs_is_decided_when_the_model_runs(
         {"flag": np.array(flag), "count": _int(count), "x": _random(n, 4)}
         for flag, count, n in ((True, 0, 3), (False, 2, 3), (False, 5, 6))
     ]
-    built = assert_same_as_onnxruntime(path, *feeds, options=BuildOptions(weights=weights))
-    assert len(built.params) == (2 if weights == "apart" else 0)
+    model = assert_same_as_onnxruntime(path, *feeds, options=BuildOptions(weights=weights))
+    assert len(model.params) == (2 if weights == "apart" else 0)
 
 
 def test_a_dimension_that_a_branch_removes_is_one_when_the_model_runs(
@@ -86,9 +86,9 @@ model (float[n, t] x) => (float[n] y)
   >
   y = Relu (z)
 }""")
-    built = assert_same_as_onnxruntime(path, {"x": _random(3, 1)})
+    model = assert_same_as_onnxruntime(path, {"x": _random(3, 1)})
     with pytest.raises(RuntimeError, match="match_cast"):
-        run_in_memory(built, [[_random(3, 2)]])
+        run_in_memory(model, [[_random(3, 2)]])
 
 
 # `x` is multiplied by the weights and added to `y` in every iteration; `rows` are the sums of its rows.
@@ -117,11 +117,11 @@ def test_a_loop_runs_as_often_as_its_inputs_say(make_text: Any, assert_same_as_o
         {"trips": _int(trips), "start": np.array(is_on), "x": _random(n, 4), "y": _random(n, 4, seed=1)}
         for trips, is_on, n in ((1, True, 2), (2, True, 3), (37, True, 3))
     ]
-    built = assert_same_as_onnxruntime(make_text(_loop("trips", start)), *feeds)
-    assert "loop" in built.ir_text
+    model = assert_same_as_onnxruntime(make_text(_loop("trips", start)), *feeds)
+    assert "loop" in model.ir_text
     for trips, is_on in ((0, True), (4, False))[: 2 if start == "start" else 1]:
         feed = [_int(trips), np.array(is_on), _random(3, 4), _random(3, 4)]
-        ((last, rows, places),) = run_in_memory(built, [feed])
+        ((last, rows, places),) = run_in_memory(model, [feed])
         np.testing.assert_array_equal(last, feed[2])
         assert (rows.shape, places.shape) == ((0, 3), (0,))
 
@@ -129,16 +129,16 @@ def test_a_loop_runs_as_often_as_its_inputs_say(make_text: Any, assert_same_as_o
 def test_a_short_loop_of_a_certain_length_is_imported_in_place(make_text: Any, assert_same_as_onnxruntime: Any) -> None:
     feed = {"trips": _int(0), "start": np.array(True), "x": _random(2, 4), "y": _random(2, 4, seed=1)}
     path = make_text(_loop("five", "go").replace("bool go", "int64 five = {5}, bool go"))
-    built = assert_same_as_onnxruntime(path, feed)
-    assert "loop" not in built.ir_text
+    model = assert_same_as_onnxruntime(path, feed)
+    assert "loop" not in model.ir_text
     assert import_onnx(path).outputs[1].shape == (5, "n")
 
 
 def test_a_long_loop_of_a_certain_length_stacks_as_many_rows(make_text: Any, assert_same_as_onnxruntime: Any) -> None:
     feed = {"trips": _int(0), "start": np.array(True), "x": _random(2, 4), "y": _random(2, 4, seed=1)}
     path = make_text(_loop("many", "go").replace("bool go", "int64 many = {300}, bool go"))
-    built = assert_same_as_onnxruntime(path, feed)
-    assert "loop" in built.ir_text
+    model = assert_same_as_onnxruntime(path, feed)
+    assert "loop" in model.ir_text
     assert import_onnx(path).outputs[1].shape == (300, "n")
 
 
@@ -166,9 +166,9 @@ model (int64 trips, float[100000] x) => (float[100000] y)
     { d = Identity (c)  b = Add (a, one) }
   >
 }""")
-    built = build(import_onnx(path), target)
+    model = build(import_onnx(path), target)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    ((result,),) = run_in_memory(built, [[_int(20_000), np.zeros(100_000, "float32")]])
+    ((result,),) = run_in_memory(model, [[_int(20_000), np.zeros(100_000, "float32")]])
     assert (result == 20_000).all()
     # A set of the carried values is 0.4 MB; all iterations' would be 8 GB.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
@@ -192,8 +192,8 @@ def test_a_scan_takes_and_stacks_along_axes_in_both_directions(
 ) -> None:
     path = make_text(_SCAN.format(T=length))
     feeds = [{"state": _random(2), "x": _random(n, 2, seed=1), "u": _random(2, n, seed=2)} for n in lengths]
-    built = assert_same_as_onnxruntime(path, *feeds)
-    assert ("loop" in built.ir_text) == (length != "3")
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert ("loop" in model.ir_text) == (length != "3")
 
 
 _SEQUENCE = """

@@ -14,11 +14,11 @@ def test_a_shape_is_written_with_its_sizes_and_the_names_of_its_symbols() -> Non
     assert shape_text([]) == ""
 
 
-@pytest.mark.parametrize(("made", "value"), [(None, 1), ("small", 1), ("large", 2), ("huge", 3), ("tiny", 1)])
-def test_the_first_option_is_taken_unless_another_one_is_named(made: str | None, value: int) -> None:
-    choices = Choices({} if made is None else {"tile: conv 1x8": made, "tile: conv 1x9": "huge"})
+@pytest.mark.parametrize(("override", "value"), [(None, 1), ("small", 1), ("large", 2), ("huge", 3), ("tiny", 1)])
+def test_the_first_option_is_taken_unless_another_one_is_named(override: str | None, value: int) -> None:
+    choices = Choices({} if override is None else {"tile: conv 1x8": override, "tile: conv 1x9": "huge"})
     assert choices.choose("tile", "conv 1x8", TILES) == value
-    assert choices.overrides_cost_model("tile: conv 1x8") == (made in ("large", "huge"))
+    assert choices.overrides_cost_model("tile: conv 1x8") == (override in ("large", "huge"))
 
 
 def test_a_decision_is_recorded_with_its_options_and_parts() -> None:

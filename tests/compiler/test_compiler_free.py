@@ -422,10 +422,10 @@ def test_sizes_that_a_model_needs_equal_are_checked_at_run_time(make_model: Any,
 
     nodes = next(case[1] for case in _CASES if case[0] == "halved and doubled beside the original")
     weights = {name: _WEIGHTS[name] for name in ("none", "scales")}
-    built = build(import_onnx(make_model(nodes, [("x", ["n", 2, "h", "w"])], ["y"], weights)), target)
+    model = build(import_onnx(make_model(nodes, [("x", ["n", 2, "h", "w"])], ["y"], weights)), target)
     # Half of five, doubled, is four.
     with pytest.raises(Exception, match=r"(?i)match|shape|assert"):
-        builds.run_in_memory(built, [[_feeds((1, 2, 5, 4))[0]["x"]]])
+        builds.run_in_memory(model, [[_feeds((1, 2, 5, 4))[0]["x"]]])
 
 
 def _evaluate(operator: str, *operands: Sizes, **attributes: Any) -> Sizes:
@@ -586,9 +586,9 @@ def test_a_shape_computed_from_data_must_have_the_elements_of_the_data(make_mode
     from tvmflow.compiler import build
 
     inputs = [("x", [6, "t"]), ("k", [2], TensorProto.INT64)]
-    built = build(import_onnx(make_model([_node("Reshape", ["x", "k"], ["y"])], inputs, ["y"])), target)
+    model = build(import_onnx(make_model([_node("Reshape", ["x", "k"], ["y"])], inputs, ["y"])), target)
     with pytest.raises(Exception, match=r"(?i)match|shape|assert"):
-        builds.run_in_memory(built, [[_feeds((6, 5))[0]["x"], _ints(7, 6)]])
+        builds.run_in_memory(model, [[_feeds((6, 5))[0]["x"], _ints(7, 6)]])
 
 
 def test_same_padding_of_free_sizes_equals_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Any) -> None:

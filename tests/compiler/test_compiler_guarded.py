@@ -235,10 +235,10 @@ def _functions(model: Drawn, target: Target, folder: Path) -> dict[str, tirx.Pri
     }
     functions = {}
     for workload in workloads(lower(imported, target, options, Choices(options_by_key))):
-        drawn = variants(workload.func, _always_parallel(target), _SCHEDULES)
+        schedules = variants(workload.func, _always_parallel(target), _SCHEDULES)
         scheduled = (
-            complete(model.choice(*drawn).mod["main"])
-            if drawn
+            complete(model.choice(*schedules).mod["main"])
+            if schedules
             else schedule(workload.func, _always_parallel(target))[0]
         )
         shapes = "_".join(shape_text(parameter.shape) for parameter in workload.func.params)

@@ -176,8 +176,8 @@ def test_only_the_branch_that_a_known_condition_takes_is_imported(
     else_branch = helper.make_graph([helper.make_node("Neg", ["x"], ["r"])], "other", [], result)
     node = helper.make_node("If", ["known"], ["y"], then_branch=then_branch, else_branch=else_branch)
     path = make_model([node], [("x", [1, 4])], ["y"], {"known": np.array(True)})
-    built = assert_same_as_onnxruntime(path, {"x": np.array([[-1, 0, 1, 2]], "float32")})
-    assert "negative" not in built.ir_text
+    model = assert_same_as_onnxruntime(path, {"x": np.array([[-1, 0, 1, 2]], "float32")})
+    assert "negative" not in model.ir_text
 
 
 def test_the_models_own_functions_are_inlined(tmp_path: Path) -> None:

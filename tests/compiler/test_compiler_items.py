@@ -56,9 +56,9 @@ def _import(parts: Parts, batch: int | str, folder: Path) -> Any:
     return import_onnx(save_model(folder / "model.onnx", nodes, [("x", [batch, *shape])], ["y"], weights, opset=20))
 
 
-def _assert_items_apart(built: CompiledModel, function: str, shape: Sequence[int], items: int = _ITEMS) -> None:
+def _assert_items_apart(model: CompiledModel, function: str, shape: Sequence[int], items: int = _ITEMS) -> None:
     """Run a batch with each kind of poison in one of its items, and compare the others bit by bit."""
-    machine = relax.VirtualMachine(built.executable, tvm.cpu())
+    machine = relax.VirtualMachine(model.executable, tvm.cpu())
     x = normal(items, *shape)
     expected = machine[function](tvm.runtime.tensor(x)).numpy()
     for place, poison in enumerate(POISON):
@@ -76,9 +76,9 @@ MODELS: dict[str, Callable[[], Parts]] = {"images": images, "tokens": tokens}
 @pytest.mark.parametrize("model", MODELS)
 def test_items_of_any_batch_and_of_a_variant_are_apart(model: str, tmp_path: Path, target: Target) -> None:
     parts = MODELS[model]()
-    built = build(_import(parts, "batch", tmp_path), target, BuildOptions(variants=({"batch": _ITEMS},)))
+    compiled_model = build(_import(parts, "batch", tmp_path), target, BuildOptions(variants=({"batch": _ITEMS},)))
     for function in ("main", f"main_batch{_ITEMS}"):
-        _assert_items_apart(built, function, parts[1])
+        _assert_items_apart(compiled_model, function, parts[1])
 
 
 @pytest.mark.long  # The variant above has a fixed batch.
@@ -90,17 +90,17 @@ def test_items_of_a_fixed_batch_are_apart_whatever_is_decided(
     parts, choices = MODELS[model](), Choices()
     imported, rng = _import(parts, _ITEMS, tmp_path), np.random.default_rng(seed)
     usual = build(imported, target, choices=choices)
-    drawn = {site.key: site.options[int(rng.integers(len(site.options)))] for site in choices.sites.values()}
-    for built in (usual, *([build(imported, target, choices=Choices(drawn))] if seed else [])):
-        _assert_items_apart(built, "main", parts[1])
+    overrides = {site.key: site.options[int(rng.integers(len(site.options)))] for site in choices.sites.values()}
+    for compiled_model in (usual, *([build(imported, target, choices=Choices(overrides))] if seed else [])):
+        _assert_items_apart(compiled_model, "main", parts[1])
 
 
 @pytest.mark.parametrize("items", [56, 128])
 def test_each_row_of_a_dense_layer_is_an_item(items: int, tmp_path: Path, target: Target) -> None:
     parts = _features()
-    built = build(_import(parts, items, tmp_path), target)
-    assert rule_counts(built) == {"rows": 1}
-    _assert_items_apart(built, "main", parts[1], items)
+    model = build(_import(parts, items, tmp_path), target)
+    assert rule_counts(model) == {"rows": 1}
+    _assert_items_apart(model, "main", parts[1], items)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,6 @@ def test_items_are_apart_in_other_precisions(
 ) -> None:
     target: Target = request.getfixturevalue(precision)
     model = parts()
-    built = build(_import(model, _ITEMS, tmp_path), target, BuildOptions(precision=precision))
-    assert rule_counts(built).keys() & {"dot_conv2d", "dot_rows", "dot_winograd"}
-    _assert_items_apart(built, "main", model[1])
+    compiled_model = build(_import(model, _ITEMS, tmp_path), target, BuildOptions(precision=precision))
+    assert rule_counts(compiled_model).keys() & {"dot_conv2d", "dot_rows", "dot_winograd"}
+    _assert_items_apart(compiled_model, "main", model[1])

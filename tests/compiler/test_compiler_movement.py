@@ -13,9 +13,9 @@ from tvmflow.target import Target
 Check = Callable[..., CompiledModel]
 
 
-def _transposes(built: CompiledModel) -> int:
+def _transposes(model: CompiledModel) -> int:
     """The functions that do nothing but change the order of dimensions."""
-    return sum(name.rstrip("0123456789") == "transpose" for name, _ in built.schedules)
+    return sum(name.rstrip("0123456789") == "transpose" for name, _ in model.schedules)
 
 
 def _between(nodes: list[NodeProto], channels: int) -> tuple[list[NodeProto], dict[str, np.ndarray[Any, Any]]]:
@@ -71,8 +71,8 @@ def test_shuffled_channels_stay_last(channels: int, make_model: Any, assert_same
     )
     shapes = {"apart": np.array([2, 2, channels // 2, 6, 7]), "together": np.array([2, channels, 6, 7])}
     path = make_model(nodes, [("x", [2, 3, 6, 7])], ["y"], {**weights, **shapes})
-    built = assert_same_as_onnxruntime(path, {"x": normal(2, 3, 6, 7)})
-    assert _transposes(built) <= 2  # at both ends
+    model = assert_same_as_onnxruntime(path, {"x": normal(2, 3, 6, 7)})
+    assert _transposes(model) <= 2  # at both ends
 
 
 @pytest.mark.parametrize("mode", ["CRD", "DCR"])
@@ -130,10 +130,10 @@ def test_an_image_is_transposed_before_it_is_enlarged(
     ]
     weights = {"w": normal(21, 3, 1, 1), "scale": np.array([1, 1, 4, 4], "float32")}
     path = make_model(nodes, [("x", [2, 3, 8, 6])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": normal(2, 3, 8, 6)})
+    model = assert_same_as_onnxruntime(path, {"x": normal(2, 3, 8, 6)})
     resizes = [item.func for item in workloads(lower(import_onnx(path), target)) if "resize" in item.name]
     assert [[int(size) for size in func.params[-1].shape] for func in resizes] == [[2, 21, 32, 24]]
-    assert rule_counts(built)["resize"] == 1
+    assert rule_counts(model)["resize"] == 1
 
 
 @pytest.mark.parametrize("rounding", ["round_prefer_floor", "round_prefer_ceil"])
@@ -193,8 +193,8 @@ def test_a_block_of_norm_and_dense_layers_needs_no_transposes(
     )
     values = {"v": normal(24, 1, 7, 7), "s": normal(24), "t": normal(24), "m": normal(24, 24)}
     path = make_model(nodes, [("x", ["batch", 3, 9, 8])], ["y"], {**weights, **values})
-    built = assert_same_as_onnxruntime(path, {"x": normal(1, 3, 9, 8)}, {"x": normal(3, 3, 9, 8)})
-    assert _transposes(built) <= 2  # at both ends
+    model = assert_same_as_onnxruntime(path, {"x": normal(1, 3, 9, 8)}, {"x": normal(3, 3, 9, 8)})
+    assert _transposes(model) <= 2  # at both ends
 
 
 def test_a_flattened_image_has_the_order_of_the_model(make_model: Any, assert_same_as_onnxruntime: Check) -> None:

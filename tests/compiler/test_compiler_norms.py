@@ -70,9 +70,9 @@ def test_the_largest_of_infinities_is_infinite(make_model: Any, target: Target, 
     x = normal(4, 40)
     x[1] = -np.inf
     x[2, 3] = np.inf
-    built = build(import_onnx(path), target)
-    np.testing.assert_array_equal(run_built(built, x)[0], x.max(1))
-    assert rule_counts(built) == {"reduction": 1}
+    model = build(import_onnx(path), target)
+    np.testing.assert_array_equal(run_built(model, x)[0], x.max(1))
+    assert rule_counts(model) == {"reduction": 1}
 
 
 def test_group_norm_equals_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -92,8 +92,8 @@ def test_group_norm_equals_onnx_runtime(make_model: Any, assert_same_as_onnxrunt
             inputs.append((f"x{name}", [2, 3 if is_channels_last else channels, 9, 7]))
             outputs.append(f"y{name}")
     path = make_model(nodes, inputs, outputs, weights, opset=21)
-    built = assert_same_as_onnxruntime(path, {name: normal(*shape) + 3 for name, shape in inputs})
-    rules = rule_counts(built)
+    model = assert_same_as_onnxruntime(path, {name: normal(*shape) + 3 for name, shape in inputs})
+    rules = rule_counts(model)
     assert (rules["reduction"], rules["rowwise"]) == (len(sizes), len(sizes))
 
 

@@ -146,8 +146,8 @@ def test_clipping_and_residuals_fuse_into_their_convolution(make_model: Any, ass
     ]
     bounds = {"low": np.array(0, "float32"), "high": np.array(6, "float32")}
     path = make_model(nodes, [("x", [1, 16, 12, 12])], ["y"], {"w": normal(16, 16, 3, 3), **bounds})
-    built = assert_same_as_onnxruntime(path, {"x": normal(1, 16, 12, 12)})
-    assert rule_counts(built) == {"winograd": 2, "fallback": 2}  # the two others are the layout changes at both ends
+    model = assert_same_as_onnxruntime(path, {"x": normal(1, 16, 12, 12)})
+    assert rule_counts(model) == {"winograd": 2, "fallback": 2}  # the two others are the layout changes at both ends
 
 
 def test_a_symbolic_batch_serves_every_batch(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -167,8 +167,8 @@ def test_a_symbolic_batch_serves_every_batch(make_model: Any, assert_same_as_onn
         "b3": normal(10),
     }
     path = make_model(nodes, [("x", ["batch", 3, 17, 17])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, *({"x": normal(batch, 3, 17, 17)} for batch in (1, 2, 5)))
-    assert not [name for name, rule in built.schedules if "conv2d" in name and rule not in ("conv2d", "rows")]
+    model = assert_same_as_onnxruntime(path, *({"x": normal(batch, 3, 17, 17)} for batch in (1, 2, 5)))
+    assert not [name for name, rule in model.schedules if "conv2d" in name and rule not in ("conv2d", "rows")]
 
 
 def test_symbolic_image_sizes_are_served(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -290,9 +290,9 @@ def test_attention_with_symbolic_batch_and_length_equals_onnx_runtime(
         {"ids": _rng().integers(-50, 50, size), "mask": _rng().integers(-2, 1, size)}
         for size in ((1, 16), (3, 11), (2, 1))
     ]
-    built = assert_same_as_onnxruntime(path, *feeds)
-    assert rule_counts(built)["rows"] == 1  # one function for queries, keys and values
-    assert rule_counts(built)["attention"] == 1
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert rule_counts(model)["rows"] == 1  # one function for queries, keys and values
+    assert rule_counts(model)["attention"] == 1
 
 
 def test_vector_functions_are_accurate_over_the_whole_range(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -355,10 +355,10 @@ def test_weights_apart_give_what_weights_inside_give(
     ]
     weights = {"w": normal(18, 3, 3, 3), "d": normal(18 * 36, 21)}
     path = make_model(nodes, [("x", [1, 3, 8, 8])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": normal(1, 3, 8, 8)}, options=BuildOptions(weights="apart"))
+    model = assert_same_as_onnxruntime(path, {"x": normal(1, 3, 8, 8)}, options=BuildOptions(weights="apart"))
     lanes = machine(target).lanes
     channels, units = (-(-count // lanes) * lanes for count in (18, 21))
-    assert [value.size for value in built.params.values()] == [channels * 27, 648 * units]
+    assert [value.size for value in model.params.values()] == [channels * 27, 648 * units]
 
 
 def test_compiled_execution_gives_the_same(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -401,10 +401,10 @@ def test_dimensions_counted_from_the_back_survive_the_change_of_layout(
         "first": np.array([0]),
         "last": np.array([-2]),
     }
-    built = assert_same_as_onnxruntime(
+    model = assert_same_as_onnxruntime(
         make_model(nodes, [("x", [1, 3, 16, 16])], ["y"], weights), {"x": normal(1, 3, 16, 16)}
     )
-    assert rule_counts(built)["conv2d"] == 1
+    assert rule_counts(model)["conv2d"] == 1
 
 
 def test_one_dimensional_convolutions_get_the_rules_of_two(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -415,8 +415,8 @@ def test_one_dimensional_convolutions_get_the_rules_of_two(make_model: Any, asse
     ]
     weights = {"w": normal(20, 6, 5), "b": normal(20), "v": normal(20, 1, 3)}
     path = make_model(nodes, [("x", ["n", 6, "time"])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": normal(2, 6, 40)}, {"x": normal(1, 6, 33)})
-    assert (rule_counts(built)["conv2d"], rule_counts(built)["depthwise"]) == (1, 1)
+    model = assert_same_as_onnxruntime(path, {"x": normal(2, 6, 40)}, {"x": normal(1, 6, 33)})
+    assert (rule_counts(model)["conv2d"], rule_counts(model)["depthwise"]) == (1, 1)
 
 
 def test_scattering_and_sorting_keep_their_order(make_model: Any, assert_same_as_onnxruntime: Check) -> None:

@@ -693,9 +693,9 @@ def test_attention_becomes_one_function(
     if mask:
         weights |= {"last": np.array([-1]), "middle": np.array([1, 2])}
     path = make_model(_nodes(_attention(mask)), [("x", shape)], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, *({"x": normal(*size, width)} for size in sizes))
-    assert rule_counts(built)["attention"] == 1
-    assert not [name for name, _ in built.schedules if "softmax" in name or "transpose" in name]
+    model = assert_same_as_onnxruntime(path, *({"x": normal(*size, width)} for size in sizes))
+    assert rule_counts(model)["attention"] == 1
+    assert not [name for name, _ in model.schedules if "softmax" in name or "transpose" in name]
 
 
 def test_attention_over_slices_of_one_product_copies_nothing(
@@ -722,9 +722,9 @@ def test_attention_over_slices_of_one_product_copies_nothing(
         "join": np.array([2, 11, 24]), "scale": _number(0.3),
     }  # fmt: skip
     path = make_model(_nodes(nodes), [("x", [2, 11, 24])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": normal(2, 11, 24)})
-    assert rule_counts(built)["attention"] == 1
-    assert not [name for name, _ in built.schedules if "slice" in name or "split" in name or "transpose" in name]
+    model = assert_same_as_onnxruntime(path, {"x": normal(2, 11, 24)})
+    assert rule_counts(model)["attention"] == 1
+    assert not [name for name, _ in model.schedules if "slice" in name or "split" in name or "transpose" in name]
 
 
 def test_attention_without_heads_and_with_other_keys(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -738,8 +738,8 @@ def test_attention_without_heads_and_with_other_keys(make_model: Any, assert_sam
     inputs = {"q": (4, 6, 10), "k": (4, 37, 10), "v": (4, 37, 10), "m": (6, 37)}
     path = make_model(_nodes(nodes), list(inputs.items()), ["y"])
     feed = {name: normal(*shape, seed=seed) for seed, (name, shape) in enumerate(inputs.items())}
-    built = assert_same_as_onnxruntime(path, feed)
-    assert rule_counts(built)["attention"] == 1
+    model = assert_same_as_onnxruntime(path, feed)
+    assert rule_counts(model)["attention"] == 1
 
 
 def test_attention_over_keys_whose_number_is_free(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -753,8 +753,8 @@ def test_attention_over_keys_whose_number_is_free(make_model: Any, assert_same_a
         }
         for sizes in ({"n": 1, "s": 3, "t": 37}, {"n": 2, "s": 9, "t": 5})
     ]
-    built = assert_same_as_onnxruntime(path, *feeds)
-    assert rule_counts(built)["attention"] == 1
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert rule_counts(model)["attention"] == 1
 
 
 def test_tokens_masked_with_minus_infinity_have_no_weight(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -763,16 +763,16 @@ def test_tokens_masked_with_minus_infinity_have_no_weight(make_model: Any, asser
     path = make_model(_nodes(nodes), list(inputs.items()), ["y"])
     feed = {name: normal(*shape, seed=seed) for seed, (name, shape) in enumerate(inputs.items())}
     feed["m"] = np.triu(np.full((9, 9), -np.inf, "float32"), 1)
-    built = assert_same_as_onnxruntime(path, feed)
-    assert rule_counts(built)["attention"] == 1
+    model = assert_same_as_onnxruntime(path, feed)
+    assert rule_counts(model)["attention"] == 1
 
 
 @pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "aarch64-cortex-a72"])
 def test_other_processors_get_attention(name: str, make_model: Any) -> None:
     nodes = "a = Transpose(k; perm=[0,1,3,2])\n b = MatMul(q, a)\n d = Softmax(b)\n y = MatMul(d, v)"
     path = make_model(_nodes(nodes), [(item, (1, 2, "n", 20)) for item in "qkv"], ["y"])
-    built = build(import_onnx(path), resolve(name))
-    assert rule_counts(built)["attention"] == 1
+    model = build(import_onnx(path), resolve(name))
+    assert rule_counts(model)["attention"] == 1
 
 
 def test_the_attention_operator_of_onnx_is_found(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -780,8 +780,8 @@ def test_the_attention_operator_of_onnx_is_found(make_model: Any, assert_same_as
     inputs = {"q": (2, 3, 7, 16), "k": (2, 3, 7, 16), "v": (2, 3, 7, 16)}
     path = make_model(nodes, list(inputs.items()), ["y"], opset=23)
     feed = {name: normal(*shape, seed=seed) for seed, (name, shape) in enumerate(inputs.items())}
-    built = assert_same_as_onnxruntime(path, feed)
-    assert rule_counts(built)["attention"] == 1
+    model = assert_same_as_onnxruntime(path, feed)
+    assert rule_counts(model)["attention"] == 1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "int8"])
@@ -843,5 +843,5 @@ def test_models_stay_what_they_are_without_passes(
     nodes, weights = _layers()
     path = make_model(_nodes(nodes), [("x", [2, 8, 6, 7])], ["y"], weights)
     options = BuildOptions(disabled_passes=disabled)
-    built = assert_same_as_onnxruntime(path, {"x": normal(2, 8, 6, 7)}, options=options, rtol=1e-3)
-    assert not {name for name, _ in built.pass_timings} & set(disabled)
+    model = assert_same_as_onnxruntime(path, {"x": normal(2, 8, 6, 7)}, options=options, rtol=1e-3)
+    assert not {name for name, _ in model.pass_timings} & set(disabled)

@@ -63,8 +63,8 @@ def test_pooling_with_gaps_between_its_taps_equals_onnx_runtime(
         helper.make_node("MaxPool", ["a"], ["y"], **attributes),
     ]
     path = make_model(nodes, [("x", [1, 3, 9, 9])], ["y"], {"w": normal(20, 3, 1, 1)})
-    built = assert_same_as_onnxruntime(path, {"x": normal(1, 3, 9, 9) - 10})
-    assert rule_counts(built)["pooling"] == 0
+    model = assert_same_as_onnxruntime(path, {"x": normal(1, 3, 9, 9) - 10})
+    assert rule_counts(model)["pooling"] == 0
 
 
 @pytest.mark.parametrize("kind", scale.choose(normal=["AveragePool"], long=["MaxPool", "AveragePool"]))

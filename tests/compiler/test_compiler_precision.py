@@ -106,13 +106,13 @@ def test_bfloat16_convolutions_equal_those_of_rounded_operands(
             ]
         )
     models, rounded = (_joined(files, name) for files, name in zip(zip(*paths, strict=True), ("a", "b"), strict=True))
-    built = build(import_onnx(models), bf16, BuildOptions(precision="bf16", fast_algorithms=False))
+    model = build(import_onnx(models), bf16, BuildOptions(precision="bf16", fast_algorithms=False))
     feed = {joined_name(place, "x"): _rounded(x) for place, x in enumerate(inputs)}
     expected = onnxruntime_outputs(rounded, feed)
-    for actual, (name, value) in zip(run_built(built, *inputs), expected.items(), strict=True):
+    for actual, (name, value) in zip(run_built(model, *inputs), expected.items(), strict=True):
         atol = 1e-6 * float(np.abs(value).max())
         np.testing.assert_allclose(actual, value, rtol=1e-5, atol=atol, err_msg=name)
-    rules = rule_counts(built)
+    rules = rule_counts(model)
     assert rules["dot_conv2d"] + rules["dot_rows"] >= len(cases) - 1
 
 
@@ -129,9 +129,9 @@ def test_winograd_rounds_little_more_than_the_direct_way(
     expected = _onnxruntime(path, x=x)
     errors = []
     for winograd in (False, True):
-        built = build(imported, bf16, BuildOptions(precision="bf16", fast_algorithms=winograd))
-        errors.append(float(np.abs(run_built(built, x)[0] - expected).max() / np.abs(expected).max()))
-        assert (rule_counts(built)[rule] == 1) is winograd
+        model = build(imported, bf16, BuildOptions(precision="bf16", fast_algorithms=winograd))
+        errors.append(float(np.abs(run_built(model, x)[0] - expected).max() / np.abs(expected).max()))
+        assert (rule_counts(model)[rule] == 1) is winograd
     assert errors[1] <= 2 * errors[0] <= 1e-2
 
 
@@ -141,10 +141,10 @@ def test_groups_narrower_than_a_vector_are_multiplied_in_float32(
 ) -> None:
     weights = {"w": normal(14, 14 // groups, 3, 3), "b": normal(14)}
     path = make_model([_conv(groups, 3, 1, 1, 1)], [("x", [1, 14, 8, 8])], ["c"], weights)
-    built = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
+    model = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
     x = _rounded(normal(1, 14, 8, 8))
-    np.testing.assert_allclose(run_built(built, x)[0], _onnxruntime(path, x=x), rtol=1e-4, atol=1e-5)
-    assert rule_counts(built)[rule] == 1
+    np.testing.assert_allclose(run_built(model, x)[0], _onnxruntime(path, x=x), rtol=1e-4, atol=1e-5)
+    assert rule_counts(model)[rule] == 1
 
 
 @pytest.mark.parametrize("weights", ["inside", "apart"])
@@ -160,10 +160,10 @@ def test_bfloat16_dense_layers_equal_those_of_rounded_operands(
         inputs.append(x)
         expected.append(_rounded(x) @ _rounded(weight) + bias)
     imported = import_onnx(_joined(paths, "joined.onnx"))
-    built = build(imported, bf16, BuildOptions(precision="bf16", weights=weights))
-    for actual, value in zip(run_built(built, *inputs), expected, strict=True):
+    model = build(imported, bf16, BuildOptions(precision="bf16", weights=weights))
+    for actual, value in zip(run_built(model, *inputs), expected, strict=True):
         np.testing.assert_allclose(actual, value, rtol=1e-5, atol=1e-5)
-    assert rule_counts(built)["dot_rows"] == len(_DENSE)
+    assert rule_counts(model)["dot_rows"] == len(_DENSE)
 
 
 # The shape of a dense layer's input, and its units.
@@ -186,10 +186,10 @@ def test_bfloat16_products_of_activations_equal_those_of_rounded_operands(
     shapes = [("a", [*batch, "rows", depth]), ("b", [*batch, depth, "units"])]
     path = make_model([helper.make_node("MatMul", ["a", "b"], ["y"])], shapes, ["y"])
     for sizes in (None, {"a": left.shape, "b": right.shape}):
-        built = build(import_onnx(path, sizes), bf16, BuildOptions(precision="bf16"))
-        actual = run_built(built, left, right)[0]
+        model = build(import_onnx(path, sizes), bf16, BuildOptions(precision="bf16"))
+        actual = run_built(model, left, right)[0]
         np.testing.assert_allclose(actual, _rounded(left) @ _rounded(right), rtol=1e-5, atol=1e-5)
-        assert any(name.startswith("batch_matmul_bf16") for name, _ in built.schedules)
+        assert any(name.startswith("batch_matmul_bf16") for name, _ in model.schedules)
 
 
 def test_not_a_number_and_infinity_survive_rounding(make_model: MakeModel, run_built: RunBuilt, bf16: Target) -> None:
@@ -197,8 +197,8 @@ def test_not_a_number_and_infinity_survive_rounding(make_model: MakeModel, run_b
     path = make_model(nodes, [("x", [5, 1])], ["y"], {"w": np.ones((1, 4), "float32")})
     x = np.array([[np.nan], [np.inf], [-np.inf], [3.4e38], [1.0]], "float32")
     x[0].view("uint32")[:] = 0x7FFFFFFF  # the payload that rounding would carry over
-    built = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
-    np.testing.assert_array_equal(run_built(built, x)[0][:, 0], np.array([np.nan, np.inf, -np.inf, np.inf, 1], "f"))
+    model = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
+    np.testing.assert_array_equal(run_built(model, x)[0][:, 0], np.array([np.nan, np.inf, -np.inf, np.inf, 1], "f"))
 
 
 def _residual_network(make_model: MakeModel) -> Path:
@@ -239,13 +239,13 @@ def test_a_network_in_bfloat16_is_within_its_bound(
 ) -> None:
     path = _residual_network(make_model)
     spec = parse({"name": "n", "model": {"onnx": str(path)}, "build": {"precision": "bf16"}}, tmp_path)
-    built = build(import_onnx(path), bf16, BuildOptions(precision=spec.build.precision))
+    model = build(import_onnx(path), bf16, BuildOptions(precision=spec.build.precision))
     x = normal(1, 3, 32, 32)
     expected = _onnxruntime(path, x=x)
-    error = float(np.abs(run_built(built, x)[0] - expected).max() / np.abs(expected).max())
+    error = float(np.abs(run_built(model, x)[0] - expected).max() / np.abs(expected).max())
     assert 0 < error <= (spec.bounds.max_relative_error or 0)
     # Convolutions, and the classifier; the residual connection and all roundings are within them.
-    assert rule_counts(built)["dot_conv2d"] + rule_counts(built)["dot_rows"] == 5
+    assert rule_counts(model)["dot_conv2d"] + rule_counts(model)["dot_rows"] == 5
 
 
 def test_equal_models_give_equal_libraries(
@@ -308,11 +308,11 @@ def test_quantised_convolutions_equal_onnx_runtime(
         quantised = tmp_path / f"quantised{place}.onnx"
         paths.append(quantise(path, quantised, signed=signed, per_channel=groups != 3))
     joined = _joined(paths, "joined.onnx")
-    built = build(import_onnx(joined), int8, BuildOptions(precision="int8"))
+    model = build(import_onnx(joined), int8, BuildOptions(precision="int8"))
     expected = onnxruntime_outputs(joined, {joined_name(place, "x"): x for place, x in enumerate(inputs)})
-    for path, actual, value in zip(paths, run_built(built, *inputs), expected.values(), strict=True):
+    for path, actual, value in zip(paths, run_built(model, *inputs), expected.values(), strict=True):
         _assert_steps(actual, value, _step(path, "y"))
-    rules = rule_counts(built)
+    rules = rule_counts(model)
     assert rules["dot_conv2d"] + rules["dot_rows"] + rules["depthwise"] >= sum(map(depth_fits, cases)) - 1
 
 
@@ -338,10 +338,10 @@ def test_quantised_dense_layers_equal_onnx_runtime(
     nodes = [helper.make_node("Gemm", ["x", "w", "b"], ["y"], transB=1)]
     path = make_model(nodes, [("x", [rows, depth])], ["y"], weights)
     quantised = quantise(path, tmp_path / "quantised.onnx", signed=signed)
-    built = build(import_onnx(quantised), int8, BuildOptions(precision="int8"))
+    model = build(import_onnx(quantised), int8, BuildOptions(precision="int8"))
     x = normal(rows, depth, seed=9)
-    _assert_steps(run_built(built, x)[0], _onnxruntime(quantised, x=x), _step(quantised, "y"))
-    assert rule_counts(built)["dot_rows"] == 1
+    _assert_steps(run_built(model, x)[0], _onnxruntime(quantised, x=x), _step(quantised, "y"))
+    assert rule_counts(model)["dot_rows"] == 1
 
 
 @pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
@@ -349,14 +349,14 @@ def test_a_quantised_network_stays_in_integers(
     signed: bool, make_model: MakeModel, run_built: RunBuilt, int8: Target, tmp_path: Path
 ) -> None:
     quantised = quantise(_residual_network(make_model), tmp_path / "quantised.onnx", signed=signed)
-    built = build(import_onnx(quantised), int8, BuildOptions(precision="int8"))
+    model = build(import_onnx(quantised), int8, BuildOptions(precision="int8"))
     x = normal(1, 3, 32, 32, seed=9)
     expected = _onnxruntime(quantised, x=x)
-    assert float(np.abs(run_built(built, x)[0] - expected).max()) <= 2 * _step(quantised, "y") + 1e-6
-    rules = rule_counts(built)
+    assert float(np.abs(run_built(model, x)[0] - expected).max()) <= 2 * _step(quantised, "y") + 1e-6
+    rules = rule_counts(model)
     assert (rules["dot_conv2d"] + rules["dot_rows"], rules["depthwise"]) == (5, 1)
     # Also what lies between layers: the pooling reads and writes integers.
-    (pooling,) = (line for line in built.ir_text.splitlines() if "def max_pool2d" in line)
+    (pooling,) = (line for line in model.ir_text.splitlines() if "def max_pool2d" in line)
     assert pooling.count('"uint8"') == 2
 
 
@@ -404,8 +404,8 @@ def test_products_are_instructions_on_narrow_numbers(
     path = _small_network(make_model)
     if precision == "int8":
         path = quantise(path, tmp_path / "quantised.onnx")
-    built = build(import_onnx(path), resolve(target), BuildOptions(precision=precision))
-    assembly = str(built.executable.mod.imports[0].inspect_source("asm"))
+    model = build(import_onnx(path), resolve(target), BuildOptions(precision=precision))
+    assembly = str(model.executable.mod.imports[0].inspect_source("asm"))
     assert re.search(instruction, assembly)
 
 
@@ -422,7 +422,7 @@ def test_values_read_by_products_and_returned_are_right(
     ]
     weights = {"w": _rounded(normal(8, 8, 1, 1)), "v": _rounded(normal(3, 16, 1, 1))}
     outputs = ["a", "b", "c", "d", "e"]
-    built = build(
+    model = build(
         import_onnx(make_model(nodes, [("x", [1, 16, 5, 5])], outputs, weights)), bf16, BuildOptions(precision="bf16")
     )
     x = _rounded(normal(1, 16, 5, 5))
@@ -433,7 +433,7 @@ def test_values_read_by_products_and_returned_are_right(
     a = conv(x[:, :8], weights["w"])
     padded = np.pad(conv(x, weights["v"]), ((0, 0), (0, 0), (1, 1), (1, 1)))
     expected = (a, conv(_rounded(a), weights["w"]), np.concatenate([a, x[:, 8:]], 1), conv(x, weights["v"]), padded)
-    for actual, reference in zip(run_built(built, x), expected, strict=True):
+    for actual, reference in zip(run_built(model, x), expected, strict=True):
         # Values that products read are rounded for the others too; a last bit of the sum may tip the rounding.
         np.testing.assert_allclose(actual, reference, rtol=2**-8, atol=0.05)
 
@@ -460,9 +460,9 @@ def test_other_schedules_of_dot_products_are_built_in_other_processes_and_right(
     first, last = (trace_of(schedules[place]) for place in (0, -1))
     assert first != last
     with MeasurePool(target.canonical, builders=2, threads=1, timeout=60, deadline=math.inf) as pool:
-        reference, *built = pool.build([unscheduled, *(replace(unscheduled, trace=trace) for trace in (first, last))])
+        reference, *model = pool.build([unscheduled, *(replace(unscheduled, trace=trace) for trace in (first, last))])
         assert isinstance(reference, Library)
-        for library in built:
+        for library in model:
             assert isinstance(library, Library), library
             pool.check(library, reference)
             assert pool.time(library) > 0

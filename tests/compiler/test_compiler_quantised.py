@@ -87,9 +87,9 @@ def _run(paths: list[Path], target: Target, precision: Precision, run_built: Run
     shapes = [[dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim] for model in models]
     inputs = [normal(*shape, seed=9) for shape in shapes]
     expected = onnxruntime_outputs(joined, {joined_name(place, "x"): x for place, x in enumerate(inputs)})
-    built = build(import_onnx(joined), target, BuildOptions(precision=precision))
-    pairs = zip(run_built(built, *inputs), expected.values(), strict=True)
-    return rule_counts(built), max(float(np.abs(ours - theirs).max() / np.abs(theirs).max()) for ours, theirs in pairs)
+    whole = build(import_onnx(joined), target, BuildOptions(precision=precision))
+    pairs = zip(run_built(whole, *inputs), expected.values(), strict=True)
+    return rule_counts(whole), max(float(np.abs(ours - theirs).max() / np.abs(theirs).max()) for ours, theirs in pairs)
 
 
 @pytest.mark.parametrize(
@@ -192,11 +192,11 @@ def test_operators_of_integers_are_exact(
 ) -> None:
     target: Target = request.getfixturevalue("int8") if has_dots else resolve("x86-64-v3")
     path, inputs = _integer_nodes(make_model)
-    built = build(import_onnx(path), target)
+    model = build(import_onnx(path), target)
     expected = onnx.reference.ReferenceEvaluator(str(path)).run(None, inputs)
-    for place, (ours, theirs) in enumerate(zip(run_built(built, *inputs.values()), expected, strict=True)):
+    for place, (ours, theirs) in enumerate(zip(run_built(model, *inputs.values()), expected, strict=True)):
         assert np.array_equal(ours, theirs), place
-    rules = rule_counts(built)
+    rules = rule_counts(model)
     dots = rules["dot_conv2d"] + rules["dot_rows"]
     assert dots >= 6 if has_dots else (dots == 0 and rules["conv2d"] + rules["rows"] + rules["depthwise"] >= 5)
 
@@ -208,8 +208,8 @@ def test_a_range_of_zero_is_quantised_by_a_scale_of_one(
     path = make_model(
         [helper.make_node("DynamicQuantizeLinear", ["x"], ["y", "scale", "zero"])], [("x", [3, 5])], outputs
     )
-    built = build(import_onnx(path), target)
+    model = build(import_onnx(path), target)
     for x in (np.zeros((3, 5), "float32"), normal(3, 5), -np.abs(normal(3, 5)), np.abs(normal(3, 5))):
         expected = onnxruntime_outputs(path, {"x": x})
-        for ours, theirs in zip(run_built(built, x), expected.values(), strict=True):
+        for ours, theirs in zip(run_built(model, x), expected.values(), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-6)

@@ -87,8 +87,8 @@ CASES = {
 @pytest.mark.parametrize("operator", scale.choose(normal=["LSTM", "GRU"], long=list(CASES)))
 def test_recurrent_networks_equal_onnx_runtime(operator: str, assert_all_same: Check) -> None:
     cases = CASES[operator][: scale.count(normal=1, long=5)]
-    built = assert_all_same(cases)
-    assert builds.rule_counts(built)["recurrence"] == len(cases)
+    model = assert_all_same(cases)
+    assert builds.rule_counts(model)["recurrence"] == len(cases)
 
 
 def test_every_activation_equals_onnx_runtime(assert_all_same: Check) -> None:

@@ -54,8 +54,8 @@ def test_a_chain_of_tiny_layers_computes_the_same(make_model: Any, assert_same_a
         "dense": rng.standard_normal((8, 5), "float32"),
     }
     path: Path = make_model(nodes, [("x", [1, 1, 8, 8])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": rng.standard_normal((1, 1, 8, 8), "float32")})
-    assert {rule for _, rule in built.schedules} >= {"conv2d", "depthwise", "rows", "rowwise"}
+    model = assert_same_as_onnxruntime(path, {"x": rng.standard_normal((1, 1, 8, 8), "float32")})
+    assert {rule for _, rule in model.schedules} >= {"conv2d", "depthwise", "rows", "rowwise"}
 
 
 def test_a_rule_that_fails_is_named_and_another_one_takes_the_function() -> None:

@@ -58,8 +58,8 @@ def _convolution(channels: int, out: int, height: int, width: int, stride: int) 
 
 def test_strassens_products_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = [*(_dense_layer(*case) for case in _DENSE), *(_convolution(*case) for case in _CONVOLUTIONS)]
-    built = assert_all_same(cases, choices=Preferring(option="strassen"))
-    assert rule_counts(built)["strassen"] == len(cases)
+    model = assert_all_same(cases, choices=Preferring(option="strassen"))
+    assert rule_counts(model)["strassen"] == len(cases)
 
 
 def test_the_error_is_a_few_times_that_of_the_usual_product(
@@ -71,9 +71,9 @@ def test_the_error_is_a_few_times_that_of_the_usual_product(
     errors = []
     for allowed in (True, False):
         options = BuildOptions(fast_algorithms=allowed)
-        built = build(import_onnx(path), target, options, choices=Preferring(option="strassen"))
-        assert (rule_counts(built)["strassen"] == 1) is allowed
-        (actual,) = run_built(built, x)
+        model = build(import_onnx(path), target, options, choices=Preferring(option="strassen"))
+        assert (rule_counts(model)["strassen"] == 1) is allowed
+        (actual,) = run_built(model, x)
         errors.append(np.abs(actual - exact).max() / np.abs(exact).max())
     assert errors[0] < 3e-6
     assert errors[0] < 8 * errors[1] + 1e-7

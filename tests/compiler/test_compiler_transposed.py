@@ -35,8 +35,8 @@ def test_transposed_convolutions_equal_onnx_runtime(assert_all_same: Check) -> N
         ]
         weights = {"w": normal(channels, out // groups, *kernel), "b": normal(out)}
         cases.append(((nodes, [("x", [2, channels, 9, 7])], ["y"], weights), {"x": normal(2, channels, 9, 7)}))
-    built = assert_all_same(cases)
-    assert not [name for name, rule in built.schedules if "conv2d" in name and rule == "fallback"]
+    model = assert_all_same(cases)
+    assert not [name for name, rule in model.schedules if "conv2d" in name and rule == "fallback"]
 
 
 def test_a_transposed_convolution_of_symbolic_batch_and_size_equals_onnx_runtime(
@@ -58,8 +58,8 @@ def test_a_transposed_convolution_of_one_dimension_equals_onnx_runtime(
     node = helper.make_node("ConvTranspose", ["x", "w", "b"], ["y"], strides=[3], pads=[2, 1], output_padding=[1])
     weights = {"w": normal(20, 19, 5), "b": normal(19)}
     path = make_model([node], [("x", ["batch", 20, 33])], ["y"], weights)
-    built = assert_same_as_onnxruntime(path, {"x": normal(1, 20, 33)}, {"x": normal(4, 20, 33)})
-    assert rule_counts(built)["conv2d"] + rule_counts(built)["rows"] >= 1
+    model = assert_same_as_onnxruntime(path, {"x": normal(1, 20, 33)}, {"x": normal(4, 20, 33)})
+    assert rule_counts(model)["conv2d"] + rule_counts(model)["rows"] >= 1
 
 
 # channels in and out, kernel, strides, padding, dilation
@@ -82,8 +82,8 @@ def test_convolutions_of_three_dimensions_equal_onnx_runtime(assert_all_same: Ch
         weights = {"w": normal(out, channels, *kernel), "b": normal(out), "v": normal(6, out, 1, 1, 1)}
         feeds = [{"x": normal(batch, channels, 6, 9, 8)} for batch in (1, 2)]
         cases.append(((nodes, [("x", ["batch", channels, 6, 9, 8])], ["y"], weights), *feeds))
-    built = assert_all_same(cases)
-    assert not [name for name, rule in built.schedules if "conv" in name and rule == "fallback"]
+    model = assert_all_same(cases)
+    assert not [name for name, rule in model.schedules if "conv" in name and rule == "fallback"]
 
 
 def test_grouped_convolutions_of_three_dimensions_equal_onnx_runtime(

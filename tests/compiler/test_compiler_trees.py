@@ -36,8 +36,8 @@ def test_every_mode_of_tests_equals_onnx_runtime(assert_all_same: Check) -> None
     cases = [_regression(modes=[mode], seed=place) for place, mode in enumerate(_MODES)]
     cases.append(_regression(modes=["BRANCH_LEQ"], missing=True))
     cases.append(_regression(modes=_MODES, depth=12, trees=20))
-    built = assert_all_same(cases)
-    assert builds.rule_counts(built)["trees"] > 0
+    model = assert_all_same(cases)
+    assert builds.rule_counts(model)["trees"] > 0
 
 
 def test_missing_values_go_where_each_node_says(assert_all_same: Check) -> None:

@@ -22,10 +22,10 @@ def imported(make_model) -> Imported:  # type: ignore[no-untyped-def]
     return import_onnx(model)
 
 
-def run(built: CompiledModel, function: str, x: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-    machine = relax.VirtualMachine(built.executable, tvm.cpu())
+def run(model: CompiledModel, function: str, x: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    machine = relax.VirtualMachine(model.executable, tvm.cpu())
     result: np.ndarray = machine[function](  # type: ignore[type-arg]
-        tvm.runtime.tensor(x), *(tvm.runtime.tensor(value) for value in built.params.values())
+        tvm.runtime.tensor(x), *(tvm.runtime.tensor(value) for value in model.params.values())
     ).numpy()
     return result
 
@@ -33,31 +33,31 @@ def run(built: CompiledModel, function: str, x: np.ndarray) -> np.ndarray:  # ty
 @pytest.mark.parametrize("weights", ["inside", "apart"])
 def test_a_variant_and_main_compute_the_same(imported: Imported, target: Target, weights: str) -> None:
     options = BuildOptions(weights=weights, variants=({"batch": 2, "length": 5},))  # type: ignore[arg-type]
-    built = build(imported, target, options)
-    assert built.variants == {"main_batch2_length5": {"batch": 2, "length": 5}}
+    model = build(imported, target, options)
+    assert model.variants == {"main_batch2_length5": {"batch": 2, "length": 5}}
     x = np.random.default_rng(1).standard_normal((2, 5, 24)).astype(np.float32)
     expected = np.maximum(x @ WEIGHT, 0)
     for function in ("main", "main_batch2_length5"):
-        np.testing.assert_allclose(run(built, function, x), expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(run(model, function, x), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_main_still_takes_other_sizes(imported: Imported, target: Target) -> None:
-    built = build(imported, target, BuildOptions(variants=({"batch": 2, "length": 5},)))
+    model = build(imported, target, BuildOptions(variants=({"batch": 2, "length": 5},)))
     x = np.random.default_rng(1).standard_normal((3, 7, 24)).astype(np.float32)
-    np.testing.assert_allclose(run(built, "main", x), np.maximum(x @ WEIGHT, 0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(run(model, "main", x), np.maximum(x @ WEIGHT, 0), rtol=1e-4, atol=1e-5)
 
 
 def test_a_dimension_that_is_not_fixed_stays_symbolic_in_a_variant(imported: Imported, target: Target) -> None:
-    built = build(imported, target, BuildOptions(variants=({"batch": 1},)))
+    model = build(imported, target, BuildOptions(variants=({"batch": 1},)))
     for length in (1, 6):
         x = np.random.default_rng(1).standard_normal((1, length, 24)).astype(np.float32)
-        np.testing.assert_allclose(run(built, "main_batch1", x), np.maximum(x @ WEIGHT, 0), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(run(model, "main_batch1", x), np.maximum(x @ WEIGHT, 0), rtol=1e-4, atol=1e-5)
 
 
 def test_weights_are_kept_once_for_all_variants(imported: Imported, target: Target) -> None:
     alone = build(imported, target, BuildOptions(weights="apart"))
     with_variant = build(imported, target, BuildOptions(weights="apart", variants=({"batch": 1, "length": 4},)))
-    sizes = [sum(value.nbytes for value in built.params.values()) for built in (alone, with_variant)]
+    sizes = [sum(value.nbytes for value in model.params.values()) for model in (alone, with_variant)]
     assert sizes[1] <= 2 * sizes[0]
     digests = {value.tobytes() for value in with_variant.params.values()}
     assert len(digests) == len(with_variant.params)

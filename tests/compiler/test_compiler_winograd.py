@@ -94,8 +94,8 @@ def test_residuals_fuse_into_winograd(make_model: Any, assert_same_as_onnxruntim
         helper.make_node("Relu", ["d"], ["y"]),
     ]
     path = make_model(nodes, [("x", [2, 48, 15, 15])], ["y"], {"w": normal(48, 48, 3, 3) / 10})
-    built = assert_same_as_onnxruntime(path, {"x": normal(2, 48, 15, 15)})
-    assert rule_counts(built) == {"winograd": 2, "fallback": 2}  # the two others are the layout changes at both ends
+    model = assert_same_as_onnxruntime(path, {"x": normal(2, 48, 15, 15)})
+    assert rule_counts(model) == {"winograd": 2, "fallback": 2}  # the two others are the layout changes at both ends
 
 
 @pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "aarch64-cortex-a72"])
@@ -158,15 +158,15 @@ def test_stride_two_pays_with_enough_channels(
 def test_winograd_can_be_forbidden(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     path = _convolution(make_model, (64, 64, 28, 28, 1, 1, 1, 1))
     options = BuildOptions(fast_algorithms=False)
-    built = assert_same_as_onnxruntime(path, {"x": normal(1, 64, 28, 28)}, options=options)
-    assert "winograd" not in rule_counts(built)
-    assert built.algorithms == {}
+    model = assert_same_as_onnxruntime(path, {"x": normal(1, 64, 28, 28)}, options=options)
+    assert "winograd" not in rule_counts(model)
+    assert model.algorithms == {}
 
 
 def test_a_build_says_what_is_computed_by_winograd_and_its_bound(make_model: Any, target: Any) -> None:
-    built = build(import_onnx(_convolution(make_model, (64, 64, 56, 56, 1, 1, 1, 1))), target)
-    assert built.algorithms["winograd"].functions == 1
-    assert built.algorithms["winograd"].bound == winograd.error_bound(4, 1, 64)
+    model = build(import_onnx(_convolution(make_model, (64, 64, 56, 56, 1, 1, 1, 1))), target)
+    assert model.algorithms["winograd"].functions == 1
+    assert model.algorithms["winograd"].bound == winograd.error_bound(4, 1, 64)
 
 
 @pytest.mark.parametrize(("size", "stride"), [(2, 1), (4, 1), (2, 2), (3, 2), (4, 2)])
@@ -176,10 +176,10 @@ def test_errors_are_below_the_bound_that_is_known_before(
     monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [size])
     x, weight = normal(1, 40, 12, 12), normal(24, 40, 3, 3)
     nodes = [helper.make_node("Conv", ["x", "w"], ["y"], strides=[stride, stride])]
-    built = build(import_onnx(make_model(nodes, [("x", x.shape)], ["y"], {"w": weight})), target)
-    assert rule_counts(built)["winograd"] == 1
+    model = build(import_onnx(make_model(nodes, [("x", x.shape)], ["y"], {"w": weight})), target)
+    assert rule_counts(model)["winograd"] == 1
     windows = np.lib.stride_tricks.sliding_window_view(x.astype("float64"), (3, 3), axis=(2, 3))
     exact = np.einsum("nchwyx,ocyx->nohw", windows[:, :, ::stride, ::stride], weight)
     largest = np.abs(x).max() * np.abs(weight).sum(axis=(1, 2, 3)).max()
-    error = np.abs(run_built(built, x)[0] - exact).max() / largest
+    error = np.abs(run_built(model, x)[0] - exact).max() / largest
     assert 0 < error < winograd.error_bound(size, stride, 40)

@@ -97,24 +97,24 @@ def test_a_comparison_with_two_baselines_goes_on_until_both_are_decided() -> Non
 
 
 def test_progress_counts_up_to_the_budget() -> None:
-    seen: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     compare(
-        Plan.up_to(12), {"a": ()}, lambda index: {"a": _pair(1.0)}, lambda done, budget: seen.append((done, budget))
+        Plan.up_to(12), {"a": ()}, lambda index: {"a": _pair(1.0)}, lambda done, budget: counts.append((done, budget))
     )
-    assert seen == [(done, 12) for done in range(12)]
+    assert counts == [(done, 12) for done in range(12)]
 
 
 def test_an_undecided_comparison_says_how_many_pairs_it_takes() -> None:
     random = np.random.default_rng(1)
     ratios, plan = [0.98] * 16 + [1.02] * 24, Plan.up_to(40)
-    needed = plan.pairs_needed(ratios, 1.0)
-    assert needed is not None
-    drawn = [list(random.choice([0.98, 1.02], needed, p=[0.4, 0.6])) for _ in range(count(normal=40, long=400))]
-    decided = [Plan(looks=(needed,)).interval(each).judge(1.0) for each in drawn].count("fail")
-    assert 0.75 * len(drawn) < decided < len(drawn)
+    pairs = plan.pairs_needed(ratios, 1.0)
+    assert pairs is not None
+    draws = [list(random.choice([0.98, 1.02], pairs, p=[0.4, 0.6])) for _ in range(count(normal=40, long=400))]
+    decided = [Plan(looks=(pairs,)).interval(each).judge(1.0) for each in draws].count("fail")
+    assert 0.75 * len(draws) < decided < len(draws)
     at_the_bound = _comparison(plan, [0.99, 1.01] * 20)
     assert at_the_bound.describe_lack(1.0) == "no number of pairs tells this ratio from 1"
-    assert _comparison(plan, ratios).describe_lack(1.0) == f"about {needed} pairs would decide, the budget is 40"
+    assert _comparison(plan, ratios).describe_lack(1.0) == f"about {pairs} pairs would decide, the budget is 40"
 
 
 def _comparison(plan: Plan, ratios: list[float]) -> Comparison:
@@ -170,10 +170,10 @@ def test_every_load_has_a_warm_up_of_its_own() -> None:
 @pytest.mark.parametrize(("lost", "won"), [(0.1, 0.1), (0.02, 0.0), (0.3, 0.05)])
 def test_a_drop_lies_in_its_interval_as_often_as_it_says(lost: float, won: float) -> None:
     random, trials = np.random.default_rng(0), count(normal=60, long=2000)
-    drawn = random.multinomial(360, (lost, won, 1 - lost - won), trials)
-    intervals = [find_drop(int(first), int(second), 360, error=0.1) for first, second, _ in drawn]
-    missed = sum(not interval.low <= lost - won <= interval.high for interval in intervals)
-    assert missed <= trials * 0.1 + 3 * math.sqrt(trials * 0.1 * 0.9)
+    draws = random.multinomial(360, (lost, won, 1 - lost - won), trials)
+    intervals = [find_drop(int(first), int(second), 360, error=0.1) for first, second, _ in draws]
+    misses = sum(not interval.low <= lost - won <= interval.high for interval in intervals)
+    assert misses <= trials * 0.1 + 3 * math.sqrt(trials * 0.1 * 0.9)
 
 
 def test_the_interval_of_a_drop_of_nothing_is_as_wide_as_the_data_are_few() -> None:

@@ -61,8 +61,8 @@ def test_a_release_of_an_older_tvmflow_is_read_without_loss(path: Path) -> None:
 def test_a_verdict_of_an_older_tvmflow_is_read_without_loss(path: Path) -> None:
     old = json.loads(path.read_text())
     verdict = decode(Verdict, path.read_bytes(), "verdict.json of MLflow run 1")
-    lost = set(_leaves(old)) - set(_leaves(json.loads(encode(verdict))))
-    assert lost <= {(("policy", "automatic"), False)}
+    losses = set(_leaves(old)) - set(_leaves(json.loads(encode(verdict))))
+    assert losses <= {(("policy", "automatic"), False)}
     assert (verdict.from_version, verdict.verdict) == (old["from"], "refused")
     assert [check.message for check in verdict.checks] == [check["told"] for check in old["checks"]]
     assert decode(Verdict, encode(verdict), "") == verdict
@@ -109,8 +109,8 @@ def test_an_interval_without_an_upper_end_is_null_and_was_infinity() -> None:
     [("stars", {"stars": 3}), ("channels.staging.moon", {"channels": {"staging": {"moon": "full"}}})],
 )
 def test_a_field_that_only_a_newer_tvmflow_can_know_asks_for_an_upgrade(field: str, changes: dict[str, Any]) -> None:
-    told = f"{PLACE} has a field that this tvmflow does not know, {field}: upgrade tvmflow."
-    assert _refusal(_content(**changes)) == told
+    message = f"{PLACE} has a field that this tvmflow does not know, {field}: upgrade tvmflow."
+    assert _refusal(_content(**changes)) == message
 
 
 def _leaves(part: Any, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
@@ -153,8 +153,8 @@ def test_equal_documents_are_equal_bytes_in_one_order() -> None:
 
 def test_a_release_of_a_newer_format_asks_for_an_upgrade() -> None:
     newest = Release.model_fields["format"].default
-    told = f"{PLACE} has format {newest + 1}, this tvmflow reads up to {newest}; upgrade tvmflow."
-    assert _refusal({"format": newest + 1, "stars": "many"}) == told
+    message = f"{PLACE} has format {newest + 1}, this tvmflow reads up to {newest}; upgrade tvmflow."
+    assert _refusal({"format": newest + 1, "stars": "many"}) == message
 
 
 @pytest.mark.parametrize("number", [0, -1, True, "1", 1.0, None, [1]])

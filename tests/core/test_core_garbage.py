@@ -94,8 +94,8 @@ def test_downloads_logs_and_files_of_killed_runs_go(state: Path) -> None:
     }
     remove(find_garbage(state, state / "bundles", 30))
     assert garbage(state) == {}
-    left = {str(path.relative_to(state)) for path in state.rglob("*") if path.is_file()}
-    assert left == {"records/r.jsonl", "s3/tvmflow/release.json", "s3/.partial-written-now"}
+    rest = {str(path.relative_to(state)) for path in state.rglob("*") if path.is_file()}
+    assert rest == {"records/r.jsonl", "s3/tvmflow/release.json", "s3/.partial-written-now"}
 
 
 def test_nothing_is_removed_while_a_run_has_the_folder(state: Path) -> None:
@@ -139,13 +139,13 @@ def test_the_command_shows_sizes_and_removes_only_without_dry_run(state: Path) -
 
 
 def test_make_clean_keeps_what_cannot_be_made_again(state: Path) -> None:
-    kept = {"s3/tvmflow/releases/net/1/release.json", "mlflow/mlflow.db", "records/run.jsonl", "models/net.json"}
+    paths = {"s3/tvmflow/releases/net/1/release.json", "mlflow/mlflow.db", "records/run.jsonl", "models/net.json"}
     cached = {"artifacts/ab/ab", "steps/build/1.json", "sources/net/1", "code/ab.so", "bundles/ab.tar.gz", "logs/a.log"}
-    for path in kept | cached:
+    for path in paths | cached:
         place = state.parent / ".tvmflow" / path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text("content")
     command = ["make", "-f", Path(__file__).parents[2] / "Makefile", "clean"]
     subprocess.run(command, cwd=state.parent, capture_output=True, check=True, timeout=60)
     home = state.parent / ".tvmflow"
-    assert {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()} == kept
+    assert {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()} == paths

@@ -85,10 +85,10 @@ def _wish(services: Services, name: str, version: str, who: str = "ann") -> chan
     return promotion.make_wish(services, name, version, "production", who=who, why="test")
 
 
-def _grant(services: Services, wished: channels.Channel) -> channels.Channel:
-    assert wished.wish is not None
+def _grant(services: Services, document: channels.Channel) -> channels.Channel:
+    assert document.wish is not None
     policy = promotion.EffectivePolicy(Policy())
-    return promotion.grant(services, wished.name, "production", wished.wish.id, why="test", policy=policy)
+    return promotion.grant(services, document.name, "production", document.wish.id, why="test", policy=policy)
 
 
 def _move(services: Services, name: str, version: str, who: str = "ann") -> channels.Channel:
@@ -111,15 +111,15 @@ def test_the_alias_follows_the_channel_and_not_the_wish(
 ) -> None:
     release("1", "2")
     assert _where(services, name) == (None, None)
-    wished = _wish(services, name, "1")
+    document = _wish(services, name, "1")
     assert _where(services, name) == (None, None)
-    _grant(services, wished)
+    _grant(services, document)
     assert _where(services, name) == ("1", "1")
-    wished = _wish(services, name, "2")
+    document = _wish(services, name, "2")
     assert _where(services, name) == ("1", "1")
     state = promotion.read_state(services, name, "production")
     assert not state.is_settled
-    moved = _grant(services, wished)
+    moved = _grant(services, document)
     assert (_where(services, name), moved.shown) == (("2", "2"), "2")
     state = promotion.read_state(services, name, "production")
     assert state.is_settled
@@ -151,9 +151,9 @@ def test_an_alias_that_is_set_by_hand_goes_back_and_one_that_lags_is_completed(
     release("1", "2")
     services.registry.set_alias(name, "production", "1")
     assert promotion.read_state(services, name, "production").hand_set_version == "1"
-    wished = _wish(services, name, "1")
+    document = _wish(services, name, "1")
     assert _where(services, name) == (None, None)
-    _grant(services, wished)
+    _grant(services, document)
     services.registry.set_alias(name, "production", "2")
     assert promotion.read_state(services, name, "production").hand_set_version == "2"
     promotion.show(services, name, "production", name)
@@ -180,9 +180,9 @@ def test_an_alias_that_asks_is_deleted_once_it_is_granted_or_older(
 
     services.registry.set_alias(name, "production-wanted", "1")
     assert asked() == "1"
-    wished = _wish(services, name, "1")
+    document = _wish(services, name, "1")
     assert asked() == "1"
-    _grant(services, wished)
+    _grant(services, document)
     assert asked() is None
     services.registry.set_alias(name, "production-wanted", "1")
     _wish(services, name, "2")
@@ -253,8 +253,8 @@ def test_after_racing_processes_the_alias_names_what_the_channel_holds(
     for mover in movers:
         mover.communicate("\n", LIMIT_SECONDS)
     assert [mover.returncode for mover in movers] == [0, 0]
-    alias, held = _where(services, name)
-    assert alias == held != "1"
+    alias, holds = _where(services, name)
+    assert alias == holds != "1"
     document = channels.read(services.store, name, "production")
     # Each wish was granted or superseded.
     assert len(document.history) == 3
@@ -343,10 +343,10 @@ def test_a_refused_release_is_marked_and_its_wish_ends(
     assert (end.outcome, end.why, end.who) == ("refused", "too slow", "ann")
 
 
-def _refuse(services: Services, wished: channels.Channel, reason: str) -> None:
-    assert wished.wish is not None
-    document = services.store.get_release(wished.name, wished.wish.version)
-    promotion.refuse(services, document, "production", wished.wish.id, who="ann", reason=reason)
+def _refuse(services: Services, waiting: channels.Channel, reason: str) -> None:
+    assert waiting.wish is not None
+    document = services.store.get_release(waiting.name, waiting.wish.version)
+    promotion.refuse(services, document, "production", waiting.wish.id, who="ann", reason=reason)
 
 
 def test_a_release_that_passes_is_no_longer_marked_as_refused(
@@ -375,23 +375,27 @@ def _policies(sections: Any) -> dict[str, Policy]:
 
 @pytest.mark.parametrize("sections", [{}, {"production": {}}, {"staging": {}}])
 def test_a_release_meets_the_channels_policy_whatever_it_says(sections: Any) -> None:
-    found = _find_policy(USED.model_copy(update={"policy": STRICT}), sections)
-    assert (found.policy, found.adoption) == (STRICT, None)
-    assert found.proposal == (Policy() if sections == {"production": {}} else None)
+    effective = _find_policy(USED.model_copy(update={"policy": STRICT}), sections)
+    assert (effective.policy, effective.adoption) == (STRICT, None)
+    assert effective.proposal == (Policy() if sections == {"production": {}} else None)
 
 
 def test_a_channel_without_a_policy_takes_the_first_that_is_proposed() -> None:
     sections = {"production": {"after": "staging", "approval": "required"}}
-    found = _find_policy(NEW, sections)
-    assert (found.policy, found.proposal) == (STRICT, None)
-    assert found.adoption is not None
-    assert (found.adoption.who, found.adoption.why, found.adoption.after) == ("ann", "proposed by m 2", STRICT)
+    first = _find_policy(NEW, sections)
+    assert (first.policy, first.proposal) == (STRICT, None)
+    assert first.adoption is not None
+    assert (first.adoption.who, first.adoption.why, first.adoption.after) == (
+        "ann",
+        "proposed by m 2",
+        STRICT,
+    )
     # A channel of an older tvmflow has the policy of the release that it holds.
     for proposal in ({}, {"production": {}}):
-        found = _find_policy(USED, proposal, sections)
-        assert found.policy == STRICT
-        assert found.adoption is not None
-        assert found.adoption.why == "proposed by m 1"
+        first = _find_policy(USED, proposal, sections)
+        assert first.policy == STRICT
+        assert first.adoption is not None
+        assert first.adoption.why == "proposed by m 1"
     assert _find_policy(USED, {}, {}) == promotion.EffectivePolicy(Policy())
 
 

@@ -105,7 +105,7 @@ def test_on_another_architecture_the_compilers_and_hosts_change_places(become: B
 
 
 @pytest.mark.parametrize(
-    ("arch", "features", "tvm", "needed"),
+    ("arch", "features", "tvm", "extensions"),
     [
         ("x86_64", set(), x86("x86-64"), set()),
         ("x86_64", V2 | {"avx2"}, x86("x86-64-v2"), V2),
@@ -124,12 +124,12 @@ def test_on_another_architecture_the_compilers_and_hosts_change_places(become: B
     ],
 )
 def test_native_is_the_highest_level_and_every_extension_of_this_machine(
-    become: Become, arch: str, features: set[str], tvm: dict[str, Any], needed: set[str]
+    become: Become, arch: str, features: set[str], tvm: dict[str, Any], extensions: set[str]
 ) -> None:
     become(arch, features)
     target = resolve("native")
     assert (target.name, target.tvm, target.arch) == ("native", tvm, arch)
-    assert target.features == tuple(sorted(needed))
+    assert target.features == tuple(sorted(extensions))
     assert target.cross_compiler is None
     assert missing_features(target.features) == ()
 

@@ -172,9 +172,9 @@ def test_a_trusted_key_that_is_none_is_refused_with_its_file(runner: Runner, bun
 
 
 def test_installed_it_needs_nothing_but_its_own_folder(runner: Runner, bundle: Path, tmp_path: Path) -> None:
-    built = Path(runner.command[0]).parent
+    source = Path(runner.command[0]).parent
     cmake = str(shutil.which("cmake"))
-    subprocess.run([cmake, "--install", str(built), "--prefix", str(tmp_path)], check=True, capture_output=True)
+    subprocess.run([cmake, "--install", str(source), "--prefix", str(tmp_path)], check=True, capture_output=True)
     installed = dataclasses.replace(runner, command=(str(tmp_path / "tvmflow-run"),))
     process = installed(bundle, env={"LD_DEBUG": "libs", "LD_DEBUG_OUTPUT": str(tmp_path / "loaded")})
     (log,) = tmp_path.glob("loaded.*")

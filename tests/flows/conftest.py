@@ -73,8 +73,8 @@ class Machine:
         """Run `tvmflow` with these arguments to its end."""
         if self.commands is not None:
             words = list(map(str, arguments))
-            done = self.commands.run(words, self.environment, self.home.parent, LIMIT_SECONDS)
-            return CommandResult(done.returncode, done.stdout, done.stderr)
+            reply = self.commands.run(words, self.environment, self.home.parent, LIMIT_SECONDS)
+            return CommandResult(reply.returncode, reply.stdout, reply.stderr)
         with self.start(*arguments) as process:
             return self.finish(process)
 

@@ -94,18 +94,18 @@ def test_an_unknown_setting(fresh_machine: Any, tmp_path: Path, make: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("factory", "said"),
+    ("factory", "reason"),
     [
         ("raising", "RuntimeError: no such checkpoint"),
         pytest.param("Branching", "ONNX", marks=pytest.mark.long),
     ],
 )
 def test_a_factory_whose_model_cannot_be_exported(
-    machine: Any, tmp_path: Path, make: Any, factory: str, said: str
+    machine: Any, tmp_path: Path, make: Any, factory: str, reason: str
 ) -> None:
     sentence = _refused(machine, make.file(tmp_path, model={"factory": f"faulty:{factory}"}, inputs=_INPUTS))
     assert f"faulty:{factory}" in sentence
-    assert said in sentence
+    assert reason in sentence
 
 
 def test_a_corrupt_onnx_file(machine: Any, tmp_path: Path, make: Any) -> None:
@@ -139,7 +139,7 @@ def test_held_out_data_that_does_not_fit(machine: Any, tmp_path: Path, make: Any
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "reason"),
     [
         ("llvm -mcpu=pentium9", "'pentium9'"),
         pytest.param("llvm -mtriple=riscv64-linux-gnu", "'riscv64'", marks=pytest.mark.long),
@@ -147,9 +147,9 @@ def test_held_out_data_that_does_not_fit(machine: Any, tmp_path: Path, make: Any
     ],
 )
 def test_a_target_that_this_tvm_cannot_build(
-    fresh_machine: Any, tmp_path: Path, make: Any, target: object, said: str
+    fresh_machine: Any, tmp_path: Path, make: Any, target: object, reason: str
 ) -> None:
-    assert said in _refused(fresh_machine, make.file(tmp_path, targets=[target]), code=2)
+    assert reason in _refused(fresh_machine, make.file(tmp_path, targets=[target]), code=2)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,12 @@ def test_a_target_whose_compiler_is_not_installed(
 
 
 def _with_s3(machine: Any, endpoint: str | None, key: str | None) -> Any:
-    said = {"TVMFLOW_S3_ENDPOINT": endpoint, "TVMFLOW_S3_ACCESS_KEY": key, "TVMFLOW_S3_SECRET_KEY": "not-the-secret"}
-    return replace(machine, settings={**machine.settings, **said})
+    settings = {
+        "TVMFLOW_S3_ENDPOINT": endpoint,
+        "TVMFLOW_S3_ACCESS_KEY": key,
+        "TVMFLOW_S3_SECRET_KEY": "not-the-secret",
+    }
+    return replace(machine, settings={**machine.settings, **settings})
 
 
 def test_an_s3_endpoint_that_is_down(machine: Any, tmp_path: Path, make: Any) -> None:

@@ -131,7 +131,7 @@ def test_servers_that_refuse_connections_are_known_as_away() -> None:
 @contextmanager
 def listening(address: str) -> Iterator[Callable[[], bool]]:
     """Break off every connection to an address, as a server that is being started does; yield whether there was one."""
-    asked = threading.Event()
+    requests = threading.Event()
     with socket.create_server(("127.0.0.1", urlsplit(address).port or 0)) as server:
 
         def break_off() -> None:
@@ -139,12 +139,12 @@ def listening(address: str) -> Iterator[Callable[[], bool]]:
                 while True:
                     connection, _ = server.accept()
                     connection.close()
-                    asked.set()
+                    requests.set()
 
         thread = threading.Thread(target=break_off)
         thread.start()
         try:
-            yield asked.is_set
+            yield requests.is_set
         finally:
             server.shutdown(socket.SHUT_RDWR)
             thread.join()
@@ -323,8 +323,8 @@ def test_logs_of_a_failed_run_are_kept_in_mlflow_and_the_error_says_where(contex
         fail(context, error, {log.name: "the linker is missing", "other-build.log": "of another release"})
     assert str(log) not in str(caught.value)
     run = str(caught.value).split()[-1]
-    kept = context.registry.fetch_artifact(run, f"logs/{log.name}", context.folder)
-    assert kept.read_text() == "the linker is missing"
+    logs = context.registry.fetch_artifact(run, f"logs/{log.name}", context.folder)
+    assert logs.read_text() == "the linker is missing"
     for name in (old.name, "other-build.log"):
         assert context.registry.fetch_artifact(run, f"logs/{name}", context.folder) is None
     ended = MlflowClient(context.registry.config.tracking_uri).get_run(run)

@@ -89,29 +89,36 @@ class Shipped:
     public_key: Path
     file: Path
 
-    def promote(self, version: str, channel: str, *, settings: dict[str, str] | None = None, **said: Any) -> Any:
-        job = {"name": "tiny", "version": version, "channel": channel, "who": "ann", "settings": settings or {}, **said}
+    def promote(self, version: str, channel: str, *, settings: dict[str, str] | None = None, **options: Any) -> Any:
+        job = {
+            "name": "tiny",
+            "version": version,
+            "channel": channel,
+            "who": "ann",
+            "settings": settings or {},
+            **options,
+        }
         assert self.session.stdin is not None
         assert self.session.stdout is not None
         self.session.stdin.write(json.dumps(job) + "\n")
         self.session.stdin.flush()
         return json.loads(self.session.stdout.readline())
 
-    def promoted(self, version: str, channel: str, **said: Any) -> dict[str, Any]:
-        done = self.promote(version, channel, **said)
-        assert "refused" not in done, done["refused"]
-        return dict(done)
+    def promoted(self, version: str, channel: str, **options: Any) -> dict[str, Any]:
+        outcome = self.promote(version, channel, **options)
+        assert "refused" not in outcome, outcome["refused"]
+        return dict(outcome)
 
-    def refused(self, version: str, channel: str, **said: Any) -> str:
+    def refused(self, version: str, channel: str, **options: Any) -> str:
         """The sentence of a promotion that is refused."""
-        done = self.promote(version, channel, **said)
-        assert done.get("code") == 3, done
-        return str(done["refused"])
+        outcome = self.promote(version, channel, **options)
+        assert outcome.get("code") == 3, outcome
+        return str(outcome["refused"])
 
     def held(self, channel: str) -> tuple[str | None, str | None]:
         """The version that the channel's pointer is at, and the one that the alias is at."""
-        found = self.machine.channel("tiny", channel)
-        pointer = None if found is None else found.version
+        document = self.machine.channel("tiny", channel)
+        pointer = None if document is None else document.version
         alias = self.machine.mlflow.get_registered_model("tiny").aliases.get(channel)
         return pointer, None if alias is None else str(alias)
 
@@ -182,13 +189,13 @@ def test_the_list_shows_which_channels_hold_a_release(shipped: Shipped) -> None:
 
 
 def test_a_promotion_moves_alias_and_channel_and_is_kept_with_its_figures(shipped: Shipped) -> None:
-    done = shipped.promoted("1", "after-staging", why="a first try")
-    assert (done["moved"], done["from_version"], done["status"]) == (True, None, "moved")
+    outcome = shipped.promoted("1", "after-staging", why="a first try")
+    assert (outcome["moved"], outcome["from_version"], outcome["status"]) == (True, None, "moved")
     assert shipped.held("after-staging") == ("1", "1")
     (move,) = shipped.machine.channel("tiny", "after-staging").moves
     assert (move.who, move.from_version, move.to_version, move.why) == ("ann", None, "1", "a first try")
     ((run, verdict),) = shipped.verdicts("after-staging")
-    assert run.info.run_id == done["mlflow_run_id"]
+    assert run.info.run_id == outcome["mlflow_run_id"]
     assert run.info.status == "FINISHED"
     assert {key: run.data.tags[f"tvmflow.{key}"] for key in ("name", "version", "verdict", "moved")} == {
         "name": "tiny", "version": "1", "verdict": "passed", "moved": "true",
@@ -390,8 +397,8 @@ def test_a_channel_for_signed_releases_takes_those_of_a_trusted_key(shipped: Shi
     signing = {**trusting, "TVMFLOW_SIGNING_KEY": str(shipped.public_key.with_suffix(""))}
     assert "The release tiny 1 is not signed" in shipped.refused("1", "signed", settings=signing)
     assert "The release tiny 1 is not signed" in shipped.refused("1", "wary", settings=signing)
-    done = shipped.promoted("2", "signed", settings=signing)
-    sentences = [check["told"] for check in done["checks"]]
+    outcome = shipped.promoted("2", "signed", settings=signing)
+    sentences = [check["told"] for check in outcome["checks"]]
     assert "a trusted key has signed the statement on tiny 2" in sentences
     assert any("is signed with a trusted key" in sentence for sentence in sentences)
     assert shipped.held("signed") == ("2", "2")
@@ -424,8 +431,8 @@ def test_a_rollback_is_one_command_and_history_tells_it(shipped: Shipped) -> Non
     result = shipped.machine.run("rollback", "tiny", "--channel", "back", "--why", "it is slow", "--json")
     assert (result.code, result.document["version"], result.document["from_version"]) == (0, "1", "2")
     assert shipped.held("back") == ("1", "1")
-    shown = shipped.machine.run("history", "tiny", "--channel", "back").stdout.splitlines()
-    moves = [line.split() for line in shown if line.strip().startswith("20") and "refused" not in line]
+    history = shipped.machine.run("history", "tiny", "--channel", "back").stdout.splitlines()
+    moves = [line.split() for line in history if line.strip().startswith("20") and "refused" not in line]
     assert [words[2:5] for words in moves] == [["-", "1", "ann"], ["1", "2", "ann"], ["2", "1", PERSON]]
     assert " ".join(moves[2][5:]) == "rollback: it is slow"
     last = shipped.machine.run("rollback", "tiny", "--channel", "back")

@@ -42,10 +42,10 @@ def _ask(machine: Any, channel: str) -> dict[str, Any]:
     assert result.code == 0, result.stderr
     assert (result.document["status"], result.document["moved"]) == ("waiting", False)
     assert _work(machine, result.document["flow_run_id"]) == "PAUSED"
-    found = _waiting(machine, channel)
-    assert found is not None
-    assert found["run"] == result.document["flow_run_id"]
-    return found
+    requests = _waiting(machine, channel)
+    assert requests is not None
+    assert requests["run"] == result.document["flow_run_id"]
+    return requests
 
 
 def _waiting(machine: Any, channel: str) -> dict[str, Any] | None:
@@ -56,8 +56,8 @@ def _waiting(machine: Any, channel: str) -> dict[str, Any] | None:
 
 def _held(machine: Any, channel: str) -> tuple[str | None, str | None]:
     """The versions of pointer and alias."""
-    found = machine.channel("tiny", channel)
-    pointer = None if found is None else found.version
+    requests = machine.channel("tiny", channel)
+    pointer = None if requests is None else requests.version
     alias = machine.mlflow.get_registered_model("tiny").aliases.get(channel)
     return pointer, None if alias is None else str(alias)
 

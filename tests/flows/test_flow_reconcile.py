@@ -47,8 +47,8 @@ def house(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("reconciled")
     model = make.onnx(folder)
     file = make.file(folder, name="reconciled", model={"mlflow": "models:/net@candidate"}, channels={"staging": {}})
-    known = replace(machine, settings={**machine.settings, "TVMFLOW_MODELS": json.dumps([str(file)])})
-    assert known.versions("net") == []  # which makes the registry's file as tvmflow does
+    own = replace(machine, settings={**machine.settings, "TVMFLOW_MODELS": json.dumps([str(file)])})
+    assert own.versions("net") == []  # which makes the registry's file as tvmflow does
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{machine.home}/mlflow/mlflow.db")
         patch.chdir(folder)
@@ -57,7 +57,7 @@ def house(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> 
             mlflow.onnx.log_model(
                 onnx.load(model), name="graph", registered_model_name="net", pip_requirements=["onnx"]
             )
-    return House(known, file)
+    return House(own, file)
 
 
 def test_an_installation_without_release_files_is_reported(machine: Any) -> None:
@@ -67,20 +67,20 @@ def test_an_installation_without_release_files_is_reported(machine: Any) -> None
 
 
 @pytest.fixture(scope="module")
-def found(house: House) -> list[Findings]:
+def findings(house: House) -> list[Findings]:
     """What is found before and after wishes: two source versions to release, then a release to promote."""
-    client, found = house.machine.mlflow, [house.reconcile()]
+    client, findings = house.machine.mlflow, [house.reconcile()]
     client.set_registered_model_alias("net", "candidate", "1")
-    found.append(house.reconcile())
+    findings.append(house.reconcile())
     # The same weights under another version are another wish.
     client.set_registered_model_alias("net", "candidate", "2")
     client.set_registered_model_alias("reconciled", "staging", "1")
-    found.append(house.reconcile())
-    return [*found, house.reconcile()]
+    findings.append(house.reconcile())
+    return [*findings, house.reconcile()]
 
 
-def test_what_aliases_ask_for_is_done_once(house: House, found: list[Findings]) -> None:
-    assert found == [
+def test_what_aliases_ask_for_is_done_once(house: House, findings: list[Findings]) -> None:
+    assert findings == [
         [],
         [("net@candidate", "1", "ran")],
         [("reconciled@staging", "1", "ran"), ("net@candidate", "2", "ran")],
@@ -89,7 +89,7 @@ def test_what_aliases_ask_for_is_done_once(house: House, found: list[Findings]) 
     assert house.channel() is not None
 
 
-def test_a_release_says_which_source_version_it_is_of(house: House, found: list[Findings]) -> None:
+def test_a_release_says_which_source_version_it_is_of(house: House, findings: list[Findings]) -> None:
     assert [item["provenance"]["source"] for item in house.machine.releases("reconciled")] == ["net/1", "net/2"]
     client = house.machine.mlflow
     experiment = client.get_experiment_by_name("tvmflow").experiment_id
@@ -98,7 +98,7 @@ def test_a_release_says_which_source_version_it_is_of(house: House, found: list[
 
 
 @pytest.mark.long
-def test_aliases_that_cannot_be_followed_are_put_back(house: House, found: list[Findings]) -> None:
+def test_aliases_that_cannot_be_followed_are_put_back(house: House, findings: list[Findings]) -> None:
     client = house.machine.mlflow
     client.delete_registered_model_alias("reconciled", "staging")
     assert house.reconcile() == [("reconciled@staging", "1", "alias set")]
@@ -115,7 +115,7 @@ def test_aliases_that_cannot_be_followed_are_put_back(house: House, found: list[
     assert house.reconcile() == [("reconciled@staging-wanted", "1", "alias deleted")]
 
 
-def test_a_wish_that_nobody_works_on_is_taken_up(house: House, found: list[Findings]) -> None:
+def test_a_wish_that_nobody_works_on_is_taken_up(house: House, findings: list[Findings]) -> None:
     client = house.machine.mlflow
     client.delete_model_version_tag("reconciled", "2", "tvmflow.refused.staging")
     with open_store(Settings(home=house.machine.home)) as store:
@@ -125,7 +125,9 @@ def test_a_wish_that_nobody_works_on_is_taken_up(house: House, found: list[Findi
     assert house.reconcile() == []
 
 
-def test_an_asking_alias_is_granted_without_the_channels_own_moving_before(house: House, found: list[Findings]) -> None:
+def test_an_asking_alias_is_granted_without_the_channels_own_moving_before(
+    house: House, findings: list[Findings]
+) -> None:
     client = house.machine.mlflow
     client.set_registered_model_alias("reconciled", "staging-wanted", "1")
     assert house.reconcile() == [("reconciled@staging-wanted", "1", "ran")]
@@ -134,7 +136,7 @@ def test_an_asking_alias_is_granted_without_the_channels_own_moving_before(house
     assert aliases == {"staging": "1"}
 
 
-def test_the_statement_on_a_channel_is_renewed_in_time(house: House, found: list[Findings], tmp_path: Path) -> None:
+def test_the_statement_on_a_channel_is_renewed_in_time(house: House, findings: list[Findings], tmp_path: Path) -> None:
     keygen(tmp_path / "key")
     signing = Settings(home=house.machine.home, signing_key=tmp_path / "key", statement_days=10)
     with open_store(signing) as store:

@@ -55,8 +55,8 @@ np.savez(
 @pytest.fixture(scope="module")
 def target(digits: Any) -> dict[str, Any]:
     """The one target of the first release."""
-    (found,) = digits.first.document["targets"]
-    return dict(found)
+    (entry,) = digits.first.document["targets"]
+    return dict(entry)
 
 
 @pytest.fixture(scope="module")

@@ -26,13 +26,13 @@ def _refuse(digits: Any, file: Path) -> tuple[str, dict[str, Any], Any]:
     """Release a file that must be refused; the sentence, the kept verdict and the run."""
     client = digits.machine.mlflow
     before = _published(digits)
-    known = {run.info.run_id for run in _runs(client)}
+    earlier = {run.info.run_id for run in _runs(client)}
     result = digits.machine.release(file)
     assert result.code == 3, result.stderr
     assert result.document["error"]["type"] == "VerdictError"
     assert _published(digits) == before
     (run,) = [
-        run for run in _runs(client) if run.info.run_id not in known and "mlflow.parentRunId" not in run.data.tags
+        run for run in _runs(client) if run.info.run_id not in earlier and "mlflow.parentRunId" not in run.data.tags
     ]
     assert run.data.tags["tvmflow.verdict"] == "refused"
     assert run.info.run_id in result.sentence

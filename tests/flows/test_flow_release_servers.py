@@ -21,7 +21,7 @@ def moto() -> Iterator[ReleaseStore]:
 
 
 def _with_store(machine: Any, config: StoreConfig, **settings: str) -> Any:
-    said = {
+    environment = {
         "TVMFLOW_S3_ENDPOINT": config.endpoint,
         "TVMFLOW_S3_BUCKET": config.bucket,
         "TVMFLOW_S3_PREFIX": config.prefix,
@@ -29,14 +29,14 @@ def _with_store(machine: Any, config: StoreConfig, **settings: str) -> Any:
         "TVMFLOW_S3_SECRET_KEY": config.secret_key,
         "TVMFLOW_S3_SINGLE_WRITER": "false" if config.lock is None else "true",
     }
-    return replace(machine, settings={**machine.settings, **said, **settings})
+    return replace(machine, settings={**machine.settings, **environment, **settings})
 
 
 @pytest.fixture(scope="module")
 def served(machine: Any, moto: ReleaseStore, mlflow_server: str) -> Any:
     """A machine whose settings name an S3 server, an MLflow server and a Prefect server."""
-    named = _with_store(machine, moto.config)
-    return replace(named, settings={**named.settings, "TVMFLOW_MLFLOW_TRACKING_URI": mlflow_server})
+    other = _with_store(machine, moto.config)
+    return replace(other, settings={**other.settings, "TVMFLOW_MLFLOW_TRACKING_URI": mlflow_server})
 
 
 def test_a_release_goes_to_the_servers_that_settings_name(

@@ -86,10 +86,10 @@ def _registered(machine: Any, folder: Path) -> None:
 def _run(folder: Path, program: str, environment: dict[str, str]) -> None:
     (folder / "make.py").write_text(program)
     command = [sys.executable, str(folder / "make.py"), str(folder)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=300
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize(

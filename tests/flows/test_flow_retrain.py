@@ -169,8 +169,8 @@ def test_a_worse_model_leaves_production_alone_and_says_why(story: Story) -> Non
     assert champion == story.better.document["evaluation"]["challenger"] > challenger
     assert (verdict.champion, verdict.champion_metric, verdict.challenger) == ("2", champion, challenger)
     assert (verdict.why, verdict.arguments) == ("bad labels", {"steps": 200, "noise": 1.0})
-    for told in (f"{champion:.4f}", f"{challenger:.4f}", "points 2", "production", run.info.run_id):
-        assert told in story.worse.sentence
+    for part in (f"{champion:.4f}", f"{challenger:.4f}", "points 2", "production", run.info.run_id):
+        assert part in story.worse.sentence
     assert run.data.tags["tvmflow.reason"] in story.worse.sentence
 
 
@@ -202,8 +202,8 @@ def test_a_file_that_cannot_be_retrained_is_one_sentence(machine: Any, make: Any
     assert "validate.task" in result.sentence
 
 
-@pytest.mark.parametrize("given", ["epochs", "=3", "a b=1"])
-def test_an_argument_that_is_no_pair_is_refused(machine: Any, given: str) -> None:
-    result = machine.run("retrain", "release.yaml", "--set", given)
+@pytest.mark.parametrize("argument", ["epochs", "=3", "a b=1"])
+def test_an_argument_that_is_no_pair_is_refused(machine: Any, argument: str) -> None:
+    result = machine.run("retrain", "release.yaml", "--set", argument)
     assert result.code == 2
     assert "KEY=VALUE" in result.stderr

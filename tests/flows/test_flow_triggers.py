@@ -40,9 +40,9 @@ class House:
 
     def runs(self, deployment: str, tag: str) -> list[dict[str, Any]]:
         """The flow runs of a deployment with a tag."""
-        found = self.ask("flow_runs/filter", {"flow_runs": {"tags": {"all_": [tag]}}})
-        named = requests.get(f"{self.api}/deployments/name/{deployment}", timeout=30).json()
-        return [run for run in found if run["deployment_id"] == named["id"]]
+        runs = self.ask("flow_runs/filter", {"flow_runs": {"tags": {"all_": [tag]}}})
+        document = requests.get(f"{self.api}/deployments/name/{deployment}", timeout=30).json()
+        return [run for run in runs if run["deployment_id"] == document["id"]]
 
     def awaited(self, deployment: str, tag: str) -> list[dict[str, Any]]:
         """The same, once there is one."""
@@ -82,7 +82,7 @@ def house(
         "TVMFLOW_WEBHOOK_SECRET": SECRET,
         "PREFECT_HOME": str(folder / "prefect"),
     }
-    known = replace(machine, settings=settings)
+    own = replace(machine, settings=settings)
     webhooks = {
         "MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY": "MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=",
         "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
@@ -96,12 +96,12 @@ def house(
         return serving(start, port, "/health", folder / "receiver.log", settings)
 
     with mlflow_server(folder, port=mlflow_port, **webhooks):
-        client = known.mlflow
+        client = own.mlflow
         for name in ("graph", "house"):
             client.create_registered_model(name)
             for _ in range(3):
                 client.create_model_version(name, "s3://nothing/there")
-        yield House(known, prefect_server, client, f"http://127.0.0.1:{port}", receiving)
+        yield House(own, prefect_server, client, f"http://127.0.0.1:{port}", receiving)
 
 
 @pytest.fixture(scope="module")
@@ -195,10 +195,10 @@ def test_pools_of_containers_run_the_image_that_is_named(house: House, deployed:
         "from flows.pools import ensure_pool\n"
         f"assert ensure_pool('{kind}', '{kind}', 'tvmflow:1')\n"
     )
-    made = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], env=house.machine.environment, capture_output=True, text=True, check=False
     )
-    assert made.returncode == 0, made.stderr
+    assert process.returncode == 0, process.stderr
     pool = requests.get(f"{house.api}/work_pools/{kind}", timeout=30).json()
     assert pool["type"] == kind
     assert pool["base_job_template"]["variables"]["properties"]["image"]["default"] == "tvmflow:1"
@@ -212,8 +212,8 @@ def test_an_alias_that_is_set_in_mlflow_starts_the_release_once(house: House, de
         house.client.set_registered_model_alias("graph", "other", "1")
         house.client.set_registered_model_alias("house", "production", "2")
         (run,) = house.awaited("promote/house", "promote:production/2")
-    wanted = {"name": "house", "version": "2", "channel": "production"}
-    assert {key: run["parameters"][key] for key in wanted} == wanted
+    parameters = {"name": "house", "version": "2", "channel": "production"}
+    assert {key: run["parameters"][key] for key in parameters} == parameters
     assert len(house.runs("release/house", "source:graph/1")) == 1
 
 
@@ -283,9 +283,9 @@ def test_prefect_takes_a_project_file_as_the_documentation_has_it(
     (tmp_path / "prefect.yaml").write_text(text)
     environment = {**house.machine.environment, "PREFECT_API_URL": house.api}
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     retune = requests.get(f"{house.api}/deployments/name/retune/digits-at-noon", timeout=30).json()
     assert retune["parameters"] == {"file": "/srv/models/digits/release.yaml", "minutes": 5}

@@ -142,12 +142,12 @@ def cluster(
     with prefect_server(folder, services=True, **database) as api:
         shared = shared_settings(api, s3, folder)
         store = ReleaseStore(replace(s3.config, prefix="workers"))
-        made = Cluster(api, store, folder, replace(machine, home=folder / "nobody", settings=shared))
+        created = Cluster(api, store, folder, replace(machine, home=folder / "nobody", settings=shared))
         for pool in ("first", "second", "idle", "bare"):
-            made.ask("/work_pools/", name=pool, type="process")
+            created.ask("/work_pools/", name=pool, type="process")
         with temporary_settings({PREFECT_API_URL: api}):
             register([], "first", ["first", "second", "idle"])
-        yield made
+        yield created
 
 
 @pytest.fixture(scope="module")
@@ -419,9 +419,9 @@ def test_a_workspace_is_not_shared_through_a_store_that_no_other_machine_reaches
         open_workspace(settings(), s3)
 
 
-def settings(**said: Any) -> Settings:
+def settings(**fields: Any) -> Settings:
     """Settings of a machine that shares its workspace, whatever the environment says."""
-    return Settings.model_construct(**{**Settings.model_construct().__dict__, "shared_workspace": True, **said})
+    return Settings.model_construct(**{**Settings.model_construct().__dict__, "shared_workspace": True, **fields})
 
 
 def logs(home: Path) -> set[str]:

@@ -66,8 +66,8 @@ def test_the_inference_service_says_what_kserve_reads() -> None:
     (document,) = read("inferenceservice.yaml")
     assert (document["apiVersion"], document["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
     assert set(document["spec"]) == {"predictor"}
-    named = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": document["metadata"]}
-    kubernetes_validate.validate(named, VERSIONS[-1], strict=True)
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": document["metadata"]}
+    kubernetes_validate.validate(config_map, VERSIONS[-1], strict=True)
     assert {key: type(value) for key, value in predictor().items() if key in PREDICTOR} == PREDICTOR
     # The metrics that V1beta1 knows without an autoScaling section.
     assert predictor()["scaleMetric"] in {"cpu", "memory", "concurrency", "rps"}

@@ -37,11 +37,11 @@ def _starts(program: Path) -> bool:
 
 
 def _run(*command: str | Path, folder: Path) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=540, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 @pytest.fixture(scope="module")

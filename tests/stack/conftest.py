@@ -65,8 +65,8 @@ class Machine:
     def run(self, *arguments: str | Path) -> CommandResult:
         """Run `tvmflow` with these arguments to its end."""
         words = list(map(str, arguments))
-        done = self.commands.run(words, self.environment, self.folder, LIMIT_SECONDS)
-        return CommandResult(done.returncode, done.stdout, done.stderr)
+        process = self.commands.run(words, self.environment, self.folder, LIMIT_SECONDS)
+        return CommandResult(process.returncode, process.stdout, process.stderr)
 
     def up(self, *arguments: str | Path) -> CommandResult:
         """Run `tvmflow up --json` with this machine's ports."""
@@ -113,11 +113,11 @@ class Machine:
     @contextmanager
     def often(self, deployment: str) -> Iterator[Callable[[], list[Document]]]:
         """Have a deployment's only schedule start runs every ten seconds; yield what lists the completed ones."""
-        known = self.prefect(f"deployments/name/{deployment}")
-        (schedule,) = known["schedules"]
-        place = f"deployments/{known['id']}/schedules/{schedule['id']}"
+        response = self.prefect(f"deployments/name/{deployment}")
+        (schedule,) = response["schedules"]
+        place = f"deployments/{response['id']}/schedules/{schedule['id']}"
         query = {
-            "deployments": {"id": {"any_": [known["id"]]}},
+            "deployments": {"id": {"any_": [response["id"]]}},
             "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}},
         }
 

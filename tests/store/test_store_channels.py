@@ -64,13 +64,13 @@ def local_store(local: StoreConfig) -> ReleaseStore:
 
 
 def test_a_granted_wish_moves_the_channel_and_is_in_its_history(store: ReleaseStore) -> None:
-    wished = _wish(store, "1", "ann", "first")
-    assert wished.version is None
-    assert wished.wish is not None
-    assert (wished.wish.version, wished.wish.who, wished.wish.why) == ("1", "ann", "first")
-    assert _find(store) == wished
-    first = _grant(store, wished)
-    assert (first.version, first.wish, first.moves[-1].id) == ("1", None, wished.wish.id)
+    document = _wish(store, "1", "ann", "first")
+    assert document.version is None
+    assert document.wish is not None
+    assert (document.wish.version, document.wish.who, document.wish.why) == ("1", "ann", "first")
+    assert _find(store) == document
+    first = _grant(store, document)
+    assert (first.version, first.wish, first.moves[-1].id) == ("1", None, document.wish.id)
     second = _move(store, "2", "bert")
     assert channels.read(store, "resnet", "production") == second
     moves = [(move.who, move.from_version, move.to_version, move.why) for move in second.moves]
@@ -125,40 +125,40 @@ def test_a_wish_of_a_known_id_is_made_once(store: ReleaseStore) -> None:
     newer = _wish(store, "2", id="run-2")
     # The run of the older wish goes on after a suspension: its wish has ended and does not come back.
     assert _wish(store, "1", id="run-1") == newer
-    granted = _grant(store, newer)
-    assert _wish(store, "2", id="run-2") == granted
+    after = _grant(store, newer)
+    assert _wish(store, "2", id="run-2") == after
 
 
 def test_a_grant_is_made_once(store: ReleaseStore) -> None:
-    wished = _wish(store, "1")
-    granted = _grant(store, wished)
-    assert _grant(store, wished) == granted
+    document = _wish(store, "1")
+    after = _grant(store, document)
+    assert _grant(store, document) == after
 
 
 @pytest.mark.parametrize("outcome", ["refused", "withdrawn"])
 def test_a_wish_that_is_not_granted_ends_with_who_and_why(store: ReleaseStore, outcome: Any) -> None:
-    wished = _wish(store, "1")
-    assert wished.wish is not None
-    number = wished.wish.id
+    document = _wish(store, "1")
+    assert document.wish is not None
+    number = document.wish.id
     ended = channels.end_wish(store, "resnet", "production", number, outcome, who="gate", why="too slow")
     (end,) = ended.history
     assert isinstance(end, WishEnd)
     assert (end.version, end.outcome, end.who, end.why, end.id) == ("1", outcome, "gate", "too slow", number)
     assert (ended.version, ended.wish) == (None, None)
     assert channels.end_wish(store, "resnet", "production", number, outcome, who="gate", why="again") == ended
-    assert _grant(store, wished) == ended
+    assert _grant(store, document) == ended
 
 
 def test_a_rollback_supersedes_an_open_wish(store: ReleaseStore) -> None:
     _move(store, "1")
     before = _move(store, "2")
-    wished = _wish(store, "3")
+    document = _wish(store, "3")
     back = channels.roll_back(store, before, "1", who="bert", why="slow")
     assert (back.version, back.wish, back.moves[-1].rollback) == ("1", None, True)
-    after = _grant(store, wished)
+    after = _grant(store, document)
     assert after == back
-    assert wished.wish is not None
-    end = after.find_end(wished.wish.id)
+    assert document.wish is not None
+    end = after.find_end(document.wish.id)
     assert isinstance(end, WishEnd)
     assert "the rollback to 1 of bert" in end.why
     with pytest.raises(StoreError, match=r"was expected at 2, but bert moved it to 1 at .* \(slow\)"):
@@ -181,28 +181,28 @@ def test_a_policy_is_kept_with_who_changed_it_and_why(store: ReleaseStore) -> No
 
 def test_a_policy_that_changes_while_a_release_is_checked_stops_its_move(store: ReleaseStore) -> None:
     channels.set_policy(store, "resnet", "production", OPEN, who="ann", why="")
-    wished = _wish(store, "1")
+    document = _wish(store, "1")
     channels.set_policy(store, "resnet", "production", Policy(signature="required"), who="bert", why="")
     with pytest.raises(StoreError, match=r"policy of resnet@production has changed while 1 was checked"):
-        _grant(store, wished)
-    assert (_find(store).version, _find(store).wish) == (None, wished.wish)
+        _grant(store, document)
+    assert (_find(store).version, _find(store).wish) == (None, document.wish)
 
 
 def test_a_channel_adopts_its_first_policy_with_a_move(store: ReleaseStore) -> None:
     proposed = Policy(after="staging")
     adoption = channels.make_policy_change(None, proposed, who="ann", why="proposed by resnet 1")
-    granted = _grant(store, _wish(store, "1"), proposed, adoption=adoption)
-    assert granted.policy == proposed
-    assert [event.kind for event in granted.history] == ["policy", "move"]
+    after = _grant(store, _wish(store, "1"), proposed, adoption=adoption)
+    assert after.policy == proposed
+    assert [event.kind for event in after.history] == ["policy", "move"]
 
 
 def test_the_alias_is_marked_for_the_version_that_the_channel_holds(store: ReleaseStore) -> None:
     moved = _move(store, "1")
     assert moved.shown is None
     assert channels.mark_shown(store, "resnet", "production", "2") == moved
-    shown = channels.mark_shown(store, "resnet", "production", "1")
-    assert shown.shown == "1"
-    assert channels.mark_shown(store, "resnet", "production", "1") == shown
+    after = channels.mark_shown(store, "resnet", "production", "1")
+    assert after.shown == "1"
+    assert channels.mark_shown(store, "resnet", "production", "1") == after
     assert _move(store, "2").shown == "1"
 
 
@@ -271,10 +271,10 @@ def test_of_several_who_wish_at_once_one_is_last_and_all_others_are_superseded(s
         list(pool.map(wish, versions))
     last = _find(store)
     assert last.wish is None
-    granted = [move.to_version for move in last.moves]
+    after = [move.to_version for move in last.moves]
     superseded = [event.version for event in last.history if isinstance(event, WishEnd)]
-    assert sorted([*granted, *superseded]) == versions
-    assert last.version == granted[-1]
+    assert sorted([*after, *superseded]) == versions
+    assert last.version == after[-1]
 
 
 COUNT_UP = """

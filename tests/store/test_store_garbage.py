@@ -77,11 +77,11 @@ def test_what_nobody_needs_goes_and_every_other_release_stays_whole(
     channels.wish(store, "resnet", "staging", "5", who="ann", why="")
     store.put_blob(*write_file(b"of a release that was never published"))
     store.objects.put("records/x/run.jsonl", b"{}", "writing tuning records")
-    named = Garbage(store, NEWEST, lambda model: ["7"])
+    garbage = Garbage(store, NEWEST, lambda model: ["7"])
 
-    planned = named.find()
+    planned = garbage.find()
     assert store.list_versions("resnet") == [*"123456789"]  # nothing goes in a dry run
-    assert named.collect("ann") == planned
+    assert garbage.collect("ann") == planned
     assert {piece.kind: sum(item.kind == piece.kind for item in planned) for piece in planned} == {
         "releases": 4,
         "blobs": 5,
@@ -93,7 +93,7 @@ def test_what_nobody_needs_goes_and_every_other_release_stays_whole(
     blobs = {entry.key.rpartition("/")[2] for entry in store.objects.list_objects("blobs/")}
     assert blobs == {*(digests[version] for version in "34579"), hashlib.sha256(b"weights").hexdigest()}
     assert store.objects.get("records/x/run.jsonl") == b"{}"
-    assert named.collect("ann") == []
+    assert garbage.collect("ann") == []
 
 
 def test_a_channel_keeps_what_its_rollbacks_return_to(store: ReleaseStore, publish: Callable[[str], str]) -> None:
@@ -185,8 +185,8 @@ def test_who_has_lost_its_lease_while_it_sent_blobs_writes_no_document(
     release = make_release("resnet", "1", make_target(sha256=digest, size=6))
 
     def lose_lease(count: int) -> None:
-        found = json.loads(store.objects.get("leases/resnet.json") or b"")
-        content = json.dumps({**found, "number": found["number"] + 1, "is_held": False}).encode()
+        lease = json.loads(store.objects.get("leases/resnet.json") or b"")
+        content = json.dumps({**lease, "number": lease["number"] + 1, "is_held": False}).encode()
         store.objects.put("leases/resnet.json", content, "taking the lease")
 
     with (
@@ -272,22 +272,22 @@ def test_a_wish_during_the_sweep_keeps_its_release_or_ends(
         def list_kept(each: ReleaseStore, name: str, versions: Any) -> set[str]:
             if moment == "before":
                 wish()
-            kept = list_kept_versions(each, name, versions)
+            versions_to_keep = list_kept_versions(each, name, versions)
             if moment == "after":
                 wish()
-            return kept
+            return versions_to_keep
 
         monkeypatch.setattr(garbage, "_list_kept_versions", list_kept)
         Garbage(store, NEWEST, never).collect("ann")
-        (made,) = wishes
+        (only_wish,) = wishes
         document = None
         if moment == "before":
-            document = made.result()
+            document = only_wish.result()
             assert document.wish.version == "1"
             store.verify_release("resnet", "1")
         else:
             with pytest.raises(StoreError, match="There is no release resnet 1"):
-                made.result()
+                only_wish.result()
             document = channels.read(store, "resnet", "production")
             assert document.wish is None
             assert document.history[-1].outcome == "withdrawn"

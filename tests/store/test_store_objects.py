@@ -74,12 +74,12 @@ def test_of_several_who_write_at_once_exactly_one_succeeds_each_time(objects: Ob
         start.wait()
         wins = int(objects.create("n", b"0 %d" % writer))
         while True:
-            found = objects.read("n")
-            assert found is not None
-            number = int(found.content.split()[0])
+            entry = objects.read("n")
+            assert entry is not None
+            number = int(entry.content.split()[0])
             if number == 12:
                 return wins
-            wins += objects.replace("n", b"%d %d" % (number + 1, writer), found.tag)
+            wins += objects.replace("n", b"%d %d" % (number + 1, writer), entry.tag)
 
     with ThreadPoolExecutor(writers) as pool:
         assert sum(pool.map(count_up, range(writers))) == 13

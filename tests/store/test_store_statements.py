@@ -203,7 +203,7 @@ def host(local: StoreConfig, key: Path, tmp_path: Path) -> ReleaseStore:
 
 
 @pytest.fixture
-def held(host: ReleaseStore, release: Release, trust: Trust, key: Path) -> Channel:
+def production(host: ReleaseStore, release: Release, trust: Trust, key: Path) -> Channel:
     """The channel resnet@production, which holds 2 after 1."""
     trust(key)
     for version in ("1", "2"):
@@ -223,20 +223,20 @@ def plant(store: ReleaseStore, **changes: object) -> None:
     store.objects.put(place, json.dumps({**document, **changes}).encode(), "planting a channel")
 
 
-def test_a_signed_channel_is_followed(host: ReleaseStore, held: Channel, key: Path) -> None:
-    assert held.statement is not None
-    assert held.statement.signer == public_key(key)
+def test_a_signed_channel_is_followed(host: ReleaseStore, production: Channel, key: Path) -> None:
+    assert production.statement is not None
+    assert production.statement.signer == public_key(key)
     assert read_version(host) == "2"
 
 
 def test_a_wish_and_its_end_need_no_key(
-    host: ReleaseStore, held: Channel, local: StoreConfig, release: Release
+    host: ReleaseStore, production: Channel, local: StoreConfig, release: Release
 ) -> None:
     release(host, "3")
-    wished = channels.wish(ReleaseStore(local), "resnet", "production", "3", who="bert", why="newer")
-    assert wished.wish is not None
+    document = channels.wish(ReleaseStore(local), "resnet", "production", "3", who="bert", why="newer")
+    assert document.wish is not None
     channels.end_wish(
-        ReleaseStore(local), "resnet", "production", wished.wish.id, "withdrawn", who="bert", why="no longer"
+        ReleaseStore(local), "resnet", "production", document.wish.id, "withdrawn", who="bert", why="no longer"
     )
     assert read_version(host) == "2"
 
@@ -256,19 +256,19 @@ def test_an_unsigned_channel_is_refused_until_it_is_signed(
 
 
 def test_a_channel_that_demands_a_signature_is_not_moved_without_a_key(
-    host: ReleaseStore, held: Channel, local: StoreConfig, monkeypatch: pytest.MonkeyPatch
+    host: ReleaseStore, production: Channel, local: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
         with pytest.raises(StatementError, match="no key to sign its change: set TVMFLOW_SIGNING_KEY"):
-            channels.roll_back(ReleaseStore(local), held, "1", who="bert", why="test")
+            channels.roll_back(ReleaseStore(local), production, "1", who="bert", why="test")
         # The channel is signed, also for a machine that trusts nobody.
         monkeypatch.delenv("TVMFLOW_TRUSTED_KEYS", raising=False)
-    assert channels.find(host, "resnet", "production") == held
+    assert channels.find(host, "resnet", "production") == production
 
 
 @pytest.mark.parametrize("change", ["version", "policy", "held"])
-def test_an_altered_channel_is_refused_and_not_signed(host: ReleaseStore, held: Channel, change: str) -> None:
-    history = json.loads(held.model_dump_json())["history"]
+def test_an_altered_channel_is_refused_and_not_signed(host: ReleaseStore, production: Channel, change: str) -> None:
+    history = json.loads(production.model_dump_json())["history"]
     changes: dict[str, object] = {"policy": Policy(by_hand="refuse").model_dump(mode="json")}
     if change == "version":
         changes = {"version": "1", "history": history[:1]}
@@ -281,7 +281,7 @@ def test_an_altered_channel_is_refused_and_not_signed(host: ReleaseStore, held: 
         channels.set_policy(host, "resnet", "production", Policy(approval="required"), who="ann", why="test")
 
 
-def test_a_channel_with_the_statement_of_another_is_refused(host: ReleaseStore, held: Channel) -> None:
+def test_a_channel_with_the_statement_of_another_is_refused(host: ReleaseStore, production: Channel) -> None:
     staging = move_channel(host, "resnet", "staging", "1")
     assert staging.statement is not None
     plant(host, statement=staging.statement.model_dump(mode="json"))
@@ -289,7 +289,7 @@ def test_a_channel_with_the_statement_of_another_is_refused(host: ReleaseStore, 
         read_version(host)
 
 
-def test_the_statement_on_a_release_is_not_one_on_a_channel(host: ReleaseStore, held: Channel) -> None:
+def test_the_statement_on_a_release_is_not_one_on_a_channel(host: ReleaseStore, production: Channel) -> None:
     envelope = host.read_statement("resnet", "2")
     assert envelope is not None
     plant(host, statement=envelope.model_dump(mode="json"))
@@ -298,11 +298,11 @@ def test_the_statement_on_a_release_is_not_one_on_a_channel(host: ReleaseStore, 
 
 
 def test_an_older_channel_is_refused_by_a_host_that_has_seen_the_newer(
-    host: ReleaseStore, held: Channel, local: StoreConfig, tmp_path: Path
+    host: ReleaseStore, production: Channel, local: StoreConfig, tmp_path: Path
 ) -> None:
     place = channel_key("resnet", "production")
     older = host.objects.get(place) or b""
-    channels.roll_back(host, held, "1", who="ann", why="test")
+    channels.roll_back(host, production, "1", who="ann", why="test")
     assert read_version(host) == "1"
     host.objects.put(place, older, "planting a channel")
     with pytest.raises(
@@ -310,19 +310,21 @@ def test_an_older_channel_is_refused_by_a_host_that_has_seen_the_newer(
     ):
         read_version(ReleaseStore(replace(local, memory=tmp_path / "seen")))
     with pytest.raises(StatementError, match=r"^The channel resnet@production has number 4"):
-        channels.roll_back(host, held, "1", who="ann", why="test")
+        channels.roll_back(host, production, "1", who="ann", why="test")
     # Another host has not seen the newer one: the statement's expiry bounds for how long it may be misled.
     assert read_version(ReleaseStore(local)) == "2"
 
 
-def test_a_channel_that_was_emptied_is_refused_by_a_host_that_has_seen_it(host: ReleaseStore, held: Channel) -> None:
+def test_a_channel_that_was_emptied_is_refused_by_a_host_that_has_seen_it(
+    host: ReleaseStore, production: Channel
+) -> None:
     assert read_version(host) == "2"
     host.objects.delete(channel_key("resnet", "production"), "removing a channel")
     with pytest.raises(StatementError, match=r"^The channel resnet@production is empty, and this host has seen it in"):
         move_channel(host, "resnet", "production", "1")
 
 
-def test_an_expired_channel_is_refused_until_it_is_signed_again(host: ReleaseStore, held: Channel) -> None:
+def test_an_expired_channel_is_refused_until_it_is_signed_again(host: ReleaseStore, production: Channel) -> None:
     past = ReleaseStore(replace(host.config, statement_days=-1.0))
     channels.sign_channel(past, "resnet", "production")
     with pytest.raises(StatementError, match=r"^The channel resnet@production has a statement that expired at 20"):
@@ -333,13 +335,13 @@ def test_an_expired_channel_is_refused_until_it_is_signed_again(host: ReleaseSto
     assert read_version(host) == "2"
 
 
-def test_a_statement_is_renewed_when_half_of_its_time_is_over(host: ReleaseStore, held: Channel) -> None:
+def test_a_statement_is_renewed_when_half_of_its_time_is_over(host: ReleaseStore, production: Channel) -> None:
     assert not channels.renew_statement(host, "resnet", "production")
     channels.sign_channel(ReleaseStore(replace(host.config, statement_days=14.0)), "resnet", "production")
     assert channels.renew_statement(host, "resnet", "production")
     renewed = channels.find(host, "resnet", "production")
-    assert renewed.number == held.number + 2
-    assert renewed.signed_content == held.signed_content
+    assert renewed.number == production.number + 2
+    assert renewed.signed_content == production.signed_content
     assert not channels.renew_statement(host, "resnet", "production")
 
 
@@ -401,7 +403,7 @@ def test_a_machine_that_trusts_nobody_does_not_sign_the_channel_of_another_key(
 
 
 def test_nothing_is_renewed_without_a_key_or_a_statement(
-    host: ReleaseStore, held: Channel, local: StoreConfig, release: Release, monkeypatch: pytest.MonkeyPatch
+    host: ReleaseStore, production: Channel, local: StoreConfig, release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not channels.renew_statement(ReleaseStore(local), "resnet", "production")
     monkeypatch.delenv("TVMFLOW_TRUSTED_KEYS")
@@ -410,7 +412,7 @@ def test_nothing_is_renewed_without_a_key_or_a_statement(
 
 
 def test_a_channel_whose_release_was_signed_again_with_other_content_is_refused(
-    host: ReleaseStore, held: Channel, key: Path
+    host: ReleaseStore, production: Channel, key: Path
 ) -> None:
     place = release_key("resnet", "2")
     document = json.loads(host.objects.get(place) or b"")
@@ -439,10 +441,10 @@ def test_the_number_that_a_host_has_seen_only_grows(tmp_path: Path) -> None:
     assert [path.name for path in highest.path.parent.iterdir() if path.suffix != ".lock"] == ["production"]  # type: ignore[union-attr]
 
 
-def test_a_damaged_number_is_not_taken_for_none(host: ReleaseStore, held: Channel, tmp_path: Path) -> None:
+def test_a_damaged_number_is_not_taken_for_none(host: ReleaseStore, production: Channel, tmp_path: Path) -> None:
     assert read_version(host) == "2"
-    (kept,) = (path for path in (tmp_path / "seen").rglob("production"))
-    kept.write_text("")
+    (file_of_number,) = (path for path in (tmp_path / "seen").rglob("production"))
+    file_of_number.write_text("")
     with pytest.raises(StatementError, match="does not hold the number of a channel"):
         read_version(host)
 
@@ -483,5 +485,5 @@ def test_openssl_finds_the_signature_of_a_statement_right(
     (tmp_path / "signed").write_bytes(f"DSSEv1 {len(kind)} {kind} {len(payload)} ".encode() + payload)
     arguments = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", f"{key}.pub", "-rawin"]
     arguments += ["-in", str(tmp_path / "signed"), "-sigfile", str(tmp_path / "signature")]
-    done = subprocess.run(arguments, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "Signature Verified Successfully")
+    process = subprocess.run(arguments, capture_output=True, text=True)
+    assert (process.returncode, process.stdout.strip()) == (0, "Signature Verified Successfully")

@@ -37,18 +37,18 @@ class Preferring(Choices):
         return options.get(self.option, first)
 
 
-def rule_counts(built: CompiledModel) -> Counter[str]:
+def rule_counts(model: CompiledModel) -> Counter[str]:
     """How many functions of a built model each schedule rule scheduled, by the rule's name."""
-    return Counter(rule for _, rule in built.schedules)
+    return Counter(rule for _, rule in model.schedules)
 
 
-def run_in_memory(built: CompiledModel, feeds: Sequence[Sequence[Array]]) -> list[list[Array]]:
+def run_in_memory(model: CompiledModel, feeds: Sequence[Sequence[Array]]) -> list[list[Array]]:
     """Return the outputs for each of `feeds`, the inputs in order, of a library that is neither linked nor exported."""
     import tvm
     from tvm import relax
 
-    main = relax.VirtualMachine(built.executable, tvm.cpu())["main"]
-    results = [main(*(tvm.runtime.tensor(array) for array in (*feed, *built.params.values()))) for feed in feeds]
+    main = relax.VirtualMachine(model.executable, tvm.cpu())["main"]
+    results = [main(*(tvm.runtime.tensor(array) for array in (*feed, *model.params.values()))) for feed in feeds]
     return [[item.numpy() for item in ([result] if hasattr(result, "numpy") else result)] for result in results]
 
 
@@ -67,16 +67,16 @@ def assert_same_as_onnxruntime(
     import onnxruntime
 
     imported = import_onnx(path)
-    built = build(imported, target, options, choices=choices)
+    model = build(imported, target, options, choices=choices)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    outputs = run_in_memory(built, [[feed[item.name] for item in imported.inputs] for feed in feeds])
+    outputs = run_in_memory(model, [[feed[item.name] for item in imported.inputs] for feed in feeds])
     for feed, actual in zip(feeds, outputs, strict=True):
         expected = session.run(None, dict(feed))
         for output, ours, theirs in zip(imported.outputs, actual, expected, strict=True):
             assert ours.shape == theirs.shape, output.name
             scale = float(np.abs(theirs).max(initial=0.0)) or 1.0
             np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=1e-5 * scale, err_msg=output.name)
-    return built
+    return model
 
 
 def assert_all_same_as_onnxruntime(

@@ -9,7 +9,7 @@ def move_channel(
     store: ReleaseStore, name: str, channel: str, version: str, *, who: str = "ann", why: str = "test"
 ) -> Channel:
     """Ask for a version and grant it, whatever the policy; return the channel."""
-    wished = channels.wish(store, name, channel, version, who=who, why=why)
-    if wished.wish is None:
-        return wished
-    return channels.grant(store, name, channel, wished.wish.id, why=why, policy=wished.policy or Policy())
+    document = channels.wish(store, name, channel, version, who=who, why=why)
+    if document.wish is None:
+        return document
+    return channels.grant(store, name, channel, document.wish.id, why=why, policy=document.policy or Policy())

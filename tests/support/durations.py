@@ -187,11 +187,11 @@ def merge(records: Iterable[Path]) -> Record:
         for item in record["fixtures"]:
             fixtures[item["fixture"]].append(item)
     old = recorded()
-    kept = {name: cost for name, cost in old["tests"].items() if file_of(name) not in seconds}
+    others = {name: cost for name, cost in old["tests"].items() if file_of(name) not in seconds}
     files = {**old["files"], **{name: round(value, 1) for name, value in seconds.items()}}
     return {
         "files": {name: files[name] for name in sorted(files) if (ROOT / name).exists()},
-        "tests": dict(sorted({**kept, **_noteworthy(tests)}.items())),
+        "tests": dict(sorted({**others, **_noteworthy(tests)}.items())),
         "fixtures": dict(sorted({**old["fixtures"], **_noteworthy(fixtures)}.items())),
     }
 

@@ -74,8 +74,8 @@ def _parameters(func: "PrimFunc", sizes: Mapping[str, int]) -> list[dict[str, An
     import tvm_ffi
     from tvm import sym, tirx
 
-    written: list[Any] = []
-    tvm_ffi.structural_walk(func.body, (tirx.BufferStore, lambda store: written.append(store.buffer)))
+    buffers: list[Any] = []
+    tvm_ffi.structural_walk(func.body, (tirx.BufferStore, lambda store: buffers.append(store.buffer)))
 
     def size(dim: Any) -> int:
         values: dict[Any, Any] = {}
@@ -90,7 +90,7 @@ def _parameters(func: "PrimFunc", sizes: Mapping[str, int]) -> list[dict[str, An
         {
             "shape": [size(dim) for dim in parameter.shape],
             "dtype": str(parameter.dtype),
-            "written": parameter.same_as(last) or any(parameter.same_as(buffer) for buffer in written),
+            "written": parameter.same_as(last) or any(parameter.same_as(buffer) for buffer in buffers),
         }
         for parameter in func.params
     ]

@@ -70,9 +70,9 @@ DOCUMENT = json.loads(MEMBERS[0][1])
 
 def flipped(data: bytes, chance: random.Random, start: int = 0, stop: int | None = None) -> bytes:
     """The data with one bit flipped, between two places."""
-    changed = bytearray(data)
-    changed[chance.randrange(start, stop or len(data))] ^= 1 << chance.randrange(8)
-    return bytes(changed)
+    damage = bytearray(data)
+    damage[chance.randrange(start, stop or len(data))] ^= 1 << chance.randrange(8)
+    return bytes(damage)
 
 
 def flipped_byte(chance: random.Random) -> bytes:
@@ -163,8 +163,8 @@ def member_content(chance: random.Random) -> bytes:
     parts = list(MEMBERS)
     place = chance.randrange(1, len(parts))
     name, content = parts[place][0].name, parts[place][1]
-    changed = chance.choice([flipped(content, chance), content[:-1], content + b"\0", b"", content[::-1]])
-    parts[place] = plain(name, changed)
+    damage = chance.choice([flipped(content, chance), content[:-1], content + b"\0", b"", content[::-1]])
+    parts[place] = plain(name, damage)
     return compressed(archive(parts))
 
 

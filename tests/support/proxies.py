@@ -40,14 +40,14 @@ def watching(endpoint: str, expected: bytes) -> Iterator[tuple[str, threading.Ev
 
     Requests and responses pass unchanged.
     """
-    seen = threading.Event()
+    event = threading.Event()
 
     def on_bytes(die: Callable[[], None]) -> bool:
-        seen.set()
+        event.set()
         return True
 
     with _proxy(endpoint, expected, on_bytes) as address:
-        yield address, seen
+        yield address, event
 
 
 @contextmanager

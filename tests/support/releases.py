@@ -31,7 +31,7 @@ def make_target(
     target: str = "native", sha256: str = "0" * 64, size: int = 8, *, metric: float | None = None, **fields: Any
 ) -> ReleaseTarget:
     """A target with a bundle of this digest, validated with a task metric, for any machine of this architecture."""
-    made = ReleaseTarget(
+    target_entry = ReleaseTarget(
         target=target,
         tvm_target={"kind": "llvm"},
         arch=host().arch,
@@ -41,7 +41,7 @@ def make_target(
         measurements=None,
         tuning=None,
     )
-    return made.model_copy(update=fields)
+    return target_entry.model_copy(update=fields)
 
 
 def describe_bundle(path: Path, target: str | None = None) -> ReleaseTarget:

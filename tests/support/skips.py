@@ -72,4 +72,4 @@ def refuse_skip(report: Any) -> None:
 def packages_to_install(reports: Iterable[Any]) -> list[str]:
     """The Debian packages for want of which tests were skipped."""
     reasons = (_ABSENT.fullmatch(reason_of(report)) for report in reports)
-    return sorted({package for found in reasons if found for package in found["packages"].split()})
+    return sorted({package for match in reasons if match for package in match["packages"].split()})

@@ -35,8 +35,8 @@ def compile_by_steps(document: Mapping[str, Any], folder: Path, state: Path) -> 
         exported = export(runner, ExportJob.of(spec, find_original(spec, workspace))).result
         imported = relax_import(runner, ImportJob.of(spec, exported)).result
         tuned = tune(runner, TuneJob.of(spec, imported, target)).result
-        built = build(runner, BuildJob.of(spec, imported, tuned, target)).result
-        job = PackageJob.of(spec, workspace, exported, imported, tuned, built, target, signer=None)
+        model = build(runner, BuildJob.of(spec, imported, tuned, target)).result
+        job = PackageJob.of(spec, workspace, exported, imported, tuned, model, target, signer=None)
         return workspace.path(package(runner, job, None).result.bundle)
 
 

@@ -24,18 +24,18 @@ def workspace(tmp_path: Path) -> Workspace:
 @pytest.fixture
 def user_code(tmp_path: Path) -> Iterator[Callable[[str], str]]:
     """Writes a module of the user's and returns its name, which no other test uses."""
-    written: list[str] = []
+    names: list[str] = []
 
     def write(text: str) -> str:
-        name = f"user_{tmp_path.name}_{len(written)}"
+        name = f"user_{tmp_path.name}_{len(names)}"
         (tmp_path / f"{name}.py").write_text(text)
-        written.append(name)
+        names.append(name)
         return name
 
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(tmp_path))
         yield write
-    for name in written:
+    for name in names:
         sys.modules.pop(name, None)
 
 

@@ -57,14 +57,14 @@ def failures(result: BenchmarkResult, tmp_path: Path) -> Callable[..., list[str]
 
 
 def test_the_figures_are_over_all_rounds() -> None:
-    measured = _bundle_alone(_turn(1, 2, 3, load=0.5, peak=10), _turn(4, 5, 6, load=0.1, peak=30))
-    assert measured.latency_ms.mean == pytest.approx(3.5)
-    assert measured.latency_ms.p50 == pytest.approx(3.5)
-    assert measured.latency_ms.min == pytest.approx(1.0)
-    assert measured.latency_ms.throughput == pytest.approx(1e3 / 3.5)
-    assert measured.total_seconds == pytest.approx(21e-3)
-    assert measured.load_seconds == pytest.approx(0.3)
-    assert (measured.peak_memory, measured.size) == (30, _SIZE["tvm"])
+    figures = _bundle_alone(_turn(1, 2, 3, load=0.5, peak=10), _turn(4, 5, 6, load=0.1, peak=30))
+    assert figures.latency_ms.mean == pytest.approx(3.5)
+    assert figures.latency_ms.p50 == pytest.approx(3.5)
+    assert figures.latency_ms.min == pytest.approx(1.0)
+    assert figures.latency_ms.throughput == pytest.approx(1e3 / 3.5)
+    assert figures.total_seconds == pytest.approx(21e-3)
+    assert figures.load_seconds == pytest.approx(0.3)
+    assert (figures.peak_memory, figures.size) == (30, _SIZE["tvm"])
 
 
 @pytest.mark.parametrize(("runs", "has_p90", "has_p99"), [(63, False, False), (64, True, False), (662, True, True)])
@@ -93,16 +93,16 @@ def test_gates_that_are_kept_or_not_set_say_nothing(failures: Callable[..., list
 
 
 @pytest.mark.parametrize(
-    ("gate", "bound", "said"),
+    ("gate", "bound", "reason"),
     [
         ("max_latency_ms", 1.5, "p50 latency in ms is 2, gate max_latency_ms allows 1.5"),
         ("max_bundle_mb", 1.9, "bundle size in MB is 2, gate max_bundle_mb allows 1.9"),
     ],
 )
 def test_a_gate_that_is_not_kept_is_reported_with_both_figures(
-    failures: Callable[..., list[str]], gate: str, bound: float, said: str
+    failures: Callable[..., list[str]], gate: str, bound: float, reason: str
 ) -> None:
-    assert failures(**{gate: bound}) == [f"target 'x86-64-v2': {said}"]
+    assert failures(**{gate: bound}) == [f"target 'x86-64-v2': {reason}"]
 
 
 def test_a_ratio_is_refused_with_its_interval(failures: Callable[..., list[str]]) -> None:

@@ -165,7 +165,7 @@ def test_what_is_no_onnx_file_is_refused(tmp_path: Path, content: bytes) -> None
 
 
 @pytest.mark.parametrize(
-    ("factory", "said"),
+    ("factory", "reason"),
     [("return 3", "returned a int, not a torch.nn.Module"), ("raise OSError('gone')", "raised OSError: gone")],
 )
 def test_a_factory_that_gives_no_module_is_refused(
@@ -173,11 +173,11 @@ def test_a_factory_that_gives_no_module_is_refused(
     user_code: Callable[[str], str],
     tmp_path: Path,
     factory: str,
-    said: str,
+    reason: str,
 ) -> None:
     name = user_code(f"def create():\n    {factory}\n")
     spec = parse({"name": "exported", "model": {"factory": f"{name}:create"}, "inputs": [_X]}, tmp_path)
-    with pytest.raises(ExportError, match=said):
+    with pytest.raises(ExportError, match=reason):
         export_spec(spec)
 
 
@@ -192,9 +192,9 @@ def test_free_dimensions_without_a_name_are_called_after_input_and_axis(tmp_path
         )
     )
     onnx.save(model, tmp_path / "model.onnx")
-    read = read_onnx(tmp_path / "model.onnx")
-    assert described_by(read)[0].shape == ("in_put_0", "in_put_1", "in_put_2", "in_put_3", "time", "p2o_Size_1", 3)
-    assert read.graph.output[0].type.tensor_type.shape.dim[5].dim_param == "p2o_Size_1"
+    entries = read_onnx(tmp_path / "model.onnx")
+    assert described_by(entries)[0].shape == ("in_put_0", "in_put_1", "in_put_2", "in_put_3", "time", "p2o_Size_1", 3)
+    assert entries.graph.output[0].type.tensor_type.shape.dim[5].dim_param == "p2o_Size_1"
 
 
 def test_unnamed_dimensions_of_two_inputs_get_two_names_that_no_other_dimension_has(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ def release(version: str, *metrics: float | None, p50: float | None = None) -> R
     return make_release("m", version, *targets)
 
 
-def judged(new: Release, held: Release | None, destination: Channel = NEW, **gates: float) -> Check:
+def judged(new: Release, current: Release | None, destination: Channel = NEW, **gates: float) -> Check:
     """The one gate's check of a release on its way to production."""
     policy = EffectivePolicy(Policy.model_validate({"gates": gates}))
-    job = GateJob(release=new, destination=destination, policy=policy, current=held)
+    job = GateJob(release=new, destination=destination, policy=policy, current=current)
     (check,) = check_figures(job)
     return check
 
@@ -69,15 +69,17 @@ def test_answers_to_other_questions_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "destination", "why"),
+    ("current", "destination", "why"),
     [
         (None, NEW, "production holds nothing"),
         (None, HELD, "1, which production holds, is gone from the store"),
         (release("1", None), HELD, "1 on production has none"),
     ],
 )
-def test_without_anything_to_compare_with_a_drop_passes_and_says_so(held: Any, destination: Channel, why: str) -> None:
-    check = judged(release("2", 0.1), held, destination, max_metric_drop=0.0)
+def test_without_anything_to_compare_with_a_drop_passes_and_says_so(
+    current: Any, destination: Channel, why: str
+) -> None:
+    check = judged(release("2", 0.1), current, destination, max_metric_drop=0.0)
     assert check.passed
     assert check.message == f"there is no task metric to compare with: {why}"
 
@@ -105,10 +107,10 @@ FIGURES = [
 ]
 
 
-@pytest.mark.parametrize(("gate", "kept", "missed", "end"), FIGURES)
-def test_a_figure_is_that_of_the_release(gate: str, kept: float, missed: float, end: str) -> None:
-    assert judged(release("2", None, p50=3.0), None, **{gate: kept}).passed
-    check = judged(release("2", None, p50=3.0), None, **{gate: missed})
+@pytest.mark.parametrize(("gate", "enough", "short", "end"), FIGURES)
+def test_a_figure_is_that_of_the_release(gate: str, enough: float, short: float, end: str) -> None:
+    assert judged(release("2", None, p50=3.0), None, **{gate: enough}).passed
+    check = judged(release("2", None, p50=3.0), None, **{gate: short})
     assert not check.passed
     assert check.message.startswith("target 't0': ")
     assert check.message.endswith(end)

@@ -52,13 +52,13 @@ def test_a_child_step_runs_in_a_process_with_a_log_of_its_own_and_is_cached(runn
     # The child imports the function by the name of its module, which must be one that it can find.
     step = ChildStep("add", SumResult, add)
     add.__module__ = "test_task_step"
-    found = StepRunner(runner.workspace, "sums", Path(__file__).parent, timeout=60)
-    first = step(found, SumJob(numbers=(1, 2)))
+    own_runner = StepRunner(runner.workspace, "sums", Path(__file__).parent, timeout=60)
+    first = step(own_runner, SumJob(numbers=(1, 2)))
     assert (first.status, first.result) == ("ran", SumResult(total=3, folder=Path(__file__).parent))
-    assert step(found, SumJob(numbers=(1, 2))).status == "cached"
+    assert step(own_runner, SumJob(numbers=(1, 2))).status == "cached"
     assert (runner.workspace.folder / "logs" / "sums-add-native.log").is_file()
     with pytest.raises(InputError, match="there are no numbers"):
-        step(found, SumJob(numbers=()))
+        step(own_runner, SumJob(numbers=()))
 
 
 def test_only_what_is_in_the_key_runs_a_step_again(runner: StepRunner) -> None:
@@ -82,18 +82,18 @@ def test_a_step_that_is_not_cached_always_runs(runner: StepRunner) -> None:
 
 
 def test_events_of_a_step_have_its_name_and_its_job_s_label(runner: StepRunner) -> None:
-    heard: list[tuple[str, str, str | None]] = []
+    events: list[tuple[str, str, str | None]] = []
 
     class Listener:
         def started(self, step: str, target: str | None) -> None:
-            heard.append(("started", step, target))
+            events.append(("started", step, target))
 
         def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
-            heard.append((message, step, target))
+            events.append((message, step, target))
 
         def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
-            heard.append((status, step, target))
+            events.append((status, step, target))
 
     with reporting_to(Listener()):
         Step("add", SumResult, add_here)(runner, SumJob(numbers=(1,), target="x86-64-v3"), [])
-    assert heard == [(event, "add", "x86-64-v3") for event in ("started", "added", "ran")]
+    assert events == [(event, "add", "x86-64-v3") for event in ("started", "added", "ran")]

@@ -14,30 +14,30 @@ from tvmflow.spec import TaskMetric, Validate, parse
 _NAN, _INF = float("nan"), float("inf")
 
 
-def _pair(wanted: Any, got: Any, dtype: Any = np.float32) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {"y": np.asarray(wanted, dtype)}, {"y": np.asarray(got, dtype)}
+def _pair(expected: Any, actual: Any, dtype: Any = np.float32) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"y": np.asarray(expected, dtype)}, {"y": np.asarray(actual, dtype)}
 
 
 def test_equal_outputs_are_at_no_distance() -> None:
-    compared = _compare("pytorch", [_pair([[1, 2, 3]], [[1, 2, 3]])])
-    assert (compared.max_abs_error, compared.max_rel_error, compared.cosine) == (0.0, 0.0, 1.0)
-    assert compared.top1_agreement == 1.0
+    result = _compare("pytorch", [_pair([[1, 2, 3]], [[1, 2, 3]])])
+    assert (result.max_abs_error, result.max_rel_error, result.cosine) == (0.0, 0.0, 1.0)
+    assert result.top1_agreement == 1.0
 
 
 def test_the_worst_error_of_all_samples_and_outputs_counts() -> None:
-    wanted, got = (
+    expected, actual = (
         {"a": np.array([1.0, 10.0]), "b": np.array([0.5])},
         {"a": np.array([1.0, 10.5]), "b": np.array([0.25])},
     )
-    compared = _compare("pytorch", [_pair([1, 2], [1, 2]), (wanted, got)])
-    assert compared.max_abs_error == pytest.approx(0.5)
+    result = _compare("pytorch", [_pair([1, 2], [1, 2]), (expected, actual)])
+    assert result.max_abs_error == pytest.approx(0.5)
     # Relative to the largest value of each output: 0.5 of 10, and 0.25 of 0.5.
-    assert compared.max_rel_error == pytest.approx(0.5)
-    assert compared.samples == 2
+    assert result.max_rel_error == pytest.approx(0.5)
+    assert result.samples == 2
 
 
 @pytest.mark.parametrize(
-    ("wanted", "got", "error"),
+    ("expected", "actual", "error"),
     [
         ([_NAN, 1], [_NAN, 1], 0.0),
         ([_INF, 1], [_INF, 1], 0.0),
@@ -49,13 +49,13 @@ def test_the_worst_error_of_all_samples_and_outputs_counts() -> None:
 )
 @pytest.mark.filterwarnings("error")
 def test_values_that_are_not_finite_are_equal_or_infinitely_far_apart(
-    wanted: list[float], got: list[float], error: float
+    expected: list[float], actual: list[float], error: float
 ) -> None:
-    assert _compare("pytorch", [_pair(wanted, got)]).max_abs_error == error
+    assert _compare("pytorch", [_pair(expected, actual)]).max_abs_error == error
 
 
 @pytest.mark.parametrize(
-    ("wanted", "got", "cosine"),
+    ("expected", "actual", "cosine"),
     [
         ([0, 0], [0, 0], 1.0),
         ([0, 0], [1, 0], 0.0),
@@ -64,14 +64,14 @@ def test_values_that_are_not_finite_are_equal_or_infinitely_far_apart(
         ([1, 0], [-1, 0], -1.0),
     ],
 )
-def test_the_cosine_of_outputs(wanted: list[float], got: list[float], cosine: float) -> None:
-    assert _compare("pytorch", [_pair(wanted, got)]).cosine == pytest.approx(cosine)
+def test_the_cosine_of_outputs(expected: list[float], actual: list[float], cosine: float) -> None:
+    assert _compare("pytorch", [_pair(expected, actual)]).cosine == pytest.approx(cosine)
 
 
 def test_another_shape_is_infinitely_far_apart() -> None:
-    compared = _compare("pytorch", [_pair([[1, 2]], [[1], [2]])])
-    assert math.isinf(compared.max_abs_error)
-    assert compared.top1_agreement == 0.0
+    result = _compare("pytorch", [_pair([[1, 2]], [[1], [2]])])
+    assert math.isinf(result.max_abs_error)
+    assert result.top1_agreement == 0.0
 
 
 def test_small_integers_do_not_wrap_around() -> None:
@@ -79,8 +79,8 @@ def test_small_integers_do_not_wrap_around() -> None:
 
 
 def test_the_top_1_agreement_is_over_all_rows() -> None:
-    wanted, got = [[0, 1], [1, 0], [0, 1], [1, 0]], [[0, 1], [0, 1], [0, 1], [1, 0]]
-    assert _compare("pytorch", [_pair(wanted, got)]).top1_agreement == 0.75
+    expected, actual = [[0, 1], [1, 0], [0, 1], [1, 0]], [[0, 1], [0, 1], [0, 1], [1, 0]]
+    assert _compare("pytorch", [_pair(expected, actual)]).top1_agreement == 0.75
 
 
 def test_outputs_without_classes_have_no_top_1_agreement() -> None:
@@ -136,7 +136,7 @@ def test_samples_that_are_whole_inputs_are_run_one_by_one_and_their_outputs_stac
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("value", "part"),
     [
         (({"x": np.zeros((2, 4))}, np.zeros(3)), "input 'x' has 2 samples, there are 3 labels"),
         (({"z": np.zeros((2, 4))}, np.zeros(2)), "gives the inputs z; the model takes x"),
@@ -148,23 +148,23 @@ def test_samples_that_are_whole_inputs_are_run_one_by_one_and_their_outputs_stac
     ],
     ids=["labels", "name", "empty", "scalar", "scalar labels", "array", "nothing"],
 )
-def test_held_out_data_of_the_wrong_form_is_refused(returned: object, said: str) -> None:
-    with pytest.raises(ExportError, match=r"dataset 'data:held_out'.*" + said):
-        _dataset(returned, "data:held_out", ("x",))
+def test_held_out_data_of_the_wrong_form_is_refused(value: object, part: str) -> None:
+    with pytest.raises(ExportError, match=r"dataset 'data:held_out'.*" + part):
+        _dataset(value, "data:held_out", ("x",))
 
 
 def test_a_bound_on_the_relative_error_stands_in_the_place_of_tolerances() -> None:
     pairs = [_pair([[100.0, 0.0]], [[100.0, 1.5]])]
-    compared = _compare("onnxruntime", pairs)
-    assert _reasons(Validate(), compared, pairs)
-    assert _reasons(Validate(max_relative_error=0.02), compared, pairs) == []
-    (reason,) = _reasons(Validate(max_relative_error=0.01), compared, pairs)
+    result = _compare("onnxruntime", pairs)
+    assert _reasons(Validate(), result, pairs)
+    assert _reasons(Validate(max_relative_error=0.02), result, pairs) == []
+    (reason,) = _reasons(Validate(max_relative_error=0.01), result, pairs)
     assert "by up to 0.015 of its largest value, beyond max_relative_error 0.01" in reason
 
 
-@pytest.mark.parametrize("got", [[[_NAN, 1.0]], [[_INF, 1.0]], [[2.0, 1.0, 3.0]]])
-def test_no_relative_error_allows_what_is_no_number_or_has_another_shape(got: Any) -> None:
-    pairs = [_pair([[2.0, 1.0]], got)]
+@pytest.mark.parametrize("actual", [[[_NAN, 1.0]], [[_INF, 1.0]], [[2.0, 1.0, 3.0]]])
+def test_no_relative_error_allows_what_is_no_number_or_has_another_shape(actual: Any) -> None:
+    pairs = [_pair([[2.0, 1.0]], actual)]
     assert _reasons(Validate(max_relative_error=0.5), _compare("onnxruntime", pairs), pairs)
 
 

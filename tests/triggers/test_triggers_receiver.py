@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from mlflow.webhooks.delivery import _generate_hmac_signature
 
+from support.fuzzing import examples
 from tvmflow.errors import PrefectError
 from tvmflow.triggers import RunRequest, load
 from tvmflow.triggers.receiver import MAX_BODY, application
@@ -60,45 +61,45 @@ class Started:
 
 
 @pytest.fixture
-def started() -> Started:
+def starts() -> Started:
     return Started()
 
 
 @pytest.fixture
-def client(write: Callable[..., Path], started: Started) -> TestClient:
+def client(write: Callable[..., Path], starts: Started) -> TestClient:
     file = write("digits", channels={"production": {}})
-    return TestClient(application(SECRET, lambda: load([file]), started))
+    return TestClient(application(SECRET, lambda: load([file]), starts))
 
 
-def test_a_delivery_signed_by_mlflow_starts_the_run(client: TestClient, started: Started) -> None:
+def test_a_delivery_signed_by_mlflow_starts_the_run(client: TestClient, starts: Started) -> None:
     body, timestamp = event(), str(int(time.time()))
     signature = _generate_hmac_signature(SECRET, "one", timestamp, body.decode())
-    signed = {DELIVERY_HEADER: "one", TIMESTAMP_HEADER: timestamp, SIGNATURE_HEADER: signature}
-    answer = client.post(PATH, content=body, headers=signed)
+    signature_headers = {DELIVERY_HEADER: "one", TIMESTAMP_HEADER: timestamp, SIGNATURE_HEADER: signature}
+    answer = client.post(PATH, content=body, headers=signature_headers)
     assert answer.status_code == 202
     assert answer.json() == {"deployment": "release/digits", "flow_run": "run of mlflow-webhook-one"}
-    assert [request.deployment for request in started.runs.values()] == ["release/digits"]
+    assert [request.deployment for request in starts.runs.values()] == ["release/digits"]
 
 
-def test_a_channel_starts_a_promotion(client: TestClient, started: Started) -> None:
+def test_a_channel_starts_a_promotion(client: TestClient, starts: Started) -> None:
     body = event("digits", "production", "5")
     assert client.post(PATH, content=body, headers=headers(body)).status_code == 202
-    (request,) = started.runs.values()
+    (request,) = starts.runs.values()
     assert (request.deployment, request.parameters["version"]) == ("promote/digits", "5")
 
 
-def test_a_delivery_that_is_repeated_has_the_key_of_the_first(client: TestClient, started: Started) -> None:
+def test_a_delivery_that_is_repeated_has_the_key_of_the_first(client: TestClient, starts: Started) -> None:
     body = event()
     answers = [client.post(PATH, content=body, headers=headers(body, age=age)) for age in (2, 0)]
     assert [answer.status_code for answer in answers] == [202, 202]
     assert answers[0].json() == answers[1].json()
-    assert len(started.runs) == 1
+    assert len(starts.runs) == 1
 
 
-def test_forged_deliveries_are_refused(client: TestClient, started: Started) -> None:
+def test_forged_deliveries_are_refused(client: TestClient, starts: Started) -> None:
     body = event()
     good = headers(body)
-    forged = [
+    forgeries = [
         headers(body, secret="guessed"),
         good | {DELIVERY_HEADER: "another"},
         good | {TIMESTAMP_HEADER: str(int(time.time()) + 1)},
@@ -106,53 +107,53 @@ def test_forged_deliveries_are_refused(client: TestClient, started: Started) -> 
         {key: value for key, value in good.items() if key != SIGNATURE_HEADER},
         {},
     ]
-    assert {client.post(PATH, content=body, headers=item).status_code for item in forged} == {401}
+    assert {client.post(PATH, content=body, headers=item).status_code for item in forgeries} == {401}
     assert client.post(PATH, content=event(version="3"), headers=good).status_code == 401
-    assert not started.runs
+    assert not starts.runs
 
 
 @pytest.mark.parametrize("age", [MAX_AGE_SECONDS + 10, -MAX_AGE_SECONDS - 10])
-def test_deliveries_from_another_time_are_refused(client: TestClient, started: Started, age: int) -> None:
+def test_deliveries_from_another_time_are_refused(client: TestClient, starts: Started, age: int) -> None:
     body = event()
     assert client.post(PATH, content=body, headers=headers(body, age=age)).status_code == 401
-    assert not started.runs
+    assert not starts.runs
 
 
-def test_a_body_that_is_too_large_is_refused_unread(client: TestClient, started: Started) -> None:
+def test_a_body_that_is_too_large_is_refused_unread(client: TestClient, starts: Started) -> None:
     body = event(padding="x" * MAX_BODY)
     assert client.post(PATH, content=body, headers=headers(body)).status_code == 413
-    assert not started.runs
+    assert not starts.runs
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", event(version=2), event(version="latest"), event(name="")])
-def test_a_body_that_is_no_event_of_mlflow_is_refused(client: TestClient, started: Started, body: bytes) -> None:
+def test_a_body_that_is_no_event_of_mlflow_is_refused(client: TestClient, starts: Started, body: bytes) -> None:
     answer = client.post(PATH, content=body, headers=headers(body))
     assert answer.status_code == 422
     assert answer.json()["reason"]
-    assert not started.runs
+    assert not starts.runs
 
 
 @pytest.mark.parametrize(
     "body", [event("unknown"), event(alias="other"), event(action="deleted"), event(entity="prompt")]
 )
-def test_unmanaged_events_are_ignored(client: TestClient, started: Started, body: bytes) -> None:
+def test_unmanaged_events_are_ignored(client: TestClient, starts: Started, body: bytes) -> None:
     answer = client.post(PATH, content=body, headers=headers(body))
     assert answer.status_code == 200
     assert answer.json()["ignored"]
-    assert not started.runs
+    assert not starts.runs
 
 
-def test_mlflow_is_told_to_try_again_while_prefect_is_away(client: TestClient, started: Started) -> None:
+def test_mlflow_is_told_to_try_again_while_prefect_is_away(client: TestClient, starts: Started) -> None:
     body = event()
-    started.away = True
+    starts.away = True
     assert client.post(PATH, content=body, headers=headers(body)).status_code == 503
-    started.away = False
+    starts.away = False
     assert client.post(PATH, content=body, headers=headers(body)).status_code == 202
 
 
-def test_a_release_file_that_is_broken_for_a_while_loses_nothing(write: Callable[..., Path], started: Started) -> None:
+def test_a_release_file_that_is_broken_for_a_while_loses_nothing(write: Callable[..., Path], starts: Started) -> None:
     file = write("digits")
-    client = TestClient(application(SECRET, lambda: load([file]), started))
+    client = TestClient(application(SECRET, lambda: load([file]), starts))
     body, whole = event(), file.read_text()
     file.write_text("name: [")
     assert client.post(PATH, content=body, headers=headers(body)).status_code == 503
@@ -170,3 +171,47 @@ def test_nothing_unsigned_is_ever_read(body: bytes, delivery: str, timestamp: st
     with pytest.raises(DeliveryError) as refusal:
         read_delivery(SECRET, headers, body, time.time())
     assert refusal.value.status == 401
+
+
+_JSON = some.recursive(
+    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=8),
+    lambda values: some.lists(values, max_size=3) | some.dictionaries(some.text(max_size=8), values, max_size=3),
+    max_leaves=8,
+)
+_EVENT = json.loads(event("digits", "production"))
+_PLACES = [(key,) for key in _EVENT] + [("data", key) for key in _EVENT["data"]]
+
+
+@examples(normal=50, long=5000)
+@given(some.sampled_from(_PLACES), _JSON | some.sampled_from(["digits", "production", "created"]), some.booleans())
+def test_a_signed_event_that_was_changed_starts_its_run_or_is_answered_with_the_reason(
+    client: TestClient, starts: Started, place: tuple[str, ...], value: object, is_removed: bool
+) -> None:
+    document = json.loads(event("digits", "production"))
+    section = document["data"] if len(place) == 2 else document
+    if is_removed:
+        del section[place[-1]]
+    else:
+        section[place[-1]] = value
+    _deliver(client, starts, json.dumps(document).encode())
+
+
+@examples(normal=50, long=5000)
+@given(some.binary(max_size=200) | _JSON.map(lambda value: json.dumps(value).encode()))
+def test_any_signed_body_is_answered_with_the_reason(client: TestClient, starts: Started, body: bytes) -> None:
+    _deliver(client, starts, body)
+    assert not starts.runs
+
+
+def _deliver(client: TestClient, starts: Started, body: bytes) -> None:
+    """Deliver a signed body: its run starts, or the answer says why none does."""
+    starts.runs.clear()
+    answer = client.post(PATH, content=body, headers=headers(body))
+    if starts.runs:
+        (request,) = starts.runs.values()
+        assert answer.status_code == 202
+        assert request.deployment == "promote/digits"
+        assert request.parameters["version"].isdecimal()
+    else:
+        assert answer.status_code in (200, 422)
+        assert answer.json()["ignored" if answer.status_code == 200 else "reason"]

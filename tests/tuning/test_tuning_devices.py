@@ -38,9 +38,9 @@ TRIALS = count(normal=9, long=24)
 
 
 def build(pool: MeasurePool, func: PrimFunc) -> Library:
-    (built,) = pool.build([Candidate(tvm.ir.save_json(normalize(func)), arguments_of(func) or ())])
-    assert isinstance(built, Library)
-    return built
+    (library,) = pool.build([Candidate(tvm.ir.save_json(normalize(func)), arguments_of(func) or ())])
+    assert isinstance(library, Library)
+    return library
 
 
 def running(state: Path) -> Status:
@@ -231,14 +231,14 @@ def test_a_run_outlives_servers_sessions_and_the_tracker_and_keeps_every_record(
 
     tasks = [Task("conv", conv, 3), Task("matmul", matmul, 1)]
     budget = Budget(trials=TRIALS)
-    done = tune(tasks, native, budget, store, tuner="random", seed=1, device=device, on_progress=kill_something)
+    report = tune(tasks, native, budget, store, tuner="random", seed=1, device=device, on_progress=kill_something)
     assert len(killed) > TRIALS // 6
-    assert done.trials == TRIALS
-    assert done.tasks[0].status == "tuned"
-    assert [task.reason for task in done.tasks] == [None, None]
-    kept = {(record.key, record.trace) for record in RecordStore(store.folder).records(native)}
+    assert report.trials == TRIALS
+    assert report.tasks[0].status == "tuned"
+    assert [task.reason for task in report.tasks] == [None, None]
+    records = {(record.key, record.trace) for record in RecordStore(store.folder).records(native)}
     assert reported
-    assert reported <= kept
+    assert reported <= records
 
 
 @pytest.mark.long

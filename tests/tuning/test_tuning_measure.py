@@ -27,9 +27,9 @@ def candidate(func: PrimFunc) -> Candidate:
 
 
 def build(pool: MeasurePool, func: PrimFunc) -> Library:
-    (built,) = pool.build([candidate(func)])
-    assert isinstance(built, Library)
-    return built
+    (library,) = pool.build([candidate(func)])
+    assert isinstance(library, Library)
+    return library
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,9 @@ def test_a_candidate_that_hangs_costs_only_its_timeout(native: Target, sleeps: P
 
 def test_a_candidate_that_cannot_be_built_is_refused_with_the_reason(pool: MeasurePool, adds_one: PrimFunc) -> None:
     broken = Candidate(candidate(adds_one).func, (), '[[["GetSBlock", [], ["no such block", "main"], ["b0"]]], []]')
-    refusal, built = pool.build([broken, candidate(adds_one)])
+    refusal, library = pool.build([broken, candidate(adds_one)])
     assert isinstance(refusal, TrialError)
-    assert isinstance(built, Library)
+    assert isinstance(library, Library)
 
 
 def test_a_killed_builder_is_replaced(pool: MeasurePool, adds_one: PrimFunc) -> None:
@@ -65,7 +65,7 @@ def test_a_killed_builder_is_replaced(pool: MeasurePool, adds_one: PrimFunc) -> 
     for process in psutil.Process().children():
         if "tvmflow.tuning.worker" in process.cmdline():
             os.kill(process.pid, signal.SIGKILL)
-    assert all(isinstance(built, Library) for built in pool.build([candidate(adds_one)] * 4))
+    assert all(isinstance(library, Library) for library in pool.build([candidate(adds_one)] * 4))
 
 
 def test_a_wrong_result_is_refused(pool: MeasurePool, adds_one: PrimFunc, adds_one_but_once: PrimFunc) -> None:

@@ -153,8 +153,8 @@ def test_two_processes_writing_to_one_folder_lose_nothing(store: RecordStore, na
         for key in ("first", "second")
     ]
     assert [writer.wait(60) for writer in writers] == [0, 0]
-    written = {(record.key, record.trial) for record in store.records(native)}
-    assert written == {(key, trial) for key in ("first", "second") for trial in range(50)}
+    records = {(record.key, record.trial) for record in store.records(native)}
+    assert records == {(key, trial) for key in ("first", "second") for trial in range(50)}
 
 
 def test_a_file_that_was_copied_in_twice_counts_once(store: RecordStore, native: Target) -> None:
@@ -265,10 +265,10 @@ def test_pruning_again_and_again_while_others_write_loses_nothing(store: RecordS
     while any(writer.poll() is None for writer in writers):
         RecordStore(store.folder).prune(1000)
     assert [writer.returncode for writer in writers] == [0, 0, 0]
-    written = {(key, trial) for key in ("first", "second", "third") for trial in range(50)}
+    records = {(key, trial) for key in ("first", "second", "third") for trial in range(50)}
     for _ in range(2):
-        assert {(record.key, record.trial) for record in store.records(native)} == written
-        assert len(store.records(native)) == len(written)
+        assert {(record.key, record.trial) for record in store.records(native)} == records
+        assert len(store.records(native)) == len(records)
         store.prune(1000)
     assert len(list(store.folder.glob("*.jsonl"))) == 1
 
@@ -306,5 +306,5 @@ def test_records_that_writers_reported_before_they_were_killed_are_there(store: 
         reported[key] = {*lines, *map(int, writer.stdout.read().split())}
         writer.wait(30)
         writer.stdout.close()
-    stored = {key: {record.trial for record in store.records(native) if record.key == key} for key in writers}
-    assert all(stored[key] >= reported[key] for key in writers)
+    records = {key: {record.trial for record in store.records(native) if record.key == key} for key in writers}
+    assert all(records[key] >= reported[key] for key in writers)

@@ -72,9 +72,9 @@ def test_a_wrong_schedule_is_refused_though_it_is_the_fastest(
     # It keeps the sums in 16 bits.
     schedule = Schedule(IRModule({"main": normalize(matmul)}))
     schedule.unsafe_set_dtype(schedule.get_child_blocks(schedule.get_sblock("root"))[0], 0, "float16")
-    written = ms.database.JSONDatabase(work_dir=str(database))
-    workload = written.commit_workload(IRModule({"main": normalize(matmul)}))
-    written.commit_tuning_record(
+    source = ms.database.JSONDatabase(work_dir=str(database))
+    workload = source.commit_workload(IRModule({"main": normalize(matmul)}))
+    source.commit_tuning_record(
         ms.database.TuningRecord(schedule.trace, workload, [1e-3], tvm.target.Target(native.tvm))
     )
     counts = import_metaschedule(store, database, None)

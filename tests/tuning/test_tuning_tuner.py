@@ -306,8 +306,8 @@ def test_measurements_that_are_no_records_are_kept_within_bounds(
         measurer=GivenSeconds(rising),
     )
     assert again.trials == 4
-    kept = [entry for entry in RecordStore(store.folder).measurements(native) if isinstance(entry, Trial)]
-    assert len(kept) == 7 + 48
+    trials = [entry for entry in RecordStore(store.folder).measurements(native) if isinstance(entry, Trial)]
+    assert len(trials) == 7 + 48
 
 
 @pytest.mark.parametrize(
