@@ -21,7 +21,7 @@ from rich.table import Table
 
 from tvmflow import process
 from tvmflow.process import Emit
-from tvmflow.runtime.profile import measure_functions
+from tvmflow.runtime.profile import estimate_operations, measure_functions
 from tvmflow.target import Target
 from tvmflow.workspace import Record
 
@@ -77,7 +77,9 @@ def time_functions(model: "CompiledModel", sample: Path, repeats: int) -> Profil
     from tvm import relax
 
     lowered = tvm.ir.load_json(model.ir_json)
-    flops = {var.name_hint: _flops(func) for var, func in lowered.functions_items() if var.name_hint != "main"}
+    flops = {
+        var.name_hint: estimate_operations(func) for var, func in lowered.functions_items() if var.name_hint != "main"
+    }
     machine = relax.VirtualMachine(model.executable.jit(), tvm.cpu())
     with np.load(sample) as archive:
         inputs = [tvm.runtime.tensor(archive[name]) for name in archive.files]
@@ -97,15 +99,6 @@ def time_functions(model: "CompiledModel", sample: Path, repeats: int) -> Profil
         for item in measure_functions(machine, lambda: main(*inputs), rules, repeats)
     )
     return Profile(functions=functions, whole=whole * 1e6)
-
-
-def _flops(func: Any) -> float:
-    import tvm
-
-    try:
-        return float(tvm.s_tir.analysis.estimate_tir_flops(tvm.IRModule({"main": func})))
-    except (RuntimeError, ValueError, TypeError):
-        return 0.0  # Some loops have no count: symbolic ones, and those that only an instruction describes.
 
 
 def _timed(main: Any, inputs: list[Any]) -> float:

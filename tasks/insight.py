@@ -4,11 +4,13 @@ import base64
 import io
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tasks.export import ExportResult
+from tasks.layers import find_layers, measure_peaks
 from tasks.step import ChildStep, Job
 from tasks.validate import ReferenceResult, largest_error
 from tvmflow import samples
@@ -31,6 +33,7 @@ class InsightJob(Job):
     """A bundle that runs here, the samples, and the held-out data with the original's outputs, if there are any."""
 
     bundle: Artifact
+    onnx: Artifact
     samples: Artifact
     held_out: Artifact | None
     labels: Artifact | None
@@ -49,8 +52,8 @@ class InsightJob(Job):
         return True
 
     def cache_key(self) -> Mapping[str, Any]:
-        """Return the digests of the bundle and of the data."""
-        return self.model_dump(mode="json", include={"bundle", "samples", "held_out", "labels"})
+        """Return the digests of the bundle, of the model and of the data."""
+        return self.model_dump(mode="json", include={"bundle", "onnx", "samples", "held_out", "labels"})
 
     @classmethod
     def of(
@@ -59,6 +62,7 @@ class InsightJob(Job):
         """Return the job that looks into one bundle; `reference` is None without held-out data."""
         return cls(
             bundle=bundle,
+            onnx=exported.onnx,
             samples=exported.samples,
             held_out=None if reference is None else reference.original,
             labels=None if reference is None else reference.labels,
@@ -69,7 +73,7 @@ class InsightJob(Job):
 
 
 class Insight(report.Insight, StepResult):
-    """The slowest functions of a bundle and the samples on which it differs most."""
+    """Where a bundle spends its time, and the samples on which it differs most."""
 
 
 def work(job: InsightJob, emit: Emit) -> Insight:
@@ -78,15 +82,21 @@ def work(job: InsightJob, emit: Emit) -> Insight:
     The step calls this in a child process. Samples are run for a minute at most. Raises BundleError when the bundle
     does not run here.
     """
+    import onnx
+
     from tvmflow import runtime
-    from tvmflow.runtime.profile import measure_functions, schedule_rules
+    from tvmflow.runtime.profile import compiled_functions, group_calls, measure_calls
 
     bundle = job.workspace.path(job.bundle)
     labels = None if job.labels is None else np.load(job.workspace.path(job.labels))
     with runtime.load(bundle) as model:
         sample = model.sample[0]
-        names = schedule_rules(bundle, model.manifest)
-        times = measure_functions(model.machine, lambda: model(**sample), names, _REPEATS, model.device.sync)
+        functions = compiled_functions(bundle, model.manifest)
+        run = partial(model, **sample)
+        calls = measure_calls(model.machine, run, _REPEATS, model.device.sync)
+        times = group_calls(calls, functions)
+        layers = find_layers(model.machine, run, functions, calls, onnx.load(job.workspace.path(job.onnx)), sample)
+        peaks = measure_peaks(job.target, model.threads)
         comparisons = list(_compare(job, model, labels, emit))
     worst = sorted(comparisons, key=lambda item: -item[1])[:_SAMPLES]
     flipped = [item for item in comparisons if item[2] != item[3]]
@@ -95,6 +105,8 @@ def work(job: InsightJob, emit: Emit) -> Insight:
             FunctionTime(name=item.name, calls=item.calls, ms=item.seconds * 1e3, bytes=item.bytes)
             for item in times[:_FUNCTIONS]
         ),
+        layers=layers,
+        peaks=peaks,
         worst=tuple(_describe(item, labels) for item in worst),
         flipped=tuple(_describe(item, labels) for item in flipped[:_SAMPLES]),
         flips=len(flipped),

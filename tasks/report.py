@@ -1,6 +1,8 @@
 """Report: the page of a release, beside the release that its channel holds."""
 
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tasks.gate import GateJob, check_figures
@@ -10,6 +12,8 @@ from tvmflow import promotion
 from tvmflow.documents import narrow
 from tvmflow.release import Release
 from tvmflow.report import insight as report_insight
+from tvmflow.report.layers import times_of
+from tvmflow.report.page import read_data
 from tvmflow.report.release import make_data, write_page
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore, channels
@@ -26,7 +30,8 @@ class ReportJob(Job):
     """A release without its report, the releases before it, and the insights by target.
 
     `channel` is the one whose release, `production`, it is compared with; None where the channel holds nothing.
-    `checks` are those of the channel's gates on figures.
+    `checks` are those of the channel's gates on figures. `layers_before` are the ms of production's layers by target
+    and name, where its page has them.
     """
 
     release: Release
@@ -35,6 +40,7 @@ class ReportJob(Job):
     history: tuple[Release, ...]
     insights: dict[str, Insight]
     checks: tuple[Check, ...]
+    layers_before: dict[str, dict[str, float]]
 
     def cache_key(self) -> Mapping[str, Any]:
         """Return the release: its page stays the same when later releases and moves change the others."""
@@ -59,7 +65,18 @@ class ReportJob(Job):
             history=history,
             insights=dict(insights),
             checks=checks,
+            layers_before={} if production is None else _find_layers(store, production),
         )
+
+
+def _find_layers(store: ReleaseStore, release: Release) -> dict[str, dict[str, float]]:
+    """Return the ms of a published release's layers by target and name, of its page; {} where it has none."""
+    if release.report is None:
+        return {}
+    with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
+        path = Path(folder) / PAGE
+        store.get_blob(release.report.sha256, path)
+        return times_of(read_data(path.read_text()))
 
 
 class ReportResult(StepResult):
@@ -71,7 +88,7 @@ class ReportResult(StepResult):
 def work(job: ReportJob, runner: StepRunner) -> ReportResult:
     """Write the page of a release and return it."""
     insights = {name: narrow(report_insight.Insight, item) for name, item in job.insights.items()}
-    data = make_data(job.release, job.channel, job.production, job.history, insights, job.checks)
+    data = make_data(job.release, job.channel, job.production, job.history, insights, job.checks, job.layers_before)
     with runner.workspace.scratch() as folder:
         (folder / PAGE).write_text(write_page(data))
         return ReportResult(page=runner.workspace.keep(folder / PAGE))

@@ -68,11 +68,11 @@ def profile_work(job: ProfileJob, emit: Emit) -> Profile:
     The step calls this in a child process. Raises BundleError where the bundle does not run.
     """
     from tvmflow import runtime
-    from tvmflow.runtime.profile import MACHINE, measure_functions, schedule_rules
+    from tvmflow.runtime.profile import MACHINE, compiled_functions, measure_functions
 
     with runtime.load(job.bundle) as model:
         inputs = model.sample[0]
-        names = schedule_rules(job.bundle, model.manifest)
+        names = compiled_functions(job.bundle, model.manifest)
         times = measure_functions(model.machine, lambda: model(**inputs), names, _REPEATS, model.device.sync)
     return Profile(functions={item.name: item.seconds for item in times if item.name != MACHINE})
 

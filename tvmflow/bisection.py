@@ -15,8 +15,8 @@ from tvmflow import npz
 from tvmflow.compiler import BuildOptions, build, import_onnx
 from tvmflow.compiler.onnx import Converter
 from tvmflow.errors import TvmflowError
-from tvmflow.onnx_graph import node_name, operator_name
-from tvmflow.source import open_session, run_session
+from tvmflow.onnx_graph import names_read, node_name, operator_name
+from tvmflow.source import compute_values
 from tvmflow.target import Target
 
 Array = npt.NDArray[Any]
@@ -153,25 +153,12 @@ class _Search:
         constant = set(self._initializers)
         self._constant_nodes: set[int] = set()
         for place, node in enumerate(self.nodes):
-            if _names_read(node) <= constant:
+            if names_read(node) <= constant:
                 self._constant_nodes.add(place)
                 constant.update(node.output)
         self._constant = constant
         self._is_bad: dict[int, bool] = {}
-        self.values = self._record()
-
-    def _record(self) -> dict[str, Array]:
-        """The value of every tensor of the graph, as ONNX Runtime computes it."""
-        model = onnx.ModelProto()
-        model.CopyFrom(self._model)
-        present = set(self.graph_outputs)
-        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self.producers if name not in present)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.onnx"
-            onnx.save(model, str(path))
-            session = open_session(path)
-        values: dict[str, Any] = {**run_session(session, dict(self._inputs)), **self._inputs}
-        return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        self.values = compute_values(model, inputs)
 
     def results_of(self, place: int) -> list[str]:
         """Return the names of a node's results that are tensors."""
@@ -188,7 +175,7 @@ class _Search:
 
     def _sources(self, place: int) -> set[int]:
         """The nodes whose results a node reads."""
-        return {self.producers[name] for name in _names_read(self.nodes[place]) if name in self.producers}
+        return {self.producers[name] for name in names_read(self.nodes[place]) if name in self.producers}
 
     def first_bad(self, place: int) -> int:
         """Return the first node out of bounds among those that `place`, a node out of bounds, depends on."""
@@ -254,13 +241,13 @@ class _Search:
         are constants there too.
         """
         own_places = set(places) - self._constant_nodes
-        reads = {name for place in own_places for name in _names_read(self.nodes[place])}
+        reads = {name for place in own_places for name in names_read(self.nodes[place])}
         constants = {self.producers[name] for name in reads if self.producers.get(name) in self._constant_nodes}
         for place in [*constants, *({self.producers[name] for name in names} & self._constant_nodes)]:
             constants |= self.ancestors(place)
         nodes = [self.nodes[place] for place in sorted(own_places | constants)]
         results = {name for node in nodes for name in node.output}
-        outside = {name for node in nodes for name in _names_read(node)} - results
+        outside = {name for node in nodes for name in names_read(node)} - results
         part = onnx.ModelProto()
         part.CopyFrom(self._model)
         graph = part.graph
@@ -288,18 +275,6 @@ class _Search:
         inner = sorted((results - set(names)) & self._declared.keys() & self.values.keys())
         graph.value_info.extend(self._declared[name] for name in inner)
         return part, feeds
-
-
-def _names_read(node: onnx.NodeProto) -> set[str]:
-    """The values that a node reads, also in the graphs of its attributes."""
-    names = {name for name in node.input if name}
-    for attribute in node.attribute:
-        for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-            own = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
-            own |= {name for inner in graph.node for name in inner.output}
-            inner_names = {name for inner in graph.node for name in _names_read(inner)}
-            names |= (inner_names | {value.name for value in graph.output}) - own
-    return names
 
 
 def _is_shape(value: Array) -> bool:

@@ -1,10 +1,14 @@
 """The nodes of an ONNX graph and their names, and the opset of a model."""
 
+import ast
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import onnx
+
+# The key under which PyTorch's exporter keeps the modules around a node, as a Python list from the whole model inwards.
+_SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def nodes_of(graph: "onnx.GraphProto") -> "Iterator[onnx.NodeProto]":
@@ -34,3 +38,29 @@ def operator_name(node: "onnx.NodeProto") -> str:
 def node_name(node: "onnx.NodeProto") -> str:
     """Return the node's name; its first output's where it has none."""
     return str(node.name or next(iter(node.output), "unnamed"))
+
+
+def names_read(node: "onnx.NodeProto") -> set[str]:
+    """Return the names of the values that a node reads, also in the graphs of its attributes."""
+    names = {name for name in node.input if name}
+    for attribute in node.attribute:
+        for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+            own = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
+            own |= {name for inner in graph.node for name in inner.output}
+            read = {name for inner in graph.node for name in names_read(inner)}
+            names |= (read | {value.name for value in graph.output}) - own
+    return names
+
+
+def scope_of(node: "onnx.NodeProto") -> tuple[str, ...]:
+    """Return the names of the modules around a node, the outermost first; the node's name where the file has none.
+
+    PyTorch's exporter writes them into the file; others write node names like paths, as `/layer1/conv/Conv`.
+    """
+    text = next((item.value for item in node.metadata_props if item.key == _SCOPES), "[]")
+    try:
+        scopes = [str(scope) for scope in ast.literal_eval(text)]
+    except (ValueError, SyntaxError, TypeError):
+        scopes = []
+    scopes = scopes[1:] or [part for part in node_name(node).split("/") if part]
+    return tuple(scopes[:-1] or scopes)

@@ -1,5 +1,7 @@
 """The original model: a PyTorch module or an ONNX file, loaded as the release file says."""
 
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +15,7 @@ from tvmflow.usercode import describe
 from tvmflow.workspace import Record
 
 if TYPE_CHECKING:
+    import onnx
     import onnxruntime
     import torch
 
@@ -140,3 +143,23 @@ def run_session(session: "onnxruntime.InferenceSession", inputs: NamedArrays) ->
         return dict(zip(names, session.run(names, inputs), strict=True))
     except Exception as error:
         raise ExportError(f"ONNX Runtime cannot run the model on the samples ({describe(error)})") from error
+
+
+def compute_values(model: "onnx.ModelProto", inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a model's main graph by name, its inputs among them, as ONNX Runtime computes them.
+
+    Raises ExportError when it cannot run the model.
+    """
+    import onnx
+
+    whole = onnx.ModelProto()
+    whole.CopyFrom(model)
+    present = {value.name for value in model.graph.output}
+    results = dict.fromkeys(name for node in model.graph.node for name in node.output if name and name not in present)
+    whole.graph.output.extend(onnx.ValueInfoProto(name=name) for name in results)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(whole, str(path))
+        session = open_session(path)
+    values = {**run_session(session, dict(inputs)), **inputs}
+    return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}

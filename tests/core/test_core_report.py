@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 
 from support.releases import make_measurements, make_release, make_target, make_verdict
-from support.reports import data_of, figures_of, measure_overflow, unexplained_figures
+from support.reports import data_of, figures_of, measure_overflow, unexplained_figures, unmarked_figures
 from support.skips import needs
 from tasks.insight import draw
 from tvmflow.release import Provenance, Release, Tuning
 from tvmflow.report import charts
 from tvmflow.report.changes import compare_releases
 from tvmflow.report.drift import find_drifts
-from tvmflow.report.insight import Drawing, FunctionTime, Insight, SampleInsight
+from tvmflow.report.insight import Drawing, FunctionTime, Insight, Layer, Level, Peaks, SampleInsight
+from tvmflow.report.layers import layer_rows, times_of
+from tvmflow.report.page import read_data
 from tvmflow.report.release import make_data, write_difference, write_page
 from tvmflow.spec import Policy
 from tvmflow.spec.channels import ChannelGates
@@ -51,7 +53,39 @@ def _sample(index: int, answer: int, **drawing: Any) -> SampleInsight:
     return SampleInsight(index=index, error=1e-5, answer=answer, original_answer=3, label="3", inputs=(item,))
 
 
+def _layer(index: int, **values: Any) -> Layer:
+    """A convolution of a network of many blocks, each of which adds its input to its result."""
+    block = f"stage{index // 50}.block{index // 2}"
+    return Layer(
+        function=f"fused_conv2d_add{index % 7}",
+        rule="conv2d",
+        scope=(f"stage{index // 50}", block, f"{block}.conv{index % 2}"),
+        operators=("Conv", "Relu"),
+        nodes=(f"node_conv_{index}",),
+        reads=tuple(source for source in (index - 1, index - 2) if source >= 0 and (index % 2 or source == index - 1)),
+        shape=(1, 56, 56, 64),
+        ms=0.05 + index / 1000,
+        gflop=0.2 + index / 100,
+        megabytes=1.5 + index / 10,
+        error=1e-7 * index,
+    ).model_copy(update=values)
+
+
+_LAYERS = (*(_layer(index) for index in range(199)), _layer(199, gflop=0.0, nodes=(), operators=(), error=None))
+_PEAKS = Peaks(
+    processor="Some processor",
+    threads=2,
+    gigahertz=3.1,
+    gflops=384.5,
+    levels=(
+        Level(name="second cache", bytes=4e6, gigabytes_per_second=140.25),
+        Level(name="memory", bytes=None, gigabytes_per_second=28.75),
+    ),
+)
+_BEFORE = {"native": {"stage0.block0.conv0": 0.0125, "stage9.gone": 0.5}}
 _INSIGHT = Insight(
+    layers=_LAYERS,
+    peaks=_PEAKS,
     functions=(
         FunctionTime(
             name="fused_conv2d_add_relu_with_a_name_that_is_rather_long_for_a_phone", calls=2, ms=3.0, bytes=6000
@@ -73,13 +107,16 @@ def page() -> str:
     """The page of release 3 with release 2 in production."""
     history = (_release("1", 1.0), _release("2", 2.0))
     return write_page(
-        make_data(_release("3", 2.5, onnx="b"), "production", history[1], history, {"native": _INSIGHT}, (_CHECK,))
+        make_data(
+            _release("3", 2.5, onnx="b"), "production", history[1], history, {"native": _INSIGHT}, (_CHECK,), _BEFORE
+        )
     )
 
 
 def test_every_figure_of_the_page_is_in_its_data(page: str) -> None:
-    assert len(figures_of(page)) > 40
+    assert len(figures_of(page)) > 1000
     assert unexplained_figures(page) == []
+    assert unmarked_figures(page) == []
 
 
 def test_the_sections_are_in_the_order_of_a_decision(page: str) -> None:
@@ -108,6 +145,47 @@ def test_the_page_answers_why_it_is_slower(page: str) -> None:
     assert changes["task metric"]["ratio"] == 1.0
     assert "sha256:bbbbbbbbbbbb…" in page
     assert "operator set" not in page.partition("What differs")[2].partition("Trust")[0]
+
+
+def test_the_page_names_the_layers_that_lost_most(page: str) -> None:
+    rows = {row["name"]: row["difference"] for row in data_of(page)["slower"]["native"]}
+    assert rows["stage0.block0.conv0"] == 0.05 - 0.0125
+    assert rows["stage9.gone"] == -0.5
+    (table,) = re.findall(r"<caption>native: the layers that lost most since 2</caption>.*?</table>", page)
+    assert re.search("<td>([^<]*)</td>", table)[1] == next(iter(rows))  # type: ignore[index]
+    assert list(rows.values()) == sorted(rows.values(), reverse=True)
+
+
+def test_a_layer_is_judged_by_the_level_that_holds_its_bytes() -> None:
+    insight = _INSIGHT.model_copy(
+        update={
+            "layers": (
+                _layer(0, ms=1.0, gflop=0.001, megabytes=2.0),
+                _layer(1, ms=1.0, gflop=0.001, megabytes=8.0),
+                _layer(2, ms=1.0, gflop=0.1, megabytes=0.001),
+                _layer(3, ms=1.0, gflop=0.0),
+            )
+        }
+    )
+    shares = [row.of_roof for row in layer_rows(insight)]
+    # 2 MB in a cache of 140.25 GB/s, 8 MB in the memory of 28.75 GB/s, and arithmetic at 384.5 GFLOP/s.
+    assert shares[:3] == pytest.approx([2 / 140.25, 8 / 28.75, 100 / 384.5])
+    assert shares[3] is None
+
+
+def test_the_page_of_a_large_network_is_small_and_readable(page: str) -> None:
+    assert len(page.encode()) < 500_000
+    graph = page.partition("their error relative to the largest value</figcaption>")[2].partition("</svg>")[0]
+    assert graph.count("<circle") == 200
+    assert "stage3.block99.conv1" in graph
+    assert page.count("<caption>native: layers</caption>") == 1
+
+
+def test_the_layers_of_a_page_are_read_again(page: str) -> None:
+    times = times_of(read_data(page))
+    assert times["native"]["stage0.block0.conv0"] == 0.05
+    assert len(times["native"]) == 200
+    assert times_of(read_data("<html>")) == {}
 
 
 def test_a_refusal_stands_first() -> None:

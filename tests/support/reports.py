@@ -16,8 +16,14 @@ def data_of(page: str) -> Any:
 
 
 def figures_of(page: str) -> list[float]:
-    """The exact values of the figures that a page shows."""
-    return [float(value) for value in re.findall(r'<data value="([^"]*)">', page)]
+    """The exact values of the figures that a page shows, in its text and in its charts."""
+    return [float(value) for value in re.findall(r'<(?:data |text data-)value="([^"]*)"', page)]
+
+
+def unmarked_figures(page: str) -> list[str]:
+    """The texts of charts that are figures but neither marks of an axis nor figures of the page's data."""
+    texts: list[str] = re.findall(r"<text (?!data-value|class=\"tick\")[^>]*>([^<]*)<", page)
+    return [text for text in texts if re.fullmatch(r"[-+]?[\d.]+(e[-+]\d+)?( ?[A-Za-z%/]+)?", text)]
 
 
 def unexplained_figures(page: str) -> list[float]:

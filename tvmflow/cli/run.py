@@ -197,12 +197,15 @@ def _sizes(model: "CompiledModel", options: Sequence[str]) -> dict[str, int]:
 
 
 def _profile(bundle: str, model: "CompiledModel", arrays: "Mapping[str, Array]", repeats: int) -> list[_Function]:
-    from tvmflow.runtime.profile import measure_functions, schedule_rules
+    from tvmflow.runtime.profile import MACHINE, compiled_functions, measure_functions
 
-    rules = schedule_rules(bundle, model.manifest)
-    times = measure_functions(model.machine, lambda: model(**arrays), rules, repeats, model.device.sync)
+    functions = compiled_functions(bundle, model.manifest)
+    times = measure_functions(model.machine, lambda: model(**arrays), functions, repeats, model.device.sync)
     total = sum(item.seconds for item in times)
-    return [_Function(rules.get(item.name, ""), item, item.seconds / total) for item in times]
+    return [
+        _Function("" if item.name == MACHINE else functions[item.name].rule, item, item.seconds / total)
+        for item in times
+    ]
 
 
 def _top(outputs: "Mapping[str, Array]", count: int | None) -> dict[str, list[tuple[int, float]]]:

@@ -16,6 +16,7 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.passes import lower_passes
 from tvmflow.compiler.passes.calls import bind_constant_arguments, calls_of, change_calls
+from tvmflow.runtime.profile import estimate_operations
 from tvmflow.target import Precision, Target
 
 # Constants with fewer elements stay in the program when weights are kept apart.
@@ -90,14 +91,7 @@ def workloads(lowered: tvm.IRModule) -> list[Workload]:
     for _, function in sorted(lowered.functions_items(), key=lambda item: str(item[0].name_hint)):
         if isinstance(function, relax.Function):
             relax.analysis.post_order_visit(function, count)
-    return [Workload(name, lowered[name], calls, _flops(lowered[name])) for name, calls in counts.items()]
-
-
-def _flops(func: PrimFunc) -> float:
-    try:
-        return float(tvm.s_tir.analysis.estimate_tir_flops(tvm.IRModule({"main": func})))
-    except (RuntimeError, ValueError, TypeError):
-        return 0.0  # Symbolic shapes have no count.
+    return [Workload(name, lowered[name], calls, estimate_operations(lowered[name])) for name, calls in counts.items()]
 
 
 def hoist_weights(lowered: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.ndarray[Any, Any]]]:

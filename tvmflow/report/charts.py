@@ -1,20 +1,26 @@
 """Charts as SVG text that a page holds in itself: light and dark, with the figures in words for a screen reader."""
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
 COLOURS = ("#1565c0", "#c62828", "#8d6e63", "#2e7d32", "#6a1b9a", "#ef6c00")
 """Colours that differ on a light and on a dark page, and in their lightness as well."""
 STYLE = (
-    "svg.chart{width:100%;height:auto;min-width:30rem;font:12px system-ui,sans-serif;color:#222}"
+    "svg.chart{width:100%;height:auto;min-width:30rem;max-width:48rem;font:12px system-ui,sans-serif;color:#222}"
     "svg.chart text{fill:currentColor}svg.chart .axis{stroke:currentColor;stroke-opacity:.35;fill:none}"
-    "svg.small{min-width:0}"
+    "svg.small{min-width:0}svg.chart .tick{opacity:.7}svg.chart .on{fill:#fff}"
     "@media(prefers-color-scheme:dark){svg.chart{color:#ddd}}"
 )
 """The style sheet of the charts, for the head of a page."""
 
 _WIDTH = 640
 _LEFT, _RIGHT, _ROW = 150, 20, 30
+# The height of a row of a graph and of a bar of an icicle.
+_LINE, _STEP = 18, 24
+# The smallest error that a bar shows, and the rows that the text of a chart names.
+_LEAST_ERROR, _DESCRIBED = 1e-9, 10
 
 
 def shares(title: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str]) -> str:
@@ -62,11 +68,11 @@ def intervals(title: str, rows: Mapping[str, tuple[float, float, float]], line: 
             f'<path d="M{place(least):.1f} {middle}H{place(most):.1f}" stroke="{COLOURS[0]}" stroke-width="6" '
             f'stroke-opacity=".45"/><circle cx="{place(value):.1f}" cy="{middle}" r="5" fill="{COLOURS[0]}"/>'
         )
-        parts.append(_text(place(value), middle - 9, f"{value:.3f}{unit}", "middle"))
+        parts.append(_figure(place(value), middle - 9, value, f"{value:.3f}{unit}", "middle"))
         texts.append(f"{name} {value:.3f}{unit}, between {least:.3f} and {most:.3f}")
     bottom = 40 + len(rows) * _ROW
     parts.append(f'<path class="axis" d="M{place(line):.1f} 24V{bottom - 8}" stroke-dasharray="4 3"/>')
-    parts.append(_text(place(line), bottom + 6, f"{line:g}{unit}", "middle"))
+    parts.append(_tick(place(line), bottom + 6, f"{line:g}{unit}", "middle"))
     return _picture(title, "; ".join(texts), bottom + 14, parts)
 
 
@@ -84,7 +90,7 @@ def points(title: str, across: str, up: str, series: Mapping[str, Sequence[tuple
 
     parts = [f'<path class="axis" d="M60 30V{bottom}H{_WIDTH - 30}"/>']
     parts += [_text(60, 22, f"{up} (to {largest_y:.3g})"), _text(_WIDTH - 30, bottom + 18, across, "end")]
-    parts += [_text(60, bottom + 18, "0", "middle"), _text(_WIDTH - 30, bottom - 6, f"{largest_x:.3g}", "end")]
+    parts += [_tick(60, bottom + 18, "0", "middle"), _tick(_WIDTH - 30, bottom - 6, f"{largest_x:.3g}", "end")]
     texts = []
     for index, (name, values) in enumerate(series.items()):
         colour = COLOURS[index % len(COLOURS)]
@@ -109,12 +115,159 @@ def bars(title: str, rows: Mapping[str, float], form: str = "{:.3g}") -> str:
     parts = []
     for index, (name, value) in enumerate(rows.items()):
         top, width = 30 + index * _ROW, value * scale
-        short = name if len(name) < 20 else f"{name[:18]}…"
-        parts.append(f"<g><title>{escape(name)}</title>{_text(_LEFT - 8, top + 15, short, 'end')}")
+        parts.append(f"<g><title>{escape(name)}</title>{_text(_LEFT - 8, top + 15, _shorten(name, 19), 'end')}")
         parts.append(f'<rect x="{_LEFT}" y="{top}" width="{width:.1f}" height="20" fill="{COLOURS[0]}"/></g>')
-        parts.append(_text(_LEFT + width + 6, top + 15, form.format(value)))
+        parts.append(_figure(_LEFT + width + 6, top + 15, value, form.format(value)))
     texts = ", ".join(f"{name} {form.format(value)}" for name, value in rows.items())
     return _picture(title, texts, 30 + len(rows) * _ROW, parts)
+
+
+class GraphRow(NamedTuple):
+    """A node of a graph: its name and description, the rows whose results it reads, its time in ms and its error.
+
+    The error is relative; None where it is unknown.
+    """
+
+    name: str
+    description: str
+    reads: tuple[int, ...]
+    ms: float
+    error: float | None
+
+
+def graph(title: str, rows: Sequence[GraphRow]) -> str:
+    """Return a graph whose nodes stand below each other in their order, with a bar of the time and one of the error.
+
+    Lines join a node to those that read its result: straight where they are neighbours, else around the nodes between.
+    The bars of errors have a logarithmic scale.
+    """
+    ends = {source: index for index, row in enumerate(rows) for source in row.reads if index - source > 1}
+    lanes: list[int] = []
+    lane_of: dict[int, int] = {}
+    for source, end in sorted(ends.items()):
+        lane = next((lane for lane, free in enumerate(lanes) if free <= source), len(lanes))
+        lanes[lane : lane + 1] = [end]
+        lane_of[source] = lane
+    step = min(8.0, 90 / (len(lanes) or 1))
+    spine = 16 + step * len(lanes)
+    longest = max((row.ms for row in rows), default=1.0) or 1.0
+    parts = [_tick(130, 14, "layer"), _tick(330, 14, "ms"), _tick(530, 14, "error")]
+    for index, row in enumerate(rows):
+        y = 32.0 + index * _LINE
+        for source in row.reads:
+            above = 32.0 + source * _LINE
+            if index - source == 1:
+                parts.append(f'<path class="axis" d="M{spine:.0f} {above:.0f}V{y:.0f}"/>')
+            else:
+                x = spine - step * (lane_of[source] + 1)
+                curve = f"M{spine:.1f} {above:.0f}C{x:.1f} {above:.0f} {x:.1f} {above:.0f} {x:.1f} {above + _LINE:.0f}"
+                curve += f"V{y - _LINE:.0f}C{x:.1f} {y:.0f} {x:.1f} {y:.0f} {spine:.1f} {y:.0f}"
+                parts.append(f'<path class="axis" d="{curve}"/>')
+        parts.append(f"<g><title>{escape(row.description)}</title>")
+        parts.append(f'<circle cx="{spine:.0f}" cy="{y:.0f}" r="4" fill="{COLOURS[0]}"/>')
+        parts.append(_text(130, y + 4, _shorten(row.name, 28)))
+        width = 120 * row.ms / longest
+        parts.append(f'<rect x="330" y="{y - 6:.0f}" width="{width:.1f}" height="12" fill="{COLOURS[0]}"/>')
+        parts.append(_figure(334 + width, y + 4, row.ms, f"{row.ms:.3g}"))
+        if row.error is not None:
+            width = 50 * max(0.0, min(1.0, 1 + math.log10(row.error or _LEAST_ERROR) / -math.log10(_LEAST_ERROR)))
+            parts.append(f'<rect x="530" y="{y - 6:.0f}" width="{width:.1f}" height="12" fill="{COLOURS[1]}"/>')
+            parts.append(_figure(534 + width, y + 4, row.error, f"{row.error:.1e}"))
+        parts.append("</g>")
+    texts = "; ".join(f"{row.name}: {row.ms:.3g} ms" for row in sorted(rows, key=lambda row: -row.ms)[:_DESCRIBED])
+    return _picture(title, f"{len(rows)} layers; the slowest: {texts}", 40 + len(rows) * _LINE, parts)
+
+
+def icicle(title: str, rows: Sequence[tuple[Sequence[str], float]], unit: str) -> str:
+    """Return nested bars: a row has the names of the parts that it belongs to, the outermost first, and its share.
+
+    A bar of a part is as wide as its rows together, and stands below the bar of the part around it. Bars that are wide
+    enough have a name; all have one that a pointer shows.
+    """
+    total = sum(value for _, value in rows) or 1.0
+    parts: list[str] = []
+    texts: list[str] = []
+
+    def draw(rows: Sequence[tuple[Sequence[str], float]], depth: int, left: float, outer: str, colour: int) -> None:
+        groups: dict[str, list[tuple[Sequence[str], float]]] = {}
+        for path, value in rows:
+            if len(path) > depth:
+                groups.setdefault(path[depth], []).append((path, value))
+        for index, (name, group) in enumerate(groups.items()):
+            share = sum(value for _, value in group) / total
+            width, top = share * _WIDTH, 4 + depth * _STEP
+            chosen = index % len(COLOURS) if depth == 0 else colour
+            tone = f'fill="{COLOURS[chosen]}" fill-opacity="{1 if index % 2 == 0 or depth == 0 else 0.8}"'
+            parts.append(f"<g><title>{escape(name)}: {share:.1%} {escape(unit)}</title>")
+            parts.append(f'<rect x="{left:.2f}" y="{top}" width="{max(width - 0.5, 0.1):.2f}" height="22" {tone}/>')
+            short = _shorten(name.removeprefix(f"{outer}."), int(width / 7))
+            if width > 24:
+                parts.append(f'<text class="on" x="{left + 4:.1f}" y="{top + 15}">{escape(short)}</text>')
+            parts.append("</g>")
+            if depth == 0:
+                texts.append(f"{name} {share:.1%}")
+            draw(group, depth + 1, left, name, chosen)
+            left += width
+
+    draw(rows, 0, 0.0, "", 0)
+    depth = max((len(path) for path, _ in rows), default=0)
+    return _picture(title, ", ".join(texts), 8 + depth * _STEP, parts)
+
+
+def roofline(
+    title: str, rows: Mapping[str, tuple[float, float, float]], peak: float, rates: Mapping[str, float]
+) -> str:
+    """Return points below the roofs of a machine, on logarithmic axes.
+
+    A row has its operations per byte, its GFLOP/s, and its share of the time, which is the point's area. `peak` is in
+    GFLOP/s and `rates` are the GB/s of each level of the memory.
+    """
+    height, bottom, left = 340, 300, 60
+    ridges = [peak / rate for rate in rates.values()]
+    across = [*ridges, *(row[0] for row in rows.values())]
+    up = [peak, *(row[1] for row in rows.values())]
+    low_x, high_x = 10 ** math.floor(math.log10(min(across))), 10 ** math.ceil(math.log10(max(across)) + 0.01)
+    low_y, high_y = 10 ** math.floor(math.log10(min(up))), 10 ** math.ceil(math.log10(max(up)) + 0.01)
+
+    def x_of(value: float) -> float:
+        return left + (_WIDTH - left - 20) * math.log(value / low_x) / math.log(high_x / low_x)
+
+    def y_of(value: float) -> float:
+        return bottom - (bottom - 20) * math.log(value / low_y) / math.log(high_y / low_y)
+
+    parts = [f'<path class="axis" d="M{left} 20V{bottom}H{_WIDTH - 20}"/>']
+    parts += [_tick(left, 14, "GFLOP/s"), _tick(_WIDTH - 20, bottom + 32, "operations per byte", "end")]
+    for value in _powers(low_x, high_x):
+        parts.append(_tick(x_of(value), bottom + 16, f"{value:g}", "middle"))
+    for value in _powers(low_y, high_y):
+        parts.append(_tick(left - 6, y_of(value) + 4, f"{value:g}", "end"))
+    for index, (name, rate) in enumerate(rates.items()):
+        start = max(low_x, low_y / rate)
+        path = f"M{x_of(start):.1f} {y_of(start * rate):.1f}L{x_of(peak / rate):.1f} {y_of(peak):.1f}H{_WIDTH - 20}"
+        colour = COLOURS[index + 1]
+        parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(
+            f'<rect x="{_WIDTH - 215}" y="{bottom - 86 + 18 * index}" width="12" height="12" fill="{colour}"/>'
+        )
+        parts.append(_text(_WIDTH - 198, bottom - 76 + 18 * index, name))
+        parts.append(_figure(_WIDTH - 20, bottom - 76 + 18 * index, rate, f"{rate:.3g} GB/s", "end"))
+    parts.append(_figure(_WIDTH - 20, y_of(peak) - 6, peak, f"{peak:.3g} GFLOP/s", "end"))
+    for name, (intensity, gflops, share) in rows.items():
+        radius = max(2.0, 20 * math.sqrt(share))
+        parts.append(
+            f'<circle cx="{x_of(intensity):.1f}" cy="{y_of(gflops):.1f}" r="{radius:.1f}" fill="{COLOURS[0]}" '
+            f'fill-opacity=".55"><title>{escape(name)}: {gflops:.3g} GFLOP/s at {intensity:.3g} operations per byte'
+            "</title></circle>"
+        )
+    slowest = sorted(rows.items(), key=lambda item: -item[1][2])[:_DESCRIBED]
+    texts = [f"{name} {gflops:.3g} GFLOP/s at {intensity:.3g}" for name, (intensity, gflops, _) in slowest]
+    roofs = [f"{name} {rate:.3g} GB/s" for name, rate in rates.items()]
+    return _picture(title, f"peak {peak:.3g} GFLOP/s; {', '.join(roofs)}; {'; '.join(texts)}", height, parts)
+
+
+def _powers(low: float, high: float) -> list[float]:
+    """The powers of ten from `low` to `high`."""
+    return [10.0**exponent for exponent in range(round(math.log10(low)), round(math.log10(high)) + 1)]
 
 
 def standalone(chart: str) -> str:
@@ -128,6 +281,20 @@ def _picture(title: str, description: str, height: float, parts: Sequence[str]) 
         f'<svg class="chart" role="img" viewBox="0 0 {_WIDTH} {height:.0f}"><title>{escape(title)}</title>'
         f"<desc>{escape(description)}</desc>{''.join(parts)}</svg>"
     )
+
+
+def _shorten(name: str, length: int) -> str:
+    return name if len(name) <= length else f"{name[: max(1, length - 1)]}…"
+
+
+def _figure(x: float, y: float, value: float, text: str, anchor: str = "start") -> str:
+    """A figure of the page's data: `value` is the exact one."""
+    return f'<text data-value="{value!r}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _tick(x: float, y: float, text: str, anchor: str = "start") -> str:
+    """A mark of an axis."""
+    return f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:

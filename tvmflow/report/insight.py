@@ -12,6 +12,49 @@ class FunctionTime(Record):
     bytes: int
 
 
+class Layer(Record):
+    """A call of a compiled function in a run: its time in ms, its operations in 1e9 and the bytes that it moves in 1e6.
+
+    `scope` are the names of the model's modules that it belongs to, the outermost first. `operators` and `nodes` are
+    those of the ONNX model that it computes, empty where its result is no value of the model. `reads` are the
+    indices of the layers whose results it reads, `shape` that of its result. `error` is the largest difference of the
+    result from ONNX Runtime's, over the largest value there; None where the two cannot be compared.
+    """
+
+    function: str
+    rule: str
+    scope: tuple[str, ...]
+    operators: tuple[str, ...]
+    nodes: tuple[str, ...]
+    reads: tuple[int, ...]
+    shape: tuple[int, ...]
+    ms: float
+    gflop: float
+    megabytes: float
+    error: float | None
+
+
+class Level(Record):
+    """A level of the memory: the bytes that it holds for all threads, None for the memory, and its rate for reads."""
+
+    name: str
+    bytes: float | None
+    gigabytes_per_second: float
+
+
+class Peaks(Record):
+    """The most that a machine can do with so many threads: fp32 multiply-adds, each two operations, and reads.
+
+    `levels` begin with the smallest. `gigahertz` is the clock that was measured.
+    """
+
+    processor: str
+    threads: int
+    gigahertz: float
+    gflops: float
+    levels: tuple[Level, ...]
+
+
 class Drawing(Record):
     """An input as a page shows it: `image` is a PNG in base64, `wave` the lowest and highest value of each part."""
 
@@ -38,12 +81,14 @@ class SampleInsight(Record):
 
 
 class Insight(Record):
-    """The slowest functions and the samples that differ most.
+    """The slowest functions, the layers, the machine's peaks, and the samples that differ most.
 
     `flipped` are samples whose answer is not the original's, at most ten of `flips`. `samples` were looked at.
     """
 
     functions: tuple[FunctionTime, ...]
+    layers: tuple[Layer, ...]
+    peaks: Peaks | None
     worst: tuple[SampleInsight, ...]
     flipped: tuple[SampleInsight, ...]
     flips: int

@@ -1,6 +1,7 @@
 """A page in one file: no script that it needs, no address that it loads, light and dark, on a phone and on a desk."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -64,6 +65,11 @@ def items(entries: Iterable[object]) -> Markup:
     return Markup(f"<ul>{''.join(f'<li>{text(entry)}</li>' for entry in entries)}</ul>")
 
 
+def details(summary: str, content: Iterable[Markup]) -> Markup:
+    """Return content that opens when a reader chooses its summary."""
+    return Markup(f"<details><summary>{escape(summary)}</summary>{''.join(content)}</details>")
+
+
 def commands(lines: str) -> Markup:
     """Return command lines, which scroll by themselves where the screen is too narrow for them."""
     return Markup(f'<pre tabindex="0">{escape(lines)}</pre>')
@@ -75,6 +81,12 @@ def figure(caption: str, chart: str) -> Markup:
         f'<figure><figcaption>{escape(caption)}</figcaption><div class="scroll" tabindex="0" role="region" '
         f'aria-label="{escape(caption)}">{chart}</div></figure>'
     )
+
+
+def read_data(written: str) -> Any:
+    """Return the JSON document of a page that `write` wrote; None where there is none."""
+    document = re.search(r'<script type="application/json" id="data">(.*?)</script>', written, re.DOTALL)
+    return None if document is None else json.loads(document[1])
 
 
 def write(title: str, sections: Mapping[str, Sequence[Markup]], data: Mapping[str, Any]) -> str:

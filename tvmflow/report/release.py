@@ -6,6 +6,7 @@ from tvmflow.release import Release
 from tvmflow.report import charts, page
 from tvmflow.report.changes import Change, compare_releases
 from tvmflow.report.insight import Drawing, FunctionTime, Insight, SampleInsight
+from tvmflow.report.layers import LayerRow, SlowerLayer, find_slower, layer_rows, show_layers
 from tvmflow.report.page import Markup
 from tvmflow.verdict import Check
 from tvmflow.workspace import Record
@@ -39,7 +40,7 @@ class PageData(Record):
 
     `production` is the version that `channel` holds, None where it holds nothing; `changes` are those since then.
     `checks` are those of the channel's gates on figures. `history` ends with the release itself. `insights` and the
-    rows of `functions` are by target.
+    rows of `functions` and `layers` are by target. `slower` are layers by the change of their time since `production`.
     """
 
     release: Release
@@ -50,6 +51,8 @@ class PageData(Record):
     history: tuple[HistoryRow, ...]
     insights: dict[str, Insight]
     functions: dict[str, tuple[FunctionRow, ...]]
+    layers: dict[str, tuple[LayerRow, ...]]
+    slower: dict[str, tuple[SlowerLayer, ...]]
 
 
 def make_data(
@@ -59,12 +62,15 @@ def make_data(
     history: Sequence[Release],
     insights: Mapping[str, Insight],
     checks: Sequence[Check],
+    layers_before: Mapping[str, Mapping[str, float]] | None = None,
 ) -> PageData:
     """Return the data of the page of a release.
 
     `production` is the release that `channel` holds, None where it holds nothing; `history` are the releases
     before, the oldest first; `insights` are by target; `checks` are those of the channel's gates on figures.
+    `layers_before` are the ms of production's layers by target and name; None where its page has none.
     """
+    before = layers_before or {}
     return PageData(
         release=release,
         channel=channel,
@@ -74,6 +80,8 @@ def make_data(
         history=tuple(row for each in (*history, release) for row in _history_rows(each)),
         insights=dict(insights),
         functions={name: _function_rows(insight.functions) for name, insight in insights.items()},
+        layers={name: layer_rows(insight) for name, insight in insights.items()},
+        slower={name: find_slower(insight, before.get(name, {})) for name, insight in insights.items()},
     )
 
 
@@ -243,6 +251,8 @@ def _trade(release: Release) -> Iterator[Markup]:
 
 def _time(data: PageData) -> Iterator[Markup]:
     for target, rows in data.functions.items():
+        insight = data.insights[target]
+        yield from show_layers(target, insight, data.layers[target], data.slower[target], data.production)
         milliseconds = {row.name: row.ms for row in rows[:_SHOWN_FUNCTIONS]}
         title = f"{target}: milliseconds of a run by function"
         yield page.figure(title, charts.bars(title, milliseconds))

@@ -2,8 +2,8 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,28 @@ RULE = "schedule_rule"
 """The attribute that names, in a bundle's `mod.json`, the rule that scheduled a function."""
 MACHINE = "(virtual machine)"
 """The name of the profile's entry for the virtual machine's own work between the compiled functions."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a run: the function's name, its seconds, and the shapes and bytes of its arrays, inputs first."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CompiledFunction:
+    """A compiled function of a bundle: the rule that scheduled it ("" for none), and how many arrays it reads.
+
+    `operations` estimates the floating-point operations of a call; 0 where they cannot be counted.
+    """
+
+    rule: str
+    inputs: int
+    operations: float
 
 
 @dataclass(frozen=True)
@@ -41,9 +63,19 @@ def measure_functions(
 ) -> tuple[FunctionTime, ...]:
     """Time the functions that `run` calls in a virtual machine; return them, the slowest first.
 
-    Functions that are not in `names` are one entry, MACHINE. The time of a call is the smallest of `repeats` runs, so
-    that other work on the machine hardly changes it. `synchronize` waits for a device that still works when a call has
-    returned. The machine has no instrument afterwards.
+    Functions that are not in `names` are one entry, MACHINE; `measure_calls` describes the other arguments.
+    """
+    return group_calls(measure_calls(machine, run, repeats, synchronize), names)
+
+
+def measure_calls(
+    machine: Any, run: Callable[[], object], repeats: int, synchronize: Callable[[], object] = lambda: None
+) -> tuple[Call, ...]:
+    """Time the calls that `run` makes in a virtual machine, also those of the machine's own functions, in their order.
+
+    The time of a call is the smallest of `repeats` runs, so that other work on the machine hardly changes it.
+    `synchronize` waits for a device that still works when a call has returned. The machine has no instrument
+    afterwards.
     """
     recorder = _Recorder(synchronize)
     machine.set_instrument(recorder)
@@ -53,11 +85,11 @@ def measure_functions(
             run()
     finally:
         machine.set_instrument(None)
-    return _grouped(recorder.sites, names)
+    return tuple(recorder.calls)
 
 
-def schedule_rules(path_or_uri: Path | str, manifest: Manifest) -> dict[str, str]:
-    """Return the name of each compiled function's schedule rule, by function; "" for a function without one.
+def compiled_functions(path_or_uri: Path | str, manifest: Manifest) -> dict[str, CompiledFunction]:
+    """Return the compiled functions of a bundle by name.
 
     A release at `path_or_uri` has several bundles: the one with this `manifest` is read. Needs the whole package tvm,
     not its runtime library alone. Raises BundleError for a damaged bundle, StoreError when a release cannot be fetched.
@@ -68,65 +100,95 @@ def schedule_rules(path_or_uri: Path | str, manifest: Manifest) -> dict[str, str
     file = next(file for file in files if read_manifest(file) == manifest)
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
         extract(file, Path(folder))
-        lowered = tvm.ir.load_json((Path(folder) / "mod.json").read_text())
+        return find_functions(tvm.ir.load_json((Path(folder) / "mod.json").read_text()))
+
+
+def find_functions(lowered: Any) -> dict[str, CompiledFunction]:
+    """Return the compiled functions of a lowered module (TVM's IRModule) by name."""
+    import tvm
+
+    inputs: dict[str, int] = {}
+
+    def count_inputs(node: Any) -> None:
+        if isinstance(node, tvm.relax.Call) and node.op == call_tir:
+            inputs[str(node.args[0].name_hint)] = len(node.args[1].fields)
+
+    call_tir = tvm.ir.Op.get("relax.call_tir")
+    functions = {str(variable.name_hint): function for variable, function in lowered.functions_items()}
+    for function in functions.values():
+        if isinstance(function, tvm.relax.Function):
+            tvm.relax.analysis.post_order_visit(function, count_inputs)
     return {
-        str(variable.name_hint): str((function.attrs or {}).get(RULE, ""))
-        for variable, function in lowered.functions_items()
+        name: CompiledFunction(
+            str((function.attrs or {}).get(RULE, "")),
+            inputs.get(name, len(function.params) - 1),
+            estimate_operations(function),
+        )
+        for name, function in functions.items()
         if isinstance(function, tvm.tirx.PrimFunc)
     }
 
 
-@dataclass
-class _Site:
-    """A call site: the function's name, its arguments' shapes and bytes, and the smallest time so far in seconds."""
+def estimate_operations(function: Any) -> float:
+    """Return an estimate of the floating-point operations of a call of an unscheduled function (TVM's PrimFunc).
 
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    bytes: int
-    seconds: float = float("inf")
+    It is 0 where there is no count: for symbolic shapes, and for loops that only an instruction describes.
+    """
+    import tvm
+
+    try:
+        return float(tvm.s_tir.analysis.estimate_tir_flops(tvm.IRModule({"main": function})))
+    except Exception:  # TVM raises many types for operations that it cannot count.
+        return 0.0
 
 
 class _Recorder:
     """The instrument that the virtual machine calls before and after each function."""
 
     def __init__(self, synchronize: Callable[[], object]) -> None:
-        self.sites: list[_Site] = []
+        self.calls: list[Call] = []
         self._synchronize = synchronize
         self._position = 0
         self._start = 0.0
 
     def restart(self) -> None:
-        """Begin a run: the next call is the first call site's."""
+        """Begin a run: the next call is the first one of a run."""
         self._position = 0
 
     def __call__(self, func: Any, name: str, before: bool, _returned: Any, *args: Any) -> int:
         if before:
-            if self._position == len(self.sites):
-                tensors = [value for value in args if hasattr(value, "shape") and hasattr(value, "dtype")]
+            if self._position == len(self.calls):
+                tensors = tensors_of(args)
                 shapes = tuple(tuple(int(dim) for dim in value.shape) for value in tensors)
                 moved_bytes = sum(int(np.prod(value.shape)) * np.dtype(str(value.dtype)).itemsize for value in tensors)
-                self.sites.append(_Site(str(name), shapes, moved_bytes))
+                self.calls.append(Call(str(name), shapes, moved_bytes, float("inf")))
             self._start = time.perf_counter()
             return 0
         self._synchronize()
         seconds = time.perf_counter() - self._start
-        site = self.sites[self._position]
-        site.seconds = min(site.seconds, seconds)
+        call = self.calls[self._position]
+        if seconds < call.seconds:
+            self.calls[self._position] = replace(call, seconds=seconds)
         self._position += 1
         return 0
 
 
-def _grouped(sites: list[_Site], names: Collection[str]) -> tuple[FunctionTime, ...]:
-    """Add up the call sites of each function; all others are one entry, MACHINE."""
-    groups: dict[str, list[_Site]] = {}
-    for site in sites:
-        groups.setdefault(site.name if site.name in names else MACHINE, []).append(site)
+def tensors_of(args: Sequence[Any]) -> list[Any]:
+    """Return the tensors among the arguments of a call in the virtual machine."""
+    return [value for value in args if hasattr(value, "shape") and hasattr(value, "dtype")]
+
+
+def group_calls(calls: Sequence[Call], names: Collection[str]) -> tuple[FunctionTime, ...]:
+    """Add up the calls of each function in `names`, the slowest first; all others are one entry, MACHINE."""
+    groups: dict[str, list[Call]] = {}
+    for call in calls:
+        groups.setdefault(call.name if call.name in names else MACHINE, []).append(call)
     functions = [
         FunctionTime(
             name=name,
             calls=len(group),
-            seconds=sum(site.seconds for site in group),
-            bytes=sum(site.bytes for site in group) if name in names else 0,
+            seconds=sum(call.seconds for call in group),
+            bytes=sum(call.bytes for call in group) if name in names else 0,
             shapes=group[0].shapes if name in names else (),
         )
         for name, group in groups.items()

@@ -1,0 +1,167 @@
+"""Where the time goes: the part of a release's page on layers, as a graph, by module, and below the machine's roofs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tvmflow.report import charts, page
+from tvmflow.report.insight import Insight, Layer, Peaks
+from tvmflow.report.page import Markup
+from tvmflow.workspace import Record
+
+# The layers that the page names where it compares with a release before.
+_SHOWN = 10
+
+
+class LayerRow(Record):
+    """Figures that follow from those of a layer, in its order.
+
+    `share` is of the time of all layers. `intensity` is operations per byte, and `of_roof` the share of the GFLOP/s
+    that the machine allows at that intensity, from the smallest level of the memory that holds the layer's bytes; None
+    where operations or peaks are unknown.
+    """
+
+    name: str
+    share: float
+    intensity: float | None
+    gflops: float | None
+    of_roof: float | None
+
+
+class SlowerLayer(Record):
+    """The time in ms of the layers of one name, now and in the release before."""
+
+    name: str
+    ms: float
+    before: float
+    difference: float
+
+
+def layer_rows(insight: Insight) -> tuple[LayerRow, ...]:
+    """Return the rows of an insight's layers."""
+    total = sum(layer.ms for layer in insight.layers) or 1.0
+    return tuple(_row(layer, total, insight.peaks) for layer in insight.layers)
+
+
+def _row(layer: Layer, total: float, peaks: Peaks | None) -> LayerRow:
+    intensity = gflops = of_roof = None
+    if layer.gflop and layer.ms and layer.megabytes:
+        intensity, gflops = layer.gflop * 1e3 / layer.megabytes, layer.gflop * 1e3 / layer.ms
+        if peaks is not None:
+            size = layer.megabytes * 1e6
+            level = next(item for item in peaks.levels if item.bytes is None or size <= item.bytes)
+            of_roof = gflops / min(peaks.gflops, intensity * level.gigabytes_per_second)
+    return LayerRow(name=layer.scope[-1], share=layer.ms / total, intensity=intensity, gflops=gflops, of_roof=of_roof)
+
+
+def times_of(data: Any) -> dict[str, dict[str, float]]:
+    """Return the ms of layers by name, by target, of the JSON document of a page; {} for one without layers."""
+    times: dict[str, dict[str, float]] = {}
+    for target, insight in ((data or {}).get("insights") or {}).items():
+        for layer in insight.get("layers", ()):
+            by_name = times.setdefault(target, {})
+            by_name[layer["scope"][-1]] = by_name.get(layer["scope"][-1], 0.0) + layer["ms"]
+    return times
+
+
+def find_slower(insight: Insight, before: Mapping[str, float]) -> tuple[SlowerLayer, ...]:
+    """Return the layers by the change of their time since a release, slower ones first; `before` are its ms by name."""
+    now: dict[str, float] = {}
+    for layer in insight.layers:
+        now[layer.scope[-1]] = now.get(layer.scope[-1], 0.0) + layer.ms
+    rows = [
+        SlowerLayer(
+            name=name,
+            ms=now.get(name, 0.0),
+            before=before.get(name, 0.0),
+            difference=now.get(name, 0.0) - before.get(name, 0.0),
+        )
+        for name in dict.fromkeys((*now, *before))
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.difference)) if before else ()
+
+
+def show_layers(
+    target: str, insight: Insight, rows: Sequence[LayerRow], slower: Sequence[SlowerLayer], before: str | None
+) -> Iterator[Markup]:
+    """Yield charts and tables of a target's layers; `before` is the version with which `slower` compares."""
+    layers = insight.layers
+    if not layers:
+        return
+    losses = [
+        (row.name, page.number(row.before), page.number(row.ms), page.number(row.difference, "{:+.4g}"))
+        for row in slower[:_SHOWN]
+        if row.difference > 0
+    ]
+    if losses:
+        caption = f"{target}: the layers that lost most since {before}"
+        yield page.table(caption, ("layer", f"{before}, ms", "ms", "difference"), losses)
+    title = f"{target}: the time by layer, from the whole model to its parts"
+    parts = [((*layer.scope, ", ".join(layer.operators) or layer.function), layer.ms) for layer in layers]
+    yield page.figure(title, charts.icicle(title, parts, "of the time"))
+    title = f"{target}: the layers in their order, their time, and their error relative to the largest value"
+    graph = [
+        charts.GraphRow(row.name, _describe(layer), layer.reads, layer.ms, layer.error)
+        for layer, row in zip(layers, rows, strict=True)
+    ]
+    yield page.figure(title, charts.graph(title, graph))
+    yield from _roofline(target, insight, rows)
+    headings = (
+        "",
+        "layer",
+        "operators",
+        "function",
+        "rule",
+        "result",
+        "ms",
+        "share",
+        "GFLOP/s",
+        "of roof",
+        "MB",
+        "error",
+    )
+    cells = [
+        (
+            index,
+            Markup(f'<span title="{page.text(" / ".join(layer.scope))}">{page.text(row.name)}</span>'),
+            ", ".join(layer.operators) or "-",
+            layer.function,
+            layer.rule or "-",
+            "x".join(map(str, layer.shape)),
+            page.number(layer.ms, "{:.4f}"),
+            page.number(row.share, "{:.1%}"),
+            page.number(row.gflops, "{:.1f}"),
+            page.number(row.of_roof, "{:.0%}"),
+            page.number(layer.megabytes, "{:.2f}"),
+            page.number(layer.error, "{:.1e}"),
+        )
+        for index, (layer, row) in enumerate(zip(layers, rows, strict=True), 1)
+    ]
+    yield page.details(
+        f"{target}: all {len(layers)} layers as a table", [page.table(f"{target}: layers", headings, cells)]
+    )
+
+
+def _roofline(target: str, insight: Insight, rows: Sequence[LayerRow]) -> Iterator[Markup]:
+    peaks = insight.peaks
+    points = {
+        f"{index} {row.name}": (row.intensity, row.gflops, row.share)
+        for index, row in enumerate(rows, 1)
+        if row.intensity is not None and row.gflops is not None
+    }
+    if peaks is None or not points:
+        return
+    title = f"{target}: the layers below the roofs of the machine; the area of a point is its share of the time"
+    rates = {level.name: level.gigabytes_per_second for level in peaks.levels}
+    yield page.figure(title, charts.roofline(title, points, peaks.gflops, rates))
+    yield page.paragraph(
+        Markup(
+            f"{page.text(peaks.processor)}, {page.number(peaks.threads, '{:d}')} threads: the rates per cycle of its "
+            f"profile times the clock, which was {page.number(peaks.gigahertz, '{:.2f}')} GHz when it was measured. "
+            "Arithmetic is fp32; layers in bf16 or int8 may stand above its roof."
+        )
+    )
+
+
+def _describe(layer: Layer) -> str:
+    nodes = ", ".join(layer.nodes) or "no value of the model"
+    return f"{' / '.join(layer.scope)}: {nodes}; {layer.function}, {'x'.join(map(str, layer.shape))}"
