@@ -22,7 +22,6 @@ from tvmflow.compiler import BuildOptions, CompiledModel, amx, build, import_onn
 from tvmflow.compiler.dotproduct import BF16, DOTS
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import variants
-from tvmflow.profiles import named
 from tvmflow.target import Precision, Target, host, resolve
 from tvmflow.tuning.traces import normalize, replay, trace_of
 
@@ -284,10 +283,10 @@ def test_the_sizes_of_a_kernels_tiles_fit_the_registers(dot: Any) -> None:
 def test_the_rows_of_tiles_divide_those_of_the_product_where_that_is_good(
     rows: int | None, depth: int, tile: int
 ) -> None:
-    assert amx.choose_rows(rows, depth, named("sapphire-rapids").tiles) == tile
+    assert amx.choose_rows(rows, depth, 16, machine(resolve("x86-64-v4-amx"))) == tile
 
 
 def test_rows_that_nothing_divides_are_spread_evenly() -> None:
     assert BF16.name in machine(resolve("x86-64-v4-amx")).amx
-    assert amx.choose_rows(197, 64, named("sapphire-rapids").tiles) == 29
-    assert amx.choose_rows(197, 64, None) == 0
+    assert amx.choose_rows(197, 64, 48, machine(resolve("x86-64-v4-amx"))) == 29
+    assert amx.choose_rows(197, 64, 48, machine(resolve("x86-64-v4"))) == 0

@@ -64,3 +64,15 @@ def test_tiles_fit_the_registers_and_the_sets_of_the_first_cache(name: str) -> N
                 assert rows is None or tile.rows <= rows
                 assert tile.rows * tile.vectors + tile.vectors + 1 <= machine.registers
                 assert row_bytes in (None, 4) or tile.rows <= max(1, cost.rows_in_set(machine))
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_sums_side_by_side_keep_a_core_busy_within_its_registers(name: str) -> None:
+    machine = of_profile(named(name), _AVX512, 2)
+    assert 1 < tiles.most_pixels(machine) <= machine.registers // 2
+    for count in range(1, 65):
+        size = cost.side_by_side(count, machine)
+        assert count % size == 0
+        assert size <= machine.registers // 2
+        smaller = [other for other in range(1, size) if count % other == 0]
+        assert all(other < cost.in_flight(machine) for other in smaller)

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ from tvm.tirx import PrimFunc
 
 from support.processes import SECRETS, mentioned_secrets
 from support.waits import wait_until
+from tvmflow.profiles import named
 from tvmflow.target import Target
-from tvmflow.tuning.cache_state import make_reader, warm_arguments, weight_bytes
+from tvmflow.tuning.cache_state import bytes_to_read, make_reader, warm_arguments, weight_bytes
 from tvmflow.tuning.candidates import Argument, Candidate, Library, arguments_of
 from tvmflow.tuning.measure import MeasurePool
 from tvmflow.tuning.traces import normalize
@@ -109,6 +111,14 @@ def test_the_weights_of_a_model_are_all_arguments_but_the_warm_ones() -> None:
     # The residual has the result's shape.
     assert weight_bytes([(dense, 2), (narrow, 1), ((), 3)]) == 2 * 4 * (64 * 10 + 10) + 8
     assert warm_arguments([(item.shape, item.dtype) for item in dense]) == [0, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["cortex-a72", "granite-rapids"])
+def test_no_more_is_read_than_the_last_cache_of_a_processor_holds(native: Target, name: str) -> None:
+    profile = named(name)
+    last = (profile.third or profile.second).size
+    target = replace(native, profile=profile)
+    assert [bytes_to_read(size, target) for size in (0, last, 2 * last)] == [0, last, last]
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -11,18 +11,16 @@ from functools import cache
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV
 
-from tvmflow.compiler import intrinsics
+from tvmflow.compiler import cost, intrinsics
 from tvmflow.compiler.dotproduct import DOTS, WIDE, Dot
-from tvmflow.profiles import Tiles
+from tvmflow.compiler.machine import Machine
 
 # The rows and the 32-bit lanes of a tile.
 ROWS = LANES = 16
-# A product of fewer rows, or one whose depth is cut into steps of fewer groups, leaves tiles too empty for AMX.
-_FEWEST_ROWS, _FEWEST_GROUPS = 4, 8
+# A product of fewer rows fills less than a quarter of a tile, steps of fewer groups less than half of one.
+_FEWEST_ROWS, _FEWEST_GROUPS = ROWS // 4, ROWS // 2
 # The number of tile registers that hold results, then the first register of the left and of the right operand.
 _RESULTS, _LEFT, _RIGHT = 4, 4, 6
-# The relative cost of a product whose rows do not fill whole tiles, so that they are copied first.
-_COPYING = 1.1
 
 _NAMES = "tvmflow.amx."
 # The prefix of LLVM's intrinsics. A test replaces it by the prefix of functions that do the same on any processor.
@@ -85,27 +83,29 @@ class Kernel:
         return [self.rows // count + (place < self.rows % count) for place in range(count)]
 
 
-def choose_rows(rows: int | None, depth: int, costs: Tiles | None) -> int:
+def choose_rows(rows: int | None, depth: int, vectors: int, machine: Machine) -> int:
     """Choose the rows of a kernel, 1 to 32, for a product of `rows` rows and `depth` groups side by side.
 
-    `rows` is None where it is symbolic. `costs` are the unit's, None where there is none: the left operand comes from
-    the first-level cache, the right one from the second-level cache. Returns 0 where dot-product instructions are
-    better: for a symbolic number of rows or fewer than 4, and for a depth that no number from 8 to 16 divides.
+    `rows` is None where it is symbolic; `vectors` is the number of vectors of results. The left operand comes from the
+    first-level cache, the right one from the second-level cache. Returns 0 where dot-product instructions are better:
+    without AMX, for a symbolic number of rows or fewer than 4, and for a depth that no number from 8 to 16 divides.
     """
+    costs = machine.tiles
     if costs is None or rows is None or rows < _FEWEST_ROWS or _step(depth) < _FEWEST_GROUPS:
         return 0
+    steps, size = depth // _step(depth), 4 * rows * depth
+    # Rows that do not fill whole tiles are copied first, once for all vectors.
+    copying = cost.moving(size, size, size, machine) / vectors
 
-    steps = depth // _step(depth)
-
-    def cost(height: int) -> float:
+    def cycles(height: int) -> float:
         """Cycles for one vector of results."""
-        tiles = -(-height // ROWS)
-        vectors = _RESULTS // tiles
-        multiplying = height * vectors * costs.multiply / ROWS
-        each = max(multiplying, costs.load_first * tiles + costs.load_second * vectors) * steps + costs.start
-        return -(-rows // height) * each / vectors * (_COPYING if rows % height else 1.0)
+        parts = -(-height // ROWS)
+        width = _RESULTS // parts
+        multiplying = height * width * costs.multiply / ROWS
+        each = max(multiplying, costs.load_first * parts + costs.load_second * width) * steps + costs.start
+        return -(-rows // height) * each / width + (copying if rows % height else 0.0)
 
-    return min(range(min(rows, 2 * ROWS), 0, -1), key=cost)
+    return min(range(min(rows, 2 * ROWS), 0, -1), key=cycles)
 
 
 def choose_vectors(rows: int, vectors: int) -> int:

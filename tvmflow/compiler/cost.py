@@ -12,13 +12,23 @@ import math
 from tvmflow.compiler.machine import Machine
 from tvmflow.profiles import Memory
 
-# The share of a cache that data may fill so that it stays there beside what else is read.
+# The share of a cache that data may fill so that it stays there beside what else is read: a part of the model, of every
+# cache with several ways.
 _FILL = 0.75
 
 
 def in_flight(machine: Machine) -> int:
     """Return the number of independent multiply-adds of vectors that keep a core busy: with fewer it waits."""
     return math.ceil(machine.vectors.latency * machine.vectors.multiply_adds)
+
+
+def side_by_side(count: int, machine: Machine) -> int:
+    """Return how many of `count` vectors of sums a core accumulates at a time: a divisor of `count`.
+
+    It is the smallest that keeps the core busy, else the largest for which half of the registers suffice.
+    """
+    divisors = [size for size in range(1, min(count, machine.registers // 2) + 1) if count % size == 0]
+    return next((size for size in divisors if size >= in_flight(machine)), divisors[-1])
 
 
 def rows_in_set(machine: Machine) -> int:

@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 from tvmflow.profiles import Cache, Memory, Profile, Tiles, Vectors
 from tvmflow.target import Target, profile_of
 
+# The numbers of 32 bits in the narrowest vectors of every instruction set that this project compiles for: 128 bits.
+NARROWEST = 4
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -32,6 +35,11 @@ class Machine:
     def lanes(self) -> int:
         """How many numbers a vector holds."""
         return self.vectors.bits // (8 * self.number)
+
+    @property
+    def fewest_lanes(self) -> int:
+        """The fewest numbers that are worth a vector: they fill half of it, and no less than the narrowest one."""
+        return max(self.lanes // 2, NARROWEST)
 
     @property
     def registers(self) -> int:

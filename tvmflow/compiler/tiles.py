@@ -17,7 +17,7 @@ class Tile:
 
 
 # The most rows of a tile for a product of a symbolic number of rows, most of which are wasted where there are few.
-_UNKNOWN_ROWS = 8
+UNKNOWN_ROWS = 8
 # The most heights of tiles that tuning measures.
 _CHOICES = 4
 
@@ -66,8 +66,7 @@ def rank(
                 continue
             if exact and rows is not None and rows % height:
                 continue
-            weights = count * machine.lanes * machine.number / machine.second.read
-            cycles = max(cost.step(height, count, machine), weights)
+            cycles = step(Tile(height, count), machine)
             useful = 1.0 if rows is None else rows / (-(-rows // height) * height)
             # Uneven rows are copied into a panel first, once for all vectors of channels.
             is_even = rows is not None and rows % height == 0
@@ -77,6 +76,20 @@ def rank(
             rated_tiles.append((key, Tile(height, count)))
     # The sort is stable: of equal tiles the first one stays first.
     return [tile for _, tile in sorted(rated_tiles, key=lambda item: item[0], reverse=True)] or [Tile(1, 1)]
+
+
+def step(tile: Tile, machine: Machine) -> float:
+    """Return the cycles of one step of a product's reduction, with weights from the second-level cache."""
+    weights = tile.vectors * machine.lanes * machine.number / machine.second.read
+    return max(cost.step(tile.rows, tile.vectors, machine), weights)
+
+
+def most_pixels(machine: Machine) -> int:
+    """Return the most pixels whose sums, a vector each, stay in registers while a depthwise convolution adds its taps.
+
+    Half of the registers hold sums, the others the vectors that LLVM loads ahead.
+    """
+    return machine.registers // 2
 
 
 def conflicts(row_bytes: int | None, machine: Machine) -> bool:
@@ -95,4 +108,4 @@ def choose_rows(tiles: Sequence[Tile], decisions: Decisions) -> int:
 
 def _unknown(machine: Machine) -> int:
     """The rows of a tile for an unknown number of rows: as many as the registers hold beside two vectors, at most 8."""
-    return min(_UNKNOWN_ROWS, (machine.registers - 3) // 2)
+    return min(UNKNOWN_ROWS, (machine.registers - 3) // 2)

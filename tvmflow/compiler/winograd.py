@@ -30,11 +30,10 @@ _POINTS: dict[int, dict[int, tuple[float, ...]]] = {
     2: {2: (0.0, -1.0), 3: (0.0, 1.0, -1.0), 4: (0.0, 0.75, -0.75, 1.5)},
 }
 
-# With fewer channels, in or out, the transforms cost more than the products save.
-_FEWEST_CHANNELS = 8
-# The share of time that a tile must gain for each pixel of its side, because larger tiles round more.
+# The share of time that a tile must gain for each pixel of its side: the price of its larger rounding error.
 _CAUTION = 0.01
-# A line of at least so many output tiles fills register tiles by itself.
+# A line of at least so many output tiles divides into as good register tiles as all tiles of an image: networks have
+# lines of 7, 14 and 28. It is a property of such sizes.
 _LONG_LINE = 7
 
 
@@ -53,7 +52,8 @@ def rank_sizes(
     transforms, and for reading weights that fit no cache. `group` is the number of multiply-adds of narrow numbers that
     an instruction does in a lane, where narrow numbers are accurate enough.
     """
-    if min(channels, out_channels) < _FEWEST_CHANNELS or min(height, width) < 2 or stride not in _POINTS:
+    # Transforms of vectors that are mostly empty cost more than the products save.
+    if min(channels, out_channels) < machine.fewest_lanes or min(height, width) < 2 or stride not in _POINTS:
         return [None]
     sizes = (None, *_POINTS[stride])
     costs = {size: cycles(size, height, width, channels, out_channels, machine, stride, group) for size in sizes}

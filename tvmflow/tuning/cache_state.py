@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tvmflow.target import Target
 from tvmflow.tuning.candidates import Argument, Candidate
 
-# The widest vector in elements and in bytes.
+# The elements and bytes of a step of the reader, a multiple of every vector.
 _LANES = 16
 _VECTOR_BYTES = 4 * _LANES
-# No cache is larger than this.
-_MOST_READ_BYTES = 96 << 20
+# A device's caches are small, and its memory must hold the bytes twice.
 _MOST_MOVED_BYTES = 32 << 20
 
 
@@ -43,16 +43,25 @@ def warm_arguments(arguments: Sequence[tuple[Sequence[int], str]]) -> list[int]:
     return [index for index, (shape, dtype) in enumerate(arguments) if index == 0 or (tuple(shape), dtype) in last]
 
 
+def bytes_to_read(weights: int, target: Target) -> int:
+    """Return how many bytes of a model's `weights` to read before a sample: no more than the target's last cache has.
+
+    So many replace whatever the caches held. A target without a profile has no such limit.
+    """
+    profile = target.profile
+    return weights if profile is None else min(weights, (profile.third or profile.second).size)
+
+
 def bytes_to_move(weights: int) -> int:
     """Return the number of bytes to move through a device's caches, for a model of `weights` bytes of weights.
 
-    It is at most 32 MiB: a device's caches are small, and its memory must hold the bytes twice.
+    It is at most 32 MiB.
     """
     return min(weights, _MOST_MOVED_BYTES)
 
 
 def make_reader(weights: int, threads: int) -> Candidate:
-    """Return a scheduled function that reads `weights` bytes, at most 96 MiB, a part in each of `threads` threads.
+    """Return a scheduled function that reads `weights` bytes, a part in each of `threads` threads.
 
     It sums `data` [threads, n, 16] over n to `total` [threads, 16], both float32. The candidate's arguments have the n
     that gives `data` this size; the function takes any n.
@@ -71,6 +80,6 @@ def make_reader(weights: int, threads: int) -> Candidate:
     if threads > 1:
         schedule.parallel(core)
     schedule.decompose_reduction(block, step)
-    steps = max(1, min(weights, _MOST_READ_BYTES) // (_VECTOR_BYTES * threads))
+    steps = max(1, weights // (_VECTOR_BYTES * threads))
     arguments = (Argument((threads, steps, _LANES), "float32"), Argument((threads, _LANES), "float32"))
     return Candidate(ir.save_json(schedule.mod["main"]), arguments)

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from tvmflow.target import Target, host
-from tvmflow.tuning.cache_state import bytes_to_move, make_reader
+from tvmflow.tuning.cache_state import bytes_to_move, bytes_to_read, make_reader
 from tvmflow.tuning.candidates import Argument, Candidate, Library
 from tvmflow.tuning.runner import Device, DeviceRunner, Devices, LocalRunner, Runner
 from tvmflow.tuning.worker_process import TrialError, WorkerProcess
@@ -77,7 +77,7 @@ def use_measurer(
         deadline=deadline,
         device=device,
         cross_compiler=target.cross_compiler,
-        weights=weights,
+        weights=bytes_to_read(weights, target),
     )
 
 

@@ -6,16 +6,13 @@ from typing import Any
 
 from tvm import te, tirx, topi
 
-from tvmflow.compiler import cost, vectormath
+from tvmflow.compiler import cost, tiles, vectormath
 from tvmflow.compiler.annotations import KERNEL, LANES, TILE, VECTORS
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import divides, round_up, static, vector
 
 # The element of a tensor by batch, position, head and channel.
 Element = Callable[[Any, Any, Any, Any], Any]
-
-# The rows of a strip where the number of queries is symbolic.
-_UNKNOWN_ROWS = 8
 
 
 def choose(queries: int | None, keys: int | None, channels: int, machine: Machine) -> tuple[int, int, int]:
@@ -35,7 +32,7 @@ def choose(queries: int | None, keys: int | None, channels: int, machine: Machin
     wide = -(-channels // machine.lanes)
     best = None
     for rows in (
-        range(1, machine.registers - 2) if queries is not None else (min(_UNKNOWN_ROWS, machine.registers // 3),)
+        range(1, machine.registers - 2) if queries is not None else (min(tiles.UNKNOWN_ROWS, machine.registers // 3),)
     ):
         most = (machine.registers - 1) // (rows + 1)
         for vectors in range(1, min(most, 4) + 1):

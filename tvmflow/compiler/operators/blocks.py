@@ -19,9 +19,6 @@ from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators import winograd as winograd_stages
 from tvmflow.compiler.operators.common import surrounded
 
-# The most pixels of a line that the depthwise convolution keeps in registers.
-_MOST_PIXELS = 14
-
 # The element-wise operations after a convolution: a function of a value, its channel, and the tensors by channel.
 Epilogue = Callable[[Any, Any, Sequence[te.Tensor]], Any]
 
@@ -240,7 +237,7 @@ def _project(
     )
 
 
-# Element-wise operations on a vector of a result: its bias and activation.
+# Element-wise operations on a vector of a result: a bias and the two bounds of an activation.
 _EPILOGUE = 3
 # The most options of a decision.
 _CHOICES = 4
@@ -420,7 +417,7 @@ def _tiles(
         return [best, *busy][:_CHOICES]
 
     if middle.depthwise:
-        pixels = max(size for size in range(1, _MOST_PIXELS + 1) if out_w % size == 0)
+        pixels = max(size for size in range(1, tiles.most_pixels(machine) + 1) if out_w % size == 0)
         between = [tiles.Tile(pixels, 1)]
     else:
         between = rank(out_w // (middle.winograd or 1), middle.channels)

@@ -9,7 +9,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 
-from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.machine import NARROWEST, Machine
 
 Legalization = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
@@ -47,7 +47,7 @@ def is_float32(*tensors: relax.Expr) -> bool:
 
 def vector(channels: int, machine: Machine) -> int:
     """Return the lanes of a vector of channels: the machine's, or a smaller power of two from 4 that holds them."""
-    return min(machine.lanes, max(4, 1 << (channels - 1).bit_length()))
+    return min(machine.lanes, max(NARROWEST, 1 << (channels - 1).bit_length()))
 
 
 def constant(value: np.ndarray[Any, Any]) -> relax.Expr:

@@ -8,8 +8,9 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 
+from tvmflow.compiler import tiles
 from tvmflow.compiler.annotations import CHANNELS, KERNEL, LANES, SUBJECT, TILE
-from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import (
     constant,
     divides,
@@ -60,7 +61,7 @@ def pack_groups(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any
 
 def _padded_channels(channels: int, lanes: int) -> int:
     # Half a vector at the end is as fast as a whole vector; a shorter rest is not.
-    return channels if channels % max(lanes // 2, 4) == 0 else -(-channels // lanes) * lanes
+    return channels if channels % max(lanes // 2, NARROWEST) == 0 else -(-channels // lanes) * lanes
 
 
 def depthwise(
@@ -108,7 +109,7 @@ def depthwise(
 
 
 def _depthwise_tile(width: int | None, machine: Machine) -> int:
-    most = 14 if machine.registers >= 32 else 8
+    most = tiles.most_pixels(machine)
     if width is None:
         return most // 2
     return min(range(1, most + 1), key=lambda tile: (-(-width // tile) * tile - width, -tile)) if width > 0 else 1

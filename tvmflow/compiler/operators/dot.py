@@ -16,21 +16,19 @@ from tvm import te, tirx, topi
 from tvmflow.compiler import amx, tiles
 from tvmflow.compiler.annotations import AMX, DOT, KERNEL, LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.dotproduct import BF16, Dot
-from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import JoinedRows, divides, output_size, padded_input, round_up, static, vector
 
 Array = np.ndarray[Any, Any]
-# The narrowest vector with a dot-product instruction, in lanes.
-_NARROWEST = 4
 
 
 def lanes_of(channels: int, groups: int, machine: Machine) -> int:
-    """Return the lanes of the vectors for `channels` output channels; 0 where the groups fill no vector of 4 lanes."""
+    """Return the lanes of the vectors for `channels` output channels; 0 where the groups fill none."""
     if groups == 1:
         return vector(channels, machine)
     # A vector of output channels must read one group's input channels only.
     lanes = math.gcd(channels // groups, machine.lanes)
-    return lanes if lanes >= _NARROWEST else 0
+    return lanes if lanes >= NARROWEST else 0
 
 
 def pack_conv2d(weight: Array, lanes: int, dot: Dot) -> Array:
@@ -75,7 +73,7 @@ def conv2d(
     out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
     rows = 0
     if dot.name in machine.amx and (groups, lanes) == (1, amx.LANES) and (kernel_w == 1 or dilation[1] == 1):
-        rows = amx.choose_rows(static(out_w), kernel_w * steps, machine.tiles)
+        rows = amx.choose_rows(static(out_w), kernel_w * steps, vectors, machine)
     if not rows and (kernel_h, kernel_w, groups) == (1, 1, 1) and list(strides) == [1, 1] and not any(padding):
         return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
     row_bytes = 4 // group * strides[1] * int(in_c)
@@ -232,7 +230,7 @@ def _rows_product(
     columns = static(channels)
     group, steps = dot.group, -(-depth // dot.group)
     by_amx = shared and dot.name in machine.amx and lanes == amx.LANES
-    tile = amx.choose_rows(static(rows), steps, machine.tiles) if by_amx else 0
+    tile = amx.choose_rows(static(rows), steps, (columns or lanes) // lanes, machine) if by_amx else 0
     # Packed weights of a convolution have dimensions for taps, which the description of AMX's kernel must have too.
     by_tiles: dict[str, Any] = {AMX: [steps, *([1, 1, 1, 1] if pointwise else [])]} if tile else {}
     tile = tile or tiles.choose(static(rows), columns // lanes if columns else 2, machine, 4 // group * depth).rows

@@ -15,15 +15,13 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from tvmflow.compiler import extensions, vectormath
+from tvmflow.compiler import cost, extensions, vectormath
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import buffer, size_parameter, static, vector
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
-# Independent sums that keep the multiply-add units busy: their latency times their number.
-_CHAINS = 10
-# The most units that padding may add to a tile of several vectors, as a fraction of all.
+# The most units that padding may add to a tile of several vectors, as a fraction of all: that much work is wasted.
 _MOST_PADDING = 1 / 8
 
 
@@ -186,7 +184,8 @@ def tiles(cell: Cell, units: int, batch: int | None, machine: Machine) -> Tiles:
         # Each group of sequences reads the weights once, and a remaining sequence is a group by itself.
         rows = min(range(1, min(rows, batch) + 1), key=lambda count: (batch // count + batch % count, count))
     vectors = -(-units // lanes)
-    most = min((machine.registers - 1 - rows) // (gates * rows), -(-_CHAINS // (gates * rows)), vectors)
+    busy = -(-cost.in_flight(machine) // (gates * rows))
+    most = min((machine.registers - 1 - rows) // (gates * rows), busy, vectors)
     for blocks in range(max(1, most), 0, -1):
         count = -(-vectors // blocks)
         if blocks == 1 or count * blocks <= vectors * (1 + _MOST_PADDING):

@@ -13,17 +13,14 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
+from tvmflow.compiler import cost
 from tvmflow.compiler.annotations import KERNEL
-from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators import extremes
 from tvmflow.compiler.operators.common import is_float32, static
 
 # TVM's fusion kind of reductions: TVM fuses the element-wise operators before them.
 REDUCTION = {"op_pattern": 3}
-# The fewest elements to reduce that are worth a core of their own.
-_PART = 8192
-# The number of vectors that accumulate side by side, to hide the latency of their additions.
-_ACCUMULATORS = 4
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ def _view(call: relax.Call, machine: Machine) -> View | None:
     view = View(shape, first, last)
     if any(not static(size) for size in shape[first:]):
         return None
-    return view if view.inner == 1 or view.inner >= 4 else None
+    return view if view.inner == 1 or view.inner >= NARROWEST else None
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
@@ -209,7 +206,7 @@ def rows(
     whole = size // lanes
     fold: te.Tensor | None = None
     if whole:
-        side = next(count for count in range(min(2 * _ACCUMULATORS, whole), 0, -1) if whole % count == 0)
+        side = cost.side_by_side(whole, machine)
         o = te.reduce_axis((0, whole // side), "o")
         accumulators = te.compute(
             (*outer, side, lanes),
@@ -250,8 +247,9 @@ def _parts(outer: Sequence[Any], depth: int, inner: int, machine: Machine) -> in
     """The number of parts to split a reduction into so that every core has work."""
     results = reduce(lambda total, size: total * (static(size) or 1), outer, 1)
     vectors = -(-inner // machine.lanes) if inner > 1 else 1
-    tasks = results * (-(-vectors // _ACCUMULATORS))
-    if machine.cores == 1 or tasks >= machine.cores or results * depth * inner < 2 * _PART:
+    tasks = results * vectors // cost.side_by_side(vectors, machine)
+    # Each of two cores must have enough elements for a parallel region.
+    if machine.cores == 1 or tasks >= machine.cores or results * depth * inner < 2 * machine.parallel_cycles:
         return 1
     fewest = -(-machine.cores // tasks)
     fits = [count for count in range(fewest, 4 * fewest + 1) if depth % count == 0]

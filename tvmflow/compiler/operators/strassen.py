@@ -45,10 +45,8 @@ _RESULT = [
     [1, -1, 1, 0, 0, 1, 0],
 ]
 
-# Fewer vectors of results in flight than this multiple of those that hide the latency leave a core waiting for loads.
-_BUSY = 1.5
-# The algorithm is chosen below this share of the usual time: it saves an eighth at most, its stages cost more than the
-# model counts, and its rounding error is larger.
+# The algorithm is chosen below this share of the usual time. It saves an eighth at most, which must pay for its larger
+# rounding error and for the error of the estimates.
 _GAIN = 0.92
 
 
@@ -91,9 +89,10 @@ def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> 
     lines = [math.prod(outer[place:]) for place in range(len(outer))]
     if any(half_rows % line and line % half_rows for line in lines):
         return None
-    vectors = units // 2 // machine.lanes
+    vectors, numbers = units // 2 // machine.lanes, machine.vectors
     ranked = tiles.rank(half_rows, vectors, machine, 2 * depth, exact=True)
-    busy = [tile for tile in ranked if tile.rows * tile.vectors >= _BUSY * cost.in_flight(machine)]
+    # Only multiply-adds bound the algorithm's time: a tile that waits for loads or for results gains nothing.
+    busy = [tile for tile in ranked if tiles.step(tile, machine) * numbers.multiply_adds <= tile.rows * tile.vectors]
     if not busy:
         return None
 
@@ -111,7 +110,7 @@ def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> 
     direct += cost.streaming(weights, machine) / machine.cores
     images = cost.images(4 * rows * depth, 4 * rows * units, machine)
     # Five of the seven sums of the left operand add two quarters, and eight additions combine the seven products.
-    panels, numbers = 7 * rows / 2 * depth / 2, machine.vectors
+    panels = 7 * rows / 2 * depth / 2
     summing = panels / machine.lanes * max(12 / 7 / numbers.loads, 1 / numbers.stores)
     combining = rows / 2 * vectors * max(7 / numbers.loads, 8 / numbers.multiply_adds)
     fast = cost.results(7 * rows / 2 * vectors, depth / 2, accumulators, machine) + summing + combining

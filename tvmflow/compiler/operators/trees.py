@@ -15,18 +15,16 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from tvmflow.compiler import extensions, vectormath
+from tvmflow.compiler import cost, extensions, vectormath
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import buffer, size_parameter, static
 
-# The paths that are followed at a time.
+# The paths that are followed at a time: their places take half of the 16 general-purpose registers of x86-64.
 _PATHS = 8
 # The steps between two checks whether all paths have ended. Trees of at most twice as many levels need no check.
 _STEPS = 4
-# The cycles of a step of one path among several.
-_STEP_CYCLES = 8
-# The most rows that go through a tree before the next tree.
+# The most rows that go through a tree before the next tree: so many that reading the tree costs each of them little.
 _MOST_ROWS = 128
 
 _START = {"SUM": 0.0, "AVERAGE": 0.0, "MIN": float("inf"), "MAX": float("-inf")}
@@ -163,7 +161,9 @@ class Trees:
         """Follow one row through several trees at a time; the cores share the trees."""
         forest, machine = self.forest, self._machine
         groups, rest = divmod(forest.trees, _PATHS)
-        cycles = forest.trees * min(forest.depth, 2 * _PATHS) * _STEP_CYCLES
+        # A step reads lines of three tables: a link, a feature and a threshold. A node takes 4 bytes of two of them.
+        read = forest.trees * min(forest.depth, 2 * _PATHS) * 3 * machine.first.line
+        cycles = cost.moving(0, read, 8 * forest.nodes, machine)
         parts = min(machine.cores, groups) if cycles >= machine.parallel_cycles else 1
         parts = max(1, parts)
         share = -(-groups // parts)

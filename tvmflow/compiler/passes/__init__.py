@@ -6,7 +6,7 @@ import tvm
 from tvm import relax
 
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.machine import machine
+from tvmflow.compiler.machine import NARROWEST, machine
 from tvmflow.compiler.operators import legalizations
 from tvmflow.compiler.passes import attention, dimensions, folding, patterns, simplify
 from tvmflow.compiler.passes.bf16 import RoundProducts
@@ -59,7 +59,7 @@ def tidy() -> list[tvm.transform.Pass]:
     ]
 
 
-def layout(lanes: int = 16) -> list[tvm.transform.Pass]:
+def layout(lanes: int) -> list[tvm.transform.Pass]:
     """Return the passes that bring convolutions and pooling to two dimensions with the channels last.
 
     A vector has `lanes` channels.
@@ -68,14 +68,14 @@ def layout(lanes: int = 16) -> list[tvm.transform.Pass]:
         dimensions.in_two_dimensions(),
         dimensions.split_transposed(),
         dimensions.split_groups(lanes),
-        ChannelsLast(),
+        ChannelsLast(lanes),
         simplify.transpose_before_resizing(),
     ]
 
 
 def pass_names() -> list[str]:
     """Return the names of this project's passes, sorted, in the form that TVM's pass context takes."""
-    ours = [*canonicalize(), *layout()]
+    ours = [*canonicalize(), *layout(NARROWEST)]
     others = {
         "ComposeAttention",
         "FuseBlocks",

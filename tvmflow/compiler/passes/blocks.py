@@ -35,7 +35,8 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
 
 
 # The cycles of a bottleneck as one function over those of its convolutions one by one, with the fastest algorithms:
-# below the first number it becomes one function, up to the second a tuner measures both ways.
+# below the first number it becomes one function, up to the second a tuner measures both ways. Their distances from one
+# are errors of the model, which `benchmarks/blocks.py` prints.
 _SURE, CLOSE = 0.8, 1.1
 
 

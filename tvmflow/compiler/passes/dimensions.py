@@ -52,7 +52,7 @@ def _transposed_1d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     return relax.op.squeeze(rewriter.emit(image), [2])
 
 
-def split_groups(lanes: int = 16) -> tvm.transform.Pass:
+def split_groups(lanes: int) -> tvm.transform.Pass:
     """Return the pass that replaces a grouped convolution by one ordinary convolution for each group.
 
     It changes convolutions of at most `_MOST_GROUPS` groups whose output channels fill one vector of `lanes` channels

@@ -8,6 +8,8 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.compiler.machine import NARROWEST
+
 
 @dataclass(frozen=True)
 class _Permuted:
@@ -33,12 +35,16 @@ class ChannelsLast:
 
     A convolution reads and writes tensors with the channels last. The transposes around it, and those of the model, are
     not computed in place: every operator that can work on another order of dimensions does so. A transpose moves down
-    until it cancels with another, or until an operator or an output needs the model's own order.
+    until it cancels with another, or until an operator or an output needs the model's own order. A vector has `lanes`
+    channels.
     """
+
+    def __init__(self, lanes: int) -> None:
+        self._lanes = lanes
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with every Relax function rewritten."""
-        layout = _Layout(mod)
+        layout = _Layout(mod, self._lanes)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function):
                 layout.builder_.update_func(variable, layout.visit_expr(function))
@@ -47,8 +53,11 @@ class ChannelsLast:
 
 @mutator
 class _Layout(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.IRModule) -> None:
+    def __init__(self, mod: tvm.IRModule, lanes: int) -> None:
         super().__init__(mod)
+        self.lanes = lanes
+        # The fewest neighbours in memory that are worth keeping together.
+        self.run = max(lanes // 2, NARROWEST)
         self._values: dict[relax.Var, _Permuted] = {}
         self._tuples: dict[relax.Var, _Permuted] = {}
         self._computed: dict[relax.Var, relax.Expr] = {}
@@ -222,7 +231,7 @@ def _spatial(layouts: str, kernel: str | None, *, always: bool) -> _Rule:
 def _pool2d(layout: _Layout, call: relax.Call) -> _Permuted | None:
     """Pool with the channels last; where windows overlap, this is worth two transposes."""
     shape = call.args[0].ty.shape.values if isinstance(call.args[0].ty.shape, relax.ShapeExpr) else []
-    wide = len(shape) == 4 and isinstance(shape[1], tvm.tirx.IntImm) and int(shape[1]) >= _WIDE
+    wide = len(shape) == 4 and isinstance(shape[1], tvm.tirx.IntImm) and int(shape[1]) >= layout.lanes
     overlap = any(
         int(size) > int(stride) for size, stride in zip(call.attrs.pool_size, call.attrs.strides, strict=True)
     )
@@ -410,7 +419,7 @@ def _reshape(layout: _Layout, call: relax.Call) -> _Permuted | None:
     stored_axes = [place for place in _inverse(value.axes) if place not in ones]
     memory = stored_axes
     for before, _ in groups:
-        memory = _together(memory, before, sizes)
+        memory = _together(memory, before, sizes, layout.run)
     base = value.base
     if memory != stored_axes:
         base = layout.emit(relax.op.permute_dims(base, [value.axes[place] for place in (*ones, *memory)]))
@@ -462,23 +471,17 @@ def _same(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(sizes) == len(others) and all(_equal(a, b) for a, b in zip(sizes, others, strict=True))
 
 
-# Fewer channels are not worth a change of layout.
-_WIDE = 16
-# A run of fewer numbers in memory is not worth keeping.
-_RUN = 8
-
-
-def _together(memory: list[int], places: list[int], sizes: Sequence[Any]) -> list[int]:
+def _together(memory: list[int], places: list[int], sizes: Sequence[Any], run: int) -> list[int]:
     """The order in memory with the dimensions `places` next to each other, in that order.
 
-    They meet where the innermost of them is, if it ends a long run, else where the largest is.
+    They meet where the innermost of them is, if it ends a run of at least `run` numbers, else where the largest is.
     """
     first = memory.index(places[0])
     if memory[first : first + len(places)] == places:
         return memory
     last = places[-1]
     anchor = max(places, key=lambda place: _elements([sizes[place]]))
-    if memory[-1] == last and _elements([sizes[last]]) >= _RUN:
+    if memory[-1] == last and _elements([sizes[last]]) >= run:
         anchor = last
     rest = [place for place in memory if place not in places or place == anchor]
     where = rest.index(anchor)

@@ -11,13 +11,11 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler.annotations import KERNEL, SUBJECT
-from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.machine import NARROWEST, Machine
 
 # The number of dimensions of a batch of images.
 _IMAGE = 4
-# The lanes of the narrowest vector that is faster than a loop in two parts.
-_NARROWEST = 4
-# The most nodes that all copies of an inlined expression may have together.
+# The most nodes that all copies of an inlined expression may have together: TVM takes minutes for longer ones.
 _LARGEST_COPIES = 200
 # Makes TVM split a loop in two parts: the iterations without bounds checks, which vectorise, and the rest.
 PARTITION = "pragma_loop_partition_hint"
@@ -138,7 +136,7 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
         serial = [inner]
     else:
         lanes = machine.lanes if size is None else math.gcd(size, machine.lanes)
-        whole = size is not None and lanes >= _NARROWEST
+        whole = size is not None and lanes >= NARROWEST
         partitioned = not whole and tasks >= machine.cores and (size is None or is_static(sch))
         if whole or partitioned:
             rest, vector = sch.split(inner, [None, lanes if whole else machine.lanes])

@@ -11,14 +11,11 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.schedules import common, registers
 
-# The edge of a square tile of a transpose.
-_NARROWEST = 4
-# The most pieces that a dimension is cut into, and the fewest elements of a piece.
+# The most pieces that a dimension is cut into: each is a loop of its own in the code.
 _MOST_PIECES = 8
-_SMALLEST_PIECE = 4
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
@@ -65,7 +62,7 @@ def _schedule_transpose(sch: Schedule, block: SBlockRV, machine: Machine) -> boo
     loops = list(sch.get_loops(block))
     extents = [common.extent(sch, loops[place]) for place in (across[0], -1)]
     edges = [math.gcd(extent or 1, machine.lanes) for extent in extents]
-    if min(edges) < _NARROWEST:
+    if min(edges) < NARROWEST:
         return False
     (far, near), (outer, lane) = (
         sch.split(loops[place], [None, edge]) for place, edge in zip((across[0], -1), edges, strict=True)
@@ -109,11 +106,11 @@ def _schedule_pieces(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
         }
     )
     sizes = [after - before for before, after in zip([0, *cuts], [*cuts, size], strict=True)]
-    if not cuts or len(sizes) > _MOST_PIECES or max(sizes) < _SMALLEST_PIECE:
+    if not cuts or len(sizes) > _MOST_PIECES or max(sizes) < NARROWEST:
         return False
     *outer, last = sch.get_loops(block)
     edge = math.gcd(machine.lanes, *sizes)
-    if edge >= _NARROWEST:
+    if edge >= NARROWEST:
         last, lane = sch.split(last, [None, edge])
         sch.vectorize(lane)
         sizes = [length // edge for length in sizes]
@@ -126,12 +123,7 @@ def _schedule_pieces(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
 def _schedule_ragged(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     """Schedule a block whose last dimension is no multiple of a vector, with rows enough for the cores; else False."""
     size = _extent_of_last(sch, block)
-    if (
-        size is None
-        or size <= machine.lanes
-        or math.gcd(size, machine.lanes) >= _NARROWEST
-        or not common.is_static(sch)
-    ):
+    if size is None or size <= machine.lanes or math.gcd(size, machine.lanes) >= NARROWEST or not common.is_static(sch):
         return False
     outer = list(sch.get_loops(block))[:-1]
     if math.prod(common.extent(sch, loop) or 1 for loop in outer) < machine.cores:

@@ -5,13 +5,11 @@ from contextlib import suppress
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from tvmflow.compiler import cost
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, registers
-
-# Vectors that one core accumulates side by side.
-_VECTORS = 4
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
@@ -64,8 +62,7 @@ def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
         # TVM refuses vectors of some widths; LLVM takes any.
         inner = [c] if size & (size - 1) == 0 else []
     elif size % machine.lanes == 0:
-        vectors = size // machine.lanes
-        count = next(count for count in range(_VECTORS, 0, -1) if vectors % count == 0)
+        count = cost.side_by_side(size // machine.lanes, machine)
         chunk, vector, lane = sch.split(c, [None, count, machine.lanes])
         outer.append(chunk)
         inner = [vector, lane]

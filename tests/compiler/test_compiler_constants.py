@@ -1,0 +1,91 @@
+"""No constant of a machine stands outside the profiles: this list has the reason of every number that a rule names."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import tvmflow.compiler
+
+_ROOT = Path(tvmflow.compiler.__file__).parent
+
+# By module and name: why a number is the same for every processor.
+_REASONS = {
+    "amx.ROWS": "instruction set: AMX's tiles",
+    "amx._FEWEST_ROWS": "instruction set: AMX's tiles",
+    "amx._RESULTS": "instruction set: AMX's registers",
+    "cost._FILL": "the model's assumption for every cache",
+    "diagnosis._IMAGE": "rank of an image",
+    "machine.NARROWEST": "instruction set: 128 bits",
+    "operators.blocks._CHOICES": "scope of tuning",
+    "operators.blocks._EPILOGUE": "operations of an epilogue",
+    "operators.convolution._MOST_STEPS": "shape of the graph",
+    "operators.pooling._LONGEST": "size of the code",
+    "operators.pooling._MOST_TAPS": "operations: columns first saves them from here on",
+    "operators.products._FEWEST_ROWS": "shape: known beside symbolic sizes",
+    "operators.products._TILES": "shape: divisors that padding makes possible",
+    "operators.recurrence._MOST_PADDING": "share of wasted work",
+    "operators.resize._MOST_TAPS": "size of the code",
+    "operators.strassen._GAIN": "rounding error, and error of the estimates",
+    "operators.trees._MOST_ROWS": "amortisation: rows that share the reading of a tree",
+    "operators.trees._PATHS": "instruction set: general-purpose registers",
+    "operators.trees._STEPS": "operations: checks beside steps",
+    "passes.blocks._SURE": "error of the estimates, scope of tuning",
+    "passes.int8._LARGEST_PRODUCT": "range of the numbers",
+    "passes.int8._SHIFT": "range of the numbers",
+    "schedules._CLOSE": "scope of tuning",
+    "schedules.blocks._TAPS_UNROLLED": "size of the code",
+    "schedules.common._IMAGE": "rank of a batch of images",
+    "schedules.common._LARGEST_COPIES": "size of the code",
+    "schedules.depthwise._TAPS_UNROLLED": "size of the code",
+    "schedules.fallback._MOST_PIECES": "size of the code",
+    "schedules.prefetch._CHUNKS": "scope of tuning",
+    "schedules.prefetch._HOW": "arguments of LLVM's intrinsic",
+    "schedules.registers._SHORT": "scope of tuning",
+    "schedules.registers._UNROLLED": "scope of tuning",
+    "tiles.UNKNOWN_ROWS": "share of wasted work where rows are few",
+    "tiles._CHOICES": "scope of tuning",
+    "winograd._CAUTION": "rounding error",
+    "winograd._LONG_LINE": "shape: lines of networks",
+}
+
+
+def _modules() -> Iterator[tuple[str, ast.Module]]:
+    """The modules that read the machine, and all schedules, by name without the package."""
+    for path in sorted(_ROOT.rglob("*.py")):
+        text, parts = path.read_text(), path.relative_to(_ROOT).with_suffix("").parts
+        if parts[0] in ("machine", "schedules") or "tvmflow.compiler.machine import" in text:
+            yield ".".join(part for part in parts if part != "__init__"), ast.parse(text)
+
+
+def _is_number(node: ast.AST) -> bool:
+    """Whether an expression of a module holds numbers alone."""
+    plain = (
+        ast.Constant | ast.Tuple | ast.UnaryOp | ast.BinOp | ast.operator | ast.unaryop | ast.Name | ast.expr_context
+    )
+    constants = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    return (
+        bool(constants)
+        and all(isinstance(part, plain) for part in ast.walk(node))
+        and all(isinstance(value, int | float) and not isinstance(value, bool) for value in constants)
+    )
+
+
+def test_every_number_that_a_rule_names_has_a_reason_that_is_no_machine() -> None:
+    named = set()
+    for module, tree in _modules():
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and _is_number(node.value):
+                first = next(part.id for part in ast.walk(node.targets[0]) if isinstance(part, ast.Name))
+                named.add(f"{module}.{first}")
+    assert named == set(_REASONS)
+
+
+def test_no_rule_compares_a_number_of_the_machine_with_one_of_its_own() -> None:
+    places = []
+    for module, tree in _modules():
+        for node in ast.walk(tree):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            of_machine = any(isinstance(side, ast.Attribute) and "machine" in ast.unparse(side) for side in sides)
+            if of_machine and any(isinstance(side, ast.Constant) and side.value not in (None, 0, 1) for side in sides):
+                places.append(f"{module}:{ast.unparse(node)}")
+    assert places == []
