@@ -17,6 +17,7 @@ from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
 from tvmflow.onnx_domains import with_own_domain
+from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import standard_opset
 from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
@@ -285,6 +286,7 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
         model = onnx.load(str(path))
         if not model.graph.node and not model.graph.output:
             raise ValueError("it holds no graph")
+        bring_to_usual_form(model)
     except FileNotFoundError as error:
         raise ExportError(f"there is no ONNX file {label!r}") from error
     except Exception as error:

@@ -163,3 +163,12 @@ def test_an_average_of_whole_numbers_equals_onnx_runtime(make_model: Any, assert
     ]
     path = make_model(nodes, [("x", [3, 40], TensorProto.INT64)], ["y"], {"axes": np.array([1])})
     assert_same_as_onnxruntime(path, {"x": np.arange(120).reshape(3, 40)})
+
+
+def test_a_layer_norm_of_float64_equals_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    node = helper.make_node("LayerNormalization", ["x", "scale"], ["y"], axis=-1)
+    scale = normal(7).astype("float64")
+    path = make_model(
+        [node], [("x", [3, 7], TensorProto.DOUBLE)], [("y", [3, 7], TensorProto.DOUBLE)], {"scale": scale}
+    )
+    assert_same_as_onnxruntime(path, {"x": normal(3, 7).astype("float64")})

@@ -1,6 +1,7 @@
 """Reads an ONNX file and prepares its graph for the import: sizes of inputs, functions, constants."""
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import has_converter, is_function
 from tvmflow.errors import ModelImportError
 from tvmflow.onnx_domains import with_own_domain
+from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import nodes_of
 from tvmflow.onnx_inputs import name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
+
+# The element types of four bits, with those of eight bits that have the same numbers.
+_FEW_BITS: dict[int, str] = {onnx.TensorProto.INT4: "int8", onnx.TensorProto.UINT4: "uint8"}
 
 
 def load_model(path: Path, label: str) -> onnx.ModelProto:
@@ -26,7 +31,9 @@ def load_model(path: Path, label: str) -> onnx.ModelProto:
     """
     try:
         model = with_own_domain(onnx.load(path))
-        onnx.checker.check_model(model)
+        bring_to_usual_form(model)
+        with _shapes_of_inputs(model.graph):
+            onnx.checker.check_model(model)
     except FileNotFoundError as error:
         raise ModelImportError(f"{label}: {error.strerror or 'file not found'}; expected an ONNX file") from error
     except Exception as error:  # protobuf, checker and external-data errors share no base class
@@ -34,7 +41,33 @@ def load_model(path: Path, label: str) -> onnx.ModelProto:
     if not model.graph.output:
         raise ModelImportError(f"{label} is not a valid ONNX model (it has no outputs); export it again")
     drop_zip_maps(model)
+    _widen_few_bits(model.graph)
     return model
+
+
+@contextlib.contextmanager
+def _shapes_of_inputs(graph: onnx.GraphProto) -> Iterator[None]:
+    """Let inputs without a shape have one within, which the checker wants; a caller may give it."""
+    shapeless = [value.type.tensor_type for value in graph.input if value.type.HasField("tensor_type")]
+    shapeless = [tensor for tensor in shapeless if not tensor.HasField("shape")]
+    for tensor in shapeless:
+        tensor.shape.SetInParent()
+    yield
+    for tensor in shapeless:
+        tensor.ClearField("shape")
+
+
+def _widen_few_bits(graph: onnx.GraphProto) -> None:
+    """Write weights of four bits that are dequantised, and nothing else, as weights of eight bits, in place."""
+    readers: dict[str, set[str]] = {}
+    for node in nodes_of(graph):
+        for name in node.input:
+            readers.setdefault(name, set()).add(node.op_type)
+    for tensor in graph.initializer:
+        if tensor.data_type in _FEW_BITS and readers.get(tensor.name, set()) == {"DequantizeLinear"}:
+            tensor.CopyFrom(
+                numpy_helper.from_array(numpy_helper.to_array(tensor).astype(_FEW_BITS[tensor.data_type]), tensor.name)
+            )
 
 
 def apply_shapes(

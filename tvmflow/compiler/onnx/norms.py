@@ -19,9 +19,9 @@ def convert_batch_norm(node: Node) -> relax.Expr | None:
 def convert_layer_norm(node: Node) -> relax.Expr | None:
     """Write a layer norm that also returns the mean, and perhaps one divided by the standard deviation.
 
-    Returns None, which leaves the node to TVM's converter, for one with a single result.
+    Returns None, which leaves the node to TVM's converter, for one with a single result of at most 32 bits.
     """
-    if node.outputs == 1:
+    if node.outputs == 1 and dtype_of(node.inputs[0]) != "float64":
         return None
     data, scale, bias = node.inputs[0], node.inputs[1], node.input(2)
     rank = data.ty.ndim
@@ -33,7 +33,7 @@ def convert_layer_norm(node: Node) -> relax.Expr | None:
     scaling = node.emit(relax.op.divide(relax.const(1.0, dtype_of(data)), node.emit(relax.op.sqrt(shifted))))
     result = node.emit(relax.op.multiply(node.emit(relax.op.multiply(centred, scaling)), scale))
     result = result if bias is None else node.emit(relax.op.add(result, bias))
-    return relax.Tuple([result, mean, scaling][: node.outputs])
+    return result if node.outputs == 1 else relax.Tuple([result, mean, scaling][: node.outputs])
 
 
 def convert_rms_norm(node: Node) -> relax.Expr:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of
 
 # The attributes of a node that its counterpart on float32 tensors does not have.
@@ -130,6 +131,41 @@ def dequantize(node: Node, position: int, axis: int = 0) -> relax.Expr:
     value, scale, zero = node.inputs[position], _scale(node, position + 1), _zero_point(node, position)
     axis %= max(value.ty.ndim, 1)
     return node.emit(relax.op.dequantize(value, scale, zero, axis=axis, out_dtype="float32"))
+
+
+def convert_blocked(node: Node) -> relax.Expr | None:
+    """Write DequantizeLinear and QuantizeLinear with a scale for each block along an axis, by repeating the scales.
+
+    Returns None, which leaves the node to TVM's converter, for other forms. Raises FreeSizeError for data of unknown
+    size.
+    """
+    block = int(node.attrs.pop("block_size", 0))
+    if not block:
+        return None
+    data, scale, zero = node.inputs[0], node.inputs[1], node.input(2)
+    rank = data.ty.ndim
+    axis, dims = int(node.attrs.get("axis", 1)) % rank, dims_of(data)
+    if dims is None or not isinstance(dims[axis], int):
+        raise FreeSizeError("scales of blocks along a symbolic dimension")
+
+    def spread(value: relax.Expr) -> relax.Expr:
+        repeated = node.emit(relax.op.repeat(value, block, axis))
+        return node.emit(relax.op.strided_slice(repeated, [axis], [0], [dims[axis]]))
+
+    dtype, places = dtype_of(scale), spread(scale)
+    if dtype_of(data).startswith(("int", "uint")):
+        value = node.emit(relax.op.astype(data, dtype))
+        if zero is not None:
+            value = node.emit(relax.op.subtract(value, spread(node.emit(relax.op.astype(zero, dtype)))))
+        return relax.op.multiply(value, places)
+    result = "uint8" if zero is None else dtype_of(zero)
+    if int(node.attrs.get("output_dtype", 0)):
+        result = str(onnx.helper.tensor_dtype_to_np_dtype(int(node.attrs["output_dtype"])))
+    limits = np.iinfo(result)
+    value = node.emit(relax.op.round(node.emit(relax.op.divide(data, places))))
+    if zero is not None:
+        value = node.emit(relax.op.add(value, spread(node.emit(relax.op.astype(zero, dtype)))))
+    return relax.op.astype(node.emit(relax.op.clip(value, int(limits.min), int(limits.max))), result)
 
 
 def _quantize(node: Node, value: relax.Expr, position: int) -> relax.Expr:

@@ -1,0 +1,84 @@
+"""Unusual forms of ONNX files that ONNX Runtime takes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from support.arrays import normal
+from tvmflow.compiler import import_onnx
+from tvmflow.errors import ModelImportError
+
+
+def _sparse(name: str, places: list[Any], dims: list[int]) -> onnx.SparseTensorProto:
+    values = numpy_helper.from_array(np.array([1.5, -2.0], "float32"), name)
+    return helper.make_sparse_tensor(values, numpy_helper.from_array(np.array(places, "int64"), f"{name}_places"), dims)
+
+
+def _save(path: Path, places: list[Any]) -> Path:
+    """y = x @ sparse @ other, where the file says nothing of the shape of y."""
+    nodes = [helper.make_node("MatMul", ["x", "sparse"], ["a"]), helper.make_node("MatMul", ["a", "other"], ["y"])]
+    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 4])
+    y = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
+    graph = helper.make_graph(nodes, "forms", [x], [y])
+    graph.sparse_initializer.extend([_sparse("sparse", [1, 7], [4, 3]), _sparse("other", places, [3, 5])])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
+
+
+def test_sparse_weights_and_outputs_without_a_shape_are_taken(tmp_path: Path, assert_same_as_onnxruntime: Any) -> None:
+    path = _save(tmp_path / "model.onnx", [[0, 4], [1, 2]])
+    assert import_onnx(path).outputs[0].shape == ("n", 5)
+    assert_same_as_onnxruntime(path, {"x": normal(2, 4)})
+
+
+def test_a_sparse_weight_beyond_its_dimensions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelImportError, match=r"^[^\n]*model.onnx is not a valid ONNX model"):
+        import_onnx(_save(tmp_path / "model.onnx", [[0, 4], [1, 9]]))
+
+
+def test_an_input_without_a_shape_is_asked_for_one(tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, None)
+    output = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "forms", [value], [output])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "m.onnx")
+    with pytest.raises(ModelImportError, match="input 'x' has no shape; give one"):
+        import_onnx(tmp_path / "m.onnx")
+    assert import_onnx(tmp_path / "m.onnx", {"x": (2, "n")}).inputs[0].shape == (2, "n")
+
+
+@pytest.mark.parametrize("block", [0, 2])
+def test_weights_of_four_bits_are_dequantised(tmp_path: Path, assert_same_as_onnxruntime: Any, block: int) -> None:
+    weight = helper.make_tensor("w", onnx.TensorProto.UINT4, [4, 3], list(range(12)))
+    scales = np.abs(normal(2, 3) if block else normal(3)) + 0.1
+    zeros = helper.make_tensor("z", onnx.TensorProto.UINT4, scales.shape, [8] * scales.size)
+    form = {"axis": 0, "block_size": block} if block else {"axis": 1}
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w", "s", "z"], ["d"], **form),
+        helper.make_node("Mul", ["x", "d"], ["y"]),
+    ]
+    values = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name, shape in (("x", [4, 3]), ("y", [4, 3]))
+    ]
+    graph = helper.make_graph(
+        nodes, "bits", values[:1], values[1:], [weight, numpy_helper.from_array(scales, "s"), zeros]
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "m.onnx")
+    assert_same_as_onnxruntime(tmp_path / "m.onnx", {"x": normal(4, 3)})
+
+
+def test_blocks_of_data_are_quantised(tmp_path: Path, assert_same_as_onnxruntime: Any) -> None:
+    scales, zeros = np.abs(normal(2, 2)) / 40 + 0.01, np.array([[1, -3], [5, 0]], "int8")
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], axis=1, block_size=3),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], axis=1, block_size=3),
+    ]
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 5]) for name in "xy"]
+    weights = [numpy_helper.from_array(scales, "s"), numpy_helper.from_array(zeros, "z")]
+    graph = helper.make_graph(nodes, "blocks", values[:1], values[1:], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "m.onnx")
+    assert_same_as_onnxruntime(tmp_path / "m.onnx", {"x": 2 * normal(2, 5)})

@@ -1,0 +1,50 @@
+"""Forms of an ONNX file that readers must take, brought to the usual one: sparse weights, outputs without a shape."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnx
+
+
+def bring_to_usual_form(model: "onnx.ModelProto") -> None:
+    """Write the model's sparse weights as dense ones, and the shapes that are inferred for outputs without, in place.
+
+    An output whose shape cannot be inferred gets an empty one, which says nothing: the checker wants one.
+    """
+    import onnx
+
+    graph = model.graph
+    graph.initializer.extend(
+        onnx.numpy_helper.from_array(_dense(item), item.values.name) for item in graph.sparse_initializer
+    )
+    graph.ClearField("sparse_initializer")
+    shapeless = [value for value in graph.output if _lacks_shape(value)]
+    if not shapeless:
+        return
+    try:
+        inferred = {value.name: value for value in onnx.shape_inference.infer_shapes(model).graph.output}
+    except Exception:  # The inference refuses graphs that runtimes take, and files beyond 2 GB.
+        inferred = {}
+    for value in shapeless:
+        value.CopyFrom(inferred.get(value.name, value))
+        if _lacks_shape(value):
+            value.type.tensor_type.shape.SetInParent()
+
+
+def _lacks_shape(value: "onnx.ValueInfoProto") -> bool:
+    """Whether a value is a tensor, or of unknown type, without a shape."""
+    kind = value.type.WhichOneof("value")
+    return kind is None or (kind == "tensor_type" and not value.type.tensor_type.HasField("shape"))
+
+
+def _dense(sparse: "onnx.SparseTensorProto") -> "np.ndarray[Any, Any]":
+    """The elements of a sparse tensor; its indices are places in the flat tensor, or an index along each dimension."""
+    import numpy as np
+    import onnx
+
+    values, indices = (onnx.numpy_helper.to_array(item) for item in (sparse.values, sparse.indices))
+    dense = np.zeros(math.prod(sparse.dims), values.dtype)
+    dense[indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), tuple(sparse.dims))] = values
+    return dense.reshape(tuple(sparse.dims))
