@@ -1,9 +1,13 @@
 """The events of a run, for the person or program that watches it: a step starts, makes progress, ends."""
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Literal, Protocol
+
+from tvmflow.trace import Trace
 
 Status = Literal["ran", "cached", "failed"]
 
@@ -21,6 +25,34 @@ class Reporter(Protocol):
 
     def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
         """Receive that a step ended, was cached or failed after `seconds`."""
+
+
+class TracingReporter:
+    """A reporter that adds the steps to a trace and passes all events on to another reporter.
+
+    A thread of the trace is a target, or the release itself. `target` is None for steps of the release.
+    """
+
+    def __init__(self, trace: Trace, inner: Reporter) -> None:
+        """Add to `trace` and pass events on to `inner`."""
+        self._trace = trace
+        self._inner = inner
+        self._lock = Lock()
+
+    def started(self, step: str, target: str | None) -> None:
+        """Pass the event on."""
+        self._inner.started(step, target)
+
+    def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
+        """Pass the event on."""
+        self._inner.progressed(step, target, done, total, message)
+
+    def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
+        """Add the step to the trace, and pass the event on."""
+        with self._lock:
+            start = time.perf_counter() - seconds
+            self._trace.add_slice(target or "release", step, start, seconds, status=status)
+        self._inner.ended(step, target, status, seconds)
 
 
 class LogReporter:

@@ -294,6 +294,8 @@ WRONG_RUNS = [
     (("--rpc-tracker", "localhost", "--rpc-key", "k"), "'localhost' is not of the form HOST:PORT"),
     (("--rpc-tracker", "localhost:99999", "--rpc-key", "k"), "'localhost:99999' is not of the form HOST:PORT"),
     (("--rpc-tracker", "h:1", "--rpc-key", "k", "--profile"), "--profile works on this machine only"),
+    (("--rpc-tracker", "h:1", "--rpc-key", "k", "--trace", "t.json"), "--trace works on this machine only"),
+    (("--trace", "absent/t.json"), "'absent/t.json' cannot be written (No such file or directory)"),
 ]
 
 
@@ -368,6 +370,34 @@ def test_a_profile_leaves_the_outputs_as_they_are(
 ) -> None:
     assert tvmflow("run", bundle, "--inputs", "in.npz", "--profile", "-o", "out.npz").code == 0
     np.testing.assert_allclose(_sum(), input_arrays["x"] @ _weights(models) + input_arrays["y"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_trace_has_the_functions_in_their_order_and_the_memory_of_the_run(tvmflow: Command, bundle: Path) -> None:
+    result = tvmflow("run", bundle, "--fill-mode", "ones", "--size", "batch=64", "--trace", "trace.json")
+    assert "trace written to trace.json" in result.stdout
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    (caller,) = [thread for thread, name in names.items() if name.endswith(", the caller")]
+    slices = [event for event in events if event["ph"] == "X"]
+    calls = [event for event in slices if event["tid"] == caller]
+    functions = [event["name"] for event in calls if event["name"] in ("fused_dense_add", "relu", "greater")]
+    assert functions[0] == "fused_dense_add"
+    assert sorted(functions[1:]) == ["greater", "relu"]
+    assert next(event for event in calls if event["name"] == "relu")["args"]["shapes"] == "64x4 64x4"
+    assert all(event["dur"] > 0 for event in slices)
+    starts, ends = ([event["ts"] + share * event["dur"] for event in calls] for share in (0, 1))
+    assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+    allocated = [event["args"]["allocated bytes"] for event in events if event["ph"] == "C"]
+    assert allocated == sorted(allocated)
+    # The outputs: two of float32[64, 4] and one of bool[64, 4].
+    assert allocated[-1] >= 2 * 64 * 4 * 4 + 64 * 4
+
+
+def test_a_worker_of_a_trace_works_no_longer_than_its_function(tvmflow: Command, bundle: Path) -> None:
+    tvmflow("run", bundle, "--trace", "trace.json")
+    slices = [event for event in json.loads(Path("trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    longest = {(event["name"], event["ts"]): event["dur"] for event in slices if event["tid"] == 1}
+    assert all(event["dur"] <= longest[event["name"], event["ts"]] for event in slices)
 
 
 _RPC = """

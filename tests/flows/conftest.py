@@ -175,7 +175,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory, prefect_server: str, comman
     document["benchmark"] |= {"repeats": 5, "rounds": 2}
     (example / "release.yaml").write_text(yaml.safe_dump(document))
     embedded = Machine(folder / "state")
-    first = embedded.release(example / "release.yaml")
+    first = embedded.release(example / "release.yaml", "--trace", str(folder / "steps.json"))
     assert first.code == 0, first.stderr
     return Digits(Machine(embedded.home, {"TVMFLOW_PREFECT_API_URL": prefect_server}, commands), example, first)
 

@@ -102,6 +102,13 @@ def test_the_document_has_every_step_with_its_seconds(target: dict[str, Any]) ->
     assert all(step["status"] == "ran" and step["seconds"] > 0 for step in target["steps"].values())
 
 
+def test_the_trace_has_every_step_with_its_seconds(digits: Any, target: dict[str, Any]) -> None:
+    events = json.loads((digits.machine.home.parent / "steps.json").read_text())["traceEvents"]
+    seconds = {event["name"]: event["dur"] / 1e6 for event in events if event["ph"] == "X"}
+    assert [name for name in seconds if name in STEPS] == STEPS
+    assert all(abs(seconds[name] - step["seconds"]) < 0.01 for name, step in target["steps"].items())
+
+
 def test_the_store_holds_the_release_and_its_bundle(digits: Any, target: dict[str, Any]) -> None:
     with open_store(Settings(home=digits.machine.home)) as store:
         release = store.verify_release("digits", "1")

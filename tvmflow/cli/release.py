@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from flows.release import ReleaseSummary, TargetSummary
+    from tvmflow.progress import Reporter
     from tvmflow.settings import Settings
 
 # When round medians differ by more than this, the machine was too busy for good measurements.
@@ -25,8 +27,15 @@ NOISY = 0.2
 @click.option("--target", "targets", multiple=True, help="Build for this target instead of the file's; repeatable.")
 @click.option("--trials", type=click.IntRange(min=0), help="Tuning trials in total; 0 uses known records only.")
 @click.option("--runs", type=click.IntRange(min=1), help="Timed runs of the bundle and of each peer in all.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write when each step began and how long it took, as JSON for https://ui.perfetto.dev.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def release_command(file: Path, targets: tuple[str, ...], trials: int | None, runs: int | None, as_json: bool) -> None:
+def release_command(
+    file: Path, targets: tuple[str, ...], trials: int | None, runs: int | None, trace: Path | None, as_json: bool
+) -> None:
     """Release the model that FILE describes: export, import, tune, build, package, validate, benchmark, track, publish.
 
     Cached steps are skipped. Exit code 3: the bundle was measured and refused, nothing was published.
@@ -46,7 +55,7 @@ def release_command(file: Path, targets: tuple[str, ...], trials: int | None, ru
     if not as_json:
         console.print(f"Releasing [bold]{file}[/]", highlight=False)
     reporter = RichReporter(console)
-    with prefect_server(settings) as await_server, reporter.live():
+    with prefect_server(settings) as await_server, reporter.live(), tracing(trace, file.stem, reporter):
         # The flow's modules are imported while the server starts in another process.
         with importing():
             import mlflow  # noqa: F401
@@ -61,6 +70,25 @@ def release_command(file: Path, targets: tuple[str, ...], trials: int | None, ru
     else:
         # A file or a pipe has no terminal width.
         show(summary, settings, Console(width=None if sys.stdout.isatty() else 120))
+
+
+@contextmanager
+def tracing(path: Path | None, name: str, reporter: "Reporter") -> "Iterator[None]":
+    """Write a trace of the steps that the body runs, also where it fails, to `path`; None writes nothing."""
+    from tvmflow.cli.options import naming_output
+    from tvmflow.progress import TracingReporter, reporting_to
+    from tvmflow.trace import Trace
+
+    if path is None:
+        yield
+        return
+    trace = Trace(name)
+    try:
+        with reporting_to(TracingReporter(trace, reporter)):
+            yield
+    finally:
+        with naming_output(path):
+            trace.write(path)
 
 
 def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") -> None:

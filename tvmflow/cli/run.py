@@ -44,6 +44,11 @@ if TYPE_CHECKING:
 @click.option("--print-time", is_flag=True, help="Print mean, median, max, min and standard deviation.")
 @click.option("--print-top", type=click.IntRange(min=1), metavar="N", help="Print the N largest values of each output.")
 @click.option("--profile", is_flag=True, help="Print the time of each compiled function.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write when each function of one more run began and how long it took, as JSON for https://ui.perfetto.dev.",
+)
 @click.option("--rpc-tracker", metavar="HOST:PORT", help="Run on a server of TVM's RPC, found through this tracker.")
 @click.option("--rpc-key", metavar="KEY", help="The server's key at the tracker.")
 @click.option(
@@ -68,6 +73,7 @@ def run_command(
     print_time: bool,
     print_top: int | None,
     profile: bool,
+    trace: Path | None,
     rpc_tracker: str | None,
     rpc_key: str | None,
     rpc_timeout: float,
@@ -80,8 +86,9 @@ def run_command(
         raise click.UsageError("--size needs --fill-mode: other inputs have sizes of their own")
     if (rpc_tracker is None) != (rpc_key is None):
         raise click.UsageError("--rpc-tracker and --rpc-key go together")
-    if rpc_tracker is not None and profile:
-        raise click.UsageError("--profile works on this machine only; leave out --rpc-tracker")
+    for option, is_given in (("--profile", profile), ("--trace", trace is not None)):
+        if rpc_tracker is not None and is_given:
+            raise click.UsageError(f"{option} works on this machine only; leave out --rpc-tracker")
     if not profile:
         # Running needs no compiler, and TVM's runtime alone loads in a fraction of the time.
         os.environ.setdefault("TVM_USE_RUNTIME_LIB", "1")
@@ -97,6 +104,8 @@ def run_command(
         results = model(**arrays)
         measure = model.benchmark if end_to_end else model.time_function
         times = measure(arrays, repeat=repeat, number=number, warmup=warmup)
+        if trace is not None:
+            _write_trace(trace, model, arrays)
         return _Run(results, times, _profile(bundle, model, arrays, repeat) if profile else None)
 
     if rpc_tracker is None or rpc_key is None:
@@ -125,6 +134,8 @@ def run_command(
         _show_profile(run.profile)
     if output is not None:
         click.echo(f"written to {output}")
+    if trace is not None:
+        click.echo(f"trace written to {trace}; https://ui.perfetto.dev shows it")
 
 
 @dataclass(frozen=True)
@@ -206,6 +217,16 @@ def _profile(bundle: str, model: "CompiledModel", arrays: "Mapping[str, Array]",
         _Function("" if item.name == MACHINE else functions[item.name].rule, item, item.seconds / total)
         for item in times
     ]
+
+
+def _write_trace(path: Path, model: "CompiledModel", arrays: "Mapping[str, Array]") -> None:
+    from tvmflow.runtime.profile import record_trace
+
+    machine = model.machine
+    model(**arrays)  # the first run of a machine allocates what later ones use again
+    trace = record_trace(machine, lambda: model(**arrays), model.manifest.name, model.device.sync)
+    with naming_output(path):
+        trace.write(path)
 
 
 def _top(outputs: "Mapping[str, Array]", count: int | None) -> dict[str, list[tuple[int, float]]]:

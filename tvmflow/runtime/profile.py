@@ -1,8 +1,10 @@
 """A profile of a run: the time of each function that TVM's virtual machine calls, measured by an instrument."""
 
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,12 @@ import numpy as np
 
 from tvmflow.bundle import Manifest, extract, read_manifest
 from tvmflow.runtime.uri import locate
+from tvmflow.trace import Trace
 
 RULE = "schedule_rule"
 """The attribute that names, in a bundle's `mod.json`, the rule that scheduled a function."""
+# The function of the virtual machine that allocates memory; its second argument is the number of bytes, as a shape.
+_ALLOCATION = "vm.builtin.alloc_storage"
 MACHINE = "(virtual machine)"
 """The name of the profile's entry for the virtual machine's own work between the compiled functions."""
 
@@ -86,6 +91,24 @@ def measure_calls(
     finally:
         machine.set_instrument(None)
     return tuple(recorder.calls)
+
+
+def record_trace(
+    machine: Any, run: Callable[[], object], name: str, synchronize: Callable[[], object] = lambda: None
+) -> Trace:
+    """Run once and return the trace of the calls in the virtual machine, those of the machine's own functions too.
+
+    Below the calling thread stands each worker: for how long it used a processor during a function, its search for work
+    included. A curve shows the bytes that the machine has allocated in the run. `name` names the trace; `measure_calls`
+    describes the other arguments.
+    """
+    tracer = _Tracer(Trace(name), synchronize)
+    machine.set_instrument(tracer)
+    try:
+        run()
+    finally:
+        machine.set_instrument(None)
+    return tracer.trace
 
 
 def compiled_functions(path_or_uri: Path | str, manifest: Manifest) -> dict[str, CompiledFunction]:
@@ -171,6 +194,49 @@ class _Recorder:
             self.calls[self._position] = replace(call, seconds=seconds)
         self._position += 1
         return 0
+
+
+class _Tracer:
+    """The instrument that adds each call to a trace."""
+
+    def __init__(self, trace: Trace, synchronize: Callable[[], object]) -> None:
+        self.trace = trace
+        self._synchronize = synchronize
+        caller = threading.get_native_id()
+        tasks = Path("/proc/self/task")
+        others = sorted(int(task.name) for task in tasks.iterdir()) if tasks.is_dir() else []
+        # Linux numbers the clock of a thread's processor time so (clock_getcpuclockid).
+        self._clocks = {f"thread {task}": ~task << 3 | 6 for task in others if task != caller}
+        self._caller = f"thread {caller}, the caller"
+        self._allocated = 0
+        self._starts: list[tuple[float, dict[str, float]]] = []
+
+    def __call__(self, func: Any, name: str, before: bool, _returned: Any, *args: Any) -> int:
+        if before:
+            used_before = self._processor_seconds()
+            self._starts.append((time.perf_counter(), used_before))
+            return 0
+        self._synchronize()
+        end = time.perf_counter()
+        start, used_before = self._starts.pop()
+        shapes = " ".join("x".join(map(str, value.shape)) or "scalar" for value in tensors_of(args))
+        self.trace.add_slice(self._caller, str(name), start, end - start, shapes=shapes)
+        for thread, used in self._processor_seconds().items():
+            seconds = min(used - used_before.get(thread, used), end - start)
+            if seconds > 0:
+                self.trace.add_slice(thread, str(name), start, seconds)
+        if name == _ALLOCATION:
+            self._allocated += int(np.prod(args[1]))
+            self.trace.add_count("allocated bytes", end, self._allocated)
+        return 0
+
+    def _processor_seconds(self) -> dict[str, float]:
+        """The processor time of each other thread so far; without threads that have ended."""
+        seconds = {}
+        for thread, clock in self._clocks.items():
+            with suppress(OSError):
+                seconds[thread] = time.clock_gettime(clock)
+        return seconds
 
 
 def tensors_of(args: Sequence[Any]) -> list[Any]:
