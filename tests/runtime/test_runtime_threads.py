@@ -101,6 +101,17 @@ print(os.sched_getaffinity(0) == before)
     assert python(code, bundle) == ["True"]
 
 
+@pytest.mark.parametrize(("variable", "expected"), [({}, "4000 2"), ({"TVM_THREAD_POOL_SPIN_COUNT": "9"}, "9 2")])
+def test_idle_workers_sleep_soon_unless_the_user_says_otherwise(
+    bundle: Path, variable: dict[str, str], expected: str
+) -> None:
+    code = """
+model = runtime.load(sys.argv[1], threads=2)
+print(os.environ["TVM_THREAD_POOL_SPIN_COUNT"], run(model))
+"""
+    assert python(code, bundle, **variable) == [expected]
+
+
 def test_spin_reaches_the_workers_only_before_they_start(bundle: Path) -> None:
     code = """
 model = runtime.load(sys.argv[1], threads=2, spin=0)

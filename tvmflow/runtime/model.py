@@ -49,8 +49,8 @@ def load(path_or_uri: Path | str, *, threads: int | None = None, spin: int | Non
     that this process may use, but not more than the bundle's `max_threads`. A thread that calls models gets its pool of
     workers at its first call, as large as the largest number of any model loaded by then; a model that is loaded later
     with a larger `threads` gives a RuntimeWarning at its first call and runs on fewer. `spin` is how many times an idle
-    worker looks for work before it sleeps, by default 300000; 0 spares the processor and costs some microseconds per
-    call. The first call of the process fixes it.
+    worker looks for work before it sleeps, by default 4000, which is a millisecond or two; 0 spares the processor and
+    costs some microseconds per call. The first call of the process fixes it.
 
     Raises BundleError when the file is damaged or this machine cannot run it, before any of its code runs; StoreError
     when it cannot be fetched; InputError for a number of threads below 1 or a spin below 0.

@@ -18,6 +18,13 @@ _COUNT = "TVM_NUM_THREADS"
 _SPIN = "TVM_THREAD_POOL_SPIN_COUNT"
 _BIND = "TVM_BIND_THREADS"
 
+SPIN = 4000
+"""How many times an idle worker looks for work before it sleeps: for a millisecond or two on a free core.
+
+That bridges the pauses between the functions of a model. Each look gives the core to whoever waits for it, so that with
+TVM's own 300000 a process on a busy machine took minutes to end: a worker does not notice the end before it sleeps.
+"""
+
 
 class _Pool(threading.local):
     """A thread's pool of workers: the number last requested (0 before the first call), and the number in use."""
@@ -42,7 +49,8 @@ def reserve(requested: int | None, most: int | None, spin: int | None) -> int:
     """Return the number of workers for a model that is being loaded, and set the environment of later pools.
 
     The number is `requested`, else the user's TVM_NUM_THREADS, else the number of cores that this process may use, but
-    not above `most`. `spin` is how many times a worker looks for work before it sleeps; None leaves TVM's default.
+    not above `most`. `spin` is how many times a worker looks for work before it sleeps; None leaves the value that this
+    process has or the user's TVM_THREAD_POOL_SPIN_COUNT, else it is `SPIN`.
     Warns if the process has workers already and so ignores `spin`. Raises InputError for `requested` below 1, for
     `spin` below 0, and for a TVM_NUM_THREADS that is no positive integer.
     """
@@ -64,6 +72,8 @@ def reserve(requested: int | None, most: int | None, spin: int | None) -> int:
             # TVM would bind workers to the first hardware threads: every caller with one worker to the first of them,
             # two workers to one core, or workers to the cores of another process.
             os.environ.setdefault(_BIND, "0")
+        if not _is_started:
+            os.environ.setdefault(_SPIN, str(SPIN))
         if spin is not None and os.environ.get(_SPIN) != str(spin):
             if _is_started:
                 warnings.warn(

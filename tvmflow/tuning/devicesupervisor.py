@@ -20,6 +20,7 @@ import psutil
 
 from tvmflow.errors import RemoteError
 from tvmflow.files import write_whole
+from tvmflow.runtime.threads import SPIN
 from tvmflow.runtime.tracker import Address, Tracker, is_answering
 from tvmflow.stack.record import birth
 from tvmflow.supervisor import ChildProcess, describe_exit, visible_environment
@@ -57,6 +58,7 @@ class _ServerProcess:
             "TMPDIR": str(folder),
             "TVM_USE_RUNTIME_LIB": "1",
             "TVM_NUM_THREADS": str(threads),
+            "TVM_THREAD_POOL_SPIN_COUNT": str(SPIN),
             "OMP_NUM_THREADS": str(threads),
             "TVM_BIND_THREADS": "0",
         }

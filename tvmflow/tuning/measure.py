@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from tvmflow.runtime.threads import SPIN
 from tvmflow.target import Target, host
 from tvmflow.tuning.cache_state import bytes_to_move, bytes_to_read, make_reader
 from tvmflow.tuning.candidates import Argument, Candidate, Library
@@ -118,7 +119,11 @@ class MeasurePool:
         self._devices = None if device is None else Devices(device, deadline)
         self._scratch = Path(tempfile.mkdtemp(prefix="tvmflow-tune-"))
         self._numbers = itertools.count()
-        environment = {"TVM_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
+        environment = {
+            "TVM_NUM_THREADS": str(threads),
+            "TVM_THREAD_POOL_SPIN_COUNT": str(SPIN),
+            "OMP_NUM_THREADS": str(threads),
+        }
         # Without the compiler TVM loads in a fraction of the time, and each crash of a candidate loads it again.
         runtime = {**environment, "TVM_USE_RUNTIME_LIB": "1"}
         self._builders = [
