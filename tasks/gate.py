@@ -240,7 +240,7 @@ def _vulnerabilities(job: GateJob, store: ReleaseStore, cache: Path, settings: S
         yield Check(name=name, message=message, passed=False, bound=bound)
         return
     packages: dict[str, str] = {}
-    found: set[Vulnerability] = set()
+    vulnerabilities: set[Vulnerability] = set()
     for entry in TargetEntry.read_all(job.release):
         versions = read_manifest(fetch_target(store, entry, cache)).versions
         packages = list_packages() | {
@@ -248,13 +248,17 @@ def _vulnerabilities(job: GateJob, store: ReleaseStore, cache: Path, settings: S
             "apache-tvm": versions.tvm,
             "apache-tvm-ffi": versions.tvm_ffi,
         }
-        found.update(advisories.find(packages))
-    what = "; ".join(map(str, sorted(found))) or f"the {len(packages)} packages that it needs have no known one"
+        vulnerabilities.update(advisories.find(packages))
+    what = (
+        "; ".join(map(str, sorted(vulnerabilities))) or f"the {len(packages)} packages that it needs have no known one"
+    )
     message = (
         f"{what}, by {len(advisories.entries)} advisories up to {advisories.newest:%Y-%m-%d}, "
         f"gate {name} allows {bound}"
     )
-    yield Check(name=name, message=message, passed=len(found) <= bound, value=len(found), bound=bound)
+    yield Check(
+        name=name, message=message, passed=len(vulnerabilities) <= bound, value=len(vulnerabilities), bound=bound
+    )
 
 
 def _golden_samples(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> Iterator[Check]:

@@ -114,16 +114,16 @@ class Advisories(NamedTuple):
 
     def find(self, packages: Mapping[str, str]) -> tuple[Vulnerability, ...]:
         """Return the vulnerabilities of packages, given as versions by name; of several that are one, the first."""
-        found: list[Vulnerability] = []
-        seen: set[str] = set()
+        vulnerabilities: list[Vulnerability] = []
+        ids: set[str] = set()
         for entry in self.entries:
-            if entry.withdrawn is not None or not seen.isdisjoint({entry.id, *entry.aliases}):
+            if entry.withdrawn is not None or not ids.isdisjoint({entry.id, *entry.aliases}):
                 continue
             for package, version in packages.items():
                 if any(item.has(canonicalize_name(package), version) for item in entry.affected):
-                    found.append(Vulnerability(entry.id, package, version, entry.summary))
-                    seen |= {entry.id, *entry.aliases}
-        return tuple(found)
+                    vulnerabilities.append(Vulnerability(entry.id, package, version, entry.summary))
+                    ids |= {entry.id, *entry.aliases}
+        return tuple(vulnerabilities)
 
 
 def list_packages() -> dict[str, str]:

@@ -30,7 +30,7 @@ _DIGITS = 12
 
 @dataclass(frozen=True)
 class Vectors:
-    """What a core does with vectors of `bits` bits.
+    """The vector unit of a core, for vectors of `bits` bits.
 
     There are `registers` vector registers. `multiply_adds`, `loads` from the first-level cache and `stores` into it are
     vectors per cycle. `latency` is the cycles from one multiply-add to the next that needs its result.

@@ -28,7 +28,7 @@ class Blob(Record):
 
 
 class Provenance(Record):
-    """What a release was made from: the digest of its ONNX file, `sha256:DIGEST`, and the opset of that.
+    """The origin of a release: the digest of its ONNX file, `sha256:DIGEST`, and the opset of that file.
 
     `source` is the version of the registered model that it was exported from, as MODEL/3; None for another origin.
     """

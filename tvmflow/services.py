@@ -34,7 +34,7 @@ class Services:
 
 
 class Sections(Record):
-    """What a release file says of the places of its releases: its sections `store` and `registry`."""
+    """The sections of a release file that name the places of its releases: `store` and `registry`."""
 
     store: Store = Store()
     registry: RegistrySection = RegistrySection()

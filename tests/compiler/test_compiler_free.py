@@ -577,8 +577,8 @@ def test_a_product_over_patches_of_a_free_image_is_tiled(make_model: Any, assert
         _node("MatMul", ["tokens", "weight"], ["y"]),
     ]
     path = make_model(nodes, [("x", ["n", 3, "h", "w"])], ["y"], weights | {"ones": _ints(1, 8)})
-    built = assert_same_as_onnxruntime(path, *_feeds((2, 3, 9, 12), (1, 3, 7, 6)))
-    assert "rows" in {rule for _, rule in built.schedules}
+    model = assert_same_as_onnxruntime(path, *_feeds((2, 3, 9, 12), (1, 3, 7, 6)))
+    assert "rows" in {rule for _, rule in model.schedules}
 
 
 def test_a_shape_computed_from_data_must_have_the_elements_of_the_data(make_model: Any, target: Any) -> None:

@@ -101,8 +101,8 @@ def test_a_wish_for_the_same_version_is_joined_and_keeps_its_person(store: Relea
 def test_the_person_of_an_open_wish_gives_it_a_reason_by_asking_again(store: ReleaseStore) -> None:
     first = _wish(store, "1", "ann", why="")
     assert first.wish is not None
-    for who, why, kept in (("bert", "urgent", ""), ("ann", "faster", "faster"), ("ann", "", "faster")):
-        assert _wish(store, "1", who, why).wish == first.wish.model_copy(update={"why": kept})
+    for who, why, reason in (("bert", "urgent", ""), ("ann", "faster", "faster"), ("ann", "", "faster")):
+        assert _wish(store, "1", who, why).wish == first.wish.model_copy(update={"why": reason})
     assert _grant(store, _find(store)).moves[-1].why == "faster"
 
 

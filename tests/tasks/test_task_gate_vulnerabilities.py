@@ -80,9 +80,9 @@ def test_a_release_whose_packages_have_none_passes(judge: Judge, tmp_path: Path)
 
 
 def test_tvm_counts_in_the_version_that_the_bundle_was_built_with(judge: Judge, tmp_path: Path) -> None:
-    built = read_manifest(ORIGINAL_FILE).versions.tvm
+    version = read_manifest(ORIGINAL_FILE).versions.tvm
     (check,) = judge(0, advisories=write_advisories(tmp_path / "osv.json", "apache-tvm"))
-    assert check.message.startswith(f"apache-tvm {built} has PYSEC-apache-tvm")
+    assert check.message.startswith(f"apache-tvm {version} has PYSEC-apache-tvm")
 
 
 def test_what_cannot_be_looked_up_does_not_pass(judge: Judge, tmp_path: Path) -> None:

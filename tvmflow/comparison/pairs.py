@@ -77,7 +77,7 @@ class Pair(Record):
 
 
 class Conditions(Record):
-    """What both sides had in common: the processor, the cores that they may use, the machine's load before and after.
+    """The conditions of both sides: the processor, the cores that they may use, the machine's load before and after.
 
     `threads` are the threads of the candidate and of the baseline.
     """

@@ -50,7 +50,7 @@ _CONTROL = "the virtual machine runs its graphs"
 
 @dataclass(frozen=True)
 class OperatorDiagnosis:
-    """What happens to the nodes of one operator that are treated alike.
+    """The treatment of those nodes of one operator that are treated alike.
 
     `rule` is the schedule rule that takes the operator when it stands alone; fusion may put it into another function.
     `share` is the part of the model's time that the nodes are expected to take, by their operations and bytes; None
@@ -78,7 +78,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What compiling a model will do.
+    """The forecast of what compiling a model does.
 
     `refusals` are all reasons for which the model cannot be compiled. `free` are the free dimensions, each with the
     inputs and axes that have it, and `sizes` the sizes for which times were estimated.

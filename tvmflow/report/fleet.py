@@ -90,7 +90,7 @@ class FleetDrift(Record):
 
 
 class Task(NamedTuple):
-    """What somebody should look at, in a sentence, and the command that shows more or ends it."""
+    """A task for somebody on duty, in a sentence, and the command that shows more or ends it."""
 
     sentence: str
     command: str
@@ -127,14 +127,14 @@ class Fleet(Record):
                 yield Task(f"MLflow's alias of {item.label} names another release", "tvmflow reconcile")
 
     def _list_waiting(self) -> Iterator[Task]:
-        asked = {(item.name, item.channel, item.version) for item in self.approvals}
+        requests = {(item.name, item.channel, item.version) for item in self.approvals}
         for waiting in self.approvals:
             promotion = f"{waiting.name} {waiting.version} to {waiting.channel}"
             sentence = f"{promotion} waits for approval since {waiting.days:.1f} days; {waiting.who} asked for it"
             yield Task(sentence, f"tvmflow approve {waiting.run[:8]}")
         for item in self.channels:
             wish = item.wish
-            if wish is not None and (item.name, item.channel, wish.version) not in asked:
+            if wish is not None and (item.name, item.channel, wish.version) not in requests:
                 sentence = f"{wish.who} asked for {wish.version} on {item.label} {wish.days:.1f} days ago"
                 yield Task(sentence, f"tvmflow history {item.name} --channel {item.channel}")
 

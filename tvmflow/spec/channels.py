@@ -41,7 +41,7 @@ class ChannelGates(Section):
 
 
 class Policy(Section):
-    """What a channel requires of a release; `after` names another channel that must have held it before."""
+    """The requirements of a channel on a release; `after` names another channel that must have held it before."""
 
     approval: Literal["none", "required", "another"] = "none"
     """Whether a person has to agree first; `another` must be another person than the one who asked."""
@@ -55,7 +55,7 @@ class Policy(Section):
     gates: ChannelGates = ChannelGates()
     """Bounds on the release."""
     by_hand: Literal["wish", "refuse"] = "wish"
-    """What setting the channel's own alias in MLflow is: a wish, or nothing. In both cases the alias goes back."""
+    """The meaning of the channel's own alias that somebody sets: a wish, or nothing. In both cases the alias goes back."""
     keep: PositiveInt = 5
     """How many of the releases that the channel held last `tvmflow gc --releases` keeps, for rollbacks."""
 

@@ -76,7 +76,7 @@ class WishEnd(Event):
 
 
 class Wish(Event):
-    """What somebody asks for: that the channel hold `version`."""
+    """The request of a person or a program that the channel hold `version`."""
 
     version: str
 
@@ -97,7 +97,7 @@ def _read_unsigned(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class ChannelClaim(Claim):
-    """What a channel holds, its policy and the versions that it has held, the oldest first.
+    """The version that a channel holds, its policy and the versions that it has held, the oldest first.
 
     `number` is the channel's own after the last of these changed. The claim is valid until `expires` (UTC, ISO 8601).
     """
@@ -135,7 +135,7 @@ class Channel(Document):
 
     @property
     def signed_content(self) -> tuple[str | None, Policy | None, tuple[str, ...]]:
-        """What a statement is about: the version, the policy, and the versions that were held.
+        """The content that a statement is about: the version, the policy, and all versions that the channel has held.
 
         The version is None where the channel holds no release, the policy None where it has none.
         """

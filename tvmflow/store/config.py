@@ -78,7 +78,7 @@ class StoreConfig:
 
     @property
     def server(self) -> str:
-        """What keeps the bucket, for messages: `the S3 endpoint URL`, `Amazon S3 in REGION` or `the folder PATH`."""
+        """The server of the bucket, for messages: `the S3 endpoint URL`, `Amazon S3 in REGION` or `the folder PATH`."""
         if self.folder is not None:
             return f"the folder {self.folder}"
         return f"the S3 endpoint {self.endpoint}" if self.endpoint else f"Amazon S3 in {self.region}"

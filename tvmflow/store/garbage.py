@@ -116,7 +116,7 @@ class Garbage:
         return self._list("blobs/sha256/"), self._list("work/blobs/sha256/")
 
     def _find(self, blobs: list[ObjectEntry], artifacts: list[ObjectEntry] | None) -> list[StoredPiece]:
-        """What can go, of the blobs only these; of the shared workspace these artifacts, and nothing with None."""
+        """The removable pieces: of the blobs only these; of the shared workspace these artifacts, and none if None."""
         pieces, kept_documents = self._sort_releases()
         pieces += self._find_unmentioned("blobs", blobs, kept_documents)
         if artifacts is not None:

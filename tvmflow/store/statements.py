@@ -16,7 +16,7 @@ _PAYLOAD_TYPE: Final = "application/vnd.in-toto+json"
 
 
 class Subject(Record):
-    """What a statement is about: a name, and its digests in hexadecimal by algorithm."""
+    """The subject of a statement: a name, and its digests in hexadecimal by algorithm."""
 
     name: str
     digest: dict[str, str]

@@ -252,7 +252,7 @@ def _attend(
 
 
 def _mask(node: Node, mask: relax.Expr | None, query: relax.Expr, key: relax.Expr) -> relax.Expr | None:
-    """What a mask, and the order of positions, add to scores `[batch, heads, queries, keys]`; None for nothing."""
+    """The sum of mask and order of positions, to add to scores `[batch, heads, queries, keys]`; None if neither."""
     emit, dtype = node.emit, dtype_of(query)
     batch, _, queries, _ = dims_of(query)  # type: ignore[misc]
     keys = dims_of(key)[2]  # type: ignore[index]

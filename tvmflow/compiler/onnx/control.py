@@ -37,7 +37,7 @@ class Value:
 
 
 class Importer(Protocol):
-    """What control flow needs of the importer. Names are those of the graph's values."""
+    """The part of the importer that control flow uses. Names are those of the graph's values."""
 
     bb: relax.BlockBuilder
     evaluator: SizeEvaluator

@@ -43,7 +43,7 @@ def _reshape_to_data(node: Node) -> relax.Expr:
         raise FreeSizeError("a shape that is computed from data, of data whose shape is unknown")
     (rank,) = dims_of(target)  # type: ignore[misc]
     emit, total = node.emit, node.evaluator.quotient(dims, [])
-    known = elements_at_import(node.builder, target)
+    elements = elements_at_import(node.builder, target)
     own = [*dims, *[0] * rank][:rank]
     if not node.attrs.get("allowzero", 0):
         is_zero = emit(relax.op.equal(target, const(0, "int64")))
@@ -54,7 +54,7 @@ def _reshape_to_data(node: Node) -> relax.Expr:
     rest = emit(relax.op.floor_divide(_vector(node, [total]), others))
     sizes = [
         size if item is None or not node.evaluator.holds(item >= 1) else item
-        for item, size in zip(known, node.bind(emit(relax.op.where(is_rest, rest, target))), strict=True)
+        for item, size in zip(elements, node.bind(emit(relax.op.where(is_rest, rest, target))), strict=True)
     ]
     # The cast checks that the shape has as many elements as the data.
     flat = cast_to(node.builder, emit(relax.op.reshape(data, [total])), [reduce(node.evaluator.multiply, sizes, 1)])
@@ -105,12 +105,12 @@ def _expand_to_data(node: Node) -> relax.Expr:
         target = node.emit(relax.op.concat([_vector(node, [1] * (rank - length)), target], 0))
     dims = [1] * (rank - len(dims)) + dims
     is_one = node.emit(relax.op.equal(target, const(1, "int64")))
-    known = elements_at_import(node.builder, target)
+    elements = elements_at_import(node.builder, target)
     # A size that is known to be one is broadcast against the operands of later nodes.
     sizes = [
         size if item is None else simplest([dim, item], node.evaluator)
         for dim, item, size in zip(
-            dims, known, node.bind(node.emit(relax.op.where(is_one, _vector(node, dims), target))), strict=True
+            dims, elements, node.bind(node.emit(relax.op.where(is_one, _vector(node, dims), target))), strict=True
         )
     ]
     own = [1 if isinstance(dim, int) and dim == 1 else size for dim, size in zip(dims, sizes, strict=True)]

@@ -34,7 +34,7 @@ def bind_constant_arguments(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _constant_parameters(functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> _Values:
-    """What each parameter of the called functions is."""
+    """The constant value of each parameter of the called functions; None for a parameter that has none."""
     calls = [call for function in functions.values() for call in calls_of(function, functions)]
     callees = {call.op for call in calls}
     values: _Values = {param: None for var, func in functions.items() if var not in callees for param in func.params}

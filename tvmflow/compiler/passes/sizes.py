@@ -28,9 +28,9 @@ _TYPES = (tirx.Var, *_COMPOUND)
 class _Callee:
     """A function with names of its own for sizes.
 
-    `tensors` are the places of its tensors among the former arguments. Arguments for `scalars` follow them: expressions
-    in the former function's variables. `variables` says where a caller finds the values of these: the place of an
-    argument and the axis of a tensor, None for a scalar.
+    `tensors` are the places of its tensors among the original arguments. Arguments for `scalars` follow them, as
+    expressions in the original function's variables. `variables` says where a caller finds the values of these: the
+    place of an argument and the axis of a tensor, None for a scalar.
     """
 
     function: PrimFunc
