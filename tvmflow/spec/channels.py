@@ -55,7 +55,7 @@ class Policy(Section):
     gates: ChannelGates = ChannelGates()
     """Bounds on the release."""
     by_hand: Literal["wish", "refuse"] = "wish"
-    """The meaning of the channel's own alias that somebody sets: a wish, or nothing. In both cases the alias goes back."""
+    """The meaning of the channel's own alias that somebody sets: a wish or nothing. Either way the alias goes back."""
     keep: PositiveInt = 5
     """How many of the releases that the channel held last `tvmflow gc --releases` keeps, for rollbacks."""
 
