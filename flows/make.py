@@ -120,7 +120,7 @@ def _make(key: str, artifact: Artifact, section: Store) -> None:
             spec = release_file.parse(release_file.to_document(job.spec), folder)
             services = Services(releases, open_registry(settings, spec.registry))
             context = RunContext(spec, settings, workspace, services)
-            with keeping_logs(context):
+            with keeping_logs(spec.name, workspace, services.registry, spec.registry.tags):
                 MAKE(workspace_runner(workspace, settings, job), job, context)
 
 

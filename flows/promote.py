@@ -8,6 +8,7 @@ from prefect import flow
 from prefect.input import RunInput
 
 from flows.context import RunContext, patience
+from flows.logs import keeping_logs
 from tasks.gate import GateJob, gate, integrity
 from tasks.reproduce import reproduce
 from tasks.step import StepRunner
@@ -102,7 +103,8 @@ def promote(
                 flow_run_id=run_id,
             )
 
-        return outlast(promote_once, outage).model_dump(mode="json")
+        with keeping_logs(name, workspace, services.registry, {}):
+            return outlast(promote_once, outage).model_dump(mode="json")
 
 
 def promote_release(

@@ -107,7 +107,7 @@ def release(
         record_sections(settings, spec)
         workspace = open_workspace(settings, services.store, spec.store)
         context = RunContext(spec, settings, workspace, services)
-        with keeping_logs(context):
+        with keeping_logs(spec.name, workspace, services.registry, spec.registry.tags):
             return release_model(context).model_dump(mode="json")
 
 

@@ -61,7 +61,7 @@ def retrain(file: str, arguments: dict[str, Any] | None = None, why: str = "", w
         record_sections(settings, spec)
         workspace = open_workspace(settings, services.store, spec.store)
         context = RunContext(spec, settings, workspace, services)
-        with keeping_logs(context):
+        with keeping_logs(spec.name, workspace, services.registry, spec.registry.tags):
             return _retrain(context, why, who).model_dump(mode="json")
 
 

@@ -7,6 +7,7 @@ from prefect import flow
 
 from flows.context import RunContext, patience
 from flows.local import ModelSteps, build_here, choose_here
+from flows.logs import keeping_logs
 from flows.release import ReleaseSummary, override, release_model
 from flows.runs import one_at_a_time
 from tasks.evaluate import keep_verdict
@@ -83,7 +84,8 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
             # The model version that production was built from, even if the alias has moved since.
             spec = override(spec, None, None, None, source)
         context = RunContext(spec, settings, workspace, services)
-        return _retune(context, production, channel, minutes, weights).model_dump(mode="json")
+        with keeping_logs(spec.name, workspace, services.registry, spec.registry.tags):
+            return _retune(context, production, channel, minutes, weights).model_dump(mode="json")
 
 
 def _retune(

@@ -299,15 +299,14 @@ def test_what_a_step_prints_reaches_prefect(
 def context(workspace: Workspace, databases: Databases, tmp_path: Path) -> Any:
     """What a flow's steps share, with a registry of its own."""
     databases.mlflow(tmp_path / "mlflow" / "mlflow.db")
-    spec = SimpleNamespace(name="failing", registry=SimpleNamespace(tags={"team": "vision"}))
     return SimpleNamespace(
-        spec=spec, workspace=workspace, registry=Registry(embedded_registry(tmp_path / "mlflow")), folder=tmp_path
+        workspace=workspace, registry=Registry(embedded_registry(tmp_path / "mlflow")), folder=tmp_path
     )
 
 
 def fail(context: Any, error: TvmflowError, logs: dict[str, str]) -> None:
     """Do what a run does whose steps write these logs and which then fails."""
-    with keeping_logs(context):
+    with keeping_logs("failing", context.workspace, context.registry, {"team": "vision"}):
         for name, text in logs.items():
             (context.workspace.folder / "logs" / name).write_text(text)
         raise error

@@ -7,9 +7,11 @@ import socket
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -317,6 +319,20 @@ def _sentence(process: "subprocess.Popen[str]") -> str:
     assert err.startswith("tvmflow: ")
     assert err.count("\n") == 1
     return err
+
+
+def test_connections_without_a_whole_request_are_closed(serve: Serve, bundle: Path) -> None:
+    """Each takes a file descriptor, and somebody could open as many as there are."""
+    request = b"GET /v2 HTTP/1.1\r\nHost: here\r\n"
+    with serve(bundle, "--timeout-s", "0.5") as server, ExitStack() as stack:
+        place = urlsplit(server.address)
+        answers = []
+        for content in (b"", request, request + b"\r\n" + request):
+            connection = stack.enter_context(socket.create_connection((place.hostname, place.port), 60))
+            connection.sendall(content)
+            answers.append(connection.makefile("rb").read())
+        assert [answer[:12] for answer in answers] == [b"", b"", b"HTTP/1.1 200"]
+        assert server.client.get("/v2/health/live").status_code == 200
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded(command: Start, bundle: Path) -> None:

@@ -6,10 +6,12 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import uvicorn
 
@@ -88,7 +90,9 @@ async def _serve(
     if options.grpc_port is not None:
         rpc, rpc_address = await _start_rpc(service, options.host, options.grpc_port)
     models = list(service.models.values())
-    server = _Server(config, on_startup=lambda: announce(_address(listener), rpc_address, models))
+    server = _Server(
+        config, options.limits.timeout, on_startup=lambda: announce(_address(listener), rpc_address, models)
+    )
     ends: list[asyncio.Task[None]] = []
 
     def drain() -> None:
@@ -225,11 +229,30 @@ def _list_files(path: Path | None) -> list[Path]:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, which would end the process; calls `on_startup` when it listens."""
+    """uvicorn's server without its signal handlers, which would end the process; calls `on_startup` when it listens.
 
-    def __init__(self, config: uvicorn.Config, on_startup: Callable[[], object]) -> None:
+    It closes connections on which no whole request arrives in `patience` seconds: each takes a file descriptor.
+    """
+
+    def __init__(self, config: uvicorn.Config, patience: float, on_startup: Callable[[], object]) -> None:
         super().__init__(config)
+        self._patience = patience
         self._on_startup = on_startup
+        # The last request of each connection that waits for one, and since when.
+        self._waiting: WeakKeyDictionary[Any, tuple[Any, float]] = WeakKeyDictionary()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close silent connections, then do what uvicorn does ten times a second."""
+        now = time.monotonic()
+        connections: tuple[Any, ...] = tuple(self.server_state.connections)
+        for connection in connections:
+            request = connection.cycle
+            last, since = self._waiting.get(connection, (self, now))
+            if last is not request or (request is not None and not request.response_complete):
+                self._waiting[connection] = request, now
+            elif now - since > self._patience:
+                connection.transport.close()
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
