@@ -11,6 +11,7 @@ from support.releases import make_measurements, make_release, make_target, make_
 from support.reports import data_of, figures_of, measure_overflow, unexplained_figures, unmarked_figures
 from support.skips import needs
 from tasks.insight import draw
+from tvmflow.comparison import Comparison, Conditions, Pair, Plan
 from tvmflow.release import Provenance, Release, Tuning
 from tvmflow.report import charts
 from tvmflow.report.changes import compare_releases
@@ -145,6 +146,28 @@ def test_the_page_answers_why_it_is_slower(page: str) -> None:
     assert changes["task metric"]["ratio"] == 1.0
     assert "sha256:bbbbbbbbbbbb…" in page
     assert "operator set" not in page.partition("What differs")[2].partition("Trust")[0]
+
+
+def test_a_slower_machine_shows_by_its_processor_and_the_reference_kernel() -> None:
+    def measured(version: str, processor: str, reference: float) -> Release:
+        pairs = tuple(
+            Pair(candidate=1.0, baseline=1.0, ratio=1.0, runs=9, warmup=0, reference=reference * share)
+            for share in (0.5, 1.0, 4.0)
+        )
+        conditions = Conditions(processor=processor, cores=(0, 1), threads=(2, 1), load=(0.0, 0.0))
+        comparison = Comparison(plan=Plan.up_to(3), pairs=pairs, conditions=conditions)
+        measurements = make_measurements(1.0).model_copy(update={"comparisons": {"onnxruntime": comparison}})
+        return make_release("net", version, make_target(measurements=measurements))
+
+    now, before = measured("2", "a slow one", 150e-6), measured("1", "a fast one", 100e-6)
+    changes = {change.name: change for change in compare_releases(now, before)}
+    assert changes["reference kernel, us"].ratio == pytest.approx(1.5)
+    assert changes["reference kernel, us"].now == pytest.approx(150)
+    assert (changes["processor"].before, changes["processor"].now) == ("a fast one", "a slow one")
+    assert changes["threads"].now == "2"
+    text = write_page(make_data(now, "production", before, (before,), {}, ()))
+    assert "<td>a fast one</td><td>a slow one</td>" in text
+    assert unexplained_figures(text) == []
 
 
 def test_the_page_names_the_layers_that_lost_most(page: str) -> None:

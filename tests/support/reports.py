@@ -21,8 +21,8 @@ def figures_of(page: str) -> list[float]:
 
 
 def unmarked_figures(page: str) -> list[str]:
-    """The texts of charts that are figures but neither marks of an axis nor figures of the page's data."""
-    texts: list[str] = re.findall(r"<text (?!data-value|class=\"tick\")[^>]*>([^<]*)<", page)
+    """The texts of charts that are figures, but no marks of an axis, names of bars or figures of the page's data."""
+    texts: list[str] = re.findall(r"<text (?!data-value|class=\"(?:tick|on)\")[^>]*>([^<]*)<", page)
     return [text for text in texts if re.fullmatch(r"[-+]?[\d.]+(e[-+]\d+)?( ?[A-Za-z%/]+)?", text)]
 
 

@@ -1,11 +1,15 @@
 """Changes: what differs between two releases, by their documents."""
 
 from collections.abc import Iterator, Mapping
+from statistics import median
 
+from tvmflow.comparison import Comparison
 from tvmflow.release import Release, ReleaseTarget
 from tvmflow.workspace import Record
 
 Value = float | int | str | None
+REFERENCE = "reference kernel, us"
+"""The name of the figure that is the same for every model: it shows whether the machine itself was slower."""
 
 
 class Change(Record):
@@ -29,6 +33,7 @@ def figures(target: ReleaseTarget) -> dict[str, float | None]:
         latency = bundle.latency_ms
         speed = (latency.p50, latency.p90, latency.p99, latency.throughput, bundle.peak_memory, bundle.load_seconds)
     p50, p90, p99, throughput, peak_memory, load_seconds = speed
+    comparison = _comparison(target)
     deviation = target.verdict.original
     return {
         "p50 latency, ms": p50,
@@ -41,7 +46,13 @@ def figures(target: ReleaseTarget) -> dict[str, float | None]:
         "bundle, bytes": target.bundle.size,
         "peak memory, bytes": peak_memory,
         "load, s": load_seconds,
+        REFERENCE: None if comparison is None else median(pair.reference for pair in comparison.pairs) * 1e6,
     }
+
+
+def _comparison(target: ReleaseTarget) -> Comparison | None:
+    """The comparison with a peer, which knows its conditions; None where there was no peer."""
+    return None if target.measurements is None else next(iter(target.measurements.comparisons.values()), None)
 
 
 def facts(release: Release) -> dict[str, str]:
@@ -55,8 +66,11 @@ def facts(release: Release) -> dict[str, str]:
 
 
 def target_facts(target: ReleaseTarget) -> dict[str, str]:
-    """Return what a target's bundle was built with, by name."""
+    """Return what a target's bundle was built with, and measured on, by name."""
+    comparison = _comparison(target)
     return {
+        "processor": "-" if comparison is None else comparison.conditions.processor,
+        "threads": "-" if comparison is None else str(comparison.conditions.threads[0]),
         "precision": target.verdict.precision,
         "tuning": "-" if target.tuning is None else f"{target.tuning.shipped}, {target.tuning.coverage}",
         "algorithms": ", ".join(sorted(target.verdict.algorithms)) or "-",

@@ -191,7 +191,8 @@ def figures_beside(changes: Sequence[Change], before: str, now: str) -> Iterator
     ]
     yield page.table("Figures", ("target", "figure", before, now, "ratio"), rows)
     yield page.paragraph(
-        "Each release was measured when it was made, so that a latency may differ by the state of the machine. "
+        "Each release was measured when it was made, so that a latency may differ by the state of the machine: where "
+        "the reference kernel, which is the same each time, takes longer as well, the machine was slower. "
         "A promotion with the gate max_ratio_current measures both in turn and gives an interval."
     )
 
@@ -292,7 +293,7 @@ def facts_that_differ(changes: Sequence[Change], before: str, now: str) -> Itera
     if rows:
         yield page.table("What differs", ("target", "", before, now), rows)
     else:
-        yield page.paragraph("Model, tvmflow, tuning and bundles are the same.")
+        yield page.paragraph("Model, tvmflow, machine, tuning and bundles are the same.")
 
 
 def _trust(release: Release) -> Iterator[Markup]:
