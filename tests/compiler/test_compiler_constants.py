@@ -13,6 +13,7 @@ _REASONS = {
     "amx.ROWS": "instruction set: AMX's tiles",
     "amx._FEWEST_ROWS": "instruction set: AMX's tiles",
     "amx._RESULTS": "instruction set: AMX's registers",
+    "cost.EVEN": "share of the time that cores wait",
     "cost._FILL": "the model's assumption for every cache",
     "diagnosis._IMAGE": "rank of an image",
     "machine.NARROWEST": "instruction set: 128 bits",

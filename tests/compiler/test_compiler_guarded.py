@@ -220,8 +220,8 @@ def _target(precision: Precision) -> Target:
     return resolve(level or "native")
 
 
-def _always_parallel(target: Target) -> Machine:
-    return replace(machine(target), cores=2, region=0)
+def _always_parallel(target: Target, cores: int) -> Machine:
+    return replace(machine(target), cores=cores, region=0)
 
 
 def _functions(model: Drawn, target: Target, folder: Path) -> dict[str, tirx.PrimFunc]:
@@ -233,13 +233,13 @@ def _functions(model: Drawn, target: Target, folder: Path) -> dict[str, tirx.Pri
     options_by_key = {
         site.key: model.decisions.get(site.kind) or model.choice(*site.options) for site in choices.sites.values()
     }
+    # With many cores, loops are split in a second dimension.
+    processor = _always_parallel(target, model.choice(2, 16, 64))
     functions = {}
     for workload in workloads(lower(imported, target, options, Choices(options_by_key))):
-        schedules = variants(workload.func, _always_parallel(target), _SCHEDULES)
+        schedules = variants(workload.func, processor, _SCHEDULES)
         scheduled = (
-            complete(model.choice(*schedules).mod["main"])
-            if schedules
-            else schedule(workload.func, _always_parallel(target))[0]
+            complete(model.choice(*schedules).mod["main"]) if schedules else schedule(workload.func, processor)[0]
         )
         shapes = "_".join(shape_text(parameter.shape) for parameter in workload.func.params)
         functions[f"{workload.name}_{shapes}"] = scheduled

@@ -15,11 +15,19 @@ from tvmflow.profiles import Memory
 # The share of a cache that data may fill so that it stays there beside what else is read: a part of the model, of every
 # cache with several ways.
 _FILL = 0.75
+# Shares of the work are even enough, and need no split in a second dimension, where the mean share takes so much of the
+# time of the longest one.
+EVEN = 0.8
 
 
 def in_flight(machine: Machine) -> int:
     """Return the number of independent multiply-adds of vectors that keep a core busy: with fewer it waits."""
     return math.ceil(machine.vectors.latency * machine.vectors.multiply_adds)
+
+
+def evenness(tasks: int, machine: Machine) -> float:
+    """Return the time of an even share of `tasks` equal tasks over that of the core with the most: 1 is even."""
+    return tasks / (-(-tasks // machine.cores) * machine.cores)
 
 
 def side_by_side(count: int, machine: Machine) -> int:

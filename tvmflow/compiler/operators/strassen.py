@@ -100,7 +100,7 @@ def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> 
         """The time of the busiest core relative to equal shares for all cores."""
         together = goes_together(half_rows, tile.rows, depth // 2, units // 2, machine)
         tasks = half_rows // tile.rows if together else vectors // tile.vectors
-        return -(-tasks // machine.cores) * machine.cores / tasks
+        return 1 / cost.evenness(tasks, machine)
 
     # `min` takes the first of equal tiles.
     tile = min(busy, key=uneven)

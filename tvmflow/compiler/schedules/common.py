@@ -10,6 +10,7 @@ from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from tvmflow.compiler import cost
 from tvmflow.compiler.annotations import KERNEL, SUBJECT
 from tvmflow.compiler.machine import NARROWEST, Machine
 
@@ -194,6 +195,20 @@ def parallel(sch: Schedule, loop: LoopRV, machine: Machine) -> None:
     """Spread a loop over the cores; does nothing where the machine has one core."""
     if machine.cores > 1:
         sch.parallel(loop)
+
+
+def split_for_cores(sch: Schedule, tasks: Sequence[LoopRV], loop: LoopRV, machine: Machine) -> tuple[LoopRV, LoopRV]:
+    """Split a second loop where the loops `tasks` have too few iterations for the cores; return its parts and the rest.
+
+    Of the numbers that divide the loop, the smallest with which the cores have even shares is the number of parts, or
+    the one with the most even shares. Loops of symbolic extent have one part.
+    """
+    count, size = math.prod(extent(sch, item) or 0 for item in tasks), extent(sch, loop) or 1
+    parts = [number for number in range(1, size + 1 if count else 2) if size % number == 0]
+    # `max` takes the first of equally even numbers.
+    number = max(parts, key=lambda number: min(cost.EVEN, cost.evenness(count * number, machine)) if count else 0.0)
+    part, rest = sch.split(loop, [number, None])
+    return part, rest
 
 
 def fuse(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:

@@ -33,8 +33,9 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     far, near = sch.split(w, [None, pixels])
     outer, pieces, lane = common.split_channels(sch, c, 1, lanes)
     strip_of, line = sch.split(h, [None, choices.choose("lines", "", _rank_lines(common.extent(sch, h), machine))])
-    sch.reorder(n, strip_of, line, far, outer, near, pieces, lane)
-    task = sch.fuse(n, strip_of)
+    part, outer = common.split_for_cores(sch, [n, strip_of], outer, machine)
+    sch.reorder(n, strip_of, part, line, far, outer, near, pieces, lane)
+    task = sch.fuse(n, strip_of, part)
     common.parallel(sch, task, machine)
     sch.compute_at(product, outer, preserve_unit_loops=True)
     for pad in common.find_blocks(sch, "pad"):

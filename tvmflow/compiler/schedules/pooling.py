@@ -1,5 +1,7 @@
 """The schedule for pooling: a line of the result at a time, channels in vectors."""
 
+import math
+
 from tvm.s_tir import Schedule
 
 from tvmflow.compiler.choices import Choices
@@ -19,11 +21,14 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     if sch.get_consumers(last):
         pool, last = last, common.inline_epilogue(sch, last)
         sch.compute_inline(pool)
-    loops = list(sch.get_loops(last))
-    task = common.fuse(sch, loops[:-2])
-    tasks = common.extent(sch, task) or machine.cores
-    if tasks * common.iterations(sch, loops[-2:], machine) >= machine.parallel_iterations:
+    *lines, column, channel = sch.get_loops(last)
+    tasks = math.prod(common.extent(sch, line) or machine.cores for line in lines)
+    if tasks * common.iterations(sch, [column, channel], machine) >= machine.parallel_iterations:
+        part, _ = common.split_for_cores(sch, lines, column, machine)
+        task = common.fuse(sch, [*lines, part])
         common.parallel(sch, task, machine)
+    else:
+        task = common.fuse(sch, lines)
     for block in columns:
         sch.compute_at(block, task, preserve_unit_loops=True)
     for block in (*columns, last):

@@ -89,7 +89,10 @@ def tile_product(
     loops = list(sch.get_loops(out))
     lead, channel = loops[:lead_count], loops[-1]
     if choose_vectors is None:
-        count = registers.choose_vectors(rows, vectors, machine, choices)
+        extents = [common.extent(sch, loop) for loop in loops[:-1]]
+        above = [*extents[:-1], -(-(extents[-1] or 0) // rows)] if lead_dimensions else extents[:-1]
+        tasks = math.prod(size or 0 for size in above)
+        count = registers.choose_vectors(rows, vectors, machine, choices, tasks or None)
     else:
         count = choose_vectors(rows, vectors or 1)
     outer, pieces, lane = common.split_channels(sch, channel, count, lanes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from tvmflow.compiler import cost
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common
@@ -91,15 +92,19 @@ def split_steps(sch: Schedule, reduction: LoopRV, choices: Choices, subject: str
     return [rest, steps]
 
 
-def choose_vectors(rows: int, vectors: int | None, machine: Machine, choices: Choices) -> int:
+def choose_vectors(rows: int, vectors: int | None, machine: Machine, choices: Choices, tasks: int | None = None) -> int:
     """Choose the vectors of a register tile of `rows` rows: by default the most that the registers hold.
 
-    `vectors` is the number of vectors in the whole result; where it is unknown (None) the tile has one vector. The
-    choices may name fewer than the default.
+    `vectors` is the number of vectors in the whole result; where it is unknown (None) the tile has one vector. Where
+    `tasks`, the number of tiles one above the other, is too small for the cores, the default has fewer vectors, so that
+    there are more tiles side by side. The choices may name another number.
     """
     if vectors is None:
         return 1
     fits = [
         count for count in range(8, 0, -1) if vectors % count == 0 and rows * count + count + 1 <= machine.registers
     ]
+    if tasks is not None:
+        # The sort is stable: of numbers with even shares the largest comes first.
+        fits.sort(key=lambda count: min(cost.EVEN, cost.evenness(tasks * vectors // count, machine)), reverse=True)
     return choices.choose("vectors", "", {str(count): count for count in fits or [1]})
