@@ -41,9 +41,9 @@ test: setup
 test-quick: setup
 	@pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --quick
 
-# The same files with larger numbers.
+# The same files with larger numbers, which take a test of kernels up to ten minutes on a free core.
 test-long: setup
-	@$(TESTS) --long
+	@$(TESTS) --long --timeout=3600
 
 # Keeps what the last `make test` recorded, by which tests are ordered and `make test-quick` selects.
 durations: setup
