@@ -23,7 +23,7 @@ from tvmflow.settings import Settings
 from tvmflow.spec import Policy, RegistrySection, Store
 from tvmflow.store import channels
 from tvmflow.store.channels import WANTED, Wish
-from tvmflow.verdict import Answer, Check, Verdict
+from tvmflow.verdict import Answer, Check, Verdict, samples_of
 from tvmflow.workspace import Record, Workspace
 
 
@@ -359,7 +359,7 @@ def _log_verdict(
         why=wish.why,
         flow_run=flow_run_id,
     )
-    samples = {check.samples_file: workspace.path(check.samples) for check in checks if check.samples is not None}
+    samples = samples_of(workspace, checks)
     return promotion.log_verdict(services, job.release, verdict, report=_report(job, checks, wish), files=samples)
 
 

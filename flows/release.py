@@ -16,7 +16,6 @@ from flows.logs import keeping_logs
 from flows.promote import PromotionSummary, promote_automatically
 from flows.remote import make_on_pool, pools_of
 from flows.runs import one_at_a_time
-from tasks.choose import Choice
 from tasks.export import ExportJob, ExportResult, export
 from tasks.insight import InsightJob, insight
 from tasks.publish import PublishJob, PublishResult, publish, release_document
@@ -29,10 +28,11 @@ from tasks.validate import ReferenceJob, reference
 from tvmflow import promotion, supervisor
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
+from tvmflow.documents import narrow
 from tvmflow.errors import VerdictError
 from tvmflow.figures import Point
 from tvmflow.process import shared_imports
-from tvmflow.release import Release
+from tvmflow.release import Choice, Release
 from tvmflow.services import open_services, open_workspace, record_sections
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore, leases
@@ -338,7 +338,7 @@ def _target_summary(
         runs=figures.runs if figures is not None else None,
         measurements=figures.points if figures is not None else (),
         tuning=str(result.tuned.coverage),
-        choice=result.choice,
+        choice=result.choice and narrow(Choice, result.choice),
         schedules=result.build.schedules,
         steps={
             name: step.model_copy(update={"seconds": round(step.seconds, 3)})

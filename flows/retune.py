@@ -31,7 +31,7 @@ from tvmflow.services import open_services, open_workspace
 from tvmflow.store import channels
 from tvmflow.store.resolve import TargetEntry, fetch_target
 from tvmflow.target import Target
-from tvmflow.verdict import Gain, RetunedTarget, RetuneVerdict
+from tvmflow.verdict import Gain, RetunedTarget, RetuneVerdict, samples_of
 from tvmflow.workspace import Outcome, Record, Workspace
 
 
@@ -190,6 +190,17 @@ def _log_verdict(
     metrics: dict[str, float] = {"trials": sum(item.trials for item in targets)}
     metrics |= {f"{item.target}.ratio": item.gain.ratio for item in targets}
     params = {"minutes": minutes, "compared": version}
+    checks = [item.gain.check for item in targets if item.gain.check is not None]
     return keep_verdict(
-        context.registry, context.workspace, context.spec, "retune", verdict, reason, document, metrics, params
+        context.registry,
+        context.workspace,
+        context.spec,
+        "retune",
+        verdict,
+        reason,
+        document,
+        metrics,
+        params,
+        version,
+        samples_of(context.workspace, checks),
     )

@@ -122,14 +122,16 @@ class TargetBuilder:
             narrow = best.model_copy(update={"tuned": tuning, "packaged": packaged})
             fields = comparison_fields(self.spec, self.exported, narrow, best, self.target)
             fewer = fewer_threads(self.runner, ThreadsJob(**fields, threads=threads))
-            if not fewer.result.is_faster:
+            check = fewer.result.check
+            if not check.passed:
                 break
             candidate = self._candidate(tuning, Outcome(best.build, "cached", 0.0))
             if not candidate.verdict.passed:
                 break
             before = choice or Outcome(Choice(shipped="untuned", message=""), fewer.status, 0.0)
-            message = "; ".join(filter(None, (before.result.message, fewer.result.message)))
-            result = before.result.model_copy(update={"threads": threads, "message": message})
+            message = "; ".join(filter(None, (before.result.message, check.message)))
+            changes = {"threads": threads, "message": message, "checks": (*before.result.checks, check)}
+            result = before.result.model_copy(update=changes)
             best, choice = candidate, replace(before, result=result, seconds=before.seconds + fewer.seconds)
         return best, choice
 

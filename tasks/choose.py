@@ -11,7 +11,7 @@ from tasks.comparison import compare_latency
 from tasks.export import ExportResult
 from tasks.options import variants
 from tasks.package import PackageResult
-from tasks.step import Job, Step, StepRunner
+from tasks.step import Job, Step, StepRunner, slug
 from tasks.tune import NOTHING_TUNED, TuneResult
 from tasks.validate import Verdict, why_not_here
 from tvmflow import release, samples
@@ -20,7 +20,8 @@ from tvmflow.samples import NamedArrays
 from tvmflow.spec import Spec
 from tvmflow.target import Target
 from tvmflow.tuning.best_records import Part
-from tvmflow.workspace import Record, StepResult, StepSummary, Workspace
+from tvmflow.verdict import Check
+from tvmflow.workspace import Artifact, Record, StepResult, StepSummary, Workspace
 
 # The interval of the tuned latency over the untuned one must be below this.
 GAIN = 0.99
@@ -40,14 +41,15 @@ class Candidate(Record):
 
 
 class Choice(release.Choice, StepResult):
-    """The build that is shipped, tuned or untuned."""
+    """The build that is shipped, tuned or untuned; `checks` are the measurements that have decided, often none."""
+
+    checks: tuple[Check, ...] = ()
 
 
 class FewerThreads(StepResult):
-    """Whether a bundle is faster on fewer threads; `message` gives the ratio in one sentence."""
+    """Whether a bundle is faster on fewer threads: what was measured."""
 
-    is_faster: bool
-    message: str
+    check: Check
 
 
 def untuned(workspace: Workspace) -> TuneResult:
@@ -94,23 +96,27 @@ class ComparisonJob(Job):
             "refusal": self.refusal,
         }
 
-    def compare(self, runner: StepRunner) -> Comparison:
+    def compare(self, runner: StepRunner) -> tuple[Comparison, Artifact]:
         """Measure the two bundles in turn, on a sample with the tuned sizes, else on the golden sample.
 
+        Returns the comparison and the file with the times of all runs.
         Raises BundleError for a bundle that does not run here.
         """
         workspace = runner.workspace
-        return compare_latency(
-            workspace,
-            runner.log(),
-            workspace.path(self.candidate.packaged.bundle),
-            workspace.path(self.baseline.packaged.bundle),
-            timeout=runner.timeout,
-            progress=lambda done, total: runner.emit(done, total, "in turn"),
-            seconds=runner.comparison_seconds,
-            bounds=(GAIN,),
-            inputs=tuned_sample(workspace, self.exported, self.sizes),
-        )
+        with workspace.scratch() as folder:
+            comparison = compare_latency(
+                workspace,
+                runner.log(),
+                workspace.path(self.candidate.packaged.bundle),
+                workspace.path(self.baseline.packaged.bundle),
+                timeout=runner.timeout,
+                progress=lambda done, total: runner.emit(done, total, "in turn"),
+                seconds=runner.comparison_seconds,
+                bounds=(GAIN,),
+                inputs=tuned_sample(workspace, self.exported, self.sizes),
+                samples=folder / "samples.npz",
+            )
+            return comparison, workspace.keep(folder / "samples.npz")
 
 
 class ChooseJob(ComparisonJob):
@@ -161,15 +167,19 @@ def choose_work(job: ChooseJob, runner: StepRunner) -> Choice:
     if job.refusal is not None:
         message = f"the tuned build is shipped, not compared with the untuned: {job.refusal}"
         return Choice(shipped="tuned", message=message, part=job.part)
-    comparison = job.compare(runner)
-    winner: Literal["tuned", "untuned"] = "tuned" if _is_faster(comparison) else "untuned"
+    comparison, samples = job.compare(runner)
     whose = "the tuned one's" if job.part == "all" else f"with the tuned {job.part} alone the"
+    sentence = comparison.describe(whose, "the untuned one's")
+    name = f"{slug(job.target.name)}-tuned" + ("" if job.part == "all" else f"-{job.part}")
+    check = Check.of_ratio(name, sentence, comparison, GAIN, samples)
+    winner: Literal["tuned", "untuned"] = "tuned" if check.passed else "untuned"
     return Choice(
         shipped=winner,
-        message=f"the {winner} build is shipped: " + comparison.describe(whose, "the untuned one's"),
+        message=f"the {winner} build is shipped: {sentence}",
         ratio=comparison.ratio,
         interval=comparison.interval,
         part=job.part,
+        checks=(check,),
     )
 
 
@@ -179,21 +189,15 @@ def threads_work(job: ThreadsJob, runner: StepRunner) -> FewerThreads:
     It is faster on fewer when the interval of its latency there, over its latency on more, is below 0.99. Raises
     BundleError for a bundle that does not run here.
     """
-    comparison = job.compare(runner)
+    comparison, samples = job.compare(runner)
     noun = "thread" if job.threads == 1 else "threads"
-    return FewerThreads(
-        is_faster=_is_faster(comparison),
-        message=f"it runs on {job.threads} {noun}: {comparison.describe('there its', 'that on more')}",
-    )
+    sentence = f"it runs on {job.threads} {noun}: {comparison.describe('there its', 'that on more')}"
+    name = f"{slug(job.target.name)}-threads-{job.threads}"
+    return FewerThreads(check=Check.of_ratio(name, sentence, comparison, GAIN, samples))
 
 
 choose = Step("choose", Choice, choose_work)
 fewer_threads = Step("threads", FewerThreads, threads_work)
-
-
-def _is_faster(comparison: Comparison) -> bool:
-    """Whether the candidate is clearly faster than the baseline."""
-    return comparison.interval.judge(GAIN) == "pass"
 
 
 def tuned_sample(workspace: Workspace, exported: ExportResult, sizes: tuple[dict[str, int], ...]) -> NamedArrays | None:

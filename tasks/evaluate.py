@@ -134,11 +134,14 @@ def keep_verdict(
     document: Document,
     metrics: Mapping[str, float],
     params: Mapping[str, object],
+    version: str | None = None,
+    files: Mapping[str, Path] | None = None,
 ) -> str:
     """Write a verdict into a new MLflow run, as its artifact `verdict.json`, and return the run's id.
 
     `outcome` is the verdict in a word or two, and `document` holds all of it. Metrics that are not finite are left out.
-    Raises RegistryError when the registry fails.
+    `version` is the release that the verdict is about, None where it is about no release. `files` are further
+    artifacts by their paths; None for none. Raises RegistryError when the registry fails.
     """
     name = spec.name
     tags = {
@@ -148,13 +151,15 @@ def keep_verdict(
         "tvmflow.verdict": outcome,
         "tvmflow.reason": reason,
     }
+    if version is not None:
+        tags["tvmflow.version"] = version
     run_id = registry.start_run(f"{kind} {name}", params, tags)
     finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
     registry.log_metrics(run_id, finite)
     with workspace.scratch() as folder:
         path = folder / "verdict.json"
         path.write_bytes(encode(document))
-        registry.log_artifacts(run_id, {"verdict.json": path})
+        registry.log_artifacts(run_id, {"verdict.json": path, **(files or {})})
     registry.finish_run(run_id, "FINISHED")
     return run_id
 

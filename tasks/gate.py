@@ -438,15 +438,7 @@ def decide_again(check: Check, samples: Sequence[Samples] = ()) -> Check:
 def check_ratio(comparison: Comparison, candidate: str, baseline: str, bound: float) -> Check:
     """Return the check of a measured ratio; an undecided one does not pass. The texts name the two sides."""
     name = "max_ratio_current"
-    return Check(
-        name=name,
-        message=comparison.describe_gate(candidate, baseline, name, bound),
-        passed=comparison.interval.judge(bound) == "pass",
-        value=comparison.ratio,
-        bound=bound,
-        interval=comparison.interval,
-        comparison=comparison,
-    )
+    return Check.of_ratio(name, comparison.describe_gate(candidate, baseline, name, bound), comparison, bound)
 
 
 def _best(release: Release) -> TargetEntry:

@@ -11,13 +11,14 @@ from tasks.comparison import compare_latency
 from tasks.export import ExportResult
 from tasks.options import variants
 from tasks.package import PackageResult
-from tasks.step import ChildStep, Job, Step, StepRunner
+from tasks.step import ChildStep, Job, Step, StepRunner, slug
 from tasks.tune import TuneJob, TuneResult, run_job, shared_records
 from tvmflow import verdict
 from tvmflow.bundle import read_manifest
 from tvmflow.process import Emit
 from tvmflow.spec import Spec, Tune
 from tvmflow.target import Target
+from tvmflow.verdict import Check
 from tvmflow.workspace import Outcome, StepResult
 
 if TYPE_CHECKING:
@@ -148,25 +149,31 @@ def compare_work(job: CompareJob, runner: StepRunner) -> Gain:
     if read_manifest(job.production).files["mod.so"].sha256 == job.build.library.sha256:
         message = f"target {name!r}: the new build is the one in production"
         return Gain(target=name, better=False, worse=False, message=message, ratio=1.0, ratios=())
-    comparison = compare_latency(
-        workspace,
-        runner.log(),
-        workspace.path(job.packaged.bundle),
-        job.production,
-        timeout=runner.timeout,
-        progress=lambda done, total: runner.emit(done, total, "in turn"),
-        seconds=runner.comparison_seconds,
-        bounds=(_GAIN, 1 / _GAIN),
-        inputs=tuned_sample(workspace, job.exported, job.sizes),
-    )
+    with workspace.scratch() as folder:
+        comparison = compare_latency(
+            workspace,
+            runner.log(),
+            workspace.path(job.packaged.bundle),
+            job.production,
+            timeout=runner.timeout,
+            progress=lambda done, total: runner.emit(done, total, "in turn"),
+            seconds=runner.comparison_seconds,
+            bounds=(_GAIN, 1 / _GAIN),
+            inputs=tuned_sample(workspace, job.exported, job.sizes),
+            samples=folder / "samples.npz",
+        )
+        samples = workspace.keep(folder / "samples.npz")
+    message = f"target {name!r}: " + comparison.describe("the new build's", "that in production")
+    check = Check.of_ratio(f"{slug(name)}-retuned", message, comparison, _GAIN, samples)
     return Gain(
         target=name,
-        better=comparison.interval.judge(_GAIN) == "pass",
+        better=check.passed,
         worse=comparison.interval.judge(1 / _GAIN) == "fail",
-        message=f"target {name!r}: " + comparison.describe("the new build's", "that in production"),
+        message=message,
         ratio=comparison.ratio,
         ratios=comparison.ratios,
         interval=comparison.interval,
+        check=check,
     )
 
 

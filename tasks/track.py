@@ -25,8 +25,11 @@ from tvmflow.release import TargetVerdict
 from tvmflow.spec import Spec
 from tvmflow.store.leases import HeldLease
 from tvmflow.target import Target
+from tvmflow.verdict import samples_of
 from tvmflow.workspace import Artifact, StepResult, StepSummary, Workspace
 
+CHOICES = "choices.json"
+"""The artifact of a release's run that holds, by target, the checks which have decided on the build that is shipped."""
 WEIGHTS = "weights.pt"
 """The artifact of a release's run that holds the weights which were trained for it."""
 
@@ -166,7 +169,11 @@ def _files(job: TrackJob, workspace: Workspace, scratch: Path) -> dict[str, Path
     if job.weights is not None:
         # A later build of the same model starts from them, wherever it runs.
         files[WEIGHTS] = workspace.path(job.weights)
+    choices = {item.target.name: item.choice.checks for item in job.targets if item.choice is not None}
+    for checks in choices.values():
+        files |= samples_of(workspace, checks)
     documents = {
+        CHOICES: {name: [check.model_dump(mode="json") for check in checks] for name, checks in choices.items()},
         "release.json": job.spec.model_dump(mode="json", by_alias=True),
         "verdict.json": {item.target.name: make_verdict(item).model_dump(mode="json") for item in job.targets},
         "workloads.json": {

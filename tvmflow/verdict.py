@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, JsonValue, PlainSerializer
@@ -10,7 +11,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, JsonValue, PlainSeria
 from tvmflow.comparison import Comparison, Interval
 from tvmflow.documents import Document, Message, Reader
 from tvmflow.spec import Policy
-from tvmflow.workspace import Artifact, Record
+from tvmflow.workspace import Artifact, Record, Workspace
 
 
 class Check(Record):
@@ -29,10 +30,34 @@ class Check(Record):
     comparison: Comparison | None = None
     samples: Artifact | None = None
 
+    @classmethod
+    def of_ratio(
+        cls, name: str, message: str, comparison: Comparison, bound: float, samples: Artifact | None = None
+    ) -> "Check":
+        """Return the check that the ratio of a comparison is below a bound; an undecided one does not pass.
+
+        `samples` is the file with the times of all runs, None where they were not kept.
+        """
+        return cls(
+            name=name,
+            message=message,
+            passed=comparison.interval.judge(bound) == "pass",
+            value=comparison.ratio,
+            bound=bound,
+            interval=comparison.interval,
+            comparison=comparison,
+            samples=samples,
+        )
+
     @property
     def samples_file(self) -> str:
         """The path within the MLflow run to which `samples` is logged; a check without samples has no file there."""
         return f"samples/{self.name}.npz"
+
+
+def samples_of(workspace: Workspace, checks: Iterable[Check]) -> dict[str, Path]:
+    """Return the files with the times of all runs that checks rest on, by the artifact path of each."""
+    return {check.samples_file: workspace.path(check.samples) for check in checks if check.samples is not None}
 
 
 class Answer(Record):
@@ -157,7 +182,7 @@ class Gain(Record):
 
     `ratios` are the new build's latency over the other's in each pair, empty where both have the same library; `ratio`
     is their median, 1 without any, and `interval` the median's interval. `better` and `worse` say which of the two is
-    faster; both may be False.
+    faster; both may be False. `check` has what was measured, None without a measurement.
     """
 
     target: str
@@ -167,6 +192,7 @@ class Gain(Record):
     ratio: float
     ratios: tuple[float, ...]
     interval: Interval | None = None
+    check: Check | None = None
 
 
 class RetunedTarget(Record):

@@ -150,6 +150,18 @@ def test_release_verdict_and_mlflow_say_which_is_shipped(story: Story, name: str
     assert nested.data.metrics["ratio_untuned"] == choice["ratio"]
 
 
+@pytest.mark.parametrize(("name", "ended"), [("tuned", "spoilt"), ("gained", "gained")])
+def test_the_choice_is_decided_again_from_the_times_of_all_runs(story: Story, name: str, ended: str) -> None:
+    choice = _target(getattr(story, ended))["choice"]
+    again = story.machine.run("verdict", name, "1", "--about", "build", "--replay", "--json")
+    assert again.code == 0, again.stderr
+    check = again.document["checks"][0]
+    assert check["value"] == pytest.approx(choice["ratio"])
+    assert check["passed"] == (choice["shipped"] == "tuned")
+    files = story.machine.mlflow.list_artifacts(getattr(story, ended).document["mlflow_run_id"], "samples")
+    assert f"samples/{check['name']}.npz" in [file.path for file in files]
+
+
 @pytest.mark.long
 def test_without_records_nothing_is_compared(machine: Any, make: Any, tmp_path: Path) -> None:
     make.onnx(tmp_path, [helper.make_node("Conv", ["x", "w"], ["y"])], _weights(32), (1, 64, 16, 16))

@@ -74,6 +74,13 @@ def test_a_build_that_is_measured_faster_becomes_a_release(story: Story) -> None
     assert (data.tags["tvmflow.kind"], data.tags["tvmflow.verdict"]) == ("retune", "better")
     assert data.metrics["native.ratio"] == gain["ratio"]
     assert list(verdict.targets[0].gain.ratios) == gain["ratios"]
+    again = story.machine.run("verdict", "convolutions", "1", "--about", "retuning", "--replay", "--json")
+    assert again.code == 0, again.stderr
+    (check,) = again.document["checks"]
+    assert (check["passed"], check["value"]) == (True, pytest.approx(gain["ratio"]))
+    assert again.document["mlflow_run_id"] == document["mlflow_run_id"]
+    files = story.machine.mlflow.list_artifacts(document["mlflow_run_id"], "samples")
+    assert [file.path for file in files] == [f"samples/{check['name']}.npz"]
 
 
 def test_a_build_that_is_no_faster_is_no_release(story: Story) -> None:
