@@ -94,7 +94,10 @@ class PackageJob(Job):
 
 
 def limit_sizes(imported: ImportResult, ranges: Mapping[str, Dimension]) -> dict[str, tuple[int, int | None]]:
-    """Return the smallest and the largest size of each symbolic dimension, which `ranges` and the model bound."""
+    """Return the smallest and the largest size of each symbolic dimension, which `ranges` and the model bound.
+
+    A largest size of None means no limit.
+    """
     names = sorted({dim for item in imported.inputs for dim in item.shape if isinstance(dim, str)})
     items = {name: ranges.get(name, Dimension()) for name in names}
     return {name: (max(item.min, imported.smallest.get(name, 1)), item.max) for name, item in items.items()}
