@@ -1,8 +1,6 @@
 """Report: the page of a release, beside the release that its channel holds."""
 
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tasks.gate import GateJob, check_figures
@@ -12,8 +10,7 @@ from tvmflow import promotion
 from tvmflow.documents import narrow
 from tvmflow.release import Release
 from tvmflow.report import insight as report_insight
-from tvmflow.report.layers import times_of
-from tvmflow.report.page import read_data
+from tvmflow.report.layers import fetch_times
 from tvmflow.report.release import make_data, write_page
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore, channels
@@ -65,18 +62,8 @@ class ReportJob(Job):
             history=history,
             insights=dict(insights),
             checks=checks,
-            layers_before={} if production is None else _find_layers(store, production),
+            layers_before={} if production is None else fetch_times(production.report, store.get_blob),
         )
-
-
-def _find_layers(store: ReleaseStore, release: Release) -> dict[str, dict[str, float]]:
-    """Return the ms of a published release's layers by target and name, of its page; {} where it has none."""
-    if release.report is None:
-        return {}
-    with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
-        path = Path(folder) / PAGE
-        store.get_blob(release.report.sha256, path)
-        return times_of(read_data(path.read_text()))
 
 
 class ReportResult(StepResult):

@@ -7,8 +7,11 @@ import pytest
 
 from support.processes import CommandResult
 from support.releases import make_release
+from support.reports import unexplained_figures
 from tvmflow import settings as machine
-from tvmflow.release import Provenance
+from tvmflow.bundle import sha256_file
+from tvmflow.release import Blob, Provenance
+from tvmflow.report.page import write
 from tvmflow.services import open_store
 
 Command = Callable[..., CommandResult]
@@ -33,6 +36,24 @@ def test_what_differs_is_printed_and_written(tvmflow: Command) -> None:
     (row_of_change,) = [row for row in result.document["changes"] if row["now"] != row["before"]]
     assert (row_of_change["name"], row_of_change["before"], row_of_change["now"]) == ("operator set", "17", "18")
     assert "operator set" in Path("diff.html").read_text()
+
+
+def test_the_layers_that_lost_time_are_named(tvmflow: Command, tmp_path: Path) -> None:
+    with open_store(machine.load()) as store:
+        for version, ms in (("3", 1.5), ("4", 4.0)):
+            file = tmp_path / f"{version}.html"
+            layers = [{"scope": ["stem"], "ms": 0.25}, {"scope": ["block", "block.conv"], "ms": ms}]
+            file.write_text(write("page", {}, {"insights": {"native": {"layers": layers}}}))
+            blob = Blob(sha256=sha256_file(file), size=file.stat().st_size)
+            store.publish(make_release("net", version, report=blob), [(file, blob.sha256)])
+    result = tvmflow("diff", "net", "3", "4", "--json", "--html", "diff.html")
+    slower = {row["name"]: (row["before"], row["ms"]) for row in result.document["slower"]["native"]}
+    assert slower == {"block.conv": (1.5, 4.0), "stem": (0.25, 0.25)}
+    page = Path("diff.html").read_text()
+    assert "the layers that lost most since net 3" in page
+    assert unexplained_figures(page) == []
+    lines = tvmflow("diff", "net", "3", "4").stdout.splitlines()
+    assert [line.split() for line in lines if "layer" in line] == [["native", "layer", "block.conv,", "ms", "1.5", "4"]]
 
 
 def test_a_page_that_cannot_be_written_is_one_sentence(tvmflow: Command) -> None:

@@ -10,6 +10,8 @@ import click
 from tvmflow.cli.options import naming_output
 from tvmflow.errors import StoreError
 
+# The layers that the terminal shows.
+_LAYERS = 5
 _OUTPUT = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -44,24 +46,28 @@ def report_command(name: str, version: str, output: Path | None, opens: bool) ->
 @click.option("--html", type=_OUTPUT, help="Write a page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def diff_command(name: str, before: str, now: str, html: Path | None, as_json: bool) -> None:
-    """Show what differs between two versions of NAME, BEFORE and NOW: figures, model, tuning and bundles.
+    """Show what differs between two versions of NAME, BEFORE and NOW: figures, model, tuning, bundles and layers.
 
     The figures of each were measured when it was made, so the machine or its load may differ.
     """
     from tvmflow import settings as machine
     from tvmflow.report.changes import compare_releases
+    from tvmflow.report.layers import fetch_times, find_slower
     from tvmflow.report.release import write_difference
     from tvmflow.services import open_store_of
 
     with open_store_of(machine.load(), name) as store:
         old, new = (store.get_release(name, version) for version in (before, now))
+        old_times, new_times = (fetch_times(release.report, store.get_blob) for release in (old, new))
+    slower = {target: find_slower(times, old_times.get(target, {})) for target, times in new_times.items()}
     changes = list(compare_releases(new, old))
     if html is not None:
         with naming_output(html):
-            html.write_text(write_difference(new, old))
+            html.write_text(write_difference(new, old, slower))
     if as_json:
         rows = [change.model_dump(mode="json") for change in changes]
-        click.echo(json.dumps({"name": name, "before": before, "now": now, "changes": rows}))
+        by_target = {target: [row.model_dump(mode="json") for row in layers] for target, layers in slower.items()}
+        click.echo(json.dumps({"name": name, "before": before, "now": now, "changes": rows, "slower": by_target}))
         return
     from rich import box
     from rich.console import Console
@@ -74,6 +80,10 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
         if change.now != change.before:
             ratio = "" if change.ratio is None else f"{change.ratio:.3f}"
             table.add_row(change.target or "all", change.name, _cell(change.before), _cell(change.now), ratio)
+    for target, layers in slower.items():
+        for row in layers[:_LAYERS]:
+            if row.difference > 0:
+                table.add_row(target, f"layer {row.name}, ms", f"{row.before:.4g}", f"{row.ms:.4g}", "")
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 

@@ -1,8 +1,11 @@
 """Where the time goes: the part of a release's page on layers, as a graph, by module, and below the machine's roofs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from tvmflow.release import Blob
 from tvmflow.report import charts, page
 from tvmflow.report.insight import Insight, Layer, Peaks
 from tvmflow.report.page import Markup
@@ -63,21 +66,41 @@ def times_of(data: Any) -> dict[str, dict[str, float]]:
     return times
 
 
-def find_slower(insight: Insight, before: Mapping[str, float]) -> tuple[SlowerLayer, ...]:
-    """Return the layers by the change of their time since a release, slower ones first; `before` are its ms by name."""
-    now: dict[str, float] = {}
-    for layer in insight.layers:
-        now[layer.scope[-1]] = now.get(layer.scope[-1], 0.0) + layer.ms
-    rows = [
-        SlowerLayer(
-            name=name,
-            ms=now.get(name, 0.0),
-            before=before.get(name, 0.0),
-            difference=now.get(name, 0.0) - before.get(name, 0.0),
-        )
-        for name in dict.fromkeys((*now, *before))
+def fetch_times(report: Blob | None, fetch: Callable[[str, Path], object]) -> dict[str, dict[str, float]]:
+    """Return the ms of the layers of a published release by name, by target; {} where its page has none.
+
+    `report` is the page of the release, None where it has no page. `fetch` writes the blob of a SHA-256 to a file.
+    """
+    if report is None:
+        return {}
+    with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
+        path = Path(folder) / "report.html"
+        fetch(report.sha256, path)
+        return times_of(page.read_data(path.read_text()))
+
+
+def find_slower(now: Mapping[str, float], before: Mapping[str, float]) -> tuple[SlowerLayer, ...]:
+    """Return the layers by the change of their time, slower ones first; both are the ms of a release's layers by name.
+
+    Without layers on one side there is nothing to compare, and the result is empty.
+    """
+    if not now or not before:
+        return ()
+    times = {name: (now.get(name, 0.0), before.get(name, 0.0)) for name in dict.fromkeys((*now, *before))}
+    rows = [SlowerLayer(name=name, ms=ms, before=old, difference=ms - old) for name, (ms, old) in times.items()]
+    return tuple(sorted(rows, key=lambda row: -row.difference))
+
+
+def show_losses(target: str, slower: Sequence[SlowerLayer], before: str) -> Iterator[Markup]:
+    """Yield a table of the layers that take longer than in the version `before`, if there are any."""
+    losses = [
+        (row.name, page.number(row.before), page.number(row.ms), page.number(row.difference, "{:+.4g}"))
+        for row in slower[:_SHOWN]
+        if row.difference > 0
     ]
-    return tuple(sorted(rows, key=lambda row: -row.difference)) if before else ()
+    if losses:
+        caption = f"{target}: the layers that lost most since {before}"
+        yield page.table(caption, ("layer", f"{before}, ms", "ms", "difference"), losses)
 
 
 def show_layers(
@@ -87,14 +110,7 @@ def show_layers(
     layers = insight.layers
     if not layers:
         return
-    losses = [
-        (row.name, page.number(row.before), page.number(row.ms), page.number(row.difference, "{:+.4g}"))
-        for row in slower[:_SHOWN]
-        if row.difference > 0
-    ]
-    if losses:
-        caption = f"{target}: the layers that lost most since {before}"
-        yield page.table(caption, ("layer", f"{before}, ms", "ms", "difference"), losses)
+    yield from show_losses(target, slower, before or "")
     title = f"{target}: the time by layer, from the whole model to its parts"
     parts = [((*layer.scope, ", ".join(layer.operators) or layer.function), layer.ms) for layer in layers]
     yield page.figure(title, charts.icicle(title, parts, "of the time"))

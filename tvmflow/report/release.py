@@ -6,7 +6,7 @@ from tvmflow.release import Release
 from tvmflow.report import charts, page
 from tvmflow.report.changes import Change, compare_releases
 from tvmflow.report.insight import Drawing, FunctionTime, Insight, SampleInsight
-from tvmflow.report.layers import LayerRow, SlowerLayer, find_slower, layer_rows, show_layers
+from tvmflow.report.layers import LayerRow, SlowerLayer, find_slower, layer_rows, show_layers, show_losses, times_of
 from tvmflow.report.page import Markup
 from tvmflow.verdict import Check
 from tvmflow.workspace import Record
@@ -71,6 +71,7 @@ def make_data(
     `layers_before` are the ms of production's layers by target and name; None where its page has none.
     """
     before = layers_before or {}
+    now = times_of({"insights": {name: insight.model_dump() for name, insight in insights.items()}})
     return PageData(
         release=release,
         channel=channel,
@@ -81,19 +82,26 @@ def make_data(
         insights=dict(insights),
         functions={name: _function_rows(insight.functions) for name, insight in insights.items()},
         layers={name: layer_rows(insight) for name, insight in insights.items()},
-        slower={name: find_slower(insight, before.get(name, {})) for name, insight in insights.items()},
+        slower={name: find_slower(now.get(name, {}), before.get(name, {})) for name, insight in insights.items()},
     )
 
 
-def write_difference(now: Release, before: Release) -> str:
-    """Return a page with what differs between two releases."""
+def write_difference(now: Release, before: Release, slower: Mapping[str, Sequence[SlowerLayer]] | None = None) -> str:
+    """Return a page with what differs between two releases; `slower` are their layers by target, None without any."""
     changes = tuple(compare_releases(now, before))
     versions = f"{now.name} {before.version}", f"{now.name} {now.version}"
     sections = {
         "Figures": list(figures_beside(changes, *versions)),
         "What differs": list(facts_that_differ(changes, *versions)),
     }
-    data = {"changes": [change.model_dump(mode="json") for change in changes]}
+    layers = slower or {}
+    losses = [table for target, rows in layers.items() for table in show_losses(target, rows, versions[0])]
+    if losses:
+        sections["Where the time goes"] = losses
+    data = {
+        "changes": [change.model_dump(mode="json") for change in changes],
+        "slower": {target: [row.model_dump() for row in rows] for target, rows in layers.items()},
+    }
     return page.write(" and ".join(versions), sections, data)
 
 
