@@ -205,6 +205,37 @@ def _attention_cases() -> list[Case]:
     ]  # fmt: skip
 
 
+def _group_query_cases() -> list[Case]:
+    """Four heads of 16 channels on two of keys and values: a first call, a padded one, a next token and several."""
+
+    def case(positions: int, former: list[int], past: int | None, total: int, **more: Any) -> Case:
+        batch = len(former)
+        state = None if past is None else normal(batch, 2, past, 16, seed=past)
+        inputs = {
+            "q": normal(batch, positions, 64),
+            "k": normal(batch, positions, 32, seed=1),
+            "v": normal(batch, positions, 32, seed=2),
+            "pk": state,
+            "pv": None if state is None else state[::-1] * 2,
+            "s": np.array([length - 1 for length in former], "int32"),
+            "T": np.array([total], "int32"),
+        }
+        inputs |= more.pop("inputs", {})
+        return _case("GroupQueryAttention", inputs, 3, num_heads=4, kv_num_heads=2, **more)
+
+    angles = normal(16, 8)
+    rotary = {"inputs": {"C": np.cos(angles), "S": np.sin(angles)}, "do_rotary": 1}
+    packed = {"q": normal(2, 5, 128), "k": None, "v": None}
+    return [
+        case(5, [5, 5], 0, 5, **rotary),
+        case(5, [5, 5], None, 5, inputs=packed, scale=0.3),
+        case(1, [7, 7], 6, 7, rotary_interleaved=1, **rotary),
+        case(1, [4, 7], 6, 7, **rotary),
+        case(1, [5, 6], 9, 7, softcap=2.0, local_window_size=3),
+        case(3, [8], 5, 8, **rotary),
+    ]
+
+
 def _few_bits_cases() -> list[Case]:
     def product(bits: int, depth: int, block: int, **more: Any) -> Case:
         rng, blocks = np.random.default_rng(bits), -(-depth // block)
@@ -252,12 +283,64 @@ def _other_cases() -> list[Case]:
 
 
 @pytest.mark.parametrize(
-    "cases", [_attention_cases, _few_bits_cases, _other_cases], ids=["attention", "bits", "others"]
+    "cases",
+    [_attention_cases, _group_query_cases, _few_bits_cases, _other_cases],
+    ids=["attention", "groups", "bits", "others"],
 )
 def test_operators_of_the_optimizer_equal_onnx_runtime(
     cases: Callable[[], list[Case]], assert_all_same: Callable[..., CompiledModel]
 ) -> None:
     assert_all_same(cases())
+
+
+def test_attention_of_a_decoder_with_free_sizes_equals_onnx_runtime(
+    make_model: MakeModel, assert_same_as_onnxruntime: Callable[..., CompiledModel]
+) -> None:
+    # The number of all positions is computed from the mask, as exporters of language models write it.
+    operands = ["q", "k", "v", "pk", "pv", "lengths", "total", "C", "S"]
+    nodes = [
+        _node("ReduceSum", ["mask", "last"], ["counts"], keepdims=0),
+        _node("Sub", ["counts", "one"], ["ends"]),
+        _node("Cast", ["ends"], ["lengths"], to=TensorProto.INT32),
+        _node("Shape", ["mask"], ["shape"]),
+        _node("Gather", ["shape", "one"], ["all"]),
+        _node("Cast", ["all"], ["total"], to=TensorProto.INT32),
+        _node("GroupQueryAttention", operands, ["y", "nk", "nv"], domain=_MS, num_heads=2, kv_num_heads=1, do_rotary=1),
+    ]
+    inputs: list[Any] = [("q", ["n", "new", 32]), ("k", ["n", "new", 16]), ("v", ["n", "new", 16])]
+    inputs += [("pk", ["n", 1, "old", 16]), ("pv", ["n", 1, "old", 16]), ("mask", ["n", "all"], TensorProto.INT64)]
+    outputs = [("y", ["n", "new", 32]), ("nk", ["n", 1, "all", 16]), ("nv", ["n", 1, "all", 16])]
+    angles = normal(9, 8)
+    weights = {"last": np.array([1]), "one": np.array(1), "C": np.cos(angles), "S": np.sin(angles)}
+    path = make_model(nodes, inputs, outputs, weights)
+
+    def feed(batch: int, new: int, old: int) -> dict[str, Array]:
+        tokens = {name: normal(batch, new, 32 if name == "q" else 16, seed=new) for name in "qkv"}
+        states = {name: normal(batch, 1, old, 16, seed=old) for name in ("pk", "pv")}
+        return {**tokens, **states, "mask": np.ones((batch, old + new), "int64")}
+
+    assert_same_as_onnxruntime(path, feed(2, 1, 4), feed(1, 3, 2))
+
+
+@pytest.mark.parametrize("packed", ["queries, keys and values", "keys and values"])
+def test_operands_of_attention_in_one_tensor_are_taken_apart(
+    make_model: MakeModel, run_built: Callable[..., list[Array]], target: Target, packed: str
+) -> None:
+    # ONNX Runtime has this form for GPUs only.
+    heads = {name: normal(2, 5, 2, 8, seed=place) for place, name in enumerate("qkv")}
+    flat = {name: value.reshape(2, 5, 16) for name, value in heads.items()}
+    if packed == "keys and values":
+        operands, names = {"q": flat["q"], "p": np.stack([heads["k"], heads["v"]], 3)}, ["q", "p"]
+    else:
+        operands, names = {"p": np.stack([heads[name] for name in "qkv"], 3)}, ["p"]
+    weights = {name.upper(): value for name, value in flat.items()}
+    nodes = [
+        _node("MultiHeadAttention", names, ["y"], domain=_MS, num_heads=2),
+        _node("MultiHeadAttention", ["Q", "K", "V"], ["z"], domain=_MS, num_heads=2),
+    ]
+    path = make_model(nodes, [(name, list(value.shape)) for name, value in operands.items()], ["y", "z"], weights)
+    y, z = run_built(build(import_onnx(path), target), *operands.values())
+    np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-6)
 
 
 def test_a_softmax_with_a_bias_is_the_softmax_of_a_sum(

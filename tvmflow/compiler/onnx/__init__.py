@@ -149,6 +149,7 @@ _CONTRIBUTED: dict[str, Converter] = {
     "FusedGemm": contributed.convert_fused_gemm,
     "FusedMatMul": contributed.convert_fused_matmul,
     "Gelu": contributed.convert_bias_gelu("none"),
+    "GroupQueryAttention": contributed.convert_group_query_attention,
     "LayerNormalization": contributed.convert_as("LayerNormalization"),
     "MatMulInteger16": quantised.convert_matmul_integer,
     "MatMulIntegerToFloat": quantised.convert_matmul_integer_to_float,
@@ -190,6 +191,7 @@ _NOT_STANDARD = {
 
 # Operators that take symbolic sizes for what they are, with the positions of these operands; all others get tensors.
 TAKES_SIZES: dict[str, tuple[int, ...]] = {
+    "com.microsoft.GroupQueryAttention": (6,),
     "ConstantOfShape": (0,),
     "Expand": (1,),
     "OneHot": (1,),

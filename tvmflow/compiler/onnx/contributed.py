@@ -5,14 +5,19 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from tvm import relax
+from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.quantised import channels_first, channels_last, dequantize
+from tvmflow.compiler.onnx.sizes import materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 # What a masked score gets less, unless the node says otherwise.
 _FILTER = -10000.0
+# The number of dimensions of queries, keys and values in one operand.
+_PACKED = 5
+# The output, the keys and the values of GroupQueryAttention.
+_GROUP_QUERY_RESULTS = 3
 # The activations that a convolution or product may have, with the names of their parameters.
 _ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "Clip": ("min", "max"),
@@ -203,11 +208,15 @@ def _project_and_attend(
 
 
 def convert_multi_head_attention(node: Node) -> relax.Expr:
-    """Write MultiHeadAttention as attention over heads; packed operands are refused."""
+    """Write MultiHeadAttention as attention over heads; keys and values may be in one operand, queries in it too."""
     query, key, value, bias = (node.input(place) for place in range(4))
     heads = int(node.attrs["num_heads"])
-    if query is None or key is None or value is None or query.ty.ndim != 3 or key.ty.ndim == 5:
-        raise UnsupportedFormError("queries, keys and values in one operand")
+    if query is not None and query.ty.ndim == _PACKED:
+        query, key, value = (_unpack(node, query, place) for place in range(3))
+    elif key is not None and key.ty.ndim == _PACKED:
+        key, value = (_unpack(node, key, place) for place in range(2))
+    if query is None or key is None or value is None:
+        raise UnsupportedFormError("keys without values")
     operands = [query, key, value]
     if bias is not None:
         widths = [dims_of(item)[-1] for item in operands if item.ty.ndim == 3]  # type: ignore[index]
@@ -225,6 +234,15 @@ def convert_multi_head_attention(node: Node) -> relax.Expr:
         )
     output = _attend(node, query, key, value, [_mask(node, node.input(4), query, key), node.input(5)])
     return output if node.outputs == 1 else relax.Tuple([output, key, value][: node.outputs])
+
+
+def _unpack(node: Node, packed: relax.Expr, place: int) -> relax.Expr:
+    """One of the parts of `[batch, positions, heads, parts, channels]`, with its heads joined."""
+    dims = dims_of(packed)
+    if dims is None:
+        raise FreeSizeError("an input of unknown shape")
+    part = node.emit(relax.op.take(packed, const(place, "int64"), axis=3))
+    return node.emit(relax.op.reshape(part, [*dims[:2], dims[2] * dims[4]]))
 
 
 def _split_heads(node: Node, value: relax.Expr, heads: int) -> relax.Expr:
@@ -278,29 +296,151 @@ def _mask(node: Node, mask: relax.Expr | None, query: relax.Expr, key: relax.Exp
     return result
 
 
+def convert_group_query_attention(node: Node) -> relax.Expr:
+    """Write GroupQueryAttention: causal attention whose heads share keys and values, after those of former positions.
+
+    Of each row of the batch, `seqlens_k` is the place of its last position. The results are the output, and the keys
+    and values `[batch, heads, positions, channels]` with zeros after a row's last position. Raises UnsupportedFormError
+    for a sink, a smooth softmax, its scores as a result, and quantised keys and values.
+    """
+    emit = node.emit
+    names = ("smooth_softmax", "qk_output", "kv_cache_bit_width")
+    if any(int(node.attrs.get(name, 0)) > 0 for name in names) or node.outputs > _GROUP_QUERY_RESULTS:
+        raise UnsupportedFormError("a smooth softmax, scores as a result or a quantised state")
+    if any(node.input(place) is not None for place in range(11, len(node.inputs))):
+        raise UnsupportedFormError("a sink of attention or a quantised state")
+    heads, groups = int(node.attrs["num_heads"]), int(node.attrs["kv_num_heads"])
+    query, key, value = _separate_heads(node, heads, groups)
+    batch, _, positions, width = dims_of(query)  # type: ignore[misc]
+    count = materialise(node.builder, node.evaluator.shape([positions]))
+    total_size = node.sizes(6)
+    if total_size is None:
+        raise FreeSizeError("a number of positions that is computed from data")
+    total = materialise(node.builder, node.evaluator.shape(total_size))
+    last = emit(relax.op.reshape(emit(relax.op.astype(node.inputs[5], "int64")), [batch, 1]))
+    # A first call has no former positions: shorter rows of its batch are padded at their end.
+    former = emit(relax.op.subtract(emit(relax.op.add(last, const(1, "int64"))), count))
+    former = emit(relax.op.where(emit(relax.op.equal(total, count)), const(0, "int64"), former))
+    places = emit(relax.op.add(former, emit(relax.op.arange(0, positions, 1, "int64"))))
+    if node.attrs.get("do_rotary", 0):
+        angles = places if node.input(9) is None else node.inputs[9]
+        interleaved = bool(node.attrs.get("rotary_interleaved", 0))
+        cosine, sine = node.inputs[7:9]
+        query, key = (_rotate(node, item, angles, cosine, sine, interleaved) for item in (query, key))
+    past = [item for item in (node.input(3), node.input(4)) if item is not None and dims_of(item)[2] != 0]  # type: ignore[index]
+    before = dims_of(past[0])[2] if past else 0  # type: ignore[index]
+    length = node.evaluator.greatest(before, total_size[0])
+    key, value = (
+        _append(node, item, former, length, past[place : place + 1]) for place, item in enumerate((key, value))
+    )
+    keys, values = (
+        item if heads == groups else emit(relax.op.repeat(item, heads // groups, 1)) for item in (key, value)
+    )
+    scores = emit(relax.op.matmul(query, emit(relax.op.permute_dims(keys, [0, 1, 3, 2]))))
+    scale = float(node.attrs.get("scale", 0.0)) or 1 / math.sqrt(width)
+    scores = emit(relax.op.multiply(scores, const(scale, dtype_of(scores))))
+    cap = float(node.attrs.get("softcap", 0.0))
+    if cap:
+        scores = emit(relax.op.tanh(emit(relax.op.divide(scores, const(cap, dtype_of(scores))))))
+        scores = emit(relax.op.multiply(scores, const(cap, dtype_of(scores))))
+    if node.input(10) is not None:
+        scores = emit(relax.op.add(scores, node.inputs[10]))
+    scores = emit(relax.op.add(scores, _hidden(node, places, key)))
+    weights = emit(relax.op.nn.softmax(scores, axis=-1))
+    result = emit(relax.op.permute_dims(emit(relax.op.matmul(weights, values)), [0, 2, 1, 3]))
+    output = emit(relax.op.reshape(result, [batch, positions, heads * width]))
+    return output if node.outputs == 1 else relax.Tuple([output, key, value][: node.outputs])
+
+
+def _separate_heads(node: Node, heads: int, groups: int) -> list[relax.Expr]:
+    """Queries, keys and values `[batch, heads, positions, channels]` of three operands, or of one that has all."""
+    query, key, value = (node.input(place) for place in range(3))
+    if key is None:
+        width = (dims_of(query) or [0])[-1] // (heads + 2 * groups)
+        ends = [heads * width, (heads + groups) * width]
+        parts = [node.emit(relax.op.split(query, ends, axis=2)[place]) for place in range(3)]
+    else:
+        parts = [query, key, value]
+    return [_split_heads(node, part, own) for part, own in zip(parts, (heads, groups, groups), strict=True)]
+
+
+def _append(node: Node, new: relax.Expr, former: relax.Expr, length: Any, past: list[relax.Expr]) -> relax.Expr:
+    """`[batch, heads, length, channels]`: of a row, `former` positions of `past`, the new ones, and zeros."""
+
+    def append(new: te.Tensor, former: te.Tensor, *past: te.Tensor) -> te.Tensor:
+        batch, heads, count, width = new.shape
+
+        def element(b: Any, h: Any, place: Any, c: Any) -> Any:
+            own = place - former[b, 0]
+            value = te.if_then_else(
+                te.all(own >= 0, own < count), new[b, h, te.max(te.min(own, count - 1), 0), c], tirx.const(0, new.dtype)
+            )
+            if not past:
+                return value
+            return te.if_then_else(own < 0, past[0][b, h, te.min(place, past[0].shape[2] - 1), c], value)
+
+        return te.compute((batch, heads, length, width), element, name="append")
+
+    return node.emit(node.builder.call_te(append, new, former, *past, primfunc_name_hint="append"))
+
+
+def _hidden(node: Node, places: relax.Expr, key: relax.Expr) -> relax.Expr:
+    """What causal attention adds to scores `[batch, heads, positions, keys]`, for queries at `places`.
+
+    A query sees the key at its own place and those before it, within the window.
+    """
+    window = int(node.attrs.get("local_window_size", -1))
+
+    def hide(places: te.Tensor, key: te.Tensor) -> te.Tensor:
+        def element(b: Any, _: Any, query: Any, place: Any) -> Any:
+            distance = places[b, query] - place
+            is_visible = distance >= 0 if window <= 0 else te.all(distance >= 0, distance < window)
+            return te.if_then_else(is_visible, tirx.const(0, key.dtype), te.min_value(key.dtype))
+
+        return te.compute((places.shape[0], 1, places.shape[1], key.shape[2]), element, name="hide")
+
+    return node.emit(node.builder.call_te(hide, places, key, primfunc_name_hint="hide"))
+
+
 def convert_rotary_embedding(node: Node) -> relax.Expr:
     """Write RotaryEmbedding: pairs of channels are rotated by the angles of their position, in two tables."""
     emit, (x, places, cosine, sine) = node.emit, node.inputs[:4]
     if node.attrs.get("is_packed_batching", 0):
         raise UnsupportedFormError("rows of several lengths in one")
     is_flat = x.ty.ndim == 3
-    half = dims_of(cosine)[1]  # type: ignore[index]
     dims = dims_of(x)
     if dims is None:
         raise FreeSizeError("an input of unknown shape")
     if is_flat:
+        half = dims_of(cosine)[1]  # type: ignore[index]
         heads = int(node.attrs.get("num_heads", 0)) or dims[2] // (2 * half)
         x = _split_heads(node, x, heads)
-    batch, heads, positions, width = dims_of(x)  # type: ignore[misc]
     if dims_of(places) == [1]:
+        positions = dims_of(x)[2]  # type: ignore[index]
         places = emit(relax.op.add(emit(relax.op.arange(0, positions, 1, "int64")), places))
         places = emit(relax.op.expand_dims(places, 0))
+    result = _rotate(node, x, places, cosine, sine, bool(node.attrs.get("interleaved", 0)))
+    if not is_flat:
+        return result
+    return relax.op.reshape(emit(relax.op.permute_dims(result, [0, 2, 1, 3])), dims)
+
+
+def _rotate(
+    node: Node, x: relax.Expr, places: relax.Expr, cosine: relax.Expr, sine: relax.Expr, interleaved: bool
+) -> relax.Expr:
+    """Rotate pairs of channels of `[batch, heads, positions, channels]` by the angles of `places` `[batch, positions]`.
+
+    Row p of the tables `cosine` and `sine` is of position p. A pair is two neighbours if `interleaved`, else its second
+    channel is in the second half. Channels beyond twice the width of the tables stay as they are.
+    """
+    emit, half = node.emit, dims_of(cosine)[1]  # type: ignore[index]
+    batch, heads, positions, width = dims_of(x)  # type: ignore[misc]
     cosine, sine = (emit(relax.op.expand_dims(emit(relax.op.take(t, places, axis=0)), 1)) for t in (cosine, sine))
     rotated, rest = x, None
     if width != 2 * half:
         rotated = emit(relax.op.strided_slice(x, [3], [0], [2 * half]))
         rest = emit(relax.op.strided_slice(x, [3], [2 * half], [width]))
-    if node.attrs.get("interleaved", 0):
+    if interleaved:
         pairs = emit(relax.op.reshape(rotated, [batch, heads, positions, half, 2]))
         first, second = (emit(relax.op.take(pairs, const(place, "int64"), axis=4)) for place in (0, 1))
     else:
@@ -309,16 +449,14 @@ def convert_rotary_embedding(node: Node) -> relax.Expr:
     times = relax.op.multiply
     real = emit(relax.op.subtract(emit(times(first, cosine)), emit(times(second, sine))))
     imaginary = emit(relax.op.add(emit(times(first, sine)), emit(times(second, cosine))))
-    if node.attrs.get("interleaved", 0):
+    if interleaved:
         both = emit(relax.op.stack([real, imaginary], axis=4))
         result = emit(relax.op.reshape(both, [batch, heads, positions, 2 * half]))
     else:
         result = emit(relax.op.concat([real, imaginary], axis=3))
     if rest is not None:
         result = emit(relax.op.concat([result, rest], axis=3))
-    if not is_flat:
-        return result
-    return relax.op.reshape(emit(relax.op.permute_dims(result, [0, 2, 1, 3])), dims)
+    return result
 
 
 def convert_nhwc_max_pool(node: Node) -> relax.Expr:
