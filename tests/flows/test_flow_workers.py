@@ -334,6 +334,7 @@ def test_a_release_lives_through_a_restart_of_prefect(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_a_release_on_a_pool_lives_through_two_minutes_without_any_server(
     machine: Any, databases: Databases, make: Any, tmp_path: Path
 ) -> None:
