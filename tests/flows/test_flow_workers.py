@@ -348,9 +348,10 @@ def test_a_release_on_a_pool_lives_through_two_minutes_without_any_server(
     file = make.waiting(models, "two-minutes")
 
     def start_servers(stack: ExitStack, before: StoreConfig | None = None) -> StoreConfig:
+        config = stack.enter_context(rclone_s3(data, bucket="models", before=before))
         stack.enter_context(prefect_server(folder, services=True, port=prefect_port))
         stack.enter_context(mlflow_server(folder, port=mlflow_port))
-        return stack.enter_context(rclone_s3(data, bucket="models", before=before))
+        return config
 
     api = f"http://127.0.0.1:{prefect_port}/api"
     with ExitStack() as stack, temporary_settings({PREFECT_API_URL: api}):
