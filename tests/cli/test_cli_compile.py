@@ -408,6 +408,7 @@ def test_what_cannot_be_compared_here_is_tuned(
         "interval": None,
         "part": "all",
         "threads": None,
+        "checks": [],
     }
 
 
