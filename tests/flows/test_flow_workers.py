@@ -325,9 +325,9 @@ def test_a_release_lives_through_a_restart_of_prefect(
             worker = stack.enter_context(working(cluster, "only", "worker"))
             process = cluster.releasing({"native": "only"}).start("release", file, "--json")
             wait_until((tmp_path / "reached").exists, message="the worker scores the bundle", process=process)
+        wait_until(lambda: "heartbeat did not reach Prefect" in (folder / "worker.log").read_text(), process=worker)
         # Both meet a server that is away: the worker as it ends its step, the release as it polls.
         (tmp_path / "go").touch()
-        wait_until(lambda: "heartbeat did not reach Prefect" in (folder / "worker.log").read_text(), process=worker)
         stack.enter_context(prefect_server(folder, services=True, port=port))
         result = machine.finish(process)
     assert result.code == 0, result.stderr
