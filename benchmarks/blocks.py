@@ -3,7 +3,7 @@
 The convolutions are bottlenecks (1x1, 3x3, 1x1) and inverted residuals (1x1, depthwise, 1x1), in the sizes of
 ResNet-50, of detectors on large images and of MobileNetV2. Each block is built as one function and as three, whatever
 the cost model says, and the two builds run in turn. `estimate` is the cost model's ratio of the two, `whole /
-apart` the measured one, from the smallest time of every function; `built` is what a build does without tuning.
+apart` the measured one, from the smallest time of every function; `arrangement` is what a build does without tuning.
 """
 
 import json

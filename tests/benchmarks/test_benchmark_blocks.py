@@ -37,8 +37,8 @@ def test_blocks_are_built_and_measured_in_both_ways(command: Command, tmp_path: 
     rows = json.loads(figures.read_text())
     assert {item["block"] for item in rows} == {"inverted residual"}
     assert all(item["apart"] > 0 and item["whole"] > 0 and item["plan"][1] > 0 for item in rows)
-    assert "whole" in {item["built"] for item in rows} <= {"whole", "in part", "apart"}
-    assert all(item["plan"][1] < 1 for item in rows if item["built"] == "whole")
+    assert "whole" in {item["arrangement"] for item in rows} <= {"whole", "in part", "apart"}
+    assert all(item["plan"][1] < 1 for item in rows if item["arrangement"] == "whole")
 
 
 def test_a_kind_that_does_not_exist_is_one_sentence(command: Command) -> None:

@@ -172,7 +172,8 @@ class _Recorder:
         self.calls: list[Call] = []
         self._synchronize = synchronize
         self._position = 0
-        self._start = 0.0
+        # The calls that have begun and not ended, of which each is within the one before: position and start.
+        self._open: list[tuple[int, float]] = []
 
     def restart(self) -> None:
         """Begin a run: the next call is the first one of a run."""
@@ -185,14 +186,15 @@ class _Recorder:
                 shapes = tuple(tuple(int(dim) for dim in value.shape) for value in tensors)
                 moved_bytes = sum(int(np.prod(value.shape)) * np.dtype(str(value.dtype)).itemsize for value in tensors)
                 self.calls.append(Call(str(name), shapes, moved_bytes, float("inf")))
-            self._start = time.perf_counter()
+            self._open.append((self._position, time.perf_counter()))
+            self._position += 1
             return 0
         self._synchronize()
-        seconds = time.perf_counter() - self._start
-        call = self.calls[self._position]
+        position, start = self._open.pop()
+        seconds = time.perf_counter() - start
+        call = self.calls[position]
         if seconds < call.seconds:
-            self.calls[self._position] = replace(call, seconds=seconds)
-        self._position += 1
+            self.calls[position] = replace(call, seconds=seconds)
         return 0
 
 
