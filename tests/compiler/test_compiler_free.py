@@ -45,6 +45,9 @@ _WEIGHTS = {
     "pair": np.array([1.5, -0.5], "float32"),
     "even": np.random.default_rng(2).standard_normal((4, 4, 4)).astype("float32"),
     "kernel": np.random.default_rng(0).standard_normal((8, 3, 3, 3)).astype("float32"),
+    "double": np.random.default_rng(3).standard_normal((8, 4, 2, 2)).astype("float32"),
+    "double_less_one": np.random.default_rng(4).standard_normal((8, 4, 3, 3)).astype("float32"),
+    "four_biases": np.random.default_rng(5).standard_normal((4, 1, 1)).astype("float32"),
 }
 _BATCH_AS_INT32 = [
     _node("Shape", ["x"], ["shape"]),
@@ -364,6 +367,28 @@ _CASES: list[tuple[str, list[onnx.NodeProto], list[Any], list[tuple[int, ...]]]]
         ],
         ["n", 2, "s", "s"],
         [(1, 2, 5, 5), (2, 2, 3, 3)],
+    ),
+    (
+        "an image that a stride rounds up and a transposed convolution doubles",
+        [
+            _node("Conv", ["x", "kernel"], ["small"], strides=[2, 2], pads=[1, 1, 1, 1]),
+            _node("ConvTranspose", ["small", "double"], ["large"], strides=[2, 2]),
+            _node("Add", ["large", "four_biases"], ["above"]),
+            _node("Relu", ["above"], ["y"]),
+        ],
+        ["n", 3, "h", "w"],
+        [(1, 3, 5, 8), (2, 3, 6, 7)],
+    ),
+    (
+        "an image that a stride rounds up and a transposed convolution brings to an odd size",
+        [
+            _node("Conv", ["x", "kernel"], ["small"], strides=[2, 2], pads=[1, 1, 1, 1]),
+            _node("ConvTranspose", ["small", "double_less_one"], ["large"], strides=[2, 2], pads=[1, 1, 1, 1]),
+            _node("Add", ["large", "four_biases"], ["above"]),
+            _node("Relu", ["above"], ["y"]),
+        ],
+        ["n", 3, "h", "w"],
+        [(1, 3, 5, 8), (2, 3, 6, 7)],
     ),
 ]  # fmt: skip
 

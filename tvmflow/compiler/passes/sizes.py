@@ -140,9 +140,30 @@ def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
     table: dict[Any, Any] = {}
     scalars: dict[tirx.Var, Any] = {}
     numbers = count()
+    analyzer = tvm.sym.Analyzer()
+    quotients: list[tirx.FloorDiv] = []
+
+    def replace(expr: Any) -> Any:
+        key = _key(expr)
+        if key not in table and isinstance(expr, tirx.FloorDiv):
+            table[key] = _by_quotients(expr, quotients, table)
+        return table.get(key, expr)
+
+    def name_parts(dims: Sequence[Any]) -> None:
+        for part in _opaque_parts(dims, table):
+            size = tirx.Var(f"size{next(numbers)}", part.ty)
+            table[_key(part)], scalars[size] = size, part
+        quotients.extend(key.key for key in table if isinstance(key.key, tirx.FloorDiv))
+        forms = {_key(dim): tvm_ffi.structural_map(dim, [(_COMPOUND, replace)], order="pre") for dim in dims}
+        # One size has one expression, as TVM compares the buffers of functions that it fuses by structure.
+        table.update({key: analyzer.simplify(form) for key, form in forms.items() if key not in table})
+
+    if not products:
+        # Nor may the expression depend on the function's other sizes, which the function that it is fused with lacks.
+        name_parts([dim for dim in dims if not isinstance(_split_number(dim)[0], _OPAQUE)])
     # A dimension that is an opaque expression and a number is itself the variable.
     for dim in dims:
-        core, number = (dim.a, dim.b) if isinstance(dim, tirx.Add) and isinstance(dim.b, tirx.IntImm) else (dim, 0)
+        core, number = _split_number(dim)
         if isinstance(core, _OPAQUE) and _key(core) not in table:
             size = tirx.Var(f"size{next(numbers)}", dim.ty)
             table[_key(core)] = size if isinstance(number, int) else size - number
@@ -154,24 +175,7 @@ def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
             size = tirx.Var(f"size{next(numbers)}", dim.ty)
             table[_key(core)] = size if isinstance(number, int) else size - number
             table[_key(dim)] = size
-    for core in _opaque_parts(dims, table):
-        size = tirx.Var(f"size{next(numbers)}", core.ty)
-        table[_key(core)] = scalars[size] = size
-        scalars[size] = core
-
-    quotients = [key.key for key in table if isinstance(key.key, tirx.FloorDiv)]
-
-    def replace(expr: Any) -> Any:
-        key = _key(expr)
-        if key not in table and isinstance(expr, tirx.FloorDiv):
-            table[key] = _by_quotients(expr, quotients, table)
-        return table.get(key, expr)
-
-    # One size has one expression, as TVM compares the buffers of functions that it fuses by structure.
-    analyzer = tvm.sym.Analyzer()
-    for dim in dims:
-        if _key(dim) not in table:
-            table[_key(dim)] = analyzer.simplify(tvm_ffi.structural_map(dim, [(_COMPOUND, replace)], order="pre"))
+    name_parts(dims)
     mapped = tvm_ffi.structural_map(function, [(_COMPOUND, replace)], order="pre") if table else function
     tensors = [place for place, shape in enumerate(shapes[:arguments]) if shape is not None]
     params = list(mapped.params)
@@ -185,6 +189,11 @@ def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
         [*(params[place] for place in tensors), *symbols, *outputs], mapped.body, mapped.ret_type, mapped.attrs
     )
     return _Callee(whole, tensors, [values[item] for item in symbols], variables)
+
+
+def _split_number(dim: Any) -> tuple[Any, Any]:
+    """An expression as a sum of another and of a number, the number last in TVM's order; 0 where it has none."""
+    return (dim.a, dim.b) if isinstance(dim, tirx.Add) and isinstance(dim.b, tirx.IntImm) else (dim, 0)
 
 
 def _is_alone(core: Any, function: PrimFunc) -> bool:
