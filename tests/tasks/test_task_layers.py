@@ -8,11 +8,12 @@ import onnx
 import pytest
 from onnx import helper
 
-from support.models import make_model
+from support.models import make_model, value_info
 from tasks.layers import find_layers, measure_peaks
 from tvmflow.compiler import BuildOptions, build, import_onnx
 from tvmflow.report.insight import Layer
 from tvmflow.runtime.profile import find_functions, measure_calls
+from tvmflow.samples import NamedArrays
 from tvmflow.target import resolve
 
 
@@ -41,30 +42,34 @@ def network() -> onnx.ModelProto:
     return make_model(nodes, [("x", [1, 3, 24, 24])], ["y"], arrays)
 
 
-def _layers(model: onnx.ModelProto, folder: Path, scale: float = 1.0) -> tuple[Layer, ...]:
+def _scaled_layers(model: onnx.ModelProto, folder: Path, scale: float = 1.0) -> tuple[Layer, ...]:
     """The layers of a build of `model`, whose weights are `scale` times those that ONNX Runtime sees."""
-    import tvm
-    from tvm import relax
-
     scaled = onnx.ModelProto()
     scaled.CopyFrom(model)
     for tensor in scaled.graph.initializer:
         if tensor.name == "second":
             array = onnx.numpy_helper.to_array(tensor) * np.float32(scale)
             tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-    onnx.save(scaled, folder / "model.onnx")
+    x = np.random.default_rng(1).normal(size=(1, 3, 24, 24)).astype("float32")
+    return _layers(scaled, model, {"x": x}, folder)
+
+
+def _layers(model: onnx.ModelProto, original: onnx.ModelProto, inputs: NamedArrays, folder: Path) -> tuple[Layer, ...]:
+    """The layers of a build of `model`, compared with `original`."""
+    import tvm
+    from tvm import relax
+
+    onnx.save(model, folder / "model.onnx")
     built = build(import_onnx(folder / "model.onnx"), resolve("native"), BuildOptions())
     machine = relax.VirtualMachine(built.executable, tvm.cpu())
-    x = np.random.default_rng(1).normal(size=(1, 3, 24, 24)).astype("float32")
-    run = partial(machine["main"], tvm.runtime.tensor(x))
+    run = partial(machine["main"], *(tvm.runtime.tensor(array) for array in inputs.values()))
     functions = find_functions(tvm.ir.load_json(built.ir_json))
-    calls = measure_calls(machine, run, 2)
-    return find_layers(machine, run, functions, calls, model, {"x": x})
+    return find_layers(machine, run, functions, measure_calls(machine, run, 2), original, inputs)
 
 
 @pytest.fixture(scope="module")
 def layers(network: onnx.ModelProto, tmp_path_factory: pytest.TempPathFactory) -> tuple[Layer, ...]:
-    return _layers(network, tmp_path_factory.mktemp("layers"))
+    return _scaled_layers(network, tmp_path_factory.mktemp("layers"))
 
 
 def test_every_node_belongs_to_one_layer(network: onnx.ModelProto, layers: tuple[Layer, ...]) -> None:
@@ -97,12 +102,32 @@ def test_layers_have_a_time_their_operations_and_a_small_error(layers: tuple[Lay
 
 
 def test_a_wrong_layer_shows_and_those_before_it_do_not(network: onnx.ModelProto, tmp_path: Path) -> None:
-    errors = {node: layer.error for layer in _layers(network, tmp_path, scale=1.05) for node in layer.nodes}
+    errors = {node: layer.error for layer in _scaled_layers(network, tmp_path, scale=1.05) for node in layer.nodes}
     before, wrong = errors["/block/first/Conv"], errors["/block/Add"]
     assert before is not None
     assert before < 1e-5
     assert wrong is not None
     assert wrong > 1e-3
+
+
+@pytest.mark.parametrize("length", [3, 0])
+def test_layers_of_free_sizes_lie_in_branches_and_read_those_before_them(length: int, tmp_path: Path) -> None:
+    branches = {
+        f"{name}_branch": helper.make_graph([helper.make_node(operator, ["a"], [name])], name, [], [value_info(name)])
+        for name, operator in (("then", "Neg"), ("else", "Exp"))
+    }
+    nodes = [
+        helper.make_node("Softmax", ["x"], ["a"], "/scores"),
+        helper.make_node("If", ["c"], ["b"], "/choice", **branches),
+        helper.make_node("Tanh", ["b"], ["y"], "/end"),
+    ]
+    model = make_model(nodes, [("x", ["n", 64]), ("c", [], onnx.TensorProto.BOOL)], ["y"])
+    x = np.random.default_rng(2).normal(size=(length, 64)).astype("float32")
+    layers = _layers(model, model, {"x": x, "c": np.array(True)}, tmp_path)
+    assert [layer.shape for layer in layers] == [(length, 64)] * 3
+    if length:
+        assert [layer.nodes for layer in layers] == [("/scores",), ("/choice",), ("/end",)]
+        assert [layer.reads for layer in layers] == [(), (0,), (1,)]
 
 
 def test_the_peaks_of_this_machine_grow_towards_the_core() -> None:

@@ -25,7 +25,10 @@ MACHINE = "(virtual machine)"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a run: the function's name, its seconds, and the shapes and bytes of its arrays, inputs first."""
+    """A call of a run: the function's name, its seconds, and the shapes and bytes of its arrays, inputs first.
+
+    The seconds are without those of the calls within it.
+    """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -78,9 +81,9 @@ def measure_calls(
 ) -> tuple[Call, ...]:
     """Time the calls that `run` makes in a virtual machine, also those of the machine's own functions, in their order.
 
-    The time of a call is the smallest of `repeats` runs, so that other work on the machine hardly changes it.
-    `synchronize` waits for a device that still works when a call has returned. The machine has no instrument
-    afterwards.
+    The time of a call, without that of calls within it, is the smallest of `repeats` runs, so that other work on the
+    machine hardly changes it. `synchronize` waits for a device that still works when a call has returned. The machine
+    has no instrument afterwards.
     """
     recorder = _Recorder(synchronize)
     machine.set_instrument(recorder)
@@ -98,9 +101,9 @@ def record_trace(
 ) -> Trace:
     """Run once and return the trace of the calls in the virtual machine, those of the machine's own functions too.
 
-    Below the calling thread stands each worker: for how long it used a processor during a function, its search for work
-    included. A curve shows the bytes that the machine has allocated in the run. `name` names the trace; `measure_calls`
-    describes the other arguments.
+    Below the calling thread stands each worker: for how long it used a processor during a function that calls no other,
+    its search for work included. A curve shows the bytes that the machine has allocated in the run. `name` names the
+    trace; `measure_calls` describes the other arguments.
     """
     tracer = _Tracer(Trace(name), synchronize)
     machine.set_instrument(tracer)
@@ -165,6 +168,15 @@ def estimate_operations(function: Any) -> float:
         return 0.0
 
 
+@dataclass
+class _OpenCall:
+    """A call that has begun and not ended: its place in the run, its start, and the seconds of the calls within it."""
+
+    position: int
+    start: float
+    inner_seconds: float = 0.0
+
+
 class _Recorder:
     """The instrument that the virtual machine calls before and after each function."""
 
@@ -172,8 +184,8 @@ class _Recorder:
         self.calls: list[Call] = []
         self._synchronize = synchronize
         self._position = 0
-        # The calls that have begun and not ended, of which each is within the one before: position and start.
-        self._open: list[tuple[int, float]] = []
+        # Each is within the one before it.
+        self._open: list[_OpenCall] = []
 
     def restart(self) -> None:
         """Begin a run: the next call is the first one of a run."""
@@ -186,15 +198,16 @@ class _Recorder:
                 shapes = tuple(tuple(int(dim) for dim in value.shape) for value in tensors)
                 moved_bytes = sum(int(np.prod(value.shape)) * np.dtype(str(value.dtype)).itemsize for value in tensors)
                 self.calls.append(Call(str(name), shapes, moved_bytes, float("inf")))
-            self._open.append((self._position, time.perf_counter()))
+            self._open.append(_OpenCall(self._position, time.perf_counter()))
             self._position += 1
             return 0
         self._synchronize()
-        position, start = self._open.pop()
-        seconds = time.perf_counter() - start
-        call = self.calls[position]
-        if seconds < call.seconds:
-            self.calls[position] = replace(call, seconds=seconds)
+        ended = self._open.pop()
+        seconds = time.perf_counter() - ended.start
+        if self._open:
+            self._open[-1].inner_seconds += seconds
+        call = self.calls[ended.position]
+        self.calls[ended.position] = replace(call, seconds=min(call.seconds, seconds - ended.inner_seconds))
         return 0
 
 
@@ -212,9 +225,11 @@ class _Tracer:
         self._caller = f"thread {caller}, the caller"
         self._allocated = 0
         self._starts: list[tuple[float, dict[str, float]]] = []
+        self._is_innermost = False
 
     def __call__(self, func: Any, name: str, before: bool, _returned: Any, *args: Any) -> int:
         if before:
+            self._is_innermost = True
             used_before = self._processor_seconds()
             self._starts.append((time.perf_counter(), used_before))
             return 0
@@ -223,10 +238,12 @@ class _Tracer:
         start, used_before = self._starts.pop()
         shapes = " ".join("x".join(map(str, value.shape)) or "scalar" for value in tensors_of(args))
         self.trace.add_slice(self._caller, str(name), start, end - start, shapes=shapes)
-        for thread, used in self._processor_seconds().items():
+        # A worker's time stands at the innermost of calls within calls, once.
+        for thread, used in self._processor_seconds().items() if self._is_innermost else ():
             seconds = min(used - used_before.get(thread, used), end - start)
             if seconds > 0:
                 self.trace.add_slice(thread, str(name), start, seconds)
+        self._is_innermost = False
         if name == _ALLOCATION:
             self._allocated += int(np.prod(args[1]))
             self.trace.add_count("allocated bytes", end, self._allocated)
