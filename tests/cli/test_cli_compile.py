@@ -116,15 +116,15 @@ def test_shapes_that_cannot_be_read_are_refused(text: str) -> None:
 
 
 def test_a_missing_model_is_one_sentence(tvmflow: Command) -> None:
-    _assert_refused(tvmflow, "absent.onnx", "SpecError", ["absent.onnx"])
+    _assert_refused(tvmflow, "absent.onnx", "UsageError", ["absent.onnx"])
 
 
 def test_a_missing_model_with_shapes_is_one_sentence(tvmflow: Command) -> None:
-    _assert_refused(tvmflow, "absent.onnx", "ExportError", ["absent.onnx"], "--input-shapes", "x:[1]")
+    _assert_refused(tvmflow, "absent.onnx", "UsageError", ["absent.onnx"], "--input-shapes", "x:[1]")
 
 
 def test_a_folder_is_no_model(tvmflow: Command, tmp_path: Path) -> None:
-    _assert_refused(tvmflow, tmp_path, "SpecError", [str(tmp_path)])
+    _assert_refused(tvmflow, tmp_path, "UsageError", [str(tmp_path)])
 
 
 @pytest.mark.parametrize("text", scale.choose(normal=[b"not a model"], long=[b"", b"\x08\xff\xff\xff", b"\0" * 1000]))
@@ -448,8 +448,8 @@ WRONG_VALUES = [
 
 
 @pytest.mark.parametrize(("options", "value"), WRONG_VALUES)
-def test_a_wrong_value_exits_with_two(tvmflow: Command, options: tuple[str, str], value: str) -> None:
-    result = tvmflow("compile", "model.onnx", "-o", "b.tar.gz", *options)
+def test_a_wrong_value_exits_with_two(tvmflow: Command, models: Path, options: tuple[str, str], value: str) -> None:
+    result = tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", *options)
     assert result.code == 2
     assert value in result.stderr
 

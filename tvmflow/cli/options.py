@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-model_argument: Decorator = click.argument("model", type=click.Path(path_type=Path))
+model_argument: Decorator = click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 target_option: Decorator = click.option(
     "--target", default="native", show_default=True, help="A preset, or a TVM target such as 'llvm -mcpu=znver4'."
 )
