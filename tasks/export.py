@@ -24,10 +24,10 @@ from tvmflow.onnx_outputs import drop_zip_maps
 from tvmflow.operators import define, load_operators
 from tvmflow.process import Emit
 from tvmflow.samples import NamedArrays
+from tvmflow.size_limits import SizeLimits
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
 from tvmflow.spec import Dimension, Dtype, Export, Input, Spec
 from tvmflow.usercode import describe
-from tvmflow.windows import Poolings
 from tvmflow.workspace import Artifact, StepResult
 
 if TYPE_CHECKING:
@@ -142,9 +142,10 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         _check(model)
         _save(model, path)
         emit(2, 3, "comparing with ONNX Runtime")
-        session = open_session(path)
-        dimensions = job.dimensions if module is not None else _find_dimensions(session, model, inputs, job)
-        pairs, error = _compare(session, module, inputs, dimensions, job)
+        session = open_session(path, prints_errors=False)
+        limits = SizeLimits(model) if module is None else None
+        dimensions = _find_dimensions(session, limits, inputs, job) if limits else job.dimensions
+        pairs, error = _compare(session, module, limits, inputs, dimensions, job)
         samples.save(folder / "samples.npz", pairs)
         return ExportResult(
             onnx=workspace.keep(path),
@@ -353,30 +354,28 @@ def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
 
 
 def _find_dimensions(
-    session: "onnxruntime.InferenceSession", model: "onnx.ModelProto", inputs: tuple[Input, ...], job: ExportJob
+    session: "onnxruntime.InferenceSession", limits: SizeLimits, inputs: tuple[Input, ...], job: ExportJob
 ) -> dict[str, Dimension]:
     """Return the ranges in the release file, and for other dimensions the sizes at which ONNX Runtime runs the model.
 
-    Sizes at which a pooling is larger than its data are left out.
+    Sizes at which a bundle would not run by the model's `limits` are left out.
 
     Raises ExportError when it runs the model at none of the sizes that were tried.
     """
     if all(not isinstance(size, str) or size in job.dimensions for item in inputs for size in item.shape):
         return job.dimensions
     failure: ExportError | None = None
-    poolings = Poolings(model)
 
     def runs(sizes: dict[str, int]) -> bool:
         nonlocal failure
-        if not poolings.fit(sizes):
-            failure = failure or ExportError("a pooling is larger than its data")
-            return False
         try:
             run_session(session, samples.make(inputs, job.dimensions, 0, job.seed, job.folder, sizes))
         except ExportError as error:
             failure = failure or error
             return False
-        return True
+        reason = limits.explain(sizes)
+        failure = failure or (None if reason is None else ExportError(reason))
+        return reason is None
 
     ranges = find_dimensions(inputs, job.dimensions, runs)
     if ranges is None:
@@ -390,6 +389,7 @@ def _find_dimensions(
 def _compare(
     session: "onnxruntime.InferenceSession",
     module: "torch.nn.Module | None",
+    limits: SizeLimits | None,
     inputs: tuple[Input, ...],
     dimensions: dict[str, Dimension],
     job: ExportJob,
@@ -406,9 +406,10 @@ def _compare(
     points = samples.measured_sizes(inputs, dimensions)
     for index in range(max(job.samples, len(points))):
         sizes = samples.choose_sizes(inputs, dimensions, index)
+        candidates: Iterable[dict[str, int]] = [sizes]
         # Sizes beside those to measure are guesses: a model need not take them.
-        is_guess = index >= len(points) and module is None
-        candidates = alternatives(sizes, dimensions, points[0]) if is_guess else [sizes]
+        if index >= len(points) and limits is not None:
+            candidates = (item for item in alternatives(sizes, dimensions, points[0]) if limits.explain(item) is None)
         sample, outputs = _first_run(session, inputs, dimensions, index, job, candidates)
         if module is None:
             pairs.append((sample, outputs))

@@ -63,6 +63,18 @@ def test_a_bundle_asks_for_sizes_at_which_poolings_have_data(tvmflow: Command) -
     assert read_manifest(Path("b.tar.gz")).dimensions == {"n": (1, None), "h": (2, None), "w": (1, None)}
 
 
+def test_a_bundle_asks_for_sizes_at_which_none_is_one_by_chance(tvmflow: Command) -> None:
+    # A row of one, halved and doubled, has two elements; ONNX Runtime repeats the one beside them.
+    nodes = [
+        helper.make_node("MaxPool", ["x"], ["half"], kernel_shape=[1, 1], strides=[1, 2]),
+        helper.make_node("Resize", ["half", "", "scales"], ["again"]),
+        helper.make_node("Add", ["x", "again"], ["y"]),
+    ]
+    scales = {"scales": np.array([1, 1, 1, 2], "float32")}
+    _compiled(tvmflow, save_model(Path("doubled.onnx"), nodes, [("x", ["n", 3, 2, "t"])], ["y"], scales))
+    assert read_manifest(Path("b.tar.gz")).dimensions == {"n": (1, None), "t": (2, None)}
+
+
 # The shapes, the type of the error, and the values that its sentence names.
 BAD_SHAPES = [
     ("z:[1,8]", "InputError", ["small.onnx", "'z'", "x, y"]),

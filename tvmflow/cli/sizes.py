@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 def find_ranges(path: Path, model: "onnx.ModelProto") -> "dict[str, Dimension] | None":
     """Return a range for each free dimension of a model that `read_onnx` read from `path`; it is found by trial.
 
-    A range begins with the smallest size that ran, and at which no pooling is larger than its data. The model may
+    A range begins with the smallest size that ran, and that is within the model's limits. The model may
     define functions that the file lacks. None where the model runs at no size that is tried. Raises ExportError when
     ONNX Runtime cannot load the file, or an input is no tensor of numbers.
     """
     from tasks.export import described_by
     from tvmflow import samples
     from tvmflow.dimensions import find_dimensions
+    from tvmflow.size_limits import SizeLimits
     from tvmflow.source import open_session, run_session
-    from tvmflow.windows import Poolings
 
     items = described_by(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -32,13 +32,13 @@ def find_ranges(path: Path, model: "onnx.ModelProto") -> "dict[str, Dimension] |
             path.write_bytes(model.SerializeToString())
         session = open_session(path, prints_errors=False)
 
-    poolings = Poolings(model)
+    limits = SizeLimits(model)
 
     def runs(sizes: dict[str, int]) -> bool:
         try:
             run_session(session, samples.make(items, {}, 0, 0, Path.cwd(), sizes))
         except ExportError:
             return False
-        return poolings.fit(sizes)
+        return limits.explain(sizes) is None
 
     return find_dimensions(items, {}, runs)

@@ -16,7 +16,6 @@ from tvm.relax.frontend.onnx import onnx_frontend
 
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import (
-    BROADCASTING,
     CONTROL,
     CONVERTERS,
     TAKES_SIZES,
@@ -37,6 +36,7 @@ from tvmflow.compiler.onnx.values import dims_of
 from tvmflow.compiler.onnx_file import decide_rank
 from tvmflow.compiler.refusals import NoConverterError, Refusal, missing_converter
 from tvmflow.onnx_graph import inner_nodes, node_name, operator_name
+from tvmflow.size_limits import BROADCASTING
 
 # Tensors with fewer elements stay in the program: scalars, shapes and axes steer the import itself.
 _SMALLEST_WEIGHT = 17

@@ -31,7 +31,6 @@ from tvmflow.compiler.onnx.values import const, is_static
 from tvmflow.onnx_graph import operator_name
 
 __all__ = [
-    "BROADCASTING",
     "CONTROL",
     "CONVERTERS",
     "TAKES_SIZES",
@@ -203,11 +202,6 @@ TAKES_SIZES: dict[str, tuple[int, ...]] = {
     "Split": (1,),
     "Tile": (1,),
     "TopK": (1,),
-}
-# Operators whose operands are broadcast to one shape.
-BROADCASTING = {
-    *("Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual"),
-    *("Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor"),
 }
 # Operators that move a window over data, which must be as large as the window.
 WINDOWED = {"AveragePool", "Conv", "ConvInteger", "LpPool", "MaxPool", "QLinearConv"}

@@ -1,0 +1,101 @@
+"""The sizes of free dimensions at which ONNX Runtime runs a model and a bundle does not."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
+
+# Operators whose operands are broadcast to one shape.
+BROADCASTING = {
+    *("Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual"),
+    *("Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor"),
+}
+_POOLINGS = {"AveragePool", "LpPool", "MaxPool"}
+# Tensors of more elements are weights; shapes and axes, which the inference of shapes reads, have fewer.
+_LARGEST_SHAPE = 1024
+# So many times their size, no tensor has the size one because the free dimensions are small.
+_FAR = 4096
+
+_Shapes = Mapping[str, Sequence[int]]
+
+
+class SizeLimits:
+    """Limits of a model's free dimensions, by the shapes that ONNX infers for its tensors.
+
+    ONNX Runtime computes a pooling even where the window is larger than the data. It repeats a tensor whose size is one
+    because an input is small, as that of an image which was reduced and enlarged; a bundle takes it for the other size.
+    """
+
+    def __init__(self, model: "onnx.ModelProto") -> None:
+        import onnx
+
+        nodes = [node for node in model.graph.node if node.domain in ("", "ai.onnx")]
+        self._poolings = [node for node in nodes if node.op_type in _POOLINGS]
+        self._broadcasts = [node for node in nodes if node.op_type in BROADCASTING]
+        self._model = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+        graph = self._model.graph
+        graph.name = model.graph.name
+        graph.node.extend(model.graph.node)
+        graph.input.extend(model.graph.input)
+        inputs = {value.name for value in model.graph.input}
+        for tensor in model.graph.initializer:
+            if sum(tensor.dims) <= _LARGEST_SHAPE and len(tensor.dims) < 2:
+                graph.initializer.append(tensor)
+            elif tensor.name not in inputs:
+                graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+
+    def explain(self, sizes: Mapping[str, int]) -> str | None:
+        """Return why a bundle would not run at these sizes of the free dimensions; None where nothing is known."""
+        shapes = self._shapes(sizes)
+        if not all(_fits(node, shapes.get(node.input[0], ())[2:]) for node in self._poolings):
+            return "a pooling is larger than its data"
+        repeated = {pair for node in self._broadcasts for pair in _repeated(node, shapes)}
+        if repeated:
+            larger = self._shapes({name: size * _FAR for name, size in sizes.items()})
+            if any(name in larger and larger[name][axis] > 1 for name, axis in repeated):
+                return "a size that is one by chance stands beside a larger one"
+        return None
+
+    def _shapes(self, sizes: Mapping[str, int]) -> _Shapes:
+        """The shapes of tensors at sizes of the free dimensions, 0 for an unknown size."""
+        import onnx
+
+        model = onnx.ModelProto()
+        model.CopyFrom(self._model)
+        for value in model.graph.input:
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param in sizes:
+                    dim.dim_value = sizes[dim.dim_param]
+        try:
+            graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+        except Exception:  # The inference refuses graphs that runtimes take.
+            return {}
+        return {
+            value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+            for value in (*graph.value_info, *graph.input)
+        }
+
+
+def _repeated(node: "onnx.NodeProto", shapes: _Shapes) -> list[tuple[str, int]]:
+    """The tensors and axes, counted from the last one, of size one that a broadcast repeats."""
+    sizes = [(name, axis, shapes[name][axis]) for name in node.input for axis in range(-len(shapes.get(name, ())), 0)]
+    larger = {axis for _, axis, size in sizes if size > 1}
+    return [(name, axis) for name, axis, size in sizes if size == 1 and axis in larger]
+
+
+def _fits(node: "onnx.NodeProto", sizes: Sequence[int]) -> bool:
+    """Whether the window of a pooling is within its data of these sizes, 0 for an unknown one."""
+    from onnx import helper
+
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    if attributes.get("auto_pad", b"NOTSET").startswith(b"SAME"):
+        return True
+    kernel = attributes["kernel_shape"]
+    dilations, pads = attributes.get("dilations", [1] * len(kernel)), attributes.get("pads", [0] * 2 * len(kernel))
+    return all(
+        not size or (taps - 1) * dilation < size + before + after
+        for size, taps, dilation, before, after in zip(
+            sizes, kernel, dilations, pads[: len(kernel)], pads[len(kernel) :], strict=False
+        )
+    )
