@@ -17,19 +17,20 @@ from tasks.step import Job, Step, StepRunner, slug
 from tasks.tune import TuneResult
 from tasks.validate import Verdict
 from tvmflow import __version__, release, samples
-from tvmflow.documents import narrow
+from tvmflow.documents import encode, narrow
 from tvmflow.errors import RegistryError
 from tvmflow.figures import Validation
+from tvmflow.promotion import VERDICT
 from tvmflow.registry import Registry
 from tvmflow.release import TargetVerdict
 from tvmflow.spec import Spec
 from tvmflow.store.leases import HeldLease
 from tvmflow.target import Target
-from tvmflow.verdict import samples_of
+from tvmflow.verdict import Choices, ReleaseVerdict, samples_of
 from tvmflow.workspace import Artifact, StepResult, StepSummary, Workspace
 
 CHOICES = "choices.json"
-"""The artifact of a release's run that holds, by target, the checks which have decided on the build that is shipped."""
+"""The artifact of a release's run that holds its `Choices`, the checks which have decided on the builds."""
 WEIGHTS = "weights.pt"
 """The artifact of a release's run that holds the weights which were trained for it."""
 
@@ -169,20 +170,20 @@ def _files(job: TrackJob, workspace: Workspace, scratch: Path) -> dict[str, Path
     if job.weights is not None:
         # A later build of the same model starts from them, wherever it runs.
         files[WEIGHTS] = workspace.path(job.weights)
-    choices = {item.target.name: item.choice.checks for item in job.targets if item.choice is not None}
-    for checks in choices.values():
+    choices = Choices(targets={item.target.name: item.choice.checks for item in job.targets if item.choice is not None})
+    for checks in choices.targets.values():
         files |= samples_of(workspace, checks)
+    workloads = {item.target.name: [workload.model_dump() for workload in item.tuned.workloads] for item in job.targets}
     documents = {
-        CHOICES: {name: [check.model_dump(mode="json") for check in checks] for name, checks in choices.items()},
-        "release.json": job.spec.model_dump(mode="json", by_alias=True),
-        "verdict.json": {item.target.name: make_verdict(item).model_dump(mode="json") for item in job.targets},
-        "workloads.json": {
-            item.target.name: [workload.model_dump() for workload in item.tuned.workloads] for item in job.targets
-        },
+        CHOICES: encode(choices),
+        VERDICT: encode(ReleaseVerdict(targets={item.target.name: make_verdict(item) for item in job.targets})),
+        # The release file, and a table for people.
+        "release.json": json.dumps(job.spec.model_dump(mode="json", by_alias=True), indent=2).encode(),
+        "workloads.json": json.dumps(workloads, indent=2).encode(),
     }
-    for name, document in documents.items():
+    for name, content in documents.items():
         files[name] = scratch / name
-        files[name].write_text(json.dumps(document, indent=2))
+        files[name].write_bytes(content)
     for item in job.targets:
         folder = slug(item.target.name)
         files[f"{folder}/lowered.txt"] = workspace.path(item.build.text)

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PlainSerializer, field_validator, model_validator
 
-from tvmflow.comparison import Comparison
+from tvmflow.comparison import Comparison, Extended, write_finite
 from tvmflow.target import Precision
 from tvmflow.workspace import Record
 
@@ -97,12 +97,13 @@ class Deviation(Record):
     """The distance of outputs from the original's: largest absolute and relative error, least cosine, top-1 agreement.
 
     The relative error is the absolute one over the output's largest value. `top1_agreement` is the share, 0 to 1, of
-    equal argmax along the last axis of the first output; None where that axis has one element.
+    equal argmax along the last axis of the first output; None where that axis has one element. The errors are infinite
+    where an output is not finite and the original's is.
     """
 
     against: Literal["pytorch", "onnxruntime"]
-    max_abs_error: float
-    max_rel_error: float
+    max_abs_error: Extended
+    max_rel_error: Extended
     cosine: float
     top1_agreement: float | None
     samples: int
@@ -159,6 +160,10 @@ class Answers(Record):
         return np.unpackbits(np.frombuffer(packed, np.uint8), count=self.count).astype(bool)
 
 
+Metric = Annotated[float | None, PlainSerializer(write_finite, float | None, when_used="json")]
+"""The value of a metric, None where it was not computed; null in JSON also where it is no finite number."""
+
+
 class Validation(Record):
     """The outcome of validating one bundle; `reasons` say why it failed and are empty when it passed.
 
@@ -177,8 +182,8 @@ class Validation(Record):
     max_relative_error: float | None = None
     comparisons: tuple[Deviation, ...]
     metric_name: str | None
-    metric_original: float | None
-    metric_bundle: float | None
+    metric_original: Metric
+    metric_bundle: Metric
     answers: Answers | None = None
 
     @property

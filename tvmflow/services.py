@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypedDict
 
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 
 from tvmflow import spec as release_file
+from tvmflow.documents import Document, decode, encode
 from tvmflow.errors import SettingsError, StoreError
 from tvmflow.files import write_whole
 from tvmflow.outages import outlast
@@ -20,7 +21,7 @@ from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.store.keys import require_name
 from tvmflow.store.records import RecordObjects
 from tvmflow.store.work import WorkStore
-from tvmflow.workspace import Record, Workspace
+from tvmflow.workspace import Workspace
 
 BUCKET = "tvmflow"
 
@@ -33,11 +34,17 @@ class Services:
     registry: Registry
 
 
-class Sections(Record):
+class Sections(Document):
     """The sections of a release file that name the places of its releases: `store` and `registry`."""
 
+    format: Literal[1] = 1
     store: Store = Store()
     registry: RegistrySection = RegistrySection()
+
+    @property
+    def label(self) -> str:
+        """The document in words."""
+        return "record of where a model's releases are"
 
 
 def record_sections(settings: Settings, spec: Spec) -> None:
@@ -51,7 +58,7 @@ def record_sections(settings: Settings, spec: Spec) -> None:
         if sections == Sections() and not place.exists():
             return
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(place, sections.model_dump_json(indent=1))
+        write_whole(place, encode(sections).decode())
     except OSError as error:
         raise StoreError(f"{place} cannot be written: {error.strerror or error}.") from error
 
@@ -64,11 +71,12 @@ def read_sections(settings: Settings, name: str) -> Sections:
     """
     place = _sections_file(settings, name)
     try:
-        return Sections.model_validate_json(place.read_bytes())
+        content = place.read_bytes()
+        return decode(Sections, content, str(place), "remove it, and release or deploy the release file again")
     except FileNotFoundError:
         pass
-    except (OSError, ValidationError) as error:
-        raise StoreError(f"{place} is damaged: remove it, and release or deploy the release file again.") from error
+    except OSError as error:
+        raise StoreError(f"{place} cannot be read: {error.strerror or error}.") from error
     for file in settings.models:
         spec = release_file.load(file)
         if spec.name == name:

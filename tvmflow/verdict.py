@@ -1,4 +1,4 @@
-"""Verdicts, each verdict.json of its run in MLflow: on a promotion, on a retrained model, and on a retuning."""
+"""Verdicts, each a document of its run in MLflow: on a release, a promotion, a retrained model, and a retuning."""
 
 import json
 import math
@@ -8,8 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, JsonValue, PlainSerializer
 
-from tvmflow.comparison import Comparison, Interval
+from tvmflow.comparison import Comparison, Interval, write_finite
 from tvmflow.documents import Document, Message, Reader
+from tvmflow.figures import Metric
+from tvmflow.release import TargetVerdict
 from tvmflow.spec import Policy
 from tvmflow.workspace import Artifact, Record, Workspace
 
@@ -118,12 +120,52 @@ class Verdict(Document):
         return f"verdict on {self.name} {self.version} for {self.channel}"
 
 
+def _read_first_release(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document of format 1: the verdicts alone. The first had no algorithms; an error may be `Infinity`."""
+    verdicts = json.loads(json.dumps(document), parse_constant=lambda word: None)
+    return {
+        "targets": {
+            target: {"algorithms": {}, **verdict} if isinstance(verdict, dict) else verdict
+            for target, verdict in verdicts.items()
+        }
+    }
+
+
+class ReleaseVerdict(Document):
+    """The verdict on a release, passed or refused, by target."""
+
+    older: ClassVar[Mapping[int, Reader]] = {1: _read_first_release}
+
+    format: Literal[2] = 2
+    targets: dict[str, TargetVerdict]
+
+    @property
+    def label(self) -> str:
+        """The document in words, as "verdict on a release for native"."""
+        return f"verdict on a release for {', '.join(self.targets)}"
+
+
+def _read_first_choices(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document of format 1: the checks alone."""
+    return {"targets": {target: [_read_first_check(check) for check in checks] for target, checks in document.items()}}
+
+
+class Choices(Document):
+    """The checks by which the build of each target was chosen, tuned or not and on fewer threads or not."""
+
+    older: ClassVar[Mapping[int, Reader]] = {1: _read_first_choices}
+
+    format: Literal[2] = 2
+    targets: dict[str, tuple[Check, ...]]
+
+    @property
+    def label(self) -> str:
+        """The document in words, as "choice of the builds for native"."""
+        return f"choice of the builds for {', '.join(self.targets)}"
+
+
 def _read_metric(value: object) -> object:
     return math.nan if value is None else value
-
-
-def _write_metric(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 class Evaluation(Record):
@@ -137,9 +179,9 @@ class Evaluation(Record):
     reason: str
     metric: str
     challenger: Annotated[
-        float, BeforeValidator(_read_metric), PlainSerializer(_write_metric, float | None, when_used="json")
+        float, BeforeValidator(_read_metric), PlainSerializer(write_finite, float | None, when_used="json")
     ]
-    champion_metric: Annotated[float | None, PlainSerializer(_write_metric, float | None, when_used="json")]
+    champion_metric: Metric
     champion: str | None
     channel: str
     min_gain: float
@@ -149,7 +191,7 @@ class Evaluation(Record):
 
 def _read_first_retraining(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """A document of format 1, in which a number may be `NaN` or `Infinity`, which are no JSON."""
-    metrics = {key: _write_metric(document[key]) for key in ("challenger", "champion_metric")}
+    metrics = {key: write_finite(document[key]) for key in ("challenger", "champion_metric")}
     return {**document, **metrics, "arguments": finite_json(document["arguments"])}
 
 

@@ -12,8 +12,11 @@ from pydantic import JsonValue
 from tvmflow.documents import Document, Reader, decode, encode
 from tvmflow.errors import StoreError
 from tvmflow.release import Release
+from tvmflow.services import Sections
+from tvmflow.stack.record import Secrets, StackRecord
 from tvmflow.store.channels import Channel
-from tvmflow.verdict import RetrainVerdict, RetuneVerdict, Verdict, finite_json
+from tvmflow.store.leases import Lease
+from tvmflow.verdict import Choices, ReleaseVerdict, RetrainVerdict, RetuneVerdict, Verdict, finite_json
 
 FORMATS = Path(__file__).parents[1] / "store" / "formats"
 OLD = sorted(FORMATS.glob("release-*.json"))
@@ -30,9 +33,13 @@ def _refusal(document: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [Release, Verdict, Channel, RetrainVerdict, RetuneVerdict])
+KINDS = [Release, Channel, Lease, Verdict, ReleaseVerdict, RetrainVerdict, RetuneVerdict, Choices, Sections]
+KINDS += [StackRecord, Secrets]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_there_is_a_file_of_every_older_format(kind: type[Document]) -> None:
-    files = [json.loads(path.read_text()) for path in FORMATS.glob(f"{kind.__name__.lower()}-*.json")]
+    files = [json.loads(path.read_text()) for path in FORMATS.glob(f"{kind.__name__.lower()}-[0-9]*.json")]
     assert {document.get("format", 1) for document in files} == set(kind.older)
     assert set(kind.older) == set(range(1, kind.model_fields["format"].default))
 
@@ -66,6 +73,35 @@ def test_a_verdict_of_an_older_tvmflow_is_read_without_loss(path: Path) -> None:
     assert (verdict.from_version, verdict.verdict) == (old["from"], "refused")
     assert [check.message for check in verdict.checks] == [check["told"] for check in old["checks"]]
     assert decode(Verdict, encode(verdict), "") == verdict
+
+
+def test_a_verdict_on_a_release_of_an_older_tvmflow_is_read_without_loss() -> None:
+    """An error may have been `Infinity`, which is no JSON; it is null now."""
+    content = (FORMATS / "releaseverdict-1.json").read_bytes()
+    verdict = decode(ReleaseVerdict, content, "verdict.json of MLflow run 1")
+    written = json.loads(encode(verdict), parse_constant=pytest.fail)
+    losses = set(_leaves(json.loads(content))) - set(_leaves(written["targets"]))
+    errors = {("x86-64-v3", "comparisons", 0, f"max_{kind}_error") for kind in ("abs", "rel")}
+    assert losses == {(place, math.inf) for place in errors}
+    refused = verdict.targets["x86-64-v3"]
+    assert (refused.passed, refused.comparisons[0].max_abs_error) == (False, math.inf)
+    assert decode(ReleaseVerdict, encode(verdict), "") == verdict
+
+
+def test_the_choice_of_builds_of_an_older_tvmflow_is_read_without_loss() -> None:
+    content = (FORMATS / "choices-1.json").read_bytes()
+    choices = decode(Choices, content, "choices.json of MLflow run 1")
+    assert set(_leaves(json.loads(content))) == set(_leaves(json.loads(encode(choices))["targets"]))
+    assert [check.value for check in choices.targets["native"]] == [0.901]
+    assert decode(Choices, encode(choices), "") == choices
+
+
+@pytest.mark.parametrize("kind", [Sections, StackRecord, Secrets])
+def test_a_document_of_a_state_folder_without_a_number_is_of_the_first_format(kind: type[Document]) -> None:
+    content = (FORMATS / f"{kind.__name__.lower()}-unnumbered.json").read_bytes()
+    document = decode(kind, content, "")
+    assert json.loads(encode(document)) == {"format": 1, **json.loads(content)}
+    assert decode(kind, encode(document), "") == document
 
 
 def test_a_retraining_of_an_older_tvmflow_is_read_and_its_numbers_become_json() -> None:

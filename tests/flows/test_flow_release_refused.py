@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from tvmflow.documents import decode
 from tvmflow.figures import Answers
+from tvmflow.verdict import ReleaseVerdict
 
 # The first caller, which is the original's side, scores 1, everybody after it less.
 _METRIC = """
@@ -36,7 +38,9 @@ def _refuse(digits: Any, file: Path) -> tuple[str, dict[str, Any], Any]:
     ]
     assert run.data.tags["tvmflow.verdict"] == "refused"
     assert run.info.run_id in result.sentence
-    verdict = json.loads(Path(client.download_artifacts(run.info.run_id, "verdict.json")).read_text())["native"]
+    content = Path(client.download_artifacts(run.info.run_id, "verdict.json")).read_bytes()
+    assert decode(ReleaseVerdict, content, "").targets.keys() == {"native"}
+    verdict = json.loads(content)["targets"]["native"]
     assert not verdict["passed"]
     return result.sentence, verdict, run
 

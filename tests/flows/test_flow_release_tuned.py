@@ -141,7 +141,7 @@ def test_release_verdict_and_mlflow_say_which_is_shipped(story: Story, name: str
     assert (released["tuning"]["shipped"], released["tuning"]["ratio_untuned"]) == (choice["shipped"], choice["ratio"])
     client, run_id = story.machine.mlflow, document["mlflow_run_id"]
     verdict = json.loads(Path(client.download_artifacts(run_id, "verdict.json")).read_text())
-    assert verdict["native"]["choice"] == choice
+    assert verdict["targets"]["native"]["choice"] == choice
     run = client.get_run(run_id)
     (nested,) = client.search_runs(
         [run.info.experiment_id], f"tags.mlflow.parentRunId = '{run_id}'", ViewType.ACTIVE_ONLY

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ import pytest
 
 from support import scale
 from tvmflow import settings
+from tvmflow.documents import encode
 from tvmflow.stack import record
-from tvmflow.stack.record import Record, ServerProcess
+from tvmflow.stack.record import ServerProcess, StackRecord
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_port_that_somebody_else_has_is_named_with_its_user(machine: Any) -> N
         assert part in result.sentence
     assert machine.processes() == []
     # No stack is recorded.
-    assert record.read(machine.state) == Record()
+    assert record.read(machine.state) == StackRecord()
 
 
 def test_two_servers_are_not_given_one_port(machine: Any) -> None:
@@ -69,8 +69,8 @@ def _damage_database(state: Path) -> None:
 
 def _damage_secrets(state: Path) -> None:
     """Give S3 a key that rclone cannot read; Prefect and MLflow are starting when it ends."""
-    secrets = replace(record.make_secrets(state), s3_secret_key='a key with a " in it')
-    (state / "stack" / "secrets.json").write_text(json.dumps(asdict(secrets)))
+    secrets = record.make_secrets(state).model_copy(update={"s3_secret_key": 'a key with a " in it'})
+    (state / "stack" / "secrets.json").write_bytes(encode(secrets))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,9 @@ def test_a_process_that_only_has_the_id_of_a_server_is_not_ended(machine: Any, s
     born = record.birth(sleeper.pid)
     assert born is not None
     ports = dict.fromkeys(("s3", "prefect", "mlflow", "receiver"), 1)
-    other = ServerProcess(sleeper.pid, f"{born}0", "mark")
-    record.write(machine.state, Record({"mlflow": other}, ports, settings={"work_pool": "tvmflow"}))
+    other = ServerProcess(pid=sleeper.pid, birth=f"{born}0", mark="mark")
+    stack = StackRecord(servers={"mlflow": other}, ports=ports, settings={"work_pool": "tvmflow"})
+    record.write(machine.state, stack)
     code, servers = machine.status()
     assert (code, servers["mlflow"]["state"]) == (1, "down")
     assert machine.run("down", "--json").document == {"ended": []}
@@ -133,7 +134,8 @@ def test_settings_come_from_a_stack_only_while_it_runs_and_last(
         "s3_folder": "/b",
         "mlflow_tracking_uri": "http://127.0.0.1:2",
     }
-    running = Record({"s3": ServerProcess(sleeper.pid, born, "mark")}, {"s3": 1}, settings=addresses)
+    server = ServerProcess(pid=sleeper.pid, birth=born, mark="mark")
+    running = StackRecord(servers={"s3": server}, ports={"s3": 1}, settings=addresses)
     record.write(tmp_path / "state", running)
     secrets = record.make_secrets(tmp_path / "state")
 
@@ -164,4 +166,4 @@ def test_a_damaged_record_is_one_sentence(machine: Any) -> None:
     for command in (("up", "--status"), ("down",), ("list",)):
         result = machine.run(*command)
         assert result.code == 2
-        assert "stack.json' is damaged" in result.sentence
+        assert "stack.json is damaged" in result.sentence

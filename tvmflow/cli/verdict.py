@@ -114,20 +114,17 @@ def _read_promotion(registry: "Registry", name: str, version: str, channel: str)
 
 
 def _read_choices(registry: "Registry", settings: "Settings", name: str, version: str) -> _Kept:
-    from pydantic import TypeAdapter, ValidationError
-
     from tasks.track import CHOICES
+    from tvmflow.documents import decode
     from tvmflow.services import open_store_of
-    from tvmflow.verdict import Check
+    from tvmflow.verdict import Choices
 
     with open_store_of(settings, name) as store:
         run = store.get_release(name, version).mlflow_run_id
     content = _fetch(registry, run, CHOICES)
-    try:
-        choices = {} if content is None else TypeAdapter(dict[str, tuple[Check, ...]]).validate_json(content)
-    except ValidationError as error:
-        raise StoreError(f"{CHOICES} of MLflow run {run} is damaged; release the model again") from error
-    checks = tuple(check for each in choices.values() for check in each)
+    place, remedy = f"{CHOICES} of MLflow run {run}", "release the model again"
+    choices = Choices(targets={}) if content is None else decode(Choices, content, place, remedy)
+    checks = tuple(check for each in choices.targets.values() for check in each)
     sentence = f"{name} {version}: {len(checks) or 'no'} measurements of builds"
     return _Kept(run, checks, {"name": name, "version": version}, sentence, ("faster", "not faster"))
 

@@ -5,12 +5,13 @@ What measures a pair is elsewhere; here is what decides from pairs, without a cl
 
 from tvmflow.comparison.answers import find_drop
 from tvmflow.comparison.pairs import Comparison, Conditions, Pair, compare
-from tvmflow.comparison.plan import Interval, Plan, Verdict
+from tvmflow.comparison.plan import Extended, Interval, Plan, Verdict, write_finite
 from tvmflow.comparison.samples import find_steady, percentile, runs_needed
 
 __all__ = [
     "Comparison",
     "Conditions",
+    "Extended",
     "Interval",
     "Pair",
     "Plan",
@@ -20,4 +21,5 @@ __all__ = [
     "find_steady",
     "percentile",
     "runs_needed",
+    "write_finite",
 ]

@@ -33,8 +33,13 @@ def _read_end(value: object) -> object:
     return math.inf if value is None else value
 
 
-def _write_end(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def write_finite(value: float | None) -> float | None:
+    """Return a number as JSON can hold it: None for one that is not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+Extended = Annotated[float, BeforeValidator(_read_end), PlainSerializer(write_finite, float | None, when_used="json")]
+"""A number that may be infinity, which is null in JSON."""
 
 
 class Interval(Record):
@@ -44,7 +49,7 @@ class Interval(Record):
     """
 
     low: float
-    high: Annotated[float, BeforeValidator(_read_end), PlainSerializer(_write_end, float | None, when_used="json")]
+    high: Extended
 
     def __str__(self) -> str:
         return "unknown" if math.isinf(self.high) else f"{self.low:.3f} to {self.high:.3f}"

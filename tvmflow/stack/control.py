@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from tvmflow import __version__
 from tvmflow.errors import SettingsError, StackError
 from tvmflow.progress import reporter
 from tvmflow.stack import record
-from tvmflow.stack.record import Record, ServerProcess
+from tvmflow.stack.record import ServerProcess, StackRecord
 from tvmflow.stack.servers import (
     DEFAULT_PORTS,
     HOST,
@@ -79,9 +79,8 @@ def up(options: StackOptions) -> list[Status]:
         plan = _make_plan(options, previous)
         models = [str(file.absolute()) for file in options.models] or list(previous.settings.get("models", ()))
         settings: dict[str, Any] = {**plan.settings(), **({"models": models} if models else {})}
-        record.write(
-            options.state, replace(previous, ports=dict(plan.ports), database=plan.database, settings=settings)
-        )
+        options_now = {"ports": dict(plan.ports), "database": plan.database, "settings": settings}
+        record.write(options.state, previous.model_copy(update=options_now))
         # The receiver reads the list of release files when it starts.
         stale = {"receiver"} if settings.get("models") != previous.settings.get("models") else set()
         names = [name for name in plan.ports if models or name != "receiver"]
@@ -112,7 +111,8 @@ def up(options: StackOptions) -> list[Status]:
         except BaseException:
             end(options.state, new_servers)
             # Options of a start that failed are not remembered.
-            record.write(options.state, replace(previous, servers=record.read(options.state).servers))
+            servers = record.read(options.state).servers
+            record.write(options.state, previous.model_copy(update={"servers": servers}))
             raise
     return status(options.state)
 
@@ -168,12 +168,11 @@ def end(state: Path, names: Iterable[str]) -> None:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(processes, timeout=1)
-    record.write(
-        state, replace(stack, servers={name: item for name, item in stack.servers.items() if name not in ending})
-    )
+    servers = {name: item for name, item in stack.servers.items() if name not in ending}
+    record.write(state, stack.model_copy(update={"servers": servers}))
 
 
-def _make_plan(options: StackOptions, previous: Record) -> Plan:
+def _make_plan(options: StackOptions, previous: StackRecord) -> Plan:
     ports = {name: options.ports.get(name, previous.ports.get(name, port)) for name, port in DEFAULT_PORTS.items()}
     for name, port in ports.items():
         others = [TITLES[other] for other, other_port in ports.items() if other_port == port and other != name]
@@ -258,8 +257,8 @@ def _start(plan: Plan, server: Server) -> None:
     # None when it has ended already: then no process has this birth.
     birth = record.birth(process.pid) or ""
     stack = record.read(plan.state)
-    servers = {**stack.servers, server.name: ServerProcess(process.pid, birth, mark)}
-    record.write(plan.state, replace(stack, servers=servers))
+    servers = {**stack.servers, server.name: ServerProcess(pid=process.pid, birth=birth, mark=mark)}
+    record.write(plan.state, stack.model_copy(update={"servers": servers}))
 
 
 def _await_health(plan: Plan, name: str, start_time: float) -> None:
@@ -286,7 +285,7 @@ def _deploy(plan: Plan, models: Sequence[str]) -> None:
         return
     with _reporting("deployments"):
         _register(plan, models)
-    record.write(plan.state, replace(record.read(plan.state), deployed=digest))
+    record.write(plan.state, record.read(plan.state).model_copy(update={"deployed": digest}))
 
 
 def _register(plan: Plan, models: Sequence[str]) -> None:

@@ -2,24 +2,27 @@
 
 import contextlib
 import fcntl
-import json
 import secrets
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-from tvmflow.errors import SettingsError
+from pydantic import Field
+
+from tvmflow.documents import Document, decode, encode
+from tvmflow.errors import SettingsError, StoreError
 from tvmflow.files import write_whole
+from tvmflow.workspace import Record
 
 _RECORD = "stack.json"
 _SECRETS = "secrets.json"
 _LOCK = "lock"
+# For damaged secrets.
+_REMEDY = "remove it"
 
 
-@dataclass(frozen=True)
-class ServerProcess:
+class ServerProcess(Record):
     """The process of a server, identified so that another process with the same id is not mistaken for it."""
 
     pid: int
@@ -34,16 +37,16 @@ class ServerProcess:
         return birth(self.pid) == self.birth
 
 
-@dataclass(frozen=True)
-class Record:
+class StackRecord(Document):
     """The last start of the stack of a state folder."""
 
-    servers: dict[str, ServerProcess] = field(default_factory=dict)
-    ports: dict[str, int] = field(default_factory=dict)
+    format: Literal[1] = 1
+    servers: dict[str, ServerProcess] = Field(default={})
+    ports: dict[str, int] = Field(default={})
     """The port of each server, remembered for the next start."""
     database: str | None = None
     """The address of the PostgreSQL server with the stack's state, without user and password; None with SQLite."""
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = Field(default={})
     """Settings for commands that use this stack, without its secrets."""
     deployed: str = ""
     """The digest of the release files and addresses for which the deployments were registered."""
@@ -53,16 +56,26 @@ class Record:
         """Whether any of the stack's servers runs."""
         return any(server.is_alive for server in self.servers.values())
 
+    @property
+    def label(self) -> str:
+        """The document in words."""
+        return "record of the local stack"
 
-@dataclass(frozen=True)
-class Secrets:
+
+class Secrets(Document):
     """Secrets that only the servers of a stack and its commands have; generated once for a state folder."""
 
+    format: Literal[1] = 1
     s3_access_key: str
     s3_secret_key: str
     webhook_secret: str
     mlflow_webhook_key: str
     """The key with which MLflow encrypts the secrets of its webhooks: 32 bytes in base64."""
+
+    @property
+    def label(self) -> str:
+        """The document in words."""
+        return "secrets of the local stack"
 
 
 def folder(state: Path) -> Path:
@@ -70,30 +83,22 @@ def folder(state: Path) -> Path:
     return state / "stack"
 
 
-def read(state: Path) -> Record:
+def read(state: Path) -> StackRecord:
     """Read the record; an empty one where no stack was ever started, or it belongs to another user.
 
     Raises SettingsError for a damaged record.
     """
     path = folder(state) / _RECORD
     try:
-        document = json.loads(path.read_text())
-        servers = {name: ServerProcess(**server) for name, server in document.pop("servers").items()}
-        return Record(servers, **document)
-    except (FileNotFoundError, NotADirectoryError):
-        return Record()
+        return _read(StackRecord, path, "end its servers and remove the file") or StackRecord()
     except PermissionError:
         # Another user's stack: its secrets are not for this user either.
-        return Record()
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SettingsError(
-            f"the local stack's record {str(path)!r} is damaged; end its servers and remove the file"
-        ) from error
+        return StackRecord()
 
 
-def write(state: Path, record: Record) -> None:
+def write(state: Path, record: StackRecord) -> None:
     """Replace the record in one step. Raises OSError when it cannot be written."""
-    _write(folder(state) / _RECORD, asdict(record))
+    _write(folder(state) / _RECORD, record)
 
 
 def make_secrets(state: Path) -> Secrets:
@@ -102,7 +107,7 @@ def make_secrets(state: Path) -> Secrets:
     Raises SettingsError when the file of secrets is damaged.
     """
     path = folder(state) / _SECRETS
-    if (earlier := _read_secrets(path)) is not None:
+    if (earlier := _read(Secrets, path, _REMEDY)) is not None:
         return earlier
     fresh = Secrets(
         s3_access_key=secrets.token_hex(10),
@@ -110,7 +115,7 @@ def make_secrets(state: Path) -> Secrets:
         webhook_secret=secrets.token_urlsafe(32),
         mlflow_webhook_key=urlsafe_b64encode(secrets.token_bytes(32)).decode(),
     )
-    _write(path, asdict(fresh))
+    _write(path, fresh)
     return fresh
 
 
@@ -122,7 +127,7 @@ def settings(state: Path) -> dict[str, Any]:
     record = read(state)
     if not record.is_running:
         return {}
-    own_secrets = _read_secrets(folder(state) / _SECRETS)
+    own_secrets = _read(Secrets, folder(state) / _SECRETS, _REMEDY)
     if own_secrets is None:
         return {}
     return {
@@ -166,15 +171,19 @@ def birth(pid: int) -> str | None:
     return None if values[0] in "ZX" else f"{system} {values[19]}"
 
 
-def _read_secrets(path: Path) -> Secrets | None:
+D = TypeVar("D", bound=Document)
+
+
+def _read(kind: type[D], path: Path, remedy: str) -> D | None:
+    """A document of the stack; None without its file. Raises SettingsError for a damaged one."""
     try:
-        return Secrets(**json.loads(path.read_text()))
-    except FileNotFoundError:
+        return decode(kind, path.read_bytes(), str(path), remedy)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError) as error:
-        raise SettingsError(f"the local stack's secrets {str(path)!r} are damaged; remove the file") from error
+    except StoreError as error:
+        raise SettingsError(str(error)) from error
 
 
-def _write(path: Path, document: dict[str, object]) -> None:
+def _write(path: Path, document: Document) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_whole(path, json.dumps(document, indent=1))
+    write_whole(path, encode(document).decode())
