@@ -4,11 +4,11 @@
 #include <cstdint>
 #include <cstdlib>
 #include <optional>
-#include <vector>
 
 #include "archive.h"
 #include "bytes.h"
 #include "sha256.h"
+#include "statement.h"
 #include "text.h"
 #include "tvmflow/error.h"
 
@@ -22,7 +22,6 @@ constexpr const char* kSignature = "bundle.sig";
 constexpr const char* kWeights = "mod.params";
 constexpr uint64_t kMaxManifest = 1 << 20;
 constexpr uint64_t kMaxSignature = 1 << 10;
-constexpr size_t kChunk = 1 << 20;
 
 // Returns what `call` returns; the name of the bundle is added to its errors.
 template <typename Call>
@@ -74,18 +73,9 @@ void CheckFreeSpace(const Manifest& manifest, const fs::path& folder) {
 
 void CheckDigest(const fs::path& path, const FileEntry& entry) {
   InputFile file(path.string());
-  Sha256 digest;
-  if (file.size() == static_cast<uint64_t>(entry.size)) {
-    FileSection content(file, 0, file.size());
-    std::vector<char> chunk(kChunk);
-    while (content.remaining() > 0) {
-      const size_t count = static_cast<size_t>(std::min<uint64_t>(content.remaining(), kChunk));
-      content.Read(chunk.data(), count);
-      digest.Update(chunk.data(), count);
-    }
-    if (digest.Finish() == entry.sha256) return;
+  if (file.size() != static_cast<uint64_t>(entry.size) || DigestOf(file) != entry.sha256) {
+    throw Error("it is not what the manifest says");
   }
-  throw Error("it is not what the manifest says");
 }
 
 }  // namespace
@@ -106,10 +96,13 @@ TemporaryFolder::~TemporaryFolder() {
   fs::remove_all(path_, ignored);
 }
 
-OpenBundle::OpenBundle(const std::string& bundle) : bundle_(bundle), folder_(bundle) {
+OpenBundle::OpenBundle(const std::string& bundle, const std::optional<SignedRelease>& release)
+    : bundle_(bundle), folder_(bundle) {
   const TrustedKeys trusted;
   std::error_code ignored;
   if (!fs::exists(folder_, ignored)) throw Error("there is no bundle '" + bundle + "'");
+  std::optional<Statement> statement;
+  if (release) statement.emplace(*release, trusted).CheckArchive(bundle);
   WithBundleName(bundle_, [this, &ignored, &trusted] {
     if (fs::is_directory(folder_, ignored)) {
       ReadFolder(trusted);
@@ -119,7 +112,9 @@ OpenBundle::OpenBundle(const std::string& bundle) : bundle_(bundle), folder_(bun
       Unpack(trusted);
     }
   });
+  if (statement) statement->CheckName(bundle, manifest_.name);
   CheckDigests();
+  if (statement) statement->Remember();
 }
 
 void OpenBundle::ReadFolder(const TrustedKeys& trusted) {
@@ -181,6 +176,8 @@ void OpenBundle::CheckDigests() const {
   }
 }
 
-Manifest VerifyBundle(const std::string& bundle) { return OpenBundle(bundle).manifest(); }
+Manifest VerifyBundle(const std::string& bundle, const std::optional<SignedRelease>& release) {
+  return OpenBundle(bundle, release).manifest();
+}
 
 }  // namespace tvmflow

@@ -7,6 +7,7 @@
 
 #include "signature.h"
 #include "tvmflow/manifest.h"
+#include "tvmflow/release.h"
 
 namespace tvmflow {
 
@@ -28,8 +29,9 @@ class TemporaryFolder {
 class OpenBundle {
  public:
   // `bundle` is an archive or a folder. Throws Error for anything but an intact bundle, and, where TVMFLOW_TRUSTED_KEYS
-  // names public keys, for one that none of them has signed. Nothing of the bundle is executed.
-  explicit OpenBundle(const std::string& bundle);
+  // names public keys, for one that none of them has signed. With a `release`, throws Error for a bundle that is not one
+  // of it by its signed statement. Nothing of the bundle is executed.
+  explicit OpenBundle(const std::string& bundle, const std::optional<SignedRelease>& release = std::nullopt);
 
   const Manifest& manifest() const { return manifest_; }
 

@@ -29,7 +29,8 @@ Json Parse(std::string_view text) {
 
 }  // namespace
 
-Document::Document(std::string_view text) : value_(std::make_unique<const Json>(Parse(text))) {}
+Document::Document(std::string_view text, const char* name)
+    : value_(std::make_unique<const Json>(Parse(text))), name_(name) {}
 
 Document::~Document() = default;
 
@@ -44,7 +45,7 @@ bool Field::IsText() const { return value_->is_string(); }
 bool Field::IsObject() const { return value_->is_object(); }
 
 void Field::Refuse(const std::string& expected) const {
-  const std::string subject = path_.empty() ? "its manifest" : "'" + Escape(path_) + "' in its manifest";
+  const std::string subject = path_.empty() ? document_ : "'" + Escape(path_) + "' in " + document_;
   throw Error(subject + " is not " + expected);
 }
 
@@ -52,14 +53,14 @@ Field Field::At(const std::string& key) const {
   if (!value_->is_object()) Refuse("an object");
   const std::string path = path_.empty() ? key : path_ + "." + key;
   const auto member = value_->find(key);
-  if (member == value_->end()) throw Error("its manifest lacks '" + Escape(path) + "'");
-  return Field(*member, path);
+  if (member == value_->end()) throw Error(document_ + (" lacks '" + Escape(path) + "'"));
+  return Field(*member, path, document_);
 }
 
 std::vector<std::pair<std::string, Field>> Field::Members() const {
   if (!value_->is_object()) Refuse("an object");
   std::vector<std::pair<std::string, Field>> members;
-  for (const auto& [key, value] : value_->items()) members.emplace_back(key, Field(value, path_ + "." + key));
+  for (const auto& [key, value] : value_->items()) members.emplace_back(key, Field(value, path_ + "." + key, document_));
   return members;
 }
 
@@ -67,7 +68,7 @@ std::vector<Field> Field::Items() const {
   if (!value_->is_array()) Refuse("a list");
   std::vector<Field> items;
   for (size_t i = 0; i < value_->size(); ++i) {
-    items.push_back(Field((*value_)[i], path_ + "[" + std::to_string(i) + "]"));
+    items.push_back(Field((*value_)[i], path_ + "[" + std::to_string(i) + "]", document_));
   }
   return items;
 }

@@ -16,8 +16,9 @@ using Json = nlohmann::json;
 // A value of a document with its path, by which errors name it. Its accessors throw Error for a value of another kind.
 class Field {
  public:
-  // `value` must outlive the field.
-  Field(const Json& value, std::string path) : value_(&value), path_(std::move(path)) {}
+  // `value` must outlive the field. `document` is the name of its document in messages, such as "its manifest".
+  Field(const Json& value, std::string path, const char* document)
+      : value_(&value), path_(std::move(path)), document_(document) {}
 
   // The value of a key of an object.
   Field At(const std::string& key) const;
@@ -41,13 +42,15 @@ class Field {
  private:
   const Json* value_;
   std::string path_;
+  const char* document_;
 };
 
 // A whole JSON document.
 class Document {
  public:
-  // Parses a document. Throws Error for text that is not JSON in UTF-8, or that nests more than 64 levels.
-  explicit Document(std::string_view text);
+  // Parses a document, which messages call `name`. Throws Error for text that is not JSON in UTF-8, or that nests more
+  // than 64 levels.
+  Document(std::string_view text, const char* name);
   ~Document();
 
   // Throws Error unless `text` is this document as tvmflow writes it: sorted keys, two spaces of indentation, a line
@@ -55,10 +58,11 @@ class Document {
   // 64 bits, is never written like that.
   void CheckSpelling(std::string_view text) const;
   // The outermost value. The document must outlive it.
-  Field root() const { return Field(*value_, ""); }
+  Field root() const { return Field(*value_, "", name_); }
 
  private:
   std::unique_ptr<const Json> value_;
+  const char* name_;
 };
 
 }  // namespace tvmflow

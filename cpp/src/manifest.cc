@@ -140,7 +140,7 @@ void CheckVersion(const Manifest& manifest, const std::string& package, const st
 }  // namespace
 
 Manifest ParseManifest(std::string_view json) {
-  const Document document(json);
+  const Document document(json, "its manifest");
   const int64_t format = document.root().At("format").Count();
   if (format != kFormat) {
     throw Unusable("its format is " + std::to_string(format) + ", this program reads " + std::to_string(kFormat) +

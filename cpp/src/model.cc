@@ -117,8 +117,8 @@ void LoadCuda(const std::string& bundle) {
 
 }  // namespace
 
-Model Model::Open(const std::string& bundle, int threads) {
-  const OpenBundle files(bundle);
+Model Model::Open(const std::string& bundle, int threads, const std::optional<SignedRelease>& release) {
+  const OpenBundle files(bundle, release);
   Model model;
   model.manifest_ = files.manifest();
   const Manifest& manifest = model.manifest_;

@@ -22,18 +22,20 @@ using tvmflow::Tensor;
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kUsage =
-    "usage: tvmflow-run BUNDLE [--inputs IN.npz | --inputs NAME=IN.npy ...] [--output OUT.npz]\n"
-    "                   [--repeat N] [--warmup N] [--threads N] [--json]\n"
+    "usage: tvmflow-run BUNDLE [--release ADDRESS --statement FILE] [--inputs IN.npz | --inputs NAME=IN.npy ...]\n"
+    "                   [--output OUT.npz] [--repeat N] [--warmup N] [--threads N] [--json]\n"
     "\n"
     "Verifies BUNDLE, a .tar.gz or the folder into which it was unpacked, and runs it. Outputs are written by name and\n"
     "as output_0, output_1, ... Without inputs the golden sample is run.\n"
     "\n"
-    "  --inputs   arrays by input name, or one array for one input; may be repeated\n"
-    "  --output   the file to write\n"
-    "  --repeat   timed runs (1)\n"
-    "  --warmup   runs before the timed ones (0)\n"
-    "  --threads  worker threads (TVM_NUM_THREADS, else the number of cores but at most the bundle's bound)\n"
-    "  --json     print one JSON document\n";
+    "  --release    the release that BUNDLE must be of: release://NAME@CHANNEL or release://NAME/VERSION\n"
+    "  --statement  the signed statement on it: CHANNEL.json or statement.json of the release store\n"
+    "  --inputs     arrays by input name, or one array for one input; may be repeated\n"
+    "  --output     the file to write\n"
+    "  --repeat     timed runs (1)\n"
+    "  --warmup     runs before the timed ones (0)\n"
+    "  --threads    worker threads (TVM_NUM_THREADS, else the number of cores but at most the bundle's bound)\n"
+    "  --json       print one JSON document\n";
 
 // A mistake in the command line.
 class UsageError : public Error {
@@ -43,6 +45,8 @@ class UsageError : public Error {
 
 struct Options {
   std::string bundle;
+  std::optional<std::string> release;
+  std::optional<std::string> statement;
   std::vector<std::string> inputs;
   std::optional<std::string> output;
   int repeat = 1;
@@ -80,7 +84,8 @@ Options ParseOptions(const std::vector<std::string>& arguments) {
       value = option.substr(equals + 1);
       option.resize(equals);
     }
-    static constexpr const char* kOptions[] = {"--inputs", "--output", "--repeat", "--warmup", "--threads"};
+    static constexpr const char* kOptions[] = {"--release", "--statement", "--inputs", "--output",
+                                               "--repeat",  "--warmup",    "--threads"};
     if (std::find(std::begin(kOptions), std::end(kOptions), option) == std::end(kOptions)) {
       throw UsageError("there is no option '" + option + "'; see --help");
     }
@@ -88,6 +93,8 @@ Options ParseOptions(const std::vector<std::string>& arguments) {
       if (i + 1 == arguments.size()) throw UsageError(option + " lacks its value; see --help");
       value = arguments[++i];
     }
+    if (option == "--release") options.release = *value;
+    if (option == "--statement") options.statement = *value;
     if (option == "--inputs") options.inputs.push_back(*value);
     if (option == "--output") options.output = *value;
     if (option == "--repeat") options.repeat = ParseNumber(option, *value, 1);
@@ -95,6 +102,9 @@ Options ParseOptions(const std::vector<std::string>& arguments) {
     if (option == "--threads") options.threads = ParseNumber(option, *value, 1);
   }
   if (options.bundle.empty()) throw UsageError("no bundle is given; see --help");
+  if (options.release.has_value() != options.statement.has_value()) {
+    throw UsageError("--release and --statement need each other; see --help");
+  }
   return options;
 }
 
@@ -168,7 +178,9 @@ void PrintDocument(const Options& options, const std::vector<tvmflow::TensorSpec
 // Runs the bundle and prints what the options ask for.
 void Run(const Options& options) {
   const Clock::time_point start = Clock::now();
-  Model model = Model::Open(options.bundle, options.threads);
+  std::optional<tvmflow::SignedRelease> release;
+  if (options.release) release = {*options.release, *options.statement};
+  Model model = Model::Open(options.bundle, options.threads, release);
   const double load = MillisecondsSince(start);
   const std::vector<Tensor> inputs =
       model.CheckInputs(options.inputs.empty() ? model.sample() : ReadInputs(options.inputs));

@@ -7,6 +7,8 @@
 #include <memory>
 #include <string>
 
+#include "bytes.h"
+
 namespace tvmflow {
 
 class Sha256 {
@@ -19,5 +21,8 @@ class Sha256 {
  private:
   std::unique_ptr<EVP_MD_CTX, void (*)(EVP_MD_CTX*)> state_;
 };
+
+// The digest of a whole file, in hexadecimal. Throws Error if it cannot be read.
+std::string DigestOf(InputFile& file);
 
 }  // namespace tvmflow

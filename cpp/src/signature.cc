@@ -6,7 +6,6 @@
 #include <array>
 #include <cstdlib>
 #include <utility>
-#include <vector>
 
 #include "bytes.h"
 #include "text.h"
@@ -66,11 +65,11 @@ PublicKey Load(const std::string& path) {
   return key;
 }
 
-bool Verifies(EVP_PKEY* key, const std::string& manifest, const std::vector<unsigned char>& signature) {
+bool Verifies(EVP_PKEY* key, const std::string& message, const std::vector<unsigned char>& signature) {
   const std::unique_ptr<EVP_MD_CTX, void (*)(EVP_MD_CTX*)> context(EVP_MD_CTX_new(), EVP_MD_CTX_free);
   return EVP_DigestVerifyInit(context.get(), nullptr, nullptr, nullptr, key) == 1 &&
          EVP_DigestVerify(context.get(), signature.data(), signature.size(),
-                          reinterpret_cast<const unsigned char*>(manifest.data()), manifest.size()) == 1;
+                          reinterpret_cast<const unsigned char*>(message.data()), message.size()) == 1;
 }
 
 }  // namespace
@@ -97,14 +96,18 @@ void TrustedKeys::Check(const std::string& manifest, const std::optional<std::st
         "one");
   }
   const auto [name, digits] = Parse(*signature);
-  if (keys_.empty()) return;
-  const auto key = keys_.find(name);
-  if (key == keys_.end()) {
-    throw Unusable("it is signed with the key " + name.substr(0, 16) +
+  if (!keys_.empty()) Verify(name, manifest, Bytes(digits));
+}
+
+void TrustedKeys::Verify(const std::string& key, const std::string& message,
+                         const std::vector<unsigned char>& signature) const {
+  const auto trusted = keys_.find(key);
+  if (trusted == keys_.end()) {
+    throw Unusable("it is signed with the key " + key.substr(0, 16) +
                    ", which is not trusted here; take one signed with a trusted key, or add that key to "
                    "TVMFLOW_TRUSTED_KEYS");
   }
-  if (!Verifies(key->second.get(), manifest, Bytes(digits))) {
+  if (!Verifies(trusted->second.get(), message, signature)) {
     throw Unusable("it was changed after it was signed; do not trust it");
   }
 }

@@ -1,4 +1,4 @@
-// Signatures of bundles: Ed25519 over the manifest, whose digests cover all other files.
+// Signatures, Ed25519: a bundle's is over the manifest, whose digests cover all other files.
 #pragma once
 
 #include <openssl/evp.h>
@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace tvmflow {
 
@@ -21,6 +22,11 @@ class TrustedKeys {
   // Throws Error for a signature in another form than tvmflow's, and Unusable unless one of the keys has signed the
   // manifest. `signature` is the content of the file `bundle.sig`; without trusted keys none is needed.
   void Check(const std::string& manifest, const std::optional<std::string>& signature) const;
+
+  // Throws Unusable unless the trusted key of these hexadecimal digits has signed the message.
+  void Verify(const std::string& key, const std::string& message, const std::vector<unsigned char>& signature) const;
+
+  bool empty() const { return keys_.empty(); }
 
  private:
   std::map<std::string, PublicKey> keys_;

@@ -10,6 +10,8 @@
 #include <variant>
 #include <vector>
 
+#include "tvmflow/release.h"
+
 namespace tvmflow {
 
 // A size in elements, or the name of a symbolic dimension.
@@ -66,7 +68,7 @@ void CheckHost(const Manifest& manifest);
 
 // Checks a bundle, a `.tar.gz` or a folder into which one was unpacked, and returns its manifest. Throws Error unless the
 // bundle holds exactly the files of its manifest and each equals its digest. It executes nothing of the bundle and does
-// not check that this machine can run it.
-Manifest VerifyBundle(const std::string& bundle);
+// not check that this machine can run it. With a `release`, the bundle must be an archive of it, see SignedRelease.
+Manifest VerifyBundle(const std::string& bundle, const std::optional<SignedRelease>& release = std::nullopt);
 
 }  // namespace tvmflow

@@ -6,12 +6,14 @@
 #include <tvm/ffi/function.h>
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "tvmflow/error.h"
 #include "tvmflow/manifest.h"
 #include "tvmflow/npz.h"
+#include "tvmflow/release.h"
 
 namespace tvmflow {
 
@@ -22,8 +24,12 @@ class Model {
   //
   // `threads` is the number of worker threads. For 0 it is TVM_NUM_THREADS, or, where that is not set, the number of
   // cores but at most the bundle's own bound. TVM fixes the number for the whole process with its first parallel call.
-  // Throws Error when the bundle is damaged or this machine cannot run it; nothing of it is executed then.
-  static Model Open(const std::string& bundle, int threads = 0);
+  // With a `release`, the bundle must be an archive of it: a key of TVMFLOW_TRUSTED_KEYS has signed the statement, which
+  // names the bundle's digest, and for a channel has not expired and is no older than the newest that this machine saw.
+  // Throws Error when the bundle is damaged, is not of the release, or this machine cannot run it; nothing of it is
+  // executed then.
+  static Model Open(const std::string& bundle, int threads = 0,
+                    const std::optional<SignedRelease>& release = std::nullopt);
 
   const Manifest& manifest() const { return manifest_; }
 

@@ -1,15 +1,23 @@
 // `program run BUNDLE` runs a bundle with one input of 8 numbers on 0 to 7 and prints the outputs. `program verify`
-// reads the paths of bundles, one a line, and prints for each `intact` or why it is refused.
+// reads the paths of bundles, one a line, and prints for each `intact` or why it is refused; behind tabs a line may have
+// the address of a release and the file of its statement.
 #include <tvmflow/model.h>
 
 #include <iostream>
+#include <optional>
+#include <sstream>
 #include <string>
 
 int main(int argc, char** argv) {
   if (argc == 2 && argv[1] == std::string("verify")) {
-    for (std::string path; std::getline(std::cin, path);) {
+    for (std::string line; std::getline(std::cin, line);) {
+      std::istringstream words(line);
+      std::string path, address, statement;
+      std::getline(std::getline(std::getline(words, path, '\t'), address, '\t'), statement);
       try {
-        tvmflow::VerifyBundle(path);
+        std::optional<tvmflow::SignedRelease> release;
+        if (!address.empty()) release = {address, statement};
+        tvmflow::VerifyBundle(path, release);
         std::cout << "intact" << std::endl;
       } catch (const tvmflow::Error& error) {
         std::cout << error.what() << std::endl;
