@@ -49,7 +49,7 @@ def rebuild(bundle: Path, source: Path, trusted: Sequence[Path] | None = None) -
         first = extract(bundle, scratch / "first", trusted=trusted)
         sections = _sections(bundle, first)
         spec = _spec(bundle, source, first, sections)
-        runner = StepRunner.of(spec, settings, Workspace(scratch / "home"))
+        runner = StepRunner.of(spec, settings, Workspace(scratch / "home", log_folder=workspace.log_folder))
         original = find_original(spec, runner.workspace, _trained_weights(spec, settings, workspace, runner))
         exported = export(runner, ExportJob.of(spec, original)).result
         imported = relax_import(runner, ImportJob.of(spec, exported)).result

@@ -132,7 +132,7 @@ class StepRunner:
     def log(self, part: str | None = None) -> Path:
         """Return the path of this step's log file; `part`, if any, tells the files of several child processes apart."""
         parts = (self.name, self.step, part, None if self.label is None else slug(self.label))
-        return self.workspace.folder / "logs" / f"{'-'.join(filter(None, parts))}.log"
+        return self.workspace.log_folder / f"{'-'.join(filter(None, parts))}.log"
 
     def emit(self, done: float, total: float, message: str) -> None:
         """Report that this step has done `done` of `total` units; `message` names the current one."""

@@ -119,15 +119,17 @@ class Workspace:
 
     An artifact is written completely before it gets its name, which is its digest, and never changes. The record of a
     step is written after its artifacts: after a crash, a step has a complete record or none. With `shared`, machines
-    use each other's results. Raises StepError when the folder cannot be written.
+    use each other's results. Logs of steps are in `log_folder`, by default (None) in a folder of its own: that of a
+    workspace which goes soon lies elsewhere. Raises StepError when the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, shared: Shared | None = None) -> None:
+    def __init__(self, folder: Path, shared: Shared | None = None, log_folder: Path | None = None) -> None:
         self.folder = folder
         self.shared = shared
+        self.log_folder = log_folder or folder / "logs"
         try:
-            for name in ("artifacts", "steps", "tmp", "logs"):
-                (folder / name).mkdir(parents=True, exist_ok=True)
+            for path in (folder / "artifacts", folder / "steps", folder / "tmp", self.log_folder):
+                path.mkdir(parents=True, exist_ok=True)
             # Who removes garbage locks the folder for itself alone. The kernel frees the lock of a process that dies.
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             weakref.finalize(self, os.close, lock)
@@ -159,7 +161,7 @@ class Workspace:
 
     def logs(self, name: str, since: float) -> list[Path]:
         """Return the logs that steps of a release wrote after `since`, a time of `time.time`; `name` begins theirs."""
-        paths = sorted((self.folder / "logs").glob(f"{glob.escape(name)}-*.log"))
+        paths = sorted(self.log_folder.glob(f"{glob.escape(name)}-*.log"))
         return [path for path in paths if path.stat().st_mtime >= since and path.stat().st_size]
 
     @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """`tvmflow verify`, `keygen` and `sign`: their output, and how `--rebuild` builds a bundle again."""
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,19 @@ def test_a_bundle_is_built_again_from_its_onnx_file_in_another_state_folder(
     assert process.returncode == 0, process.stderr
     parts = ["ONNX file", "Relax module", "weights", "samples", "mod.json", "mod.so", "sample.npz", "manifest"]
     assert json.loads(process.stdout)["rebuilt"] == parts
+
+
+def test_the_log_of_a_rebuild_that_fails_is_where_its_error_says(
+    executable: str, environment: dict[str, str], bundle: Path, models: Path, tmp_path: Path
+) -> None:
+    """A rebuild has a workspace that goes with it."""
+    hurried = {**environment, "TVMFLOW_HOME": str(tmp_path / "state"), "TVMFLOW_STEP_TIMEOUT_MINUTES": "0.0001"}
+    arguments = [executable, "verify", str(bundle), "--rebuild", str(models / "small.onnx")]
+    process = subprocess.run(arguments, env=hurried, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 1, process.stderr
+    (log,) = re.findall(r"its log is (\S+)$", process.stderr.strip())
+    assert Path(log) == tmp_path / "state" / "logs" / Path(log).name
+    assert Path(log).is_file()
 
 
 def test_another_model_is_reported_with_the_first_difference(tvmflow: Command, bundle: Path, models: Path) -> None:
