@@ -1,17 +1,21 @@
 """Publish: send the bundles to the release store, and release.json last."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tasks.export import ExportResult
 from tasks.report import PAGE
-from tasks.step import Job, Step, StepRunner
+from tasks.step import Job, Step, StepRunner, slug
 from tasks.track import TargetResult, TrackResult, make_verdict
 from tvmflow import __version__
 from tvmflow.documents import narrow
 from tvmflow.figures import Measurements
 from tvmflow.registry import Registry
 from tvmflow.release import Blob, Provenance, Release, ReleaseTarget, Tuning
+from tvmflow.report.layers import list_operators
+from tvmflow.report.page import read_data
+from tvmflow.report.pictures import draw_png, find_charts
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore
 from tvmflow.store.leases import HeldLease
@@ -90,7 +94,7 @@ def work(
     blobs = [(runner.workspace.path(item), digest) for digest, item in artifacts.items()]
     uri = store.publish(job.document, blobs, progressed, lease.require)
     if page.exists():
-        registry.log_artifacts(job.tracked.run_id, {PAGE: page})
+        _show(page, job.tracked.run_id, runner, registry)
     model = job.tracked.model
     registry.set_version_tag(model, job.document.version, "tvmflow.status", "published")
     registry.set_version_tag(model, job.document.version, "tvmflow.release_uri", uri)
@@ -101,6 +105,20 @@ def work(
             for item in job.targets
         },
     )
+
+
+def _show(page: Path, run_id: str, runner: StepRunner, registry: Registry) -> None:
+    """Log the page with its charts as PNG and its table of operators, which MLflow's UI shows."""
+    content = page.read_text()
+    with runner.workspace.scratch() as folder:
+        files = {PAGE: page}
+        for index, (caption, chart) in enumerate(find_charts(content).items(), 1):
+            picture = folder / str(index)
+            picture.write_bytes(draw_png(chart))
+            files[f"figures/{index:02}-{slug(caption)}.png"] = picture
+        registry.log_artifacts(run_id, files)
+    tables = list_operators(read_data(content))
+    registry.log_tables(run_id, {f"{slug(target)}/operators.json": rows for target, rows in tables.items()})
 
 
 def _is_there(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.traces import read_perfetto
 from support.waits import wait_until
 from tvmflow import npz
 from tvmflow.bundle import TensorSpec, extract, pack, read_manifest
@@ -396,6 +397,19 @@ def test_a_trace_has_the_functions_in_their_order_and_the_memory_of_the_run(tvmf
     assert allocated == sorted(allocated)
     # The outputs: two of float32[64, 4] and one of bool[64, 4].
     assert allocated[-1] >= 2 * 64 * 4 * 4 + 64 * 4
+
+
+def test_a_trace_for_perfetto_has_the_functions_and_the_memory(tvmflow: Command, bundle: Path) -> None:
+    result = tvmflow("run", bundle, "--trace", "trace.pftrace")
+    assert (result.code, "trace written to trace.pftrace" in result.stdout) == (0, True)
+    trace = read_perfetto(Path("trace.pftrace"))
+    calls = [item for item in trace.slices if item.thread.endswith(", the caller")]
+    names = [item.name for item in calls if item.name in ("fused_dense_add", "relu", "greater")]
+    assert (names[0], sorted(names)) == ("fused_dense_add", ["fused_dense_add", "greater", "relu"])
+    assert next(item for item in calls if item.name == "relu").details["shapes"]
+    assert all(item.length > 0 for item in calls)
+    (curve,) = trace.curves.values()
+    assert [value for _, value in curve] == sorted(value for _, value in curve)
 
 
 def test_a_worker_of_a_trace_works_no_longer_than_its_function(tvmflow: Command, bundle: Path) -> None:

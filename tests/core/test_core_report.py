@@ -1,11 +1,13 @@
 """The page of a release: what it says, that its data has every figure, and that nothing overflows a phone."""
 
+import io
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from support.releases import make_measurements, make_release, make_target, make_verdict
 from support.reports import data_of, figures_of, measure_overflow, unexplained_figures, unmarked_figures
@@ -19,6 +21,7 @@ from tvmflow.report.drift import find_drifts
 from tvmflow.report.insight import Drawing, FunctionTime, Insight, Layer, Level, Peaks, SampleInsight
 from tvmflow.report.layers import layer_rows, times_of
 from tvmflow.report.page import read_data
+from tvmflow.report.pictures import draw_png, find_charts
 from tvmflow.report.release import make_data, write_difference, write_page
 from tvmflow.spec import Policy
 from tvmflow.spec.channels import ChannelGates
@@ -269,6 +272,29 @@ def test_an_input_is_drawn_by_its_shape(shape: tuple[int, ...], kind: str) -> No
 
 def test_token_ids_are_shown_as_numbers() -> None:
     assert draw("ids", np.arange(100, dtype=np.int64)).values.startswith("0, 1, 2, 3")
+
+
+def test_every_chart_of_the_page_is_a_picture(page: str) -> None:
+    found = find_charts(page)
+    assert len(found) == page.count("<figure><figcaption>") == 6
+    for chart in found.values():
+        picture = Image.open(io.BytesIO(draw_png(chart)))
+        _, _, width, height = map(float, re.findall(r'viewBox="([^"]*)"', chart)[0].split())
+        assert picture.size == (1280, pytest.approx(1280 * height / width, abs=1))
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
+        assert (255, 255, 255) in colours
+        assert len(colours) > 10
+
+
+def test_a_picture_shows_text_and_is_the_same_each_time() -> None:
+    first, second = (draw_png(charts.bars("times", {name: 1.5})) for name in ("conv", "pool"))
+    assert first != second
+    assert first == draw_png(charts.bars("times", {"conv": 1.5}))
+
+
+def test_a_picture_of_a_very_tall_chart_is_no_taller_than_programs_show() -> None:
+    picture = Image.open(io.BytesIO(draw_png(charts.bars("times", {str(index): 1.0 for index in range(2000)}))))
+    assert picture.height <= 16_384 < picture.height + 2
 
 
 @pytest.mark.parametrize("rows", [{}, {"one": 0.0}])

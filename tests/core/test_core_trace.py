@@ -1,13 +1,18 @@
-"""The trace of a release's steps."""
+"""The trace of a release's steps, and its two formats."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
+import click.testing
 import pytest
 
-from tvmflow.cli.release import tracing
+from support.traces import read_perfetto
+from tvmflow.cli.release import release_command, tracing
+from tvmflow.cli.run import run_command
 from tvmflow.progress import Status, reporter, reporting_to
+from tvmflow.trace import Trace
 
 
 class _Events:
@@ -67,6 +72,63 @@ def test_a_release_that_fails_leaves_its_trace(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it failed"):
         fail()
     assert _slices(tmp_path / "steps.json")["export"]["args"] == {"status": "failed"}
+
+
+@pytest.mark.parametrize("suffix", [".pftrace", ".perfetto-trace"])
+def test_both_formats_hold_the_same(tmp_path: Path, suffix: str) -> None:
+    trace = Trace("digits")
+    # A call within another one that begins with it, neighbours, a slice without length, and another thread.
+    trace.add_slice("one", "inner", 1.0, 0.25)
+    trace.add_slice("one", "outer", 1.0, 0.5, shapes="2x3", status="ran")
+    trace.add_slice("one", "next", 1.5, 0.25)
+    trace.add_slice("one", "cached", 1.75, 0.0)
+    trace.add_slice("two", "worker", 1.125, 0.5)
+    for time_, value in ((1.0, 4096), (1.5, 8192)):
+        trace.add_count("allocated bytes", time_, value)
+    trace.write(tmp_path / "trace.json")
+    trace.write(tmp_path / f"trace{suffix}")
+    perfetto = read_perfetto(tmp_path / f"trace{suffix}")
+    assert perfetto.process == "digits"
+    assert {
+        item.name: {"thread": item.thread, "ts": item.start / 1e3, "dur": item.length / 1e3, "args": item.details}
+        for item in perfetto.slices
+    } == {
+        name: {key: item[key] for key in ("thread", "ts", "dur", "args")}
+        for name, item in _slices(tmp_path / "trace.json").items()
+    }
+    assert perfetto.curves == {"allocated bytes": [(10**9, 4096.0), (1_500_000_000, 8192.0)]}
+
+
+def test_a_slice_ends_with_the_one_around_it(tmp_path: Path) -> None:
+    trace = Trace("digits")
+    trace.add_slice("one", "outer", 1.0, 0.5)
+    trace.add_slice("one", "inner", 1.25, 0.5)
+    trace.write(tmp_path / "trace.pftrace")
+    lengths = {item.name: item.length for item in read_perfetto(tmp_path / "trace.pftrace").slices}
+    assert lengths == {"outer": 500_000_000, "inner": 250_000_000}
+
+
+def test_steps_are_traced_in_the_format_of_perfetto(tmp_path: Path) -> None:
+    with tracing(tmp_path / "steps.pftrace", "digits", _Events()):
+        reporter().ended("export", None, "ran", 2.5)
+        reporter().ended("build", "native", "failed", 0.5)
+    slices = read_perfetto(tmp_path / "steps.pftrace").slices
+    assert {(item.thread, item.name, item.details["status"]) for item in slices} == {
+        ("release", "export", "ran"),
+        ("native", "build", "failed"),
+    }
+
+
+@pytest.mark.parametrize("command", [run_command, release_command])
+def test_a_format_that_cannot_be_written_is_refused_before_anything_runs(
+    command: click.Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "perfetto"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "perfetto", None)
+    result = click.testing.CliRunner().invoke(command, ["absent", "--trace", "out.pftrace"])
+    assert result.exit_code == 2
+    assert ".pftrace needs the package perfetto" in result.output
 
 
 def test_without_a_file_nothing_is_traced() -> None:

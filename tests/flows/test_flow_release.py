@@ -13,6 +13,7 @@ from mlflow.entities import ViewType
 
 from support.reports import data_of, unexplained_figures
 from tvmflow.release import Blob
+from tvmflow.report.pictures import draw_png, find_charts
 from tvmflow.services import open_store
 from tvmflow.settings import Settings
 
@@ -159,6 +160,26 @@ def test_the_report_is_published_and_logged(digits: Any) -> None:
     assert (insight["samples"], len(insight["worst"])) == (360, 10)
     assert insight["functions"][0]["ms"] > 0
     assert all(sample["inputs"][0]["image"] for sample in insight["worst"])
+
+
+def test_mlflow_shows_the_charts_and_the_operators_of_the_report(digits: Any) -> None:
+    client, run_id = digits.machine.mlflow, digits.first.document["mlflow_run_id"]
+    page = Path(client.download_artifacts(run_id, "report.html")).read_text()
+    charts = find_charts(page)
+    pictures = sorted(item.path for item in client.list_artifacts(run_id, "figures"))
+    assert len(charts) >= 4
+    contents = [Path(client.download_artifacts(run_id, picture)).read_bytes() for picture in pictures]
+    assert contents == [draw_png(chart) for chart in charts.values()]
+    assert any(picture.endswith("milliseconds_of_a_run_by_function.png") for picture in pictures)
+
+    experiment = client.get_run(run_id).info.experiment_id
+    table = client.load_table(experiment, "native/operators.json", [run_id]).to_dict("records")
+    data = data_of(page)
+    layers, rows = data["insights"]["native"]["layers"], data["layers"]["native"]
+    assert [row["ms"] for row in table] == [layer["ms"] for layer in layers]
+    assert [row["share"] for row in table] == [row["share"] for row in rows]
+    assert [row["operators"] for row in table] == [", ".join(layer["operators"]) for layer in layers]
+    assert "Conv" in " ".join(row["operators"] for row in table)
 
 
 def test_the_model_version_says_where_the_release_is(digits: Any) -> None:

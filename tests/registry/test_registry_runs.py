@@ -1,5 +1,6 @@
 """Runs, metrics, artifacts and versions, in a SQLite file and behind a server."""
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,21 @@ def test_artifacts_are_stored_under_their_paths(registry: Registry, client: Any,
     registry.log_artifacts(run_id, {"a.txt": tmp_path / "a.txt", "reports/b.txt": tmp_path / "a.txt"})
     assert [item.path for item in client.list_artifacts(run_id)] == ["a.txt", "reports"]
     assert [item.path for item in client.list_artifacts(run_id, "reports")] == ["reports/b.txt"]
+
+
+def test_a_table_is_one_of_mlflow_with_exact_numbers(registry: Registry, client: Any) -> None:
+    run_id = registry.start_run("demo", {}, {})
+    first = [{"layer": "conv", "error": 1.2345678901234e-12}, {"layer": "relu", "error": float("inf")}]
+    second = [{"layer": "add", "ms": 0.1}]
+    registry.log_tables(run_id, {"native/operators.json": second, "x86-64-v4/operators.json": second})
+    registry.log_tables(run_id, {"native/operators.json": first})
+    experiment = client.get_run(run_id).info.experiment_id
+    table = client.load_table(experiment, "native/operators.json", [run_id])
+    assert table.to_dict("list")["error"][0] == 1.2345678901234e-12
+    assert (list(table["layer"]), table["error"].isna().tolist()) == (["conv", "relu"], [False, True])
+    assert client.load_table(experiment, "x86-64-v4/operators.json", [run_id]).to_dict("records") == second
+    marks = json.loads(client.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
+    assert [mark["path"] for mark in marks] == ["native/operators.json", "x86-64-v4/operators.json"]
 
 
 def test_a_missing_artifact_is_named_before_anything_is_stored(embedded: Registry, tmp_path: Path) -> None:

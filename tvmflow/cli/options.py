@@ -33,6 +33,30 @@ def input_shapes_option(text: str) -> Decorator:
     return click.option("--input-shapes", help=f'Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]"{text}')
 
 
+def trace_option(text: str) -> Decorator:
+    """Return the decorator that adds the option `--trace`, whose help says what of a run is written: `text`."""
+    return click.option(
+        "--trace",
+        type=click.Path(path_type=Path, dir_okay=False),
+        callback=_check_trace,
+        help=f"Write {text}, for https://ui.perfetto.dev: as Perfetto's .pftrace, with any other suffix as JSON.",
+    )
+
+
+def _check_trace(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse a format that cannot be written before anything runs."""
+    from tvmflow.trace import PERFETTO_SUFFIXES
+
+    if path is not None and path.suffix in PERFETTO_SUFFIXES:
+        try:
+            import perfetto.protos  # noqa: F401
+        except ImportError as error:
+            raise click.BadParameter(
+                f"{path.suffix} needs the package perfetto: `pip install perfetto`, or end the name in .json"
+            ) from error
+    return path
+
+
 operator_option: Decorator = click.option(
     "--operator",
     "operators",

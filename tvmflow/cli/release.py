@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tvmflow.cli.options import trace_option
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -27,11 +29,7 @@ NOISY = 0.2
 @click.option("--target", "targets", multiple=True, help="Build for this target instead of the file's; repeatable.")
 @click.option("--trials", type=click.IntRange(min=0), help="Tuning trials in total; 0 uses known records only.")
 @click.option("--runs", type=click.IntRange(min=1), help="Timed runs of the bundle and of each peer in all.")
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write when each step began and how long it took, as JSON for https://ui.perfetto.dev.",
-)
+@trace_option("when each step began and how long it took")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def release_command(
     file: Path, targets: tuple[str, ...], trials: int | None, runs: int | None, trace: Path | None, as_json: bool

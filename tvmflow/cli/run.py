@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tvmflow.cli.options import naming_output, read_inputs
+from tvmflow.cli.options import naming_output, read_inputs, trace_option
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -44,11 +44,7 @@ if TYPE_CHECKING:
 @click.option("--print-time", is_flag=True, help="Print mean, median, max, min and standard deviation.")
 @click.option("--print-top", type=click.IntRange(min=1), metavar="N", help="Print the N largest values of each output.")
 @click.option("--profile", is_flag=True, help="Print the time of each compiled function.")
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write when each function of one more run began and how long it took, as JSON for https://ui.perfetto.dev.",
-)
+@trace_option("when each function of one more run began and how long it took")
 @click.option("--rpc-tracker", metavar="HOST:PORT", help="Run on a server of TVM's RPC, found through this tracker.")
 @click.option("--rpc-key", metavar="KEY", help="The server's key at the tracker.")
 @click.option(

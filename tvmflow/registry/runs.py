@@ -1,6 +1,7 @@
 """Runs: MLflow runs of releases, targets, promotions and evaluations, with parameters, tags, metrics and files."""
 
 import datetime
+import json
 import math
 import shutil
 import tempfile
@@ -176,6 +177,30 @@ class Runs(Connection):
                 folder = str(place.parent)
                 self._client().log_artifact(run_id, str(local), None if folder == "." else folder)
 
+    def log_tables(self, run_id: str, tables: Mapping[str, Sequence[Mapping[str, object]]]) -> None:
+        """Store tables with a run, each under its artifact path (`folder/name.json`), and have MLflow's UI show them.
+
+        A table is a list of one row or more with the same keys; it replaces one that is there. Numbers that are not
+        finite are left out. Raises RegistryError.
+        """
+        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+
+        with tempfile.TemporaryDirectory() as scratch:
+            files = {place: Path(scratch, str(index)) for index, place in enumerate(tables)}
+            for place, rows in tables.items():
+                # MLflow's own `log_table` rounds to ten decimals, and adds the rows to those that are there.
+                document = {
+                    "columns": list(rows[0]),
+                    "data": [[_finite(cell) for cell in row.values()] for row in rows],
+                }
+                files[place].write_text(json.dumps(document))
+            self.log_artifacts(run_id, files)
+        with self._explained(f"store tables of the run {run_id}"):
+            client = self._client()
+            marks = json.loads(client.get_run(run_id).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
+            marks += [mark for place in tables if (mark := {"path": place, "type": "table"}) not in marks]
+            client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps(marks))
+
     def fetch_artifact(self, run_id: str, artifact_path: str, folder: Path) -> Path | None:
         """Fetch a file of a run into `folder` and return its path; None when the run or the file does not exist.
 
@@ -200,6 +225,11 @@ class Runs(Connection):
             Metric(key, float(value), now, step, model_id=model_id, run_id=run_id) for key, value, step in points
         ]
         self._client().log_batch(run_id, metrics=metrics)
+
+
+def _finite(cell: object) -> object:
+    """A cell of a table, None for a number that JSON lacks."""
+    return None if isinstance(cell, float) and not math.isfinite(cell) else cell
 
 
 def _query(tags: Mapping[str, str]) -> str:

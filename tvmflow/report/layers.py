@@ -66,6 +66,30 @@ def times_of(data: Any) -> dict[str, dict[str, float]]:
     return times
 
 
+def list_operators(data: Any) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of a table of layers by target, of the JSON document of a page; {} for one without layers.
+
+    A row has the names of the layer, of its ONNX operators and nodes, and the figures of a `Layer` and its `LayerRow`.
+    """
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for target, rows in ((data or {}).get("layers") or {}).items():
+        layers = data["insights"][target]["layers"]
+        tables[target] = [
+            {
+                "layer": row["name"],
+                "operators": ", ".join(layer["operators"]),
+                "nodes": ", ".join(layer["nodes"]),
+                "function": layer["function"],
+                "rule": layer["rule"],
+                "result": "x".join(map(str, layer["shape"])),
+                **{name: layer[name] for name in ("ms", "gflop", "megabytes", "error")},
+                **{name: row[name] for name in ("share", "intensity", "gflops", "of_roof")},
+            }
+            for layer, row in zip(layers, rows, strict=True)
+        ]
+    return {target: rows for target, rows in tables.items() if rows}
+
+
 def fetch_times(report: Blob | None, fetch: Callable[[str, Path], object]) -> dict[str, dict[str, float]]:
     """Return the ms of the layers of a published release by name, by target; {} where its page has none.
 
