@@ -67,6 +67,23 @@ def test_models_wishes_signatures_and_drifts_are_shown_though_mlflow_is_away(tvm
     assert "bob@desk asked for 7 on net@production" in table
 
 
+def test_a_step_is_named_with_its_release_and_its_date(tvmflow: Command, tmp_path: Path) -> None:
+    with open_store(machine.load()) as store:
+        for version in range(1, 14):
+            p50 = (1.0 if version < 11 else 1.25) + version % 3 / 1000
+            target = make_target(sha256=sha256_file(tmp_path / "blob"), size=8, measurements=make_measurements(p50))
+            release = make_release("stepped", str(version), target, created_at=f"2026-11-{version:02}T10:00:00+00:00")
+            store.publish(release, [(tmp_path / "blob", target.bundle.sha256)])
+    sentence = "native: p50 latency, ms stepped from 1.001 to 1.251 at release 11 of 2026-11-11"
+    assert sentence in tvmflow("history", "stepped", "--figures").stdout
+    steps = tvmflow("history", "stepped", "--figures", "--json").document["steps"]
+    assert {(step["figure"], step["version"]) for step in steps} >= {("p50 latency, ms", "11")}
+    status = tvmflow("status", "--json", "--html", "status.html").document
+    assert {(step["name"], step["figure"]) for step in status["steps"]} >= {("stepped", "p50 latency, ms")}
+    assert any(task["sentence"].startswith(f"stepped, {sentence}") for task in status["tasks"])
+    assert unexplained_figures(Path("status.html").read_text()) == []
+
+
 def test_a_statement_that_does_not_hold_is_a_fault_of_its_channel(
     tvmflow: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from tvmflow.report.fleet import (
     ChannelStatus,
     Fleet,
     FleetDrift,
+    FleetStep,
     LastVerdict,
     Signature,
     WaitingApproval,
@@ -39,9 +40,21 @@ _BUSY = ChannelStatus(
     signature=Signature(key="cd" * 32, days=-2.5, fault="The channel expired </script>", is_late=True),
 )
 
+_STEP = FleetStep(
+    name="net",
+    target="native",
+    figure="bundle, bytes",
+    version="4",
+    when="2026-11-09T10:00:00+00:00",
+    releases=2,
+    before=1000.5,
+    since=1200.25,
+    chance=0.0125,
+)
+
 
 def _fleet(*channels: ChannelStatus, **fields: object) -> Fleet:
-    empty = Fleet(when="2026-11-22T10:00:00+00:00", channels=channels, approvals=(), drifts=(), faults=())
+    empty = Fleet(when="2026-11-22T10:00:00+00:00", channels=channels, approvals=(), drifts=(), steps=(), faults=())
     return empty.model_copy(update=fields)
 
 
@@ -51,9 +64,14 @@ def fleet() -> Fleet:
     drift = FleetDrift(
         name="net", target="native", figure="p50 latency, ms", releases=6, first=1.0, last=1.05, chance=0.001
     )
+    steps = (
+        _STEP,
+        _STEP.model_copy(update={"figure": "load, s", "releases": 7}),
+        _STEP.model_copy(update={"name": "other", "figure": "p50 latency, ms", "version": "9"}),
+    )
     run = WaitingApproval(run="999b923a-3914", name="net", version="4", channel="fleet", who="bob@desk", days=0.25)
     fault = "MLflow at http://mlflow:5000 does not answer"
-    return _fleet(_QUIET, _BUSY, approvals=(run,), drifts=(drift,), faults=(fault,))
+    return _fleet(_QUIET, _BUSY, approvals=(run,), drifts=(drift,), steps=steps, faults=(fault,))
 
 
 def test_the_most_urgent_stands_first_with_its_command(fleet: Fleet) -> None:
@@ -66,7 +84,20 @@ def test_the_most_urgent_stands_first_with_its_command(fleet: Fleet) -> None:
         ("ann@desk", "tvmflow history net --channel production"),
         ("net@production", "tvmflow verdict net 4 --channel production"),
         ("net,", "tvmflow history net --figures"),
+        ("other,", "tvmflow history other --figures"),
+        ("net,", "tvmflow history net --figures"),
     ]
+    step, _, drift = fleet.list_tasks()[-3:]
+    assert "bundle, bytes stepped from 1000 to 1200 at release 4 of 2026-11-09" in step.sentence
+    assert "p50 latency, ms rises over the last 6 releases" in drift.sentence
+
+
+def test_a_figure_that_stepped_and_drifts_is_named_once() -> None:
+    drift = FleetDrift(
+        name="net", target="native", figure=_STEP.figure, releases=12, first=1000.0, last=1200.0, chance=0.001
+    )
+    (task,) = _fleet(_QUIET, drifts=(drift,), steps=(_STEP,)).list_tasks()
+    assert "at release 4" in task.sentence
 
 
 def test_a_wish_that_waits_for_approval_is_named_once() -> None:
@@ -90,7 +121,7 @@ def test_a_refusal_of_what_is_not_newer_needs_nobody() -> None:
 
 def test_every_figure_of_the_page_is_in_its_data(fleet: Fleet) -> None:
     text = write_fleet(fleet)
-    assert len(figures_of(text)) == 10
+    assert len(figures_of(text)) == 19
     assert unexplained_figures(text) == []
     assert data_of(text)["tasks"][0] == {"sentence": fleet.faults[0], "command": "tvmflow status"}
 

@@ -1,6 +1,7 @@
 """The page of a release: what it says, that its data has every figure, and that nothing overflows a phone."""
 
 import io
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from support import scale
 from support.releases import make_measurements, make_release, make_target, make_verdict
 from support.reports import data_of, figures_of, measure_overflow, unexplained_figures, unmarked_figures
 from support.skips import needs
@@ -17,7 +19,7 @@ from tvmflow.comparison import Comparison, Conditions, Pair, Plan
 from tvmflow.release import Provenance, Release, Tuning
 from tvmflow.report import charts
 from tvmflow.report.changes import compare_releases
-from tvmflow.report.drift import find_drifts
+from tvmflow.report.drift import find_drifts, find_steps
 from tvmflow.report.insight import Drawing, FunctionTime, Insight, Layer, Level, Peaks, SampleInsight
 from tvmflow.report.layers import layer_rows, times_of
 from tvmflow.report.page import read_data
@@ -329,3 +331,55 @@ def test_a_drift_in_words_has_both_ends() -> None:
     releases = [_release(str(index), 1 + index / 100) for index in range(1, 7)]
     (sentence,) = [str(drift) for drift in find_drifts(releases) if drift.figure == "p50 latency, ms"]
     assert sentence.startswith("native: p50 latency, ms rises over the last 6 releases, from 1.01 to 1.06 (")
+
+
+_NOISE = (0.003, -0.001, 0.002, -0.004, 0.001, 0.004, -0.002, 0.0, -0.003, 0.002)
+
+
+def _history(*levels: float) -> list[Release]:
+    """Releases with a median latency around these, made on the first days of November."""
+    noise = itertools.cycle(_NOISE)
+    return [
+        _release(str(index), level + next(noise)).model_copy(
+            update={"created_at": f"2026-11-{index:02}T10:00:00+00:00"}
+        )
+        for index, level in enumerate(levels, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("levels", "versions"),
+    [
+        ([1.0] * 12 + [1.1] * 3, ["13"]),
+        ([1.0] * 9 + [1.1] * 7 + [1.02] * 8, ["10", "17"]),
+        ([1.0] * 16, []),
+        ([1.0] * 12 + [5.0], []),
+        ([1.0, 1.0, 1.0, 1.1, 1.1, 1.1], []),
+        ([1 + index / 50 for index in range(20)], []),
+    ],
+)
+def test_a_step_names_its_release(levels: list[float], versions: list[str]) -> None:
+    steps = [step for step in find_steps(_history(*levels)) if step.figure == "p50 latency, ms"]
+    assert [step.version for step in steps] == versions
+    for step, level in zip(steps, dict.fromkeys(levels), strict=False):
+        assert step.before == pytest.approx(level, abs=0.004)
+        assert step.when == f"2026-11-{int(step.version):02}T10:00:00+00:00"
+        assert step.releases == len(levels) + 1 - int(step.version)
+
+
+def test_the_page_says_at_which_release_a_figure_stepped() -> None:
+    *history, release = _history(*[1.0] * 12, *[1.1] * 3)
+    text = write_page(make_data(release, "production", None, history, {}, ()))
+    assert "p50 latency, ms stepped from 1 to 1.1 at release 13 of 2026-11-13" in text
+    steps = {step["figure"]: step["version"] for step in data_of(text)["steps"]}
+    assert steps["p50 latency, ms"] == steps["runs per second"] == "13"
+    assert "bundle, bytes" not in steps
+
+
+def test_figures_that_only_vary_have_few_steps() -> None:
+    generator = np.random.default_rng(0)
+    found = [
+        next(find_steps(_history(*generator.normal(1, 0.1, 12))), None) for _ in range(scale.count(normal=10, long=300))
+    ]
+    # The releases have three figures of time, which rise and fall together.
+    assert sum(step is not None for step in found) <= 0.02 * len(found) + 3 * (0.02 * len(found)) ** 0.5

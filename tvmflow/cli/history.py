@@ -12,13 +12,13 @@ _SHOWN = 8
 @click.command("history")
 @click.argument("name")
 @click.option("--channel", help="The channel, e.g. production.")
-@click.option("--figures", is_flag=True, help="Show the figures of all releases, and which of them drift.")
+@click.option("--figures", is_flag=True, help="Show the figures of all releases, which drift, and where they stepped.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def history_command(name: str, channel: str | None, figures: bool, as_json: bool) -> None:
     """Show the moves of a channel of NAME, the changes of its policy and the wishes that were not granted.
 
     With --figures, show the figures of its releases instead. A figure drifts when it rises or falls over six releases
-    or more, also by small steps.
+    or more, also by small steps; it stepped when it changed at one release and stayed so.
     """
     if figures == (channel is not None):
         raise click.UsageError("give either --channel or --figures")
@@ -65,7 +65,7 @@ def _show_figures(name: str, as_json: bool) -> None:
 
     from tvmflow import settings as machine
     from tvmflow.errors import StoreError
-    from tvmflow.report.drift import find_drifts, list_figures
+    from tvmflow.report.drift import find_drifts, find_steps, list_figures
     from tvmflow.services import open_store
 
     with open_store(machine.load()) as store:
@@ -74,12 +74,14 @@ def _show_figures(name: str, as_json: bool) -> None:
             raise StoreError(
                 f"there is no release of {name!r} in {store.config.uri}; `tvmflow list` shows those that are"
             )
-    series, drifts = list_figures(releases), list(find_drifts(releases))
+    series, drifts, steps = list_figures(releases), list(find_drifts(releases)), list(find_steps(releases))
     if as_json:
         rows = [
             {"target": target, "figure": figure, "values": dict(points)} for (target, figure), points in series.items()
         ]
-        click.echo(json.dumps({"figures": rows, "drifts": [drift._asdict() for drift in drifts]}))
+        changes = {"drifts": drifts, "steps": steps}
+        documents = {key: [each.model_dump(mode="json") for each in found] for key, found in changes.items()}
+        click.echo(json.dumps({"figures": rows, **documents}))
         return
     versions = [release.version for release in releases][-_SHOWN:]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -89,5 +91,5 @@ def _show_figures(name: str, as_json: bool) -> None:
         values = dict(points)
         table.add_row(target, figure, *(f"{values[each]:.4g}" if each in values else "-" for each in versions))
     Console(width=None if sys.stdout.isatty() else 140).print(table)
-    for drift in drifts:
-        click.echo(str(drift))
+    for change in (*drifts, *steps):
+        click.echo(str(change))

@@ -15,12 +15,20 @@ from tvmflow.errors import PrefectError, RegistryError, StatementError
 if TYPE_CHECKING:
     from tvmflow.registry import Registry
     from tvmflow.release import Release
-    from tvmflow.report.fleet import ChannelStatus, Fleet, FleetDrift, LastVerdict, Signature, WaitingApproval
+    from tvmflow.report.fleet import (
+        ChannelStatus,
+        Fleet,
+        FleetDrift,
+        FleetStep,
+        LastVerdict,
+        Signature,
+        WaitingApproval,
+    )
     from tvmflow.settings import Settings
     from tvmflow.store import ReleaseStore
     from tvmflow.store.channels import Channel
 
-# The newest releases of a model in which a drift is looked for.
+# The newest releases of a model in which drifts and steps are looked for.
 _HISTORY = 24
 
 
@@ -90,7 +98,7 @@ def _read_fleet(settings: "Settings") -> "Fleet":
     with open_store(settings) as store:
         names = store.list_names()
         channels = [item for name in names for item in _read_channels(settings, store, name)]
-        drifts = [item for name in names for item in _read_drifts(store, name)]
+        changes = [_read_changes(store, name) for name in names]
     try:
         registry = open_registry(settings)
         channels = [item.model_copy(update={"verdict": _read_verdict(registry, item)}) for item in channels]
@@ -100,7 +108,8 @@ def _read_fleet(settings: "Settings") -> "Fleet":
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         channels=tuple(channels),
         approvals=tuple(approvals),
-        drifts=tuple(drifts),
+        drifts=tuple(drift for drifts, _ in changes for drift in drifts),
+        steps=tuple(step for _, steps in changes for step in steps),
         faults=tuple(faults),
     )
 
@@ -177,13 +186,16 @@ def _read_signature(settings: "Settings", store: "ReleaseStore", document: "Chan
     )
 
 
-def _read_drifts(store: "ReleaseStore", name: str) -> "Iterator[FleetDrift]":
-    from tvmflow.report.drift import find_drifts
-    from tvmflow.report.fleet import FleetDrift
+def _read_changes(store: "ReleaseStore", name: str) -> "tuple[list[FleetDrift], list[FleetStep]]":
+    """Return the drifts and the steps in the figures of a model's newest releases."""
+    from tvmflow.report.drift import find_drifts, find_steps
+    from tvmflow.report.fleet import FleetDrift, FleetStep
 
     releases = [store.get_release(name, version) for version in store.list_versions(name)[-_HISTORY:]]
-    for drift in find_drifts(releases):
-        yield FleetDrift(name=name, **drift._asdict())
+    return (
+        [FleetDrift(name=name, **drift.model_dump()) for drift in find_drifts(releases)],
+        [FleetStep(name=name, **step.model_dump()) for step in find_steps(releases)],
+    )
 
 
 def _days_since(when: str) -> float:

@@ -1,21 +1,28 @@
-"""Drift: whether the figures of a model's releases rise or fall over several releases, also by small steps."""
+"""Drift: whether the figures of a model's releases rise or fall over several of them, and at which one they stepped."""
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any
+
+import numpy as np
 
 from tvmflow.release import Release
 from tvmflow.report.changes import figures
+from tvmflow.workspace import Record
 
 # The last releases that are looked at together; all of them are the last window. Fewer than six show no trend.
 _WINDOWS, _FEWEST = (6, 12, 24), 6
 # The probability that figures which only vary at random are called a drift, over all windows of one figure.
 _ERROR = 0.02
+# The fewest releases on each side of a step, and the random orders of the releases that a step is compared with.
+_LASTS, _ORDERS = 2, 9999
 
 
-class Drift(NamedTuple):
-    """A figure of a target that rises or falls: over how many releases, its first and last value, and the probability
-    of as clear a trend by chance."""
+class Drift(Record):
+    """A figure of a target that rises or falls over its last releases, from `first` to `last`.
+
+    `chance` is the probability of as clear a trend by chance.
+    """
 
     target: str
     figure: str
@@ -29,6 +36,29 @@ class Drift(NamedTuple):
         return (
             f"{self.target}: {self.figure} {verb} over the last {self.releases} releases, from {self.first:.4g} to "
             f"{self.last:.4g} (by chance with a probability of {self.chance:.1g})"
+        )
+
+
+class Step(Record):
+    """A figure of a target that changed at one release and stayed so, with its means before it and until the next step.
+
+    `version` is that release, `when` the time at which it was made (UTC, ISO 8601); the figure was measured in
+    `releases` releases since, the first one counted. `chance` is the probability of as clear a step by chance.
+    """
+
+    target: str
+    figure: str
+    version: str
+    when: str
+    releases: int
+    before: float
+    since: float
+    chance: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.target}: {self.figure} stepped from {self.before:.4g} to {self.since:.4g} at release "
+            f"{self.version} of {self.when[:10]} (by chance with a probability of {self.chance:.1g})"
         )
 
 
@@ -66,5 +96,79 @@ def _find(target: str, name: str, values: Sequence[float]) -> Drift | None:
             continue
         chance = float(kendalltau(range(size), window).pvalue)
         if not math.isnan(chance) and chance < _ERROR / len(windows):
-            drifts.append(Drift(target, name, size, window[0], window[-1], chance))
+            drifts.append(
+                Drift(target=target, figure=name, releases=size, first=window[0], last=window[-1], chance=chance)
+            )
     return min(drifts, key=lambda drift: drift.chance, default=None)
+
+
+def find_steps(releases: Sequence[Release]) -> Iterator[Step]:
+    """Yield the steps in the figures of a model's releases, the oldest release first.
+
+    Binary segmentation: the releases are split where the means of both sides differ most (CUSUM), if a random order of
+    the releases gives as large a difference with a probability below 2 %, and then each side by itself. A figure that a
+    straight line fits better than a step changes gradually and has none.
+    """
+    made = {release.version: release.created_at for release in releases}
+    for (target, name), points in list_figures(releases).items():
+        values = np.array([value for _, value in points])
+        splits = sorted(_split(values, 0))
+        ends = [*(index for index, _ in splits), len(values)]
+        for start, (index, chance), end in zip([0, *ends], splits, ends[1:], strict=False):
+            yield Step(
+                target=target,
+                figure=name,
+                version=points[index][0],
+                when=made[points[index][0]],
+                releases=len(values) - index,
+                before=float(values[start:index].mean()),
+                since=float(values[index:end].mean()),
+                chance=chance,
+            )
+
+
+def _split(values: "np.ndarray[Any, Any]", offset: int) -> Iterator[tuple[int, float]]:
+    """Yield the index of each step, counted from `offset`, with its probability by chance."""
+    from scipy.stats import permutation_test
+
+    if len(values) < 2 * _LASTS or np.ptp(values) == 0:
+        return
+    split = _LASTS + int(np.argmax(_differences(values)))
+    if _residuals(values, split) >= _residuals_of_line(values):
+        return
+    result = permutation_test(
+        (values,),
+        lambda order, axis: _differences(order).max(axis),
+        permutation_type="pairings",
+        alternative="greater",
+        n_resamples=_ORDERS,
+        vectorized=True,
+        rng=0,
+    )
+    if result.pvalue < _ERROR:
+        yield offset + split, float(result.pvalue)
+        yield from _split(values[:split], offset)
+        yield from _split(values[split:], offset + split)
+
+
+def _differences(values: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """The difference of the means before and after each place for a split, in units of its standard deviation.
+
+    The last axis has the releases.
+    """
+    count = values.shape[-1]
+    before = np.arange(_LASTS, count - _LASTS + 1)
+    sums = np.cumsum(values, -1)[..., before - 1]
+    total = values.sum(-1, keepdims=True)
+    return np.abs(sums / before - (total - sums) / (count - before)) * np.sqrt(before * (count - before) / count)
+
+
+def _residuals(values: "np.ndarray[Any, Any]", split: int) -> float:
+    """The squared distances from the means before and after a split."""
+    return sum(float(((side - side.mean()) ** 2).sum()) for side in (values[:split], values[split:]))
+
+
+def _residuals_of_line(values: "np.ndarray[Any, Any]") -> float:
+    """The squared distances from the straight line that fits best."""
+    places = np.arange(len(values))
+    return float(((values - np.polyval(np.polyfit(places, values, 1), places)) ** 2).sum())

@@ -4,7 +4,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tvmflow.report import page
+from tvmflow.report.drift import Drift, Step
 from tvmflow.workspace import Record
+
+# A step is news until as many releases have its level.
+_RECENT = 6
 
 
 class Wish(Record):
@@ -74,19 +78,16 @@ class WaitingApproval(Record):
     days: float
 
 
-class FleetDrift(Record):
-    """A figure of a model's target that rises or falls over its last releases, from `first` to `last`.
-
-    `chance` is the probability of as clear a trend by chance.
-    """
+class FleetDrift(Drift):
+    """A drift of the model `name`."""
 
     name: str
-    target: str
-    figure: str
-    releases: int
-    first: float
-    last: float
-    chance: float
+
+
+class FleetStep(Step):
+    """A step in a figure of the model `name`."""
+
+    name: str
 
 
 class Task(NamedTuple):
@@ -103,11 +104,12 @@ class Fleet(Record):
     channels: tuple[ChannelStatus, ...]
     approvals: tuple[WaitingApproval, ...]
     drifts: tuple[FleetDrift, ...]
+    steps: tuple[FleetStep, ...]
     faults: tuple[str, ...]
 
     def list_tasks(self) -> list[Task]:
         """Return what somebody should look at, the most urgent first."""
-        return [*self._list_faults(), *self._list_waiting(), *self._list_refusals(), *self._list_drifts()]
+        return [*self._list_faults(), *self._list_waiting(), *self._list_refusals(), *self._list_changes()]
 
     def _list_faults(self) -> Iterator[Task]:
         for fault in self.faults:
@@ -145,14 +147,15 @@ class Fleet(Record):
                 sentence = f"{item.label} refused {last.version}: {'; '.join(last.reasons)}"
                 yield Task(sentence, f"tvmflow verdict {item.name} {last.version} --channel {item.channel}")
 
-    def _list_drifts(self) -> Iterator[Task]:
-        for drift in self.drifts:
-            verb = "rises" if drift.last > drift.first else "falls"
-            sentence = (
-                f"{drift.name}, {drift.target}: {drift.figure} {verb} over the last {drift.releases} releases, from "
-                f"{drift.first:.4g} to {drift.last:.4g}"
-            )
-            yield Task(sentence, f"tvmflow history {drift.name} --figures")
+    def _list_changes(self) -> Iterator[Task]:
+        """Steps of the last releases, and drifts that have no step."""
+        steps = {(step.name, step.target, step.figure) for step in self.steps}
+        changes: list[FleetStep | FleetDrift] = [
+            *(step for step in self.steps if step.releases <= _RECENT),
+            *(drift for drift in self.drifts if (drift.name, drift.target, drift.figure) not in steps),
+        ]
+        for change in changes:
+            yield Task(f"{change.name}, {change}", f"tvmflow history {change.name} --figures")
 
 
 def write_fleet(fleet: Fleet) -> str:
@@ -223,11 +226,28 @@ def write_fleet(fleet: Fleet) -> str:
             for item in fleet.drifts
         ),
     )
+    steps = page.table(
+        "Figures that changed at one release and stayed so",
+        ("model", "target", "figure", "release", "made", "before", "since", "by chance"),
+        (
+            (
+                item.name,
+                item.target,
+                item.figure,
+                item.version,
+                item.when[:10],
+                page.number(item.before),
+                page.number(item.since),
+                page.number(item.chance, "{:.1g}"),
+            )
+            for item in fleet.steps
+        ),
+    )
     sections = {
         "First": first,
         "Channels": [channels],
         "Waiting": [approvals],
-        "Drift": [drifts],
+        "Drift": [steps, drifts],
         "Signatures": [signatures],
     }
     return page.write(f"tvmflow, {fleet.when[:16].replace('T', ' ')} UTC", sections, describe_fleet(fleet))

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tvmflow.release import Release
 from tvmflow.report import charts, page
 from tvmflow.report.changes import Change, compare_releases
+from tvmflow.report.drift import Drift, Step, find_drifts, find_steps
 from tvmflow.report.insight import Drawing, FunctionTime, Insight, SampleInsight
 from tvmflow.report.layers import LayerRow, SlowerLayer, find_slower, layer_rows, show_layers, show_losses, times_of
 from tvmflow.report.page import Markup
@@ -41,6 +42,7 @@ class PageData(Record):
     `production` is the version that `channel` holds, None where it holds nothing; `changes` are those since then.
     `checks` are those of the channel's gates on figures. `history` ends with the release itself. `insights` and the
     rows of `functions` and `layers` are by target. `slower` are layers by the change of their time since `production`.
+    `drifts` and `steps` are those of the figures in the history.
     """
 
     release: Release
@@ -53,6 +55,8 @@ class PageData(Record):
     functions: dict[str, tuple[FunctionRow, ...]]
     layers: dict[str, tuple[LayerRow, ...]]
     slower: dict[str, tuple[SlowerLayer, ...]]
+    drifts: tuple[Drift, ...]
+    steps: tuple[Step, ...]
 
 
 def make_data(
@@ -83,6 +87,8 @@ def make_data(
         functions={name: _function_rows(insight.functions) for name, insight in insights.items()},
         layers={name: layer_rows(insight) for name, insight in insights.items()},
         slower={name: find_slower(now.get(name, {}), before.get(name, {})) for name, insight in insights.items()},
+        drifts=tuple(find_drifts((*history, release))),
+        steps=tuple(find_steps((*history, release))),
     )
 
 
@@ -180,6 +186,9 @@ def _against(data: PageData) -> Iterator[Markup]:
     if any(len(points) > 1 for points in latencies.values()):
         title = "Latency of the releases"
         yield page.figure(title, charts.points(title, "release, the newest at the right", "p50, ms", latencies))
+    if data.steps or data.drifts:
+        yield page.paragraph("Over the last releases:")
+        yield page.items(str(change) for change in (*data.steps, *data.drifts))
 
 
 def figures_beside(changes: Sequence[Change], before: str, now: str) -> Iterator[Markup]:
