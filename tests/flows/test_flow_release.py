@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlflow.entities import ViewType
 
-from support.reports import data_of, unexplained_figures
+from support.reports import data_of, read_table, unexplained_figures
 from tvmflow.release import Blob
 from tvmflow.report.pictures import draw_png, find_charts
 from tvmflow.services import open_store
@@ -172,8 +172,7 @@ def test_mlflow_shows_the_charts_and_the_operators_of_the_report(digits: Any) ->
     assert contents == [draw_png(chart) for chart in charts.values()]
     assert any(picture.endswith("milliseconds_of_a_run_by_function.png") for picture in pictures)
 
-    experiment = client.get_run(run_id).info.experiment_id
-    table = client.load_table(experiment, "native/operators.json", [run_id]).to_dict("records")
+    table = read_table(client, run_id, "native/operators.json")
     data = data_of(page)
     layers, rows = data["insights"]["native"]["layers"], data["layers"]["native"]
     assert [row["ms"] for row in table] == [layer["ms"] for layer in layers]

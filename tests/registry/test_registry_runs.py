@@ -1,6 +1,5 @@
 """Runs, metrics, artifacts and versions, in a SQLite file and behind a server."""
 
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.reports import read_table
 from tvmflow.errors import RegistryError
 from tvmflow.registry import LoggedModelRef, Registry, RegistryConfig
 
@@ -77,13 +77,17 @@ def test_a_table_is_one_of_mlflow_with_exact_numbers(registry: Registry, client:
     second = [{"layer": "add", "ms": 0.1}]
     registry.log_tables(run_id, {"native/operators.json": second, "x86-64-v4/operators.json": second})
     registry.log_tables(run_id, {"native/operators.json": first})
-    experiment = client.get_run(run_id).info.experiment_id
-    table = client.load_table(experiment, "native/operators.json", [run_id])
-    assert table.to_dict("list")["error"][0] == 1.2345678901234e-12
-    assert (list(table["layer"]), table["error"].isna().tolist()) == (["conv", "relu"], [False, True])
-    assert client.load_table(experiment, "x86-64-v4/operators.json", [run_id]).to_dict("records") == second
-    marks = json.loads(client.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
-    assert [mark["path"] for mark in marks] == ["native/operators.json", "x86-64-v4/operators.json"]
+    assert read_table(client, run_id, "native/operators.json") == [first[0], {"layer": "relu", "error": None}]
+    assert read_table(client, run_id, "x86-64-v4/operators.json") == second
+    assert client.get_run(run_id).data.tags["mlflow.loggedArtifacts"].count("table") == 2
+
+
+def test_mlflow_itself_reads_a_table(registry: Registry, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = registry.start_run("demo", {}, {})
+    registry.log_tables(run_id, {"native/operators.json": [{"layer": "conv", "ms": 0.25}]})
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
+    table = client.load_table(client.get_run(run_id).info.experiment_id, "native/operators.json", [run_id])
+    assert table.to_dict("records") == [{"layer": "conv", "ms": 0.25}]
 
 
 def test_a_missing_artifact_is_named_before_anything_is_stored(embedded: Registry, tmp_path: Path) -> None:

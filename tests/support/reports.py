@@ -32,6 +32,14 @@ def unexplained_figures(page: str) -> list[float]:
     return [figure for figure in figures_of(page) if figure not in numbers]
 
 
+def read_table(client: Any, run_id: str, place: str) -> list[dict[str, Any]]:
+    """The rows of a table of a run that MLflow's UI shows as one."""
+    marks = json.loads(client.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
+    assert {"path": place, "type": "table"} in marks
+    table = json.loads(Path(client.download_artifacts(run_id, place)).read_text())
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+
+
 def measure_overflow(page: str, folder: Path) -> list[int]:
     """By how many pixels a page is wider than a phone and than a desk, in a headless browser; `folder` is its own."""
     frames = "".join(
