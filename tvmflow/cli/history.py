@@ -79,9 +79,12 @@ def _show_figures(name: str, as_json: bool) -> None:
         rows = [
             {"target": target, "figure": figure, "values": dict(points)} for (target, figure), points in series.items()
         ]
-        changes = {"drifts": drifts, "steps": steps}
-        documents = {key: [each.model_dump(mode="json") for each in found] for key, found in changes.items()}
-        click.echo(json.dumps({"figures": rows, **documents}))
+        document = {
+            "figures": rows,
+            "drifts": [drift.model_dump(mode="json") for drift in drifts],
+            "steps": [step.model_dump(mode="json") for step in steps],
+        }
+        click.echo(json.dumps(document))
         return
     versions = [release.version for release in releases][-_SHOWN:]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

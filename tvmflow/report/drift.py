@@ -127,7 +127,7 @@ def find_steps(releases: Sequence[Release]) -> Iterator[Step]:
             )
 
 
-def _split(values: "np.ndarray[Any, Any]", offset: int) -> Iterator[tuple[int, float]]:
+def _split(values: np.ndarray[Any, Any], offset: int) -> Iterator[tuple[int, float]]:
     """Yield the index of each step, counted from `offset`, with its probability by chance."""
     from scipy.stats import permutation_test
 
@@ -151,7 +151,7 @@ def _split(values: "np.ndarray[Any, Any]", offset: int) -> Iterator[tuple[int, f
         yield from _split(values[split:], offset + split)
 
 
-def _differences(values: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def _differences(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The difference of the means before and after each place for a split, in units of its standard deviation.
 
     The last axis has the releases.
@@ -160,15 +160,17 @@ def _differences(values: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     before = np.arange(_LASTS, count - _LASTS + 1)
     sums = np.cumsum(values, -1)[..., before - 1]
     total = values.sum(-1, keepdims=True)
-    return np.abs(sums / before - (total - sums) / (count - before)) * np.sqrt(before * (count - before) / count)
+    scale = np.sqrt(before * (count - before) / count)
+    differences: np.ndarray[Any, Any] = np.abs(sums / before - (total - sums) / (count - before)) * scale
+    return differences
 
 
-def _residuals(values: "np.ndarray[Any, Any]", split: int) -> float:
+def _residuals(values: np.ndarray[Any, Any], split: int) -> float:
     """The squared distances from the means before and after a split."""
     return sum(float(((side - side.mean()) ** 2).sum()) for side in (values[:split], values[split:]))
 
 
-def _residuals_of_line(values: "np.ndarray[Any, Any]") -> float:
+def _residuals_of_line(values: np.ndarray[Any, Any]) -> float:
     """The squared distances from the straight line that fits best."""
     places = np.arange(len(values))
     return float(((values - np.polyval(np.polyfit(places, values, 1), places)) ** 2).sum())
