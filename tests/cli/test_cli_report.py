@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.processes import CommandResult
-from support.releases import make_release
+from support.releases import make_compared, make_release
 from support.reports import unexplained_figures
 from tvmflow import settings as machine
 from tvmflow.bundle import sha256_file
@@ -54,6 +54,23 @@ def test_the_layers_that_lost_time_are_named(tvmflow: Command, tmp_path: Path) -
     assert unexplained_figures(page) == []
     lines = tvmflow("diff", "net", "3", "4").stdout.splitlines()
     assert [line.split() for line in lines if "layer" in line] == [["native", "layer", "block.conv,", "ms", "1.5", "4"]]
+
+
+def test_a_slower_machine_is_told_from_a_slower_build(tvmflow: Command, tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"12345678")
+    digest = sha256_file(tmp_path / "blob")
+    with open_store(machine.load()) as store:
+        for version, seconds in (("3", 1.0), ("4", 1.5)):
+            release = make_compared(version, seconds, reference=seconds, peer=seconds, sha256=digest)
+            store.publish(release, [(tmp_path / "blob", digest)])
+    (slowdown,) = tvmflow("diff", "net", "3", "4", "--json").document["slowdowns"]
+    assert (slowdown["target"], slowdown["before"], slowdown["slower"]) == (
+        "native",
+        "3",
+        ["reference kernel, us", "onnxruntime"],
+    )
+    sentence = "native takes 1.50 times as long as in 3. The machine was slower:"
+    assert sentence in tvmflow("diff", "net", "3", "4").stdout
 
 
 def test_a_page_that_cannot_be_written_is_one_sentence(tvmflow: Command) -> None:

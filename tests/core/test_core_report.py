@@ -11,14 +11,13 @@ import pytest
 from PIL import Image
 
 from support import scale
-from support.releases import make_measurements, make_release, make_target, make_verdict
+from support.releases import make_compared, make_measurements, make_release, make_target, make_verdict
 from support.reports import data_of, figures_of, measure_overflow, unexplained_figures, unmarked_figures
 from support.skips import needs
 from tasks.insight import draw
-from tvmflow.comparison import Comparison, Conditions, Pair, Plan
 from tvmflow.release import Provenance, Release, Tuning
 from tvmflow.report import charts
-from tvmflow.report.changes import compare_releases
+from tvmflow.report.changes import compare_releases, find_slowdowns
 from tvmflow.report.drift import find_drifts, find_steps
 from tvmflow.report.insight import Drawing, FunctionTime, Insight, Layer, Level, Peaks, SampleInsight
 from tvmflow.report.layers import layer_rows, times_of
@@ -154,25 +153,56 @@ def test_the_page_answers_why_it_is_slower(page: str) -> None:
 
 
 def test_a_slower_machine_shows_by_its_processor_and_the_reference_kernel() -> None:
-    def measured(version: str, processor: str, reference: float) -> Release:
-        pairs = tuple(
-            Pair(candidate=1.0, baseline=1.0, ratio=1.0, runs=9, warmup=0, reference=reference * share)
-            for share in (0.5, 1.0, 4.0)
-        )
-        conditions = Conditions(processor=processor, cores=(0, 1), threads=(2, 1), load=(0.0, 0.0))
-        comparison = Comparison(plan=Plan.up_to(3), pairs=pairs, conditions=conditions)
-        measurements = make_measurements(1.0).model_copy(update={"comparisons": {"onnxruntime": comparison}})
-        return make_release("net", version, make_target(measurements=measurements))
-
-    now, before = measured("2", "a slow one", 150e-6), measured("1", "a fast one", 100e-6)
+    now, before = make_compared("2", 1.0, reference=150e-6), make_compared("1", 1.0, reference=100e-6)
     changes = {change.name: change for change in compare_releases(now, before)}
     assert changes["reference kernel, us"].ratio == pytest.approx(1.5)
     assert changes["reference kernel, us"].now == pytest.approx(150)
-    assert (changes["processor"].before, changes["processor"].now) == ("a fast one", "a slow one")
+    assert (changes["processor"].before, changes["processor"].now) == ("processor 1", "processor 2")
     assert changes["threads"].now == "2"
     text = write_page(make_data(now, "production", before, (before,), {}, ()))
-    assert "<td>a fast one</td><td>a slow one</td>" in text
+    assert "<td>processor 1</td><td>processor 2</td>" in text
     assert unexplained_figures(text) == []
+
+
+@pytest.mark.parametrize(
+    ("reference", "peer", "onnx", "conclusion"),
+    [
+        (1.3, 1.3, "a", "The machine was slower"),
+        (1.3, 1.0, "b", "The machine was slower"),
+        (1.0, 1.28, "a", "Other work held the processors"),
+        (1.0, 1.28, "b", "The machine does not explain it"),
+        (1.0, 1.0, "a", "The machine does not explain it"),
+        (1.04, 1.05, "a", "The machine does not explain it"),
+    ],
+)
+@pytest.mark.parametrize("rounds", [3, 25])
+def test_the_page_says_whether_the_machine_or_the_build_is_slower(
+    reference: float, peer: float, onnx: str, conclusion: str, rounds: int
+) -> None:
+    before = make_compared("1", 1.0, rounds=rounds, provenance=Provenance(onnx="sha256:" + "a" * 64, opset=18))
+    provenance = Provenance(onnx="sha256:" + onnx * 64, opset=18)
+    now = make_compared("2", 1.3, reference=reference, peer=peer, rounds=rounds, provenance=provenance)
+    text = write_page(make_data(now, "production", before, (before,), {}, ()))
+    sentence = re.findall(r'<p class="verdict undecided">(native takes.*?)</p>', text)
+    assert sentence == [
+        f"native takes 1.30 times as long as in 1. {conclusion}: the reference kernel, which is the same for every "
+        f"release, took {reference:.2f} times as long, and onnxruntime with "
+        f"{'the same model' if onnx == 'a' else 'this release&#x27;s model, which is another one'} {peer:.2f} times."
+    ]
+    assert data_of(text)["slowdowns"][0]["bundle"] == pytest.approx(1.3)
+    assert sentence[0] in write_difference(now, before)
+
+
+@pytest.mark.parametrize("bundle", [1.0, 0.8, 1.005])
+def test_a_release_that_is_as_fast_needs_no_explanation(bundle: float) -> None:
+    now, before = make_compared("2", bundle, reference=1.3), make_compared("1", 1.0)
+    assert list(find_slowdowns(now, before)) == []
+
+
+def test_a_release_without_measurements_is_not_slower() -> None:
+    unmeasured = make_release("net", "3", make_target())
+    for now, before in ((unmeasured, make_compared("1", 1.0)), (make_compared("2", 1.3), unmeasured)):
+        assert list(find_slowdowns(now, before)) == []
 
 
 def test_the_page_names_the_layers_that_lost_most(page: str) -> None:

@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tvmflow.bundle import read_manifest, sha256_file
+from tvmflow.comparison import Comparison, Conditions, Pair, Plan
 from tvmflow.figures import Deviation, Latency, Measurement, Measurements, Point
 from tvmflow.release import Blob, Provenance, Release, ReleaseTarget, TargetVerdict
 from tvmflow.target import host
@@ -79,3 +82,24 @@ def make_measurements(p50: float) -> Measurements:
     latency = Latency(mean=p50, std=0.0, p50=p50, p90=p50 * 1.25, p99=None, min=p50, throughput=1e3 / p50)
     bundle = Measurement(latency_ms=latency, total_seconds=1.0, load_seconds=0.25, peak_memory=123_456, size=8)
     return Measurements(runs=64, threads=1, points=(Point(sizes={}, runners={"tvm": bundle}, ratio={}, noise=0.0),))
+
+
+def make_compared(
+    version: str,
+    bundle: float,
+    *,
+    reference: float = 1.0,
+    peer: float = 1.0,
+    rounds: int = 3,
+    sha256: str = "0" * 64,
+    **fields: Any,
+) -> Release:
+    """A release whose bundle, reference kernel and peer took these times in rounds that differ by up to 2 %."""
+    pairs = tuple(
+        Pair(candidate=bundle * way, baseline=peer * way, ratio=1.0, runs=9, warmup=0, reference=reference * way)
+        for way in np.linspace(0.99, 1.01, rounds)
+    )
+    conditions = Conditions(processor=f"processor {version}", cores=(0, 1), threads=(2, 1), load=(0.0, 0.0))
+    comparison = Comparison(plan=Plan.up_to(rounds), pairs=pairs, conditions=conditions)
+    measurements = make_measurements(1.0).model_copy(update={"comparisons": {"onnxruntime": comparison}})
+    return make_release("net", version, make_target(sha256=sha256, measurements=measurements), **fields)

@@ -51,7 +51,7 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
     The figures of each were measured when it was made, so the machine or its load may differ.
     """
     from tvmflow import settings as machine
-    from tvmflow.report.changes import compare_releases
+    from tvmflow.report.changes import compare_releases, find_slowdowns
     from tvmflow.report.layers import fetch_times, find_slower
     from tvmflow.report.release import write_difference
     from tvmflow.services import open_store_of
@@ -60,14 +60,22 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
         old, new = (store.get_release(name, version) for version in (before, now))
         old_times, new_times = (fetch_times(release.report, store.get_blob) for release in (old, new))
     slower = {target: find_slower(times, old_times.get(target, {})) for target, times in new_times.items()}
-    changes = list(compare_releases(new, old))
+    changes, slowdowns = list(compare_releases(new, old)), list(find_slowdowns(new, old))
     if html is not None:
         with naming_output(html):
             html.write_text(write_difference(new, old, slower))
     if as_json:
         rows = [change.model_dump(mode="json") for change in changes]
         by_target = {target: [row.model_dump(mode="json") for row in layers] for target, layers in slower.items()}
-        click.echo(json.dumps({"name": name, "before": before, "now": now, "changes": rows, "slower": by_target}))
+        document = {
+            "name": name,
+            "before": before,
+            "now": now,
+            "changes": rows,
+            "slowdowns": [slowdown.model_dump(mode="json") for slowdown in slowdowns],
+            "slower": by_target,
+        }
+        click.echo(json.dumps(document))
         return
     from rich import box
     from rich.console import Console
@@ -85,6 +93,8 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
             if row.difference > 0:
                 table.add_row(target, f"layer {row.name}, ms", f"{row.before:.4g}", f"{row.ms:.4g}", "")
     Console(width=None if sys.stdout.isatty() else 140).print(table)
+    for slowdown in slowdowns:
+        click.echo(str(slowdown))
 
 
 def _cell(value: float | str | None) -> str:

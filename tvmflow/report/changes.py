@@ -1,15 +1,18 @@
 """Changes: what differs between two releases, by their documents."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from tvmflow.comparison import Comparison
+from tvmflow.comparison import Comparison, Pair
 from tvmflow.release import Release, ReleaseTarget
 from tvmflow.workspace import Record
 
 Value = float | int | str | None
 REFERENCE = "reference kernel, us"
 """The name of the figure that is the same for every model: it shows whether the machine itself was slower."""
+# Times are longer than others where chance makes them so with at most this probability: 1 in 20 for three beside three.
+_CHANCE = 0.0501
 
 
 class Change(Record):
@@ -23,6 +26,91 @@ class Change(Record):
     now: Value
     before: Value
     ratio: float | None
+
+
+class Slowdown(Record):
+    """A target that is slower than in the release `before`, and how the machine has changed meanwhile.
+
+    `bundle`, `reference` and `peers` are the median times of the bundle, of the reference kernel and of the peers by
+    name, over those before. `slower` names those of the latter two whose times are longer than by chance. A peer tells
+    of the machine only where `same_model` says that both releases are of the same ONNX model.
+    """
+
+    target: str
+    before: str
+    same_model: bool
+    bundle: float
+    reference: float
+    peers: dict[str, float]
+    slower: tuple[str, ...]
+
+    @property
+    def share(self) -> float:
+        """The share of the slowdown that the machine explains, on a logarithmic scale; it may be above 1."""
+        ratios = {REFERENCE: self.reference, **(self.peers if self.same_model else {})}
+        explained = max((ratios[name] for name in self.slower if name in ratios), default=1.0)
+        return math.log(explained) / math.log(self.bundle)
+
+    def __str__(self) -> str:
+        model = "the same model" if self.same_model else "this release's model, which is another one"
+        peers = "".join(f", and {name} with {model} {ratio:.2f} times" for name, ratio in self.peers.items())
+        kernel = f"the reference kernel, which is the same for every release, took {self.reference:.2f} times as long"
+        if self.share < 0.5:
+            conclusion = "The machine does not explain it"
+        elif REFERENCE in self.slower:
+            conclusion = "The machine was slower"
+        else:
+            conclusion = "Other work held the processors"
+        return (
+            f"{self.target} takes {self.bundle:.2f} times as long as in {self.before}. {conclusion}: {kernel}{peers}."
+        )
+
+
+def find_slowdowns(now: Release, before: Release) -> Iterator[Slowdown]:
+    """Yield the targets that are slower than before; those that were measured beside the same peers in both releases.
+
+    A target is slower where the bundle's times in the rounds of fresh processes are longer than by chance (a rank test
+    with a probability of 5 %).
+    """
+    old_targets = {item.target: item for item in before.targets}
+    for target in now.targets:
+        pairs = _pairs(target)
+        old_pairs = _pairs(old_targets[target.target]) if target.target in old_targets else {}
+        peers = [name for name in pairs if name in old_pairs]
+        if not peers:
+            continue
+        first = peers[0]
+        times = {
+            "": [[pair.candidate for pair in each[first]] for each in (pairs, old_pairs)],
+            REFERENCE: [[pair.reference for pair in each[first]] for each in (pairs, old_pairs)],
+            **{name: [[pair.baseline for pair in each[name]] for each in (pairs, old_pairs)] for name in peers},
+        }
+        slower = [name for name, (new, old) in times.items() if _is_longer(new, old)]
+        if "" in slower:
+            ratios = {name: median(new) / median(old) for name, (new, old) in times.items()}
+            yield Slowdown(
+                target=target.target,
+                before=before.version,
+                same_model=now.provenance.onnx == before.provenance.onnx,
+                bundle=ratios[""],
+                reference=ratios[REFERENCE],
+                peers={name: ratios[name] for name in peers},
+                slower=tuple(name for name in slower if name),
+            )
+
+
+def _pairs(target: ReleaseTarget) -> dict[str, tuple[Pair, ...]]:
+    """The pairs of a target by peer."""
+    comparisons = {} if target.measurements is None else target.measurements.comparisons
+    return {str(name): comparison.pairs for name, comparison in comparisons.items()}
+
+
+def _is_longer(times: Sequence[float], before: Sequence[float]) -> bool:
+    """Whether times are longer than those before, by the rank test of Mann and Whitney and by their medians."""
+    from scipy.stats import mannwhitneyu
+
+    chance = float(mannwhitneyu(times, before, alternative="greater").pvalue)
+    return chance <= _CHANCE and median(times) > median(before)
 
 
 def figures(target: ReleaseTarget) -> dict[str, float | None]:

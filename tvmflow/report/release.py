@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tvmflow.release import Release
 from tvmflow.report import charts, page
-from tvmflow.report.changes import Change, compare_releases
+from tvmflow.report.changes import Change, Slowdown, compare_releases, find_slowdowns
 from tvmflow.report.drift import Drift, Step, find_drifts, find_steps
 from tvmflow.report.insight import Drawing, FunctionTime, Insight, SampleInsight
 from tvmflow.report.layers import LayerRow, SlowerLayer, find_slower, layer_rows, show_layers, show_losses, times_of
@@ -42,7 +42,8 @@ class PageData(Record):
     `production` is the version that `channel` holds, None where it holds nothing; `changes` are those since then.
     `checks` are those of the channel's gates on figures. `history` ends with the release itself. `insights` and the
     rows of `functions` and `layers` are by target. `slower` are layers by the change of their time since `production`.
-    `drifts` and `steps` are those of the figures in the history.
+    `slowdowns` are the targets that are slower than in `production`. `drifts` and `steps` are those of the figures in
+    the history.
     """
 
     release: Release
@@ -55,6 +56,7 @@ class PageData(Record):
     functions: dict[str, tuple[FunctionRow, ...]]
     layers: dict[str, tuple[LayerRow, ...]]
     slower: dict[str, tuple[SlowerLayer, ...]]
+    slowdowns: tuple[Slowdown, ...]
     drifts: tuple[Drift, ...]
     steps: tuple[Step, ...]
 
@@ -87,6 +89,7 @@ def make_data(
         functions={name: _function_rows(insight.functions) for name, insight in insights.items()},
         layers={name: layer_rows(insight) for name, insight in insights.items()},
         slower={name: find_slower(now.get(name, {}), before.get(name, {})) for name, insight in insights.items()},
+        slowdowns=() if production is None else tuple(find_slowdowns(release, production)),
         drifts=tuple(find_drifts((*history, release))),
         steps=tuple(find_steps((*history, release))),
     )
@@ -94,10 +97,10 @@ def make_data(
 
 def write_difference(now: Release, before: Release, slower: Mapping[str, Sequence[SlowerLayer]] | None = None) -> str:
     """Return a page with what differs between two releases; `slower` are their layers by target, None without any."""
-    changes = tuple(compare_releases(now, before))
+    changes, slowdowns = tuple(compare_releases(now, before)), tuple(find_slowdowns(now, before))
     versions = f"{now.name} {before.version}", f"{now.name} {now.version}"
     sections = {
-        "Figures": list(figures_beside(changes, *versions)),
+        "Figures": [*map(_show_slowdown, slowdowns), *figures_beside(changes, *versions)],
         "What differs": list(facts_that_differ(changes, *versions)),
     }
     layers = slower or {}
@@ -106,6 +109,7 @@ def write_difference(now: Release, before: Release, slower: Mapping[str, Sequenc
         sections["Where the time goes"] = losses
     data = {
         "changes": [change.model_dump(mode="json") for change in changes],
+        "slowdowns": [slowdown.model_dump(mode="json") for slowdown in slowdowns],
         "slower": {target: [row.model_dump() for row in rows] for target, rows in layers.items()},
     }
     return page.write(" and ".join(versions), sections, data)
@@ -178,6 +182,7 @@ def _against(data: PageData) -> Iterator[Markup]:
     if data.production is None:
         yield page.paragraph(f"{data.channel} holds nothing: there is no release to compare with.")
     else:
+        yield from map(_show_slowdown, data.slowdowns)
         yield from figures_beside(data.changes, data.production, "this release")
     latencies: dict[str, list[tuple[float, float]]] = {}
     for row in data.history:
@@ -189,6 +194,10 @@ def _against(data: PageData) -> Iterator[Markup]:
     if data.steps or data.drifts:
         yield page.paragraph("Over the last releases:")
         yield page.items(str(change) for change in (*data.steps, *data.drifts))
+
+
+def _show_slowdown(slowdown: Slowdown) -> Markup:
+    return page.paragraph(str(slowdown), "verdict undecided")
 
 
 def figures_beside(changes: Sequence[Change], before: str, now: str) -> Iterator[Markup]:
