@@ -21,7 +21,7 @@ from tvmflow.report.changes import compare_releases, find_slowdowns
 from tvmflow.report.drift import find_drifts, find_steps
 from tvmflow.report.insight import Drawing, FunctionTime, Insight, Layer, Level, Peaks, SampleInsight
 from tvmflow.report.layers import layer_rows, times_of
-from tvmflow.report.page import read_data
+from tvmflow.report.page import number, read_data, table
 from tvmflow.report.pictures import draw_png, find_charts
 from tvmflow.report.release import make_data, write_difference, write_page
 from tvmflow.spec import Policy
@@ -210,7 +210,7 @@ def test_the_page_names_the_layers_that_lost_most(page: str) -> None:
     assert rows["stage0.block0.conv0"] == 0.05 - 0.0125
     assert rows["stage9.gone"] == -0.5
     (table,) = re.findall(r"<caption>native: the layers that lost most since 2</caption>.*?</table>", page)
-    assert re.search("<td>([^<]*)</td>", table)[1] == next(iter(rows))  # type: ignore[index]
+    assert re.search('<th scope="row">([^<]*)</th>', table)[1] == next(iter(rows))  # type: ignore[index]
     assert list(rows.values()) == sorted(rows.values(), reverse=True)
 
 
@@ -304,6 +304,55 @@ def test_an_input_is_drawn_by_its_shape(shape: tuple[int, ...], kind: str) -> No
 
 def test_token_ids_are_shown_as_numbers() -> None:
     assert draw("ids", np.arange(100, dtype=np.int64)).values.startswith("0, 1, 2, 3")
+
+
+def _contrast(first: str, second: str) -> float:
+    """The contrast of two colours, 1 to 21, as WCAG 2 defines it."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("colour", charts.COLOURS)
+def test_a_colour_is_seen_on_both_pages_and_carries_white_text(colour: str) -> None:
+    # #121212 is a browser's page in the dark theme.
+    assert min(_contrast(colour, "#ffffff"), _contrast(colour, "#121212")) >= 3
+    assert _contrast(colour, "#ffffff") >= 4.5
+
+
+def test_axes_have_round_numbers_and_releases_whole_ones() -> None:
+    chart = charts.points("latency", "release", "p50, ms", {"native": [(57.0, 1.25), (58.0, 30.4)]}, is_count=True)
+    assert re.findall(r'class="tick"[^>]*>([^<]*)<', chart) == ["0", "10", "20", "30", "57", "58"]
+    chart = charts.points("accuracy", "p50, ms", "metric", {"native": [(3.3, 0.99)]})
+    assert re.findall(r'class="tick"[^>]*>([^<]*)<', chart) == ["0", "0.5", "1", "0", "1", "2", "3"]
+
+
+def test_names_of_points_that_are_close_stand_below_each_other() -> None:
+    chart = charts.points("accuracy", "p50, ms", "metric", {name: [(3.0, 1.0)] for name in ("one", "two", "three")})
+    lines = [float(y) for y in re.findall(r'<text x="[^"]*" y="([^"]*)" text-anchor="end">(?:one|two|three)<', chart)]
+    assert [second - first for first, second in itertools.pairwise(lines)] == [13.0, 13.0]
+
+
+def test_a_long_number_is_in_full_and_a_table_names_its_rows_and_columns() -> None:
+    written = table("Sizes", ("what", "note", "bytes"), [("bundle", "-", number(2_412_345.0)), ("more", "x", "-")])
+    assert (
+        '<th scope="row">bundle</th><td>-</td><td class="number"><data value="2412345.0">2,412,345</data></td>'
+        in written
+    )
+    assert '<th scope="col">note</th><th scope="col" class="number">bytes</th>' in written
+    assert [str(number(value)) for value in (None, 0.00012345)] == ["-", '<data value="0.00012345">0.0001234</data>']
+
+
+def test_every_column_has_a_heading_and_everything_that_scrolls_a_name(page: str) -> None:
+    assert re.findall(r"<th[^>]*></th>", page) == []
+    stops = re.findall(r'<(?:div|pre)[^>]*tabindex="0"[^>]*>', page)
+    assert stops
+    assert all('role="region" aria-label="' in stop for stop in stops)
 
 
 def test_every_chart_of_the_page_is_a_picture(page: str) -> None:

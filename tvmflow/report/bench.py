@@ -22,7 +22,7 @@ def write_page(name: str, contest: Mapping[str, Any], sentences: Sequence[str]) 
         for runner, item in contest["figures"].items()
     ]
     which = next(iter(contest["figures"].values()))["percentiles_ms"]
-    headings = ("", *(f"p{each} ms" for each in which), "runs/s", "load ms", "first ms", "memory bytes", "J/run")
+    headings = ("runner", *(f"p{each} ms" for each in which), "runs/s", "load ms", "first ms", "memory bytes", "J/run")
     intervals = {peer: (item["low"], item["ratio"], item["high"]) for peer, item in ratios.items()}
     title = "Our latency over the peer's"
     chart = [page.figure(title, charts.intervals(title, intervals, 1.0))] if intervals else []

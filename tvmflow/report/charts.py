@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-COLOURS = ("#1565c0", "#c62828", "#8d6e63", "#2e7d32", "#6a1b9a", "#ef6c00")
-"""Colours that differ on a light and on a dark page, and in their lightness as well."""
+COLOURS = ("#1565c0", "#c62828", "#8d6e63", "#2e7d32", "#8e4ec6", "#c75000")
+"""Colours that have a contrast of 3 to a light and to a dark page, and of 4.5 to white text on them (WCAG 2, AA)."""
 STYLE = (
     "svg.chart{width:100%;height:auto;min-width:30rem;max-width:48rem;font:12px system-ui,sans-serif;color:#222}"
-    "svg.chart text{fill:currentColor}svg.chart .axis{stroke:currentColor;stroke-opacity:.35;fill:none}"
+    "svg.chart text{fill:currentColor}svg.chart .axis{stroke:currentColor;stroke-opacity:.6;fill:none}"
+    "svg.chart .grid{stroke:currentColor;stroke-opacity:.15}"
     "svg.small{min-width:0}svg.chart .tick{opacity:.7}svg.chart .on{fill:#fff}"
     "@media(prefers-color-scheme:dark){svg.chart{color:#ddd}}"
 )
@@ -17,8 +18,8 @@ STYLE = (
 
 _WIDTH = 640
 _LEFT, _RIGHT, _ROW = 150, 20, 30
-# The height of a row of a graph and of a bar of an icicle.
-_LINE, _STEP = 18, 24
+# The height of a row of a graph, of a bar of an icicle, and of a bar with its name.
+_LINE, _STEP, _BAR = 18, 24, 38
 # The smallest error that a bar shows, and the rows that the text of a chart names.
 _LEAST_ERROR, _DESCRIBED = 1e-9, 10
 
@@ -76,50 +77,71 @@ def intervals(title: str, rows: Mapping[str, tuple[float, float, float]], line: 
     return _picture(title, "; ".join(texts), bottom + 14, parts)
 
 
-def points(title: str, across: str, up: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Return a chart of points from zero: `across` and `up` name the axes, with their units.
+def points(
+    title: str, across: str, up: str, series: Mapping[str, Sequence[tuple[float, float]]], *, is_count: bool = False
+) -> str:
+    """Return a chart of points: `across` and `up` name the axes, with their units.
 
-    A series of several points is joined by a line.
+    A series of several points is joined by a line. Both axes begin at zero; where `is_count`, the one across has whole
+    numbers and only those around the points.
     """
-    height, bottom = 280, 240
-    largest_x = max((x for values in series.values() for x, _ in values), default=1.0) * 1.08 or 1.0
-    largest_y = max((y for values in series.values() for _, y in values), default=1.0) * 1.08 or 1.0
+    height, left, top, bottom, right = 280, 60, 30, 240, _WIDTH - 20
+    xs = [x for values in series.values() for x, _ in values] or [1.0]
+    low_x, high_x = (min(xs) - 0.5, max(xs) + 0.5) if is_count else (0.0, max(xs) * 1.08 or 1.0)
+    high_y = max((y for values in series.values() for _, y in values), default=1.0) * 1.08 or 1.0
 
-    def place(x: float, y: float) -> str:
-        return f"{60 + (_WIDTH - 90) * x / largest_x:.1f} {bottom - (bottom - 30) * y / largest_y:.1f}"
+    def place(x: float, y: float) -> tuple[float, float]:
+        return left + (right - left) * (x - low_x) / (high_x - low_x), bottom - (bottom - top) * y / high_y
 
-    parts = [f'<path class="axis" d="M60 30V{bottom}H{_WIDTH - 30}"/>']
-    parts += [_text(60, 22, f"{up} (to {largest_y:.3g})"), _text(_WIDTH - 30, bottom + 18, across, "end")]
-    parts += [_tick(60, bottom + 18, "0", "middle"), _tick(_WIDTH - 30, bottom - 6, f"{largest_x:.3g}", "end")]
-    texts = []
+    parts = [_text(left, top - 12, up), _text(right, bottom + 36, across, "end")]
+    for value in _ticks(0.0, high_y):
+        _, y = place(low_x, value)
+        parts.append(f'<path class="grid" d="M{left} {y:.1f}H{right}"/>{_tick(left - 6, y + 4, f"{value:g}", "end")}')
+    for value in _ticks(low_x, high_x, 1.0 if is_count else 0.0):
+        x, _ = place(value, 0)
+        parts.append(f'<path class="grid" d="M{x:.1f} {top}V{bottom}"/>{_tick(x, bottom + 18, f"{value:g}", "middle")}')
+    parts.append(f'<path class="axis" d="M{left} {top}V{bottom}H{right}"/>')
+    texts, names = [], []
     for index, (name, values) in enumerate(series.items()):
         colour = COLOURS[index % len(COLOURS)]
+        places = [place(*value) for value in values]
         if len(values) > 1:
-            path = "M" + "L".join(place(*value) for value in values)
+            path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
             parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for value in values:
-            x, y = place(*value).split()
-            parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>')
-        if values:
-            x, y = place(*values[-1]).split()
-            is_right = float(x) > _WIDTH * 0.75
-            beside, anchor = (float(x) - 8, "end") if is_right else (float(x) + 8, "start")
-            parts.append(_text(beside, float(y) - 8, name, anchor))
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in places]
+        if places:
+            names.append((*places[-1], name))
         texts.append(f"{name}: " + ", ".join(f"({x:.4g}, {y:.4g})" for x, y in values))
+    # A name stands beside its last point, or below the names that are there.
+    taken: list[tuple[float, float]] = []
+    for x, y, name in names:
+        line = y - 8
+        while any(abs(line - other_y) < 13 and abs(x - other_x) < 200 for other_x, other_y in taken):
+            line += 13
+        taken.append((x, line))
+        is_right = x > _WIDTH * 0.75
+        parts.append(_text(x - 8 if is_right else x + 8, line, name, "end" if is_right else "start"))
     return _picture(title, f"{across} across, {up} up. " + "; ".join(texts), height, parts)
 
 
+def _ticks(low: float, high: float, least: float = 0.0) -> list[float]:
+    """At most six round numbers from `low` to `high`, which are at least `least` apart."""
+    power = 10.0 ** math.floor(math.log10((high - low) / 5))
+    step = max(least, next(power * factor for factor in (1, 2, 5, 10) if (high - low) / (power * factor) <= 5))
+    return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
 def bars(title: str, rows: Mapping[str, float], form: str = "{:.3g}") -> str:
-    """Return a bar for each figure, drawn from zero; `form` is the format of a figure."""
-    scale = (_WIDTH - _LEFT - _RIGHT - 70) / (max(rows.values(), default=1.0) or 1.0)
+    """Return a bar below the name of each figure, drawn from zero; `form` is the format of a figure."""
+    scale = (_WIDTH - 70) / (max(rows.values(), default=1.0) or 1.0)
     parts = []
     for index, (name, value) in enumerate(rows.items()):
-        top, width = 30 + index * _ROW, value * scale
-        parts.append(f"<g><title>{escape(name)}</title>{_text(_LEFT - 8, top + 15, _shorten(name, 19), 'end')}")
-        parts.append(f'<rect x="{_LEFT}" y="{top}" width="{width:.1f}" height="20" fill="{COLOURS[0]}"/></g>')
-        parts.append(_figure(_LEFT + width + 6, top + 15, value, form.format(value)))
+        top, width = index * _BAR, value * scale
+        parts.append(f"<g><title>{escape(name)}</title>{_text(0, top + 13, _shorten(name, 88))}")
+        parts.append(f'<rect x="0" y="{top + 18}" width="{width:.1f}" height="12" fill="{COLOURS[0]}"/></g>')
+        parts.append(_figure(width + 6, top + 28, value, form.format(value)))
     texts = ", ".join(f"{name} {form.format(value)}" for name, value in rows.items())
-    return _picture(title, texts, 30 + len(rows) * _ROW, parts)
+    return _picture(title, texts, 4 + len(rows) * _BAR, parts)
 
 
 class GraphRow(NamedTuple):
@@ -151,7 +173,8 @@ def graph(title: str, rows: Sequence[GraphRow]) -> str:
     step = min(8.0, 90 / (len(lanes) or 1))
     spine = 16 + step * len(lanes)
     longest = max((row.ms for row in rows), default=1.0) or 1.0
-    parts = [_tick(130, 14, "layer"), _tick(330, 14, "ms"), _tick(530, 14, "error")]
+    left = spine + 14
+    parts = [_tick(left, 14, "layer"), _tick(330, 14, "ms"), _tick(530, 14, "error")]
     for index, row in enumerate(rows):
         y = 32.0 + index * _LINE
         for source in row.reads:
@@ -165,7 +188,7 @@ def graph(title: str, rows: Sequence[GraphRow]) -> str:
                 parts.append(f'<path class="axis" d="{curve}"/>')
         parts.append(f"<g><title>{escape(row.description)}</title>")
         parts.append(f'<circle cx="{spine:.0f}" cy="{y:.0f}" r="4" fill="{COLOURS[0]}"/>')
-        parts.append(_text(130, y + 4, _shorten(row.name, 28)))
+        parts.append(_text(left, y + 4, _shorten(row.name, int((320 - left) / 6.8))))
         width = 120 * row.ms / longest
         parts.append(f'<rect x="330" y="{y - 6:.0f}" width="{width:.1f}" height="12" fill="{COLOURS[0]}"/>')
         parts.append(_figure(334 + width, y + 4, row.ms, f"{row.ms:.3g}"))
@@ -197,9 +220,9 @@ def icicle(title: str, rows: Sequence[tuple[Sequence[str], float]], unit: str) -
             share = sum(value for _, value in group) / total
             width, top = share * _WIDTH, 4 + depth * _STEP
             chosen = index % len(COLOURS) if depth == 0 else colour
-            tone = f'fill="{COLOURS[chosen]}" fill-opacity="{1 if index % 2 == 0 or depth == 0 else 0.8}"'
             parts.append(f"<g><title>{escape(name)}: {share:.1%} {escape(unit)}</title>")
-            parts.append(f'<rect x="{left:.2f}" y="{top}" width="{max(width - 0.5, 0.1):.2f}" height="22" {tone}/>')
+            size = f'width="{max(width - 1, 0.1):.2f}" height="22"'
+            parts.append(f'<rect x="{left:.2f}" y="{top}" {size} fill="{COLOURS[chosen]}"/>')
             short = _shorten(name.removeprefix(f"{outer}."), int(width / 7))
             if width > 24:
                 parts.append(f'<text class="on" x="{left + 4:.1f}" y="{top + 15}">{escape(short)}</text>')
@@ -256,8 +279,8 @@ def roofline(
         radius = max(2.0, 20 * math.sqrt(share))
         parts.append(
             f'<circle cx="{x_of(intensity):.1f}" cy="{y_of(gflops):.1f}" r="{radius:.1f}" fill="{COLOURS[0]}" '
-            f'fill-opacity=".55"><title>{escape(name)}: {gflops:.3g} GFLOP/s at {intensity:.3g} operations per byte'
-            "</title></circle>"
+            f'fill-opacity=".55" stroke="{COLOURS[0]}"><title>{escape(name)}: {gflops:.3g} GFLOP/s at '
+            f"{intensity:.3g} operations per byte</title></circle>"
         )
     slowest = sorted(rows.items(), key=lambda item: -item[1][2])[:_DESCRIBED]
     texts = [f"{name} {gflops:.3g} GFLOP/s at {intensity:.3g}" for name, (intensity, gflops, _) in slowest]

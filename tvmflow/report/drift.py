@@ -8,6 +8,7 @@ import numpy as np
 
 from tvmflow.release import Release
 from tvmflow.report.changes import figures
+from tvmflow.report.numbers import format_number
 from tvmflow.workspace import Record
 
 # The last releases that are looked at together; all of them are the last window. Fewer than six show no trend.
@@ -34,8 +35,9 @@ class Drift(Record):
     def __str__(self) -> str:
         verb = "rises" if self.last > self.first else "falls"
         return (
-            f"{self.target}: {self.figure} {verb} over the last {self.releases} releases, from {self.first:.4g} to "
-            f"{self.last:.4g} (by chance with a probability of {self.chance:.1g})"
+            f"{self.target}: {self.figure} {verb} over the last {self.releases} releases, from "
+            f"{format_number(self.first)} to {format_number(self.last)} "
+            f"(by chance with a probability of {self.chance:.1g})"
         )
 
 
@@ -57,8 +59,8 @@ class Step(Record):
 
     def __str__(self) -> str:
         return (
-            f"{self.target}: {self.figure} stepped from {self.before:.4g} to {self.since:.4g} at release "
-            f"{self.version} of {self.when[:10]} (by chance with a probability of {self.chance:.1g})"
+            f"{self.target}: {self.figure} stepped from {format_number(self.before)} to {format_number(self.since)} at "
+            f"release {self.version} of {self.when[:10]} (by chance with a probability of {self.chance:.1g})"
         )
 
 

@@ -185,7 +185,7 @@ def write_fleet(fleet: Fleet) -> str:
     )
     signatures = page.table(
         "Signed statements on channels",
-        ("channel", "key", "days until it expires", ""),
+        ("channel", "key", "days until it expires", "fault"),
         (
             (
                 item.label,

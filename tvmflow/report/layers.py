@@ -146,7 +146,7 @@ def show_layers(
     yield page.figure(title, charts.graph(title, graph))
     yield from _roofline(target, insight, rows)
     headings = (
-        "",
+        "number",
         "layer",
         "operators",
         "function",

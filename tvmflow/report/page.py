@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from tvmflow.report import charts
+from tvmflow.report.numbers import format_number
 
 _STYLE = (
     ":root{color-scheme:light dark}"
@@ -14,11 +15,18 @@ _STYLE = (
     "color:CanvasText;overflow-wrap:break-word}"
     "h1{font-size:1.5rem;line-height:1.2}h2{font-size:1.2rem;margin-top:2.5rem}"
     "nav ul{display:flex;flex-wrap:wrap;gap:.25rem 1rem;padding:0;list-style:none}"
-    "a{color:LinkText}a:focus-visible,summary:focus-visible,.scroll:focus-visible{outline:3px solid Highlight}"
-    ".scroll{overflow-x:auto;max-width:100%}table{border-collapse:collapse;font-size:.9rem}"
-    "th,td{padding:.3rem .7rem;text-align:right;white-space:nowrap;"
-    "border-bottom:1px solid color-mix(in srgb,CanvasText 20%,Canvas)}"
-    "th:first-child,td:first-child{text-align:left}caption{text-align:left;padding:.3rem 0}"
+    "a{color:LinkText}"
+    "a:focus-visible,summary:focus-visible,.scroll:focus-visible,pre:focus-visible{outline:3px solid Highlight}"
+    # A shadow at an edge beyond which there is more; the first two layers move with the content and hide it at the end.
+    ".scroll{--shade:color-mix(in srgb,CanvasText 45%,Canvas);overflow-x:auto;max-width:100%;background:"
+    "linear-gradient(90deg,Canvas 40%,transparent) 0/2rem 100% no-repeat local,"
+    "linear-gradient(270deg,Canvas 40%,transparent) 100%/2rem 100% no-repeat local,"
+    "linear-gradient(90deg,var(--shade),transparent) 0/.6rem 100% no-repeat,"
+    "linear-gradient(270deg,var(--shade),transparent) 100%/.6rem 100% no-repeat}"
+    "table{border-collapse:collapse;font-size:.9rem}"
+    "th,td{padding:.3rem .7rem;text-align:left;font-weight:normal;white-space:nowrap;"
+    "border-bottom:1px solid color-mix(in srgb,CanvasText 20%,Canvas)}thead th{font-weight:bold}"
+    ".number{text-align:right}caption{text-align:left;padding:.3rem 0}"
     "pre,code{font-size:.85rem}pre{overflow-x:auto;padding:.7rem;"
     "background:color-mix(in srgb,CanvasText 7%,Canvas)}"
     ".verdict{padding:.8rem 1rem;border-left:.5rem solid;font-size:1.1rem}"
@@ -33,11 +41,14 @@ class Markup(str):
     """Text that is HTML already; every other text is escaped."""
 
 
-def number(value: float | None, form: str = "{:.4g}") -> Markup:
-    """Return a figure; the page's data must have its exact value. None is "-"."""
+def number(value: float | None, form: str = "") -> Markup:
+    """Return a figure; the page's data must have its exact value. None is "-".
+
+    `form` is a format with one field; "" shows four significant digits.
+    """
     if value is None:
         return Markup("-")
-    return Markup(f'<data value="{value!r}">{escape(form.format(value))}</data>')
+    return Markup(f'<data value="{value!r}">{escape(form.format(value) if form else format_number(value))}</data>')
 
 
 def text(value: object) -> str:
@@ -51,12 +62,23 @@ def paragraph(content: object, kind: str = "") -> Markup:
 
 
 def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
-    """Return a table that scrolls by itself where the screen is too narrow for it."""
-    head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
-    body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    """Return a table that scrolls by itself where the screen is too narrow for it; the first cell names its row.
+
+    Columns with figures are aligned at the right.
+    """
+    cells = [[text(cell) for cell in row] for row in rows]
+    has_figures = [any(cell.startswith("<data") for cell in column) for column in zip(*cells, strict=True)]
+    kinds = [' class="number"' if numeric else "" for numeric in has_figures or [False] * len(headings)]
+
+    def write_row(row: Sequence[str]) -> str:
+        first, *others = (f"{kind}>{cell}" for kind, cell in zip(kinds, row, strict=True))
+        return f'<tr><th scope="row"{first}</th>{"".join(f"<td{cell}</td>" for cell in others)}</tr>'
+
+    head = "".join(f'<th scope="col"{kind}>{escape(name)}</th>' for kind, name in zip(kinds, headings, strict=True))
     return Markup(
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{''.join(map(write_row, cells))}</tbody></table></div>"
     )
 
 
@@ -72,7 +94,7 @@ def details(summary: str, content: Iterable[Markup]) -> Markup:
 
 def commands(lines: str) -> Markup:
     """Return command lines, which scroll by themselves where the screen is too narrow for them."""
-    return Markup(f'<pre tabindex="0">{escape(lines)}</pre>')
+    return Markup(f'<pre tabindex="0" role="region" aria-label="Commands">{escape(lines)}</pre>')
 
 
 def figure(caption: str, chart: str) -> Markup:

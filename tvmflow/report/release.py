@@ -169,13 +169,13 @@ def _verdict(data: PageData) -> Iterator[Markup]:
         cells = [
             (
                 check.name,
-                "kept" if check.passed else "not kept",
+                "yes" if check.passed else "no",
                 page.number(check.value),
                 page.number(check.bound),
             )
             for check in data.checks
         ]
-        yield page.table(f"Gates of {data.channel} on figures", ("gate", "", "figure", "bound"), cells)
+        yield page.table(f"Gates of {data.channel} on figures", ("gate", "kept", "figure", "bound"), cells)
 
 
 def _against(data: PageData) -> Iterator[Markup]:
@@ -190,7 +190,7 @@ def _against(data: PageData) -> Iterator[Markup]:
             latencies.setdefault(row.target, []).append((float(row.position), row.p50))
     if any(len(points) > 1 for points in latencies.values()):
         title = "Latency of the releases"
-        yield page.figure(title, charts.points(title, "release, the newest at the right", "p50, ms", latencies))
+        yield page.figure(title, charts.points(title, "release", "p50, ms", latencies, is_count=True))
     if data.steps or data.drifts:
         yield page.paragraph("Over the last releases:")
         yield page.items(str(change) for change in (*data.steps, *data.drifts))
@@ -317,7 +317,7 @@ def facts_that_differ(changes: Sequence[Change], before: str, now: str) -> Itera
         if isinstance(change.now, str) and change.now != change.before
     ]
     if rows:
-        yield page.table("What differs", ("target", "", before, now), rows)
+        yield page.table("What differs", ("target", "fact", before, now), rows)
     else:
         yield page.paragraph("Model, tvmflow, machine, tuning and bundles are the same.")
 
