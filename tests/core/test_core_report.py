@@ -353,6 +353,14 @@ def test_every_column_has_a_heading_and_everything_that_scrolls_a_name(page: str
     stops = re.findall(r'<(?:div|pre)[^>]*tabindex="0"[^>]*>', page)
     assert stops
     assert all('role="region" aria-label="' in stop for stop in stops)
+    # The keyboard goes through the page in its order.
+    assert set(re.findall(r'tabindex="([^"]*)"', page)) == {"0"}
+    drawings = re.findall(r"<svg[^>]*>(?:<title>([^<]*)</title>)?", page)
+    pictures = re.findall(r'<img (?:alt="([^"]*)")?', page)
+    assert len(drawings) == page.count("<svg") > 6
+    assert all(drawings)
+    assert pictures
+    assert all(pictures)
 
 
 def test_every_chart_of_the_page_is_a_picture(page: str) -> None:
