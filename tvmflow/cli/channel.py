@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tvmflow.errors import SpecError
+from tvmflow.errors import SpecError, StoreError
 
 if TYPE_CHECKING:
     from tvmflow.spec import Policy
@@ -34,6 +34,9 @@ def show_command(name: str, channel: str | None, as_json: bool) -> None:
 
     with open_store_of(machine.load(), name) as store:
         documents = [channels.read(store, name, channel)] if channel else channels.list_all(store, name)
+        if not documents:
+            names = ", ".join(store.list_names()) or "none"
+            raise StoreError(f"there is no channel of {name!r} in {store.config.uri}; released are: {names}")
     _show(documents, as_json)
 
 
