@@ -16,6 +16,7 @@ import requests
 import yaml
 from prefect.flows import load_flow_from_entrypoint
 
+from flows.automations import DEAD
 from support import scale
 from support.proxies import watching
 from support.servers import free_port, mlflow_server, serving
@@ -116,6 +117,8 @@ def test_deploying_registers_what_a_release_file_needs(house: House, deployed: d
     names = {item["name"] for item in deployed["deployments"]}
     assert names == {"release/house", "promote/house", "retune/house", "reconcile/all", "gc/all"}
     assert deployed["pool"] == {"name": "tvmflow", "created": True}
+    # Without a block of Prefect's there is nothing by which to report a failure.
+    assert deployed["automations"] == [DEAD]
     assert deployed["webhook"] == {"url": house.receiver + PATH, "status": "created"}
     release = requests.get(f"{house.api}/deployments/name/release/house", timeout=30).json()
     assert release["parameters"] == {"file": json.loads(house.machine.settings["TVMFLOW_MODELS"])[0]}

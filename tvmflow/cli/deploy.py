@@ -90,6 +90,8 @@ def deploy_command(
         click.echo(json.dumps(document))
     else:
         _show(deployments, name, created, connected, unmanaged)
+        if settings.notification_block is None:
+            click.echo("nobody is told of runs that fail: the setting notification_block names no block of Prefect's")
 
 
 def _connect(settings: "Settings", receiver: str) -> dict[str, str]:
