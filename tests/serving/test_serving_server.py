@@ -214,6 +214,15 @@ def test_a_body_that_is_too_large_is_refused_and_the_server_goes_on(server: Runn
     assert server.client.get("/v2/health/ready").status_code == 200
 
 
+def test_a_body_that_is_announced_too_large_is_refused_before_it_is_sent(server: Running) -> None:
+    place = urlsplit(server.address)
+    head = b"POST /v2/models/small/infer HTTP/1.1\r\nHost: here\r\nContent-Length: 1048577\r\n\r\n"
+    with socket.create_connection((place.hostname, place.port), 60) as connection:
+        connection.sendall(head)
+        # The server closes the connection: nothing more is read from it.
+        assert connection.makefile("rb").read().startswith(b"HTTP/1.1 413 ")
+
+
 def test_metrics_count_what_happened(server: Running, inputs: MakeInputs) -> None:
     before = {name: server.metric(name) for name in ("tvmflow_inference_seconds_count", "tvmflow_batch_rows_sum")}
     for _ in range(3):

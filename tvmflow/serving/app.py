@@ -188,9 +188,13 @@ class _Endpoints:
 
     async def _body(self, request: Request, take: Callable[[int], int]) -> bytes:
         chunks, limit = [], self._service.limits.body
+        refusal = HTTPException(413, f"the request is larger than {limit} bytes", {"connection": "close"})
+        # The server has checked that the header is a number; a chunked request lacks it.
+        if int(request.headers.get("content-length", 0)) > limit:
+            raise refusal
         async for chunk in request.stream():
             if take(len(chunk)) > limit:
-                raise HTTPException(413, f"the request is larger than {limit} bytes", {"connection": "close"})
+                raise refusal
             chunks.append(chunk)
         return b"".join(chunks)
 
@@ -218,7 +222,7 @@ class _Endpoints:
         except ValueError:
             seconds = math.nan
         if not seconds > 0:
-            raise HTTPException(400, f"{TIMEOUT_HEADER} is {header!r}, expected a number of milliseconds")
+            raise HTTPException(400, f"{TIMEOUT_HEADER} is {header!r}, expected a positive number of milliseconds")
         return min(limit, seconds)
 
     def _served_model(self, request: Request) -> ServedModel:
