@@ -5,7 +5,7 @@ An audio network may need more than one frame, an image network a multiple of it
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import combinations, product
 
 from tvmflow.spec import Dimension, Input
 
@@ -25,8 +25,9 @@ def find_dimensions(
     """Return the ranges of the dimensions that `stated` lacks; None where the model runs at no size that is tried.
 
     `runs` says whether the model runs at these sizes of all symbolic dimensions. A range begins with the smallest size
-    at which the model runs while the other dimensions stay; the size of the first run that succeeded is the one to
-    measure. The search ends after 300 runs or 60 seconds.
+    at which the model runs while the other dimensions stay; dimensions that must be equal, as those of one batch in two
+    inputs, shrink together. The size to measure is that of the first run that succeeded, or the smallest one of those
+    that shrank together. The search ends after 300 runs or 60 seconds.
     """
     symbols = {size for item in inputs for size in item.shape if isinstance(size, str)}
     names = sorted(symbols - stated.keys())
@@ -41,10 +42,24 @@ def find_dimensions(
         if count >= _MOST_TRIES or time.monotonic() > end:
             return None
         if runs(fixed | sizes):
-            return {
-                name: Dimension(min=_smallest(name, fixed | sizes, runs, end), measure=(sizes[name],)) for name in names
-            }
+            least = {name: _smallest((name,), fixed | sizes, runs, end) for name in names}
+            together = _smallest_together(sizes, least, lambda tried: runs(fixed | tried), end)
+            sizes, least = sizes | together, least | together
+            return {name: Dimension(min=least[name], measure=(sizes[name],)) for name in names}
     return None
+
+
+def _smallest_together(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Sizes:
+    """Return smaller sizes of those dimensions that cannot shrink alone but in pairs or larger groups of one size."""
+    smaller: Sizes = {}
+    held = [name for name, size in sizes.items() if least[name] == size > 1]
+    for count in range(2, len(held) + 1):
+        for group in combinations(held, count):
+            if smaller.keys().isdisjoint(group) and len({sizes[name] for name in group}) == 1:
+                size = _smallest(group, sizes | smaller, runs, end)
+                if size < sizes[group[0]]:
+                    smaller |= dict.fromkeys(group, size)
+    return smaller
 
 
 def _candidates(others: Sequence[str], batches: Sequence[str]) -> Iterator[Sizes]:
@@ -62,12 +77,12 @@ def _candidates(others: Sequence[str], batches: Sequence[str]) -> Iterator[Sizes
             yield dict(zip(others, sizes, strict=True)) | dict.fromkeys(batches, 1)
 
 
-def _smallest(name: str, sizes: Sizes, runs: Runs, end: float) -> int:
-    """Return the smallest size of one dimension at which the model runs, by bisection."""
-    low, high = 0, sizes[name]
+def _smallest(names: Sequence[str], sizes: Sizes, runs: Runs, end: float) -> int:
+    """Return the smallest common size of dimensions at which the model runs, by bisection."""
+    low, high = 0, sizes[names[0]]
     while high - low > 1 and time.monotonic() < end:
         middle = (low + high) // 2
-        if runs(sizes | {name: middle}):
+        if runs(sizes | dict.fromkeys(names, middle)):
             high = middle
         else:
             low = middle

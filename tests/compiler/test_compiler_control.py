@@ -70,6 +70,25 @@ def test_a_condition_of_the_inputs_is_decided_when_the_model_runs(
     assert len(model.params) == (2 if weights == "apart" else 0)
 
 
+def test_a_window_in_a_branch_does_not_bound_the_sizes_for_the_other(
+    make_text: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    taps = _numbers(_random(8))
+    path = make_text(f"""
+model (bool flag, float[1, 1, t] x) => (float[1, 1, u] y)
+<float[1, 1, 8] wide = {taps}, float[1, 1, 3] narrow = {{1, 2, 3}}>
+{{
+  y = If (flag) <
+    then_branch = then_graph () => (float[1, 1, v] first) {{ first = Conv (x, wide) }},
+    else_branch = else_graph () => (float[1, 1, w] second) {{ second = Conv (x, narrow) }}
+  >
+}}
+""")
+    feeds = [{"flag": np.array(flag), "x": _random(1, 1, size)} for flag, size in ((True, 9), (False, 3), (False, 9))]
+    assert_same_as_onnxruntime(path, *feeds)
+    assert import_onnx(path).smallest == {"t": 3}
+
+
 def test_a_dimension_that_a_branch_removes_is_one_when_the_model_runs(
     make_text: Any, assert_same_as_onnxruntime: Any
 ) -> None:

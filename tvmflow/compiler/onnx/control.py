@@ -105,10 +105,10 @@ def convert_if(importer: Importer, node: onnx.NodeProto) -> bool:
         with importer.scope():
             return importer.import_graph(else_graph, [])
 
-    branches = [
-        _outline(importer, f"{name}_then", [], scope, lambda: _tensors(importer, import_then())),
-        _outline(importer, f"{name}_else", [], scope, lambda: _tensors(importer, import_else())),
-    ]
+    with importer.evaluator.one_of_two() as end_half:
+        branches = [_outline(importer, f"{name}_then", [], scope, lambda: _tensors(importer, import_then()))]
+        end_half()
+        branches.append(_outline(importer, f"{name}_else", [], scope, lambda: _tensors(importer, import_else())))
     pairs = list(zip(branches[0].results, branches[1].results, strict=True))
     if any(len(one.dims) != len(other.dims) for one, other in pairs):
         forget()

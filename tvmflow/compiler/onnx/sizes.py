@@ -4,8 +4,9 @@ Exporters write a reshape or an expansion as a chain of operators on the shape o
 With symbols for the free sizes such a chain is a list of expressions, and nothing of it is computed at run time.
 """
 
+import contextlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
@@ -168,7 +169,34 @@ class SizeEvaluator:
         (symbol,) = symbols
         values = range(1, _LARGEST_LEAST)
         self.smallest[symbol.name] = values[bisect_left(values, 1, key=lambda value: _value(size, symbol, value))]
-        self._analyzer.update(symbol, sym.ConstIntBound(self.smallest[symbol.name], LARGEST_SIZE), True)
+        self._bound(symbol, self.smallest[symbol.name])
+
+    @contextlib.contextmanager
+    def one_of_two(self) -> Iterator[Callable[[], None]]:
+        """Require of a size, after the block, only what both halves of the block require; the halves are branches.
+
+        The block calls the function that it gets between the two.
+        """
+        before = dict(self.smallest)
+        halves: list[dict[str, int]] = []
+
+        def end_half() -> None:
+            halves.append(self.smallest)
+            self.smallest = dict(before)
+            for symbol in self._symbols:
+                if halves[-1].get(symbol.name) != before.get(symbol.name):
+                    self._bound(symbol, before.get(symbol.name, 1))
+
+        yield end_half
+        end_half()
+        for symbol in self._symbols:
+            least = min(half.get(symbol.name, 1) for half in halves)
+            if least > self.smallest.get(symbol.name, 1):
+                self.smallest[symbol.name] = least
+                self._bound(symbol, least)
+
+    def _bound(self, symbol: tirx.Var, least: int) -> None:
+        self._analyzer.update(symbol, sym.ConstIntBound(least, LARGEST_SIZE), True)
 
     def _declare(self, symbol: tirx.Var, least: int) -> None:
         self._symbols.append(symbol)
