@@ -223,7 +223,8 @@ class CompiledModel:
         array is gone, later calls use that memory again; it is not given back to the system.
 
         Takes every input, in order or by name. Raises InputError for an input that is missing, unknown, or of the wrong
-        shape or dtype, and for sizes that the model finds not to agree while it runs; ValueError when the model is closed.
+        shape or dtype, and for sizes that contradict each other while the model runs; ValueError when the model is
+        closed.
         """
         arrays: Sequence[Any] = (*args, *map(kwargs.get, self._names[len(args) :])) if kwargs else args
         call = self._find_call(arrays) if len(args) + len(kwargs) == len(self._names) else None
@@ -237,7 +238,8 @@ class CompiledModel:
             result = call.function(*map(operator.call, call.inputs, arrays), *self._params)
         except RuntimeError as error:
             shapes = ", ".join(f"{name} {[*np.shape(array)]}" for name, array in zip(self._names, arrays, strict=True))
-            raise InputError(f"the model does not run with inputs of the shapes {shapes}: {_one_line(error)}") from error
+            reason = _one_line(error)
+            raise InputError(f"the model does not run with inputs of the shapes {shapes}: {reason}") from error
         values = [result] if isinstance(result, self._tensor_type) else result
         return dict(zip(self._output_names, map(self._to_array, values), strict=True))
 
