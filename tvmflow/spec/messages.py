@@ -42,8 +42,6 @@ def _keys_at(location: tuple[int | str, ...]) -> set[str]:
             is_users_name = False
             continue
         fields = {(info.alias or name): info for name, info in model.model_fields.items()}
-        if part not in fields:
-            continue
         annotation = fields[part].annotation
         models = [item for item in _classes_in(annotation) if issubclass(item, BaseModel)]
         if models:
