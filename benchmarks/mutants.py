@@ -74,7 +74,7 @@ SUITES: dict[str, Suite] = {
     "tvmflow/target.py": Suite(
         (
             *("tests/core/test_core_target.py", "tests/core/test_core_target_exact.py"),
-            "tests/bundle/test_bundle_host.py",
+            *("tests/core/test_core_profiles.py", "tests/bundle/test_bundle_host.py"),
         ),
         ("numpy", "tvm"),
     ),

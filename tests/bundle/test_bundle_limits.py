@@ -6,6 +6,7 @@ import os
 import stat
 import tarfile
 from collections.abc import Callable
+from fractions import Fraction
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,9 +231,9 @@ def test_a_bundle_may_unpack_to_as_many_times_its_size_and_no_more(
 ) -> None:
     packed = bundle.stat().st_size
     unpacked = int.from_bytes(bundle.read_bytes()[-4:], "little")
-    for ratio in (-(-unpacked // packed), unpacked // packed - 1):
-        monkeypatch.setattr("tvmflow.bundle.archive._LARGEST_RATIO", ratio)
-        if ratio * packed >= unpacked:
+    for limit in (unpacked, unpacked - 1):
+        monkeypatch.setattr("tvmflow.bundle.archive._LARGEST_RATIO", Fraction(limit, packed))
+        if limit == unpacked:
             missing_weights(bundle)
             extract(bundle, _folder(bundle))
         else:

@@ -16,7 +16,17 @@ from tvmflow.services import Sections
 from tvmflow.stack.record import Secrets, StackRecord
 from tvmflow.store.channels import Channel
 from tvmflow.store.leases import Lease
-from tvmflow.verdict import Choices, ReleaseVerdict, RetrainVerdict, RetuneVerdict, Verdict, finite_json
+from tvmflow.verdict import (
+    Check,
+    Choices,
+    ReleaseVerdict,
+    RetrainVerdict,
+    RetuneVerdict,
+    Verdict,
+    finite_json,
+    samples_of,
+)
+from tvmflow.workspace import Artifact, Workspace
 
 FORMATS = Path(__file__).parents[1] / "store" / "formats"
 OLD = sorted(FORMATS.glob("release-*.json"))
@@ -138,6 +148,22 @@ def test_an_interval_without_an_upper_end_is_null_and_was_infinity() -> None:
     document["checks"][-1]["value"] = float("inf")
     with pytest.raises(StoreError, match=r"^a place is damaged"):
         decode(Verdict, json.dumps(document).encode(), "a place")
+
+
+def test_a_ratio_passes_where_its_whole_interval_is_within_the_bound() -> None:
+    comparison = decode(Verdict, (FORMATS / "verdict-1.json").read_bytes(), "").checks[-1].comparison
+    assert comparison is not None
+    interval = comparison.interval
+    for bound, passes in ((interval.high, True), (interval.low, False), (interval.low / 2, False)):
+        check = Check.of_ratio("ratio", "", comparison, bound)
+        assert (check.passed, check.value, check.interval, check.bound) == (passes, comparison.ratio, interval, bound)
+
+
+def test_the_times_of_a_checks_runs_are_logged_under_its_name(tmp_path: Path) -> None:
+    workspace, samples = Workspace(tmp_path), Artifact(sha256="a" * 64, size=3, name="times.npz")
+    check = Check(name="ratio", message="", passed=True, samples=samples)
+    bare = Check(name="size", message="", passed=True)
+    assert samples_of(workspace, [check, bare]) == {"samples/ratio.npz": workspace.path(samples)}
 
 
 @pytest.mark.parametrize(

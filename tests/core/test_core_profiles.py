@@ -144,6 +144,7 @@ def test_native_uses_the_recognised_profile_or_the_one_of_a_file(
         ("llvm -mcpu=x86-64-v4 -model=zen4", "zen4"),
         ("llvm -mtriple=aarch64-linux-gnu -mcpu=neoverse-v1", "neoverse-v1"),
         ("llvm -mcpu=x86-64-v2 -mattr=+avx2,+avx512f", "x86-64-v4"),
+        ("llvm -mcpu=x86-64-v4 -mattr=+amx-tile", "sapphire-rapids"),
     ],
 )
 def test_a_target_has_the_profile_of_its_model_or_its_processor(target: str, name: str) -> None:

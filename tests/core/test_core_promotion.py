@@ -452,6 +452,14 @@ def test_a_rollback_is_recorded_as_one(services: Services, name: str, release: C
     assert (after.moves[-1].who, after.moves[-1].why) == ("bert", "bad")
 
 
+def _verdict(name: str, version: str, outcome: Any) -> Verdict:
+    """A verdict on a promotion to staging; each outcome is that of a flow run of its own."""
+    return Verdict(
+        name=name, version=version, channel="staging", from_version="2", verdict=outcome, reasons=(), checks=(),
+        policy=Policy(), approval=None, who="ann", why="", flow_run=f"{outcome}-{name}",
+    )  # fmt: skip
+
+
 def test_a_verdict_is_a_run_inside_that_of_its_release(services: Services, name: str, tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
@@ -461,10 +469,7 @@ def test_a_verdict_is_a_run_inside_that_of_its_release(services: Services, name:
     release = make_release(name, "3", mlflow_run_id=parent)
     samples = tmp_path / "kept"
     samples.write_text("times")
-    waiting = Verdict(
-        name=name, version="3", channel="staging", from_version="2", verdict="waiting", reasons=(), checks=(),
-        policy=Policy(), approval=None, who="ann", why="", flow_run=f"flow-{name}",
-    )  # fmt: skip
+    waiting = _verdict(name, "3", "waiting")
 
     def log(verdict: Verdict) -> str:
         return promotion.log_verdict(services, release, verdict, report="# why", files={"samples/a.npz": samples})
@@ -497,6 +502,24 @@ def test_a_verdict_is_a_run_inside_that_of_its_release(services: Services, name:
     for version in (None, "3"):
         assert promotion.read_verdict(services.registry, name, "staging", version) == (run, passed, None)
     assert promotion.read_verdict(services.registry, name, "staging", "2") is None
+
+
+def test_the_last_verdict_is_read_with_the_statement_beside_it(
+    services: Services, name: str, release: Callable[..., None], tmp_path: Path
+) -> None:
+    public = keygen(tmp_path / "key")
+    services = Services(ReleaseStore(replace(services.store.config, signing_key=tmp_path / "key")), services.registry)
+    release("1")
+    document = services.store.get_release(name, "1")
+    for outcome in ("refused", "passed"):
+        verdict = _verdict(name, "1", outcome)
+        run = promotion.log_verdict(services, document, verdict, report="", files={})
+    last = promotion.read_verdict(services.registry, name, "staging", trusted=[public])
+    assert last == (run, verdict, public_key(public))
+    (tmp_path / promotion.VERDICT).write_text("{")
+    services.registry.log_artifacts(run, {promotion.VERDICT: tmp_path / promotion.VERDICT})
+    with pytest.raises(StoreError, match=run):
+        promotion.read_verdict(services.registry, name, "staging")
 
 
 @pytest.mark.parametrize("error", [KeyError("uid not found"), OSError("no username set")])

@@ -18,6 +18,7 @@ from tvmflow.target import (
     missing_features,
     needed_features,
     presets,
+    processor,
     resolve,
 )
 
@@ -141,16 +142,16 @@ def test_native_of_an_unknown_architecture_is_refused(become: Become) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "text", "arch", "features"),
+    ("machine", "text", "arch", "features", "name"),
     [
-        ("AMD64", "processor: 0\nflags\t\t: fpu avx2\nother: x\nflags: no\n", "x86_64", {"fpu", "avx2"}),
-        ("arm64", "Features : asimd fp\n", "aarch64", {"asimd", "fp"}),
-        ("x86-64", "my flags: none\n", "x86_64", set()),
-        ("riscv64", None, "riscv64", set()),
+        ("AMD64", "model name\t: Zen 4\nflags\t\t: fpu avx2\nflags: no\n", "x86_64", {"fpu", "avx2"}, "Zen 4"),
+        ("arm64", "Features : asimd fp\n", "aarch64", {"asimd", "fp"}, "arm64"),
+        ("x86-64", "my flags: none\nmy model name: none\n", "x86_64", set(), "x86-64"),
+        ("riscv64", None, "riscv64", set(), "riscv64"),
     ],
 )
 def test_this_machine_is_what_the_kernel_says(
-    monkeypatch: pytest.MonkeyPatch, machine: str, text: str | None, arch: str, features: set[str]
+    monkeypatch: pytest.MonkeyPatch, machine: str, text: str | None, arch: str, features: set[str], name: str
 ) -> None:
     def read_text(path: Path) -> str:
         assert path == Path("/proc/cpuinfo")
@@ -162,6 +163,7 @@ def test_this_machine_is_what_the_kernel_says(
     monkeypatch.setattr(Path, "read_text", read_text)
     monkeypatch.setattr("tvmflow.cores.count", lambda: 3)
     assert host.__wrapped__() == Host(arch, frozenset(features), 3)
+    assert processor() == name
 
 
 def test_missing_features_are_sorted_and_those_that_are_here_left_out(become: Become) -> None:

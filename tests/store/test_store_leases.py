@@ -1,6 +1,7 @@
 """Leases: one holder at a time, freed by its end, by its death, or by its silence; who has lost one learns that."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -131,8 +132,17 @@ def test_a_damaged_lease_is_named(local_store: ReleaseStore, content: bytes) -> 
 
 
 @pytest.mark.parametrize("process", ["", "a b c", "a b c d e", "{start} pid:[0] 1 2", "{start} {space} x 2"])
-def test_only_a_process_of_this_machine_can_be_known_to_be_dead(process: str) -> None:
+def test_only_a_process_of_this_machine_is_known_to_live_or_to_have_died(process: str) -> None:
     start = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     space = Path("/proc/self/ns/pid").readlink()
-    assert not leases._is_dead(process.format(start=start, space=space))
-    assert leases._is_dead(f"{start} {space} {2**22 + 1} 1")
+    unknown, dead = process.format(start=start, space=space), f"{start} {space} {2**22 + 1} 1"
+    assert (leases._is_dead(unknown), leases._is_living(unknown)) == (False, False)
+    assert (leases._is_dead(dead), leases._is_living(dead)) == (True, False)
+
+
+def test_a_process_is_told_by_its_birth_from_a_later_one_with_its_id() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
+        own, later = (leases._describe_process(pid).split() for pid in (os.getpid(), child.pid))
+    assert int(own[3]) < int(later[3])
+    assert leases._is_living(" ".join(own))
+    assert leases._is_dead(" ".join([*own[:3], later[3]]))

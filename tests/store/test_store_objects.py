@@ -93,6 +93,7 @@ def test_objects_of_any_backend_are_listed_streamed_and_deleted(objects: ObjectS
     assert [(entry.key, entry.size) for entry in objects.list_objects("a/")] == [
         ("a/1", 1), ("a/2/3", 2), ("a/4", 5 * MIB + 1),
     ]  # fmt: skip
+    assert [entry.key for entry in objects.list_objects("a/2")] == ["a/2/3"]
     assert [entry.key for entry in objects.list_objects("")] == ["a/1", "a/2/3", "a/4", "b"]
     assert all(entry.last_modified.tzinfo is not None for entry in objects.list_objects(""))
     chunks: list[bytes] = []
@@ -129,6 +130,16 @@ def test_a_folder_shows_whole_objects_alone(tmp_path: Path) -> None:
     assert objects.get("a") == b"half whole"
     assert [path.name for path in folder.iterdir()] == ["a"]
     assert not list(tmp_path.rglob(".partial-*"))
+
+
+def test_a_folder_has_no_object_below_another(tmp_path: Path) -> None:
+    objects = open_objects(StoreConfig("releases", folder=tmp_path / "s3" / "releases"))
+    objects.prepare()
+    objects.put("a", b"x", "writing")
+    assert objects.read("a/b") is None
+    assert objects.stream("a/b", pytest.fail) is None
+    objects.delete("a/b", "deleting")
+    assert objects.get("a") == b"x"
 
 
 def test_a_folder_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
