@@ -18,11 +18,13 @@ def write_page(name: str, contest: Mapping[str, Any], sentences: Sequence[str]) 
             page.number(item["first_ms"], "{:.1f}"),
             page.number(item["peak_memory"]),
             page.number(item["joules"], "{:.3g}"),
+            page.number(item["error"], "{:.1e}"),
         )
         for runner, item in contest["figures"].items()
     ]
     which = next(iter(contest["figures"].values()))["percentiles_ms"]
-    headings = ("runner", *(f"p{each} ms" for each in which), "runs/s", "load ms", "first ms", "memory bytes", "J/run")
+    figures = ("runs/s", "load ms", "first ms", "memory bytes", "J/run", "largest error")
+    headings = ("runner", *(f"p{each} ms" for each in which), *figures)
     intervals = {peer: (item["low"], item["ratio"], item["high"]) for peer, item in ratios.items()}
     title = "Our latency over the peer's"
     chart = [page.figure(title, charts.intervals(title, intervals, 1.0))] if intervals else []
