@@ -18,7 +18,7 @@ from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
 from tvmflow.onnx_domains import with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
-from tvmflow.onnx_graph import standard_opset
+from tvmflow.onnx_graph import explain_order, standard_opset
 from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 from tvmflow.operators import define, load_operators
@@ -299,6 +299,9 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
 def _check(model: "onnx.ModelProto") -> None:
     import onnx
 
+    disorder = explain_order(model.graph)
+    if disorder is not None:
+        raise ExportError(f"the ONNX model is not valid ({disorder})")
     try:
         onnx.checker.check_model(with_own_domain(model), full_check=True)
     except Exception as error:  # The errors of the checker, of shape inference and of protobuf share no base class.

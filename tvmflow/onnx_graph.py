@@ -52,6 +52,23 @@ def names_read(node: "onnx.NodeProto") -> set[str]:
     return names
 
 
+def explain_order(graph: "onnx.GraphProto") -> str | None:
+    """Return which node reads a value that no node before it computes; None where there is none."""
+    known = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    known |= {tensor.values.name for tensor in graph.sparse_initializer}
+    writers = {name: node for node in graph.node for name in node.output}
+    for node in graph.node:
+        for name in sorted(names_read(node) - known):
+            reads = f"operator {operator_name(node)}, node {node_name(node)!r}, reads {name!r}"
+            if name not in writers:
+                return f"{reads}, which nothing computes"
+            if writers[name] is node:
+                return f"{reads}, which it computes itself"
+            return f"{reads}, which node {node_name(writers[name])!r} after it computes"
+        known.update(node.output)
+    return None
+
+
 def scope_of(node: "onnx.NodeProto") -> tuple[str, ...]:
     """Return the names of the modules around a node, the outermost first; the node's name where the file has none.
 

@@ -1,5 +1,6 @@
 """Unusual forms of ONNX files that ONNX Runtime takes."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from onnx import helper, numpy_helper
 
 from support.arrays import normal
+from support.models import save_text
 from tvmflow.compiler import import_onnx
+from tvmflow.compiler.importer import survey_onnx
 from tvmflow.errors import ModelImportError
 
 
@@ -82,3 +85,27 @@ def test_blocks_of_data_are_quantised(tmp_path: Path, assert_same_as_onnxruntime
     graph = helper.make_graph(nodes, "blocks", values[:1], values[1:], weights)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "m.onnx")
     assert_same_as_onnxruntime(tmp_path / "m.onnx", {"x": 2 * normal(2, 5)})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        (
+            '["second"] y = Relu (a)  ["first"] a = Neg (x)',
+            "node 'second', reads 'a', which node 'first' after it computes",
+        ),
+        ('["first"] a = Neg (x)  ["lonely"] y = Relu (b)', "node 'lonely', reads 'b', which nothing computes"),
+        ('["round"] y = Add (x, y)', "node 'round', reads 'y', which it computes itself"),
+        (
+            'c = Greater (x, x)  ["branch"] y = If (c) <then_branch = t () => (float u) { u = Relu (a) }, '
+            "else_branch = e () => (float u) { u = Neg (x) }>  a = Neg (x)",
+            "node 'branch', reads 'a', which node 'a' after it computes",
+        ),
+    ],
+)
+def test_a_node_before_what_it_reads_is_named(tmp_path: Path, nodes: str, reason: str) -> None:
+    text = f'<ir_version: 9, opset_import: ["": 18]> g (float x) => (float y) {{ {nodes} }}'
+    path = save_text(tmp_path / "model.onnx", text)
+    for read in (import_onnx, survey_onnx):
+        with pytest.raises(ModelImportError, match=re.escape(reason)):
+            read(path)

@@ -76,7 +76,7 @@ def missing_converter(node: onnx.NodeProto) -> Refusal:
         advice = "save the model from ONNX Runtime at the level ORT_ENABLE_EXTENDED, or use the one it was made of"
         return Refusal(f"{_LAYOUT_DOMAIN}.*", node_name(node), reason, advice)
     if node.domain.startswith("com.microsoft"):
-        advice = "export the model anew, without the optimizer of ONNX Runtime, which writes this operator"
+        advice = "export the model anew, without ONNX Runtime's optimizer or model builder, which write this operator"
     elif node.domain and not node.domain.startswith("ai.onnx"):
         advice = "export the model without it, or give a converter of your own"
     reason = f"cannot be imported by TVM {tvm.__version__}"
