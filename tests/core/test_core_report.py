@@ -239,6 +239,16 @@ def test_the_page_of_a_large_network_is_small_and_readable(page: str) -> None:
     assert page.count("<caption>native: layers</caption>") == 1
 
 
+def test_a_model_without_one_answer_has_no_samples_with_another(page: str) -> None:
+    assert '<data value="1">1</data> of <data value="360">360</data> samples have another answer' in page
+    sample = _sample(7, 3, image=_PNG).model_copy(update={"answer": None, "original_answer": None})
+    insight = _INSIGHT.model_copy(update={"worst": (sample,), "flipped": (), "flips": 0})
+    text = write_page(make_data(_release("1", 1.0), "production", None, (), {"native": insight}, ()))
+    assert "have another answer" not in text
+    assert "samples were compared with the original; this model gives no single answer" in text
+    assert unexplained_figures(text) == []
+
+
 def test_the_layers_of_a_page_are_read_again(page: str) -> None:
     times = times_of(read_data(page))
     assert times["native"]["stage0.block0.conv0"] == 0.05

@@ -227,12 +227,13 @@ def _samples(data: PageData) -> Iterator[Markup]:
     if not data.insights:
         yield page.paragraph("No target was run on the machine that built it.")
     for target, insight in data.insights.items():
-        yield page.paragraph(
-            Markup(
-                f"{page.text(target)}: {page.number(insight.flips, '{:d}')} of "
-                f"{page.number(insight.samples, '{:d}')} samples have another answer than the original."
-            )
-        )
+        count = page.number(insight.samples, "{:d}")
+        if any(sample.answer is not None for sample in (*insight.worst, *insight.flipped)):
+            flips = page.number(insight.flips, "{:d}")
+            sentence = f"{flips} of {count} samples have another answer than the original."
+        else:
+            sentence = f"{count} samples were compared with the original; this model gives no single answer."
+        yield page.paragraph(Markup(f"{page.text(target)}: {sentence}"))
         for title, samples in (("Another answer", insight.flipped), ("Largest differences", insight.worst)):
             if samples:
                 cards = "".join(_card(sample) for sample in samples)
