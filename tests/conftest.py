@@ -32,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the scale before any test file is imported: parameters and decorators depend on it."""
+    # Nothing of what the collection imports becomes garbage.
+    gc.disable()
     if config.option.long and config.option.quick:
         raise pytest.UsageError("--long and --quick exclude each other")
     scale.set_mode("long" if config.option.long else "quick" if config.option.quick else "normal")
@@ -57,6 +59,7 @@ def pytest_collection_finish() -> None:
     """Let garbage collections pass over the imported modules, which took a twentieth of the tests' time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
 

@@ -36,6 +36,7 @@ def test_the_bound_is_that_of_the_longest_share(module: Callable[[str], ModuleTy
     assert splits.bound([], 8) == 1
 
 
+@pytest.mark.long
 def test_a_file_is_judged_without_running_it(command: Command, tmp_path: Path) -> None:
     weight = np.ones((64, 32, 1, 1), "float32")
     model, figures = tmp_path / "convolution.onnx", tmp_path / "figures.json"

@@ -107,6 +107,7 @@ def test_models_of_tables_are_trained_and_written(module: Import, tmp_path: Path
     assert tasks.labels_right(dict(zip(names, values, strict=True)), labels) > 0.9
 
 
+@pytest.mark.long
 def test_networks_are_written_with_their_free_dimensions(module: Import, tmp_path: Path) -> None:
     import onnxruntime
     import torch

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from support.command_server import CommandServer
 from support.databases import Databases
-from support.processes import TVMFLOW, clean_environment
+from support.processes import clean_environment
 from support.releases import make_release
 from tvmflow.errors import StoreError
 from tvmflow.registry import Registry
@@ -71,14 +72,13 @@ def test_every_store_is_collected_once_and_an_alias_keeps_its_release(settings: 
     assert left == {"one": ["3"], "two": ["1", "3"], "three": ["3"]}
 
 
-def test_the_command_counts_and_removes_only_without_dry_run(settings: Settings) -> None:
+def test_the_command_counts_and_removes_only_without_dry_run(settings: Settings, commands: CommandServer) -> None:
     with open_store(settings) as store:
         publish(store, open_registry(settings), "net", 4)
 
         def gc(*options: str) -> subprocess.CompletedProcess[str]:
             environment = clean_environment(TVMFLOW_HOME=str(settings.state), TVMFLOW_RETENTION_RELEASES="2")
-            command = [str(TVMFLOW), "gc", *options]
-            return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+            return commands.run(["gc", *options], environment, settings.home, timeout=120)
 
         assert json.loads(gc("--releases", "--json").stdout) == {"removed": True, "bytes": 0, "kinds": {}}
         planned = json.loads(gc("--releases", "--days", "30", "--dry-run", "--json").stdout)

@@ -108,6 +108,7 @@ def test_a_factory_whose_model_cannot_be_exported(
     assert reason in sentence
 
 
+@pytest.mark.long  # The factory above fails in the same step.
 def test_a_corrupt_onnx_file(machine: Any, tmp_path: Path, make: Any) -> None:
     model = tmp_path / "model.onnx"
     model.write_bytes(model.read_bytes()[:-40])
