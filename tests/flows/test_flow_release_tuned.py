@@ -90,7 +90,7 @@ def _record(
 @pytest.fixture(scope="module")
 def story(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("tuned")
-    model = make.onnx(folder, [helper.make_node("Conv", ["x", "w"], ["y"])], _weights(64), (1, 64, 16, 16))
+    model = make.onnx(folder, [helper.make_node("Conv", ["x", "w"], ["y"])], _weights(64), (1, 64, 18, 18))
     file = make.file(folder, name="tuned", validate={"top1_agreement": None})
     _record(machine.home / "records", model, {}, _unscheduled)
     spoilt = machine.release(file)
@@ -164,7 +164,7 @@ def test_the_choice_is_decided_again_from_the_times_of_all_runs(story: Story, na
 
 @pytest.mark.long
 def test_without_records_nothing_is_compared(machine: Any, make: Any, tmp_path: Path) -> None:
-    make.onnx(tmp_path, [helper.make_node("Conv", ["x", "w"], ["y"])], _weights(32), (1, 64, 16, 16))
+    make.onnx(tmp_path, [helper.make_node("Conv", ["x", "w"], ["y"])], _weights(32), (1, 64, 18, 18))
     result = machine.release(make.file(tmp_path, name="plain", validate={"top1_agreement": None}))
     assert result.code == 0, result.stderr
     assert _target(result)["choice"] is None
@@ -187,7 +187,7 @@ def test_where_the_whole_is_slower_the_decisions_alone_are_compared(story: Story
     """The record is slower than it claims, and it belongs to a function that the decision leads to."""
     machine = story.machine
     nodes = [helper.make_node("Conv", ["x", "w"], ["y"])]
-    model = make.onnx(tmp_path, nodes, _weights(48), (1, 64, 16, 16))
+    model = make.onnx(tmp_path, nodes, _weights(48), (1, 64, 18, 18))
     _record(machine.home / "records", model, {}, _unscheduled, "edge")
     result = machine.release(make.file(tmp_path, name="parted", validate={"top1_agreement": None}))
     assert result.code == 0, result.stderr
