@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support import scale
+
 _INPUTS = [{"name": "x", "shape": ["batch", 4]}]
 _DIMENSIONS = {"batch": {"min": 1, "max": 8, "tune": 2, "measure": [2]}}
 
@@ -164,7 +166,10 @@ def test_a_moved_alias_is_another_model(machine: Any, folder: Path, make: Any) -
     assert second.steps["export"] == "ran"
 
 
-@pytest.mark.parametrize(("weights", "exec_mode"), [("apart", "bytecode"), ("inside", "compiled")])
+@pytest.mark.parametrize(
+    ("weights", "exec_mode"),
+    scale.choose(normal=[("apart", "bytecode")], long=[("apart", "bytecode"), ("inside", "compiled")]),
+)
 def test_a_model_is_released_however_it_is_built(
     machine: Any, folder: Path, make: Any, weights: str, exec_mode: str
 ) -> None:

@@ -1,6 +1,7 @@
 """Releases: there whole or not at all, and never changed."""
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -235,7 +236,7 @@ def test_a_name_or_version_that_is_no_plain_name_is_refused(moto_server: StoreCo
 def test_a_release_that_json_cannot_hold_is_refused(moto_server: StoreConfig) -> None:
     store = ReleaseStore(replace(moto_server, prefix="no-json"))
     with pytest.raises(StoreError, match="release resnet 1 cannot be written as JSON"):
-        store.publish(make_release("resnet", "1", make_target(metric=float("nan"))), [])
+        store.publish(make_release("resnet", "1", make_target(tvm_target={"kind": "llvm", "speed": math.nan})), [])
     assert store.list_names() == []
 
 

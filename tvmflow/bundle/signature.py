@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tvmflow.errors import BundleError, SettingsError
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 TRUSTED_KEYS_VARIABLE = "TVMFLOW_TRUSTED_KEYS"
@@ -25,10 +26,19 @@ def keygen(path: Path) -> Path:
     be written, and when the library `cryptography` is not installed.
     """
     require_library()
-    from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ed25519
 
-    key = ed25519.Ed25519PrivateKey.generate()
+    return write_pair(ed25519.Ed25519PrivateKey.generate(), path)
+
+
+def write_pair(key: "Ed25519PrivateKey | EllipticCurvePrivateKey", path: Path) -> Path:
+    """Write a private key at `path`, readable by its owner only, and its public key beside it, both in PEM.
+
+    Returns the public key's path, which is `path` with `.pub` added. Raises SettingsError when a file exists or cannot
+    be written.
+    """
+    from cryptography.hazmat.primitives import serialization
+
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -109,13 +119,13 @@ def check(manifest: bytes, signature: bytes | None, trusted: Sequence[Path], sou
         raise BundleError(f"bundle {source!r} was changed after it was signed; do not trust it") from error
 
 
-def require_library(name: str = "cryptography") -> None:
-    """Raise SettingsError unless a library of the extra `sign` is installed."""
+def require_library(name: str = "cryptography", extra: str = "sign") -> None:
+    """Raise SettingsError unless a library of an extra of tvmflow is installed."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise SettingsError(
-            f"signatures need the library {name!r}; install it with `pip install tvmflow[sign]`"
+            f"signatures need the library {name!r}; install it with `pip install tvmflow[{extra}]`"
         ) from error
 
 

@@ -34,7 +34,7 @@ def _read_end(value: object) -> object:
 
 
 def write_finite(value: float | None) -> float | None:
-    """Return a number as JSON can hold it: None for one that is not finite."""
+    """Return `value` as JSON can hold it: None for a number that is not finite, as for None."""
     return value if value is not None and math.isfinite(value) else None
 
 

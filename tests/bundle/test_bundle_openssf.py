@@ -1,0 +1,56 @@
+"""Signatures in OpenSSF's format: OpenSSF's own program verifies them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tvmflow.bundle import keygen as own_keygen
+from tvmflow.bundle.openssf import keygen, sign
+from tvmflow.errors import BundleError, SettingsError
+
+
+def _verify(bundle: Path, signature: Path, key: Path) -> "subprocess.CompletedProcess[str]":
+    """Run OpenSSF's `model_signing verify key`."""
+    command = [sys.executable, "-m", "model_signing", "verify", "key", str(bundle)]
+    command += ["--signature", str(signature), "--public_key", str(key)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_openssf_verifies_what_was_signed_and_nothing_else(bundle: Path, tmp_path: Path) -> None:
+    public, other, signature = keygen(tmp_path / "key"), keygen(tmp_path / "other"), tmp_path / "model.sig"
+    before = bundle.read_bytes()
+    sign(bundle, tmp_path / "key", signature)
+    assert bundle.read_bytes() == before
+    assert _verify(bundle, signature, public).returncode == 0
+    assert _verify(bundle, signature, other).returncode != 0
+    bundle.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    assert _verify(bundle, signature, public).returncode != 0
+
+
+@pytest.mark.parametrize("kind", ["absent", "Ed25519", "public", "text"])
+def test_another_key_is_refused(bundle: Path, tmp_path: Path, kind: str) -> None:
+    key = tmp_path / "key"
+    if kind == "Ed25519":
+        own_keygen(key)
+    elif kind == "public":
+        keygen(tmp_path / "pair").rename(key)
+    elif kind == "text":
+        key.write_text("no key")
+    with pytest.raises(SettingsError, match=str(key)):
+        sign(bundle, key, tmp_path / "model.sig")
+    assert not (tmp_path / "model.sig").exists()
+
+
+def test_a_file_that_is_no_bundle_is_refused(tmp_path: Path) -> None:
+    keygen(tmp_path / "key")
+    (tmp_path / "model.tar.gz").write_text("no bundle")
+    with pytest.raises(BundleError, match=r"model\.tar\.gz"):
+        sign(tmp_path / "model.tar.gz", tmp_path / "key", tmp_path / "model.sig")
+
+
+def test_a_signature_that_cannot_be_written_is_one_sentence(bundle: Path, tmp_path: Path) -> None:
+    keygen(tmp_path / "key")
+    with pytest.raises(SettingsError, match="absent"):
+        sign(bundle, tmp_path / "key", tmp_path / "absent" / "model.sig")
