@@ -13,6 +13,7 @@ from support.models import save_model
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.mark.long
 def test_every_function_of_an_onnx_file_is_timed_with_its_rule(command: Command, tmp_path: Path) -> None:
     shape = [1, 8, 64, 64]
     nodes = [

@@ -284,8 +284,12 @@ def _other_cases() -> list[Case]:
 
 @pytest.mark.parametrize(
     "cases",
-    [_attention_cases, _group_query_cases, _few_bits_cases, _other_cases],
-    ids=["attention", "groups", "bits", "others"],
+    [
+        pytest.param(_attention_cases, id="attention"),
+        pytest.param(_group_query_cases, id="groups", marks=pytest.mark.long),
+        pytest.param(_few_bits_cases, id="bits"),
+        pytest.param(_other_cases, id="others"),
+    ],
 )
 def test_operators_of_the_optimizer_equal_onnx_runtime(
     cases: Callable[[], list[Case]], assert_all_same: Callable[..., CompiledModel]

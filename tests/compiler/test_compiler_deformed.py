@@ -12,6 +12,7 @@ from support.arrays import normal
 from tvmflow.compiler import CompiledModel
 
 
+@pytest.mark.long
 def test_deformed_convolutions_equal_onnx_runtime(
     make_model: Callable[..., Path], assert_same_as_onnxruntime: Callable[..., CompiledModel]
 ) -> None:

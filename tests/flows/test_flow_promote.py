@@ -370,6 +370,7 @@ def _damaged(path: Path) -> Iterator[None]:
         path.write_bytes(content)
 
 
+@pytest.mark.long
 def test_a_channel_can_ask_for_bundles_that_are_the_same_when_built_again(shipped: Shipped) -> None:
     done = shipped.promoted("1", "rebuilt")
     (sentence,) = [check["told"] for check in done["checks"] if check["name"] == "rebuild"]

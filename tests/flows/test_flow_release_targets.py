@@ -25,6 +25,7 @@ def test_two_targets_are_one_release(machine: Any, tmp_path: Path, make: Any) ->
     assert len(machine.versions("tiny")) == 1
 
 
+@pytest.mark.long
 def test_a_target_of_the_command_line_replaces_those_of_the_file(machine: Any, tmp_path: Path, make: Any) -> None:
     make.onnx(tmp_path)
     result = machine.release(make.file(tmp_path, name="replaced", targets=_LEVELS), "--target", "native", "--runs", "3")

@@ -105,6 +105,7 @@ def test_a_port_that_moves_while_its_server_runs_is_refused(stack: Any) -> None:
     assert stack.status()[0] == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("released")
 def test_after_down_nothing_runs_and_after_up_everything_is_there_again(stack: Any) -> None:
     run = stack.start_endless_run()

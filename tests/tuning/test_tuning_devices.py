@@ -314,6 +314,7 @@ def command(tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.long
 def test_the_command_line_starts_lists_and_ends_devices(command: Callable[..., Any]) -> None:
     assert command("devices", "list").stderr.startswith("tvmflow: ")
     started = command("devices", "up", "--key", "board", "--json")
