@@ -29,6 +29,16 @@ def test_openssf_verifies_what_was_signed_and_nothing_else(bundle: Path, tmp_pat
     assert _verify(bundle, signature, public).returncode != 0
 
 
+def test_a_link_is_signed_as_the_bundle_to_which_it_leads(bundle: Path, tmp_path: Path) -> None:
+    public, signature = keygen(tmp_path / "key"), tmp_path / "model.sig"
+    link = tmp_path / "link.tar.gz"
+    link.symlink_to(bundle)
+    sign(link, tmp_path / "key", signature)
+    copy = tmp_path / "copy.tar.gz"
+    copy.write_bytes(bundle.read_bytes())
+    assert _verify(copy, signature, public).returncode == 0
+
+
 @pytest.mark.parametrize("kind", ["absent", "Ed25519", "public", "text"])
 def test_another_key_is_refused(bundle: Path, tmp_path: Path, kind: str) -> None:
     key = tmp_path / "key"

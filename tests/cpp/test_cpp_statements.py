@@ -98,6 +98,14 @@ def statement(store: ReleaseStore, tmp_path: Path) -> Path:
     return fetch(store, channel_key(NAME, "production"), tmp_path / "production.json")
 
 
+def move_on(store: ReleaseStore, statement: Path) -> bytes:
+    """Move the channel to release 2, and fetch its document; return the one of before."""
+    old = statement.read_bytes()
+    move_channel(store, NAME, "production", "2")
+    fetch(store, channel_key(NAME, "production"), statement)
+    return old
+
+
 def test_a_bundle_of_the_release_that_a_channel_holds_runs(
     device: Device, bundles: tuple[Path, Path], statement: Path
 ) -> None:
@@ -165,9 +173,7 @@ def test_an_expired_statement_is_refused(
 def test_an_older_statement_than_the_newest_seen_is_refused(
     device: Device, bundles: tuple[Path, Path], statement: Path, store: ReleaseStore
 ) -> None:
-    old = statement.read_bytes()
-    move_channel(store, NAME, "production", "2")
-    fetch(store, channel_key(NAME, "production"), statement)
+    old = move_on(store, statement)
     device.run(bundles[1], statement)
     number = json.loads(statement.read_bytes())["number"]
     statement.write_bytes(old)
@@ -180,9 +186,7 @@ def test_an_older_statement_than_the_newest_seen_is_refused(
 def test_what_was_refused_is_not_remembered(
     device: Device, bundles: tuple[Path, Path], statement: Path, store: ReleaseStore
 ) -> None:
-    old = statement.read_bytes()
-    move_channel(store, NAME, "production", "2")
-    fetch(store, channel_key(NAME, "production"), statement)
+    old = move_on(store, statement)
     assert "is none of" in device.refusal(bundles[0], statement)
     statement.write_bytes(old)
     device.run(bundles[0], statement)

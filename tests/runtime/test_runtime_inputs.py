@@ -1,12 +1,17 @@
 """Inputs that do not fit are one sentence that names the input and what was expected."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from onnx import helper
 
+from support.models import save_model
+from support.steps import compile_by_steps
+from tvmflow import runtime
 from tvmflow.errors import InputError
 from tvmflow.runtime import CompiledModel
 
@@ -139,3 +144,15 @@ def test_memory_of_a_device_is_refused(model: CompiledModel, inputs: MakeInputs)
 
     with pytest.raises(InputError, match=r"^input 'x' is in the memory of a device; copy it to the CPU first$"):
         model(**{**inputs(2), "x": OnDevice()})
+
+
+def test_sizes_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    node = helper.make_node("Concat", ["x", "y"], ["z"], axis=1)
+    path = save_model(tmp_path / "beside.onnx", [node], [("x", ["n", 2]), ("y", ["m", 3])], ["z"])
+    ranges = {name: {"min": 1, "max": 8, "measure": [2]} for name in ("n", "m")}
+    document = {"name": "beside", "model": {"onnx": str(path)}, "dimensions": ranges}
+    arrays = {"x": np.zeros((2, 2), np.float32), "y": np.ones((2, 3), np.float32)}
+    with runtime.load(compile_by_steps(document, tmp_path, tmp_path / "state")) as model:
+        np.testing.assert_array_equal(model(**arrays)["z"], np.hstack([arrays["x"], arrays["y"]]))
+        with pytest.raises(InputError, match=r"does not run with inputs of the shapes x \[2, 2\], y \[3, 3\]"):
+            model(**{**arrays, "y": np.ones((3, 3), np.float32)})

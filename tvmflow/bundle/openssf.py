@@ -26,8 +26,9 @@ def keygen(path: Path) -> Path:
 def sign(bundle: Path, key: Path, signature: Path) -> None:
     """Sign a bundle with the private key in a PEM file, on the curve P-256, P-384 or P-521, and write the signature.
 
-    Raises BundleError for a file that is no bundle, and SettingsError for a key of another kind, a file that cannot be
-    read or written, and where the library `model-signing` is not installed.
+    Of a symbolic link, the file is signed to which it leads. The signature holds for the content under any name. Raises
+    BundleError for a file that is no bundle, and SettingsError for a key of another kind, a file that cannot be read or
+    written, and where the library `model-signing` is not installed.
     """
     require_library("model_signing", extra="openssf")
     from model_signing import signing
@@ -35,12 +36,15 @@ def sign(bundle: Path, key: Path, signature: Path) -> None:
     read_manifest(bundle)
     try:
         config = signing.Config().use_elliptic_key_signer(private_key=key)
-    except (AttributeError, TypeError, ValueError, OSError) as error:
+    except OSError as error:
+        raise SettingsError(f"key {str(key)!r} cannot be read ({error.strerror})") from error
+    except (AttributeError, TypeError, ValueError) as error:
         raise SettingsError(
             f"{str(key)!r} holds no private key on a curve of NIST, in PEM without a password; "
             "`tvmflow keygen --openssf` makes a pair"
         ) from error
     try:
-        config.sign(bundle, signature)
+        # The library signs no symbolic links.
+        config.sign(bundle.resolve(), signature)
     except OSError as error:
         raise SettingsError(f"signature {str(signature)!r} cannot be written ({error.strerror})") from error

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from tvmflow.comparison import write_finite
 from tvmflow.errors import RegistryError
 from tvmflow.registry.connection import Connection, get_or_none, quote
 
@@ -189,10 +190,10 @@ class Runs(Connection):
             files = {place: Path(scratch, str(index)) for index, place in enumerate(tables)}
             for place, rows in tables.items():
                 # MLflow's own `log_table` rounds to ten decimals, and adds the rows to those that are there.
-                document = {
-                    "columns": list(rows[0]),
-                    "data": [[_finite(cell) for cell in row.values()] for row in rows],
-                }
+                cells = [
+                    [write_finite(cell) if isinstance(cell, float) else cell for cell in row.values()] for row in rows
+                ]
+                document = {"columns": list(rows[0]), "data": cells}
                 files[place].write_text(json.dumps(document))
             self.log_artifacts(run_id, files)
         with self._explained(f"store tables of the run {run_id}"):
@@ -225,11 +226,6 @@ class Runs(Connection):
             Metric(key, float(value), now, step, model_id=model_id, run_id=run_id) for key, value, step in points
         ]
         self._client().log_batch(run_id, metrics=metrics)
-
-
-def _finite(cell: object) -> object:
-    """A cell of a table, None for a number that JSON lacks."""
-    return None if isinstance(cell, float) and not math.isfinite(cell) else cell
 
 
 def _query(tags: Mapping[str, str]) -> str:
