@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 
+from support.archives import unpack
 from support.skips import needs
 from tvmflow.bundle import Manifest, extract, keygen, pack, public_key, read_manifest, read_signer, sign
 from tvmflow.errors import BundleError, SettingsError
@@ -185,8 +186,7 @@ def test_a_missing_library_is_reported_before_a_key_is_written(tmp_path: Path, m
 
 @needs("openssl")
 def test_openssl_finds_the_signature_right(signed: Path, public: Path, tmp_path: Path) -> None:
-    with tarfile.open(signed) as archive:
-        archive.extractall(tmp_path / "files", filter="data")
+    unpack(signed, tmp_path / "files")
     text = (tmp_path / "files" / "bundle.sig").read_text().split()[2]
     (tmp_path / "signature").write_bytes(bytes.fromhex(text))
     arguments = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", str(public), "-rawin"]

@@ -1,6 +1,5 @@
 """The C++ runner, built by CMake, and a small model compiled by the real steps for it to run."""
 
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from support import cpp
+from support.archives import unpack
 from support.cpp import Runner
 from support.models import save_model
 from support.steps import compile_by_steps
@@ -102,8 +102,7 @@ def bundle_apart(compile_small: Compile) -> Path:
 def unpacked(bundle: Path, tmp_path: Path) -> Path:
     """The bundle, unpacked into a folder."""
     folder = tmp_path / "unpacked"
-    with tarfile.open(bundle) as archive:
-        archive.extractall(folder, filter="data")
+    unpack(bundle, folder)
     return folder
 
 

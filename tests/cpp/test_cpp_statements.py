@@ -6,7 +6,6 @@ Statements are signed by Python, on releases in a store in a folder.
 import base64
 import json
 import random
-import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from support import scale
+from support.archives import unpack
 from support.channels import move_channel
 from support.cpp import Runner
 from support.mutants import MUTATORS, NASTY, ORIGINAL_FILE, flipped, mutant, places
@@ -234,8 +234,7 @@ def test_what_is_asked_for_in_a_wrong_way_is_refused(
     ):
         assert f"'{address}' names no release" in device.refusal(bundles[0], statement, address)
     assert "there is no such file" in device.refusal(bundles[0], device.folder / "nowhere.json")
-    with tarfile.open(bundles[0]) as archive:
-        archive.extractall(device.folder / "unpacked", filter="data")
+    unpack(bundles[0], device.folder / "unpacked")
     assert "is a folder, and statements name archives" in device.refusal(device.folder / "unpacked", statement)
     trusting_nobody = replace(device, environment={**device.environment, "TVMFLOW_TRUSTED_KEYS": ""})
     assert "name the file of one in TVMFLOW_TRUSTED_KEYS" in trusting_nobody.refusal(bundles[0], statement)
