@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from support.processes import refusal
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 Import = Callable[[str], ModuleType]
 
@@ -37,14 +39,16 @@ def test_a_model_is_measured_beside_its_peers(command: Command, tmp_path: Path) 
 
 def test_a_model_that_does_not_exist_is_one_sentence(command: Command) -> None:
     process = command("speed", "digts")
-    assert process.returncode == 1
-    assert process.stderr == "error: there is no model 'digts'; did you mean 'digits'?\n"
+    sentence = refusal(process)
+    assert "'digts'" in sentence
+    assert "'digits'" in sentence
 
 
 def test_computing_time_of_several_threads_is_refused_in_one_sentence(command: Command) -> None:
     process = command("speed", "digits", "--cpu-time", "--threads", "2")
-    assert process.returncode == 1
-    assert process.stderr == "error: --cpu-time adds up the time of 2 threads; give --threads 1 as well\n"
+    sentence = refusal(process)
+    assert "--cpu-time" in sentence
+    assert "--threads 1" in sentence
 
 
 def test_an_untuned_build_may_miss_a_goal_by_a_tenth(module: Import) -> None:

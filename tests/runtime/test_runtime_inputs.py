@@ -21,7 +21,7 @@ SIGNATURE = r"x float32\[batch, 8\], y float32\[batch, 4\], scale float32\[\]"
 
 
 def test_an_unknown_name_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
-    with pytest.raises(InputError, match=rf"^model 'small' has no input 'z'; it takes {SIGNATURE}$"):
+    with pytest.raises(InputError, match=f"'small'.*'z'.*{SIGNATURE}"):
         model(**inputs(2), z=np.ones(3))
 
 
@@ -33,56 +33,56 @@ def test_the_name_self_is_as_unknown_as_any(model: CompiledModel, inputs: MakeIn
 def test_a_missing_input_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
     arrays = inputs(2)
     del arrays["y"]
-    with pytest.raises(InputError, match=rf"^input 'y' is missing; the model takes {SIGNATURE}$"):
+    with pytest.raises(InputError, match=f"'y'.*missing.*{SIGNATURE}"):
         model(**arrays)
 
 
 def test_an_input_given_twice_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
-    with pytest.raises(InputError, match=r"^input 'x' is given twice, in order and by name$"):
+    with pytest.raises(InputError, match=r"'x'.*twice"):
         model(inputs(2)["x"], **inputs(2))
 
 
 def test_too_many_inputs_are_refused(model: CompiledModel, inputs: MakeInputs) -> None:
-    with pytest.raises(InputError, match=r"^4 inputs are given; the model takes x float32"):
+    with pytest.raises(InputError, match=r"^4 inputs.*x float32"):
         model(*inputs(2).values(), np.ones(3))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int32", "bool", "complex64", "datetime64[s]", "S4", "O"])
 def test_a_wrong_dtype_is_refused(model: CompiledModel, inputs: MakeInputs, dtype: str) -> None:
     arrays = inputs(2)
-    with pytest.raises(InputError, match=r"^input 'x' is \w+(\[s\])?, expected float32; convert it first$"):
+    with pytest.raises(InputError, match=r"'x'.*float32"):
         model(**{**arrays, "x": np.zeros((2, 8), dtype)})
 
 
 @pytest.mark.parametrize("shape", [(8,), (1, 2, 8), ()])
 def test_a_wrong_rank_is_refused(model: CompiledModel, inputs: MakeInputs, shape: tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match=r"^input 'x' has shape \[.*\], expected \[batch, 8\]$"):
+    with pytest.raises(InputError, match=r"'x'.*\[batch, 8\]"):
         model(**{**inputs(2), "x": np.zeros(shape, np.float32)})
 
 
 def test_a_vector_is_no_scalar(model: CompiledModel, inputs: MakeInputs) -> None:
-    with pytest.raises(InputError, match=r"^input 'scale' has shape \[1\], expected \[\]$"):
+    with pytest.raises(InputError, match=r"'scale'.*\[1\].*\[\]"):
         model(**{**inputs(2), "scale": np.ones(1, np.float32)})
 
 
 def test_a_wrong_size_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
-    with pytest.raises(InputError, match=r"^input 'x' has shape \[2, 9\], expected \[batch, 8\]$"):
+    with pytest.raises(InputError, match=r"'x'.*\[2, 9\].*\[batch, 8\]"):
         model(**{**inputs(2), "x": np.zeros((2, 9), np.float32)})
 
 
 @pytest.mark.parametrize("batch", [0, 9, 1000])
 def test_a_symbolic_dimension_out_of_range_is_refused(model: CompiledModel, inputs: MakeInputs, batch: int) -> None:
-    with pytest.raises(InputError, match=f"^input 'x': dimension 'batch' is {batch}, expected 1 to 8$"):
+    with pytest.raises(InputError, match=f"'x'.*'batch' is {batch}, .*1 to 8"):
         model(**inputs(batch))
 
 
 def test_inputs_that_disagree_on_a_dimension_are_refused(model: CompiledModel, inputs: MakeInputs) -> None:
-    with pytest.raises(InputError, match=r"^input 'y': dimension 'batch' is 3, but 2 in another input$"):
+    with pytest.raises(InputError, match=r"'y'.*'batch' is 3.* 2 "):
         model(**{**inputs(2), "y": inputs(3)["y"]})
 
 
 def test_ragged_rows_are_refused(model: CompiledModel, inputs: MakeInputs) -> None:
-    with pytest.raises(InputError, match=r"^input 'x' is not an array"):
+    with pytest.raises(InputError, match=r"'x'.*array"):
         model([[1.0, 2.0], [3.0]], inputs(2)["y"], inputs(2)["scale"])
 
 
@@ -124,14 +124,14 @@ def test_an_array_of_another_library_is_taken_by_dlpack(model: CompiledModel, in
 def test_a_tensor_that_needs_gradients_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
     import torch
 
-    with pytest.raises(InputError, match=r"^input 'x' cannot be read as an array \(.*detach\(\)\)$"):
+    with pytest.raises(InputError, match=r"'x'.*detach\(\)"):
         model(**{**inputs(2), "x": torch.zeros(2, 8, requires_grad=True)})
 
 
 def test_a_tensor_of_another_dtype_is_refused(model: CompiledModel, inputs: MakeInputs) -> None:
     import torch
 
-    with pytest.raises(InputError, match=r"^input 'x' is float64, expected float32; convert it first$"):
+    with pytest.raises(InputError, match=r"'x' is float64.*float32"):
         model(**{**inputs(2), "x": torch.zeros(2, 8, dtype=torch.float64)})
 
 
@@ -142,7 +142,7 @@ def test_memory_of_a_device_is_refused(model: CompiledModel, inputs: MakeInputs)
         def __dlpack_device__(self) -> tuple[int, int]:
             return 2, 0
 
-    with pytest.raises(InputError, match=r"^input 'x' is in the memory of a device; copy it to the CPU first$"):
+    with pytest.raises(InputError, match=r"'x'.*device.*CPU"):
         model(**{**inputs(2), "x": OnDevice()})
 
 
@@ -154,5 +154,5 @@ def test_sizes_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     arrays = {"x": np.zeros((2, 2), np.float32), "y": np.ones((2, 3), np.float32)}
     with runtime.load(compile_by_steps(document, tmp_path, tmp_path / "state")) as model:
         np.testing.assert_array_equal(model(**arrays)["z"], np.hstack([arrays["x"], arrays["y"]]))
-        with pytest.raises(InputError, match=r"does not run with inputs of the shapes x \[2, 2\], y \[3, 3\]"):
+        with pytest.raises(InputError, match=r"x \[2, 2\], y \[3, 3\]"):
             model(**{**arrays, "y": np.ones((3, 3), np.float32)})

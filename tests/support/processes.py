@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,14 @@ SECRETS = {
 def mentioned_secrets(text: str) -> list[str]:
     """Return the names of those SECRETS whose name or value is in a text."""
     return [name for name, value in SECRETS.items() if name in text or value in text]
+
+
+def refusal(process: subprocess.CompletedProcess[str]) -> str:
+    """Return the sentence with which a command refused, after checks that it is one line and the exit code is 1."""
+    assert process.returncode == 1, process.stdout + process.stderr
+    (line,) = process.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
 
 
 def is_foreign(name: str) -> bool:
