@@ -26,10 +26,17 @@ def reachable_modules(module: str) -> frozenset[str]:
 
 @cache
 def code_digest(module: str) -> str:
-    """Return the SHA-256, in hexadecimal, of the source code of all modules that `module` reaches."""
+    """Return the SHA-256, in hexadecimal, of the source code of all modules that `module` reaches.
+
+    The C files in the folders of these modules count too.
+    """
     digest = hashlib.sha256()
-    for name in sorted(reachable_modules(module)):
-        digest.update(name.encode() + b"\0" + _source(name).read_bytes() + b"\0")
+    sources = {name: _source(name) for name in sorted(reachable_modules(module))}
+    for name, source in sources.items():
+        digest.update(name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for folder in sorted({source.parent for source in sources.values()}):
+        for source in sorted(folder.glob("*.c")):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

@@ -1,10 +1,13 @@
 #include "tvmflow/model.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <optional>
+#include <string_view>
 
 #include "bundle.h"
 #include "host.h"
@@ -86,26 +89,37 @@ void CheckInput(const Manifest& manifest, const TensorSpec& spec, const Tensor& 
   }
 }
 
-// Sets the environment variables from which TVM's thread pool takes the number of its worker threads. `threads` is the
-// number that the caller demands, or 0.
-void SetWorkerThreads(int threads, std::optional<int64_t> most) {
-  const char* variable = std::getenv("TVM_NUM_THREADS");
-  int64_t count = std::min<int64_t>(most.value_or(HostCores()), HostCores());
-  if (threads > 0) {
-    count = threads;
-  } else if (variable != nullptr) {
-    count = std::atoi(variable);
-    if (count < 1) {
-      throw Error("the environment variable TVM_NUM_THREADS is '" + std::string(variable) +
-                  "', expected a positive number");
-    }
+// The value of an environment variable, a number of at least `least`; none where it is not set.
+std::optional<int64_t> NumberIn(const char* variable, int64_t least) {
+  const char* text = std::getenv(variable);
+  if (text == nullptr) return std::nullopt;
+  const std::string_view digits(text);
+  int64_t number = -1;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+  if (error != std::errc() || end != digits.data() + digits.size() || number < least) {
+    throw Error("the environment variable " + std::string(variable) + " is '" + text + "', expected a " +
+                (least > 0 ? "positive number" : "number"));
   }
-  setenv("TVM_NUM_THREADS", std::to_string(count).c_str(), 1);
-  // How many times an idle worker looks for work before it sleeps: for a millisecond or two. With TVM's own 300000 a
-  // process on a busy machine takes minutes to end.
-  setenv("TVM_THREAD_POOL_SPIN_COUNT", "4000", 0);
+  return number;
+}
+
+// The number of threads of a call. `threads` is the number that the caller demands, or 0.
+int64_t CountThreads(int threads, std::optional<int64_t> most) {
+  if (threads > 0) return threads;
+  const int64_t cores = std::min<int64_t>(most.value_or(HostCores()), HostCores());
+  return NumberIn("TVM_NUM_THREADS", 1).value_or(cores);
+}
+
+// How many times an idle worker looks for work before it sleeps: for a millisecond or two. With TVM's own 300000 a
+// process on a busy machine takes minutes to end.
+int64_t CountLooks() { return NumberIn("TVM_THREAD_POOL_SPIN_COUNT", 0).value_or(4000); }
+
+// Sets the environment variables of TVM's thread pool, for a library from before they had threads of their own.
+void ReserveWorkers(int64_t threads, int64_t looks) {
+  setenv("TVM_NUM_THREADS", std::to_string(threads).c_str(), 1);
+  setenv("TVM_THREAD_POOL_SPIN_COUNT", std::to_string(looks).c_str(), 1);
   // With one worker TVM would bind the calling thread to the first core.
-  if (count == 1) setenv("TVM_BIND_THREADS", "0", 0);
+  if (threads == 1) setenv("TVM_BIND_THREADS", "0", 0);
 }
 
 // Loads TVM's runtime for CUDA, a separate library that needs NVIDIA's driver.
@@ -117,13 +131,43 @@ void LoadCuda(const std::string& bundle) {
 
 }  // namespace
 
+// The threads of a library, from its start until the last copy of the model is gone.
+class Threads {
+ public:
+  // Starts the threads of `library`; where it has none of its own, TVM's pool gets as many.
+  static std::shared_ptr<Threads> Start(const ffi::Module& library, int64_t threads, int64_t looks) {
+    const auto start = library->GetFunction("tvmflow_start_threads", true);
+    if (!start.has_value()) {
+      ReserveWorkers(threads, looks);
+      return nullptr;
+    }
+    (*start)(threads, looks, reinterpret_cast<int64_t>(&pthread_create), reinterpret_cast<int64_t>(&pthread_join));
+    return std::shared_ptr<Threads>(new Threads(library->GetFunction("tvmflow_stop_threads", true).value()));
+  }
+
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+  ~Threads() {
+    try {
+      stop_();
+    } catch (const std::exception&) {
+      // The function has no error; a destructor may throw none.
+    }
+  }
+
+ private:
+  explicit Threads(ffi::Function stop) : stop_(std::move(stop)) {}
+
+  ffi::Function stop_;
+};
+
 Model Model::Open(const std::string& bundle, int threads, const std::optional<SignedRelease>& release) {
   const OpenBundle files(bundle, release);
   Model model;
   model.manifest_ = files.manifest();
   const Manifest& manifest = model.manifest_;
   CheckHost(manifest);
-  SetWorkerThreads(threads, manifest.max_threads);
+  const int64_t count = CountThreads(threads, manifest.max_threads), looks = CountLooks();
   if (manifest.arch == "cuda") {
     LoadCuda(manifest.name);
     model.device_ = {kDLCUDA, 0};
@@ -132,6 +176,7 @@ Model Model::Open(const std::string& bundle, int threads, const std::optional<Si
   TranslateErrors(sentence, [&] {
     // The library stays mapped when its file is removed with the temporary folder.
     model.library_ = ffi::Module::LoadFromFile(files.PathOf("mod.so").string());
+    if (OnCpu(model.device_)) model.threads_ = Threads::Start(model.library_.value(), count, looks);
     const auto load = model.library_.value()->GetFunction("vm_load_executable");
     if (!load.has_value()) throw Error(sentence + " (it is no executable of Relax)");
     model.machine_ = (*load)().cast<ffi::Module>();

@@ -23,10 +23,9 @@ with runtime.load(sys.argv[1]) as model:
 print(json.dumps([sorted(outputs), sorted({name.partition(".")[0] for name in sys.modules})]))
 """
 THREADS = """
-import os, sys
+import sys
 from tvmflow import runtime
-runtime.load(sys.argv[1])
-print(os.environ["TVM_NUM_THREADS"])
+print(runtime.load(sys.argv[1]).threads)
 """
 
 

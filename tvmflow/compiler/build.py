@@ -34,6 +34,9 @@ from tvmflow.errors import BuildError, OptionError, TargetError
 from tvmflow.runtime.profile import RULE
 from tvmflow.target import Precision, Target, explain_missing_unit
 
+# The worker threads of a library, in C: the linker compiles it and adds it to the library.
+_THREADS = Path(__file__).with_name("threads.c")
+
 
 @dataclass(frozen=True)
 class BuildOptions:
@@ -81,9 +84,9 @@ class CompiledModel:
     that it runs. `schedules` are pairs of a function and the rule that scheduled it. `variants` gives, for each
     function beside `main`, the sizes of symbolic dimensions that it is compiled for. `algorithms` are the algorithms of
     fewer multiplications that the library uses, by name. `threads` is the number of worker threads that the schedules
-    assume. `cross_compiler` is the command that links the library, None for the compiler of this machine. `inspected`
-    are the parts of the build that the Inspection asked for. `fresh_outputs` is true where every call writes all
-    outputs to memory that nothing else uses.
+    assume. `arch` is the architecture of the target. `cross_compiler` is the command that links the library, None for
+    the compiler of this machine. `inspected` are the parts of the build that the Inspection asked for. `fresh_outputs`
+    is true where every call writes all outputs to memory that nothing else uses.
     """
 
     executable: Any
@@ -95,6 +98,7 @@ class CompiledModel:
     variants: dict[str, dict[str, int]]
     algorithms: dict[str, Algorithm]
     threads: int
+    arch: str
     cross_compiler: str | None
     inspected: Inspected
     fresh_outputs: bool
@@ -102,17 +106,19 @@ class CompiledModel:
     def export(self, path: Path) -> None:
         """Link the shared library and write it to `path`. Equal models, targets and options give equal bytes.
 
-        Raises BuildError when the linker is missing or fails, or the file cannot be written.
+        The library of a CPU has worker threads of its own (`threads.c`), which `runtime.CompiledModel` starts. Raises
+        BuildError when the linker is missing or fails, or the file cannot be written.
         """
         words = shlex.split(self.cross_compiler or "")
         compiler, options = (words[0], words[1:]) if words else (None, [])
         triple = cc.get_target_by_dump_machine(compiler)
         link = cc.cross_compiler(compiler, options, get_target_triple=triple) if compiler else None
+        threads = {} if self.arch == "cuda" else {"addons": [str(_THREADS)], "options": ["-O2"]}
         try:
             # The file is replaced as a whole: a process that has loaded the old library would crash on changed bytes.
             with tempfile.TemporaryDirectory(prefix=".tvmflow-", dir=Path(path).parent) as folder:
                 library = Path(folder) / "mod.so"
-                self.executable.export_library(str(library), fcompile=link)
+                self.executable.export_library(str(library), fcompile=link, **threads)
                 library.replace(path)
         except Exception as error:
             raise BuildError(
@@ -241,6 +247,7 @@ def build(
         variants={variant_name(sizes): dict(sizes) for sizes in options.variants},
         algorithms=_algorithms(lowered),
         threads=target.threads,
+        arch=target.arch,
         cross_compiler=target.cross_compiler,
         inspected=inspected,
         fresh_outputs=outputs.are_fresh(lowered),

@@ -6,6 +6,7 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -48,11 +49,13 @@ def load(path_or_uri: Path | str, *, threads: int | None = None, spin: int | Non
     cache.
 
     `threads` is the number of worker threads of a call: by default TVM_NUM_THREADS, else one for each physical core
-    that this process may use, but not more than the bundle's `max_threads`. A thread that calls models gets its pool of
-    workers at its first call, as large as the largest number of any model loaded by then; a model that is loaded later
-    with a larger `threads` gives a RuntimeWarning at its first call and runs on fewer. `spin` is how many times an idle
-    worker looks for work before it sleeps, by default 4000, which is a millisecond or two; 0 spares the processor and
-    costs some microseconds per call. The first call of the process fixes it.
+    that this process may use, but not more than the bundle's `max_threads`. `spin` is how many times an idle worker
+    looks for work before it sleeps: by default TVM_THREAD_POOL_SPIN_COUNT, else 4000, which is a millisecond or two; 0
+    spares the processor and costs some microseconds per call.
+
+    A model has worker threads of its own, from here to `close`. They serve one caller at a time: calls that other
+    threads make meanwhile run on the threads of their callers. A bundle that was built before libraries had threads of
+    their own uses TVM's pool, and a RuntimeWarning says when that is smaller than `threads` or ignores `spin`.
 
     Raises BundleError when the file is damaged or this machine cannot run it, before any of its code runs; StoreError
     when it cannot be fetched; InputError for a number of threads below 1 or a spin below 0.
@@ -73,9 +76,8 @@ def _open(file: Path, threads: int | None, spin: int | None) -> "CompiledModel":
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
         manifest = extract(file, Path(folder))
         manifest.check_host()
-        workers = pools.reserve(threads, manifest.max_threads, spin)
         # The library stays in memory when its file is removed with the folder.
-        return CompiledModel(manifest, Path(folder), workers, warn_of_fewer_threads=threads is not None)
+        return CompiledModel(manifest, Path(folder), threads, spin)
 
 
 def _arrays(path: Path, bundle: str) -> "dict[str, Array]":
@@ -152,22 +154,18 @@ class CompiledModel:
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        folder: Path,
-        threads: int,
-        warn_of_fewer_threads: bool = False,
-        session: Any = None,
+        self, manifest: Manifest, folder: Path, threads: int | None, spin: int | None = None, session: Any = None
     ) -> None:
         """Load the library from the folder that `extract` filled.
 
-        `threads` is the number of worker threads of a call; with `warn_of_fewer_threads` a call warns when it runs on
-        fewer. `session` is TVM's RPC session of another machine, which runs the model then. Raises BundleError when the
-        library cannot be loaded or the machine lacks the GPU that it needs.
+        `threads` and `spin` are those of `load`. `session` is TVM's RPC session of another machine, which runs the
+        model then. Raises BundleError when the library cannot be loaded or the machine lacks the GPU that it needs,
+        InputError for a number of threads below 1 or a spin below 0.
         """
         self.manifest = manifest
-        self.threads = threads
-        self._warns_of_fewer_threads = warn_of_fewer_threads
+        self.threads = pools.choose_count(threads, manifest.max_threads)
+        looks = pools.choose_spin(spin)
+        self._warns_of_fewer_threads = threads is not None
         library.load()
         import tvm_ffi
 
@@ -190,6 +188,11 @@ class CompiledModel:
         except (RuntimeError, ValueError, OSError) as error:
             reason = str(error).strip().splitlines()[-1]
             raise BundleError(f"bundle {manifest.name!r}: its library cannot be loaded ({reason})") from error
+        stop_threads = pools.start(self._library, self.threads, looks) if self._on_cpu else None
+        self._uses_tvms_pool = self._on_cpu and stop_threads is None
+        if self._uses_tvms_pool:
+            pools.reserve(self.threads, spin)
+        self._stop_threads = None if stop_threads is None else weakref.finalize(self, stop_threads)
         self._params = tuple(
             self._to_tensor(array)
             for array in (_arrays(folder / "mod.params", manifest.name).values() if manifest.weights == "apart" else ())
@@ -234,7 +237,7 @@ class CompiledModel:
             checked, sizes = self._check(self._name_inputs(args, kwargs))
             arrays = tuple(checked.values())
             call = self._find_call(arrays) or self._prepare_call(arrays, sizes)
-        if pools.are_mixed and self._on_cpu:
+        if pools.are_mixed and self._uses_tvms_pool:
             pools.use_workers(self.threads)
         try:
             result = call.function(*map(operator.call, call.inputs, arrays), *self._params)
@@ -258,7 +261,7 @@ class CompiledModel:
 
     def _prepare_call(self, arrays: "Sequence[Array]", sizes: Mapping[str, int]) -> _Call:
         """Prepare this thread's call for inputs of these shapes, which have been checked, and cache it."""
-        if self._on_cpu:
+        if self._uses_tvms_pool:
             self._start_pool()
         inputs = tuple(
             self._copier(array) if self._on_cpu and array.nbytes <= _LARGEST_COPY else self._to_tensor
@@ -441,7 +444,7 @@ class CompiledModel:
         Raises InputError for wrong inputs, ValueError when the model is closed.
         """
         arrays, sizes = self._check(inputs)
-        if self._on_cpu:
+        if self._uses_tvms_pool:
             self._start_pool()
         machine, name = self.machine, self._function_for(sizes)
         with library.without_torch():
@@ -487,7 +490,9 @@ class CompiledModel:
         return self._device
 
     def close(self) -> None:
-        """Free the library and its memory; calling the model afterwards raises ValueError."""
+        """End the threads, and free the library and its memory; calling the model afterwards raises ValueError."""
+        if self._stop_threads is not None:
+            self._stop_threads()
         self._local = _PerThread()
         self._library = None
         self._params = ()

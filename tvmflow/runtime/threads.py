@@ -1,14 +1,18 @@
-"""The worker threads of TVM: their number in a call, and how often an idle one looks for work before it sleeps.
+"""The worker threads of models: their number in a call, and how often an idle one looks for work before it sleeps.
 
-TVM gives every thread that calls a model a pool of workers at the thread's first call. TVM_NUM_THREADS then sets the
-size of the pool. A later call can use fewer workers of the pool; the pool cannot grow. The first worker of the process
-reads TVM_THREAD_POOL_SPIN_COUNT, and nothing reads it again.
+A library has threads of its own (`compiler/threads.c`), which `start` starts. A library that was built before libraries
+had threads uses TVM's pool: TVM gives every thread that calls a model a pool of workers at the thread's first call.
+TVM_NUM_THREADS then sets the size of the pool. A later call can use fewer workers of the pool; the pool cannot grow.
+The first worker of the process reads TVM_THREAD_POOL_SPIN_COUNT, and nothing reads it again.
 """
 
+import ctypes
 import os
 import re
 import threading
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 from tvmflow import cores
 from tvmflow.errors import InputError
@@ -22,7 +26,8 @@ SPIN = 4000
 """How many times an idle worker looks for work before it sleeps: for a millisecond or two on a free core.
 
 That bridges the pauses between the functions of a model. Each look gives the core to whoever waits for it, so that with
-TVM's own 300000 a process on a busy machine took minutes to end: a worker does not notice the end before it sleeps.
+TVM's own 300000 a process on a busy machine took minutes to end: a worker of TVM's does not notice the end before it
+sleeps.
 """
 
 
@@ -42,30 +47,83 @@ _counts: set[int] = set()
 _is_started = False
 
 are_mixed = False
-"""Whether models of this process use different numbers of workers: each call has to say its own then."""
+"""Whether models that use TVM's pool use different numbers of workers: each call has to say its own then."""
 
 
-def reserve(requested: int | None, most: int | None, spin: int | None) -> int:
-    """Return the number of workers for a model that is being loaded, and set the environment of later pools.
+def choose_count(requested: int | None, most: int | None) -> int:
+    """Return the number of threads of a model's calls, with the thread of the caller.
 
     The number is `requested`, else the user's TVM_NUM_THREADS, else the number of cores that this process may use, but
-    not above `most`. `spin` is how many times a worker looks for work before it sleeps; None leaves the value that this
-    process has or the user's TVM_THREAD_POOL_SPIN_COUNT, else it is `SPIN`.
-    Warns if the process has workers already and so ignores `spin`. Raises InputError for `requested` below 1, for
-    `spin` below 0, and for a TVM_NUM_THREADS that is no positive integer.
+    not above `most`. Raises InputError for `requested` below 1 and for a TVM_NUM_THREADS that is no positive integer.
     """
-    global _user_count, _own_count, are_mixed
-    for name, value, least in (("threads", requested, 1), ("spin", spin, 0)):
-        if value is not None and value < least:
-            raise InputError(f"{name} is {value}, expected {least} or more")
+    global _user_count
+    _check("threads", requested, 1)
     with _lock:
         variable = os.environ.get(_COUNT)
-        if variable != _own_count:
+        if _own_count is None or variable != _own_count:
             _user_count = variable
-        if _user_count is not None and not re.fullmatch("0*[1-9][0-9]{0,8}", _user_count):
-            raise InputError(f"the environment variable {_COUNT} is {_user_count!r}, expected a positive number")
-        count = requested or int(_user_count or 0) or min(most or host().cores, host().cores)
-        _counts.add(count)
+        return requested or _parse(_COUNT, _user_count, 1) or min(most or host().cores, host().cores)
+
+
+def choose_spin(requested: int | None) -> int:
+    """Return how many times an idle worker looks for work before it sleeps.
+
+    The number is `requested`, else the user's TVM_THREAD_POOL_SPIN_COUNT, else `SPIN`. Raises InputError for
+    `requested` below 0, and for a variable that is no number.
+    """
+    _check("spin", requested, 0)
+    variable = _parse(_SPIN, os.environ.get(_SPIN), 0)
+    return next((number for number in (requested, variable) if number is not None), SPIN)
+
+
+def _check(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise InputError(f"{name} is {value}, expected {least} or more")
+
+
+def _parse(name: str, value: str | None, least: int) -> int | None:
+    """The number in an environment variable; None where it is not set. Raises InputError for anything else."""
+    if value is None:
+        return None
+    if not re.fullmatch("[0-9]{1,9}", value) or int(value) < least:
+        expected = "a positive number" if least else "a number"
+        raise InputError(f"the environment variable {name} is {value!r}, expected {expected}")
+    return int(value)
+
+
+def start(library: Any, threads: int, looks: int) -> "Callable[[], None] | None":
+    """Start the threads of a library and return the function that ends them; None for a library that has none.
+
+    `threads` is the number of threads of a call, with the caller's own. `looks` is how many times an idle one looks for
+    work before it sleeps. Warns when the system gives fewer threads.
+    """
+    if not library.implements_function("tvmflow_start_threads", query_imports=True):
+        return None
+    start_threads = library.get_function("tvmflow_start_threads", query_imports=True)
+    stop_threads: Callable[[], None] = library.get_function("tvmflow_stop_threads", query_imports=True)
+    system = ctypes.CDLL(None)
+    functions = (system.pthread_create, system.pthread_join)
+    addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+    size = start_threads(threads, looks, *addresses)
+    if size < threads:
+        warnings.warn(
+            f"the system gives {size} of {threads} threads: raise its limit (`ulimit -u`) or ask for fewer threads",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    return stop_threads
+
+
+def reserve(size: int, spin: int | None) -> None:
+    """Set the environment of TVM's later pools for a model of `size` workers that is being loaded.
+
+    `spin` is how many times a worker looks for work before it sleeps; None leaves the value that this process has or
+    the user's TVM_THREAD_POOL_SPIN_COUNT, else it is `SPIN`. Warns if the process has workers already and so ignores
+    `spin`.
+    """
+    global _own_count, are_mixed
+    with _lock:
+        _counts.add(size)
         are_mixed = len(_counts) > 1
         _own_count = os.environ[_COUNT] = str(max(_counts))
         if _own_count == "1" or cores.are_restricted():
@@ -80,15 +138,14 @@ def reserve(requested: int | None, most: int | None, spin: int | None) -> int:
                     f"spin={spin} comes too late, this process has workers already: give it with the first model, "
                     f"or set {_SPIN}",
                     RuntimeWarning,
-                    stacklevel=3,
+                    stacklevel=5,
                 )
             else:
                 os.environ[_SPIN] = str(spin)
-    return count
 
 
 def use_workers(count: int) -> int:
-    """Let this thread's calls use `count` workers, or its whole pool if that is smaller; return the number in use."""
+    """Let this thread's calls use `count` workers of TVM's pool, or all if it has fewer; return the number in use."""
     global _is_started
     if _pool.requested != count:
         from tvm_ffi import get_global_func

@@ -6,6 +6,7 @@
 #include <tvm/ffi/function.h>
 
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -17,13 +18,17 @@
 
 namespace tvmflow {
 
+class Threads;
+
 // A compiled model. Only one thread at a time may call it: give each thread a model of its own.
 class Model {
  public:
   // Verifies a bundle, a `.tar.gz` or a folder into which one was unpacked, and loads its library.
   //
   // `threads` is the number of worker threads. For 0 it is TVM_NUM_THREADS, or, where that is not set, the number of
-  // cores but at most the bundle's own bound. TVM fixes the number for the whole process with its first parallel call.
+  // cores but at most the bundle's own bound. A model has threads of its own while it lives; models of one unpacked
+  // folder share theirs, as many as the largest number. For a bundle that was built before libraries had threads, TVM
+  // fixes the number for the whole process with its first parallel call.
   // With a `release`, the bundle must be an archive of it: a key of TVMFLOW_TRUSTED_KEYS has signed the statement, which
   // names the bundle's digest, and for a channel has not expired and is no older than the newest that this machine saw.
   // Throws Error when the bundle is damaged, is not of the release, or this machine cannot run it; nothing of it is
@@ -59,6 +64,8 @@ class Model {
   // `main`, then the function of each variant in the manifest's order.
   std::vector<tvm::ffi::Function> functions_;
   std::vector<Tensor> weights_;
+  // Destroyed first: no thread may run when the library is unloaded.
+  std::shared_ptr<Threads> threads_;
 };
 
 }  // namespace tvmflow
