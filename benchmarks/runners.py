@@ -6,8 +6,10 @@ after a call, and would take time from the runner whose turn it is.
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -165,6 +167,18 @@ class Contest:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Keep `count` processes computing while the body runs, as other programs of a shared machine do."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 # The model that this process loaded last: its run, error, seconds of loading, and precision.

@@ -4,7 +4,8 @@ Every runner has a process of its own and equal threads; they take turns of a fr
 ratio is our latency over the peer's, the median over the rounds (p50) and of the minima; below one we are faster. The
 goal stands beside it: x marks a miss with the whole interval of the ratio, ? one that may be chance. Goals are for
 tuned builds; an untuned one may take a tenth longer. Noise is the range of the medians of our rounds; with
---threads 1 --cpu-time, other work on the machine adds next to none. The error is the largest difference from ONNX
+--threads 1 --cpu-time, other work on the machine adds next to none. With --busy N, N processes compute beside the
+runners, as on a machine that is shared. The error is the largest difference from ONNX
 Runtime's outputs over their largest value. Below the table stands, for each missed goal, the share of the machine's
 peak that it takes: operations per second, by the textbook's algorithms.
 """
@@ -75,7 +76,8 @@ class Row(Record):
 class Document(Record):
     """The document that `--json` writes; latencies are milliseconds.
 
-    `load` is the machine's load average before the run; figures are noisy where it is above zero. `peak` is the
+    `load` is the machine's load average before the run; figures are noisy where it is above zero. `busy` is the number
+    of processes that computed beside the runners. `peak` is the
     machine's peak in fp32 with these threads, in GFLOP/s.
     """
 
@@ -87,6 +89,7 @@ class Document(Record):
     rounds: int
     clock: runners.Clock
     load: float
+    busy: int
     peak: float
     models: dict[str, Row]
 
@@ -117,7 +120,7 @@ def measure(model: Model, arguments: argparse.Namespace, state: Path, show_step:
         clock=runners.clock(arguments.cpu_time, arguments.threads),
     )
     names: list[Runner] = [*(["tvmflow"] if bundle else []), *arguments.peers]  # type: ignore[list-item]
-    with runners.Contest(state, (model.folder,)) as contest:
+    with runners.busy_processes(arguments.busy), runners.Contest(state, (model.folder,)) as contest:
         figures = contest.measure(job, names, arguments.rounds, lambda step: show_step(f"{model.name}: {step}"))
     if bundle is None:
         figures["tvmflow"] = Figures(failure=failure)
@@ -224,6 +227,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cpu-time", action="store_true", help="measure CPU time, not wall time; with --threads 1")
     parser.add_argument("--rounds", type=positive, default=8, help="turns of each runner (8)")
     parser.add_argument("--seconds", type=float, default=0.5, help="of timed runs in a turn, at least three runs (0.5)")
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside the runners (0)")
     parser.add_argument(
         "--peers",
         nargs="*",
@@ -258,13 +262,15 @@ def main() -> int:
         rounds=arguments.rounds,
         clock=clock,
         load=load,
+        busy=arguments.busy,
         peak=peak,
         models=rows,
     )
     Console(width=max(150, Console().width)).print(show(document, arguments.peers), highlight=False)
     print(
         f"{document.cpu}; {document.precision}, batch {document.batch}, threads {document.threads}, {clock} time, "
-        f"{document.trials or 'no'} tuning trials, {document.rounds} rounds, load {load:.1f} before; "
+        f"{document.trials or 'no'} tuning trials, {document.rounds} rounds, load {load:.1f} before, "
+        f"{document.busy or 'no'} busy processes beside; "
         f"peak {document.peak:.0f} GFLOP/s; x: the goal is missed, ?: perhaps"
     )
     for line in (*_misses(document), *_remarks(document)):

@@ -141,7 +141,9 @@ class Threads {
       ReserveWorkers(threads, looks);
       return nullptr;
     }
-    (*start)(threads, looks, reinterpret_cast<int64_t>(&pthread_create), reinterpret_cast<int64_t>(&pthread_join));
+    static uint32_t latest_library = 0;  // shared by the threads of all libraries: the one that ran a loop last
+    (*start)(threads, looks, reinterpret_cast<int64_t>(&pthread_create), reinterpret_cast<int64_t>(&pthread_join),
+             reinterpret_cast<int64_t>(&latest_library));
     return std::shared_ptr<Threads>(new Threads(library->GetFunction("tvmflow_stop_threads", true).value()));
   }
 

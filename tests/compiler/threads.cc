@@ -24,13 +24,16 @@ void require(bool holds, const char* sentence) {
   _exit(1);
 }
 
+uint32_t latest = 0;
+
 int64_t start(int64_t threads, int64_t spin) {
   const Any arguments[] = {{INTEGER, 0, threads},
                            {INTEGER, 0, spin},
                            {INTEGER, 0, reinterpret_cast<int64_t>(&pthread_create)},
-                           {INTEGER, 0, reinterpret_cast<int64_t>(&pthread_join)}};
+                           {INTEGER, 0, reinterpret_cast<int64_t>(&pthread_join)},
+                           {INTEGER, 0, reinterpret_cast<int64_t>(&latest)}};
   Any result{};
-  require(__tvm_ffi_tvmflow_start_threads(nullptr, arguments, 4, &result) == 0, "start failed");
+  require(__tvm_ffi_tvmflow_start_threads(nullptr, arguments, 5, &result) == 0, "start failed");
   return result.value;
 }
 

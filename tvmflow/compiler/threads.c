@@ -65,8 +65,11 @@ static uint32_t is_stopped;
 static uint32_t worker_count;
 static int owner;  // the process that started the workers
 static int64_t looks;
+static uint32_t* latest;  // the library of the process that ran a loop last, by its `self`
 static Join join_thread;
 static unsigned long workers[MOST_THREADS];
+
+static uint32_t self(void) { return (uint32_t)(uintptr_t)&ticket; }
 
 static void relax(void) {
 #if defined(__x86_64__)
@@ -76,17 +79,14 @@ static void relax(void) {
 #endif
 }
 
-// Looks at `word` up to `looks` times, and gives the core to whoever waits for it after each; returns whether the value
-// has become different from `old`, or equal to `awaited` where `old` is NULL.
-static int is_changed(const uint32_t* word, const uint32_t* old, uint32_t awaited) {
-  for (int64_t look = 0; look < looks; ++look) {
-    for (int i = 0; i < PAUSES; ++i) {
-      const uint32_t value = __atomic_load_n(word, __ATOMIC_ACQUIRE);
-      if (old != NULL ? value != *old : value == awaited) return 1;
-      relax();
-    }
-    sched_yield();
+// Gives the core to whoever waits for it, after a few moments in which `word` may become different from `value`; returns
+// whether it has.
+static int is_changed(const uint32_t* word, uint32_t value) {
+  for (int i = 0; i < PAUSES; ++i) {
+    if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != value) return 1;
+    relax();
   }
+  sched_yield();
   return 0;
 }
 
@@ -113,6 +113,14 @@ static int run_task(void) {
   return 1;
 }
 
+// Looks for a loop after number `seen`, as long as no other library of the process runs one; returns whether there is one.
+static int is_called(uint32_t seen) {
+  for (int64_t look = 0; look < looks && __atomic_load_n(latest, __ATOMIC_RELAXED) == self(); ++look) {
+    if (is_changed(&loops, seen)) return 1;
+  }
+  return 0;
+}
+
 static void* work(void* argument) {
   // Signals are for the threads of the program.
   uint64_t all = ~(uint64_t)0;
@@ -121,7 +129,7 @@ static void* work(void* argument) {
   while (!__atomic_load_n(&is_stopped, __ATOMIC_ACQUIRE)) {
     const uint32_t seen = __atomic_load_n(&loops, __ATOMIC_ACQUIRE);
     while (run_task()) continue;
-    if (is_changed(&loops, &seen, 0)) continue;
+    if (is_called(seen)) continue;
     __atomic_add_fetch(&sleepers, 1, __ATOMIC_SEQ_CST);
     sleep_on(&loops, seen);
     __atomic_sub_fetch(&sleepers, 1, __ATOMIC_SEQ_CST);
@@ -130,9 +138,14 @@ static void* work(void* argument) {
 }
 
 static void wait_for(uint32_t tasks) {
-  if (is_changed(&finished, NULL, tasks)) return;
+  uint32_t value;
+  for (int64_t look = 0; look < looks; ++look) {
+    value = __atomic_load_n(&finished, __ATOMIC_ACQUIRE);
+    if (value == tasks) return;
+    is_changed(&finished, value);
+  }
   __atomic_store_n(&caller_sleeps, 1, __ATOMIC_SEQ_CST);
-  for (uint32_t value; (value = __atomic_load_n(&finished, __ATOMIC_SEQ_CST)) != tasks;) sleep_on(&finished, value);
+  while ((value = __atomic_load_n(&finished, __ATOMIC_SEQ_CST)) != tasks) sleep_on(&finished, value);
   __atomic_store_n(&caller_sleeps, 0, __ATOMIC_RELAXED);
 }
 
@@ -153,6 +166,7 @@ static int launch(Body loop, void* its_closure, int tasks) {
       __atomic_exchange_n(&is_busy, 1, __ATOMIC_ACQUIRE)) {
     return run_alone(loop, its_closure, tasks);
   }
+  if (__atomic_load_n(latest, __ATOMIC_RELAXED) != self()) __atomic_store_n(latest, self(), __ATOMIC_RELAXED);
   body = loop;
   closure = its_closure;
   group.num_task = tasks > 0 ? tasks : (int32_t)count + 1;
@@ -180,12 +194,14 @@ static void end_change(void) { __atomic_store_n(&is_changing, 0, __ATOMIC_RELEAS
 // A function of TVM's calling convention with the arguments
 // - threads: the number of threads of a call with the caller's own,
 // - looks: how often an idle thread looks for work before it sleeps,
-// - the addresses of pthread_create and pthread_join.
+// - the addresses of pthread_create and pthread_join,
+// - the address of 32 bits that all libraries of the process share: a thread looks for work no longer when another library
+//   has some, so that models which take turns leave the cores to each other.
 // Every user of the library starts and stops the threads once. The pool grows to the largest number of all users, and
 // has the looks of the first. Returns the number of threads, which is smaller where the system gives no more.
 EXPORT int __tvm_ffi_tvmflow_start_threads(void* self, const Any* arguments, int32_t count, Any* result) {
   (void)self;
-  if (count != 4) return -1;
+  if (count != 5) return -1;
   int64_t threads = arguments[0].value;
   const Create create_thread = (Create)arguments[2].value;
   if (threads > MOST_THREADS) threads = MOST_THREADS;
@@ -198,6 +214,7 @@ EXPORT int __tvm_ffi_tvmflow_start_threads(void* self, const Any* arguments, int
   }
   if (users++ == 0) {
     looks = arguments[1].value;
+    latest = (uint32_t*)arguments[4].value;
     join_thread = (Join)arguments[3].value;
     __TVMBackendParallelLaunch = launch;
   }

@@ -44,6 +44,8 @@ _pool = _Pool()
 _user_count: str | None = None
 _own_count: str | None = None
 _counts: set[int] = set()
+# What the threads of all libraries share: the library that ran a parallel loop last.
+_latest_library = ctypes.c_uint32()
 _is_started = False
 
 are_mixed = False
@@ -104,7 +106,7 @@ def start(library: Any, threads: int, looks: int) -> "Callable[[], None] | None"
     system = ctypes.CDLL(None)
     functions = (system.pthread_create, system.pthread_join)
     addresses = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
-    size = start_threads(threads, looks, *addresses)
+    size = start_threads(threads, looks, *addresses, ctypes.addressof(_latest_library))
     if size < threads:
         warnings.warn(
             f"the system gives {size} of {threads} threads: raise its limit (`ulimit -u`) or ask for fewer threads",

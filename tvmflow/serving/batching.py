@@ -70,7 +70,7 @@ class Batcher:
         self._is_hurried = False
         self._is_closed = False
         self._busy_since: float | None = None
-        # TVM's worker threads belong to the thread that calls a model: one fixed thread, one pool.
+        # A model's workers serve one caller at a time: one thread calls the models.
         self._thread = threading.Thread(target=self._run, name="tvmflow-models", daemon=True)
         self._thread.start()
 
