@@ -54,15 +54,11 @@ class Memory:
 
     def read_rate(self, cores: int) -> float:
         """Return the bytes per cycle that each of `cores` cores reads while all of them read."""
-        return min(self.read, self.shared / self._sharers(cores))
+        return min(self.read, self.shared / cores)
 
     def write_rate(self, cores: int) -> float:
         """Return the bytes per cycle that each of `cores` cores writes while all of them write."""
-        return min(self.write, self.shared / self._sharers(cores))
-
-    def _sharers(self, cores: int) -> int:
-        """How many of `cores` cores share `shared`."""
-        return cores
+        return min(self.write, self.shared / cores)
 
 
 @dataclass(frozen=True)
@@ -84,10 +80,7 @@ class Cache(Memory):
 
     def share(self, cores: int) -> int:
         """Return a core's share in bytes where `cores` cores work."""
-        return self.size // self._sharers(cores)
-
-    def _sharers(self, cores: int) -> int:
-        return min(cores, self.cores)
+        return self.size // min(cores, self.cores)
 
 
 @dataclass(frozen=True)
