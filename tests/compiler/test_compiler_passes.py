@@ -845,3 +845,14 @@ def test_models_stay_what_they_are_without_passes(
     options = BuildOptions(disabled_passes=disabled)
     model = assert_same_as_onnxruntime(path, {"x": normal(2, 8, 6, 7)}, options=options, rtol=1e-3)
     assert not {name for name, _ in model.pass_timings} & set(disabled)
+
+
+def test_a_long_chain_of_activations_is_several_functions(
+    make_model: Any, assert_same_as_onnxruntime: Callable[..., CompiledModel]
+) -> None:
+    # The code of one function of six took a second, that of one of eight minutes.
+    operators = ["Relu", "Sigmoid", "Neg", "Tanh"] * 3
+    nodes = [helper.make_node(operator, [f"t{place}"], [f"t{place + 1}"]) for place, operator in enumerate(operators)]
+    path = make_model(nodes, [("t0", ["n", 7])], [f"t{len(nodes)}"])
+    model = assert_same_as_onnxruntime(path, {"t0": normal(3, 7)})
+    assert all(name.count("sigmoid") + name.count("tanh") <= 2 for name, _ in model.schedules)

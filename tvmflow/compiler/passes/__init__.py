@@ -12,7 +12,7 @@ from tvmflow.compiler.passes import attention, dimensions, folding, patterns, si
 from tvmflow.compiler.passes.bf16 import RoundProducts
 from tvmflow.compiler.passes.blocks import FuseBlocks
 from tvmflow.compiler.passes.fp16 import HalveProducts
-from tvmflow.compiler.passes.fusion import MarkFollowers, SeparateRepeats, SeparateSizes
+from tvmflow.compiler.passes.fusion import MarkFollowers, SeparateActivations, SeparateRepeats, SeparateSizes
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
@@ -81,6 +81,7 @@ def pass_names() -> list[str]:
         "FuseBlocks",
         "StrassenProducts",
         "MarkFollowers",
+        "SeparateActivations",
         "SeparateRepeats",
         "SeparateSizes",
         "LowerAttention",
@@ -148,6 +149,7 @@ def lower_passes(
         MarkFollowers(),
         SeparateSizes(),
         SeparateRepeats(),
+        SeparateActivations(),
         relax.transform.FoldConstant(),
         relax.transform.DeadCodeElimination(),
         relax.transform.FuseOps(),

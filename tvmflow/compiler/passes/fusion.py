@@ -3,13 +3,18 @@
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import relax, tirx
-from tvm.tirx import PrimFunc
+from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.tirx import Let, PrimFunc
 
 from tvmflow.compiler.operators.common import FOLLOWS, static
 
 # TVM's kinds of functions, values of the attribute `op_pattern`.
 _ELEMENT_WISE, _BROADCAST, _INJECTIVE, _KERNEL, _OPAQUE = 0, 1, 2, 4, 8
+
+# The most activations, one in the argument of the next, that one function computes.
+_MOST_NESTED = 2
 
 
 @tvm.transform.module_pass(opt_level=0, name="MarkFollowers")
@@ -61,6 +66,70 @@ class SeparateRepeats:
                     # Operators after a kernel are fused with it, so their results are its results.
                     results.add(binding.var)
         return mod
+
+
+@tvm.transform.module_pass(opt_level=0, name="SeparateActivations")
+class SeparateActivations:
+    """Ends a fused function after two activations in a row, one in the argument of the next.
+
+    An activation such as `vectormath.tanh` binds its argument to a variable. TVM's code generator puts the argument in
+    the place of the variable wherever it simplifies, so that its time multiplies with each activation: two in a row
+    take a tenth of a second, four took minutes.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module with copies, which are not fused with what is before them, of the functions concerned."""
+        has_binding: dict[tvm.ir.GlobalVar, bool] = {}
+        separate: list[relax.Call] = []
+        for _, function in mod.functions_items():
+            if not isinstance(function, relax.Function):
+                continue
+            nested: dict[relax.Var, int] = {}
+            for binding in (binding for block in function.body.blocks for binding in block.bindings):
+                kind = _kind(mod, binding.value)
+                if kind is None or kind > _KERNEL:
+                    continue
+                callee = binding.value.args[0]
+                if callee not in has_binding:
+                    has_binding[callee] = _has_binding(mod[callee])
+                before = max((nested.get(item, 0) for item in binding.value.args[1] if kind != _KERNEL), default=0)
+                nested[binding.var] = before + has_binding[callee]
+                if nested[binding.var] > _MOST_NESTED:
+                    nested[binding.var] = int(has_binding[callee])
+                    separate.append(binding.value)
+        return _Separation(mod, separate).run() if separate else mod
+
+
+def _has_binding(function: PrimFunc) -> bool:
+    return tvm_ffi.structural_walk(function.body, (Let, tvm_ffi.VisitInterrupt)) is not None
+
+
+@mutator
+class _Separation(PyExprMutator):  # type: ignore[misc]
+    """Lets calls run copies of their functions of the kind of a kernel, which begins a fused function."""
+
+    def __init__(self, mod: tvm.IRModule, calls: list[relax.Call]) -> None:
+        super().__init__(mod)
+        self._calls = calls
+        self._copies: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
+
+    def run(self) -> tvm.IRModule:
+        """Return the module with the calls changed."""
+        mod = self.builder_.get()
+        for variable, function in mod.functions_items():
+            if isinstance(function, relax.Function):
+                self.builder_.update_func(variable, self.visit_expr(function))
+        return self.builder_.get()
+
+    def visit_call_(self, op: relax.Call) -> relax.Expr:
+        """Change one of the calls."""
+        if not any(op.same_as(call) for call in self._calls):
+            return super().visit_call_(op)
+        callee, *arguments = op.args
+        if callee not in self._copies:
+            function = self.builder_.get()[callee].with_attr("op_pattern", _KERNEL)
+            self._copies[callee] = self.builder_.add_func(function, callee.name_hint)
+        return relax.Call(op.op, [self._copies[callee], *map(self.visit_expr, arguments)], op.attrs, op.ty_args)
 
 
 def _kind(mod: tvm.IRModule, call: Any) -> int | None:
