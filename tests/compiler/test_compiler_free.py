@@ -36,6 +36,7 @@ _WEIGHTS = {
     "four": _ints(4),
     "beyond": _ints(10**9),
     "end": _ints(2**63 - 1),
+    "far_back": _ints(-(2**63)),
     "half": np.array([0.5], "float32"),
     "first": np.array(0, "int64"),
     "scalar": np.array(1, "int64"),
@@ -193,6 +194,17 @@ _CASES: list[tuple[str, list[onnx.NodeProto], list[Any], list[tuple[int, ...]]]]
         ],
         ["n", 4, 2],
         [(2, 4, 2), (5, 4, 2)],
+    ),
+    (
+        "elements backwards",
+        [
+            _node("Slice", ["x", "minus_two", "zero", "one", "minus"], ["most"]),
+            _node("Slice", ["x", "three", "far_back", "one", "minus_two"], ["some"]),
+            _node("Slice", ["x", "end", "far_back", "one", "minus"], ["all"]),
+            _node("Concat", ["most", "some", "all"], ["y"], axis=1),
+        ],
+        [3, "t"],
+        [(3, 2), (3, 4), (3, 7)],
     ),
     (
         "all but the first elements",
@@ -539,6 +551,8 @@ _BY_DATA: list[tuple[str, list[str], list[list[int]], dict[str, Any]]] = [
     ("Split", [], [[1, 4], [3, 2]], {"axis": 1}),
     ("Slice", ["end", "one"], [[2], [-2], [9], [-9]], {}),
     ("Slice", ["four", "one"], [[1], [-3], [4], [9]], {}),
+    ("Slice", ["far_back", "one", "minus_two"], [[2], [-2], [9], [-1]], {}),
+    ("Slice", ["two", "one", "minus"], [[4], [-2], [1]], {}),
 ]
 
 
@@ -552,6 +566,19 @@ def test_a_parameter_that_is_computed_from_data_is_taken(assert_all_same: Any) -
         feeds = [{**_feeds((6, 5))[0], "k": _ints(*value)} for value in values]
         cases.append(((nodes, inputs, outputs, {name: _WEIGHTS[name] for name in rest}), *feeds))
     assert_all_same(cases)
+
+
+def test_a_bound_of_either_sign_by_the_size_is_taken(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
+    nodes = [
+        _node("Shape", ["x"], ["length"], start=1, end=2),
+        _node("Sub", ["length", "four"], ["start"]),
+        _node("Slice", ["x", "start", "end", "one"], ["last"]),
+        _node("Slice", ["x", "start", "far_back", "one", "minus"], ["backwards"]),
+        _node("Concat", ["last", "backwards"], ["y"], axis=1),
+    ]
+    weights = {name: _WEIGHTS[name] for name in ("four", "end", "one", "far_back", "minus")}
+    path = make_model(nodes, [("x", [3, "t"])], ["y"], weights)
+    assert_same_as_onnxruntime(path, *_feeds((3, 3), (3, 4), (3, 9)))
 
 
 def test_a_one_within_a_shape_that_is_computed_from_data_is_broadcast(

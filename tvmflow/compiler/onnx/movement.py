@@ -168,8 +168,8 @@ def convert_slice(node: Node) -> relax.Expr | None:
     """Write Slice along symbolic dimensions, or with symbolic or computed bounds; bounds are limited to the dimension.
 
     Returns None, which leaves the node to TVM's converter, where bounds and dimensions are constant or the data's shape
-    is unknown. Raises FreeSizeError for axes or steps that are computed, for computed bounds of data of unknown shape,
-    and for a negative step, unless constant bounds reverse a whole dimension.
+    is unknown. Raises FreeSizeError for axes or steps that are computed, and for computed bounds of data of unknown
+    shape. A negative step is a positive one of the reversed dimension.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if node.opset < 10:
@@ -193,14 +193,14 @@ def convert_slice(node: Node) -> relax.Expr | None:
     axes = [axis % len(dims) for axis in axes]
     if all(isinstance(size, int) for size in (*starts, *ends, *(dims[axis] for axis in axes))):
         return None
+    if not all(_has_known_sign(node, bound) for bound in (*starts, *ends)):
+        return _slice_by_data(node, axes, steps)
     flipped, places, begins, stops, strides = data, [], [], [], []
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         size = dims[axis]
         if step < 0:
-            if step != -1 or not _is_whole_backwards(start, end, size):
-                raise FreeSizeError("a negative step along a symbolic dimension")
             flipped = node.emit(relax.op.flip(flipped, axis))
-            continue
+            start, end, step = _from_other_end(node, start), _from_other_end(node, end), -step
         begin, stop = (_limit(node, bound, size) for bound in (start, end))
         if isinstance(begin, int) and begin == 0 and step == 1 and node.evaluator.are_equal(stop, size):
             continue
@@ -222,21 +222,29 @@ def convert_slice(node: Node) -> relax.Expr | None:
 def _slice_by_data(node: Node, axes: Sequence[int], steps: Sequence[int]) -> relax.Expr:
     """Write Slice by bounds that are computed from data: they are limited to the dimension when the model runs."""
     data, dims = node.inputs[0], dims_of(node.inputs[0])
-    if dims is None or any(step < 1 for step in steps):
-        raise FreeSizeError("bounds that are computed from data, with a negative step or of data of unknown shape")
+    if dims is None:
+        raise FreeSizeError("bounds that are computed from data, of data of unknown shape")
     axes = [axis % len(dims) for axis in axes]
     emit, zero = node.emit, const(0, "int64")
     whole = _vector(node, [dims[axis] for axis in axes])
+    bounds = [node.integers(1), node.integers(2)]
+    if any(step < 0 for step in steps):
+        is_backwards = const(np.array([step < 0 for step in steps]), "bool")
+        for axis, step in zip(axes, steps, strict=True):
+            data = emit(relax.op.flip(data, axis)) if step < 0 else data
+        others = [emit(relax.op.subtract(const(-1, "int64"), bound)) for bound in bounds]
+        pairs = zip(others, bounds, strict=True)
+        bounds = [emit(relax.op.where(is_backwards, other, bound)) for other, bound in pairs]
     begin, end = (
         emit(relax.op.where(emit(relax.op.less(bound, zero)), emit(relax.op.add(bound, whole)), bound))
-        for bound in (node.integers(1), node.integers(2))
+        for bound in bounds
     )
     begin = emit(relax.op.minimum(emit(relax.op.maximum(begin, zero)), whole))
     length = emit(relax.op.subtract(emit(relax.op.minimum(end, whole)), begin))
     begins = node.bind(begin)
     lengths = node.bind(emit(relax.op.maximum(length, zero)))
     ends = [node.evaluator.add(*pair) for pair in zip(begins, lengths, strict=True)]
-    return relax.op.strided_slice(data, axes, begins, ends, list(steps), assume_inbound=True)
+    return relax.op.strided_slice(data, axes, begins, ends, list(map(abs, steps)), assume_inbound=True)
 
 
 def convert_split(node: Node) -> relax.Expr | None:
@@ -281,14 +289,17 @@ def _has_choice(size: Any) -> bool:
     return is_choice or any(_has_choice(part) for part in parts if part is not None)
 
 
-def _is_whole_backwards(start: Any, end: Any, size: Any) -> bool:
-    if not isinstance(start, int) or not isinstance(end, int):
-        return False
-    return (start == -1 or start >= LARGEST_SIZE) and end <= -LARGEST_SIZE
+def _from_other_end(node: Node, bound: Any) -> Any:
+    """A bound of Slice in the reversed dimension: place 2 is place -3 there, and place -1 is place 0."""
+    return node.evaluator.add(-1, node.evaluator.negate(bound))
+
+
+def _has_known_sign(node: Node, bound: Any) -> bool:
+    return isinstance(bound, int) or node.evaluator.holds(bound < 0) or node.evaluator.holds(bound >= 0)
 
 
 def _limit(node: Node, bound: Any, size: Any) -> Any:
-    """A bound of Slice as a place from 0 to `size`: a negative one counts from the end."""
+    """A bound of Slice, whose sign is known, as a place from 0 to `size`: a negative one counts from the end."""
     evaluator = node.evaluator
     if isinstance(bound, int):
         if bound >= LARGEST_SIZE:
@@ -297,6 +308,4 @@ def _limit(node: Node, bound: Any, size: Any) -> Any:
             return evaluator.greatest(evaluator.add(size, bound), 0)
     elif evaluator.holds(bound < 0):
         return evaluator.greatest(evaluator.add(size, bound), 0)
-    elif not evaluator.holds(bound >= 0):
-        raise FreeSizeError("a bound that is computed and may be negative")
     return evaluator.least(bound, size)
