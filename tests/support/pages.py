@@ -208,7 +208,8 @@ def _is_among(line: str, lines: set[str]) -> bool:
 
 
 def _plain(line: str) -> str:
-    """A line without what differs from run to run: numbers, digests and spaces."""
+    """A line without what differs from run to run: numbers, digests, spaces, and the note of a machine that is busy."""
+    line = re.sub("; the machine was uneven: a fixed kernel took .* times as long at times", "", line)
     line = _ID.sub("#", line)
     line = re.sub(r"\d+([.:,]\d+)*(e[-+]?\d+)?", "#", line)
     line = re.sub("─+", "─", line)
