@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tvmflow.errors import SpecError, StoreError
+from tvmflow.errors import SpecError
 
 if TYPE_CHECKING:
     from tvmflow.spec import Policy
@@ -35,8 +35,7 @@ def show_command(name: str, channel: str | None, as_json: bool) -> None:
     with open_store_of(machine.load(), name) as store:
         documents = [channels.read(store, name, channel)] if channel else channels.list_all(store, name)
         if not documents:
-            names = ", ".join(store.list_names()) or "none"
-            raise StoreError(f"there is no channel of {name!r} in {store.config.uri}; released are: {names}")
+            raise store.missing("channel", name)
     _show(documents, as_json)
 
 

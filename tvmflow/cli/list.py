@@ -22,15 +22,13 @@ def list_command(name: str | None, as_json: bool) -> None:
     from rich.table import Table
 
     from tvmflow import settings as machine
-    from tvmflow.errors import StoreError
     from tvmflow.services import open_store, open_store_of
 
     settings = machine.load()
     with open_store(settings) if name is None else open_store_of(settings, name) as store:
         releases = list(store.iterate_releases(name))
         if name is not None and not releases:
-            names = ", ".join(store.list_names()) or "none"
-            raise StoreError(f"there is no release of {name!r} in {store.config.uri}; released are: {names}")
+            raise store.missing("release", name)
         channels = _read_channels(store, releases)
     if as_json:
         # A release's own `channels` are the conditions under which it reaches them.

@@ -227,6 +227,11 @@ class ReleaseStore:
         """Return the names that have a release, sorted. Raises StoreError."""
         return sorted({name for name, _ in self._list_published("releases/")})
 
+    def missing(self, kind: str, name: str) -> StoreError:
+        """Return the error for a name without a `kind`, "release" or "channel"; it lists the names with a release."""
+        names = ", ".join(self.list_names()) or "none"
+        return StoreError(f"there is no {kind} of {name!r} in {self.config.uri}; released are: {names}")
+
     def list_versions(self, name: str) -> list[str]:
         """Return the published versions of a name, oldest first: 9 before 10, 1.9 before 1.10. Raises StoreError."""
         require_name("name", name)
