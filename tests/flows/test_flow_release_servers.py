@@ -56,6 +56,7 @@ def test_a_release_goes_to_the_servers_that_settings_name(
     assert names[f"release {tmp_path / 'tiny.yaml'}"] == "COMPLETED"
 
 
+@pytest.mark.long
 def test_the_registered_model_of_a_server_is_a_source(served: Any, tmp_path: Path, make: Any) -> None:
     import mlflow.onnx
     import onnx

@@ -94,11 +94,13 @@ def _run(folder: Path, program: str, environment: dict[str, str]) -> None:
     assert process.returncode == 0, process.stderr
 
 
+# The example of digits, whose release many tests share, is a factory's model too.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "model"),
     [
         ("factory", {"factory": "network:create", "arguments": {"width": 6}, "weights": "weights.pt"}),
-        pytest.param("exported", {"pt2": "network.pt2"}, marks=pytest.mark.long),
+        ("exported", {"pt2": "network.pt2"}),
     ],
 )
 def test_a_pytorch_model_is_released(machine: Any, folder: Path, make: Any, name: str, model: dict[str, Any]) -> None:

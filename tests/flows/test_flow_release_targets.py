@@ -45,6 +45,7 @@ def test_a_target_that_cannot_be_verified_here_is_refused_before_any_work(
     assert [name for name in names if name not in refusal.sentence] == []
 
 
+@pytest.mark.long
 @pytest.mark.skipif(host().arch != "x86_64", reason="a target that this machine cannot run is meant")
 @needs("aarch64-linux-gnu-g++")
 def test_an_unverified_target_is_released_where_that_is_allowed(machine: Any, tmp_path: Path, make: Any) -> None:

@@ -191,6 +191,7 @@ def test_rows_of_different_sizes_are_refused(build_bundle: BuildBundle, tmp_path
         impl.predict(pd.DataFrame({"x": [[1.0] * 3, [1.0] * 3]}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("registry", ["embedded"], indirect=True)
 def test_evaluate_measures_the_model(experiment: str, build_bundle: BuildBundle, tmp_path: Path) -> None:
     import mlflow
