@@ -247,6 +247,21 @@ def test_a_variable_that_is_no_number_is_refused(
     assert str(refusal.value) == f"the environment variable {name} is {value!r}, expected {expected}"
 
 
+def test_a_variable_that_was_refused_is_forgotten(bundle: Path) -> None:
+    code = """
+from tvmflow.errors import InputError
+first = runtime.load(sys.argv[1])
+count = os.environ["TVM_NUM_THREADS"]
+os.environ["TVM_NUM_THREADS"] = "many"
+try:
+    runtime.load(sys.argv[1])
+except InputError:
+    os.environ["TVM_NUM_THREADS"] = count
+print(runtime.load(sys.argv[1]).threads == first.threads)
+"""
+    assert python(OLDER + code, bundle) == ["True"]
+
+
 def test_sixteen_threads_with_shapes_of_their_own_get_right_results(
     model: CompiledModel, inputs: Callable[[int], Arrays], reference: Callable[[Arrays], Arrays]
 ) -> None:

@@ -63,6 +63,7 @@ def choose_count(requested: int | None, most: int | None) -> int:
     with _lock:
         variable = os.environ.get(_COUNT)
         if _own_count is None or variable != _own_count:
+            _parse(_COUNT, variable, 1)
             _user_count = variable
         return requested or _parse(_COUNT, _user_count, 1) or min(most or host().cores, host().cores)
 
