@@ -30,6 +30,17 @@ def positive(text: str) -> int:
     return number
 
 
+def not_negative(text: str) -> int:
+    """Return the whole number of zero or more in a text, for `type=` of an option.
+
+    Raises ArgumentTypeError for a negative number, ValueError for other text.
+    """
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return number
+
+
 def state_folder(arguments: argparse.Namespace) -> Path:
     """Return the folder of `--state`, which is created if it is missing. Raises SettingsError if that fails."""
     state: Path = (arguments.state or settings.load().state / "benchmarks").absolute()

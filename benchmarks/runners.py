@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tvmflow.errors import InputError, TvmflowError
+from tvmflow.launch import program_command
 from tvmflow.process import Child, Emit
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
 from tvmflow.workspace import Record
@@ -172,7 +173,7 @@ class Contest:
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """Keep `count` processes computing while the body runs, as other programs of a shared machine do."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    processes = [subprocess.Popen(program_command([sys.executable, "-c", "while True: pass"])) for _ in range(count)]
     try:
         yield
     finally:

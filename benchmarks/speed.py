@@ -5,9 +5,9 @@ ratio is our latency over the peer's, the median over the rounds (p50) and of th
 goal stands beside it: x marks a miss with the whole interval of the ratio, ? one that may be chance. Goals are for
 tuned builds; an untuned one may take a tenth longer. Noise is the range of the medians of our rounds; with
 --threads 1 --cpu-time, other work on the machine adds next to none. With --busy N, N processes compute beside the
-runners, as on a machine that is shared. The error is the largest difference from ONNX
-Runtime's outputs over their largest value. Below the table stands, for each missed goal, the share of the machine's
-peak that it takes: operations per second, by the textbook's algorithms.
+runners, as on a machine that is shared. The error is the largest difference from ONNX Runtime's outputs over their
+largest value. Below the table stands, for each missed goal, the share of the machine's peak that it takes: operations
+per second, by the textbook's algorithms.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import peaks
 import prepare
 import runners
 from catalogue import MODELS, Model, find
-from commandline import new_parser, positive, run_main, state_folder
+from commandline import new_parser, not_negative, positive, run_main, state_folder
 from flops import gflop
 from rich import box
 from rich.console import Console
@@ -77,8 +77,7 @@ class Document(Record):
     """The document that `--json` writes; latencies are milliseconds.
 
     `load` is the machine's load average before the run; figures are noisy where it is above zero. `busy` is the number
-    of processes that computed beside the runners. `peak` is the
-    machine's peak in fp32 with these threads, in GFLOP/s.
+    of processes that computed beside the runners. `peak` is the machine's peak in fp32 with these threads, in GFLOP/s.
     """
 
     cpu: str
@@ -222,12 +221,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all without one")
     parser.add_argument("--batch", type=positive, default=1, help="size of the first dimension of every input (1)")
-    parser.add_argument("--trials", type=int, default=0, help="tuning trials before the build (0)")
+    parser.add_argument("--trials", type=not_negative, default=0, help="tuning trials before the build (0)")
     parser.add_argument("--precision", choices=list(_LARGEST_ERROR), default="fp32", help="of our build (fp32)")
     parser.add_argument("--cpu-time", action="store_true", help="measure CPU time, not wall time; with --threads 1")
     parser.add_argument("--rounds", type=positive, default=8, help="turns of each runner (8)")
     parser.add_argument("--seconds", type=float, default=0.5, help="of timed runs in a turn, at least three runs (0.5)")
-    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside the runners (0)")
+    parser.add_argument("--busy", type=not_negative, default=0, help="processes that compute beside the runners (0)")
     parser.add_argument(
         "--peers",
         nargs="*",

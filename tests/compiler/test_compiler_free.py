@@ -33,6 +33,7 @@ _WEIGHTS = {
     "three": _ints(3),
     "minus": _ints(-1),
     "minus_two": _ints(-2),
+    "minus_four": _ints(-4),
     "four": _ints(4),
     "beyond": _ints(10**9),
     "end": _ints(2**63 - 1),
@@ -201,7 +202,8 @@ _CASES: list[tuple[str, list[onnx.NodeProto], list[Any], list[tuple[int, ...]]]]
             _node("Slice", ["x", "minus_two", "zero", "one", "minus"], ["most"]),
             _node("Slice", ["x", "three", "far_back", "one", "minus_two"], ["some"]),
             _node("Slice", ["x", "end", "far_back", "one", "minus"], ["all"]),
-            _node("Concat", ["most", "some", "all"], ["y"], axis=1),
+            _node("Slice", ["x", "minus_four", "far_back", "one", "minus"], ["foremost"]),
+            _node("Concat", ["most", "some", "all", "foremost"], ["y"], axis=1),
         ],
         [3, "t"],
         [(3, 2), (3, 4), (3, 7)],
@@ -551,7 +553,7 @@ _BY_DATA: list[tuple[str, list[str], list[list[int]], dict[str, Any]]] = [
     ("Split", [], [[1, 4], [3, 2]], {"axis": 1}),
     ("Slice", ["end", "one"], [[2], [-2], [9], [-9]], {}),
     ("Slice", ["four", "one"], [[1], [-3], [4], [9]], {}),
-    ("Slice", ["far_back", "one", "minus_two"], [[2], [-2], [9], [-1]], {}),
+    ("Slice", ["far_back", "one", "minus_two"], [[2], [-2], [9], [-1], [-9]], {}),
     ("Slice", ["two", "one", "minus"], [[4], [-2], [1]], {}),
 ]
 

@@ -61,6 +61,9 @@ def test_a_change_in_the_server_runs_no_step_again_and_a_change_in_a_schedule_bu
     changed = steps_after_a_change(tree, first, "tvmflow/compiler/schedules/pooling.py")
     assert {"relax_import", "tune", "build", "package"} <= changed
     assert changed.isdisjoint({"train", "export", "gate"})
+    linked = steps_after_a_change(tree, codes(tree), "tvmflow/compiler/threads.c")
+    assert {"build", "package"} <= linked
+    assert linked.isdisjoint({"train", "export", "gate"})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,15 @@ def device(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest
     constraints = ROOT / "constraints.txt"
     _run(UV, "pip", "install", "--quiet", "--python", python, "--constraint", constraints, wheel, folder=folder)
     return environment / "bin"
+
+
+def test_the_wheel_holds_the_files_that_are_no_modules(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    for folder, pattern in (("compiler", "*.c"), ("targets", "*.toml"), (".", "py.typed")):
+        files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tvmflow" / folder).glob(pattern)}
+        assert files
+        assert files <= names
 
 
 def test_a_device_verifies_and_runs_a_bundle(device: Path, bundle: Path, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from tvmflow.runtime import CompiledModel, threads
 Arrays = dict[str, npt.NDArray[Any]]
 OWN = """
 import gc, os, sys, time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tvmflow import runtime
 def workers(expected):

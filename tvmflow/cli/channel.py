@@ -35,7 +35,7 @@ def show_command(name: str, channel: str | None, as_json: bool) -> None:
     with open_store_of(machine.load(), name) as store:
         documents = [channels.read(store, name, channel)] if channel else channels.list_all(store, name)
         if not documents:
-            raise store.missing("channel", name)
+            raise store.explain_missing("channel", name)
     _show(documents, as_json)
 
 

@@ -28,7 +28,7 @@ def list_command(name: str | None, as_json: bool) -> None:
     with open_store(settings) if name is None else open_store_of(settings, name) as store:
         releases = list(store.iterate_releases(name))
         if name is not None and not releases:
-            raise store.missing("release", name)
+            raise store.explain_missing("release", name)
         channels = _read_channels(store, releases)
     if as_json:
         # A release's own `channels` are the conditions under which it reaches them.

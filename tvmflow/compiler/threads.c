@@ -79,8 +79,8 @@ static void relax(void) {
 #endif
 }
 
-// Gives the core to whoever waits for it, after a few moments in which `word` may become different from `value`; returns
-// whether it has.
+// Waits some moments for `word` to become different from `value`, and then gives the core to whoever waits for one;
+// returns whether it has become different.
 static int is_changed(const uint32_t* word, uint32_t value) {
   for (int i = 0; i < PAUSES; ++i) {
     if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != value) return 1;

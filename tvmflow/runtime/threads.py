@@ -41,7 +41,7 @@ class _Pool(threading.local):
 _lock = threading.Lock()
 _pool = _Pool()
 # The user's value of TVM_NUM_THREADS, and the value that this module wrote in its place.
-_user_count: str | None = None
+_user_count: int | None = None
 _own_count: str | None = None
 _counts: set[int] = set()
 # What the threads of all libraries share: the library that ran a parallel loop last.
@@ -63,9 +63,8 @@ def choose_count(requested: int | None, most: int | None) -> int:
     with _lock:
         variable = os.environ.get(_COUNT)
         if _own_count is None or variable != _own_count:
-            _parse(_COUNT, variable, 1)
-            _user_count = variable
-        return requested or _parse(_COUNT, _user_count, 1) or min(most or host().cores, host().cores)
+            _user_count = _parse(_COUNT, variable, 1)
+        return requested or _user_count or min(most or host().cores, host().cores)
 
 
 def choose_spin(requested: int | None) -> int:

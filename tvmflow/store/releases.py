@@ -227,7 +227,7 @@ class ReleaseStore:
         """Return the names that have a release, sorted. Raises StoreError."""
         return sorted({name for name, _ in self._list_published("releases/")})
 
-    def missing(self, kind: str, name: str) -> StoreError:
+    def explain_missing(self, kind: str, name: str) -> StoreError:
         """Return the error for a name without a `kind`, "release" or "channel"; it lists the names with a release."""
         names = ", ".join(self.list_names()) or "none"
         return StoreError(f"there is no {kind} of {name!r} in {self.config.uri}; released are: {names}")

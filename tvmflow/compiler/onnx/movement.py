@@ -195,18 +195,22 @@ def convert_slice(node: Node) -> relax.Expr | None:
         return None
     if not all(_has_known_sign(node, bound) for bound in (*starts, *ends)):
         return _slice_by_data(node, axes, steps)
-    flipped, places, begins, stops, strides = data, [], [], [], []
+    flipped, evaluator = data, node.evaluator
+    places, begins, stops, strides = [], [], [], []
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
-        size = dims[axis]
-        if step < 0:
+        size, is_backwards = dims[axis], step < 0
+        if is_backwards:
             flipped = node.emit(relax.op.flip(flipped, axis))
             start, end, step = _from_other_end(node, start), _from_other_end(node, end), -step
         begin, stop = (_limit(node, bound, size) for bound in (start, end))
-        if isinstance(begin, int) and begin == 0 and step == 1 and node.evaluator.are_equal(stop, size):
+        if is_backwards:
+            # A start before the first element is the first element.
+            begin = evaluator.greatest(evaluator.least(begin, evaluator.add(size, -1)), 0)
+        if isinstance(begin, int) and begin == 0 and step == 1 and evaluator.are_equal(stop, size):
             continue
         places.append(axis)
         begins.append(begin)
-        stops.append(node.evaluator.greatest(stop, begin))
+        stops.append(evaluator.greatest(stop, begin))
         strides.append(step)
     if not places:
         return flipped
@@ -215,7 +219,7 @@ def convert_slice(node: Node) -> relax.Expr | None:
     if not any(map(_has_choice, lengths)):
         return part
     # Schedules take a symbol for a size, and no choice between two sizes.
-    sizes = [node.evaluator.new_symbol(size) if _has_choice(size) else size for size in lengths]
+    sizes = [evaluator.new_symbol(size) if _has_choice(size) else size for size in lengths]
     return cast_to(node.builder, part, sizes)
 
 
@@ -227,6 +231,8 @@ def _slice_by_data(node: Node, axes: Sequence[int], steps: Sequence[int]) -> rel
     axes = [axis % len(dims) for axis in axes]
     emit, zero = node.emit, const(0, "int64")
     whole = _vector(node, [dims[axis] for axis in axes])
+    # A start before the first element, of a negative step, is the first element.
+    highest_begin = emit(relax.op.subtract(whole, const(np.array([int(step < 0) for step in steps]), "int64")))
     bounds = [node.integers(1), node.integers(2)]
     if any(step < 0 for step in steps):
         is_backwards = const(np.array([step < 0 for step in steps]), "bool")
@@ -239,7 +245,7 @@ def _slice_by_data(node: Node, axes: Sequence[int], steps: Sequence[int]) -> rel
         emit(relax.op.where(emit(relax.op.less(bound, zero)), emit(relax.op.add(bound, whole)), bound))
         for bound in bounds
     )
-    begin = emit(relax.op.minimum(emit(relax.op.maximum(begin, zero)), whole))
+    begin = emit(relax.op.maximum(emit(relax.op.minimum(begin, highest_begin)), zero))
     length = emit(relax.op.subtract(emit(relax.op.minimum(end, whole)), begin))
     begins = node.bind(begin)
     lengths = node.bind(emit(relax.op.maximum(length, zero)))
