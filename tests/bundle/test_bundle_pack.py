@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tvmflow.bundle import Manifest, extract, pack, read_manifest, sha256_file
@@ -128,3 +129,33 @@ def test_a_foreign_file_is_not_packed(manifest: Manifest, write_files: WriteFile
     files = write_files(tmp_path / "files")
     with pytest.raises(ValueError, match=r"evil\.sh"):
         pack(tmp_path / "b.tar.gz", manifest, {**files, "evil.sh": files["mod.so"]})
+
+
+def test_content_that_hardly_compresses_is_stored(
+    manifest: Manifest, write_files: WriteFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tvmflow.bundle.archive._CHUNK", 1 << 16)
+    random = np.random.default_rng(0)
+    weights, code = random.standard_normal(1 << 16).astype("float32").tobytes(), b"mov rax, rbx; " * 10000
+    files = write_files(tmp_path / "files")
+    files["mod.so"].write_bytes(code + weights + code)
+    pack(tmp_path / "mixed.tar.gz", manifest, files)
+    packed = (tmp_path / "mixed.tar.gz").read_bytes()
+    # Whole pieces of weights stand in the file as they are; the code around them is small.
+    assert weights[100_000:101_000] in packed
+    assert code[:1000] not in packed
+    assert len(packed) < len(weights) + len(code) // 2
+    with tarfile.open(tmp_path / "mixed.tar.gz") as archive:
+        assert archive.extractfile("mod.so").read() == code + weights + code  # type: ignore[union-attr]
+    extract(tmp_path / "mixed.tar.gz", tmp_path)
+    assert (tmp_path / "mod.so").read_bytes() == code + weights + code
+
+
+def test_content_that_compresses_best_is_within_the_readers_limit(
+    manifest: Manifest, write_files: WriteFiles, tmp_path: Path
+) -> None:
+    files = write_files(tmp_path / "files")
+    files["mod.so"].write_bytes(bytes(20 << 20))
+    pack(tmp_path / "zeros.tar.gz", manifest, files)
+    extract(tmp_path / "zeros.tar.gz", tmp_path)
+    assert (tmp_path / "mod.so").stat().st_size == 20 << 20

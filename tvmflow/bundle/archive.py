@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gzip
 import hashlib
 import io
 import os
@@ -14,7 +13,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, cast
 
 from tvmflow.bundle import signature
 from tvmflow.bundle.manifest import FileEntry, Manifest
@@ -35,6 +34,8 @@ _GZIP_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x04\xff"
 # The largest ratio of unpacked to packed bytes. The level that `pack` compresses at stays below 240; an archive that
 # is meant to fill a disk can reach DEFLATE's 1032.
 _LARGEST_RATIO = 256
+# A piece of content is stored where its beginning compresses to more than this share of itself.
+_LARGEST_SHARE = 0.875
 # Bytes of content that are held at a time, and bytes that are read from the file at a time.
 _CHUNK = 1 << 20
 _READ = 1 << 17
@@ -83,9 +84,8 @@ def pack(
     try:
         with (
             os.fdopen(descriptor, "wb") as raw,
-            # Trained weights hardly compress: the fastest level costs a per cent of size and a third of the time.
-            gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=1, mtime=0) as stream,
-            tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive,
+            contextlib.closing(_Zipped(raw)) as stream,
+            tarfile.open(fileobj=cast("IO[bytes]", stream), mode="w", format=tarfile.USTAR_FORMAT) as archive,
         ):
             archive.addfile(_member(MANIFEST, len(data)), io.BytesIO(data))
             if signature_line is not None:
@@ -240,6 +240,56 @@ def _open_bundle(bundle: Path) -> "Iterator[_Unzipped]":
         if isinstance(error, IsADirectoryError):
             raise BundleError(f"{str(bundle)!r} is a folder, not a bundle") from error
         raise BundleError(f"bundle {str(bundle)!r} cannot be read ({error.strerror})") from error
+
+
+class _Zipped:
+    """A gzip file that is written: each piece of the content is compressed, or stored where that saves little.
+
+    Trained weights hardly compress, and to unpack them would take longer than all the rest of loading a model.
+    """
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        """Write the header."""
+        raw.write(_GZIP_HEADER)
+        self._raw, self._waiting = raw, bytearray()
+        self._compressor = _compressor(1)
+        self._sum, self._size = zlib.crc32(b""), 0
+
+    def write(self, data: bytes) -> int:
+        """Add content; return its number of bytes."""
+        self._waiting += data
+        self._sum, self._size = zlib.crc32(data, self._sum), self._size + len(data)
+        while len(self._waiting) >= _CHUNK:
+            self._add(bytes(self._waiting[:_CHUNK]))
+            del self._waiting[:_CHUNK]
+        return len(data)
+
+    def tell(self) -> int:
+        """Return the number of bytes of content so far."""
+        return self._size
+
+    def close(self) -> None:
+        """Write the rest of the content, the end of the stream and the check sum."""
+        if self._waiting:
+            self._add(bytes(self._waiting))
+        self._raw.write(self._compressor.flush())
+        self._raw.write(struct.pack("<LL", self._sum, self._size & 0xFFFFFFFF))
+
+    def _add(self, piece: bytes) -> None:
+        beginning = piece[:_READ]
+        if len(zlib.compress(beginning, 1)) <= _LARGEST_SHARE * len(beginning):
+            self._raw.write(self._compressor.compress(piece))
+            return
+        # A flush ends what was compressed at a whole byte: other compressors may continue the stream there.
+        self._raw.write(self._compressor.flush(zlib.Z_SYNC_FLUSH))
+        storing = _compressor(0)
+        self._raw.write(storing.compress(piece) + storing.flush(zlib.Z_SYNC_FLUSH))
+        self._compressor = _compressor(1)
+
+
+def _compressor(level: int) -> "zlib._Compress":
+    """A compressor of a part of a DEFLATE stream. Level 1 is the fastest one that compresses, level 0 stores."""
+    return zlib.compressobj(level, wbits=-zlib.MAX_WBITS)
 
 
 class _Unzipped:
