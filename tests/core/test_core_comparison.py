@@ -225,3 +225,14 @@ def test_a_file_of_other_arrays_holds_no_samples(tmp_path: Path, names: tuple[st
     np.savez(tmp_path / "samples.npz", **dict.fromkeys(names, np.ones(1)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="does not hold the times of a comparison"):
         read_samples(tmp_path / "samples.npz")
+
+
+@pytest.mark.parametrize("budget", [1, 7, 8, 25, 150])
+def test_pairs_are_missing_exactly_while_there_is_no_interval(budget: int) -> None:
+    plan = Plan.up_to(budget)
+    for pairs in range(budget + 1):
+        is_unknown = str(plan.interval([1.0] * pairs)) == "unknown"
+        assert (plan.pairs_missing(pairs) > 0) == is_unknown
+    assert plan.pairs_missing(0) >= 8
+    enough = Plan.up_to(plan.pairs_missing(0))
+    assert budget >= 8 or str(enough.interval([1.0] * 8)) == "1.000 to 1.000"

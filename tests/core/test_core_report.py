@@ -15,6 +15,7 @@ from support.releases import make_compared, make_measurements, make_release, mak
 from support.reports import data_of, figures_of, measure_overflow, unexplained_figures, unmarked_figures
 from support.skips import needs
 from tasks.insight import draw
+from tvmflow.comparison import Interval
 from tvmflow.release import Provenance, Release, Tuning
 from tvmflow.report import charts
 from tvmflow.report.changes import compare_releases, find_slowdowns
@@ -191,6 +192,30 @@ def test_the_page_says_whether_the_machine_or_the_build_is_slower(
     ]
     assert data_of(text)["slowdowns"][0]["bundle"] == pytest.approx(1.3)
     assert sentence[0] in write_difference(now, before)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "cell"),
+    [(3, "-, rounds missing: 5"), (7, "-, rounds missing: 1"), (8, "{0} to {0}"), (25, "{0} to {0}")],
+)
+def test_the_ratio_to_a_peer_has_its_interval_or_the_rounds_that_it_lacks(rounds: int, cell: str) -> None:
+    now, before = make_compared("2", 1.3, rounds=rounds), make_compared("1", 1.0, rounds=rounds)
+    text = write_page(make_data(now, "production", before, (before,), {}, ()))
+    (table,) = re.findall(r"<caption>Latency over a peer&#x27;s, measured in turn</caption>.*?</table>", text)
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table)[1:]]
+    shown = [[re.sub("<[^>]*>", "", value) for value in row] for row in rows]
+    ratios = {"1": "1.000", "2": "1.300"}
+    assert shown == [
+        ["native", "onnxruntime", version, ratio, cell.format(ratio), str(rounds)] for version, ratio in ratios.items()
+    ]
+    assert unexplained_figures(text) == []
+
+
+def test_a_gate_on_a_figure_shows_the_interval_of_its_check() -> None:
+    checks = (_CHECK.model_copy(update={"interval": Interval(low=-0.0125, high=0.0375)}), _CHECK)
+    text = write_page(make_data(_release("1", 1.0), "production", None, (), {}, checks))
+    assert '<data value="-0.0125">-0.013</data> to <data value="0.0375">0.037</data>' in text
+    assert unexplained_figures(text) == []
 
 
 @pytest.mark.parametrize("bundle", [1.0, 0.8, 1.005])

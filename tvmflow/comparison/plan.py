@@ -101,6 +101,15 @@ class Plan(Record):
         ascending = sorted(ratios[: reached[-1]])
         return Interval(low=ascending[rank - 1], high=ascending[-rank])
 
+    def pairs_missing(self, pairs: int) -> int:
+        """Return how many more than `pairs` it takes until an interval is narrower than 0 to infinity.
+
+        A plan whose budget is too small for any counts those of the smallest budget that is not.
+        """
+        looks = [look for look, rank in zip(self.looks, ranks(self.looks, self.error), strict=True) if rank]
+        first = looks[0] if looks else math.ceil(1 - math.log2(self.error))
+        return max(0, first - pairs)
+
     def pairs_needed(self, ratios: Sequence[float], bound: float) -> int | None:
         """Estimate the pairs after which a single look at `bound` would decide, from the share of ratios above it.
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from tvmflow.comparison import Comparison, Pair
+from tvmflow.comparison import Comparison, Interval, Pair
 from tvmflow.release import Release, ReleaseTarget
 from tvmflow.workspace import Record
 
@@ -26,6 +26,42 @@ class Change(Record):
     now: Value
     before: Value
     ratio: float | None
+
+
+class PeerRatio(Record):
+    """The latency of a target in the release `version` over a peer's, measured in turn: the median over the rounds.
+
+    `interval` is the median's, None where there are too few `rounds` for one; `missing` is how many more it takes.
+    """
+
+    target: str
+    peer: str
+    version: str
+    ratio: float
+    interval: Interval | None
+    rounds: int
+    missing: int
+
+
+def peer_ratios(now: Release, before: Release) -> Iterator[PeerRatio]:
+    """Yield the ratios to each peer of a release's targets: before, where it was measured beside it, and now."""
+    old_targets = {item.target: item for item in before.targets}
+    for target in now.targets:
+        old = old_targets.get(target.target)
+        for peer in _comparisons(target):
+            for version, item in ((before.version, old), (now.version, target)):
+                comparison = None if item is None else _comparisons(item).get(peer)
+                if comparison is not None:
+                    missing = comparison.plan.pairs_missing(len(comparison.pairs))
+                    yield PeerRatio(
+                        target=target.target,
+                        peer=peer,
+                        version=version,
+                        ratio=comparison.ratio,
+                        interval=None if missing else comparison.interval,
+                        rounds=len(comparison.pairs),
+                        missing=missing,
+                    )
 
 
 class Slowdown(Record):
@@ -101,8 +137,13 @@ def find_slowdowns(now: Release, before: Release) -> Iterator[Slowdown]:
 
 def _pairs(target: ReleaseTarget) -> dict[str, tuple[Pair, ...]]:
     """The pairs of a target by peer."""
+    return {name: comparison.pairs for name, comparison in _comparisons(target).items()}
+
+
+def _comparisons(target: ReleaseTarget) -> dict[str, Comparison]:
+    """The comparisons of a target by peer; none where it was not measured."""
     comparisons = {} if target.measurements is None else target.measurements.comparisons
-    return {str(name): comparison.pairs for name, comparison in comparisons.items()}
+    return {str(name): comparison for name, comparison in comparisons.items()}
 
 
 def _is_longer(times: Sequence[float], before: Sequence[float]) -> bool:

@@ -1,10 +1,12 @@
 """The page of a release, for the person who decides whether it may go out."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from tvmflow.comparison import Interval
 from tvmflow.release import Release
 from tvmflow.report import charts, page
-from tvmflow.report.changes import Change, Slowdown, compare_releases, find_slowdowns
+from tvmflow.report.changes import Change, PeerRatio, Slowdown, compare_releases, find_slowdowns, peer_ratios
 from tvmflow.report.drift import Drift, Step, find_drifts, find_steps
 from tvmflow.report.insight import Drawing, FunctionTime, Insight, SampleInsight
 from tvmflow.report.layers import LayerRow, SlowerLayer, find_slower, layer_rows, show_layers, show_losses, times_of
@@ -42,8 +44,8 @@ class PageData(Record):
     `production` is the version that `channel` holds, None where it holds nothing; `changes` are those since then.
     `checks` are those of the channel's gates on figures. `history` ends with the release itself. `insights` and the
     rows of `functions` and `layers` are by target. `slower` are layers by the change of their time since `production`.
-    `slowdowns` are the targets that are slower than in `production`. `drifts` and `steps` are those of the figures in
-    the history.
+    `slowdowns` are the targets that are slower than in `production`, `ratios` those to the peers in both releases.
+    `drifts` and `steps` are those of the figures in the history.
     """
 
     release: Release
@@ -57,6 +59,7 @@ class PageData(Record):
     layers: dict[str, tuple[LayerRow, ...]]
     slower: dict[str, tuple[SlowerLayer, ...]]
     slowdowns: tuple[Slowdown, ...]
+    ratios: tuple[PeerRatio, ...]
     drifts: tuple[Drift, ...]
     steps: tuple[Step, ...]
 
@@ -90,6 +93,7 @@ def make_data(
         layers={name: layer_rows(insight) for name, insight in insights.items()},
         slower={name: find_slower(now.get(name, {}), before.get(name, {})) for name, insight in insights.items()},
         slowdowns=() if production is None else tuple(find_slowdowns(release, production)),
+        ratios=() if production is None else tuple(peer_ratios(release, production)),
         drifts=tuple(find_drifts((*history, release))),
         steps=tuple(find_steps((*history, release))),
     )
@@ -172,10 +176,11 @@ def _verdict(data: PageData) -> Iterator[Markup]:
                 "yes" if check.passed else "no",
                 page.number(check.value),
                 page.number(check.bound),
+                _show_interval(None if check.interval is None or math.isinf(check.interval.high) else check.interval),
             )
             for check in data.checks
         ]
-        yield page.table(f"Gates of {data.channel} on figures", ("gate", "kept", "figure", "bound"), cells)
+        yield page.table(f"Gates of {data.channel} on figures", ("gate", "kept", "figure", "bound", "interval"), cells)
 
 
 def _against(data: PageData) -> Iterator[Markup]:
@@ -184,6 +189,8 @@ def _against(data: PageData) -> Iterator[Markup]:
     else:
         yield from map(_show_slowdown, data.slowdowns)
         yield from figures_beside(data.changes, data.production, "this release")
+        if data.ratios:
+            yield _show_ratios(data.ratios)
     latencies: dict[str, list[tuple[float, float]]] = {}
     for row in data.history:
         if row.p50 is not None:
@@ -194,6 +201,29 @@ def _against(data: PageData) -> Iterator[Markup]:
     if data.steps or data.drifts:
         yield page.paragraph("Over the last releases:")
         yield page.items(str(change) for change in (*data.steps, *data.drifts))
+
+
+def _show_ratios(ratios: Sequence[PeerRatio]) -> Markup:
+    rows = [
+        (
+            item.target,
+            item.peer,
+            item.version,
+            page.number(item.ratio, "{:.3f}"),
+            _show_interval(item.interval, item.missing),
+            page.number(item.rounds, "{:d}"),
+        )
+        for item in ratios
+    ]
+    headings = ("target", "peer", "release", "ratio", "interval", "rounds")
+    return page.table("Latency over a peer's, measured in turn", headings, rows)
+
+
+def _show_interval(interval: Interval | None, missing: int = 0) -> Markup:
+    """An interval, or "-" with the number of rounds that are missing, where it is above 0."""
+    if interval is None:
+        return Markup(f"-, rounds missing: {page.number(missing, '{:d}')}" if missing else "-")
+    return Markup(f"{page.number(interval.low, '{:.3f}')} to {page.number(interval.high, '{:.3f}')}")
 
 
 def _show_slowdown(slowdown: Slowdown) -> Markup:
