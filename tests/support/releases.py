@@ -96,7 +96,14 @@ def make_compared(
 ) -> Release:
     """A release whose bundle, reference kernel and peer took these times in rounds that differ by up to 2 %."""
     pairs = tuple(
-        Pair(candidate=bundle * way, baseline=peer * way, ratio=bundle / peer, runs=9, warmup=0, reference=reference * way)
+        Pair(
+            candidate=bundle * way,
+            baseline=peer * way,
+            ratio=bundle / peer,
+            runs=9,
+            warmup=0,
+            reference=reference * way,
+        )
         for way in np.linspace(0.99, 1.01, rounds)
     )
     conditions = Conditions(processor=f"processor {version}", cores=(0, 1), threads=(2, 1), load=(0.0, 0.0))
