@@ -13,6 +13,7 @@ from support.machines import on_two_cores, runnable_levels
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx
 from tvmflow.compiler.machine import machine
+from tvmflow.errors import ModelImportError
 from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
@@ -433,6 +434,35 @@ def test_scattering_and_sorting_keep_their_order(make_model: Any, assert_same_as
     }
     path = make_model(nodes, [("x", [5, 30])], ["y"], weights)
     assert_same_as_onnxruntime(path, {"x": normal(5, 30)})
+
+
+def test_scattering_into_a_part_of_the_data_equals_onnx_runtime(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("ScatterElements", ["x", "places", "what"], ["y"], axis=2),
+        helper.make_node("ScatterElements", ["x", "places", "what"], ["z"], axis=-3, reduction="add"),
+    ]
+    weights = {
+        "places": np.array([[[-1, 0], [2, 1]], [[1, 2], [-2, -3]]]),
+        "what": normal(2, 2, 2),
+    }
+    path = make_model(nodes, [("x", [4, 3, 5])], ["y", "z"], weights)
+    assert_same_as_onnxruntime(path, {"x": normal(4, 3, 5)})
+
+
+def test_scatter_of_early_opsets_counts_from_the_end(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    node = helper.make_node("Scatter", ["x", "places", "what"], ["y"], axis=1)
+    weights = {"places": np.array([[-1, 0], [2, -2]]), "what": normal(2, 2)}
+    path = make_model([node], [("x", [3, 4])], ["y"], weights, opset=9)
+    assert_same_as_onnxruntime(path, {"x": normal(3, 4)})
+
+
+def test_indices_smaller_than_a_free_dimension_are_refused(make_model: Any) -> None:
+    node = helper.make_node("ScatterElements", ["x", "places", "what"], ["y"], axis=1)
+    weights = {"places": np.array([[1, 0]]), "what": normal(1, 2)}
+    with pytest.raises(ModelImportError, match=r"indices of another size than the data along a free dimension"):
+        import_onnx(make_model([node], [("x", ["n", 4])], ["y"], weights))
 
 
 @pytest.mark.parametrize("before", ["", "Conv"])

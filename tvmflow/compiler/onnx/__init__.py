@@ -92,6 +92,8 @@ _STANDARD: dict[str, Converter] = {
     "RMSNormalization": norms.convert_rms_norm,
     "Reshape": movement.convert_reshape,
     "RoiAlign": vision.convert_roi_align,
+    "Scatter": indexing.convert_scatter_elements,
+    "ScatterElements": indexing.convert_scatter_elements,
     "Selu": elementwise.convert_selu,
     "SequenceAt": movement.check_sequence,
     "SequenceErase": movement.check_sequence,

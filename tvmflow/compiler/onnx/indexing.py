@@ -222,3 +222,29 @@ def convert_reverse_sequence(node: Node) -> relax.Expr:
         return te.compute(data.shape, element, name="reverse")
 
     return node.builder.call_te(reverse, data, lengths, primfunc_name_hint="reverse_sequence")
+
+
+def convert_scatter_elements(node: Node) -> relax.Expr:
+    """Write ScatterElements, and Scatter of before opset 11, into the part of the data that the indices reach.
+
+    TVM's scatter takes indices that are as large as the data but for the axis, and writes past the data where they are
+    not. Raises FreeSizeError for indices that may be smaller along a free dimension.
+    """
+    data, indices, updates = node.inputs
+    dims, reach = dims_of(data), dims_of(indices)
+    if dims is None or reach is None:
+        raise FreeSizeError("data or indices of unknown shape")
+    axis = int(node.attrs.get("axis", 0)) % len(dims)
+    rests = []
+    for place, (size, count) in enumerate(zip(dims, reach, strict=True)):
+        if place == axis or node.evaluator.are_equal(size, count):
+            continue
+        if not is_static(size) or not is_static(count):
+            raise FreeSizeError("indices of another size than the data along a free dimension")
+        rests.append((place, node.emit(relax.op.strided_slice(data, [place], [count], [size]))))
+        data = node.emit(relax.op.strided_slice(data, [place], [0], [count]))
+    reduction = node.text("reduction", "none")
+    result = relax.op.scatter_elements(data, indices, updates, axis, "update" if reduction == "none" else reduction)
+    for place, rest in reversed(rests):
+        result = relax.op.concat([node.emit(result), rest], place)
+    return result
