@@ -172,3 +172,17 @@ def test_a_layer_norm_of_float64_equals_onnx_runtime(make_model: Any, assert_sam
         [node], [("x", [3, 7], TensorProto.DOUBLE)], [("y", [3, 7], TensorProto.DOUBLE)], {"scale": scale}
     )
     assert_same_as_onnxruntime(path, {"x": normal(3, 7).astype("float64")})
+
+
+def test_a_layer_norm_with_a_broadcast_scale_equals_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for shape, axis, scale_shape, bias_shape in (
+        ((5, 3, 4), 1, (3, 4), (4,)),
+        ((5, 3, 4), 0, (4,), (1, 1)),
+        (("n", "rows", 4), 1, (1, 4), (4,)),
+        (("n", "rows", "columns"), -1, (4,), (4,)),
+    ):
+        node = helper.make_node("LayerNormalization", ["x", "s", "b"], ["y"], axis=axis)
+        weights = {"s": normal(*scale_shape), "b": normal(*bias_shape)}
+        cases.append((([node], [("x", shape)], ["y"], weights), {"x": normal(5, 3, 4)}))
+    assert_all_same(cases)

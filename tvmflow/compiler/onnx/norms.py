@@ -2,8 +2,9 @@
 
 from tvm import relax
 
+from tvmflow.compiler.onnx.broadcasting import agree
 from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
-from tvmflow.compiler.onnx.values import dtype_of
+from tvmflow.compiler.onnx.values import dims_of, dtype_of
 
 
 def convert_batch_norm(node: Node) -> relax.Expr | None:
@@ -17,23 +18,38 @@ def convert_batch_norm(node: Node) -> relax.Expr | None:
 
 
 def convert_layer_norm(node: Node) -> relax.Expr | None:
-    """Write a layer norm that also returns the mean, and perhaps one divided by the standard deviation.
+    """Write a layer norm that TVM's converter refuses or that does not build, by means.
 
-    Returns None, which leaves the node to TVM's converter, for one with a single result of at most 32 bits.
+    Returns None, which leaves the node to TVM's converter, for one with a single result of at most 32 bits whose scale
+    and bias have the shape of the dimensions that are normalised, or an unknown one.
     """
-    if node.outputs == 1 and dtype_of(node.inputs[0]) != "float64":
-        return None
     data, scale, bias = node.inputs[0], node.inputs[1], node.input(2)
     rank = data.ty.ndim
     axes = list(range(node.attrs.get("axis", -1) % rank, rank))
+    if node.outputs == 1 and dtype_of(data) != "float64" and _have_shape_of_last(node, len(axes)):
+        return None
     mean = node.emit(relax.op.mean(data, axes, keepdims=True))
     centred = node.emit(relax.op.subtract(data, mean))
     variance = node.emit(relax.op.mean(node.emit(relax.op.multiply(centred, centred)), axes, keepdims=True))
     shifted = node.emit(relax.op.add(variance, relax.const(node.attrs.get("epsilon", 1e-5), dtype_of(data))))
     scaling = node.emit(relax.op.divide(relax.const(1.0, dtype_of(data)), node.emit(relax.op.sqrt(shifted))))
-    result = node.emit(relax.op.multiply(node.emit(relax.op.multiply(centred, scaling)), scale))
-    result = result if bias is None else node.emit(relax.op.add(result, bias))
+    result = node.emit(relax.op.multiply(centred, scaling))
+    result = node.emit(relax.op.multiply(*agree(node.builder, [result, scale], node.evaluator)))
+    if bias is not None:
+        result = node.emit(relax.op.add(*agree(node.builder, [result, bias], node.evaluator)))
     return result if node.outputs == 1 else relax.Tuple([result, mean, scaling][: node.outputs])
+
+
+def _have_shape_of_last(node: Node, count: int) -> bool:
+    """Whether scale and bias have the shape of the data's last `count` dimensions, as far as shapes are known."""
+    shapes = [dims_of(operand) for operand in node.inputs if operand is not None]
+    if any(shape is None for shape in shapes):
+        return True
+    normalised, *others = ((shape or [])[-count:] for shape in shapes)
+    return all(
+        len(shape or []) == count and all(map(node.evaluator.are_equal, normalised, last))
+        for shape, last in zip(shapes[1:], others, strict=True)
+    )
 
 
 def convert_rms_norm(node: Node) -> relax.Expr:
