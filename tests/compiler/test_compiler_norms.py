@@ -186,3 +186,13 @@ def test_a_layer_norm_with_a_broadcast_scale_equals_onnx_runtime(assert_all_same
         weights = {"s": normal(*scale_shape), "b": normal(*bias_shape)}
         cases.append((([node], [("x", shape)], ["y"], weights), {"x": normal(5, 3, 4)}))
     assert_all_same(cases)
+
+
+def test_reductions_over_no_dimensions_apply_to_each_element(assert_all_same: Check) -> None:
+    cases = []
+    for name in ("ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum"):
+        for axes in ([], [1]):
+            node = helper.make_node(name, ["x", "axes"], ["y"], noop_with_empty_axes=1)
+            x = normal(3, 4) if name != "ReduceLogSum" else np.abs(normal(3, 4)) + 1
+            cases.append((([node], [("x", (3, 4))], ["y"], {"axes": np.array(axes, "int64")}), {"x": x}))
+    assert_all_same(cases)
