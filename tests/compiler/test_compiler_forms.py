@@ -109,3 +109,12 @@ def test_a_node_before_what_it_reads_is_named(tmp_path: Path, nodes: str, reason
     for read in (import_onnx, survey_onnx):
         with pytest.raises(ModelImportError, match=re.escape(reason)):
             read(path)
+
+
+def test_the_number_of_the_largest_is_an_operand_since_opset_10(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    node = helper.make_node("TopK", ["x", "k"], ["y", "places"], axis=1)
+    outputs = [("y", [2, 3, 3]), ("places", [2, 3, 3], onnx.TensorProto.INT64)]
+    path = make_model([node], [("x", [2, 4, 3])], outputs, {"k": np.array([3], "int64")}, opset=10)
+    assert_same_as_onnxruntime(path, {"x": normal(2, 4, 3)})

@@ -171,13 +171,16 @@ def convert_one_hot(node: Node) -> relax.Expr:
 def convert_top_k(node: Node) -> relax.Expr | None:
     """Write TopK of a computed number of results as the first of all elements in order.
 
-    Returns None, which leaves the node to TVM's converter, for a constant number of results and before opset 10. Raises
-    UnsupportedFormError for unsigned integers of 16 bits and more, which TVM does not sort, and FreeSizeError for data
-    of unknown shape.
+    A constant number of opset 10 is taken as of opset 11. Returns None, which leaves the node to TVM's converter, for
+    other constant numbers and before opset 10. Raises UnsupportedFormError for unsigned integers of 16 bits and more,
+    which TVM does not sort, and FreeSizeError for data of unknown shape.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if dtype_of(data) in ("uint64", "uint32", "uint16"):
         raise UnsupportedFormError(f"{dtype_of(data)}: TVM does not sort them")
+    if node.opset == 10 and node.constant(1) is not None:
+        # TVM's converter looks for the attribute `k`, which opset 10 made an operand.
+        return node.convert("TopK", node.inputs, node.attrs, 11)
     if node.opset < 10 or node.constant(1) is not None:
         return None
     if dims is None:
