@@ -118,3 +118,11 @@ def test_the_number_of_the_largest_is_an_operand_since_opset_10(
     outputs = [("y", [2, 3, 3]), ("places", [2, 3, 3], onnx.TensorProto.INT64)]
     path = make_model([node], [("x", [2, 4, 3])], outputs, {"k": np.array([3], "int64")}, opset=10)
     assert_same_as_onnxruntime(path, {"x": normal(2, 4, 3)})
+
+
+@pytest.mark.parametrize("opset", [10, 18])
+def test_the_largest_none_are_no_elements(opset: int, make_model: Any, assert_same_as_onnxruntime: Any) -> None:
+    node = helper.make_node("TopK", ["x", "k"], ["y", "places"], axis=1)
+    outputs = [("y", [2, 0, 3]), ("places", [2, 0, 3], onnx.TensorProto.INT64)]
+    path = make_model([node], [("x", [2, 4, 3])], outputs, {"k": np.array([0], "int64")}, opset=opset)
+    assert_same_as_onnxruntime(path, {"x": normal(2, 4, 3)})

@@ -570,6 +570,13 @@ def test_a_parameter_that_is_computed_from_data_is_taken(assert_all_same: Any) -
     assert_all_same(cases)
 
 
+def test_nothing_is_left_of_data_with_free_dimensions(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
+    slicing = _node("Slice", ["x", "two", "minus_two", "zero"], ["y"])
+    weights = {name: _WEIGHTS[name] for name in ("two", "minus_two", "zero")}
+    path = make_model([slicing], [("x", [3, "t"])], ["y"], weights)
+    assert_same_as_onnxruntime(path, *_feeds((3, 2), (3, 5)))
+
+
 def test_a_bound_of_either_sign_by_the_size_is_taken(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
     nodes = [
         _node("Shape", ["x"], ["length"], start=1, end=2),

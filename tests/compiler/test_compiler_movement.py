@@ -147,6 +147,19 @@ def test_what_lies_between_two_neighbours_is_resized_as_onnx_runtime_does(
     assert_same_as_onnxruntime(path, {"x": normal(1, 1, 30, 23)})
 
 
+@pytest.mark.parametrize(
+    ("coordinates", "rounding", "size", "scale"),
+    [("asymmetric", "floor", 30, 1.7), ("asymmetric", "ceil", 13, 3.1), ("half_pixel", "floor", 4, 0.6)],
+)
+def test_positions_of_nearest_neighbours_are_rounded_as_onnx_runtime_does(
+    coordinates: str, rounding: str, size: int, scale: float, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    attributes = {"coordinate_transformation_mode": coordinates, "mode": "nearest", "nearest_mode": rounding}
+    resize = helper.make_node("Resize", ["x", "", "scales"], ["y"], **attributes)
+    path = make_model([resize], [("x", [1, 1, 2, size])], ["y"], {"scales": np.array([1, 1, 1, scale], "float32")})
+    assert_same_as_onnxruntime(path, {"x": normal(1, 1, 2, size)})
+
+
 def test_slices_padding_tiles_and_reductions_follow_the_channels(
     make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:

@@ -9,12 +9,17 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 
-def source_places(size: int, result: int, scale: float, mode: str, region: tuple[float, float]) -> Array:
+def source_places(
+    size: int, result: int, scale: float, mode: str, region: tuple[float, float], dtype: npt.DTypeLike = "float64"
+) -> Array:
     """Return the position in an axis of `size` of each of the `result` elements, by the ONNX specification of Resize.
 
-    Raises ValueError for a coordinate transformation that the specification does not have.
+    The positions are computed in `dtype`. ONNX Runtime computes in float32, which decides where a position is about
+    half of the way between two neighbours. Raises ValueError for a coordinate transformation that the specification
+    does not have.
     """
-    x = np.arange(result, dtype="float64")
+    x = np.arange(result, dtype=dtype)
+    scale = x.dtype.type(scale)
     if mode == "asymmetric":
         return x / scale
     if mode == "align_corners":

@@ -169,7 +169,7 @@ def convert_one_hot(node: Node) -> relax.Expr:
 
 
 def convert_top_k(node: Node) -> relax.Expr | None:
-    """Write TopK of a computed number of results as the first of all elements in order.
+    """Write TopK of a computed number of results, or of zero, as the first of all elements in order.
 
     A constant number of opset 10 is taken as of opset 11. Returns None, which leaves the node to TVM's converter, for
     other constant numbers and before opset 10. Raises UnsupportedFormError for unsigned integers of 16 bits and more,
@@ -178,13 +178,15 @@ def convert_top_k(node: Node) -> relax.Expr | None:
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if dtype_of(data) in ("uint64", "uint32", "uint16"):
         raise UnsupportedFormError(f"{dtype_of(data)}: TVM does not sort them")
-    if node.opset == 10 and node.constant(1) is not None:
+    count = node.constant(1) if node.opset >= 10 else None
+    is_constant = count is not None and bool(count.any())
+    if node.opset == 10 and is_constant:
         # TVM's converter looks for the attribute `k`, which opset 10 made an operand.
         return node.convert("TopK", node.inputs, node.attrs, 11)
-    if node.opset < 10 or node.constant(1) is not None:
+    if node.opset < 10 or is_constant:
         return None
     if dims is None:
-        raise FreeSizeError("a number of results that is computed, of data of unknown shape")
+        raise FreeSizeError("a number of results that is zero or computed, of data of unknown shape")
     axis = int(node.attrs.get("axis", -1)) % len(dims)
     whole = materialise(node.builder, node.evaluator.shape([dims[axis]]))
     sizes = node.bind(node.emit(relax.op.minimum(node.integers(1), whole)))

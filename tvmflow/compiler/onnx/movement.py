@@ -167,9 +167,9 @@ def convert_squeeze(node: Node) -> relax.Expr | None:
 def convert_slice(node: Node) -> relax.Expr | None:
     """Write Slice along symbolic dimensions, or with symbolic or computed bounds; bounds are limited to the dimension.
 
-    Returns None, which leaves the node to TVM's converter, where bounds and dimensions are constant or the data's shape
-    is unknown. Raises FreeSizeError for axes or steps that are computed, and for computed bounds of data of unknown
-    shape. A negative step is a positive one of the reversed dimension.
+    Returns None, which leaves the node to TVM's converter, where bounds and dimensions are constant and something is
+    left, or the data's shape is unknown. Raises FreeSizeError for axes or steps that are computed, and for computed
+    bounds of data of unknown shape. A negative step is a positive one of the reversed dimension.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if node.opset < 10:
@@ -192,7 +192,12 @@ def convert_slice(node: Node) -> relax.Expr | None:
         return None
     axes = [axis % len(dims) for axis in axes]
     if all(isinstance(size, int) for size in (*starts, *ends, *(dims[axis] for axis in axes))):
-        return None
+        # TVM counts fewer than zero elements where nothing is left of data with other, symbolic dimensions.
+        parts = (
+            range(dims[axis])[start:end:step] for axis, start, end, step in zip(axes, starts, ends, steps, strict=True)
+        )
+        if all(map(len, parts)) or all(isinstance(size, int) for size in dims):
+            return None
     if not all(_has_known_sign(node, bound) for bound in (*starts, *ends)):
         return _slice_by_data(node, axes, steps)
     flipped, evaluator = data, node.evaluator

@@ -174,13 +174,14 @@ def _resize_axis(
 ) -> relax.Expr:
     """`data` with one axis, of a known size, resized."""
     size, axis = step.size or 0, step.axis
+    mode = node.text("mode", "nearest")
+    dtype = "float32" if mode == "nearest" else "float64"
     try:
-        places = source_places(size, step.result or 0, step.scale, coordinates, region)
+        places = source_places(size, step.result or 0, step.scale, coordinates, region, dtype).astype("float64")
     except ValueError:
         raise UnsupportedFormError(f"coordinate_transformation_mode {coordinates!r}") from None
     if coordinates == "tf_crop_and_resize" and ((places < 0) | (places > size - 1)).any():
         raise UnsupportedFormError("a region beyond the data in this form")
-    mode = node.text("mode", "nearest")
     if mode == "nearest":
         neighbours = np.clip(_ROUNDINGS[node.text("nearest_mode", "round_prefer_floor")](places), 0, size - 1)
         return node.emit(relax.op.take(data, const(neighbours.astype("int64")), axis))
