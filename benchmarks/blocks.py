@@ -138,7 +138,6 @@ def work(job: BlockJob, emit: Emit) -> BlockTime:
     """Build and time a block in a child process."""
     os.environ["TVM_NUM_THREADS"] = str(job.target.threads)
     import tvm
-    from tvm import relax
 
     from tvmflow import compiler
     from tvmflow.compiler.choices import Choices, Site
@@ -167,11 +166,12 @@ def work(job: BlockJob, emit: Emit) -> BlockTime:
     machines = {}
     for way, options in ways.items():
         arrangement = compiler.build(imported, job.target, choices=Choices(options))
-        machines[way] = relax.VirtualMachine(arrangement.executable.jit(), tvm.cpu()), dict(arrangement.schedules)
+        machines[way] = arrangement.load(), dict(arrangement.schedules)
     best = dict.fromkeys(ways, math.inf)
     for _ in range(job.rounds):
-        for way, (machine, rules) in machines.items():
-            times = measure_functions(machine, partial(machine["main"], data), rules, job.repeats)
+        for way, (loaded, rules) in machines.items():
+            run = partial(loaded.machine["main"], data, *loaded.weights)
+            times = measure_functions(loaded.machine, run, rules, job.repeats)
             own = (item for item in times if item.name in rules and not item.name.startswith("transpose"))
             best[way] = min(best[way], 1e6 * sum(item.seconds for item in own))
     arrangement = "apart" if not usual else "whole" if len(usual[0].parts) == _CONVOLUTIONS else "in part"

@@ -74,16 +74,17 @@ def work(job: ProfileJob, emit: Emit) -> Profile:
 def time_functions(model: "CompiledModel", sample: Path, repeats: int) -> Profile:
     """Run a built model `repeats` times on the inputs of an `.npz`, and return the times of its functions."""
     import tvm
-    from tvm import relax
 
     lowered = tvm.ir.load_json(model.ir_json)
     flops = {
-        var.name_hint: estimate_operations(func) for var, func in lowered.functions_items() if var.name_hint != "main"
+        var.name_hint: estimate_operations(func)
+        for var, func in lowered.functions_items()
+        if isinstance(func, tvm.tirx.PrimFunc)
     }
-    machine = relax.VirtualMachine(model.executable.jit(), tvm.cpu())
+    loaded = model.load()
+    machine, main = loaded.machine, loaded.machine["main"]
     with np.load(sample) as archive:
-        inputs = [tvm.runtime.tensor(archive[name]) for name in archive.files]
-    main = machine["main"]
+        inputs = [*(tvm.runtime.tensor(archive[name]) for name in archive.files), *loaded.weights]
     whole = min(_timed(main, inputs) for _ in range(max(3, repeats)))
     rules = dict(model.schedules)
     functions = tuple(

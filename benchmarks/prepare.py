@@ -179,7 +179,8 @@ def build_bundle(job: BuildJob) -> "CompiledModel":
         inputs=imported.inputs,
         outputs=imported.outputs,
         dimensions={},
-        weights="inside",
+        weights=model.weights,
+        fresh_outputs=model.fresh_outputs,
         versions=installed_versions(str(get_global_func("target.llvm_version_major")())),
     )
     with tempfile.TemporaryDirectory(dir=job.output.parent) as folder:

@@ -8,6 +8,7 @@ from tasks.options import as_options, variants
 from tasks.relax_import import ImportResult, load_imported
 from tasks.step import ChildStep, Job
 from tasks.tune import TuneResult
+from tvmflow.bundle import Weights
 from tvmflow.figures import Algorithm
 from tvmflow.process import Emit
 from tvmflow.spec import Build, Spec
@@ -73,7 +74,7 @@ class BuildResult(StepResult):
     describes those with fewer multiplications by name. `inspected` is a JSON file with the parts that the job's
     `inspect` asks for: `passes`, a list of when, name and text, and `code`, texts by their form. Its `decisions` are
     those that the cost model takes by cycles: kind, subject, the estimated cycles by option, and the choice.
-    `fresh_outputs` is as the bundle's manifest says it.
+    `fresh_outputs` and `weights` are as the bundle's manifest says it.
     """
 
     library: Artifact
@@ -87,6 +88,7 @@ class BuildResult(StepResult):
     llvm: str
     inspected: Artifact
     fresh_outputs: bool
+    weights: Weights
 
 
 def work(job: BuildJob, emit: Emit) -> BuildResult:
@@ -138,6 +140,7 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
             llvm=str(get_global_func("target.llvm_version_major")()),
             inspected=workspace.keep(folder / "inspected.json"),
             fresh_outputs=model.fresh_outputs,
+            weights=model.weights,
         )
 
 

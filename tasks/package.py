@@ -72,7 +72,7 @@ class PackageJob(Job):
             inputs=imported.inputs,
             outputs=imported.outputs,
             dimensions=limit_sizes(imported, exported.dimensions),
-            weights=spec.build.weights,
+            weights=build.weights,
             variants=tuple(Variant(function, sizes) for function, sizes in sorted(build.variants.items())),
             versions=installed_versions(build.llvm),
             fresh_outputs=build.fresh_outputs,

@@ -289,16 +289,10 @@ def _run(
     operators: Mapping[str, Converter],
 ) -> dict[str, Array]:
     """Compile a part and run it in this process; return its outputs by name."""
-    import tvm
-    from tvm import relax
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         onnx.save(part, str(path))
         imported = import_onnx(path, label="the part of the model", operators=operators)
     compiled = build(imported, target, options)
-    main = relax.VirtualMachine(compiled.executable, tvm.cpu())["main"]
-    arguments = [np.asarray(fed[spec.name], order="C") for spec in imported.inputs]
-    results = main(*(tvm.runtime.tensor(array) for array in arguments))
-    arrays = [item.numpy() for item in ([results] if hasattr(results, "numpy") else results)]
+    arrays = compiled.load().run(*(np.asarray(fed[spec.name], order="C") for spec in imported.inputs))
     return {value.name: array for value, array in zip(part.graph.output, arrays, strict=True)}

@@ -11,8 +11,8 @@
 namespace tvmflow {
 namespace {
 
-// The version of the format that this library reads.
-constexpr int64_t kFormat = 1;
+// The newest format that this library reads; it reads the older ones too.
+constexpr int64_t kFormat = 2;
 
 TensorSpec ReadTensor(const Field& field) {
   TensorSpec spec;
@@ -105,7 +105,10 @@ Manifest ReadManifest(const Field& document) {
     }
   }
   for (const Field& item : document.At("variants").Items()) manifest.variants.push_back(ReadVariant(item, symbols));
-  manifest.weights_apart = document.At("weights").Word({"inside", "apart"}) == "apart";
+  manifest.weights_unpacked = document.At("format").Count() == 2;
+  const Field weights = document.At("weights");
+  manifest.weights_apart =
+      (manifest.weights_unpacked ? weights.Word({"unpacked"}) : weights.Word({"inside", "apart"})) == "apart";
   const Field versions = document.At("versions");
   for (const char* package : {"tvmflow", "llvm"}) versions.At(package).Text();
   manifest.tvm_version = versions.At("tvm").Text();
@@ -142,7 +145,7 @@ void CheckVersion(const Manifest& manifest, const std::string& package, const st
 Manifest ParseManifest(std::string_view json) {
   const Document document(json, "its manifest");
   const int64_t format = document.root().At("format").Count();
-  if (format != kFormat) {
+  if (format < 1 || format > kFormat) {
     throw Unusable("its format is " + std::to_string(format) + ", this program reads " + std::to_string(kFormat) +
                    "; take a newer program");
   }

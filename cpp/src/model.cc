@@ -202,6 +202,15 @@ Model Model::Open(const std::string& bundle, int threads, const std::optional<Si
       model.weights_.push_back(model.ToDevice(tensor));
     }
   }
+  if (manifest.weights_unpacked) {
+    const auto pack = model.machine_.value()->GetFunction("pack_weights");
+    if (!pack.has_value()) throw Error("bundle '" + manifest.name + "' has no function 'pack_weights'");
+    TranslateErrors("bundle '" + manifest.name + "': its weights cannot be packed", [&] {
+      for (const ffi::Any& weight : (*pack)().cast<ffi::Array<ffi::Any>>()) {
+        model.weights_.push_back(weight.cast<Tensor>());
+      }
+    });
+  }
   for (auto& [name, tensor] : ReadNpz(files.PathOf("sample.npz").string())) {
     constexpr std::string_view kPrefix = "input:";
     if (name.rfind(kPrefix, 0) == 0) model.sample_.emplace(name.substr(kPrefix.size()), std::move(tensor));

@@ -121,9 +121,6 @@ def _with_constants(case: Any) -> onnx.ModelProto | None:
 
 def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: bool) -> str:
     """How the results of the built model differ from those of the case; empty if they are equal."""
-    import tvm
-    from tvm import relax
-
     from tvmflow.compiler import build, import_onnx
     from tvmflow.target import resolve
 
@@ -131,8 +128,7 @@ def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: boo
     path.write_bytes(model.SerializeToString())
     imported = import_onnx(path)
     path.unlink()
-    compiled_model = build(imported, resolve("native"))
-    machine = relax.VirtualMachine(compiled_model.executable, tvm.cpu())
+    loaded = build(imported, resolve("native")).load()
     names = [value.name for value in case.model.graph.input]
     inputs_left = {value.name for value in model.graph.input}
     for data_set in case.data_sets:
@@ -140,8 +136,7 @@ def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: boo
         arrays = [
             np.asarray(value, order="C") for name, value in zip(names, inputs, strict=False) if name in inputs_left
         ]
-        result = machine["main"](*(tvm.runtime.tensor(array) for array in arrays))
-        actual = [item.numpy() for item in ([result] if hasattr(result, "numpy") else result)]
+        actual = loaded.run(*arrays)
         if len(actual) != len(expected):
             return f"{len(actual)} results, {len(expected)} expected"
         for array, expected_array in zip(actual, expected, strict=True):

@@ -19,6 +19,7 @@ from support.models import make_model
 from tvmflow.compiler import BuildOptions, import_onnx, lower, workloads
 from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.machine import Machine, machine
+from tvmflow.compiler.operators.packing import packing_of
 from tvmflow.compiler.schedules import complete, guards, schedule, variants
 from tvmflow.target import Precision, Target, resolve
 
@@ -235,8 +236,13 @@ def _functions(model: Drawn, target: Target, folder: Path) -> dict[str, tirx.Pri
     }
     # With many cores, loops are split in a second dimension.
     processor = _always_parallel(target, model.choice(2, 16, 64))
-    functions = {}
-    for workload in workloads(lower(imported, target, options, Choices(options_by_key))):
+    lowered = lower(imported, target, options, Choices(options_by_key))
+    functions = {
+        f"{variable.name_hint}_{shape_text(func.params[0].shape)}": schedule(func, processor)[0]
+        for variable, func in lowered.functions_items()
+        if packing_of(func) is not None
+    }
+    for workload in workloads(lowered):
         schedules = variants(workload.func, processor, _SCHEDULES)
         scheduled = (
             complete(model.choice(*schedules).mod["main"]) if schedules else schedule(workload.func, processor)[0]

@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tvm
 from onnx import helper
-from tvm import relax
 
 from support.arrays import normal
 from support.builds import rule_counts
@@ -58,13 +56,13 @@ def _import(parts: Parts, batch: int | str, folder: Path) -> Any:
 
 def _assert_items_apart(model: CompiledModel, function: str, shape: Sequence[int], items: int = _ITEMS) -> None:
     """Run a batch with each kind of poison in one of its items, and compare the others bit by bit."""
-    machine = relax.VirtualMachine(model.executable, tvm.cpu())
+    loaded = model.load()
     x = normal(items, *shape)
-    expected = machine[function](tvm.runtime.tensor(x)).numpy()
+    (expected,) = loaded.run(x, function=function)
     for place, poison in enumerate(POISON):
         poisoned = x.copy()
         poisoned[place] = poison
-        actual = machine[function](tvm.runtime.tensor(poisoned)).numpy()
+        (actual,) = loaded.run(poisoned, function=function)
         other_items = [item for item in range(items) if item != place]
         changed = [item for item in other_items if actual[item].tobytes() != expected[item].tobytes()]
         assert not changed, f"{poison} in item {place} changes items {changed} of {function}"

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tvm
 from onnx import helper
-from tvm import relax
 
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, workloads
 from tvmflow.compiler.importer import Imported
@@ -23,10 +22,7 @@ def imported(make_model) -> Imported:  # type: ignore[no-untyped-def]
 
 
 def run(model: CompiledModel, function: str, x: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-    machine = relax.VirtualMachine(model.executable, tvm.cpu())
-    result: np.ndarray = machine[function](  # type: ignore[type-arg]
-        tvm.runtime.tensor(x), *(tvm.runtime.tensor(value) for value in model.params.values())
-    ).numpy()
+    (result,) = model.load().run(x, function=function)
     return result
 
 

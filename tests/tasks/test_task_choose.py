@@ -56,6 +56,7 @@ def _built(library: str) -> Outcome[BuildResult]:
         variants={},
         algorithms={},
         fresh_outputs=True,
+        weights="inside",
         llvm="20",
         inspected=artifact,
     )

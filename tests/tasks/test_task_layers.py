@@ -57,12 +57,12 @@ def _scaled_layers(model: onnx.ModelProto, folder: Path, scale: float = 1.0) -> 
 def _layers(model: onnx.ModelProto, original: onnx.ModelProto, inputs: NamedArrays, folder: Path) -> tuple[Layer, ...]:
     """The layers of a build of `model`, compared with `original`."""
     import tvm
-    from tvm import relax
 
     onnx.save(model, folder / "model.onnx")
     built = build(import_onnx(folder / "model.onnx"), resolve("native"), BuildOptions())
-    machine = relax.VirtualMachine(built.executable, tvm.cpu())
-    run = partial(machine["main"], *(tvm.runtime.tensor(array) for array in inputs.values()))
+    loaded = built.load()
+    machine = loaded.machine
+    run = partial(machine["main"], *map(tvm.runtime.tensor, inputs.values()), *loaded.weights)
     functions = find_functions(tvm.ir.load_json(built.ir_json))
     return find_layers(machine, run, functions, measure_calls(machine, run, 2), original, inputs)
 

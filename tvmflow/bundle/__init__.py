@@ -1,16 +1,28 @@
 """The bundle: one compiled model for one target, in one deterministic file that is checked before its code runs."""
 
 from tvmflow.bundle.archive import extract, missing_weights, pack, read_manifest, read_signer, sha256_file, sign
-from tvmflow.bundle.manifest import FORMAT, FileEntry, Manifest, TensorSpec, Variant, Versions, installed_versions
+from tvmflow.bundle.manifest import (
+    FORMAT,
+    PACK_WEIGHTS,
+    FileEntry,
+    Manifest,
+    TensorSpec,
+    Variant,
+    Versions,
+    Weights,
+    installed_versions,
+)
 from tvmflow.bundle.signature import keygen, public_key
 
 __all__ = [
     "FORMAT",
+    "PACK_WEIGHTS",
     "FileEntry",
     "Manifest",
     "TensorSpec",
     "Variant",
     "Versions",
+    "Weights",
     "extract",
     "installed_versions",
     "keygen",

@@ -9,14 +9,18 @@ from typing import Any, Literal
 from tvmflow.errors import BundleError
 from tvmflow.target import host, missing_features, request_amx
 
-# The format's number. It is raised whenever a reader of the number before could misread a new bundle.
-FORMAT = 1
+# The newest format's number. It is raised whenever a reader of the number before could misread a new bundle.
+FORMAT = 2
 _DTYPES = frozenset(
     (
         *("bool", "bfloat16", "float16", "float32", "float64"),
         *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     )
 )
+# Where a bundle's weights are: packed in the library; packed in a file apart; or in the library as the model has them,
+# whose function `pack_weights` packs them.
+Weights = Literal["inside", "apart", "unpacked"]
+PACK_WEIGHTS = "pack_weights"
 # The largest size that a tensor of TVM can have.
 _LARGEST_SIZE = (1 << 63) - 1
 # The most letters of a wrong value that a message shows.
@@ -63,8 +67,10 @@ class Manifest:
     """The content of `bundle.json`: nothing in it varies from run to run.
 
     `dimensions` holds the smallest and the largest size of each symbolic dimension; a largest size of None means no
-    limit. `weights` says whether they are inside the library or in a file apart. `threads` is the number of
-    threads that the code was chosen for, and `max_threads` the most to run on; None: as many as there are cores.
+    limit. `weights` says where the packed weights are that `main` and the variants use: `inside` the library; in a file
+    `apart`, and given to them after the inputs; or, with `unpacked`, given to them too, by the library's function
+    `pack_weights`, which packs the weights that the library holds. `threads` is the number of threads that the code
+    was chosen for, and `max_threads` the most to run on; None: as many as there are cores.
     `fresh_outputs` is true where every call writes all outputs to memory that nothing else uses, so that a caller may
     keep them without a copy. `provenance` maps the inputs of the build to their SHA-256, and `options` and `code` to
     the options and the digest of tvmflow's code.
@@ -79,14 +85,18 @@ class Manifest:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     dimensions: dict[str, tuple[int, int | None]]
-    weights: Literal["inside", "apart"]
+    weights: Weights
     versions: Versions
     variants: tuple[Variant, ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     max_threads: int | None = None
     fresh_outputs: bool = False
-    format: int = FORMAT
+
+    @property
+    def format(self) -> int:
+        """The number of the oldest format that can say what the manifest says."""
+        return 2 if self.weights == "unpacked" else 1
 
     def to_json(self) -> bytes:
         """Return canonical JSON: equal manifests give equal bytes. Raises ValueError for NaN or infinity.
@@ -94,7 +104,7 @@ class Manifest:
         A limit that equals `threads` is left out, and so is `fresh_outputs` where it is false, as older manifests are
         read.
         """
-        document = asdict(self)
+        document = {**asdict(self), "format": self.format}
         if self.max_threads == self.threads:
             del document["max_threads"]
         if not self.fresh_outputs:
@@ -198,8 +208,8 @@ def _canonical(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def _read_1(document: dict[str, Any]) -> Manifest:
-    """Read format 1. Unknown keys are ignored: a later writer may add keys that no reader needs."""
+def _read(document: dict[str, Any]) -> Manifest:
+    """Read a format. Unknown keys are ignored: a later writer may add keys that no reader needs."""
     inputs = tuple(_tensor(item) for item in _list(document["inputs"]))
     symbols = {dim for item in inputs for dim in item.shape if isinstance(dim, str)}
     return Manifest(
@@ -215,7 +225,7 @@ def _read_1(document: dict[str, Any]) -> Manifest:
         outputs=tuple(_tensor(item) for item in _list(document["outputs"])),
         dimensions={_text(name): _range(item) for name, item in _mapping(document["dimensions"]).items()},
         variants=tuple(_variant(item, symbols) for item in _list(document["variants"])),
-        weights=_weights(document["weights"]),
+        weights=_weights(document["weights"], document["format"]),
         versions=Versions(**{key: _text(document["versions"][key]) for key in ("tvmflow", "tvm", "tvm_ffi", "llvm")}),
         provenance={_text(key): _text(value) for key, value in _mapping(document["provenance"]).items()},
         files={
@@ -225,8 +235,8 @@ def _read_1(document: dict[str, Any]) -> Manifest:
     )
 
 
-# A reader for every format ever written.
-_READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _read_1}
+# A reader for every format ever written. The two differ in what `weights` may be.
+_READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _read, 2: _read}
 
 
 def _integer(digits: str) -> int:
@@ -298,11 +308,11 @@ def _digest(value: object) -> str:
     return text
 
 
-def _weights(value: object) -> Literal["inside", "apart"]:
-    if value == "inside":
-        return "inside"
-    if value == "apart":
-        return "apart"
+def _weights(value: object, number: int) -> Weights:
+    places: dict[int, tuple[Weights, ...]] = {1: ("inside", "apart"), 2: ("unpacked",)}
+    for place in places[number]:
+        if value == place:
+            return place
     raise ValueError(f"weights are {value!r}")
 
 

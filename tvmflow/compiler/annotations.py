@@ -30,5 +30,7 @@ AXES = "tvmflow.axes"
 GROUP = "tvmflow.group"
 # The channels of a convolution's groups, where the groups are narrower than a vector.
 CHANNELS = "tvmflow.channels"
+# For a function that packs weights: the form, and its numbers (`tvmflow.compiler.operators.packing`).
+PACKING = "tvmflow.packing"
 # The subject of the decisions about an operator (`tvmflow.compiler.choices`).
 SUBJECT = "tvmflow.subject"

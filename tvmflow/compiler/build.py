@@ -16,9 +16,11 @@ from typing import Any, Literal
 import numpy as np
 import tvm
 import tvm_ffi
+from tvm import relax
 from tvm.support import cc
 from tvm.tirx import PrimFunc
 
+from tvmflow.bundle import PACK_WEIGHTS, Weights
 from tvmflow.compiler import outputs
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.codegen import compile_module
@@ -43,8 +45,9 @@ class BuildOptions:
     """Options of a build.
 
     `opt_level`, `required_passes`, `disabled_passes` and `config` are those of TVM's pass context. `exec_mode` is the
-    form of `main`: bytecode for the virtual machine, or compiled code. `weights="apart"` makes the packed weights
-    parameters of `main` that follow the inputs. `precision` is the type of the operands of convolutions and matrix
+    form of `main`: bytecode for the virtual machine, or compiled code. `weights="apart"` makes all packed weights
+    parameters of `main` that follow the inputs; else only those are that the library packs when it is loaded.
+    `precision` is the type of the operands of convolutions and matrix
     products; `int8` is for quantised models. `fast_algorithms` allows the algorithms of Winograd and Strassen, which
     multiply less and round more. Each of `variants`, sizes by the name of a symbolic dimension, adds a function with
     static shapes beside `main`.
@@ -74,25 +77,44 @@ class Algorithm:
 
 
 @dataclass(frozen=True)
+class LoadedModel:
+    """A compiled model in this process, for programs that run it once or time its functions.
+
+    `machine` is TVM's virtual machine on the CPU. `weights` are the packed weights, as tensors, that `main` and each
+    variant take after their inputs.
+    """
+
+    machine: Any
+    weights: tuple[Any, ...]
+
+    def run(self, *inputs: np.ndarray[Any, Any], function: str = "main") -> list[np.ndarray[Any, Any]]:
+        """Run a function with C-contiguous arrays as inputs, in order, and return its outputs, in order."""
+        result = self.machine[function](*map(tvm.runtime.tensor, inputs), *self.weights)
+        return [item.numpy() for item in ([result] if hasattr(result, "numpy") else result)]
+
+
+@dataclass(frozen=True)
 class CompiledModel:
     """A compiled model.
 
     `executable` is TVM's executable for the virtual machine. `ir_text` and `ir_json` are the lowered, unscheduled
     module without its weights; each function has the name of the rule that scheduled it as its attribute
     `schedule_rule`. `params` are the packed weights, in the order in which `main` takes them after the inputs, empty
-    where the library holds them. `pass_timings` are pairs of a pass and its seconds, without the seconds of the passes
-    that it runs. `schedules` are pairs of a function and the rule that scheduled it. `variants` gives, for each
-    function beside `main`, the sizes of symbolic dimensions that it is compiled for. `algorithms` are the algorithms of
-    fewer multiplications that the library uses, by name. `threads` is the number of worker threads that the schedules
-    assume. `arch` is the architecture of the target. `cross_compiler` is the command that links the library, None for
-    the compiler of this machine. `inspected` are the parts of the build that the Inspection asked for. `fresh_outputs`
-    is true where every call writes all outputs to memory that nothing else uses.
+    where the library has them; `weights` is as the bundle's manifest says it (`bundle.Manifest`). `pass_timings` are
+    pairs of a pass and its seconds, without the seconds of the passes that it runs. `schedules` are pairs of a function
+    and the rule that scheduled it. `variants` gives, for each function beside `main`, the sizes of symbolic dimensions
+    that it is compiled for. `algorithms` are the algorithms of fewer multiplications that the library uses, by name.
+    `threads` is the number of worker threads that the schedules assume. `arch` is the architecture of the target.
+    `cross_compiler` is the command that links the library, None for the compiler of this machine. `inspected` are the
+    parts of the build that the Inspection asked for. `fresh_outputs` is true where every call writes all outputs to
+    memory that nothing else uses.
     """
 
     executable: Any
     ir_text: str
     ir_json: str
     params: dict[str, np.ndarray[Any, Any]]
+    weights: Weights
     pass_timings: list[tuple[str, float]]
     schedules: list[tuple[str, str]]
     variants: dict[str, dict[str, int]]
@@ -102,6 +124,14 @@ class CompiledModel:
     cross_compiler: str | None
     inspected: Inspected
     fresh_outputs: bool
+
+    def load(self) -> LoadedModel:
+        """Load a model for this machine's CPU into this process without linking it, and pack its weights."""
+        machine = relax.VirtualMachine(self.executable.jit(), tvm.cpu())
+        weights = (
+            machine[PACK_WEIGHTS]() if self.weights == "unpacked" else map(tvm.runtime.tensor, self.params.values())
+        )
+        return LoadedModel(machine, tuple(weights))
 
     def export(self, path: Path) -> None:
         """Link the shared library and write it to `path`. Equal models, targets and options give equal bytes.
@@ -172,12 +202,13 @@ def _probe() -> PrimFunc:
 def lower(
     imported: Imported, target: Target, options: BuildOptions | None = None, choices: Choices | None = None
 ) -> tvm.IRModule:
-    """Lower a model to a module whose `main` calls fused, unscheduled functions and holds the packed weights.
+    """Lower a model to a module whose `main` calls fused, unscheduled functions.
 
-    `options` None means the defaults. `choices.overrides` overrides decisions of the cost model, and `choices.sites`
-    collects the decisions of the build; without `choices` the cost model decides. The same input gives the same module
-    in every process. Raises BuildError when a pass fails, OptionError for an unknown pass or a wrong option,
-    TargetError for a precision that the target's processor has no instructions for.
+    Weights are constants, but for those that a function `pack_weights` makes (`passes.packing.PackAtLoad`). `options`
+    None means the defaults. `choices.overrides` overrides decisions of the cost model, and `choices.sites` collects the
+    decisions of the build; without `choices` the cost model decides. The same input gives the same module in every
+    process. Raises BuildError when a pass fails, OptionError for an unknown pass or a wrong option, TargetError for a
+    precision that the target's processor has no instructions for.
     """
     options = options or BuildOptions()
     _check_precision(target, options)
@@ -187,7 +218,13 @@ def lower(
 
 def _lowered(imported: Imported, target: Target, options: BuildOptions, choices: Choices | None) -> tvm.IRModule:
     return lower_module(
-        imported, target, choices or Choices(), options.variants, options.precision, options.fast_algorithms
+        imported,
+        target,
+        choices or Choices(),
+        options.variants,
+        options.precision,
+        options.fast_algorithms,
+        packs_at_load=options.weights == "inside",
     )
 
 
@@ -242,6 +279,9 @@ def build(
         ir_text=ir_text(bare),
         ir_json=str(tvm.ir.save_json(bare)),
         params=weights if apart else {},
+        weights="unpacked"
+        if any(item.name_hint == PACK_WEIGHTS for item in lowered.get_global_vars())
+        else options.weights,
         pass_timings=list(timings.items()),
         schedules=schedules,
         variants={variant_name(sizes): dict(sizes) for sizes in options.variants},

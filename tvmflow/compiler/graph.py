@@ -1,6 +1,5 @@
 """Lowers an imported model to fused, unscheduled functions, lists them, and takes weights out of a module."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,9 @@ from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.importer import Imported
+from tvmflow.compiler.operators.packing import packing_of
 from tvmflow.compiler.passes import lower_passes
-from tvmflow.compiler.passes.calls import bind_constant_arguments, calls_of, change_calls
+from tvmflow.compiler.passes.calls import ConstantKey, bind_constant_arguments, calls_of, change_calls, key_of_constant
 from tvmflow.runtime.profile import estimate_operations
 from tvmflow.target import Precision, Target
 
@@ -43,11 +43,13 @@ def lower_module(
     variants: Sequence[Mapping[str, int]] = (),
     precision: Precision = "fp32",
     fast: bool = True,
+    packs_at_load: bool = False,
 ) -> tvm.IRModule:
     """Lower an imported model by `lower_passes` in the current pass context, and return the module.
 
     `choices` takes the compiler's decisions. Each of `variants`, sizes by the name of a symbolic dimension, adds a
-    function with these sizes beside `main`. `fast` allows algorithms of fewer multiplications.
+    function with these sizes beside `main`. `fast` allows algorithms of fewer multiplications. `packs_at_load` lets the
+    module have a function `pack_weights` (`passes.packing.PackAtLoad`).
     """
     params = {name: tvm.runtime.tensor(value) for name, value in imported.params.items()}
     variables = imported.mod["main"].params[len(imported.inputs) :]
@@ -58,7 +60,8 @@ def lower_module(
         name = variant_name(sizes)
         variant = relax.utils.copy_with_new_vars(variant).with_attr("global_symbol", name)
         mod = tvm.IRModule({**dict(mod.functions_items()), tvm.ir.GlobalVar(name): variant}, attrs=mod.attrs)
-    passes = lower_passes(target, choices, precision, fast, sum(value.nbytes for value in imported.params.values()))
+    size = sum(value.nbytes for value in imported.params.values())
+    passes = lower_passes(target, choices, precision, fast, size, packs_at_load)
     with tvm.target.Target(target.tvm):
         return tvm.transform.Sequential(passes, name="lower")(mod)
 
@@ -79,6 +82,8 @@ def workloads(lowered: tvm.IRModule) -> list[Workload]:
         for callee in (node.op, *node.args[:1]):
             if not isinstance(callee, tvm.ir.GlobalVar) or not isinstance(lowered[callee], PrimFunc):
                 continue
+            if packing_of(lowered[callee]) is not None:
+                continue  # It runs once, when the library is loaded.
             func = lowered[callee].without_attr("global_symbol")
             candidates = by_hash.setdefault(tvm_ffi.structural_hash(func), [])
             for name, other in candidates:
@@ -143,13 +148,12 @@ class _HoistWeights(PyExprMutator):  # type: ignore[misc]
         self.variables: list[relax.Var] = []
         self.constants: list[tvm.ir.GenericConst] = []
         self.weights: set[relax.Var] = set()
-        self._variable_of: dict[tuple[str, tuple[int, ...], bytes], relax.Var] = {}
+        self._variable_of: dict[ConstantKey, relax.Var] = {}
 
     def visit_generic_const_(self, op: tvm.ir.GenericConst) -> relax.Expr:
         if not isinstance(op.ty, relax.TensorType) or int(np.prod(op.value.shape)) < SMALLEST_WEIGHT:
             return op
-        value = op.value.numpy()
-        key = (value.dtype.name, value.shape, hashlib.blake2b(value.view(np.uint8).data).digest())
+        key = key_of_constant(op)
         if key not in self._variable_of:
             self._variable_of[key] = relax.Var(f"weight_{len(self.variables)}", op.ty)
             self.variables.append(self._variable_of[key])

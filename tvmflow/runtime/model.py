@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tvmflow import npz
-from tvmflow.bundle import Manifest, TensorSpec, extract
+from tvmflow.bundle import PACK_WEIGHTS, Manifest, TensorSpec, extract
 from tvmflow.errors import BundleError, InputError
 from tvmflow.runtime import library
 from tvmflow.runtime import threads as pools
@@ -81,7 +81,7 @@ def _open(file: Path, threads: int | None, spin: int | None) -> "CompiledModel":
 
 
 def _arrays(path: Path, bundle: str) -> "dict[str, Array]":
-    """Read a bundle's weights, in the order in which `main` takes them, or its golden sample: arrays by name.
+    """Read a bundle's packed weights, in the order in which `main` takes them, or its golden sample: arrays by name.
 
     Raises BundleError when the file does not hold plain arrays.
     """
@@ -193,12 +193,9 @@ class CompiledModel:
         if self._uses_tvms_pool:
             pools.reserve(self.threads, spin)
         self._stop_threads = None if stop_threads is None else weakref.finalize(self, stop_threads)
-        self._params = tuple(
-            self._to_tensor(array)
-            for array in (_arrays(folder / "mod.params", manifest.name).values() if manifest.weights == "apart" else ())
-        )
         self._sample = _arrays(folder / "sample.npz", manifest.name)
         self._local = _PerThread()
+        self._params = self._weights(folder)
         self._names = tuple(spec.name for spec in self.inputs)
         self._dtypes = tuple(np.dtype(spec.dtype) for spec in self.inputs)
         self._output_names = tuple(spec.name for spec in self.outputs)
@@ -249,6 +246,15 @@ class CompiledModel:
             raise InputError(f"the model does not run with inputs of the shapes {shapes}: {reason}") from error
         values = [result] if isinstance(result, self._tensor_type) else result
         return dict(zip(self._output_names, map(self._to_array, values), strict=True))
+
+    def _weights(self, folder: Path) -> tuple[Any, ...]:
+        """The packed weights, which `main` and the variants take after the inputs."""
+        if self.manifest.weights == "apart":
+            arrays = _arrays(folder / "mod.params", self.manifest.name)
+            return tuple(map(self._to_tensor, arrays.values()))
+        if self.manifest.weights == "unpacked":
+            return tuple(self._functions()[PACK_WEIGHTS]())
+        return ()
 
     def _find_call(self, values: Sequence[Any]) -> _Call | None:
         """The prepared call for inputs of these shapes; None if there is none, or one is no array of its dtype."""
@@ -329,8 +335,10 @@ class CompiledModel:
         return partial(_stateful, machine) if self._remote else machine.__getitem__
 
     def _find_functions(self, find: "Callable[[str], Callable[..., Any]]") -> "dict[str, Callable[..., Any]]":
-        """Look up `main` and the variants. Raises BundleError for one that the library does not have."""
-        names = ("main", *(item.function for item in self.manifest.variants))
+        """Look up `main`, the variants and `pack_weights`. Raises BundleError for one that the library lacks."""
+        names = ["main", *(item.function for item in self.manifest.variants)]
+        if self.manifest.weights == "unpacked":
+            names.append(PACK_WEIGHTS)
         try:
             return {name: find(name) for name in names}
         except AttributeError as error:

@@ -28,6 +28,7 @@ from tvmflow.compiler.operators.common import (
     static,
     vector,
 )
+from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
 from tvmflow.compiler.operators.products import rows_product
 
 # The transpose of NHWC images to NCHW.
@@ -67,7 +68,7 @@ def legalize(
     size = winograd_size(data, weight, groups, geometry, machine, decisions) if fast else None
     if size is not None:
         stride = geometry["strides"][0]
-        packed_weight = constant(winograd.transform_kernel(weight.value.numpy(), size, machine.lanes, stride))
+        packed_weight = pack_weights(builder, weight, WinogradPacking(size, machine.lanes, stride))
         compute = partial(
             winograd_conv2d,
             channels=out_channels,
@@ -106,9 +107,8 @@ def multiply_fast(
     data, weight = call.args
     if not _is_ours(call) or not _is_pointwise(call) or not isinstance(weight, tvm.ir.GenericConst):
         return None
-    matrix = weight.value.numpy()[:, :, 0, 0].T
     strides = [int(item) for item in call.attrs.strides]
-    return products.fast_product(builder, data, matrix, machine, choices.about(subject_of(call)), strides)
+    return products.fast_product(builder, data, weight, machine, choices.about(subject_of(call)), strides)
 
 
 def _is_ours(call: relax.Call) -> bool:

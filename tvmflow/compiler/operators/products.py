@@ -23,6 +23,7 @@ from tvmflow.compiler.operators.common import (
     static,
     vector,
 )
+from tvmflow.compiler.operators.packing import StrassenPacking, pack_weights
 
 # The fewest rows that fill a tile of their own.
 _FEWEST_ROWS = 4
@@ -59,7 +60,7 @@ def multiply_fast(
     left, right = call.args
     if not _is_product(call) or not _is_dense(right) or not isinstance(right, tvm.ir.GenericConst):
         return None
-    return fast_product(builder, left, right.value.numpy(), machine, choices.about(subject_of(call)))
+    return fast_product(builder, left, right, machine, choices.about(subject_of(call)))
 
 
 def _is_product(call: relax.Call) -> bool:
@@ -85,12 +86,12 @@ def subject_of(call: relax.Call) -> str:
 def fast_product(
     builder: relax.BlockBuilder,
     data: relax.Expr,
-    weight: np.ndarray[Any, Any],
+    weight: tvm.ir.GenericConst,
     machine: Machine,
     decisions: Decisions,
     strides: Sequence[int] = (),
 ) -> relax.Expr | None:
-    """Multiply `data` of shape `[..., K]` by weights `[K][N]` by Strassen's algorithm.
+    """Multiply `data` of shape `[..., K]` by weights `[K][N]` or `[N][K][1][1]` by Strassen's algorithm.
 
     Returns None where shapes are symbolic, where the direct product is faster, and where the `decisions` about the
     product choose it. `strides` are the steps between rows along the dimensions after the first; without them every
@@ -102,11 +103,12 @@ def fast_product(
     batch, *others = (size or 0 for size in sizes[:-1])
     steps = list(strides) or [1] * len(others)
     outer = [batch, *(-(-size // step) for size, step in zip(others, steps, strict=True))]
-    depth, units = weight.shape
+    shape = [int(size) for size in weight.ty.shape.values]
+    depth, units = shape if len(shape) == 2 else reversed(shape[:2])
     tile = strassen.choose(outer, depth, units, machine, decisions)
     if tile is None:
         return None
-    packed_weight = constant(strassen.pack(weight, machine.lanes))
+    packed_weight = pack_weights(builder, weight, StrassenPacking(machine.lanes))
     compute = partial(strassen.multiply, outer=outer, steps=[1, *steps], tile=tile, subject=decisions.subject)
     return builder.call_te(compute, data, packed_weight, primfunc_name_hint="strassen", primfunc_attrs=FUSABLE)
 

@@ -18,7 +18,7 @@ from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.winograd import combine
 
-# `_LEFT` and `_RIGHT` have one row per product: the weights of the quarters 11, 12, 21, 22 of that operand. `_RESULT`
+# `_LEFT` and `RIGHT` have one row per product: the weights of the quarters 11, 12, 21, 22 of that operand. `_RESULT`
 # has one row per quarter of the result: the weights of the seven products.
 _LEFT = [
     [1, 0, 0, 1],
@@ -29,7 +29,7 @@ _LEFT = [
     [-1, 0, 1, 0],
     [0, 1, 0, -1],
 ]
-_RIGHT = [
+RIGHT = [
     [1, 0, 0, 1],
     [1, 0, 0, 0],
     [0, 1, 0, -1],
@@ -141,7 +141,7 @@ def pack(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
     """Sum the quarters of weights `[K][N]` and pack the seven sums into float32 `[7][N/2/v][K/2][v]`."""
     depth, units = (size // 2 for size in weight.shape)
     quarters = weight.astype("float64").reshape(2, depth, 2, units).transpose(0, 2, 1, 3).reshape(4, depth, units)
-    sums = np.einsum("iq,qkn->ikn", np.array(_RIGHT, "float64"), quarters).astype("float32")
+    sums = np.einsum("iq,qkn->ikn", np.array(RIGHT, "float64"), quarters).astype("float32")
     panels: np.ndarray[Any, Any] = sums.reshape(7, depth, units // lanes, lanes).transpose(0, 2, 1, 3)
     return panels
 

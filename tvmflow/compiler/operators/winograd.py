@@ -131,5 +131,8 @@ def _weighted_sum(weights: Sequence[float], element: Callable[[int], Any]) -> An
         if weight == 0:
             continue
         term = element(index) if abs(weight) == 1 else element(index) * abs(weight)
-        total = term if total is None else (total + term if weight > 0 else total - term)
+        if total is None:
+            total = -term if weight < 0 else term
+            continue
+        total = total + term if weight > 0 else total - term
     return total

@@ -16,6 +16,7 @@ from tvmflow.compiler.passes.fusion import MarkFollowers, SeparateActivations, S
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
+from tvmflow.compiler.passes.packing import BindWeights, PackAtLoad
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.sizes import NameSizes
 from tvmflow.compiler.passes.strassen import StrassenProducts
@@ -77,6 +78,7 @@ def pass_names() -> list[str]:
     """Return the names of this project's passes, sorted, in the form that TVM's pass context takes."""
     ours = [*canonicalize(), *layout(NARROWEST)]
     others = {
+        "BindWeights",
         "ComposeAttention",
         "FuseBlocks",
         "StrassenProducts",
@@ -89,6 +91,7 @@ def pass_names() -> list[str]:
         "LowerTrees",
         "RefuseKernels",
         "NameSizes",
+        "PackAtLoad",
         "RoundProducts",
         "HalveProducts",
         "IntegerArithmetic",
@@ -98,12 +101,17 @@ def pass_names() -> list[str]:
 
 
 def lower_passes(
-    target: Target, choices: Choices, precision: Precision = "fp32", fast: bool = True, weights: int = 0
+    target: Target,
+    choices: Choices,
+    precision: Precision = "fp32",
+    fast: bool = True,
+    weights: int = 0,
+    packs_at_load: bool = False,
 ) -> list[tvm.transform.Pass]:
     """Return the passes that lower a Relax module with constant weights to calls of fused functions.
 
     `choices` takes the compiler's decisions; `fast` allows Winograd's and Strassen's algorithms; `weights` is the size
-    of the module's weights in bytes.
+    of the module's weights in bytes; `packs_at_load` is that of `PackAtLoad`.
     """
     integer_passes: list[tvm.transform.Pass] = []
     kernel_passes: list[tvm.transform.Pass] = []
@@ -144,6 +152,7 @@ def lower_passes(
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         legalize,
+        PackAtLoad(packs_at_load),
         NameSizes(),
         relax.transform.AnnotateTIROpPattern(),
         MarkFollowers(),
@@ -156,4 +165,5 @@ def lower_passes(
         relax.transform.FuseTIR(),
         relax.transform.DeadCodeElimination(),
         NameSizes(products=True),
+        BindWeights(),
     ]

@@ -12,6 +12,7 @@ from tvmflow.compiler.dotproduct import BF16, Widened, round_bf16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot
 from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
+from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
 from tvmflow.compiler.operators.products import row_dimensions
 from tvmflow.compiler.passes.narrow import geometry, is_depthwise, is_weighted, narrow_products
 
@@ -72,9 +73,9 @@ class _BFloat16:
             stride, padding = shape["strides"][0], shape["padding"]
             narrow = winograd.takes_narrow(size, stride, int(weight.ty.shape.values[1]))
             packed_weight = (
-                winograd.narrow_kernel(value, size, machine.lanes)
+                constant(winograd.narrow_kernel(value, size, machine.lanes))
                 if narrow
-                else winograd.transform_kernel(value, size, machine.lanes, stride)
+                else pack_weights(builder, weight, WinogradPacking(size, machine.lanes, stride))
             )
             compute = _reading_bf16(
                 convolution.winograd_conv2d,
@@ -84,9 +85,7 @@ class _BFloat16:
                 stride=stride,
                 machine=machine,
             )
-            return _call(
-                builder, compute, data, constant(packed_weight), "winograd_conv2d" + ("_bf16" if narrow else "")
-            )
+            return _call(builder, compute, data, packed_weight, "winograd_conv2d" + ("_bf16" if narrow else ""))
         packed_weight = constant(dot.pack_conv2d(value, dot.lanes_of(channels, groups, machine), BF16))
         compute = partial(dot.conv2d, dot=BF16, channels=channels, groups=groups, machine=machine, **shape)
         return _call(builder, compute, data, packed_weight, "conv2d_bf16")

@@ -11,11 +11,11 @@ import tvm
 from tvm import relax, te, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmflow.compiler import winograd
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import blocks, convolution, depthwise, elementwise
 from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
+from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
 from tvmflow.compiler.passes.strassen import takes_one_item
 
 Array = np.ndarray[Any, Any]
@@ -50,13 +50,21 @@ class _Step:
 
 
 @dataclass(frozen=True)
+class _Unpacked:
+    """Constant weights that a block reads in another form."""
+
+    weight: tvm.ir.GenericConst
+    packing: WinogradPacking
+
+
+@dataclass(frozen=True)
 class _FusedBlock:
     """A block to build: what it reads, its shape and plan, its weights, and its name for decisions."""
 
     data: relax.Expr
     block: blocks.Block
     plan: blocks.Plan
-    tensors: tuple[relax.Expr, ...]
+    tensors: tuple[relax.Expr | _Unpacked, ...]
     subject: str
 
 
@@ -106,11 +114,14 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
         call = self.builder_.call_te(
             compute,
             self.visit_expr(fused.data),
-            *fused.tensors,
+            *(self._pack(tensor) if isinstance(tensor, _Unpacked) else tensor for tensor in fused.tensors),
             primfunc_name_hint="conv2d_block",
             primfunc_attrs=FUSABLE,
         )
         self.set_var_remap(binding.var, self.builder_.emit(call))
+
+    def _pack(self, tensor: _Unpacked) -> relax.Expr:
+        return pack_weights(self.builder_, tensor.weight, tensor.packing)
 
 
 def _find_blocks(
@@ -299,10 +310,10 @@ def _choose(candidate: _Candidate, steps: _Steps, machine: Machine, choices: Cho
     cycles = {"whole": ranked[0].cycles, "apart": candidate.apart}
     if not decisions.choose("block", options, parts, cycles):
         return None
-    tensors: list[relax.Expr] = []
+    tensors: list[relax.Expr | _Unpacked] = []
     for step, plan_of_step in zip(steps, (block.first, block.middle, block.last), strict=True):
         if step is not None and plan_of_step is not None:
-            tensors += [constant(_pack(step.call, plan_of_step, machine)), *map(constant, _epilogue(step.after)[1])]
+            tensors += [_pack(step.call, plan_of_step, machine), *map(constant, _epilogue(step.after)[1])]
     plan = blocks.decide(block, ranked, machine, decisions)
     return _FusedBlock(_data(steps), block, plan, tuple(tensors), decisions.subject)
 
@@ -329,13 +340,14 @@ def _convolution(step: _Step, winograd_size: int | None) -> blocks.Convolution:
     )
 
 
-def _pack(call: relax.Call, step: blocks.Convolution, machine: Machine) -> Array:
-    weight = call.args[1].value.numpy()
-    if step.depthwise:
-        return depthwise.pack_array(weight, machine.lanes)
+def _pack(call: relax.Call, step: blocks.Convolution, machine: Machine) -> relax.Expr | _Unpacked:
+    weight = call.args[1]
     if step.winograd is not None:
-        return winograd.transform_kernel(weight, step.winograd, machine.lanes, step.strides[0])
-    return convolution.pack_array(weight, vector(weight.shape[0], machine))
+        return _Unpacked(weight, WinogradPacking(step.winograd, machine.lanes, step.strides[0]))
+    value = weight.value.numpy()
+    if step.depthwise:
+        return constant(depthwise.pack_array(value, machine.lanes))
+    return constant(convolution.pack_array(value, vector(value.shape[0], machine)))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from tvmflow.compiler.schedules import (
     dot,
     fallback,
     guards,
+    packing,
     pooling,
     prefetch,
     products,
@@ -64,6 +65,7 @@ RULES: dict[str, Rule] = {
     "reduction": reductions.apply,
     "pooling": pooling.apply,
     "resize": resize.apply,
+    "packing": packing.apply,
 }
 
 

@@ -1,0 +1,147 @@
+"""Weights that a library holds as the model has them, and packs when it is loaded."""
+
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import tvm
+from onnx import helper
+from tvm import relax, te
+
+from support.arrays import normal
+from support.builds import Array, rule_counts
+from tvmflow.compiler import BuildOptions, Imported, build, import_onnx, lower, workloads
+from tvmflow.compiler.machine import machine
+from tvmflow.compiler.operators.packing import Packing, StrassenPacking, WinogradPacking
+from tvmflow.compiler.schedules import schedule
+from tvmflow.target import Target
+
+MakeModel = Any
+
+
+@pytest.mark.parametrize(
+    ("packing", "shape"),
+    [
+        (WinogradPacking(2, 8, 1), (32, 5, 3, 3)),
+        (WinogradPacking(4, 4, 1), (21, 8, 3, 3)),
+        (WinogradPacking(2, 8, 2), (9, 3, 3, 3)),
+        (WinogradPacking(3, 8, 2), (16, 3, 3, 3)),
+        (WinogradPacking(4, 16, 2), (20, 7, 3, 3)),
+        (StrassenPacking(8), (12, 32)),
+        (StrassenPacking(4), (24, 6, 1, 1)),
+    ],
+    ids=str,
+)
+def test_a_packing_in_a_library_equals_that_of_arrays(packing: Packing, shape: tuple[int, ...], target: Target) -> None:
+    weight = normal(*shape)
+    expected = packing.pack(weight)
+    parameter = te.placeholder(shape, "float32", name="weight")
+    func = te.create_prim_func([parameter, packing.define(parameter)]).with_attr("global_symbol", "main")
+    scheduled, rule = schedule(func, machine(target))
+    assert rule == "packing"
+    library = tvm.tirx.build(tvm.IRModule({"main": scheduled}), target=tvm.target.Target(target.tvm))
+    packed = tvm.runtime.tensor(np.full(expected.shape, np.nan, "float32"))
+    library["main"](tvm.runtime.tensor(weight), packed)
+    # Sums in float64 in another order: a result may round to the other neighbour.
+    np.testing.assert_array_max_ulp(packed.numpy(), expected, maxulp=1)
+
+
+def _images(make_model: MakeModel, batch: int | str = 1) -> tuple[Imported, Array]:
+    """A model of two convolutions with the same weights, which Winograd's algorithm computes."""
+    weight = normal(48, 48, 3, 3) / 20
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Conv", ["b", "w"], ["y"], pads=[1, 1, 1, 1]),
+    ]
+    return import_onnx(make_model(nodes, [("x", [batch, 48, 16, 16])], ["y"], {"w": weight})), weight
+
+
+def _constants(module: tvm.IRModule) -> list[tuple[int, ...]]:
+    """The shapes of the constant tensors of four dimensions or more in a module."""
+    constants: list[tvm.ir.GenericConst] = []
+    for _, function in module.functions_items():
+        if isinstance(function, relax.Function):
+            relax.analysis.post_order_visit(
+                function, lambda node: constants.append(node) if isinstance(node, tvm.ir.GenericConst) else None
+            )
+    return [tuple(item.value.shape) for item in constants if len(item.value.shape) >= 4]
+
+
+def test_a_module_holds_the_weights_once_as_the_model_has_them(make_model: MakeModel, target: Target) -> None:
+    imported, weight = _images(make_model)
+    unpacked = lower(imported, target)
+    assert _constants(unpacked) == [weight.shape]
+    packed = lower(imported, target, BuildOptions(weights="apart"))
+    assert weight.shape not in _constants(packed)
+
+
+@pytest.mark.parametrize("exec_mode", ["bytecode", "compiled"])
+def test_a_library_computes_the_same_however_it_gets_its_weights(
+    make_model: MakeModel, target: Target, exec_mode: Any
+) -> None:
+    imported, _ = _images(make_model)
+    x = normal(1, 48, 16, 16)
+    models = [
+        build(imported, target, BuildOptions(weights=place, exec_mode=exec_mode)) for place in ("inside", "apart")
+    ]
+    assert [model.weights for model in models] == ["unpacked", "apart"]
+    unpacked, apart = (model.load().run(x)[0] for model in models)
+    np.testing.assert_allclose(unpacked, apart, rtol=1e-5, atol=1e-6)
+
+
+def test_main_and_its_variants_share_packed_weights(make_model: MakeModel, target: Target) -> None:
+    imported, _ = _images(make_model, "batch")
+    model = build(imported, target, BuildOptions(variants=({"batch": 2},)))
+    loaded = model.load()
+    assert len(loaded.weights) == 1
+    x = normal(2, 48, 16, 16)
+    of_main, of_variant = (loaded.run(x, function=function)[0] for function in ("main", "main_batch2"))
+    np.testing.assert_allclose(of_variant, of_main, rtol=1e-5, atol=1e-6)
+
+
+def test_small_weights_are_packed_in_the_library(make_model: MakeModel, target: Target) -> None:
+    nodes = [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])]
+    model = build(import_onnx(make_model(nodes, [("x", [1, 8, 16, 16])], ["y"], {"w": normal(16, 8, 3, 3)})), target)
+    assert rule_counts(model)["winograd"] == 1
+    assert model.weights == "inside"
+
+
+def test_a_packing_is_no_function_that_a_tuner_measures(make_model: MakeModel, target: Target) -> None:
+    names = [workload.name for workload in workloads(lower(_images(make_model)[0], target))]
+    assert names
+    assert not [name for name in names if name.startswith("pack_")]
+
+
+def test_weights_in_the_body_of_a_loop_are_packed_in_the_library(make_model: MakeModel, target: Target) -> None:
+    """The function of the body is called by `main` and takes no packed weights."""
+    body = helper.make_graph(
+        [
+            helper.make_node("Conv", ["state", "w"], ["c"], pads=[1, 1, 1, 1]),
+            helper.make_node("Identity", ["condition"], ["goes_on"]),
+            helper.make_node("Tanh", ["c"], ["next"]),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("step", 7, []),
+            helper.make_tensor_value_info("condition", 9, []),
+            helper.make_tensor_value_info("state", 1, [1, 32, 16, 16]),
+        ],
+        [
+            helper.make_tensor_value_info("goes_on", 9, []),
+            helper.make_tensor_value_info("next", 1, [1, 32, 16, 16]),
+        ],
+    )
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
+        helper.make_node("Cast", ["most"], ["count"], to=7),
+        helper.make_node("Loop", ["count", "", "x"], ["y"], body=body),
+    ]
+    weight = normal(32, 32, 3, 3) / 20
+    path = make_model(nodes, [("x", [1, 32, 16, 16])], ["y"], {"w": weight}, opset=17)
+    model = build(import_onnx(path), target)
+    assert model.weights == "inside"
+    x = normal(1, 32, 16, 16)
+    (expected,) = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    np.testing.assert_allclose(model.load().run(x)[0], expected, rtol=1e-4, atol=1e-5)

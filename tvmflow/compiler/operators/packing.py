@@ -1,0 +1,135 @@
+"""Packs constant weights into forms that are larger than the weights: those of Winograd's and Strassen's algorithms.
+
+A library need not hold such a form. It holds the weights themselves, and packs them once when it is loaded
+(`compiler.passes.packing`). Each packing is therefore defined twice: for arrays, and as a tensor expression, of which
+the library gets a function.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import tvm
+from tvm import relax, te, tirx
+
+from tvmflow.compiler import winograd
+from tvmflow.compiler.annotations import KERNEL, PACKING
+from tvmflow.compiler.operators import strassen
+from tvmflow.compiler.operators.winograd import combine
+
+Array = np.ndarray[Any, Any]
+
+
+class Packing(Protocol):
+    """A form of weights, and how they get it; its fields are numbers."""
+
+    name: ClassVar[str]
+
+    def pack(self, weight: Array) -> Array:
+        """Return the packed weights as float32."""
+
+    def define(self, weight: te.Tensor) -> te.Tensor:
+        """Define the packed weights: the same numbers as those of `pack`, but for the order of additions in float64."""
+
+
+@dataclass(frozen=True)
+class WinogradPacking:
+    """Transforms weights `[CO][CI][3][3]` for output tiles of `size` into float32 `[taps][CO/v][CI][v]`, v = `lanes`.
+
+    There are zeros after the last channel.
+    """
+
+    name: ClassVar[str] = "winograd"
+
+    size: int
+    lanes: int
+    stride: int
+
+    def pack(self, weight: Array) -> Array:
+        """Return the transformed weights."""
+        return winograd.transform_kernel(weight, self.size, self.lanes, self.stride)
+
+    def define(self, weight: te.Tensor) -> te.Tensor:
+        """Define the transformed weights, computed in float64: the columns of a kernel first, then its lines."""
+        channels, depth, taps, _ = (int(size) for size in weight.shape)
+        matrix = winograd.transforms(self.size, self.stride)[1].tolist()
+        side, vectors = len(matrix), math.ceil(channels / self.lanes)
+
+        def tap(j: Any, k: Any, v: Any, y: Any, x: Any) -> Any:
+            channel = j * self.lanes + v
+            value = weight[channel, k, y, x].astype("float64")
+            zero = tirx.const(0, "float64")
+            return value if channels % self.lanes == 0 else tirx.if_then_else(channel < channels, value, zero)
+
+        kernels = te.compute((vectors, depth, self.lanes, taps, taps), tap, name="kernels")
+        columns = te.compute(
+            (vectors, depth, side, taps, self.lanes),
+            lambda j, k, a, x, v: combine(matrix, a, lambda y: kernels[j, k, v, y, x]),
+            name="columns",
+        )
+        return te.compute(
+            (side**2, vectors, depth, self.lanes),
+            lambda t, j, k, v: combine(matrix, t % side, lambda x: columns[j, k, t // side, x, v]).astype("float32"),
+            name="packed",
+            attrs={KERNEL: "packing"},
+        )
+
+
+@dataclass(frozen=True)
+class StrassenPacking:
+    """Sums the quarters of weights into float32 `[7][N/2/v][K/2][v]`, v = `lanes`.
+
+    The weights are a matrix `[K][N]`, or `[N][K][1][1]`, those of a convolution of one tap.
+    """
+
+    name: ClassVar[str] = "strassen"
+
+    lanes: int
+
+    def pack(self, weight: Array) -> Array:
+        """Return the sums."""
+        return strassen.pack(weight if weight.ndim == 2 else weight[:, :, 0, 0].T, self.lanes)
+
+    def define(self, weight: te.Tensor) -> te.Tensor:
+        """Define the sums, computed in float64."""
+        is_matrix = len(weight.shape) == 2
+        depth, units = (int(size) for size in (weight.shape if is_matrix else reversed(weight.shape[:2])))
+
+        def element(i: Any, j: Any, k: Any, v: Any) -> Any:
+            def quarter(q: int) -> Any:
+                line, unit = q // 2 * (depth // 2) + k, q % 2 * (units // 2) + j * self.lanes + v
+                return (weight[line, unit] if is_matrix else weight[unit, line, 0, 0]).astype("float64")
+
+            return combine(strassen.RIGHT, i, quarter).astype("float32")
+
+        shape = (len(strassen.RIGHT), units // 2 // self.lanes, depth // 2, self.lanes)
+        return te.compute(shape, element, name="packed", attrs={KERNEL: "packing"})
+
+
+_PACKINGS: dict[str, type[WinogradPacking] | type[StrassenPacking]] = {
+    packing.name: packing for packing in (WinogradPacking, StrassenPacking)
+}
+
+
+def pack_weights(
+    builder: relax.BlockBuilder, weight: tvm.ir.GenericConst, packing: WinogradPacking | StrassenPacking
+) -> relax.Var:
+    """Emit the call that packs constant weights, and return the variable of its result."""
+    call = builder.call_te(
+        packing.define,
+        weight,
+        primfunc_name_hint=f"pack_{packing.name}",
+        primfunc_attrs={PACKING: json.dumps([packing.name, asdict(packing)])},
+    )
+    return builder.emit(call)
+
+
+def packing_of(func: Any) -> Packing | None:
+    """Return the packing that a function computes; None for any other function."""
+    text = (func.attrs or {}).get(PACKING) if isinstance(func, tirx.PrimFunc) else None
+    if text is None:
+        return None
+    name, fields = json.loads(str(text))
+    return _PACKINGS[name](**fields)

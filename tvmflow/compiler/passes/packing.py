@@ -1,0 +1,133 @@
+"""The passes that let a library pack its weights when it is loaded, so that it need not hold the packed ones."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmflow.bundle import PACK_WEIGHTS
+from tvmflow.compiler.operators.common import constant
+from tvmflow.compiler.operators.packing import packing_of
+from tvmflow.compiler.passes.calls import ConstantKey, calls_of, key_of_constant
+
+# The fewest bytes by which packed weights must exceed the weights. Each call of the model passes the packed weights as
+# an argument, which costs more than a few pages of memory are worth.
+_SMALLEST_GAIN = 1 << 14
+# The attribute of `pack_weights` that holds its arguments between the two passes.
+_ARGUMENTS = "tvmflow.arguments"
+_CALL_TIR = tvm.ir.Op.get("relax.call_tir")
+
+
+@tvm.transform.module_pass(opt_level=0, name="PackAtLoad")
+class PackAtLoad:
+    """Moves packings of constant weights from `main` and its variants to a function `pack_weights`.
+
+    The function returns a tuple of all packed weights, which `main` and each variant take, all of them, after their
+    other parameters. Its own parameters are the weights. `BindWeights` makes them its constants: `FoldConstant` runs
+    between the two passes, and would evaluate the function. Small packings, those in functions that are called, and
+    without `at_load` all of them are evaluated.
+    """
+
+    def __init__(self, at_load: bool) -> None:
+        self._at_load = at_load
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module with the packings of its Relax functions moved or evaluated."""
+        functions = {variable: func for variable, func in mod.functions_items() if isinstance(func, relax.Function)}
+        called = {call.op for function in functions.values() for call in calls_of(function, functions)}
+        packings = _Packings(mod)
+        for variable, function in functions.items():
+            packings.at_load = self._at_load and variable not in called
+            packings.builder_.update_func(variable, packings.visit_expr(function))
+        mod = packings.builder_.get()
+        if not packings.calls:
+            return mod
+        packed = list(packings.calls)
+        for variable, function in mod.functions_items():
+            if variable in functions and variable not in called:
+                extended = relax.Function(
+                    [*function.params, *packed], function.body, function.ret_ty, function.is_pure, function.attrs
+                )
+                # A variable belongs to one function.
+                mod.update_func(variable, relax.utils.copy_with_new_vars(extended))
+        mod[PACK_WEIGHTS] = _pack_function(packings.calls)
+        return mod
+
+
+@tvm.transform.module_pass(opt_level=0, name="BindWeights")
+class BindWeights:
+    """Makes the parameters of `pack_weights` its constants: the weights that `PackAtLoad` took out of the model."""
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module with the function changed, if it has one."""
+        for variable, function in mod.functions_items():
+            if variable.name_hint == PACK_WEIGHTS and _ARGUMENTS in (function.attrs or {}):
+                constants = {
+                    param: relax.const(value)
+                    for param, value in zip(function.params, function.attrs[_ARGUMENTS], strict=True)
+                }
+                mod[variable] = function.bind_params(constants).without_attr(_ARGUMENTS)
+        return mod
+
+
+@mutator
+class _Packings(PyExprMutator):  # type: ignore[misc]
+    """Replaces packings by variables, or by constants where `at_load` is false.
+
+    `calls` has the packing's function and the weights for each variable. Equal packings of equal weights are one
+    variable, also in several functions.
+    """
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        super().__init__(mod)
+        self.at_load = False
+        self.calls: dict[relax.Var, tuple[tvm.ir.GlobalVar, tvm.ir.GenericConst]] = {}
+        self._variables: dict[tuple[tvm.ir.GlobalVar, ConstantKey], relax.Var] = {}
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        """Replace the variable of a packing."""
+        call = binding.value
+        packing = None
+        if isinstance(call, relax.Call) and call.op == _CALL_TIR:
+            packing = packing_of(self.builder_.get()[call.args[0]])
+        if packing is None:
+            super().visit_var_binding_(binding)
+            return
+        weight = call.args[1][0]
+        value = weight.value.numpy()
+        if self.at_load and _bytes(call.ty) - value.nbytes >= _SMALLEST_GAIN:
+            key = call.args[0], key_of_constant(weight)
+            if key not in self._variables:
+                self._variables[key] = relax.Var(f"packed_weight_{len(self.calls)}", call.ty)
+                self.calls[self._variables[key]] = call.args[0], weight
+            self.set_var_remap(binding.var, self._variables[key])
+        else:
+            packed = self.builder_.normalize(constant(packing.pack(value)))
+            self.set_var_remap(binding.var, self.builder_.emit(packed))
+
+
+def _bytes(ty: relax.TensorType) -> int:
+    """The size of a tensor of known shape."""
+    return math.prod(int(size) for size in ty.shape.values) * np.dtype(str(ty.dtype)).itemsize
+
+
+def _pack_function(calls: Mapping[relax.Var, tuple[tvm.ir.GlobalVar, tvm.ir.GenericConst]]) -> relax.Function:
+    """The function that returns all packed weights. Its parameters are the weights, and its attribute their values."""
+    weights: dict[ConstantKey, tuple[relax.Var, Any]] = {}
+    for _, weight in calls.values():
+        weights.setdefault(key_of_constant(weight), (relax.Var(f"weight_{len(weights)}", weight.ty), weight.value))
+    builder = relax.BlockBuilder()
+    params = [variable for variable, _ in weights.values()]
+    with builder.function(PACK_WEIGHTS, params, attrs={_ARGUMENTS: [value for _, value in weights.values()]}):
+        with builder.dataflow():
+            packed = [
+                builder.emit(relax.call_tir(variable, [weights[key_of_constant(weight)][0]], result.ty))
+                for result, (variable, weight) in calls.items()
+            ]
+            results = builder.emit_output(relax.Tuple(packed))
+        builder.emit_func_output(results)
+    return builder.get()[PACK_WEIGHTS]

@@ -1,0 +1,36 @@
+"""The schedule for functions that pack weights when a library is loaded."""
+
+from tvm.s_tir import Schedule
+
+from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.choices import Choices
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.schedules import common
+
+
+def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
+    """Schedule a packing of `operators.packing`, whose channels the cores share; return False for other functions.
+
+    All forms of one vector of weights are made together, so that the weights are read once.
+    """
+    blocks = common.blocks(sch)
+    *stages, packed = blocks
+    if sch.get(packed).annotations.get(KERNEL) != "packing":
+        return False
+    form, vector, depth, lane = sch.get_loops(packed)
+    sch.reorder(vector, depth, form, lane)
+    for stage in reversed(stages):
+        sch.compute_at(stage, depth)
+    for stage in stages[1:]:
+        *forms, lane_of_stage = sch.get_loops(stage)[2:]
+        for loop in forms:
+            sch.unroll(loop)
+        sch.vectorize(lane_of_stage)
+    for loop in sch.get_loops(stages[0])[2:] if stages else ():
+        sch.unroll(loop)
+    sch.unroll(form)
+    sch.vectorize(lane)
+    task = sch.fuse(vector, depth)
+    if machine.cores > 1:
+        sch.parallel(task)
+    return True
