@@ -200,6 +200,19 @@ def test_weights_apart_without_weights_are_refused(
     assert "weights" in refusal(write_archive(manifest_document, list(content.items())))
 
 
+@pytest.mark.parametrize(("number", "weights"), [(1, "unpacked"), (2, "inside"), (2, "apart")])
+def test_weights_of_another_format_are_refused(
+    manifest_document: Document,
+    content: Content,
+    write_archive: WriteArchive,
+    refusal: Refusal,
+    number: int,
+    weights: str,
+) -> None:
+    manifest_document |= {"format": number, "weights": weights}
+    assert weights in refusal(write_archive(manifest_document, list(content.items())))
+
+
 def test_a_manifest_that_is_not_first_is_refused(
     manifest_document: Document, content: Content, write_archive: WriteArchive, refusal: Refusal
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.models import save_convolution
 from support.traces import read_perfetto
 from support.waits import wait_until
 from tvmflow import npz
@@ -491,6 +492,18 @@ def test_a_bundle_is_sent_to_a_server_and_run_there(
     result = tvmflow("run", bundle, "--fill-mode", "ones", "-o", "ones.npz", "--end-to-end", *there)
     assert result.code == 0, result.stderr
     np.testing.assert_allclose(_sum("ones.npz"), _weights(models).sum(0, keepdims=True) + 1, rtol=1e-5)
+
+
+def test_a_library_packs_its_weights_on_the_server(tvmflow: Command, tmp_path: Path, tracker: str) -> None:
+    assert tvmflow("compile", save_convolution(tmp_path / "c.onnx"), "-o", "c.tar.gz").code == 0
+    assert read_manifest(Path("c.tar.gz")).weights == "unpacked"
+    there = ("--rpc-tracker", tracker, "--rpc-key", "board", "--rpc-timeout", "60")
+    for name, options in (("here", ()), ("there", there), ("whole", (*there, "--end-to-end"))):
+        result = tvmflow("run", "c.tar.gz", "--fill-mode", "ones", "-o", f"{name}.npz", *options)
+        assert result.code == 0, result.stderr
+    here, *remotes = (npz.read(Path(f"{name}.npz"))["y"] for name in ("here", "there", "whole"))
+    for remote in remotes:
+        np.testing.assert_array_equal(remote, here)
 
 
 def test_an_input_that_does_not_fit_is_reported_before_anything_runs_on_the_server(

@@ -12,9 +12,10 @@ from onnx import TensorProto, helper
 from support import cpp
 from support.archives import unpack
 from support.cpp import Runner
-from support.models import save_model
+from support.models import save_convolution, save_model
 from support.steps import compile_by_steps
 from tvmflow import runtime
+from tvmflow.bundle import read_manifest
 
 Arrays = dict[str, npt.NDArray[Any]]
 Compile = Callable[..., Path]
@@ -96,6 +97,21 @@ def bundle(compile_small: Compile) -> Path:
 @pytest.fixture(scope="session")
 def bundle_apart(compile_small: Compile) -> Path:
     return compile_small(weights="apart")
+
+
+@pytest.fixture(scope="session")
+def compile_convolution(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Compile a convolution for a target, whose weights the library packs when it is loaded."""
+    state = tmp_path_factory.mktemp("state")
+    model = save_convolution(tmp_path_factory.mktemp("model") / "convolution.onnx")
+
+    def compile_model(target: str) -> Path:
+        document = {"name": "convolution", "model": {"onnx": str(model)}, "targets": [target]}
+        bundle = compile_by_steps(document, model.parent, state)
+        assert read_manifest(bundle).weights == "unpacked"
+        return bundle
+
+    return compile_model
 
 
 @pytest.fixture

@@ -45,6 +45,15 @@ def test_outputs_for_arm_equal_those_of_this_machine(
         np.testing.assert_array_equal(actual["above"], expected["above"])
 
 
+def test_weights_that_the_library_packs_are_those_of_this_machine(
+    aarch64_runner: Runner, compile_convolution: Callable[[str], Path], run_in_python: InPython, tmp_path: Path
+) -> None:
+    arrays = {"image": np.random.default_rng(3).normal(size=(2, 32, 12, 12)).astype(np.float32)}
+    expected = run_in_python(compile_convolution("native"), arrays)["y"]
+    actual = aarch64_runner.outputs(compile_convolution("aarch64-cortex-a72"), arrays, tmp_path)["y"]
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_in_float16_outputs_are_near_those_of_this_machine(
     aarch64_runner: Runner,
     compile_small: Compile,

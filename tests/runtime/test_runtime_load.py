@@ -105,6 +105,11 @@ def test_a_library_that_is_none_is_one_sentence(repack: Repack) -> None:
         runtime.load(repack(library=b"no library"))
 
 
+def test_a_library_without_a_function_that_packs_its_weights_is_one_sentence(repack: Repack) -> None:
+    with pytest.raises(BundleError, match=r"'small'.*pack_weights.*build it again$"):
+        runtime.load(repack(weights="unpacked"))
+
+
 def test_a_bundle_can_be_named_by_a_string(bundle: Path) -> None:
     with runtime.load(str(bundle)) as model:
         assert model.manifest == read_manifest(bundle)

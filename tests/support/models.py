@@ -96,3 +96,10 @@ def join_models(models: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
 def joined_name(place: int, name: str) -> str:
     """The name that `join_models` gives a value of the model at `place`."""
     return f"m{place}_{name}"
+
+
+def save_convolution(path: Path) -> Path:
+    """Write a convolution whose weights are so large that a library packs them when it is loaded: image -> y."""
+    weights = {"w": np.random.default_rng(0).normal(size=(48, 32, 3, 3)).astype(np.float32) / 20}
+    nodes = [helper.make_node("Conv", ["image", "w"], ["y"], pads=[1, 1, 1, 1])]
+    return save_model(path, nodes, [("image", ["batch", 32, 12, 12])], ["y"], weights)
