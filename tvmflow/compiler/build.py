@@ -29,6 +29,7 @@ from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.inspection import Inspected, Inspection, KeepIR, code_of
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.messages import shorten
+from tvmflow.compiler.operators.packing import packing_of
 from tvmflow.compiler.passes import pass_names
 from tvmflow.compiler.schedules import error_bounds, schedule
 from tvmflow.compiler.serialise import ir_text
@@ -339,8 +340,8 @@ def _schedule(
 
 
 def rules_of(lowered: tvm.IRModule, target: Target) -> dict[str, str]:
-    """Return, by the name of each fused function of a lowered module, the name of the rule that schedules it."""
-    return dict(_schedule(lowered, target, None)[1])
+    """Return, by the name of each fused function that calls of a model run, the name of the rule that schedules it."""
+    return {name: rule for name, rule in _schedule(lowered, target, None)[1] if packing_of(lowered[name]) is None}
 
 
 def _replace_refused(
