@@ -91,6 +91,15 @@ def test_a_library_computes_the_same_however_it_gets_its_weights(
     np.testing.assert_allclose(unpacked, apart, rtol=1e-5, atol=1e-6)
 
 
+def test_without_the_pass_the_library_holds_packed_weights(make_model: MakeModel, target: Target) -> None:
+    imported, _ = _images(make_model)
+    x = normal(1, 48, 16, 16)
+    model = build(imported, target, BuildOptions(disabled_passes=("PackAtLoad",)))
+    assert model.weights == "inside"
+    expected = build(imported, target).load().run(x)[0]
+    np.testing.assert_allclose(model.load().run(x)[0], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_main_and_its_variants_share_packed_weights(make_model: MakeModel, target: Target) -> None:
     imported, _ = _images(make_model, "batch")
     model = build(imported, target, BuildOptions(variants=({"batch": 2},)))

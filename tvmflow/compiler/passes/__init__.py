@@ -78,7 +78,6 @@ def pass_names() -> list[str]:
     """Return the names of this project's passes, sorted, in the form that TVM's pass context takes."""
     ours = [*canonicalize(), *layout(NARROWEST)]
     others = {
-        "BindWeights",
         "ComposeAttention",
         "FuseBlocks",
         "StrassenProducts",

@@ -58,9 +58,12 @@ class PackAtLoad:
         return mod
 
 
-@tvm.transform.module_pass(opt_level=0, name="BindWeights")
+@tvm.transform.module_pass(opt_level=0, name="PackAtLoad")
 class BindWeights:
-    """Makes the parameters of `pack_weights` its constants: the weights that `PackAtLoad` took out of the model."""
+    """Makes the parameters of `pack_weights` its constants: the weights that `PackAtLoad` took out of the model.
+
+    It has the same name, because neither can be left out alone.
+    """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with the function changed, if it has one."""
