@@ -177,20 +177,3 @@ def convert_mean(node: Node) -> relax.Expr | None:
     """
     total = convert_by_pairs(relax.op.add)(node)
     return None if total is None else relax.op.divide(total, relax.const(len(node.inputs), dtype_of(total)))
-
-
-def convert_reduction(apply: Callable[[relax.Expr], relax.Expr]) -> "Converter":
-    """Return a converter of a reduction over no dimensions, which applies a function to each element.
-
-    It returns None, which leaves the node to TVM's converter, for dimensions to reduce; that one applies nothing to
-    the elements where there are none.
-    """
-
-    def convert(node: Node) -> relax.Expr | None:
-        axes = node.constant(1)
-        has_axes = node.input(1) is not None and (axes is None or axes.size)
-        if node.opset < 18 or has_axes or not node.attrs.get("noop_with_empty_axes", 0):
-            return None
-        return apply(node.inputs[0])
-
-    return convert

@@ -121,7 +121,11 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
         return
     spatial = [loop for loop, kind in zip(loops, kinds, strict=True) if kind == tirx.IterVar.DataPar]
     reduced = [loop for loop, kind in zip(loops, kinds, strict=True) if kind == tirx.IterVar.CommReduce]
-    if len(spatial) + len(reduced) != len(loops) or not spatial:
+    if len(spatial) + len(reduced) != len(loops):
+        return
+    if not spatial:
+        # Of no elements, the loops would not write the result at all.
+        sch.decompose_reduction(block, reduced[0])
         return
     tasks = 1
     for loop in spatial[:-1]:
