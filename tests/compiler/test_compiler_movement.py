@@ -3,8 +3,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import NodeProto, helper
+from onnx import NodeProto, TensorProto, helper
 
+from support import builds
 from support.arrays import normal
 from support.builds import rule_counts
 from tvmflow.compiler import CompiledModel, import_onnx, lower, workloads
@@ -218,3 +219,34 @@ def test_a_flattened_image_has_the_order_of_the_model(make_model: Any, assert_sa
     ]
     path = make_model(nodes, [("x", ["batch", 3, 4, 5])], ["y"], {"w": normal(7, 3, 1, 1), "m": normal(140, 6)})
     assert_same_as_onnxruntime(path, {"x": normal(1, 3, 4, 5)}, {"x": normal(2, 3, 4, 5)})
+
+
+@pytest.mark.parametrize("opset", [11, 18])
+def test_hardmax_of_free_dimensions_is_that_of_onnx_runtime(
+    opset: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [helper.make_node("Hardmax", ["x"], [f"y{axis}"], axis=axis) for axis in range(-1, 3)]
+    outputs = [(node.output[0], None) for node in nodes]
+    path = make_model(nodes, [("x", ["n", "m", 4])], [name for name, _ in outputs], opset=opset)
+    assert_same_as_onnxruntime(path, {"x": normal(2, 3, 4)}, {"x": np.ones((3, 2, 4), "float32")})
+
+
+def test_updates_of_fixed_size_are_scattered_into_free_dimensions(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    node = helper.make_node("ScatterND", ["x", "places", "updates"], ["y"])
+    weights = {"places": np.array([[0], [-1]]), "updates": normal(2, 3)}
+    path = make_model([node], [("x", ["n", "m"])], ["y"], weights)
+    model = assert_same_as_onnxruntime(path, {"x": normal(4, 3)})
+    with pytest.raises(Exception, match="shape"):
+        builds.run_in_memory(model, [[normal(4, 2)]])
+
+
+def test_sums_and_products_along_an_axis_that_is_an_input(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("CumSum", ["x", "axis"], ["a"]),
+        helper.make_node("CumSum", ["x", "axis"], ["b"], reverse=1, exclusive=1),
+    ]
+    path = make_model(nodes, [("x", [2, "n", 4]), ("axis", [], TensorProto.INT32)], ["a", "b"])
+    x = normal(2, 3, 4)
+    assert_same_as_onnxruntime(path, *({"x": x, "axis": np.array(axis, "int32")} for axis in (0, 1, 2, -1, -3)))

@@ -373,7 +373,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         if isinstance(error, UnsupportedFormError):
             self.is_operator_error = True
             reason = f"not supported in this form ({error})"
-            advice = self._advice if isinstance(error, FreeSizeError) else "export the model without it"
+            default = self._advice if isinstance(error, FreeSizeError) else "export the model without it"
+            advice = error.advice or default
         elif operator_name(node) in self._own:
             reason, advice = f"its converter raised {type(error).__name__}: {shorten(error)}", "mend the converter"
         elif isinstance(error, tvm.error.OpNotImplemented):

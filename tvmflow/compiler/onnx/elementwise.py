@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import IN_EVALUATION, Converter, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 
@@ -37,9 +37,9 @@ def convert_dropout(node: Node) -> relax.Expr:
     training = node.constant(2)
     ratio = node.constant(1)
     if node.input(2) is not None and training is None:
-        raise FreeSizeError("a training_mode that is computed")
+        raise UnsupportedFormError("a training_mode that is computed", IN_EVALUATION)
     if training is not None and bool(training) and (ratio is None or float(ratio) != 0.0):
-        raise UnsupportedFormError("training_mode is random")
+        raise UnsupportedFormError("training_mode is random", IN_EVALUATION)
     data = node.inputs[0]
     mask = const(True) if dims_of(data) == [] else relax.op.full_like(data, relax.const(True, "bool"), "bool")
     return data if node.outputs == 1 else relax.Tuple([data, node.emit(mask)])

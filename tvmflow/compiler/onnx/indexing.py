@@ -1,6 +1,7 @@
 """Operators that move, select or make elements by their position."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
+
+# The opset in which Hardmax and its like came to be along one dimension.
+_ONE_AXIS = 13
 
 
 def convert_range(node: Node) -> relax.Expr | None:
@@ -201,15 +205,60 @@ def convert_top_k(node: Node) -> relax.Expr | None:
     )
 
 
+def convert_cum_sum(node: Node) -> relax.Expr | None:
+    """Write CumSum along an axis that is computed; None, which leaves the node to TVM's converter, for another one."""
+    if node.constant(1) is not None:
+        return None
+    flags = {name: node.attrs.get(name, 0) for name in ("exclusive", "reverse")}
+    return _along_computed_axis(
+        node, lambda axis: node.apply("CumSum", node.inputs[0], const(axis, "int64"), opset=14, **flags)
+    )
+
+
 def convert_cum_prod(node: Node) -> relax.Expr:
     """Write CumProd as a scan, between two flips where it begins at the end."""
-    data, axis = node.inputs[0], node.constant(1)
+    data, axis, is_reverse = node.inputs[0], node.constant(1), bool(node.attrs.get("reverse", 0))
+
+    def scan(place: int) -> relax.Expr:
+        ordered = node.emit(relax.op.flip(data, place)) if is_reverse else data
+        result = relax.op.cumprod(ordered, place, dtype_of(data), exclusive=bool(node.attrs.get("exclusive", 0)))
+        return relax.op.flip(node.emit(result), place) if is_reverse else result
+
     if axis is None:
-        raise UnsupportedFormError("an axis that is computed")
-    place, is_reverse = int(axis.reshape(-1)[0]) % data.ty.ndim, bool(node.attrs.get("reverse", 0))
-    data = node.emit(relax.op.flip(data, place)) if is_reverse else data
-    result = relax.op.cumprod(data, place, dtype_of(data), exclusive=bool(node.attrs.get("exclusive", 0)))
-    return relax.op.flip(node.emit(result), place) if is_reverse else result
+        return _along_computed_axis(node, lambda place: node.emit(scan(place)))
+    return scan(int(axis.reshape(-1)[0]) % data.ty.ndim)
+
+
+def _along_computed_axis(node: Node, scan: Callable[[int], relax.Expr]) -> relax.Expr:
+    """Scan along each axis, and choose one by the second operand when the model runs."""
+    rank, axis = node.inputs[0].ty.ndim, node.emit(relax.op.reshape(node.inputs[1], []))
+    result = scan(0)
+    for place in range(1, rank):
+        is_it = (relax.op.equal(axis, const(number, dtype_of(axis))) for number in (place, place - rank))
+        result = node.emit(relax.op.where(node.emit(relax.op.logical_or(*map(node.emit, is_it))), scan(place), result))
+    return result
+
+
+def convert_hardmax(node: Node) -> relax.Expr | None:
+    """Write Hardmax as a comparison of places with the place of the largest element.
+
+    Before opset 13 it is along all dimensions from the axis on. Returns None, which leaves the node to TVM's converter,
+    for data of unknown shape.
+    """
+    data, dims = node.inputs[0], dims_of(node.inputs[0])
+    if dims is None:
+        return None
+    is_flat = node.opset < _ONE_AXIS
+    axis = int(node.attrs.get("axis", 1 if is_flat else -1))
+    axis += len(dims) if axis < 0 else 0
+    shape = [reduce(node.evaluator.multiply, part, 1) for part in (dims[:axis], dims[axis:])] if is_flat else dims
+    axis = 1 if is_flat else axis
+    table = node.emit(relax.op.reshape(data, relax.ShapeExpr(shape))) if is_flat else data
+    places = node.emit(relax.op.arange(0, shape[axis], 1, "int64"))
+    places = node.emit(relax.op.reshape(places, [-1 if i == axis else 1 for i in range(len(shape))]))
+    largest = node.emit(relax.op.argmax(table, axis, keepdims=True))
+    result = node.emit(relax.op.astype(node.emit(relax.op.equal(largest, places)), dtype_of(data)))
+    return relax.op.reshape(result, relax.ShapeExpr(dims)) if is_flat else result
 
 
 def convert_reverse_sequence(node: Node) -> relax.Expr:
@@ -253,3 +302,23 @@ def convert_scatter_elements(node: Node) -> relax.Expr:
     for place, rest in reversed(rests):
         result = relax.op.concat([node.emit(result), rest], place)
     return result
+
+
+def convert_scatter_nd(node: Node) -> None:
+    """Let the sizes of the updates and of the data agree where one is symbolic, and leave the node to TVM's converter.
+
+    Sizes that must be equal are checked when the model runs.
+    """
+    shapes = [dims_of(operand) for operand in node.inputs]
+    if any(shape is None for shape in shapes):
+        return
+    data, indices, updates = ([] if shape is None else shape for shape in shapes)
+    if not indices or not isinstance(indices[-1], int) or len(updates) != len(indices) - 1 + len(data) - indices[-1]:
+        return
+    rows, whole = indices[:-1], data[indices[-1] :]
+    pairs = list(zip([*rows, *whole], updates, strict=True))
+    sizes = [size if isinstance(size, int) else other for size, other in pairs]
+    own = [[*data[: indices[-1]], *sizes[len(rows) :]], [*sizes[: len(rows)], indices[-1]], sizes]
+    for place, (shape, target) in enumerate(zip((data, indices, updates), own, strict=True)):
+        if not all(map(node.evaluator.are_equal, shape, target)):
+            node.inputs[place] = cast_to(node.builder, node.inputs[place], target)

@@ -5,7 +5,7 @@ from functools import reduce
 from tvm import relax
 
 from tvmflow.compiler.onnx.broadcasting import agree, cast_to
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import IN_EVALUATION, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import dims_of, dtype_of
 
 
@@ -15,7 +15,7 @@ def convert_batch_norm(node: Node) -> relax.Expr | None:
     Returns None for others, which leaves the node to TVM's converter.
     """
     if node.attrs.get("training_mode", 0) or node.outputs > 1:
-        raise UnsupportedFormError("training_mode computes statistics of the batch")
+        raise UnsupportedFormError("training_mode computes statistics of the batch", IN_EVALUATION)
     return None
 
 
