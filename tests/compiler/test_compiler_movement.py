@@ -250,3 +250,14 @@ def test_sums_and_products_along_an_axis_that_is_an_input(make_model: Any, asser
     path = make_model(nodes, [("x", [2, "n", 4]), ("axis", [], TensorProto.INT32)], ["a", "b"])
     x = normal(2, 3, 4)
     assert_same_as_onnxruntime(path, *({"x": x, "axis": np.array(axis, "int32")} for axis in (0, 1, 2, -1, -3)))
+
+
+def test_a_concatenation_along_a_free_last_dimension_reads_each_part(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Concat", ["x", "part"], ["a"], axis=1),
+        helper.make_node("Concat", ["part", "x"], ["b"], axis=1),
+    ]
+    path = make_model(nodes, [("x", [3, "m"])], ["a", "b"], {"part": normal(3, 2)})
+    assert_same_as_onnxruntime(path, *({"x": normal(3, size)} for size in (1, 3, 9, 20)))
