@@ -9,6 +9,7 @@ from support import builds
 from support.arrays import normal
 from support.builds import rule_counts
 from tvmflow.compiler import CompiledModel, import_onnx, lower, workloads
+from tvmflow.errors import UnsupportedOperatorError
 from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
@@ -261,3 +262,42 @@ def test_a_concatenation_along_a_free_last_dimension_reads_each_part(
     ]
     path = make_model(nodes, [("x", [3, "m"])], ["a", "b"], {"part": normal(3, 2)})
     assert_same_as_onnxruntime(path, *({"x": normal(3, size)} for size in (1, 3, 9, 20)))
+
+
+@pytest.mark.parametrize("shape", [(4, 3), ("n", 3)], ids=str)
+def test_indices_outside_of_the_data_are_kept_within_it(
+    shape: tuple[Any, ...], make_model: Any, assert_same_as_onnxruntime: Check, run_built: Any
+) -> None:
+    nodes = [
+        helper.make_node("Gather", ["x", "i"], ["a"]),
+        helper.make_node("GatherElements", ["x", "rows"], ["b"]),
+        helper.make_node("GatherND", ["x", "pairs"], ["c"]),
+        helper.make_node("ScatterElements", ["x", "rows", "updates"], ["d"]),
+        helper.make_node("ScatterND", ["x", "pairs", "few"], ["e"]),
+        helper.make_node("ReverseSequence", ["x", "i"], ["f"]),
+    ]
+    inputs = [("x", shape), ("i", [3], TensorProto.INT64), ("rows", [1, 3], TensorProto.INT64)]
+    inputs += [("pairs", [2, 2], TensorProto.INT64)]
+    weights = {"updates": normal(1, 3), "few": normal(2)}
+    path = make_model(nodes, inputs, list("abcdef"), weights)
+    x = normal(4, 3)
+
+    def feeds(first: int, last: int, right: int) -> dict[str, Any]:
+        i = np.array([1, last, 2])
+        return {"x": x, "i": i, "rows": np.array([[first, last, 1]]), "pairs": np.array([[0, right], [last, 1]])}
+
+    # The last row, whose number is the number of rows for the lengths of sequences less one.
+    model = assert_same_as_onnxruntime(path, feeds(-4, 3, 2))
+    far = 10**7
+    outside = run_built(model, *feeds(-far, far, far).values())
+    within = run_built(model, *feeds(-4, 3, 2).values())
+    for ours, expected in zip(outside[:5], within[:5], strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    np.testing.assert_array_equal(outside[5][:, 1], x[::-1, 1])
+
+
+def test_a_constant_index_outside_of_the_data_is_refused(make_model: Any) -> None:
+    node = helper.make_node("GatherElements", ["x", "rows"], ["y"], "pick")
+    path = make_model([node], [("x", [4, 3])], ["y"], {"rows": np.array([[0, 4, 1]])})
+    with pytest.raises(UnsupportedOperatorError, match=r"GatherElements, node 'pick'.*an index outside of the data"):
+        import_onnx(path)

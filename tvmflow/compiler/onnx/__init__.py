@@ -68,6 +68,8 @@ _STANDARD: dict[str, Converter] = {
     "Elu": elementwise.convert_elu,
     "EyeLike": indexing.convert_eye_like,
     "Gather": indexing.convert_gather,
+    "GatherElements": indexing.convert_gather_elements,
+    "GatherND": indexing.convert_gather_nd,
     "GroupNormalization": norms.convert_group_norm,
     "GRU": recurrence.convert_recurrence("GRU"),
     "Hardmax": indexing.convert_hardmax,

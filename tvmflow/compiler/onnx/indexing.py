@@ -54,6 +54,7 @@ def convert_gather(node: Node) -> relax.Expr | None:
     extent = int(data.ty.shape.values[axis]) if is_static(data.ty.shape.values[axis]) else None
     values = indices.value.numpy() if isinstance(indices, tvm.ir.GenericConst) else None
     if extent is None and (values is None or (values < 0).any()):
+        node.inputs[1] = keep_within(node, indices, [data.ty.shape.values[axis]])
         return None
     if values is not None:
         positive = np.asarray(np.where(values < 0, values + (extent or 0), values), dtype=values.dtype)
@@ -63,6 +64,40 @@ def convert_gather(node: Node) -> relax.Expr | None:
         negative = relax.op.less(indices, relax.const(0, dtype))
         indices = relax.op.where(negative, relax.op.add(indices, relax.const(extent, dtype)), indices)
     return relax.op.take(data, indices, axis, mode="clip")
+
+
+def keep_within(node: Node, indices: relax.Expr, sizes: Sequence[Any]) -> relax.Expr:
+    """Return indices of which none is outside of dimensions of these sizes; negative ones count from the end.
+
+    `sizes` has one size, or one for each place along the last dimension of the indices. An index that ONNX Runtime
+    refuses when the model runs becomes the nearest that is within: no kernel reads or writes outside of its buffers.
+    Raises UnsupportedFormError for a constant index that is outside.
+    """
+    values = node.constants(indices)
+    if values is not None and all(isinstance(size, int) for size in sizes):
+        if (values >= np.array(sizes)).any() or (values < -np.array(sizes)).any():
+            raise UnsupportedFormError("an index outside of the data", "check the indices")
+        return indices
+    dtype = dtype_of(indices)
+    whole = materialise(node.builder, node.evaluator.shape(sizes), () if len(sizes) == 1 else None)
+    whole = whole if dtype == "int64" else node.emit(relax.op.astype(whole, dtype))
+    last = node.emit(relax.op.subtract(whole, const(1, dtype)))
+    below = node.emit(relax.op.minimum(indices, last))
+    return node.emit(relax.op.maximum(below, node.emit(relax.op.negative(whole))))
+
+
+def convert_gather_elements(node: Node) -> None:
+    """Keep computed indices within the data, and leave the node to TVM's converter."""
+    dims = dims_of(node.inputs[0])
+    if dims is not None:
+        node.inputs[1] = keep_within(node, node.inputs[1], [dims[int(node.attrs.get("axis", 0))]])
+
+
+def convert_gather_nd(node: Node) -> None:
+    """Keep computed indices within the data, and leave the node to TVM's converter."""
+    dims, places, first = dims_of(node.inputs[0]), dims_of(node.inputs[1]), int(node.attrs.get("batch_dims", 0))
+    if dims is not None and places and isinstance(places[-1], int):
+        node.inputs[1] = keep_within(node, node.inputs[1], dims[first : first + places[-1]])
 
 
 def convert_pad(node: Node) -> relax.Expr | None:
@@ -268,7 +303,9 @@ def convert_reverse_sequence(node: Node) -> relax.Expr:
 
     def reverse(data: te.Tensor, lengths: te.Tensor) -> te.Tensor:
         def element(*index: Any) -> Any:
-            place, length = index[time], lengths[index[batch]].astype("int64")
+            # A length beyond the data, which ONNX Runtime refuses, is that of the data.
+            length = te.min(lengths[index[batch]].astype("int64"), data.shape[time].astype("int64"))
+            place = index[time]
             source = list(index)
             source[time] = te.if_then_else(place < length, length - 1 - place, place)
             return data[tuple(source)]
@@ -289,6 +326,7 @@ def convert_scatter_elements(node: Node) -> relax.Expr:
     if dims is None or reach is None:
         raise FreeSizeError("data or indices of unknown shape")
     axis = int(node.attrs.get("axis", 0)) % len(dims)
+    indices = keep_within(node, indices, [dims[axis]])
     rests = []
     for place, (size, count) in enumerate(zip(dims, reach, strict=True)):
         if place == axis or node.evaluator.are_equal(size, count):
@@ -307,13 +345,17 @@ def convert_scatter_elements(node: Node) -> relax.Expr:
 def convert_scatter_nd(node: Node) -> None:
     """Let the sizes of the updates and of the data agree where one is symbolic, and leave the node to TVM's converter.
 
-    Sizes that must be equal are checked when the model runs.
+    Sizes that must be equal are checked when the model runs, and indices are kept within the data. Raises FreeSizeError
+    for indices whose last dimension is symbolic.
     """
     shapes = [dims_of(operand) for operand in node.inputs]
     if any(shape is None for shape in shapes):
         return
     data, indices, updates = ([] if shape is None else shape for shape in shapes)
-    if not indices or not isinstance(indices[-1], int) or len(updates) != len(indices) - 1 + len(data) - indices[-1]:
+    if not indices or not isinstance(indices[-1], int):
+        raise FreeSizeError("indices whose last dimension is symbolic")
+    node.inputs[1] = keep_within(node, node.inputs[1], data[: indices[-1]])
+    if len(updates) != len(indices) - 1 + len(data) - indices[-1]:
         return
     rows, whole = indices[:-1], data[indices[-1] :]
     pairs = list(zip([*rows, *whole], updates, strict=True))
