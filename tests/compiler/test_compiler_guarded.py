@@ -301,3 +301,13 @@ def test_a_select_that_may_read_out_of_bounds_becomes_a_branch_and_others_stay()
     assert "Select" not in guards.guard_reads(unsafe).script()
     assert guards.guard_reads(safe).same_as(safe)
     assert_within_buffers({"guarded": guards.guard_reads(unsafe)}, _target("fp32"))
+
+
+@pytest.mark.parametrize("upper", [0, 1])
+def test_a_triangle_of_a_free_width_stays_within_its_buffers(upper: int, tmp_path: Path) -> None:
+    node = helper.make_node("Trilu", ["x"], ["y"], upper=upper)
+    onnx.save(make_model([node], [("x", [3, "width"])], ["y"]), tmp_path / "model.onnx")
+    (workload,) = workloads(lower(import_onnx(tmp_path / "model.onnx"), _target("fp32")))
+    function = schedule(workload.func, _always_parallel(_target("fp32"), 2))[0]
+    for width in (1, 3, 9, 20):
+        assert_within_buffers({"triangle": function}, _target("fp32"), {"width": width})

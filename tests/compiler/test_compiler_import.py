@@ -209,6 +209,20 @@ def test_a_form_that_would_be_wrong_is_refused_with_the_reason(make_model: Any) 
         import_onnx(path)
 
 
+@pytest.mark.parametrize(
+    ("node", "advice"),
+    [
+        (helper.make_node("RandomUniformLike", ["x"], ["y"], "noise"), "make the random numbers an input of the model"),
+        (helper.make_node("Bernoulli", ["x"], ["y"], "noise"), "or export it in evaluation mode"),
+        (helper.make_node("Dropout", ["x", "", "yes"], ["y"], "noise"), "export the model in evaluation mode"),
+    ],
+)
+def test_random_results_are_refused_with_what_to_do(node: onnx.NodeProto, advice: str, make_model: Any) -> None:
+    path = make_model([node], [("x", [5, 3])], ["y"], {"yes": np.array(True)})
+    with pytest.raises(UnsupportedOperatorError, match=f"operator {node.op_type}, node 'noise'.* random.*{advice}"):
+        import_onnx(path)
+
+
 def test_types_that_tvm_computes_wrongly_are_refused_by_name(make_model: Any) -> None:
     node = helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT8E5M2)
     with pytest.raises(ModelImportError, match=r"FLOAT8E5M2"):

@@ -3,11 +3,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import NodeProto, helper
+from onnx import NodeProto, TensorProto, helper
 
+from support import builds
 from support.arrays import normal
 from support.builds import rule_counts
 from tvmflow.compiler import CompiledModel, import_onnx, lower, workloads
+from tvmflow.errors import UnsupportedOperatorError
 from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
@@ -218,3 +220,84 @@ def test_a_flattened_image_has_the_order_of_the_model(make_model: Any, assert_sa
     ]
     path = make_model(nodes, [("x", ["batch", 3, 4, 5])], ["y"], {"w": normal(7, 3, 1, 1), "m": normal(140, 6)})
     assert_same_as_onnxruntime(path, {"x": normal(1, 3, 4, 5)}, {"x": normal(2, 3, 4, 5)})
+
+
+@pytest.mark.parametrize("opset", [11, 18])
+def test_hardmax_of_free_dimensions_is_that_of_onnx_runtime(
+    opset: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [helper.make_node("Hardmax", ["x"], [f"y{axis}"], axis=axis) for axis in range(-1, 3)]
+    outputs = [(node.output[0], None) for node in nodes]
+    path = make_model(nodes, [("x", ["n", "m", 4])], [name for name, _ in outputs], opset=opset)
+    assert_same_as_onnxruntime(path, {"x": normal(2, 3, 4)}, {"x": np.ones((3, 2, 4), "float32")})
+
+
+def test_updates_of_fixed_size_are_scattered_into_free_dimensions(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    node = helper.make_node("ScatterND", ["x", "places", "updates"], ["y"])
+    weights = {"places": np.array([[0], [-1]]), "updates": normal(2, 3)}
+    path = make_model([node], [("x", ["n", "m"])], ["y"], weights)
+    model = assert_same_as_onnxruntime(path, {"x": normal(4, 3)})
+    with pytest.raises(Exception, match="shape"):
+        builds.run_in_memory(model, [[normal(4, 2)]])
+
+
+def test_sums_and_products_along_an_axis_that_is_an_input(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("CumSum", ["x", "axis"], ["a"]),
+        helper.make_node("CumSum", ["x", "axis"], ["b"], reverse=1, exclusive=1),
+    ]
+    path = make_model(nodes, [("x", [2, "n", 4]), ("axis", [], TensorProto.INT32)], ["a", "b"])
+    x = normal(2, 3, 4)
+    assert_same_as_onnxruntime(path, *({"x": x, "axis": np.array(axis, "int32")} for axis in (0, 1, 2, -1, -3)))
+
+
+def test_a_concatenation_along_a_free_last_dimension_reads_each_part(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Concat", ["x", "part"], ["a"], axis=1),
+        helper.make_node("Concat", ["part", "x"], ["b"], axis=1),
+    ]
+    path = make_model(nodes, [("x", [3, "m"])], ["a", "b"], {"part": normal(3, 2)})
+    assert_same_as_onnxruntime(path, *({"x": normal(3, size)} for size in (1, 3, 9, 20)))
+
+
+@pytest.mark.parametrize("shape", [(4, 3), ("n", 3)], ids=str)
+def test_indices_outside_of_the_data_are_kept_within_it(
+    shape: tuple[Any, ...], make_model: Any, assert_same_as_onnxruntime: Check, run_built: Any
+) -> None:
+    nodes = [
+        helper.make_node("Gather", ["x", "i"], ["a"]),
+        helper.make_node("GatherElements", ["x", "rows"], ["b"]),
+        helper.make_node("GatherND", ["x", "pairs"], ["c"]),
+        helper.make_node("ScatterElements", ["x", "rows", "updates"], ["d"]),
+        helper.make_node("ScatterND", ["x", "pairs", "few"], ["e"]),
+        helper.make_node("ReverseSequence", ["x", "i"], ["f"]),
+    ]
+    inputs = [("x", shape), ("i", [3], TensorProto.INT64), ("rows", [1, 3], TensorProto.INT64)]
+    inputs += [("pairs", [2, 2], TensorProto.INT64)]
+    weights = {"updates": normal(1, 3), "few": normal(2)}
+    path = make_model(nodes, inputs, list("abcdef"), weights)
+    x = normal(4, 3)
+
+    def feeds(first: int, last: int, right: int) -> dict[str, Any]:
+        i = np.array([1, last, 2])
+        return {"x": x, "i": i, "rows": np.array([[first, last, 1]]), "pairs": np.array([[0, right], [last, 1]])}
+
+    # The last row, whose number is the number of rows for the lengths of sequences less one.
+    model = assert_same_as_onnxruntime(path, feeds(-4, 3, 2))
+    far = 10**7
+    outside = run_built(model, *feeds(-far, far, far).values())
+    within = run_built(model, *feeds(-4, 3, 2).values())
+    for ours, expected in zip(outside[:5], within[:5], strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    np.testing.assert_array_equal(outside[5][:, 1], x[::-1, 1])
+
+
+def test_a_constant_index_outside_of_the_data_is_refused(make_model: Any) -> None:
+    node = helper.make_node("GatherElements", ["x", "rows"], ["y"], "pick")
+    path = make_model([node], [("x", [4, 3])], ["y"], {"rows": np.array([[0, 4, 1]])})
+    with pytest.raises(UnsupportedOperatorError, match=r"GatherElements, node 'pick'.*an index outside of the data"):
+        import_onnx(path)

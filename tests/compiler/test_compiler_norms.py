@@ -196,3 +196,28 @@ def test_reductions_over_no_dimensions_apply_to_each_element(assert_all_same: Ch
             x = normal(3, 4) if name != "ReduceLogSum" else np.abs(normal(3, 4)) + 1
             cases.append((([node], [("x", (3, 4))], ["y"], {"axes": np.array(axes, "int64")}), {"x": x}))
     assert_all_same(cases)
+
+
+def test_norms_of_a_free_number_of_channels_equal_onnx_runtime(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    weights = {name: np.abs(normal(4, seed=seed)) for seed, name in enumerate(("scale", "bias", "mean", "variance"))}
+    nodes = [
+        helper.make_node("BatchNormalization", ["x", *weights], ["a"]),
+        helper.make_node("InstanceNormalization", ["x", "scale", "bias"], ["b"]),
+        helper.make_node("GroupNormalization", ["x", "scale", "bias"], ["c"], num_groups=2),
+        helper.make_node("GroupNormalization", ["x", "free_scale", "free_bias"], ["d"], num_groups=2),
+    ]
+    inputs = [("x", ["n", "channels", "high", 5]), ("free_scale", ["channels"]), ("free_bias", ["channels"])]
+    feeds = {"x": normal(2, 4, 3, 5), "free_scale": weights["scale"], "free_bias": weights["bias"]}
+    path = make_model(nodes, inputs, ["a", "b", "c", "d"], weights, opset=21)
+    assert_same_as_onnxruntime(path, feeds)
+
+
+def test_groups_of_a_free_number_of_channels_are_those_of_the_channels_alone(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    node = helper.make_node("GroupNormalization", ["x", "scale", "bias"], ["y"], num_groups=2)
+    inputs = [("x", ["n", "channels", "high", 5]), ("scale", ["channels"]), ("bias", ["channels"])]
+    feeds = {"x": normal(2, 4, 3, 5), "scale": normal(4), "bias": normal(4, seed=1)}
+    assert_same_as_onnxruntime(make_model([node], inputs, ["y"], opset=21), feeds)

@@ -1,8 +1,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from support import scale
 from support.arrays import normal
@@ -126,3 +127,25 @@ def test_a_pooling_says_from_which_size_of_a_free_dimension_it_has_data(make_mod
     ]
     path = make_model(nodes, [("x", ["batch", 3, "high", "wide"])], ["y"])
     assert import_onnx(path).smallest == {"high": 6, "wide": 2}
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 7, 6), ("n", 3, "high", "wide")], ids=str)
+def test_the_places_of_the_largest_elements_are_those_of_onnx_runtime(
+    shape: tuple[Any, ...], make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    forms: list[dict[str, Any]] = [
+        {"strides": [2, 2]},
+        {"pads": [1, 0, 1, 1], "dilations": [2, 1], "storage_order": 1},
+        {"strides": [2, 3], "auto_pad": "SAME_LOWER"},
+        {"strides": [2, 2], "ceil_mode": 1},
+    ]
+    nodes = [
+        helper.make_node("MaxPool", ["x"], [f"y{place}", f"at{place}"], kernel_shape=[3, 2], **form)
+        for place, form in enumerate(forms)
+    ]
+    outputs = [
+        value for place in range(len(forms)) for value in ((f"y{place}", None), (f"at{place}", None, TensorProto.INT64))
+    ]
+    # Of equal elements the first one counts.
+    x = np.round(normal(2, 3, 7, 6))
+    assert_same_as_onnxruntime(make_model(nodes, [("x", shape)], outputs), {"x": x})

@@ -82,7 +82,7 @@ def _parameters(func: "PrimFunc", sizes: Mapping[str, int]) -> list[dict[str, An
         tvm_ffi.structural_walk(dim, (tirx.Var, lambda var: values.setdefault(var, sizes.get(var.name))))
         analyzer = sym.Analyzer()
         for variable, value in values.items():
-            analyzer.bind(variable, tirx.const(value, variable.dtype))
+            analyzer.bind(variable, tirx.IntImm("int64", value))
         return int(analyzer.simplify(dim))
 
     last = func.params[-1]

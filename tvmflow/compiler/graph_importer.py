@@ -28,7 +28,14 @@ from tvmflow.compiler.onnx import (
     has_converter,
     is_static,
 )
-from tvmflow.compiler.onnx.broadcasting import agree, agree_along, agree_but_for, agree_in_product, cast_to
+from tvmflow.compiler.onnx.broadcasting import (
+    agree,
+    agree_along,
+    agree_but_for,
+    agree_in_channels,
+    agree_in_product,
+    cast_to,
+)
 from tvmflow.compiler.onnx.control import Value
 from tvmflow.compiler.onnx.folding import evaluate_constants, is_foldable
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
@@ -340,6 +347,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         elif node.op_type == "Concat":
             axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
             operands = agree_but_for(self.bb, operands, axis, self.evaluator)
+        elif operator_name(node) in ("BatchNormalization", "GroupNormalization", "InstanceNormalization"):
+            operands = agree_in_channels(self.bb, operands, self.evaluator)
         elif node.op_type == "MatMul":
             operands = agree_in_product(self.bb, operands, self.evaluator)
         elif node.op_type in ("GRU", "LSTM", "RNN"):
@@ -364,7 +373,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         if isinstance(error, UnsupportedFormError):
             self.is_operator_error = True
             reason = f"not supported in this form ({error})"
-            advice = self._advice if isinstance(error, FreeSizeError) else "export the model without it"
+            default = self._advice if isinstance(error, FreeSizeError) else "export the model without it"
+            advice = error.advice or default
         elif operator_name(node) in self._own:
             reason, advice = f"its converter raised {type(error).__name__}: {shorten(error)}", "mend the converter"
         elif isinstance(error, tvm.error.OpNotImplemented):

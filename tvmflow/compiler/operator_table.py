@@ -13,6 +13,7 @@ import onnx.defs
 from tvmflow.compiler.onnx import (
     CONTROL,
     CONVERTERS,
+    RANDOM,
     FreeSizeError,
     UnsupportedFormError,
     has_converter,
@@ -79,6 +80,8 @@ def _is_imported(node: onnx.NodeProto) -> bool:
 
 
 def _why_refused(schema: Any) -> str:
+    if not schema.domain and schema.name in RANDOM:
+        return "its results are random"
     if schema.domain.endswith("training"):
         return "it trains a model: export the model for inference"
     for values, verb in ((schema.inputs, "takes"), (schema.outputs, "returns")):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import onnx
 import tvm
 
+from tvmflow.compiler.onnx import RANDOM
 from tvmflow.onnx_graph import node_name, nodes_of, operator_name
 
 # Floats of 8 bits or fewer and integers of fewer than 8, with which TVM computes wrongly or not at all.
@@ -80,6 +81,9 @@ def missing_converter(node: onnx.NodeProto) -> Refusal:
     elif node.domain and not node.domain.startswith("ai.onnx"):
         advice = "export the model without it, or give a converter of your own"
     reason = f"cannot be imported by TVM {tvm.__version__}"
+    if node.domain in ("", "ai.onnx") and node.op_type in RANDOM:
+        reason = "its results are random, so that none can be proven equal to the original's"
+        advice = "make the random numbers an input of the model, or export it in evaluation mode"
     return Refusal(operator_name(node), node_name(node), reason, advice)
 
 

@@ -20,6 +20,7 @@ from tvmflow.compiler.onnx import (
     norms,
     quantised,
     recurrence,
+    reductions,
     resize,
     signals,
     support_vectors,
@@ -33,6 +34,7 @@ from tvmflow.onnx_graph import operator_name
 __all__ = [
     "CONTROL",
     "CONVERTERS",
+    "RANDOM",
     "TAKES_SIZES",
     "WINDOWED",
     "Converter",
@@ -55,6 +57,7 @@ _STANDARD: dict[str, Converter] = {
     "Conv": vision.convert_padding("Conv"),
     "ConvInteger": quantised.convert_conv_integer,
     "ConvTranspose": vision.convert_conv_transpose,
+    "CumSum": indexing.convert_cum_sum,
     "CumProd": indexing.convert_cum_prod,
     "DequantizeLinear": quantised.convert_blocked,
     "DFT": signals.convert_dft,
@@ -65,7 +68,11 @@ _STANDARD: dict[str, Converter] = {
     "Elu": elementwise.convert_elu,
     "EyeLike": indexing.convert_eye_like,
     "Gather": indexing.convert_gather,
+    "GatherElements": indexing.convert_gather_elements,
+    "GatherND": indexing.convert_gather_nd,
+    "GroupNormalization": norms.convert_group_norm,
     "GRU": recurrence.convert_recurrence("GRU"),
+    "Hardmax": indexing.convert_hardmax,
     "IsInf": elementwise.convert_is_inf,
     "LayerNormalization": norms.convert_layer_norm,
     "LpPool": vision.convert_padding("LpPool"),
@@ -88,16 +95,14 @@ _STANDARD: dict[str, Converter] = {
     "Range": indexing.convert_range,
     "Resize": resize.convert_resize,
     "RNN": recurrence.convert_recurrence("RNN"),
-    "ReduceL1": elementwise.convert_reduction(relax.op.abs),
-    "ReduceL2": elementwise.convert_reduction(relax.op.abs),
-    "ReduceLogSum": elementwise.convert_reduction(relax.op.log),
-    "ReduceSumSquare": elementwise.convert_reduction(relax.op.square),
     "ReverseSequence": indexing.convert_reverse_sequence,
+    **{name: reductions.convert_reduction(name) for name in reductions.OPERATORS},
     "RMSNormalization": norms.convert_rms_norm,
     "Reshape": movement.convert_reshape,
     "RoiAlign": vision.convert_roi_align,
     "Scatter": indexing.convert_scatter_elements,
     "ScatterElements": indexing.convert_scatter_elements,
+    "ScatterND": indexing.convert_scatter_nd,
     "Selu": elementwise.convert_selu,
     "SequenceAt": movement.check_sequence,
     "SequenceErase": movement.check_sequence,
@@ -211,13 +216,17 @@ TAKES_SIZES: dict[str, tuple[int, ...]] = {
 }
 # Operators that move a window over data, which must be as large as the window.
 WINDOWED = {"AveragePool", "Conv", "ConvInteger", "LpPool", "MaxPool", "QLinearConv"}
+# Operators whose results are random: no converter could compute what the original computes.
+RANDOM = {
+    *("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+}
 # The operators of the standard that TVM's importer takes. It does not look at domains.
 _OF_TVM = onnx_frontend._get_convert_map().keys() - _NOT_STANDARD | {"Constant"}
 
 
 def is_function(node: onnx.NodeProto) -> bool:
-    """Return whether ONNX defines the node's operator by other operators."""
-    if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
+    """Return whether ONNX defines the node's operator by other operators, which are not random."""
+    if node.domain not in ("", "ai.onnx") or node.op_type in RANDOM or not onnx.defs.has(node.op_type):
         return False
     schema: Any = onnx.defs.get_schema(node.op_type)
     return bool(schema.has_function or schema.has_context_dependent_function)

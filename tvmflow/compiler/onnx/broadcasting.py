@@ -67,6 +67,23 @@ def agree_along(
     ]
 
 
+def agree_in_channels(
+    builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator: "SizeEvaluator"
+) -> list[relax.Expr]:
+    """Return the operands of a norm, with equal expressions for the channels of data [n, c, ...] and vectors [c]."""
+    shapes = [dims_of(operand) if isinstance(operand.ty, relax.TensorType) else None for operand in operands]
+    data, *vectors = ([] if shape is None else shape for shape in shapes)
+    if len(data) < 2 or any(len(shape) != 1 for shape in vectors):
+        return list(operands)
+    target = min(map(evaluator.simplify, (data[1], *(shape[0] for shape in vectors))), key=_complexity)
+    own = [[data[0], target, *data[2:]], *([target] for _ in vectors)]
+    is_same = [evaluator.are_equal(size, target) for size in (data[1], *(shape[0] for shape in vectors))]
+    return [
+        operand if same else cast_to(builder, operand, dims)
+        for operand, dims, same in zip(operands, own, is_same, strict=True)
+    ]
+
+
 def agree_in_product(
     builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator: "SizeEvaluator"
 ) -> list[relax.Expr]:

@@ -148,10 +148,10 @@ def convert_embed_layer_norm(node: Node) -> relax.Expr:
         raise FreeSizeError("an input of unknown shape")
     if places is None:
         places = node.emit(relax.op.arange(0, dims[1], 1, "int32"))
-    total = node.emit(relax.op.take(words, ids, axis=0))
-    total = node.emit(relax.op.add(total, node.emit(relax.op.take(positions, places, axis=0))))
+    total = node.emit(relax.op.take(words, ids, axis=0, mode="clip"))
+    total = node.emit(relax.op.add(total, node.emit(relax.op.take(positions, places, axis=0, mode="clip"))))
     if segments is not None:
-        total = node.emit(relax.op.add(total, node.emit(relax.op.take(segment_words, segments, axis=0))))
+        total = node.emit(relax.op.add(total, node.emit(relax.op.take(segment_words, segments, axis=0, mode="clip"))))
     norm = _normalize(node, "LayerNormalization", total, gamma, beta)
     if mask is not None and int(node.attrs.get("mask_index_type", 1)) == 1:
         counts = node.emit(relax.op.sum(mask, axis=1))
@@ -435,7 +435,9 @@ def _rotate(
     """
     emit, half = node.emit, dims_of(cosine)[1]  # type: ignore[index]
     batch, heads, positions, width = dims_of(x)  # type: ignore[misc]
-    cosine, sine = (emit(relax.op.expand_dims(emit(relax.op.take(t, places, axis=0)), 1)) for t in (cosine, sine))
+    cosine, sine = (
+        emit(relax.op.expand_dims(emit(relax.op.take(t, places, axis=0, mode="clip")), 1)) for t in (cosine, sine)
+    )
     rotated, rest = x, None
     if width != 2 * half:
         rotated = emit(relax.op.strided_slice(x, [3], [0], [2 * half]))

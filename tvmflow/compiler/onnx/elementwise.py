@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import IN_EVALUATION, Converter, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 
@@ -37,9 +37,9 @@ def convert_dropout(node: Node) -> relax.Expr:
     training = node.constant(2)
     ratio = node.constant(1)
     if node.input(2) is not None and training is None:
-        raise FreeSizeError("a training_mode that is computed")
+        raise UnsupportedFormError("a training_mode that is computed", IN_EVALUATION)
     if training is not None and bool(training) and (ratio is None or float(ratio) != 0.0):
-        raise UnsupportedFormError("training_mode is random")
+        raise UnsupportedFormError("training_mode is random", IN_EVALUATION)
     data = node.inputs[0]
     mask = const(True) if dims_of(data) == [] else relax.op.full_like(data, relax.const(True, "bool"), "bool")
     return data if node.outputs == 1 else relax.Tuple([data, node.emit(mask)])
@@ -177,20 +177,3 @@ def convert_mean(node: Node) -> relax.Expr | None:
     """
     total = convert_by_pairs(relax.op.add)(node)
     return None if total is None else relax.op.divide(total, relax.const(len(node.inputs), dtype_of(total)))
-
-
-def convert_reduction(apply: Callable[[relax.Expr], relax.Expr]) -> "Converter":
-    """Return a converter of a reduction over no dimensions, which applies a function to each element.
-
-    It returns None, which leaves the node to TVM's converter, for dimensions to reduce; that one applies nothing to
-    the elements where there are none.
-    """
-
-    def convert(node: Node) -> relax.Expr | None:
-        axes = node.constant(1)
-        has_axes = node.input(1) is not None and (axes is None or axes.size)
-        if node.opset < 18 or has_axes or not node.attrs.get("noop_with_empty_axes", 0):
-            return None
-        return apply(node.inputs[0])
-
-    return convert

@@ -1,6 +1,7 @@
 """Operators that move, select or make elements by their position."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
+
+# The opset in which Hardmax and its like came to be along one dimension.
+_ONE_AXIS = 13
 
 
 def convert_range(node: Node) -> relax.Expr | None:
@@ -50,6 +54,7 @@ def convert_gather(node: Node) -> relax.Expr | None:
     extent = int(data.ty.shape.values[axis]) if is_static(data.ty.shape.values[axis]) else None
     values = indices.value.numpy() if isinstance(indices, tvm.ir.GenericConst) else None
     if extent is None and (values is None or (values < 0).any()):
+        node.inputs[1] = keep_within(node, indices, [data.ty.shape.values[axis]])
         return None
     if values is not None:
         positive = np.asarray(np.where(values < 0, values + (extent or 0), values), dtype=values.dtype)
@@ -59,6 +64,40 @@ def convert_gather(node: Node) -> relax.Expr | None:
         negative = relax.op.less(indices, relax.const(0, dtype))
         indices = relax.op.where(negative, relax.op.add(indices, relax.const(extent, dtype)), indices)
     return relax.op.take(data, indices, axis, mode="clip")
+
+
+def keep_within(node: Node, indices: relax.Expr, sizes: Sequence[Any]) -> relax.Expr:
+    """Return indices of which none is outside of dimensions of these sizes; negative ones count from the end.
+
+    `sizes` has one size, or one for each place along the last dimension of the indices. An index that ONNX Runtime
+    refuses when the model runs becomes the nearest that is within: no kernel reads or writes outside of its buffers.
+    Raises UnsupportedFormError for a constant index that is outside.
+    """
+    values = node.constants(indices)
+    if values is not None and all(isinstance(size, int) for size in sizes):
+        if (values >= np.array(sizes)).any() or (values < -np.array(sizes)).any():
+            raise UnsupportedFormError("an index outside of the data", "check the indices")
+        return indices
+    dtype = dtype_of(indices)
+    whole = materialise(node.builder, node.evaluator.shape(sizes), () if len(sizes) == 1 else None)
+    whole = whole if dtype == "int64" else node.emit(relax.op.astype(whole, dtype))
+    last = node.emit(relax.op.subtract(whole, const(1, dtype)))
+    below = node.emit(relax.op.minimum(indices, last))
+    return node.emit(relax.op.maximum(below, node.emit(relax.op.negative(whole))))
+
+
+def convert_gather_elements(node: Node) -> None:
+    """Keep computed indices within the data, and leave the node to TVM's converter."""
+    dims = dims_of(node.inputs[0])
+    if dims is not None:
+        node.inputs[1] = keep_within(node, node.inputs[1], [dims[int(node.attrs.get("axis", 0))]])
+
+
+def convert_gather_nd(node: Node) -> None:
+    """Keep computed indices within the data, and leave the node to TVM's converter."""
+    dims, places, first = dims_of(node.inputs[0]), dims_of(node.inputs[1]), int(node.attrs.get("batch_dims", 0))
+    if dims is not None and places and isinstance(places[-1], int):
+        node.inputs[1] = keep_within(node, node.inputs[1], dims[first : first + places[-1]])
 
 
 def convert_pad(node: Node) -> relax.Expr | None:
@@ -201,15 +240,60 @@ def convert_top_k(node: Node) -> relax.Expr | None:
     )
 
 
+def convert_cum_sum(node: Node) -> relax.Expr | None:
+    """Write CumSum along an axis that is computed; None, which leaves the node to TVM's converter, for another one."""
+    if node.constant(1) is not None:
+        return None
+    flags = {name: node.attrs.get(name, 0) for name in ("exclusive", "reverse")}
+    return _along_computed_axis(
+        node, lambda axis: node.apply("CumSum", node.inputs[0], const(axis, "int64"), opset=14, **flags)
+    )
+
+
 def convert_cum_prod(node: Node) -> relax.Expr:
     """Write CumProd as a scan, between two flips where it begins at the end."""
-    data, axis = node.inputs[0], node.constant(1)
+    data, axis, is_reverse = node.inputs[0], node.constant(1), bool(node.attrs.get("reverse", 0))
+
+    def scan(place: int) -> relax.Expr:
+        ordered = node.emit(relax.op.flip(data, place)) if is_reverse else data
+        result = relax.op.cumprod(ordered, place, dtype_of(data), exclusive=bool(node.attrs.get("exclusive", 0)))
+        return relax.op.flip(node.emit(result), place) if is_reverse else result
+
     if axis is None:
-        raise UnsupportedFormError("an axis that is computed")
-    place, is_reverse = int(axis.reshape(-1)[0]) % data.ty.ndim, bool(node.attrs.get("reverse", 0))
-    data = node.emit(relax.op.flip(data, place)) if is_reverse else data
-    result = relax.op.cumprod(data, place, dtype_of(data), exclusive=bool(node.attrs.get("exclusive", 0)))
-    return relax.op.flip(node.emit(result), place) if is_reverse else result
+        return _along_computed_axis(node, lambda place: node.emit(scan(place)))
+    return scan(int(axis.reshape(-1)[0]) % data.ty.ndim)
+
+
+def _along_computed_axis(node: Node, scan: Callable[[int], relax.Expr]) -> relax.Expr:
+    """Scan along each axis, and choose one by the second operand when the model runs."""
+    rank, axis = node.inputs[0].ty.ndim, node.emit(relax.op.reshape(node.inputs[1], []))
+    result = scan(0)
+    for place in range(1, rank):
+        is_it = (relax.op.equal(axis, const(number, dtype_of(axis))) for number in (place, place - rank))
+        result = node.emit(relax.op.where(node.emit(relax.op.logical_or(*map(node.emit, is_it))), scan(place), result))
+    return result
+
+
+def convert_hardmax(node: Node) -> relax.Expr | None:
+    """Write Hardmax as a comparison of places with the place of the largest element.
+
+    Before opset 13 it is along all dimensions from the axis on. Returns None, which leaves the node to TVM's converter,
+    for data of unknown shape.
+    """
+    data, dims = node.inputs[0], dims_of(node.inputs[0])
+    if dims is None:
+        return None
+    is_flat = node.opset < _ONE_AXIS
+    axis = int(node.attrs.get("axis", 1 if is_flat else -1))
+    axis += len(dims) if axis < 0 else 0
+    shape = [reduce(node.evaluator.multiply, part, 1) for part in (dims[:axis], dims[axis:])] if is_flat else dims
+    axis = 1 if is_flat else axis
+    table = node.emit(relax.op.reshape(data, relax.ShapeExpr(shape))) if is_flat else data
+    places = node.emit(relax.op.arange(0, shape[axis], 1, "int64"))
+    places = node.emit(relax.op.reshape(places, [-1 if i == axis else 1 for i in range(len(shape))]))
+    largest = node.emit(relax.op.argmax(table, axis, keepdims=True))
+    result = node.emit(relax.op.astype(node.emit(relax.op.equal(largest, places)), dtype_of(data)))
+    return relax.op.reshape(result, relax.ShapeExpr(dims)) if is_flat else result
 
 
 def convert_reverse_sequence(node: Node) -> relax.Expr:
@@ -219,7 +303,9 @@ def convert_reverse_sequence(node: Node) -> relax.Expr:
 
     def reverse(data: te.Tensor, lengths: te.Tensor) -> te.Tensor:
         def element(*index: Any) -> Any:
-            place, length = index[time], lengths[index[batch]].astype("int64")
+            # A length beyond the data, which ONNX Runtime refuses, is that of the data.
+            length = te.min(lengths[index[batch]].astype("int64"), data.shape[time].astype("int64"))
+            place = index[time]
             source = list(index)
             source[time] = te.if_then_else(place < length, length - 1 - place, place)
             return data[tuple(source)]
@@ -240,6 +326,7 @@ def convert_scatter_elements(node: Node) -> relax.Expr:
     if dims is None or reach is None:
         raise FreeSizeError("data or indices of unknown shape")
     axis = int(node.attrs.get("axis", 0)) % len(dims)
+    indices = keep_within(node, indices, [dims[axis]])
     rests = []
     for place, (size, count) in enumerate(zip(dims, reach, strict=True)):
         if place == axis or node.evaluator.are_equal(size, count):
@@ -253,3 +340,27 @@ def convert_scatter_elements(node: Node) -> relax.Expr:
     for place, rest in reversed(rests):
         result = relax.op.concat([node.emit(result), rest], place)
     return result
+
+
+def convert_scatter_nd(node: Node) -> None:
+    """Let the sizes of the updates and of the data agree where one is symbolic, and leave the node to TVM's converter.
+
+    Sizes that must be equal are checked when the model runs, and indices are kept within the data. Raises FreeSizeError
+    for indices whose last dimension is symbolic.
+    """
+    shapes = [dims_of(operand) for operand in node.inputs]
+    if any(shape is None for shape in shapes):
+        return
+    data, indices, updates = ([] if shape is None else shape for shape in shapes)
+    if not indices or not isinstance(indices[-1], int):
+        raise FreeSizeError("indices whose last dimension is symbolic")
+    node.inputs[1] = keep_within(node, node.inputs[1], data[: indices[-1]])
+    if len(updates) != len(indices) - 1 + len(data) - indices[-1]:
+        return
+    rows, whole = indices[:-1], data[indices[-1] :]
+    pairs = list(zip([*rows, *whole], updates, strict=True))
+    sizes = [size if isinstance(size, int) else other for size, other in pairs]
+    own = [[*data[: indices[-1]], *sizes[len(rows) :]], [*sizes[: len(rows)], indices[-1]], sizes]
+    for place, (shape, target) in enumerate(zip((data, indices, updates), own, strict=True)):
+        if not all(map(node.evaluator.are_equal, shape, target)):
+            node.inputs[place] = cast_to(node.builder, node.inputs[place], target)

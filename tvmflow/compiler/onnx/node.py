@@ -14,10 +14,19 @@ from tvmflow.compiler.onnx.values import Array, dims_of, dtype_of
 
 # The opset of the operators that converters are composed of.
 _OPSET = 20
+# What to do about a node that does something else in training.
+IN_EVALUATION = "export the model in evaluation mode"
 
 
 class UnsupportedFormError(Exception):
-    """A node has a form that would be imported wrongly or not at all; the message names the form."""
+    """A node has a form that would be imported wrongly or not at all; the message names the form.
+
+    `advice` is what to do about it, a clause without a full stop; empty where the form must be left out.
+    """
+
+    def __init__(self, message: str, advice: str = "") -> None:
+        super().__init__(message)
+        self.advice = advice
 
 
 class FreeSizeError(UnsupportedFormError):

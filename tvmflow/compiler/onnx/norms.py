@@ -1,9 +1,11 @@
 """Norms: over a batch, over a layer, and of vectors."""
 
+from functools import reduce
+
 from tvm import relax
 
-from tvmflow.compiler.onnx.broadcasting import agree
-from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.broadcasting import agree, cast_to
+from tvmflow.compiler.onnx.node import IN_EVALUATION, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import dims_of, dtype_of
 
 
@@ -13,8 +15,33 @@ def convert_batch_norm(node: Node) -> relax.Expr | None:
     Returns None for others, which leaves the node to TVM's converter.
     """
     if node.attrs.get("training_mode", 0) or node.outputs > 1:
-        raise UnsupportedFormError("training_mode computes statistics of the batch")
+        raise UnsupportedFormError("training_mode computes statistics of the batch", IN_EVALUATION)
     return None
+
+
+def convert_group_norm(node: Node) -> relax.Expr | None:
+    """Write a group norm of a symbolic number of channels by means, which TVM's converter takes without an end.
+
+    Returns None, which leaves the node to TVM's converter, for other numbers of channels.
+    """
+    data, dims = node.inputs[0], dims_of(node.inputs[0])
+    if dims is None or isinstance(dims[1], int):
+        return None
+    groups, dtype = int(node.attrs["num_groups"]), dtype_of(data)
+    wide = data if dtype == "float64" else node.emit(relax.op.astype(data, "float32"))
+    size = node.evaluator.quotient(dims, [dims[0], groups])
+    whole = node.emit(relax.op.reshape(wide, [node.evaluator.quotient(dims, [])]))
+    # The cast checks that the groups are equal parts of the channels.
+    whole = cast_to(node.builder, whole, [reduce(node.evaluator.multiply, (dims[0], groups, size))])
+    wide = node.emit(relax.op.reshape(whole, relax.ShapeExpr([dims[0], groups, size])))
+    centred = node.emit(relax.op.subtract(wide, node.emit(relax.op.mean(wide, 2, keepdims=True))))
+    variance = node.emit(relax.op.mean(node.emit(relax.op.multiply(centred, centred)), 2, keepdims=True))
+    shifted = node.emit(relax.op.add(variance, relax.const(node.attrs.get("epsilon", 1e-5), dtype_of(wide))))
+    result = node.emit(relax.op.divide(centred, node.emit(relax.op.sqrt(shifted))))
+    result = node.emit(relax.op.astype(node.emit(relax.op.reshape(result, relax.ShapeExpr(dims))), dtype))
+    shape = relax.ShapeExpr([dims[1], *[1] * (len(dims) - 2)])
+    scale, bias = (node.emit(relax.op.reshape(operand, shape)) for operand in node.inputs[1:3])
+    return relax.op.add(node.emit(relax.op.multiply(result, scale)), bias)
 
 
 def convert_layer_norm(node: Node) -> relax.Expr | None:

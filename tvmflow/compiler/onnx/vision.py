@@ -9,6 +9,7 @@ from tvm import relax, te, tirx
 from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.indexing import pad_axis
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.pooling import convert_max_pool_with_places
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 # The opset in which the regions of RoiAlign got their offset.
@@ -16,12 +17,14 @@ _HALF_PIXELS = 16
 
 
 def convert_padding(operator: str) -> Converter:
-    """Return a converter that pads the data of a convolution or pooling where auto_pad depends on symbolic sizes.
+    """Return a converter that pads the data of a convolution or pooling where auto_pad depends on its sizes.
 
     Without strides the padding depends on the window alone, and TVM's converter pads a convolution by itself.
     """
 
     def convert(node: Node) -> relax.Expr | None:
+        if operator == "MaxPool" and node.outputs > 1:
+            return convert_max_pool_with_places(node)
         data, dims, auto_pad = node.inputs[0], dims_of(node.inputs[0]), node.text("auto_pad", "NOTSET")
         has_strides = operator != "Conv" or any(stride != 1 for stride in node.attrs.get("strides", ()))
         if not auto_pad.startswith("SAME"):
@@ -31,12 +34,19 @@ def convert_padding(operator: str) -> Converter:
             return None
         if dims is None:
             raise FreeSizeError(f"auto_pad {auto_pad} of an input of unknown shape")
-        if all(isinstance(size, int) for size in dims[2:]):
-            return None
-        if node.outputs > 1:
-            raise FreeSizeError(f"auto_pad {auto_pad} with indices along symbolic dimensions")
         kernel = node.attrs.get("kernel_shape") or dims_of(node.inputs[1])[2:]  # type: ignore[index]
         strides, dilations = (node.attrs.get(name, [1] * len(kernel)) for name in ("strides", "dilations"))
+        if all(isinstance(size, int) for size in dims[2:]):
+            extents = [(taps - 1) * dilation + 1 for taps, dilation in zip(kernel, dilations, strict=True)]
+            # TVM's converter cuts data where the stride exceeds the window.
+            totals = [
+                max((-(-size // stride) - 1) * stride + extent - size, 0)
+                for size, stride, extent in zip(dims[2:], strides, extents, strict=True)
+            ]
+            halves, rests = [total // 2 for total in totals], [total - total // 2 for total in totals]
+            node.attrs["pads"] = [*halves, *rests] if auto_pad == "SAME_UPPER" else [*rests, *halves]
+            node.attrs["auto_pad"] = b"NOTSET"
+            return None
         fill = const(-np.inf if operator == "MaxPool" else 0, dtype_of(data))
         padded, ones = data, node.emit(relax.op.ones(relax.ShapeExpr([1, 1, *dims[2:]]), dtype_of(data)))
         for place, (size, taps, stride, dilation) in enumerate(zip(dims[2:], kernel, strides, dilations, strict=True)):

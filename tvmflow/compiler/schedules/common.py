@@ -113,6 +113,22 @@ def walk(expr: Any) -> Iterator[Any]:
             yield from walk(part)
 
 
+def chooses_along_last(sch: Schedule, block: SBlockRV) -> bool:
+    """Whether a comparison in a block, as that of a concatenation, depends on the position along its last dimension.
+
+    TVM partitions a loop of symbolic extent by such a condition too, and then forgets the loop's own end.
+    """
+    body = sch.get(block).body
+    places = [item.var for item in sch.get(block).iter_vars if item.iter_type == tirx.IterVar.DataPar]
+    if not isinstance(body, tirx.BufferStore) or not places:
+        return True
+    comparisons = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
+    return any(
+        isinstance(node, comparisons) and any(part.same_as(places[-1]) for part in walk(node))
+        for node in walk(body.value)
+    )
+
+
 def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Spread a block's independent loops over the cores and vectorise its innermost one where memory runs along it."""
     loops = list(sch.get_loops(block))
@@ -121,7 +137,11 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
         return
     spatial = [loop for loop, kind in zip(loops, kinds, strict=True) if kind == tirx.IterVar.DataPar]
     reduced = [loop for loop, kind in zip(loops, kinds, strict=True) if kind == tirx.IterVar.CommReduce]
-    if len(spatial) + len(reduced) != len(loops) or not spatial:
+    if len(spatial) + len(reduced) != len(loops):
+        return
+    if not spatial:
+        # Of no elements, the loops would not write the result at all.
+        sch.decompose_reduction(block, reduced[0])
         return
     tasks = 1
     for loop in spatial[:-1]:
@@ -138,7 +158,8 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
     else:
         lanes = machine.lanes if size is None else math.gcd(size, machine.lanes)
         whole = size is not None and lanes >= NARROWEST
-        partitioned = not whole and tasks >= machine.cores and (size is None or is_static(sch))
+        can_partition = is_static(sch) if size is not None else not chooses_along_last(sch, block)
+        partitioned = not whole and tasks >= machine.cores and can_partition
         if whole or partitioned:
             rest, vector = sch.split(inner, [None, lanes if whole else machine.lanes])
             # Inside the reduction, this loop would compute its addresses again for each vector.
@@ -274,6 +295,8 @@ def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
         return
     if size is not None and size % machine.lanes and not is_static(sch):
         # TVM mixes integer widths when it partitions a loop of known extent between symbolic ones.
+        return
+    if size is None and chooses_along_last(sch, block):
         return
     outer, lane = sch.split(inner, [None, machine.lanes])
     sch.vectorize(lane)

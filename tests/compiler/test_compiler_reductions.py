@@ -1,0 +1,82 @@
+"""Reductions of whole numbers, of nothing, of truth values and of infinities, beside ONNX Runtime."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from support.models import save_model
+from tvmflow.compiler import CompiledModel, import_onnx
+from tvmflow.errors import UnsupportedOperatorError
+
+Check = Callable[..., CompiledModel]
+
+_AXES = {"axes": np.array([1], "int64")}
+_INTEGERS = (TensorProto.INT32, TensorProto.INT64)
+
+
+def _reduce(name: str, keepdims: int = 0) -> Any:
+    return helper.make_node(name, ["x", "axes"], [name], keepdims=keepdims)
+
+
+def test_whole_numbers_are_reduced_to_their_own_type(assert_all_same: Check) -> None:
+    names = ["ReduceMean", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare"]
+    cases = []
+    for element in _INTEGERS:
+        x = np.array([[5, -2, 3, 5], [1, -1, -9, -1], [12, 40, 0, 7]], helper.tensor_dtype_to_np_dtype(element))
+        for shape in ((3, 4), (3, "n")):
+            nodes = [_reduce(name) for name in names if name != "ReduceLogSum"]
+            outputs = [(node.output[0], None, element) for node in nodes]
+            cases.append(((nodes, [("x", shape, element)], outputs, _AXES), {"x": x}))
+        inputs = [("x", (3, 4), element)]
+        outputs = [("ReduceLogSum", None, element)]
+        cases.append((([_reduce("ReduceLogSum")], inputs, outputs, _AXES), {"x": np.abs(x)}))
+    assert_all_same(cases)
+
+
+@pytest.mark.parametrize("keepdims", [0, 1])
+def test_reductions_of_nothing_have_the_result_of_nothing(keepdims: int, assert_all_same: Check) -> None:
+    names = ["ReduceSum", "ReduceProd", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceSumSquare"]
+    cases = []
+    for element in (*_INTEGERS, TensorProto.FLOAT):
+        x = np.zeros((3, 0), helper.tensor_dtype_to_np_dtype(element))
+        # ReduceMean of no floats is undefined.
+        of_element = [*names, "ReduceL2" if element == TensorProto.FLOAT else "ReduceMean"]
+        outputs = [(name, None, element) for name in of_element]
+        for weights in (_AXES, {}):
+            nodes = [helper.make_node(name, ["x", *weights], [name], keepdims=keepdims) for name in of_element]
+            cases.append(((nodes, [("x", (3, "n"), element)], outputs, weights), {"x": x}))
+        # A part that is empty whatever the input is.
+        nodes = [
+            helper.make_node("Slice", ["y", "zero", "zero", "one"], ["x"]),
+            *(_reduce(name, keepdims) for name in of_element),
+        ]
+        weights = {"zero": np.array([0]), "one": np.array([1]), **_AXES}
+        y = np.ones((3, 2), x.dtype)
+        cases.append(((nodes, [("y", (3, 2), element)], outputs, weights), {"y": y}))
+    assert_all_same(cases)
+
+
+def test_the_logarithm_of_a_sum_of_powers_takes_infinities(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    path = make_model([_reduce("ReduceLogSumExp")], [("x", [3, 2])], ["ReduceLogSumExp"], _AXES)
+    x = np.array([[-np.inf, -np.inf], [np.inf, 1], [-np.inf, 2]], "float32")
+    assert_same_as_onnxruntime(path, {"x": x})
+
+
+def test_extremes_of_truth_values(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    names = ["ReduceMax", "ReduceMin"]
+    nodes = [_reduce(name) for name in names]
+    path = make_model(
+        nodes, [("x", [3, 2], TensorProto.BOOL)], [(name, [3], TensorProto.BOOL) for name in names], _AXES, opset=20
+    )
+    assert_same_as_onnxruntime(path, {"x": np.array([[True, False], [True, True], [False, False]])})
+
+
+def test_axes_that_are_computed_are_refused_in_words(tmp_path: Path) -> None:
+    node = helper.make_node("ReduceMean", ["x", "axes"], ["y"], "average")
+    inputs = [("x", [2, 3]), ("axes", [1], TensorProto.INT64)]
+    with pytest.raises(UnsupportedOperatorError, match=r"operator ReduceMean, node 'average'.*axes that are computed"):
+        import_onnx(save_model(tmp_path / "m.onnx", [node], inputs, ["y"]))

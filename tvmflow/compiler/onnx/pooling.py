@@ -1,0 +1,67 @@
+"""MaxPool with the places of the largest elements."""
+
+from functools import partial
+from typing import Any
+
+from tvm import relax, te, tirx
+
+from tvmflow.compiler.onnx.node import FreeSizeError, Node
+from tvmflow.compiler.onnx.values import dims_of
+
+
+def convert_max_pool_with_places(node: Node) -> relax.Expr:
+    """Write MaxPool with its second result: the place of each largest element in the whole data.
+
+    Of equal elements it is the first one. Raises FreeSizeError for data of unknown shape.
+    """
+    data, dims = node.inputs[0], dims_of(node.inputs[0])
+    if dims is None:
+        raise FreeSizeError("places of the largest elements of data of unknown shape")
+    attributes = {name: value for name, value in node.attrs.items() if name not in ("tvm_custom", "storage_order")}
+    largest = node.apply("MaxPool", data, **attributes)
+    places = node.builder.call_te(partial(_places, node=node), data, largest, primfunc_name_hint="places")
+    return relax.Tuple([largest, node.emit(places)])
+
+
+def _places(data: te.Tensor, largest: te.Tensor, *, node: Node) -> te.Tensor:
+    sizes, kernel = list(data.shape[2:]), node.attrs["kernel_shape"]
+    rank = len(kernel)
+    strides, dilations = (node.attrs.get(name, [1] * rank) for name in ("strides", "dilations"))
+    auto_pad = node.text("auto_pad", "NOTSET")
+    before: list[Any] = list(node.attrs.get("pads", [0] * 2 * rank))[:rank]
+    if auto_pad.startswith("SAME"):
+        for i in range(rank):
+            missing = (largest.shape[2 + i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 - sizes[i]
+            before[i] = te.indexdiv(te.max(missing, 0) + int(auto_pad == "SAME_LOWER"), 2)
+    elif auto_pad == "VALID":
+        before = [0] * rank
+    taps = [te.reduce_axis((0, count), f"k{place}") for place, count in enumerate(kernel)]
+    total: Any = data.shape[0] * data.shape[1]
+    for size in sizes:
+        total = total * size
+
+    def element(n: Any, c: Any, *pixel: Any) -> Any:
+        at = [pixel[i] * strides[i] - before[i] + taps[i] * dilations[i] for i in range(rank)]
+        inside = [condition for i in range(rank) for condition in (at[i] >= 0, at[i] < sizes[i])]
+        near = [te.max(te.min(at[i], sizes[i] - 1), 0) for i in range(rank)]
+        place = n * data.shape[1] + c
+        for size, index in zip(sizes, near, strict=True):
+            place = place * size + index
+        is_it = te.all(*inside, data[(n, c, *near)] == largest[(n, c, *pixel)])
+        place, last = (tirx.Cast("int64", item) for item in (place, total - 1))
+        return te.min(te.if_then_else(is_it, place, last), axis=taps)
+
+    places = te.compute(largest.shape, element, name="places")
+    if not node.attrs.get("storage_order", 0):
+        return places
+
+    def by_columns(*index: Any) -> Any:
+        place, at = places[index], []
+        for size in reversed(sizes):
+            at.append(te.indexmod(place, size))
+            place = te.indexdiv(place, size)
+        for size, position in zip(reversed(sizes), at, strict=True):
+            place = place * size + position
+        return place
+
+    return te.compute(largest.shape, by_columns, name="by_columns")
