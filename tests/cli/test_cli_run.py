@@ -422,7 +422,6 @@ def test_a_worker_of_a_trace_works_no_longer_than_its_function(tvmflow: Command,
 
 _RPC = """
 import runpy, sys
-sys.modules["torch"] = None  # tvm_ffi would import it
 from tvmflow.launch import die_with_parent
 die_with_parent(int(sys.argv[1]))
 sys.argv = sys.argv[2:]
@@ -434,6 +433,9 @@ runpy.run_module(sys.argv[0], run_name="__main__")
 def tracker(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Iterator[str]:
     """A tracker of TVM's RPC on loopback, with one server of key `board`; its address."""
     folder = tmp_path_factory.mktemp("rpc")
+    # tvm_ffi would import torch, also in the processes that the server starts.
+    modules = tmp_path_factory.mktemp("modules")
+    (modules / "torch.py").write_text("raise ImportError")
     processes = []
 
     def start(module: str, *arguments: str) -> Path:
@@ -450,7 +452,13 @@ def tracker(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str
         ]
         with log.open("wb") as output:
             processes.append(
-                subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+                subprocess.Popen(
+                    command,
+                    env={**environment, "PYTHONPATH": str(modules)},
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
             )
         return log
 

@@ -35,8 +35,10 @@ OLDER = """
 import os, sys, threading, warnings
 from concurrent.futures import ThreadPoolExecutor
 from tvmflow import runtime
-from tvmflow.runtime import threads
+from tvmflow.runtime import library, threads
 threads.start = lambda *arguments: None
+# Without torch, which `import tvm_ffi` would import too.
+library.load()
 import tvm_ffi
 def run(model):
     model(**model.sample[0])
