@@ -1,6 +1,7 @@
-"""The SQLite files of MLflow and Prefect, migrated once for all processes of a run and copied from then on.
+"""The SQLite files of MLflow and Prefect, migrated once and copied from then on.
 
-Their migrations take two and five seconds of a processor; a test that is not about them starts from a copy.
+Their migrations take two seconds of a processor and more than ten; a test that is not about them starts from a copy.
+MLflow's file serves all processes of a run, Prefect's also later runs: it depends on nothing but Prefect's version.
 """
 
 import fcntl
@@ -8,11 +9,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from support.cpp import BUILDS
 from support.processes import clean_environment
 
 _CREATE_PREFECT = """
@@ -23,19 +27,20 @@ asyncio.run(provide_database_interface().create_db())
 
 
 class Databases:
-    """Empty databases with their tables, kept in a folder that all processes of a run share."""
+    """Empty databases with their tables, kept in folders that all processes of a run share."""
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
         base = factory.getbasetemp()
         self.folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "databases"
+        self.lasting = BUILDS / f"prefect-{version('prefect')}"
 
     def mlflow(self, path: Path) -> None:
         """Write an empty database of MLflow to `path`."""
-        self._copy("mlflow.db", _create_mlflow, path)
+        _copy(self.folder / "mlflow.db", _create_mlflow, path)
 
     def prefect(self, path: Path) -> None:
         """Write an empty database of Prefect to `path`."""
-        self._copy("prefect.db", _create_prefect, path)
+        _copy(self.lasting / "prefect.db", _create_prefect, path)
 
     def prepare(self, home: Path) -> Path:
         """Give a new state folder both databases where commands without servers keep them; return it."""
@@ -43,18 +48,19 @@ class Databases:
         self.prefect(home / "prefect" / "prefect.db")
         return home
 
-    def _copy(self, name: str, create: Callable[[Path], None], path: Path) -> None:
-        original = self.folder / name
-        self.folder.mkdir(exist_ok=True)
-        with (self.folder / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not original.exists():
-                partial = self.folder / "new" / name
-                partial.parent.mkdir(exist_ok=True)
+
+def _copy(original: Path, create: Callable[[Path], None], path: Path) -> None:
+    """Copy a database to `path`; `create` writes the original if there is none."""
+    original.parent.mkdir(parents=True, exist_ok=True)
+    with original.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not original.exists():
+            with tempfile.TemporaryDirectory(dir=original.parent) as folder:
+                partial = Path(folder) / original.name
                 create(partial)
                 partial.rename(original)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(original, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(original, path)
 
 
 def _create_mlflow(path: Path) -> None:
