@@ -4,6 +4,7 @@ import gc
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from support import durations, scale, servers, skips
-from support.command_server import CommandServer, command_server
+from support.command_server import CommandServer, command_of_fork, command_server
 from support.databases import Databases
 from support.processes import clean_environment
 from tvmflow.bundle import keygen
+
+# What a run has started for all of its processes.
+_commands: CommandServer | None = None
+_ends = ExitStack()
 
 # A shell starts what runs in the background with SIGINT ignored, and every process of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -116,6 +121,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     return _ByUnit(config, log)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Name the run's command server to a process of tests, before that process starts."""
+    global _commands
+    if _commands is None:
+        _commands = _ends.enter_context(command_server(clean_environment()))
+    node.workerinput["commands"] = _commands.address
+
+
+def pytest_unconfigure() -> None:
+    """End the run's command server."""
+    _ends.close()
+
+
 @pytest.fixture
 def key(tmp_path: Path) -> Path:
     """A new private key; the public one lies beside it, in `key.pub`."""
@@ -130,10 +149,21 @@ def databases(tmp_path_factory: pytest.TempPathFactory) -> Databases:
 
 
 @pytest.fixture(scope="session")
-def commands() -> Iterator[CommandServer]:
-    """What runs commands that need not start cold."""
-    with command_server(clean_environment()) as server:
-        yield server
+def commands(pytestconfig: pytest.Config) -> Iterator[CommandServer]:
+    """What runs commands that need not start cold: one server for all processes of a run."""
+    if hasattr(pytestconfig, "workerinput"):
+        yield CommandServer(pytestconfig.workerinput["commands"])
+    else:
+        with command_server(clean_environment()) as server:
+            yield server
+
+
+@pytest.fixture(scope="session")
+def children_in_forks(commands: CommandServer) -> Iterator[None]:
+    """Let this process start the children of steps and of tuning as forks of processes that have imported TVM."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tvmflow.supervisor.module_command", command_of_fork(Path(commands.address)))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -81,24 +81,28 @@ class CommandServer:
 
 @contextmanager
 def command_server(environment: Mapping[str, str]) -> Iterator[CommandServer]:
-    """Run a command server, which imports under this environment, and yield it; it ends with the thread that calls."""
-    with tempfile.TemporaryDirectory(prefix="commands-") as folder, socket.socket(socket.AF_UNIX) as listener:
-        address = f"{folder}/commands"
-        # Commands wait in this socket until the modules are imported.
-        listener.bind(address)
-        listener.listen()
+    """Run a command server, which imports under this environment, and yield it; it ends with the thread that calls.
+
+    It imports nothing before the first command.
+    """
+    with tempfile.TemporaryDirectory(prefix="commands-") as folder, ExitStack() as stack:
+        # Requests wait in these sockets until the modules are imported.
+        listeners = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in _KINDS]
+        for kind, listener in zip(_KINDS, listeners, strict=True):
+            listener.bind(f"{folder}/{kind}")
+            listener.listen()
         with (Path(folder) / "log").open("w") as log:
             process = subprocess.Popen(
-                _command("commands", listener),
+                _command("all", *listeners),
                 env=dict(environment),
-                pass_fds=(listener.fileno(),),
+                pass_fds=[listener.fileno() for listener in listeners],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
         try:
-            yield CommandServer(address)
+            yield CommandServer(f"{folder}/commands")
         finally:
             process.kill()
             process.wait()
@@ -113,8 +117,8 @@ def _stand_in(address: str) -> list[str]:
     return [sys.executable, "-I", "-S", str(_STAND_IN), str(_ROOT), address]
 
 
-def _command(kind: str, listener: socket.socket) -> list[str]:
-    return [sys.executable, "-P", __file__, str(os.getpid()), kind, str(listener.fileno())]
+def _command(kind: str, *listeners: socket.socket) -> list[str]:
+    return [sys.executable, "-P", __file__, str(os.getpid()), kind, *(str(item.fileno()) for item in listeners)]
 
 
 def _import_commands() -> None:
@@ -224,6 +228,16 @@ def start_steps_in_forks(commands: Path) -> None:
     """
     import tasks.comparison
 
+    supervisor.module_command = command_of_fork(commands)
+    tasks.comparison._PAIR_SECONDS, tasks.comparison._MOST_PAIRS = _PAIR_SECONDS, _MOST_PAIRS
+
+
+def command_of_fork(commands: Path) -> Callable[..., list[str]]:
+    """Return what stands for `tvmflow.launch.module_command`: its commands have forks of the servers run the module.
+
+    `commands` is the address of the server of commands. A module for which there is no server runs as ever.
+    """
+
     def module_command(module: str, *arguments: str, from_working_folder: bool = False) -> list[str]:
         command = launch.module_command(module, *arguments, from_working_folder=from_working_folder)
         kind = _kind_of(module, arguments)
@@ -231,38 +245,31 @@ def start_steps_in_forks(commands: Path) -> None:
             return command
         return [*_stand_in(str(commands.with_name(kind))), *command[command.index(launch.__file__) + 1 :]]
 
-    supervisor.module_command = module_command
-    tasks.comparison._PAIR_SECONDS, tasks.comparison._MOST_PAIRS = _PAIR_SECONDS, _MOST_PAIRS
+    return module_command
 
 
-def _listen(commands: Path) -> dict[int, tuple[str, socket.socket]]:
-    """Make the sockets of the other servers; by number, with the kinds of the servers."""
-    listeners = {}
-    for kind in _KINDS.keys() - {"commands"}:
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(commands.with_name(kind)))
-        listener.listen()
-        listeners[listener.fileno()] = kind, listener
-    return listeners
-
-
-def _serve(listener: socket.socket, others: Mapping[int, tuple[str, socket.socket]]) -> list[str]:
-    """Fork for each request; return its arguments in the fork, with the fork's environment, folder and streams.
-
-    `others` are the sockets of servers that are started when somebody connects to theirs.
-    """
-    running: dict[int, tuple[int, socket.socket]] = {}
-    callers: dict[int, int] = {}
+def _start_when_asked(listeners: Sequence[socket.socket]) -> None:
+    """Start the server of each socket when somebody first connects to it; the socket's name is the server's kind."""
+    waiting = {listener.fileno(): listener for listener in listeners}
     poll = select.poll()
-    for descriptor in (listener.fileno(), *others):
+    for descriptor in waiting:
         poll.register(descriptor, select.POLLIN)
     while True:
         for descriptor, _ in poll.poll():
-            if descriptor in others:
-                poll.unregister(descriptor)
-                kind, other = others[descriptor]
-                subprocess.Popen(_command(kind, other), pass_fds=(descriptor,))
-            elif descriptor in callers:
+            poll.unregister(descriptor)
+            kind = Path(waiting[descriptor].getsockname()).name
+            subprocess.Popen(_command(kind, waiting[descriptor]), pass_fds=(descriptor,))
+
+
+def _serve(listener: socket.socket) -> list[str]:
+    """Fork for each request; return its arguments in the fork, with the fork's environment, folder and streams."""
+    running: dict[int, tuple[int, socket.socket]] = {}
+    callers: dict[int, int] = {}
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor in callers:
                 # Whoever waits for the process is gone.
                 poll.unregister(descriptor)
                 with suppress(ProcessLookupError):
@@ -317,17 +324,18 @@ def _become(request: Request, streams: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    parent, kind, descriptor = sys.argv[1:]
+    parent, kind, *descriptors = sys.argv[1:]
     die_with_parent(int(parent))
+    listeners = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]
+    if kind == "all":
+        _start_when_asked(listeners)
+    (listener,) = listeners
     imports, run = _KINDS[kind]
     imports()
-    listener = socket.socket(fileno=int(descriptor))
-    others = {}
     if kind == "commands":
-        others = _listen(Path(listener.getsockname()))
         start_steps_in_forks(Path(listener.getsockname()))
     # No fork looks through the imported objects for garbage, least of all at its end.
     gc.collect()
     gc.freeze()
     # The end of what it runs is the end of the fork's interpreter, with all that this runs.
-    run(_serve(listener, others))
+    run(_serve(listener))

@@ -36,8 +36,8 @@ def _lower(shapes: Mapping[str, tuple[object, ...]], build: Callable[..., relax.
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_builder() -> Iterator[None]:
-    """Pools that tuning opens have one process that builds: each imports TVM, which takes longer than what it builds.
+def one_builder(children_in_forks: None) -> Iterator[None]:
+    """Pools that tuning opens have one process that builds, a fork as are all that tests start.
 
     Tests of MeasurePool open pools of two themselves.
     """
