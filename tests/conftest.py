@@ -104,7 +104,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def _unit(nodeid: str) -> str:
     """The tests that one process runs together: a file, which shares fixtures; those that share servers or more."""
     file = Path(durations.file_of(nodeid))
-    if file.parent.name in ("stack", "registry"):
+    if file.parent.name in ("cli", "cpp", "registry", "stack"):
         return file.parent.name
     if file.parent.name != "flows" or file.name in ("test_flow_workers.py", "test_flow_triggers.py"):
         return str(file)

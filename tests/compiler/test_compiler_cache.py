@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from onnx import helper
 
+from support import scale
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, CompiledModel, Imported, build, import_onnx
 from tvmflow.target import Target
@@ -79,8 +80,15 @@ def exported(model: CompiledModel, folder: Path) -> bytes:
 
 @pytest.mark.parametrize(
     "options",
-    [BuildOptions(), BuildOptions(exec_mode="compiled"), BuildOptions(weights="apart", variants=({"batch": 1},))],
-    ids=["bytecode", "compiled", "apart"],
+    scale.choose(
+        normal=[BuildOptions(weights="apart", variants=({"batch": 1},))],
+        long=[
+            BuildOptions(),
+            BuildOptions(exec_mode="compiled"),
+            BuildOptions(weights="apart", variants=({"batch": 1},)),
+        ],
+    ),
+    ids=str,
 )
 def test_the_library_is_the_same_with_and_without_the_cache(
     model: Imported, native: Target, tmp_path: Path, options: BuildOptions

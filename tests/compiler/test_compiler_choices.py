@@ -71,7 +71,7 @@ def test_every_schedule_that_the_rules_can_make_of_a_function_gives_the_same_res
     inputs = np.random.default_rng(2)
     for workload in workloads(lower(import_onnx(model), target)):
         func = normalize(workload.func)
-        usual, *alternatives = variants(func, machine(target), scale.count(normal=12, long=128))
+        usual, *alternatives = variants(func, machine(target), scale.count(normal=12, long=48))
         assert tvm_ffi.structural_equal(usual.mod["main"].body, schedule(func, machine(target))[0].body)
         arrays = [inputs.standard_normal([int(size) for size in item.shape]).astype(item.dtype) for item in func.params]
         expected = _called(usual.mod["main"], target, arrays)

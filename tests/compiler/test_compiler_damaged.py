@@ -94,7 +94,7 @@ def test_the_models_compile_before_they_are_damaged(compiler: _Compiler, sources
         assert end.outcome == "built", end.message
 
 
-@pytest.mark.parametrize("seed", range(scale.count(normal=25, long=3000, quick=10)))
+@pytest.mark.parametrize("seed", range(scale.count(normal=25, long=400, quick=10)))
 def test_a_damaged_model_compiles_or_is_refused_in_one_sentence_that_names_it(
     compiler: _Compiler, sources: list[bytes], tmp_path: Path, seed: int
 ) -> None:

@@ -7,6 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from support import scale
 from tvmflow.compiler import import_onnx
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, SizeEvaluator, Sizes
 from tvmflow.errors import UnsupportedOperatorError
@@ -421,7 +422,7 @@ def test_a_computed_shape_is_known_by_its_free_sizes(make_model: Any, model: tup
 
 
 # Several at once compile in less time; a failure names the output: `m3_y` is that of the fourth.
-@pytest.mark.parametrize("start", range(4))
+@pytest.mark.parametrize("start", range(scale.count(normal=2, long=4)))
 def test_a_computed_shape_is_that_of_every_size(assert_all_same: Any, start: int) -> None:
     assert_all_same([(_MODELS[name], *_feeds(*shapes)) for name, _, _, shapes in _CASES[start::4]])
 

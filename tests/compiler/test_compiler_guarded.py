@@ -25,7 +25,7 @@ from tvmflow.target import Precision, Target, resolve
 
 Array = np.ndarray[Any, Any]
 # So many schedules of a function are computed at most, and one of them is drawn.
-_SCHEDULES = scale.count(normal=4, long=32)
+_SCHEDULES = scale.count(normal=4, long=16)
 
 
 @dataclass
@@ -255,7 +255,7 @@ def _functions(model: Drawn, target: Target, folder: Path) -> dict[str, tirx.Pri
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_stay_within_their_buffers(kind: str, tmp_path: Path) -> None:
     functions: dict[str, tirx.PrimFunc] = {}
-    for seed in range(scale.count(normal=KINDS[kind].count, long=60)):
+    for seed in range(scale.count(normal=KINDS[kind].count, long=24)):
         model = Drawn(np.random.default_rng([seed, *kind.encode()]))
         KINDS[kind].draw(model)
         target = _target(model.precision)

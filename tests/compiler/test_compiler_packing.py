@@ -9,6 +9,7 @@ import tvm
 from onnx import helper
 from tvm import relax, te
 
+from support import scale
 from support.arrays import normal
 from support.builds import Array, rule_counts
 from tvmflow.compiler import BuildOptions, Imported, build, import_onnx, lower, workloads
@@ -77,7 +78,7 @@ def test_a_module_holds_the_weights_once_as_the_model_has_them(make_model: MakeM
     assert weight.shape not in _constants(packed)
 
 
-@pytest.mark.parametrize("exec_mode", ["bytecode", "compiled"])
+@pytest.mark.parametrize("exec_mode", scale.choose(normal=["compiled"], long=["bytecode", "compiled"]))
 def test_a_library_computes_the_same_however_it_gets_its_weights(
     make_model: MakeModel, target: Target, exec_mode: Any
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_library_computes_the_same_however_it_gets_its_weights(
     np.testing.assert_allclose(unpacked, apart, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_without_the_pass_the_library_holds_packed_weights(make_model: MakeModel, target: Target) -> None:
     imported, _ = _images(make_model)
     x = normal(1, 48, 16, 16)

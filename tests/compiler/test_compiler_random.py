@@ -571,7 +571,7 @@ def _describe(model: Model) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_models_equal_onnx_runtime(kind: str, tmp_path: Path) -> None:
-    count = scale.count(normal=KINDS[kind].count, long=250, quick=2)
+    count = scale.count(normal=KINDS[kind].count, long=120, quick=2)
     refusal = 0
     for seed in range(count):
         try:

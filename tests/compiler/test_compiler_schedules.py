@@ -13,6 +13,7 @@ from onnx import helper
 from support.arrays import normal
 from support.machines import AVX512
 from tvmflow.compiler import import_onnx, lower, tiles, workloads
+from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import ScheduleWarning, kernels_of, schedule, variants
 from tvmflow.target import Target, resolve
@@ -21,6 +22,12 @@ from tvmflow.target import Target, resolve
 def relu(rows: Any, columns: int) -> tvm.tirx.PrimFunc:
     x = tvm.te.placeholder((rows, columns), "float32", name="x")
     return tvm.te.create_prim_func([x, tvm.topi.nn.relu(x)])
+
+
+def doubled(rows: int, columns: int, kernel: str) -> tvm.tirx.PrimFunc:
+    x = tvm.te.placeholder((rows, columns), "float32", name="x")
+    y = tvm.te.compute(x.shape, lambda i, j: x[i, j] + x[i, j], attrs={KERNEL: kernel})
+    return tvm.te.create_prim_func([x, y])
 
 
 @pytest.mark.parametrize(
@@ -58,14 +65,20 @@ def test_a_chain_of_tiny_layers_computes_the_same(make_model: Any, assert_same_a
     assert {rule for _, rule in model.schedules} >= {"conv2d", "depthwise", "rows", "rowwise"}
 
 
-def test_a_rule_that_fails_is_named_and_another_one_takes_the_function() -> None:
-    def broken(_sch: Any, _machine: Any, _choices: Any) -> bool:
-        raise ValueError("no such loop")
+def _broken(_sch: Any, _machine: Any, _choices: Any) -> bool:
+    raise ValueError("no such loop")
 
+
+def test_a_rule_that_fails_is_named_and_another_one_takes_the_function() -> None:
     with pytest.warns(ScheduleWarning, match=r"'broken' .*8x256.*no such loop"):
-        scheduled, rule = schedule(relu(8, 256), AVX512, {"broken": broken})
+        scheduled, rule = schedule(doubled(8, 256, "broken.first"), AVX512, {"broken": _broken})
     assert rule == "fallback"
     assert "T.vectorized" in scheduled.script()
+
+
+@pytest.mark.parametrize("kernel", ["broke", "other.broken"])
+def test_a_rule_is_tried_on_kernels_of_its_own_name_alone(kernel: str) -> None:
+    assert schedule(doubled(8, 256, kernel), AVX512, {"broken": _broken})[1] == "fallback"
 
 
 def _largest_result_of_a_kernel(path: Path, target: Target) -> int:

@@ -169,7 +169,10 @@ def test_a_build_says_what_is_computed_by_winograd_and_its_bound(make_model: Any
     assert model.algorithms["winograd"].bound == winograd.error_bound(4, 1, 64)
 
 
-@pytest.mark.parametrize(("size", "stride"), [(2, 1), (4, 1), (2, 2), (3, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "stride"),
+    scale.choose(normal=[(4, 1), (3, 2)], long=[(2, 1), (4, 1), (2, 2), (3, 2), (4, 2)]),
+)
 def test_errors_are_below_the_bound_that_is_known_before(
     size: int, stride: int, make_model: Any, target: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ def verdicts(program: Runner, paths: Iterable[Path], trusted: str = "") -> list[
 @pytest.mark.parametrize("mutator", MUTATORS, ids=lambda mutator: mutator.__name__)
 def test_both_readers_agree_on_a_mutated_bundle(program: Runner, mutator: Mutator, tmp_path: Path) -> None:
     normal = 1 if mutator is bomb else max(3, MUTATORS[mutator] // 4)
-    seeds = range(scale.count(normal=normal, long=MUTATORS[mutator] * 10))
+    seeds = range(scale.count(normal=normal, long=MUTATORS[mutator] * 4))
     paths = [tmp_path / f"{mutator.__name__}-{seed}.tar.gz" for seed in seeds]
     for seed, path in zip(seeds, paths, strict=True):
         path.write_bytes(mutant(mutator, seed))
@@ -91,7 +91,7 @@ def test_both_readers_agree_on_a_mutated_signed_bundle(program: Runner, part: st
     info, content = parts[number]
     chance = random.Random(part)  # noqa: S311
     paths = []
-    for count in range(scale.count(normal=20, long=400)):
+    for count in range(scale.count(normal=20, long=100)):
         mutated = content if count == 0 else flipped(content, chance)
         if part == "signature" and count % 2:
             # Another digit in place of one: the form stays right.

@@ -255,7 +255,7 @@ def test_of_all_mutated_bundles_none_is_taken_by_a_statement(
 ) -> None:
     lines = []
     for number, mutator in enumerate(MUTATORS):
-        for seed in range(scale.count(normal=1, long=40)):
+        for seed in range(scale.count(normal=1, long=10)):
             path = device.folder / f"{number}-{seed}.tar.gz"
             path.write_bytes(mutant(mutator, seed))
             lines.append((path, statement))
@@ -294,7 +294,7 @@ def test_a_mutated_document_is_taken_only_where_python_takes_it(
     content = statement.read_bytes()
     document = {"statement": json.loads(content)["statement"]}
     chance = random.Random("statements")  # noqa: S311
-    count = scale.count(normal=60, long=3_000)
+    count = scale.count(normal=60, long=800)
     contents = [content, *(flipped(content, chance) for _ in range(count))]
     contents += [json.dumps(replaced(document, chance)).encode(errors="surrogatepass") for _ in range(count)]
     contents += [b"", b"null", b"[" * 100_000, b'{"statement":' * 100_000, content[: len(content) // 2]]
@@ -318,7 +318,7 @@ def test_a_statement_that_the_key_has_signed_is_read_with_any_content(
     payload = json.loads(base64.b64decode(envelope["payload"]))
     chance = random.Random("payloads")  # noqa: S311
     lines, payloads = [], []
-    for number in range(scale.count(normal=80, long=3_000)):
+    for number in range(scale.count(normal=80, long=800)):
         changed = replaced(payload, chance) if number else payload
         text = json.dumps(changed).encode(errors="surrogatepass")
         path = device.folder / f"payload-{number}.json"

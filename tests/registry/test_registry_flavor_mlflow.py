@@ -214,6 +214,7 @@ def test_evaluate_measures_the_model(experiment: str, build_bundle: BuildBundle,
     assert result.metrics["accuracy_score"] == 0.75
 
 
+@pytest.mark.long
 def test_mlflow_serves_the_model(server: str, build_bundle: BuildBundle, tmp_path: Path) -> None:
     registry = Registry(RegistryConfig(server))
     run_id = registry.start_run("demo", {}, {})

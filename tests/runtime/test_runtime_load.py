@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support import scale
 from tvmflow import runtime
 from tvmflow.bundle import read_manifest
 from tvmflow.errors import BundleError
@@ -115,7 +116,7 @@ def test_a_bundle_can_be_named_by_a_string(bundle: Path) -> None:
         assert model.manifest == read_manifest(bundle)
 
 
-@pytest.mark.parametrize("runtime_only", ["0", "1"])
+@pytest.mark.parametrize("runtime_only", scale.choose(normal=["1"], long=["0", "1"]))
 def test_tvm_can_be_imported_after_a_bundle_has_run(bundle: Path, runtime_only: str) -> None:
     code = """
 import sys

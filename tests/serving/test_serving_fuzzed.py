@@ -123,7 +123,7 @@ def test_the_fuzzed_request_is_answered(ask: Ask) -> None:
     assert is_answered(ask(json.dumps(GOOD).encode()))
 
 
-@examples(normal=100, long=5_000)
+@examples(normal=100, long=500)
 @example([(("inputs", 0, "shape"), [0, 10**30]), (("inputs", 0, "data"), [])])
 @example([(("inputs", 0, "shape"), [0] * 70), (("inputs", 0, "data"), [])])
 @given(some.lists(some.tuples(some.sampled_from(places(GOOD)), VALUES), min_size=1, max_size=2))
@@ -138,13 +138,13 @@ def test_a_changed_request_is_answered_or_refused(ask: Ask, changes: list[tuple[
     is_answered(ask(json.dumps(document).encode()))
 
 
-@examples(normal=50, long=2_000)
+@examples(normal=50, long=600)
 @given(some.sampled_from(DEEP) | some.binary(max_size=40) | VALUES.map(lambda value: json.dumps(value).encode()))
 def test_any_other_body_is_refused(ask: Ask, body: bytes) -> None:
     assert not is_answered(ask(body))
 
 
-@examples(normal=100, long=5_000)
+@examples(normal=100, long=500)
 @given(
     some.sampled_from([32, 31, 0, -1, "32", None, 1 << 70, True, 32.0]),
     some.binary(max_size=40) | some.just(np.ones((1, 8), np.float32).tobytes()),

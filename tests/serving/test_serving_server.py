@@ -359,9 +359,10 @@ def test_a_port_in_use_is_refused_before_anything_is_loaded(command: Start, bund
         ("small@nowhere", "There is no channel 'nowhere' of small"),
         ("small/9", "There is no release small 9"),
         ("small/3", "differs from the original's"),
-        ("small", "give NAME@CHANNEL, NAME/VERSION or a bundle's path"),
-        ("@production", "give NAME@CHANNEL, NAME/VERSION or a bundle's path"),
-        ("a/b/c", "give NAME@CHANNEL, NAME/VERSION or a bundle's path"),
+        *(
+            (name, "give NAME@CHANNEL, NAME/VERSION or a bundle's path")
+            for name in scale.choose(normal=["a/b/c"], long=["small", "@production", "a/b/c"])
+        ),
     ],
 )
 def test_a_model_that_cannot_be_served_is_one_sentence(command: Start, model: str, complaint: str) -> None:

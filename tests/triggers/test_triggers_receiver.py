@@ -182,7 +182,7 @@ _EVENT = json.loads(event("digits", "production"))
 _PLACES = [(key,) for key in _EVENT] + [("data", key) for key in _EVENT["data"]]
 
 
-@examples(normal=50, long=5000)
+@examples(normal=50, long=500)
 @given(some.sampled_from(_PLACES), _JSON | some.sampled_from(["digits", "production", "created"]), some.booleans())
 def test_a_signed_event_that_was_changed_starts_its_run_or_is_answered_with_the_reason(
     client: TestClient, starts: Started, place: tuple[str, ...], value: object, is_removed: bool
@@ -196,7 +196,7 @@ def test_a_signed_event_that_was_changed_starts_its_run_or_is_answered_with_the_
     _deliver(client, starts, json.dumps(document).encode())
 
 
-@examples(normal=50, long=5000)
+@examples(normal=50, long=500)
 @given(some.binary(max_size=200) | _JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_signed_body_is_answered_with_the_reason(client: TestClient, starts: Started, body: bytes) -> None:
     _deliver(client, starts, body)

@@ -31,20 +31,15 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         super().__init__(mod)
         self.has_changed = False
         self._rules = rules
-        self._uses: Counter[relax.Var] = Counter()
+        self._function: relax.Function | None = None
+        self._uses: Counter[relax.Var] | None = None
 
     def rewrite(self, function: relax.Function) -> relax.Function:
         """Return the function with the rules applied once to every call, without bindings that nothing reads."""
         self.has_changed = False
-        self._uses.clear()
-        relax.analysis.post_order_visit(function, self._count)
+        self._function, self._uses = function, None
         result = self.visit_expr(function)
         return relax.analysis.remove_all_unused(result) if self.has_changed else function
-
-    def _count(self, expr: Any) -> None:
-        for child in _children(expr):
-            if isinstance(child, relax.Var):
-                self._uses[child] += 1
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
         """Return a call with the rules applied."""
@@ -125,7 +120,21 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
 
     def used_once(self, expr: relax.Expr) -> bool:
         """Whether at most one other expression reads this one, so that it may be replaced."""
-        return not isinstance(expr, relax.Var) or self._uses[expr] <= 1
+        if not isinstance(expr, relax.Var):
+            return True
+        if self._uses is None:
+            self._uses = _count_uses(self._function)
+        return self._uses[expr] <= 1
+
+
+def _count_uses(function: relax.Function | None) -> Counter[relax.Var]:
+    """Count, for each variable, the expressions of a function that read it."""
+    uses: Counter[relax.Var] = Counter()
+    if function is not None:
+        relax.analysis.post_order_visit(
+            function, lambda expr: uses.update(child for child in _children(expr) if isinstance(child, relax.Var))
+        )
+    return uses
 
 
 def _children(expr: Any) -> Sequence[Any]:

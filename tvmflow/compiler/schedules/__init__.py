@@ -5,11 +5,13 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import tvm_ffi
 from tvm.s_tir import Schedule, ScheduleError
+from tvm.s_tir.schedule import _type_checker
 from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.annotations import KERNEL
@@ -35,6 +37,10 @@ from tvmflow.compiler.schedules import (
     winograd,
 )
 
+# TVM checks the types of a schedule primitive's arguments at each call, and each time it takes the annotations apart
+# again, which took a tenth of a build.
+_type_checker._dispatcher = cache(_type_checker._dispatcher)
+
 # Below this multiple of `Machine.parallel_cycles` a function may still be faster on one core, and tuning tries it.
 _CLOSE = 8
 
@@ -42,7 +48,7 @@ _CLOSE = 8
 _OF_STAGES = {"block", "winograd", "dot_winograd", "strassen", "attention", "dot_conv2d", "dot_rows"}
 
 # A rule schedules a function in place, with the options that the choices name. It returns False, and changes nothing,
-# for a function of another kind.
+# for a function of another kind. The kind of a kernel begins with the name of its rule; a dot and more may follow.
 Rule = Callable[[Schedule, Machine, Choices], bool]
 
 
@@ -114,8 +120,7 @@ def is_of_stages(func: PrimFunc) -> bool:
 def kernels_of(func: PrimFunc) -> list[str]:
     """List the kinds of the kernels in a fused function, one for each kernel; empty for a function of TVM's own."""
     sch = _with_blocks(func)
-    kernels = [] if sch is None else [sch.get(block).annotations.get(KERNEL) for block in common.blocks(sch)]
-    return [str(kernel) for kernel in kernels if kernel is not None]
+    return [] if sch is None else _kernels(sch)
 
 
 def iterations_of(func: PrimFunc) -> list[tuple[list[Any], Any]]:
@@ -154,7 +159,9 @@ def _scheduled(
     if cycles < machine.parallel_cycles:
         threads = dict(reversed(threads.items()))
     machine = choices.choose("threads", "", threads)
-    for name, rule in (*rules.items(), ("fallback", fallback.apply)):
+    kinds = {kind.partition(".")[0] for kind in _kernels(unscheduled)}
+    rules_of_kinds = ((name, rule) for name, rule in rules.items() if name in kinds)
+    for name, rule in (*rules_of_kinds, ("fallback", fallback.apply)):
         # A new schedule would analyse the loops of the function again.
         trial = unscheduled.copy()
         try:
@@ -167,6 +174,13 @@ def _scheduled(
             )
             warnings.warn(message, ScheduleWarning, stacklevel=1)
     return None, "none"
+
+
+def _kernels(sch: Schedule) -> list[str]:
+    # A copy, because each look is an entry in the schedule's trace.
+    sch = sch.copy()
+    kernels = (sch.get(block).annotations.get(KERNEL) for block in common.blocks(sch))
+    return [str(kernel) for kernel in kernels if kernel is not None]
 
 
 def _with_blocks(func: PrimFunc) -> Schedule | None:
