@@ -98,6 +98,25 @@ def test_the_library_is_the_same_with_and_without_the_cache(
         assert exported(build(model, native, options, cache=tmp_path / "cache"), tmp_path) == plain
 
 
+def test_each_part_of_a_library_is_an_entry_of_the_cache(
+    model: Imported, uncached: CompiledModel, native: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tvmflow.compiler.codegen._PART", 1)
+    cache = tmp_path / "cache"
+    plain, filled = (build(model, native, cache=place) for place in (None, cache))
+    entries = sorted(cache.iterdir())
+    assert len(entries) >= len(filled.schedules) > 1
+    library = exported(plain, tmp_path)
+    assert exported(filled, tmp_path) == library
+    times = [entry.stat().st_mtime_ns for entry in entries]
+    entries[0].unlink()
+    assert exported(build(model, native, cache=cache), tmp_path) == library
+    changed = [entry.stat().st_mtime_ns != time for entry, time in zip(entries, times, strict=True)]
+    assert changed == [True, *[False] * (len(entries) - 1)]
+    x = np.random.default_rng(9).standard_normal((2, 3, 6, 6), "float32")
+    np.testing.assert_array_equal(plain.load().run(x)[0], uncached.load().run(x)[0])
+
+
 def test_other_weights_take_the_same_code_and_give_their_own_results(
     make: Make, uncached: CompiledModel, native: Target, cache: Path, run_built: Any
 ) -> None:

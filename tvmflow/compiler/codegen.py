@@ -2,6 +2,7 @@
 
 import hashlib
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,14 @@ import tvm
 from tvm import relax
 from tvm.relax import vm_build
 from tvm.tirx import PrimFunc
+from tvm.tirx.build import codegen_build
+
+from tvmflow import cores
 
 _DIGEST_SIZE = hashlib.sha256().digest_size
+# The functions of one part of a library: parts are generated side by side, and each is an entry of the cache. The
+# number changes the library's bytes, so that it cannot depend on the machine that builds.
+_PART = 16
 
 
 def compile_module(
@@ -23,37 +30,71 @@ def compile_module(
     """Run `pipeline` on a scheduled module, generate its code, and return TVM's executable for the virtual machine.
 
     The pipeline holds all passes after scheduling and generates no code itself. `exec_mode` is `bytecode` (interpreted)
-    or `compiled`. Raises TVM's own errors.
+    or `compiled`. All cores that the process may use generate code. Raises TVM's own errors.
 
-    `cache` is a folder of object files that several processes may share. A file's name is the SHA-256 of the functions
-    of the library (without its weights), TVM's version, the target and the pass context. The exported library is the
-    same, byte for byte, with the cache and without it.
+    `cache` is a folder of object files that several processes may share; without it, the code stays in memory. A file
+    has the code of a part of the library, and its name is the SHA-256 of the part's functions (without weights), TVM's
+    version, the target and the pass context. The exported library is the same, byte for byte, with the cache and
+    without it.
     """
-    if cache is None:
+    if target.kind.name != "llvm":
         return relax.build(scheduled, target, relax_pipeline=pipeline, exec_mode=exec_mode)
-    # The steps of relax.build, repeated here because relax.build cannot take machine code from a cache.
+    # The steps of relax.build, repeated here because relax.build cannot take machine code from a cache and generates
+    # all code on one core.
     with target:
         mod = pipeline(scheduled)
     builder = relax.ExecBuilder()
-    code = vm_build._vmcodegen(builder, mod, exec_mode)
-    functions = {
-        str(function.attrs["global_symbol"]): function
-        for _, function in code.functions_items()
-        if isinstance(function, PrimFunc)
-    }
+    functions = vm_build._filter_tir(vm_build._vmcodegen(builder, mod, exec_mode))
     library = None
-    if functions:
-        place = cache / f"{_key(functions, target)}.o"
-        content = _read(place)
-        if content is None:
-            compiled = tvm.tirx.build(vm_build._filter_tir(code), target=target)
-            content = _write(place, compiled)
-        library = _static_library(content, sorted(functions))
+    if functions is not None:
+        # Functions of compiled code call others by their symbols, which are known within a part alone.
+        parts = _parts(functions, _PART if exec_mode == "bytecode" else len(functions.functions))
+        library, *others = _generate(parts, target, cache)
+        for other in others:
+            library.import_module(other)
     constants = dict((mod.attrs or {}).get("const_name_to_constant", {}))
     return relax.VMExecutable(vm_build._ffi_api.VMLink(builder, target, library, [], constants))
 
 
-def _key(functions: dict[str, PrimFunc], target: tvm.target.Target) -> str:
+def _parts(functions: tvm.IRModule, size: int) -> list[tvm.IRModule]:
+    """Divide a module into modules of `size` functions, in the order of their names."""
+    items = sorted(functions.functions_items(), key=lambda item: str(item[0].name_hint))
+    return [
+        tvm.IRModule(dict(items[place : place + size]), attrs=functions.attrs) for place in range(0, len(items), size)
+    ]
+
+
+def _generate(parts: list[tvm.IRModule], target: tvm.target.Target, cache: Path | None) -> list[Any]:
+    """Return the code of each part as a module of TVM, from the cache where it has it."""
+    places = [None if cache is None else cache / f"{_key(part, target)}.o" for part in parts]
+    contents = [None if place is None else _read(place) for place in places]
+    lowered = [_lower(part, target) if content is None else None for part, content in zip(parts, contents, strict=True)]
+
+    def generate(part: int) -> Any:
+        module, place, content = lowered[part], places[part], contents[part]
+        if module is not None:
+            compiled = codegen_build(module, target)
+            if place is None:
+                return compiled
+            content = _write(place, compiled)
+        return _static_library(content or b"", sorted(_symbols(parts[part])))
+
+    with ThreadPoolExecutor(min(len(parts), cores.count())) as pool:
+        return list(pool.map(generate, range(len(parts))))
+
+
+def _lower(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
+    """Run the passes of tvm.tirx.build, which end before code is generated, in this thread's pass context."""
+    pipeline, finalize, _ = tvm.tirx.get_default_tir_pipeline(target)
+    bound = tvm.tirx.transform.BindTarget(target.with_host(target))(functions)
+    return finalize()(pipeline(bound))
+
+
+def _symbols(functions: tvm.IRModule) -> dict[str, PrimFunc]:
+    return {str(function.attrs["global_symbol"]): function for _, function in functions.functions_items()}
+
+
+def _key(functions: tvm.IRModule, target: tvm.target.Target) -> str:
     context = tvm.transform.PassContext.current()
     settings = (
         tvm.__version__,
@@ -64,7 +105,7 @@ def _key(functions: dict[str, PrimFunc], target: tvm.target.Target) -> str:
         sorted((str(name), str(value)) for name, value in context.config.items()),
     )
     digest = hashlib.sha256(repr(settings).encode())
-    for name, function in sorted(functions.items()):
+    for name, function in sorted(_symbols(functions).items()):
         digest.update(f"\n{name}\n{tvm.ir.save_json(function)}".encode())
     return digest.hexdigest()
 
