@@ -3,8 +3,11 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal
+
+from packaging.utils import canonicalize_name
 
 from tasks.benchmark import BenchmarkResult
 from tasks.build import BuildResult
@@ -73,6 +76,7 @@ class TrackResult(StepResult):
     """The ids of the MLflow run and of its nested run for each target, and the model version.
 
     `version` is the release's version, None for a release that did not pass. `created_at` is the UTC time in ISO 8601.
+    `packages` are the versions of all installed Python packages by name.
     """
 
     run_id: str
@@ -80,6 +84,7 @@ class TrackResult(StepResult):
     model: str
     version: str | None
     created_at: str
+    packages: dict[str, str]
 
 
 class TrackJob(Job):
@@ -149,6 +154,7 @@ def work(job: TrackJob, runner: StepRunner, registry: Registry, lease: HeldLease
         model=job.model,
         version=version,
         created_at=registry.read_start(run_id).isoformat(timespec="seconds"),
+        packages={canonicalize_name(item.name): item.version for item in distributions()},
     )
 
 

@@ -7,7 +7,9 @@ from tvmflow import usercode
 from tvmflow.bundle import sha256_file
 from tvmflow.errors import TrainError
 from tvmflow.process import Emit
+from tvmflow.release import Training
 from tvmflow.spec import Spec
+from tvmflow.verdict import finite_json
 from tvmflow.workspace import Artifact, StepResult
 
 
@@ -41,9 +43,10 @@ class TrainJob(Job):
 
 
 class TrainResult(StepResult):
-    """The file of the trained weights, a PyTorch state dict."""
+    """The file of the trained weights, a PyTorch state dict, and what they were trained with, None if unknown."""
 
     weights: Artifact
+    training: Training | None = None
 
 
 def work(job: TrainJob, emit: Emit) -> TrainResult:
@@ -58,7 +61,9 @@ def work(job: TrainJob, emit: Emit) -> TrainResult:
         usercode.call(job.function, "training function", TrainError, output, **job.arguments)
         if not output.is_file():
             raise TrainError(f"training function {job.function!r} wrote no file; it must save a state dict to `output`")
-        return TrainResult(weights=workspace.keep(output), sources=usercode.imported_sources(job.folder))
+        training = Training(function=job.function, arguments=finite_json(job.arguments), files=job.files)
+        sources = usercode.imported_sources(job.folder)
+        return TrainResult(weights=workspace.keep(output), training=training, sources=sources)
 
 
 train = ChildStep("train", TrainResult, work)
