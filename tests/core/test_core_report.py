@@ -164,15 +164,15 @@ def test_the_page_names_the_data_the_code_the_packages_and_the_records_that_chan
     assert facts == {
         "training arguments": ("{&quot;lr&quot;: 0.1}", "{&quot;lr&quot;: 0.2}"),
         "training file data.csv": ("111111111111…", "222222222222…"),
-        "code model.py": ("555555555555…", "777777777777…"),
-        "code old.py": ("666666666666…", "-"),
+        "code file model.py": ("555555555555…", "777777777777…"),
+        "code file old.py": ("666666666666…", "-"),
         "package numpy": ("2.3", "2.4"),
         "tuning records": ("aaaaaaaaaaaa…", "bbbbbbbbbbbb…"),
         "bundle": ("111111111111…", "222222222222…"),
     }
     # A release of before says nothing of them, which is no change of every package.
     old = _facts(write_page(make_data(now, "production", _release("1", 1.0), (), {}, ())))
-    assert (old["packages"], old["codes"], old["held-out data"]) == (
+    assert (old["packages"], old["code files"], old["held-out data"]) == (
         ("not recorded", "recorded"),
         ("not recorded", "recorded"),
         ("-", "999999999999…"),
@@ -225,14 +225,14 @@ _STANDING = Standing(
 
 
 def test_the_section_on_trust_says_what_has_become_of_the_release(page: str) -> None:
-    assert "signed with</th>" in page
+    assert "signature</th>" in page
     assert "Not built again" in page
     assert "tvmflow verify BUNDLE --rebuild RELEASE_FILE" in page
     release = _release("3", 2.5, onnx="b")
     text = update_page(page, release, _STANDING)
     section = text.partition('<h2 id="trust">')[2].partition("</section>")[0]
     for sentence in (
-        "the release is signed with: abababababababab… (not checked: no key is trusted here)",
+        "the release is signed with abababababababab (not checked: no key is trusted here)",
         "<li>target &#x27;native&#x27; is the same when built again: mod.so</li>",
         "it is &lt;bad&gt;",
         "passed; asked for by ann (better); approved by bob (seen)",
@@ -252,7 +252,7 @@ def test_the_section_on_trust_says_what_has_become_of_the_release(page: str) -> 
     alone = _STANDING.model_copy(update={"promotions": (), "events": (), "signer": None, "faults": ()})
     section = update_page(page, release, alone).partition('<h2 id="trust">')[2]
     assert "No channel has held it or refused it." in section
-    assert "signed with: nobody&#x27;s key." in section
+    assert "the release is not signed." in section
     assert "Not built again" in section
 
 

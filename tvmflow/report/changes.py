@@ -245,7 +245,7 @@ def parts(release: Release) -> dict[str, Mapping[str, str] | None]:
     """
     origin = release.provenance
     files = None if origin.training is None else origin.training.files
-    return {"training file": files, "code": origin.code, "package": origin.packages}
+    return {"training file": files, "code file": origin.code, "package": origin.packages}
 
 
 def target_facts(target: ReleaseTarget) -> dict[str, str]:

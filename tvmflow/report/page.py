@@ -23,6 +23,9 @@ _STYLE = (
     "linear-gradient(270deg,Canvas 40%,transparent) 100%/2rem 100% no-repeat local,"
     "linear-gradient(90deg,var(--shade),transparent) 0/.6rem 100% no-repeat,"
     "linear-gradient(270deg,var(--shade),transparent) 100%/.6rem 100% no-repeat}"
+    # A tall chart scrolls by itself, so that what follows it is near.
+    ".scroll+.scroll{margin-top:1rem}figure .scroll{max-height:40rem;overflow-y:auto}"
+    "@media print{figure .scroll{max-height:none}}"
     "table{border-collapse:collapse;font-size:.9rem}"
     "th,td{padding:.3rem .7rem;text-align:left;font-weight:normal;white-space:nowrap;"
     "border-bottom:1px solid color-mix(in srgb,CanvasText 20%,Canvas)}thead th{font-weight:bold}"

@@ -70,13 +70,13 @@ def show(release: Release, standing: Standing | None) -> Iterator[Markup]:
     rows = [
         (
             item.target,
-            page.number(item.bundle.size, "{:d}"),
+            page.number(item.bundle.size, "{:,}"),
+            "not recorded" if item.making is None else _name_signature(item.making.signer),
             Markup(f"<code>{page.text(item.bundle.sha256)}</code>"),
-            "not recorded" if item.making is None else _name_key(item.making.signer),
         )
         for item in release.targets
     ]
-    yield page.table("Bundles", ("target", "bytes", "SHA-256", "signed with"), rows)
+    yield page.table("Bundles", ("target", "bytes", "signature", "SHA-256"), rows)
     yield page.paragraph(f"Made at {release.created_at} by tvmflow {release.tvmflow}.")
     if standing is None:
         yield page.paragraph(
@@ -89,7 +89,7 @@ def show(release: Release, standing: Standing | None) -> Iterator[Markup]:
     for fault in standing.faults:
         yield page.paragraph(fault, "verdict fail")
     note = "" if standing.signer is None or standing.is_checked else " (not checked: no key is trusted here)"
-    yield page.paragraph(f"At {standing.when}: the release is signed with: {_name_key(standing.signer)}{note}.")
+    yield page.paragraph(f"At {standing.when} the release is {_name_signature(standing.signer)}{note}.")
     yield from _show_rebuilds(standing.rebuilds)
     if standing.events:
         cells = [(item.channel, item.when, item.what, item.who, item.why or "-") for item in standing.events]
@@ -125,12 +125,12 @@ def _describe(promotion: Promotion) -> str:
     why = f" ({promotion.why})" if promotion.why else ""
     return (
         f"Promotion to {promotion.channel}: {promotion.verdict}; asked for by {promotion.who}{why}; {approval}; "
-        f"verdict signed with: {_name_key(promotion.signer)}; MLflow run {promotion.run}."
+        f"its verdict is {_name_signature(promotion.signer)}; MLflow run {promotion.run}."
     )
 
 
-def _name_key(key: str | None) -> str:
-    return "nobody's key" if key is None else f"{key[:_DIGITS]}…"
+def _name_signature(key: str | None) -> str:
+    return "not signed" if key is None else f"signed with {key[:_DIGITS]}"
 
 
 def show_checks(caption: str, checks: Sequence[Check]) -> Markup:
