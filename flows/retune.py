@@ -159,8 +159,7 @@ def _weights(registry: Registry, workspace: Workspace, production: Release) -> O
         path = registry.fetch_artifact(production.mlflow_run_id, WEIGHTS, folder)
         if path is None:
             return None
-        result = TrainResult(weights=workspace.keep(path), training=production.provenance.training)
-        return Outcome(result, "cached", 0.0)
+        return Outcome(TrainResult.of_release(workspace.keep(path), production), "cached", 0.0)
 
 
 def _retune_target(

@@ -156,7 +156,9 @@ def release_document(
     `trained` is None where nothing was trained, `reference` without held-out data. Raises BundleError for a bundle that
     is damaged.
     """
-    sources = [result.sources.files for result in (trained, exported, reference) if result is not None]
+    code: dict[str, str] = {}
+    for result in (trained, exported, reference):
+        code |= {} if result is None else result.sources.files
     return Release(
         name=spec.name,
         version=tracked.version or "",
@@ -170,7 +172,7 @@ def release_document(
             source=exported.registered,
             training=None if trained is None else trained.training,
             held_out=None if reference is None else reference.data,
-            code=dict(sorted(item for files in sources for item in files.items())),
+            code=dict(sorted(code.items())),
             packages=tracked.packages,
         ),
         channels={name: channel.policy for name, channel in spec.channels.items()},

@@ -3,11 +3,8 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal
-
-from packaging.utils import canonicalize_name
 
 from tasks.benchmark import BenchmarkResult
 from tasks.build import BuildResult
@@ -20,6 +17,7 @@ from tasks.step import Job, Step, StepRunner, slug
 from tasks.tune import TuneResult
 from tasks.validate import Verdict
 from tvmflow import __version__, release, samples
+from tvmflow.advisories import list_installed
 from tvmflow.documents import encode, narrow
 from tvmflow.errors import RegistryError
 from tvmflow.figures import Validation
@@ -154,7 +152,7 @@ def work(job: TrackJob, runner: StepRunner, registry: Registry, lease: HeldLease
         model=job.model,
         version=version,
         created_at=registry.read_start(run_id).isoformat(timespec="seconds"),
-        packages={canonicalize_name(item.name): item.version for item in distributions()},
+        packages=list_installed(),
     )
 
 

@@ -1,16 +1,18 @@
 """Train: make the weights that the release ships with the user's own training function."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tasks.step import ChildStep, Job
 from tvmflow import usercode
 from tvmflow.bundle import sha256_file
 from tvmflow.errors import TrainError
 from tvmflow.process import Emit
-from tvmflow.release import Training
 from tvmflow.spec import Spec
-from tvmflow.verdict import finite_json
-from tvmflow.workspace import Artifact, StepResult
+from tvmflow.training import Training, finite_json
+from tvmflow.workspace import Artifact, Sources, StepResult
+
+if TYPE_CHECKING:
+    from tvmflow.release import Release
 
 
 class TrainJob(Job):
@@ -47,6 +49,12 @@ class TrainResult(StepResult):
 
     weights: Artifact
     training: Training | None = None
+
+    @classmethod
+    def of_release(cls, weights: Artifact, release: "Release") -> "TrainResult":
+        """Return the result for the weights of a release, with what its document says of their training."""
+        origin = release.provenance
+        return cls(weights=weights, training=origin.training, sources=Sources(files=origin.code or {}))
 
 
 def work(job: TrainJob, emit: Emit) -> TrainResult:

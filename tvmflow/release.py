@@ -10,6 +10,7 @@ from tvmflow.comparison import Interval
 from tvmflow.documents import Document, Message, Reader
 from tvmflow.figures import Measurements, Point, Validation
 from tvmflow.spec import Policy
+from tvmflow.training import Training
 from tvmflow.workspace import Record
 
 
@@ -25,17 +26,6 @@ class Blob(Record):
 
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     size: Annotated[int, Field(ge=0)]
-
-
-class Training(Record):
-    """The training of a release's weights: the function, its arguments, and the SHA-256 of the files that it read.
-
-    An argument that is no finite number is a word, as "NaN". `files` are those of `train.reads`, by path.
-    """
-
-    function: str
-    arguments: dict[str, JsonValue]
-    files: dict[str, str]
 
 
 class Provenance(Record):

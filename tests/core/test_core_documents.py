@@ -16,6 +16,7 @@ from tvmflow.services import Sections
 from tvmflow.stack.record import Secrets, StackRecord
 from tvmflow.store.channels import Channel
 from tvmflow.store.leases import Lease
+from tvmflow.training import finite_json
 from tvmflow.verdict import (
     Check,
     Choices,
@@ -23,7 +24,6 @@ from tvmflow.verdict import (
     RetrainVerdict,
     RetuneVerdict,
     Verdict,
-    finite_json,
     samples_of,
 )
 from tvmflow.workspace import Artifact, Workspace

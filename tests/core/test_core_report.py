@@ -16,7 +16,7 @@ from support.reports import data_of, figures_of, measure_overflow, unexplained_f
 from support.skips import needs
 from tasks.insight import draw, write_text
 from tvmflow.comparison import Interval
-from tvmflow.release import Making, Provenance, Release, Training, Tuning
+from tvmflow.release import Making, Provenance, Release, Tuning
 from tvmflow.report import charts
 from tvmflow.report.changes import compare_releases, find_slowdowns
 from tvmflow.report.drift import find_drifts, find_steps
@@ -28,6 +28,7 @@ from tvmflow.report.release import make_data, update_page, write_difference, wri
 from tvmflow.report.trust import ChannelEvent, Promotion, Standing
 from tvmflow.spec import Policy
 from tvmflow.spec.channels import ChannelGates
+from tvmflow.training import Training
 from tvmflow.verdict import Answer, Check
 
 _PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="

@@ -7,13 +7,11 @@ from tvmflow.comparison import Interval
 from tvmflow.release import Release
 from tvmflow.report import page
 from tvmflow.report.page import Markup
-from tvmflow.verdict import Answer, Check
+from tvmflow.verdict import REBUILD, Answer, Check
 from tvmflow.workspace import Record
 
 HEADING = "Trust"
 """The heading of the section, which `tvmflow report` writes anew."""
-# The name of the check that a bundle is the same when it is built again.
-_REBUILD = "rebuild"
 # The hexadecimal digits by which a person tells keys apart.
 _DIGITS = 16
 
@@ -62,7 +60,7 @@ class Standing(Record):
     @property
     def rebuilds(self) -> tuple[Check, ...]:
         """The checks whether a bundle is the same when it is built again."""
-        return tuple(check for item in self.promotions for check in item.checks if check.name == _REBUILD)
+        return tuple(check for item in self.promotions for check in item.checks if check.name == REBUILD)
 
 
 def show(release: Release, standing: Standing | None) -> Iterator[Markup]:
@@ -99,7 +97,7 @@ def show(release: Release, standing: Standing | None) -> Iterator[Markup]:
     for promotion in standing.promotions:
         yield page.paragraph(_describe(promotion))
         measured = [check for check in promotion.checks if check.value is not None]
-        others = [check for check in promotion.checks if check.value is None and check.name != _REBUILD]
+        others = [check for check in promotion.checks if check.value is None and check.name != REBUILD]
         yield page.items(f"{'kept' if check.passed else 'not kept'}: {check.message}" for check in others)
         if measured:
             yield show_checks(f"Figures of the promotion to {promotion.channel}", measured)
