@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,8 @@ def test_the_report_is_published_and_logged(digits: Any) -> None:
     assert (insight["samples"], len(insight["worst"])) == (360, 10)
     assert insight["functions"][0]["ms"] > 0
     assert all(sample["inputs"][0]["image"] for sample in insight["worst"])
+    assert all(re.fullmatch(r"brightest [01]\.\d\d", sample["text"]) for sample in insight["worst"])
+    assert digits.made("insight")["sources"]["files"].keys() == {"shown.py"}
 
 
 def test_the_release_names_its_data_its_code_its_packages_and_its_compiler(digits: Any) -> None:

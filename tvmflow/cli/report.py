@@ -63,10 +63,17 @@ def _read_standing(settings: "Settings", store: "ReleaseStore", release: "Releas
 
     name, version = release.name, release.version
     documents, trusted, faults = channels.list_all(store, name), trusted_keys(), []
+    events = {document.channel: list(_list_events(document, version)) for document in documents}
     try:
         store.get_release(name, version, trusted=trusted)
     except StatementError as error:
         faults.append(str(error))
+    for document in documents if trusted else ():
+        try:
+            if events[document.channel]:
+                channels.check_statement(store, document, trusted)
+        except StatementError as error:
+            faults.append(str(error))
     statement = store.read_statement(name, version)
     promotions: list[Promotion] = []
     names = sorted({*release.channels, *(document.channel for document in documents)})
@@ -83,7 +90,7 @@ def _read_standing(settings: "Settings", store: "ReleaseStore", release: "Releas
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         signer=None if statement is None else statement.signer,
         is_checked=bool(trusted),
-        events=tuple(event for document in documents for event in _list_events(document, version)),
+        events=tuple(event for each in events.values() for event in each),
         promotions=tuple(promotions),
         faults=tuple(faults),
     )
