@@ -93,8 +93,8 @@ def show(release: Release, standing: Standing | None) -> Iterator[Markup]:
         cells = [(item.channel, item.when, item.what, item.who, item.why or "-") for item in standing.events]
         yield page.table("In the channels", ("channel", "when", "what", "who", "why"), cells)
         yield page.paragraph(
-            "A signature on a channel covers what it holds and has held, but not who moved it and why; one on a verdict "
-            "covers all of it."
+            "A signature on a channel covers what it holds and has held, but not who moved it and why. "
+            "One on a verdict covers all of it."
         )
     else:
         yield page.paragraph("No channel has held it or refused it.")
