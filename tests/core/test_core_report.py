@@ -16,6 +16,7 @@ from support.reports import data_of, figures_of, measure_overflow, unexplained_f
 from support.skips import needs
 from tasks.insight import draw, write_text
 from tvmflow.comparison import Interval
+from tvmflow.documents import decode, encode
 from tvmflow.release import Making, Provenance, Release, Tuning
 from tvmflow.report import charts
 from tvmflow.report.changes import compare_releases, find_slowdowns
@@ -149,7 +150,9 @@ def _facts(page: str) -> dict[str, tuple[str, str]]:
 
 def _made(version: str, *, records: str, lr: float, data: str, code: dict[str, str], numpy: str) -> Release:
     release = _release(version, 1.0)
-    making = Making(records=records * 64, options="c" * 64, code="d" * 64, compiler={"LLVM": "20"}, signer="e" * 64)
+    making = Making(
+        records=records * 64, options="c" * 64, code="d" * 64, compiler={"TVM": "0.27", "LLVM": "20"}, signer="e" * 64
+    )
     training = Training(function="train:fit", arguments={"lr": lr}, files={"data.csv": data * 64})
     origin = release.provenance.model_copy(
         update={"training": training, "held_out": "9" * 64, "code": code, "packages": {"numpy": numpy, "six": "1.17"}}
@@ -160,6 +163,8 @@ def _made(version: str, *, records: str, lr: float, data: str, code: dict[str, s
 
 def test_the_page_names_the_data_the_code_the_packages_and_the_records_that_changed() -> None:
     before = _made("1", records="a", lr=0.1, data="1", code={"model.py": "5" * 64, "old.py": "6" * 64}, numpy="2.3")
+    # A release from the store, whose keys are sorted.
+    before = decode(Release, encode(before), "")
     now = _made("2", records="b", lr=0.2, data="2", code={"model.py": "7" * 64}, numpy="2.4")
     facts = _facts(write_page(make_data(now, "production", before, (before,), {}, ())))
     assert facts == {

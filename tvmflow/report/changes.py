@@ -251,6 +251,7 @@ def parts(release: Release) -> dict[str, Mapping[str, str] | None]:
 def target_facts(target: ReleaseTarget) -> dict[str, str]:
     """Return what a target's bundle was built with, and measured on, by name."""
     comparison, making = _comparison(target), target.making
+    compiler = {} if making is None else making.compiler
     return {
         "processor": "-" if comparison is None else comparison.conditions.processor,
         "threads": "-" if comparison is None else str(comparison.conditions.threads[0]),
@@ -258,7 +259,9 @@ def target_facts(target: ReleaseTarget) -> dict[str, str]:
         "tuning": "-" if target.tuning is None else f"{target.tuning.shipped}, {target.tuning.coverage}",
         "tuning records": "-" if making is None else making.records,
         "build options": "-" if making is None else making.options,
-        "compiler": "-" if making is None else ", ".join(f"{name} {value}" for name, value in making.compiler.items()),
+        "compiler": "-"
+        if making is None
+        else ", ".join(f"{name} {value}" for name, value in sorted(making.compiler.items())),
         "compiler's code": "-" if making is None else making.code,
         "algorithms": ", ".join(sorted(target.verdict.algorithms)) or "-",
         "bundle": target.bundle.sha256,

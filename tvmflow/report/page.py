@@ -35,6 +35,7 @@ _STYLE = (
     ".verdict{padding:.8rem 1rem;border-left:.5rem solid;font-size:1.1rem}"
     ".pass{border-color:#2e7d32}.fail{border-color:#c62828}.undecided{border-color:#8d6e63}"
     ".cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(10rem,1fr));gap:1rem}"
+    ".cards:has(blockquote){grid-template-columns:repeat(auto-fill,minmax(min(100%,16rem),1fr))}"
     ".cards figure{margin:0}.cards img{width:100%;image-rendering:pixelated;background:#888}"
     "blockquote{margin:0 0 .3rem;padding-left:.6rem;border-left:3px solid;white-space:pre-wrap;"
     "max-height:12rem;overflow:auto}"
