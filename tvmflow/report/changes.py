@@ -259,9 +259,7 @@ def target_facts(target: ReleaseTarget) -> dict[str, str]:
         "tuning": "-" if target.tuning is None else f"{target.tuning.shipped}, {target.tuning.coverage}",
         "tuning records": "-" if making is None else making.records,
         "build options": "-" if making is None else making.options,
-        "compiler": "-"
-        if making is None
-        else ", ".join(f"{name} {value}" for name, value in sorted(making.compiler.items())),
+        "compiler": ", ".join(f"{name} {compiler[name]}" for name in sorted(compiler)) or "-",
         "compiler's code": "-" if making is None else making.code,
         "algorithms": ", ".join(sorted(target.verdict.algorithms)) or "-",
         "bundle": target.bundle.sha256,
