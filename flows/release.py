@@ -188,7 +188,15 @@ def release_model(
                 f"the verdict is kept in MLflow run {tracked.result.run_id}"
             )
         endpoint = context.settings.s3_endpoint
-        document = release_document(spec, export_result, results, tracked.result)
+        document = release_document(
+            spec,
+            context.workspace,
+            export_result,
+            None if trained is None else trained.result,
+            model.reference,
+            results,
+            tracked.result,
+        )
         page = _report(context, model, results, document)
         publishing = PublishJob.of(spec, context.store, endpoint, document, results, tracked.result, page)
         published = publish(runner, publishing, context.store, context.registry, lease)
@@ -215,7 +223,7 @@ def _report(context: RunContext, model: ModelSteps, results: tuple[TargetResult,
         return page
     insights = {
         item.target.name: insight(
-            context.runner, InsightJob.of(model.exported, model.reference, item.bundle, item.target)
+            context.runner, InsightJob.of(context.spec, model.exported, model.reference, item.bundle, item.target)
         ).result
         for item in results
         if item.verdict.verified and item.target.tvm.get("kind") == "llvm"

@@ -25,7 +25,8 @@ from tvmflow.fetch import cache_folder
 from tvmflow.process import shared_imports
 from tvmflow.services import open_services, open_workspace, record_sections
 from tvmflow.spec import Retrain, Spec
-from tvmflow.verdict import RetrainVerdict, finite_json
+from tvmflow.training import finite_json
+from tvmflow.verdict import RetrainVerdict
 from tvmflow.workspace import Record
 
 

@@ -157,7 +157,9 @@ def _weights(registry: Registry, workspace: Workspace, production: Release) -> O
     """Return the weights of the release in production from its MLflow run, None where the run has none."""
     with workspace.scratch() as folder:
         path = registry.fetch_artifact(production.mlflow_run_id, WEIGHTS, folder)
-        return None if path is None else Outcome(TrainResult(weights=workspace.keep(path)), "cached", 0.0)
+        if path is None:
+            return None
+        return Outcome(TrainResult.of_release(workspace.keep(path), production), "cached", 0.0)
 
 
 def _retune_target(

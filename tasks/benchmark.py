@@ -339,7 +339,9 @@ def _pytorch(job: TurnJob) -> Callable[[NamedArrays], object]:
 
 def _summary(name: Runner, point: int, rounds: Sequence[Round], size: int) -> Measurement:
     seconds = np.array([value for each in rounds for value in each.seconds(point, name)])
-    turns = [turn for each in rounds for turn in each.turns[point, name]]
+    turns = [each.turns[point, name] for each in rounds]
+    loads = tuple(each[0].load_seconds for each in turns)
+    peaks = tuple(max(turn.peak_memory for turn in each) for each in turns)
     p50 = float(np.median(seconds)) * 1e3
     p90, p99 = (percentile(seconds * 1e3, which) for which in (90, 99))
     return Measurement(
@@ -353,7 +355,9 @@ def _summary(name: Runner, point: int, rounds: Sequence[Round], size: int) -> Me
             throughput=1e3 / p50,
         ),
         total_seconds=float(seconds.sum()),
-        load_seconds=float(np.median([turn.load_seconds for turn in turns])),
-        peak_memory=max(turn.peak_memory for turn in turns),
+        load_seconds=float(np.median(loads)),
+        peak_memory=max(peaks),
         size=size,
+        loads=loads,
+        peaks=peaks,
     )

@@ -13,11 +13,13 @@ from tasks.export import ExportResult
 from tasks.layers import find_layers, measure_peaks
 from tasks.step import ChildStep, Job
 from tasks.validate import ReferenceResult, largest_error
-from tvmflow import samples
+from tvmflow import samples, usercode
+from tvmflow.errors import ExportError
 from tvmflow.process import Emit
 from tvmflow.report import insight as report
 from tvmflow.report.insight import Drawing, FunctionTime, SampleInsight
 from tvmflow.samples import Array, NamedArrays
+from tvmflow.spec import Spec
 from tvmflow.target import Target
 from tvmflow.workspace import Artifact, StepResult
 
@@ -26,11 +28,14 @@ _REPEATS, _FUNCTIONS, _SAMPLES = 10, 40, 10
 _SECONDS = 60.0
 # The largest side of a picture, the fewest values of a waveform and the points that it is drawn with.
 _LARGEST_SIDE, _LEAST_WAVE, _WAVE_POINTS = 128, 64, 160
-_SHOWN_VALUES = 24
+_SHOWN_VALUES, _LONGEST_TEXT = 24, 2000
 
 
 class InsightJob(Job):
-    """A bundle that runs here, the samples, and the held-out data with the original's outputs, if there are any."""
+    """A bundle that runs here, the samples, and the held-out data with the original's outputs, if there are any.
+
+    `show` is the function of the user's that returns a sample as text, None without one.
+    """
 
     bundle: Artifact
     onnx: Artifact
@@ -40,6 +45,7 @@ class InsightJob(Job):
     count: int
     whole: bool
     target: Target
+    show: str | None
 
     @property
     def label(self) -> str:
@@ -51,13 +57,18 @@ class InsightJob(Job):
         """True: the names of the functions are in the bundle's IR."""
         return True
 
+    @property
+    def needs_torch(self) -> bool:
+        """Whether there is a function of the user's, whose module may import PyTorch."""
+        return self.show is not None
+
     def cache_key(self) -> Mapping[str, Any]:
-        """Return the digests of the bundle, of the model and of the data."""
-        return self.model_dump(mode="json", include={"bundle", "onnx", "samples", "held_out", "labels"})
+        """Return the digests of the bundle, of the model and of the data, and the function that shows samples."""
+        return self.model_dump(mode="json", include={"bundle", "onnx", "samples", "held_out", "labels", "show"})
 
     @classmethod
     def of(
-        cls, exported: ExportResult, reference: ReferenceResult | None, bundle: Artifact, target: Target
+        cls, spec: Spec, exported: ExportResult, reference: ReferenceResult | None, bundle: Artifact, target: Target
     ) -> "InsightJob":
         """Return the job that looks into one bundle; `reference` is None without held-out data."""
         return cls(
@@ -69,6 +80,7 @@ class InsightJob(Job):
             count=0 if reference is None else reference.count,
             whole=reference is not None and reference.whole,
             target=target,
+            show=spec.validation.show,
         )
 
 
@@ -107,10 +119,11 @@ def work(job: InsightJob, emit: Emit) -> Insight:
         ),
         layers=layers,
         peaks=peaks,
-        worst=tuple(_describe(item, labels) for item in worst),
-        flipped=tuple(_describe(item, labels) for item in flipped[:_SAMPLES]),
+        worst=tuple(_describe(item, labels, job.show) for item in worst),
+        flipped=tuple(_describe(item, labels, job.show) for item in flipped[:_SAMPLES]),
         flips=len(flipped),
         samples=len(comparisons),
+        sources=usercode.imported_sources(job.folder),
     )
 
 
@@ -150,13 +163,33 @@ def _answer(output: Array) -> int | None:
     return int(output.argmax())
 
 
-def _describe(item: _Compared, labels: Array | None) -> SampleInsight:
+def _describe(item: _Compared, labels: Array | None, show: str | None) -> SampleInsight:
     index, error, answer, original_answer, inputs = item
     label = None if labels is None or np.ndim(labels[index]) else str(labels[index])
     drawings = tuple(draw(name, np.asarray(array)) for name, array in inputs.items())
     return SampleInsight(
-        index=index, error=error, answer=answer, original_answer=original_answer, label=label, inputs=drawings
+        index=index,
+        error=error,
+        answer=answer,
+        original_answer=original_answer,
+        label=label,
+        inputs=drawings,
+        text=None if show is None else write_text(show, inputs),
     )
+
+
+def write_text(show: str, inputs: NamedArrays) -> str:
+    """Return a sample as the user's function `show` writes it, at most 2000 characters of it.
+
+    A function that fails stops no release, which is built and checked by then: the text is the sentence on its failure.
+    """
+    try:
+        text = usercode.call(show, "function that shows a sample", ExportError, dict(inputs))
+    except ExportError as error:
+        return str(error)
+    if not isinstance(text, str):
+        return f"function that shows a sample {show!r} returned a {type(text).__name__}, not a text"
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
 def draw(name: str, array: Array) -> Drawing:

@@ -1,5 +1,6 @@
 """Publish: send the bundles to the release store, and release.json last."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,14 @@ from tasks.export import ExportResult
 from tasks.report import PAGE
 from tasks.step import Job, Step, StepRunner, slug
 from tasks.track import TargetResult, TrackResult, make_verdict
+from tasks.train import TrainResult
+from tasks.validate import ReferenceResult
 from tvmflow import __version__
+from tvmflow.bundle import read_manifest, read_signer
 from tvmflow.documents import narrow
 from tvmflow.figures import Measurements
 from tvmflow.registry import Registry
-from tvmflow.release import Blob, Provenance, Release, ReleaseTarget, Tuning
+from tvmflow.release import Blob, Making, Provenance, Release, ReleaseTarget, Tuning
 from tvmflow.report.layers import list_operators
 from tvmflow.report.page import read_data
 from tvmflow.report.pictures import draw_png, find_charts
@@ -20,7 +24,7 @@ from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore
 from tvmflow.store.leases import HeldLease
 from tvmflow.target import needed_features
-from tvmflow.workspace import Artifact, StepResult
+from tvmflow.workspace import Artifact, StepResult, Workspace
 
 
 class PublishJob(Job):
@@ -139,9 +143,22 @@ def blobs_of(result: TargetResult) -> dict[str, Artifact]:
 
 
 def release_document(
-    spec: Spec, exported: ExportResult, targets: tuple[TargetResult, ...], tracked: TrackResult
+    spec: Spec,
+    workspace: Workspace,
+    exported: ExportResult,
+    trained: TrainResult | None,
+    reference: ReferenceResult | None,
+    targets: tuple[TargetResult, ...],
+    tracked: TrackResult,
 ) -> Release:
-    """Return the release, which has a version, without its report."""
+    """Return the release, which has a version, without its report.
+
+    `trained` is None where nothing was trained, `reference` without held-out data. Raises BundleError for a bundle that
+    is damaged.
+    """
+    code: dict[str, str] = {}
+    for result in (trained, exported, reference):
+        code |= {} if result is None else result.sources.files
     return Release(
         name=spec.name,
         version=tracked.version or "",
@@ -149,15 +166,23 @@ def release_document(
         tvmflow=__version__,
         mlflow_run_id=tracked.run_id,
         model=f"models:/{tracked.model}/{tracked.version}",
-        provenance=Provenance(onnx=f"sha256:{exported.onnx.sha256}", opset=exported.opset, source=exported.registered),
+        provenance=Provenance(
+            onnx=f"sha256:{exported.onnx.sha256}",
+            opset=exported.opset,
+            source=exported.registered,
+            training=None if trained is None else trained.training,
+            held_out=None if reference is None else reference.data,
+            code=dict(sorted(code.items())),
+            packages=tracked.packages,
+        ),
         channels={name: channel.policy for name, channel in spec.channels.items()},
         inputs=exported.inputs,
         outputs=exported.outputs,
-        targets=tuple(_make_target(spec, item) for item in targets),
+        targets=tuple(_make_target(spec, workspace, item) for item in targets),
     )
 
 
-def _make_target(spec: Spec, item: TargetResult) -> ReleaseTarget:
+def _make_target(spec: Spec, workspace: Workspace, item: TargetResult) -> ReleaseTarget:
     blobs = {name: Blob(sha256=artifact.sha256, size=artifact.size) for name, artifact in blobs_of(item).items()}
     coverage = item.tuned.coverage
     return ReleaseTarget(
@@ -176,4 +201,17 @@ def _make_target(spec: Spec, item: TargetResult) -> ReleaseTarget:
             shipped=item.shipped,
             ratio_untuned=None if item.choice is None else item.choice.ratio,
         ),
+        making=_describe_making(workspace.path(item.bundle)),
+    )
+
+
+def _describe_making(bundle: Path) -> Making:
+    manifest = read_manifest(bundle)
+    versions, origin = manifest.versions, manifest.provenance
+    return Making(
+        records=origin["records"],
+        options=hashlib.sha256(origin["options"].encode()).hexdigest(),
+        code=origin["code"],
+        compiler={"apache-tvm": versions.tvm, "apache-tvm-ffi": versions.tvm_ffi, "LLVM": versions.llvm},
+        signer=read_signer(bundle),
     )

@@ -9,7 +9,7 @@ from tvmflow.errors import TvmflowError
 from tvmflow.registry import Registry
 from tvmflow.store import ReleaseStore
 from tvmflow.store.resolve import TargetEntry, fetch_target
-from tvmflow.verdict import Check
+from tvmflow.verdict import REBUILD, Check
 
 
 def work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path, registry: Registry) -> GateResult:
@@ -45,4 +45,4 @@ def _check(entry: TargetEntry, bundle: Path, onnx: Path | None, run: str) -> Che
             passed = True
         except TvmflowError as error:
             message = f"{target}: {error}"
-    return Check(name="rebuild", message=message, passed=passed)
+    return Check(name=REBUILD, message=message, passed=passed)

@@ -17,6 +17,7 @@ from tasks.step import Job, Step, StepRunner, slug
 from tasks.tune import TuneResult
 from tasks.validate import Verdict
 from tvmflow import __version__, release, samples
+from tvmflow.advisories import list_installed
 from tvmflow.documents import encode, narrow
 from tvmflow.errors import RegistryError
 from tvmflow.figures import Validation
@@ -73,6 +74,7 @@ class TrackResult(StepResult):
     """The ids of the MLflow run and of its nested run for each target, and the model version.
 
     `version` is the release's version, None for a release that did not pass. `created_at` is the UTC time in ISO 8601.
+    `packages` are the versions of all installed Python packages by name.
     """
 
     run_id: str
@@ -80,6 +82,7 @@ class TrackResult(StepResult):
     model: str
     version: str | None
     created_at: str
+    packages: dict[str, str]
 
 
 class TrackJob(Job):
@@ -149,6 +152,7 @@ def work(job: TrackJob, runner: StepRunner, registry: Registry, lease: HeldLease
         model=job.model,
         version=version,
         created_at=registry.read_start(run_id).isoformat(timespec="seconds"),
+        packages=list_installed(),
     )
 
 

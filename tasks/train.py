@@ -1,6 +1,6 @@
 """Train: make the weights that the release ships with the user's own training function."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tasks.step import ChildStep, Job
 from tvmflow import usercode
@@ -8,7 +8,11 @@ from tvmflow.bundle import sha256_file
 from tvmflow.errors import TrainError
 from tvmflow.process import Emit
 from tvmflow.spec import Spec
-from tvmflow.workspace import Artifact, StepResult
+from tvmflow.training import Training, finite_json
+from tvmflow.workspace import Artifact, Sources, StepResult
+
+if TYPE_CHECKING:
+    from tvmflow.release import Release
 
 
 class TrainJob(Job):
@@ -41,9 +45,16 @@ class TrainJob(Job):
 
 
 class TrainResult(StepResult):
-    """The file of the trained weights, a PyTorch state dict."""
+    """The file of the trained weights, a PyTorch state dict, and what they were trained with, None if unknown."""
 
     weights: Artifact
+    training: Training | None = None
+
+    @classmethod
+    def of_release(cls, weights: Artifact, release: "Release") -> "TrainResult":
+        """Return the result for the weights of a release, with what its document says of their training."""
+        origin = release.provenance
+        return cls(weights=weights, training=origin.training, sources=Sources(files=origin.code or {}))
 
 
 def work(job: TrainJob, emit: Emit) -> TrainResult:
@@ -58,7 +69,9 @@ def work(job: TrainJob, emit: Emit) -> TrainResult:
         usercode.call(job.function, "training function", TrainError, output, **job.arguments)
         if not output.is_file():
             raise TrainError(f"training function {job.function!r} wrote no file; it must save a state dict to `output`")
-        return TrainResult(weights=workspace.keep(output), sources=usercode.imported_sources(job.folder))
+        training = Training(function=job.function, arguments=finite_json(job.arguments), files=job.files)
+        sources = usercode.imported_sources(job.folder)
+        return TrainResult(weights=workspace.keep(output), training=training, sources=sources)
 
 
 train = ChildStep("train", TrainResult, work)

@@ -4,7 +4,7 @@ import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import distribution
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,6 +139,18 @@ def list_packages() -> dict[str, str]:
         requirements = map(Requirement, package.requires or ())
         names += [each.name for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
     return packages
+
+
+def list_installed() -> dict[str, str]:
+    """Return all installed packages with their versions, sorted; one that is damaged, and so has no name, is left out.
+
+    Of two versions the one that Python imports counts.
+    """
+    packages: dict[str, str] = {}
+    for package in distributions():
+        if "Name" in package.metadata:
+            packages.setdefault(canonicalize_name(package.name), package.version)
+    return dict(sorted(packages.items()))
 
 
 def _contents(path: Path) -> Iterator[bytes]:

@@ -35,7 +35,9 @@ class Measurement(Record):
     """The figures of one runner at one point.
 
     `latency_ms` is in milliseconds, `total_seconds` the sum of all timed runs, `load_seconds` the median time to
-    load the model. `peak_memory` is in bytes, as is `size`, the size of the runner's model file.
+    load the model. `peak_memory` is in bytes, as is `size`, the size of the runner's model file. `loads` and `peaks`
+    are the seconds to load the model and the peak memory in bytes of each round, whose process is a fresh one; empty
+    where they were not recorded.
     """
 
     latency_ms: Latency
@@ -43,6 +45,8 @@ class Measurement(Record):
     load_seconds: float
     peak_memory: int
     size: int
+    loads: tuple[float, ...] = ()
+    peaks: tuple[int, ...] = ()
 
 
 class Point(Record):

@@ -10,6 +10,7 @@ from tvmflow.comparison import Interval
 from tvmflow.documents import Document, Message, Reader
 from tvmflow.figures import Measurements, Point, Validation
 from tvmflow.spec import Policy
+from tvmflow.training import Training
 from tvmflow.workspace import Record
 
 
@@ -31,11 +32,19 @@ class Provenance(Record):
     """The origin of a release: the digest of its ONNX file, `sha256:DIGEST`, and the opset of that file.
 
     `source` is the version of the registered model that it was exported from, as MODEL/3; None for another origin.
+    `training` is None where the release's flow trained nothing, `held_out` the SHA-256 of the held-out data, None
+    without such data. `code` has the SHA-256 of the user's modules by path, `packages` the versions of all Python
+    packages that were installed where the release was logged. These four are None in a release that was made before
+    they were recorded.
     """
 
     onnx: str
     opset: int
     source: str | None = None
+    training: Training | None = None
+    held_out: str | None = None
+    code: dict[str, str] | None = None
+    packages: dict[str, str] | None = None
 
 
 class Choice(Record):
@@ -80,11 +89,26 @@ class Tuning(Record):
     ratio_untuned: float | None
 
 
+class Making(Record):
+    """The inputs of a bundle's build beside the model, and the public key that signed the bundle, in hexadecimal.
+
+    `records` is the SHA-256 of the tuning records, `options` that of the release file's sections which decide the
+    bundle's content, `code` that of tvmflow's code. `compiler` has the versions by name. `signer` is None for a bundle
+    that is not signed.
+    """
+
+    records: str
+    options: str
+    code: str
+    compiler: dict[str, str]
+    signer: str | None
+
+
 class ReleaseTarget(Record):
     """A target of a release: what its bundle needs of a machine, the bundle, and how that was judged and measured.
 
     `weights` are the bundle's, where the store keeps them apart. `measurements` is None where the machine that made
-    the release could not run the bundle, `tuning` where the release was made before it was recorded.
+    the release could not run the bundle, `tuning` and `making` where the release was made before they were recorded.
     """
 
     target: str
@@ -96,6 +120,7 @@ class ReleaseTarget(Record):
     verdict: TargetVerdict
     measurements: Measurements | None
     tuning: Tuning | None
+    making: Making | None = None
 
     @property
     def p50(self) -> float | None:
@@ -125,6 +150,11 @@ def _read_first_target(item: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**item, "verdict": verdict, "measurements": measurements, "tuning": tuning}
 
 
+def _read_second(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document of format 2, which says less about its origin and has no figures of single rounds."""
+    return document
+
+
 class Release(Document):
     """A release. It is written once and never changed.
 
@@ -133,9 +163,9 @@ class Release(Document):
     channel. `report` is its page, None in a release that was made before there were pages.
     """
 
-    older: ClassVar[Mapping[int, Reader]] = {1: _read_first}
+    older: ClassVar[Mapping[int, Reader]] = {1: _read_first, 2: _read_second}
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     name: str
     version: str
     created_at: str

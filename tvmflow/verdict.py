@@ -13,7 +13,11 @@ from tvmflow.documents import Document, Message, Reader
 from tvmflow.figures import Metric
 from tvmflow.release import TargetVerdict
 from tvmflow.spec import Policy
+from tvmflow.training import finite_json
 from tvmflow.workspace import Artifact, Record, Workspace
+
+REBUILD = "rebuild"
+"""The name of the check that a bundle is the same when it is built again."""
 
 
 class Check(Record):
@@ -193,11 +197,6 @@ def _read_first_retraining(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """A document of format 1, in which a number may be `NaN` or `Infinity`, which are no JSON."""
     metrics = {key: write_finite(document[key]) for key in ("challenger", "champion_metric")}
     return {**document, **metrics, "arguments": finite_json(document["arguments"])}
-
-
-def finite_json(value: JsonValue) -> Any:
-    """Return a JSON value with the words `NaN`, `Infinity` and `-Infinity` in the place of the numbers."""
-    return json.loads(json.dumps(value), parse_constant=str)
 
 
 class RetrainVerdict(Evaluation, Document):

@@ -64,6 +64,11 @@ def paraphrases_nearest(outputs: dict[str, Array], labels: Array) -> float:
     return float((likeness.argmax(1) == labels).mean())
 
 
+def show(inputs: dict[str, Array], tokenizer: str = str(_TOKENIZER)) -> str:
+    """The sentence of one sample, whose ids and mask are [sequence]."""
+    return str(load_tokenizer(Path(tokenizer)).decode(inputs["ids"][inputs["mask"] == 1].tolist()))
+
+
 def mask(shape: tuple[int, ...], seed: int) -> Array:
     """A sample mask [batch, sequence] as a tokenizer pads it: ones, then zeros; each row keeps its first token."""
     batch, sequence = shape

@@ -1,20 +1,23 @@
-"""`tvmflow diff`: what differs between two releases, and a place where its page cannot be written."""
+"""`tvmflow report` and `tvmflow diff`: a release's page with what became of it, and what differs between two."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from support.channels import move_channel
 from support.processes import CommandResult
 from support.releases import make_compared, make_release
-from support.reports import unexplained_figures
+from support.reports import data_of, unexplained_figures
 from tvmflow import settings as machine
-from tvmflow.bundle import sha256_file
+from tvmflow.bundle import keygen, public_key, sha256_file
 from tvmflow.release import Blob, Provenance
 from tvmflow.report.page import write
+from tvmflow.report.release import make_data, write_page
 from tvmflow.services import open_store
 
 Command = Callable[..., CommandResult]
+NOBODY = "http://127.0.0.1:9"
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +32,34 @@ def _releases(tvmflow: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def _diff(tvmflow: Command, *options: object) -> CommandResult:
     return tvmflow("diff", "net", "1", "2", *options)
+
+
+def test_the_page_says_who_signed_and_moved_the_release_though_mlflow_is_away(
+    tvmflow: Command, tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TVMFLOW_SIGNING_KEY", str(key))
+    monkeypatch.setenv("TVMFLOW_MLFLOW_TRACKING_URI", NOBODY)
+    file = tmp_path / "page.html"
+    with open_store(machine.load()) as store:
+        release = make_release("signed")
+        file.write_text(write_page(make_data(release, "production", None, (), {}, ())))
+        blob = Blob(sha256=sha256_file(file), size=file.stat().st_size)
+        store.publish(release.model_copy(update={"report": blob}), [(file, blob.sha256)])
+        move_channel(store, "signed", "production", "1")
+    keygen(tmp_path / "other")
+    monkeypatch.setenv("TVMFLOW_TRUSTED_KEYS", str(tmp_path / "other.pub"))
+    result = tvmflow("report", "signed", "1", "-o", "report.html")
+    assert result.code == 0, result.stderr
+    standing = data_of(Path("report.html").read_text())["standing"]
+    assert (standing["signer"], standing["is_checked"]) == (public_key(key), True)
+    (event,) = standing["events"]
+    assert (event["channel"], event["what"]) == ("production", "moved from nothing to 1")
+    *distrust, silence = standing["faults"]
+    assert [fault.partition(" is signed with the key")[0] for fault in distrust] == [
+        "The release signed 1",
+        "The channel signed@production",
+    ]
+    assert NOBODY in silence
 
 
 def test_what_differs_is_printed_and_written(tvmflow: Command) -> None:

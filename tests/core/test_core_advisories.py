@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tvmflow.advisories import Advisories, list_packages
+from tvmflow.advisories import Advisories, list_installed, list_packages
 from tvmflow.errors import SettingsError
 
 NOW = datetime.now(UTC)
@@ -112,6 +112,27 @@ def test_a_file_that_is_missing_or_old_is_refused(tmp_path: Path) -> None:
     assert len(read(tmp_path / "osv.json", old, days=4).entries) == 1
     with pytest.raises(SettingsError, match=f"{NOW - timedelta(days=3):%Y-%m-%d}, more than 2 days ago"):
         read(tmp_path / "osv.json", old, days=2)
+
+
+def test_of_all_packages_the_damaged_are_left_out_and_the_first_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, name, text in (
+        ("first", "Some.Thing-2.0", "Metadata-Version: 2.1\nName: Some.Thing\nVersion: 2.0\n"),
+        ("first", "damaged-1.0", None),
+        ("second", "Some.Thing-1.0", "Metadata-Version: 2.1\nName: Some.Thing\nVersion: 1.0\n"),
+    ):
+        place = tmp_path / folder / f"{name}.dist-info"
+        place.mkdir(parents=True)
+        if text is not None:
+            (place / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "second"))
+    monkeypatch.syspath_prepend(str(tmp_path / "first"))
+    packages = list_installed()
+    assert packages["some-thing"] == "2.0"
+    assert "damaged" not in packages
+    assert list(packages) == sorted(packages)
+    assert packages.items() >= list_packages().items()
 
 
 def test_the_packages_are_those_that_a_device_installs() -> None:

@@ -14,9 +14,10 @@ from support import scale
 from support.releases import make_compared, make_measurements, make_release, make_target, make_verdict
 from support.reports import data_of, figures_of, measure_overflow, unexplained_figures, unmarked_figures
 from support.skips import needs
-from tasks.insight import draw
+from tasks.insight import draw, write_text
 from tvmflow.comparison import Interval
-from tvmflow.release import Provenance, Release, Tuning
+from tvmflow.documents import decode, encode
+from tvmflow.release import Making, Provenance, Release, Tuning
 from tvmflow.report import charts
 from tvmflow.report.changes import compare_releases, find_slowdowns
 from tvmflow.report.drift import find_drifts, find_steps
@@ -24,10 +25,12 @@ from tvmflow.report.insight import Drawing, FunctionTime, Insight, Layer, Level,
 from tvmflow.report.layers import layer_rows, times_of
 from tvmflow.report.page import number, read_data, table
 from tvmflow.report.pictures import draw_png, find_charts
-from tvmflow.report.release import make_data, write_difference, write_page
+from tvmflow.report.release import make_data, update_page, write_difference, write_page
+from tvmflow.report.trust import ChannelEvent, Promotion, Standing
 from tvmflow.spec import Policy
 from tvmflow.spec.channels import ChannelGates
-from tvmflow.verdict import Check
+from tvmflow.training import Training
+from tvmflow.verdict import Answer, Check
 
 _PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 
@@ -136,6 +139,127 @@ def test_the_sections_are_in_the_order_of_a_decision(page: str) -> None:
         "Trust",
         "Roll back",
     ]
+
+
+def _facts(page: str) -> dict[str, tuple[str, str]]:
+    """The facts that the page says have changed, with their values in production and now."""
+    section = page.partition('<h2 id="what-changed-since-production">')[2].partition("</section>")[0]
+    rows = re.findall(r'<tr><th scope="row">[^<]*</th><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td></tr>', section)
+    return {name: (before, now) for name, before, now in rows}
+
+
+def _made(version: str, *, records: str, lr: float, data: str, code: dict[str, str], numpy: str) -> Release:
+    release = _release(version, 1.0)
+    making = Making(
+        records=records * 64, options="c" * 64, code="d" * 64, compiler={"TVM": "0.27", "LLVM": "20"}, signer="e" * 64
+    )
+    training = Training(function="train:fit", arguments={"lr": lr}, files={"data.csv": data * 64})
+    origin = release.provenance.model_copy(
+        update={"training": training, "held_out": "9" * 64, "code": code, "packages": {"numpy": numpy, "six": "1.17"}}
+    )
+    target = release.targets[0].model_copy(update={"making": making})
+    return release.model_copy(update={"provenance": origin, "targets": (target,)})
+
+
+def test_the_page_names_the_data_the_code_the_packages_and_the_records_that_changed() -> None:
+    before = _made("1", records="a", lr=0.1, data="1", code={"model.py": "5" * 64, "old.py": "6" * 64}, numpy="2.3")
+    # A release from the store, whose keys are sorted.
+    before = decode(Release, encode(before), "")
+    now = _made("2", records="b", lr=0.2, data="2", code={"model.py": "7" * 64}, numpy="2.4")
+    facts = _facts(write_page(make_data(now, "production", before, (before,), {}, ())))
+    assert facts == {
+        "training arguments": ("{&quot;lr&quot;: 0.1}", "{&quot;lr&quot;: 0.2}"),
+        "training file data.csv": ("111111111111…", "222222222222…"),
+        "code file model.py": ("555555555555…", "777777777777…"),
+        "code file old.py": ("666666666666…", "-"),
+        "package numpy": ("2.3", "2.4"),
+        "tuning records": ("aaaaaaaaaaaa…", "bbbbbbbbbbbb…"),
+        "bundle": ("111111111111…", "222222222222…"),
+    }
+    # A release of before says nothing of them, which is no change of every package.
+    old = _facts(write_page(make_data(now, "production", _release("1", 1.0), (), {}, ())))
+    assert (old["packages"], old["code files"], old["held-out data"]) == (
+        ("not recorded", "recorded"),
+        ("not recorded", "recorded"),
+        ("-", "999999999999…"),
+    )
+    assert "package numpy" not in old
+
+
+def test_loading_has_the_values_of_all_rounds_beside_production_s() -> None:
+    before, now = _release("1", 1.0), _release("2", 1.0)
+    text = write_page(make_data(now, "production", before, (before,), {}, ()))
+    (table,) = re.findall(r"<caption>Loading, in a fresh process for each round</caption>.*?</table>", text)
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table)[1:]]
+    assert [[re.sub("<[^>]*>", "", value) for value in row] for row in rows] == [
+        ["native", figure, version, *values, "3"]
+        for figure, values in {
+            "load, s": ("0.25", "0.21 to 0.375"),
+            "peak memory, MB": ("121", "120 to 123.5"),
+        }.items()
+        for version in ("1", "2")
+    ]
+    assert unexplained_figures(text) == []
+
+
+_STANDING = Standing(
+    when="2026-11-24T10:00:00+00:00",
+    signer="ab" * 32,
+    is_checked=False,
+    events=(
+        ChannelEvent(channel="staging", when="2026-11-23T10:00:00+00:00", what="refused", who="eve", why="it is <bad>"),
+    ),
+    promotions=(
+        Promotion(
+            channel="production",
+            verdict="passed",
+            who="ann",
+            why="better",
+            approval=Answer(approve=True, who="bob", why="seen"),
+            checks=(
+                Check(name="rebuild", message="target 'native' is the same when built again: mod.so", passed=True),
+                Check(name="whole", message="every blob is there", passed=True),
+                Check(name="max_ratio_current", message="it is faster", passed=True, value=0.875, bound=1.02)
+                .model_copy(update={"interval": Interval(low=0.8125, high=0.9375)}),
+            ),
+            run="f" * 32,
+            signer=None,
+        ),
+    ),
+    faults=("The registry does not answer.",),
+)  # fmt: skip
+
+
+def test_the_section_on_trust_says_what_has_become_of_the_release(page: str) -> None:
+    assert "signature</th>" in page
+    assert "Not built again" in page
+    assert "tvmflow verify BUNDLE --rebuild RELEASE_FILE" in page
+    release = _release("3", 2.5, onnx="b")
+    text = update_page(page, release, _STANDING)
+    section = text.partition('<h2 id="trust">')[2].partition("</section>")[0]
+    for sentence in (
+        "the release is signed with abababababababab (not checked: no key is trusted here)",
+        "<li>target &#x27;native&#x27; is the same when built again: mod.so</li>",
+        "it is &lt;bad&gt;",
+        "passed; asked for by ann (better); approved by bob (seen)",
+        "<li>kept: every blob is there</li>",
+        '<data value="0.8125">0.812</data> to <data value="0.9375">0.938</data>',
+        "The registry does not answer.",
+    ):
+        assert sentence in section
+    assert "Not built again" not in section
+    assert data_of(text)["standing"] == _STANDING.model_dump(mode="json")
+    assert unexplained_figures(text) == []
+    # All else stays as it was, and the section can be written again.
+    assert text.partition('<h2 id="trust">')[0] == page.partition('<h2 id="trust">')[0]
+    assert text.count("</section>") == page.count("</section>")
+    assert update_page(text, release, _STANDING) == text
+    assert update_page("<p>another page</p>", release, _STANDING) == "<p>another page</p>"
+    alone = _STANDING.model_copy(update={"promotions": (), "events": (), "signer": None, "faults": ()})
+    section = update_page(page, release, alone).partition('<h2 id="trust">')[2]
+    assert "No channel has held it or refused it." in section
+    assert "the release is not signed." in section
+    assert "Not built again" in section
 
 
 def test_the_page_loads_nothing(page: str) -> None:
@@ -335,6 +459,30 @@ def test_an_input_is_drawn_by_its_shape(shape: tuple[int, ...], kind: str) -> No
     drawing = draw("x", array)
     assert (drawing.image is not None, drawing.wave is not None) == (kind == "image", kind == "wave")
     assert drawing.values.startswith(f"{array.flat[0]:.4g}, ")
+
+
+def test_a_sample_is_shown_as_the_text_of_the_user_s_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "show = lambda inputs: ' '.join('<%d>' % x for x in inputs['ids'])\n"
+    words += "number = lambda inputs: 1\nbroken = lambda inputs: inputs['nix']\n"
+    (tmp_path / "words_of_a_report.py").write_text(words)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def shown(function: str, count: int = 3) -> str:
+        return write_text(f"words_of_a_report:{function}", {"ids": np.arange(count)})
+
+    texts = [shown("show"), shown("number"), shown("broken"), shown("gone"), shown("show", 1000)]
+    assert texts[:4] == [
+        "<0> <1> <2>",
+        "function that shows a sample 'words_of_a_report:number' returned a int, not a text",
+        "function that shows a sample 'words_of_a_report:broken' raised KeyError: 'nix'",
+        "function that shows a sample 'words_of_a_report:gone': module 'words_of_a_report' has no 'gone'",
+    ]
+    assert (len(texts[4]), texts[4][-1]) == (2001, "…")
+    sample = _sample(7, 3).model_copy(update={"text": texts[0]})
+    insight = _INSIGHT.model_copy(update={"worst": (sample,), "flipped": ()})
+    text = write_page(make_data(_release("1", 1.0), "production", None, (), {"native": insight}, ()))
+    assert "<blockquote>&lt;0&gt; &lt;1&gt; &lt;2&gt;</blockquote>" in text
+    assert "<details><summary>inputs</summary><p><code>x: 1, 2, 3</code></p></details><figcaption>sample" in text
 
 
 def test_token_ids_are_shown_as_numbers() -> None:

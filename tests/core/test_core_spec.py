@@ -524,6 +524,7 @@ DEFAULTS: Document = {
         "max_relative_error": None,
         "top1_agreement": 1.0,
         "task": None,
+        "show": None,
     },
     "benchmark": {
         "repeats": 50,

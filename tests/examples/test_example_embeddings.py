@@ -54,6 +54,12 @@ def test_a_batch_is_padded_to_its_longest_sentence(example: Example, tmp_path: P
     inputs = example["data"].tokenize(tokenizer, ["river", "the bridge"])
     np.testing.assert_array_equal(inputs["ids"], [[2, 0], [1, 3]])
     np.testing.assert_array_equal(inputs["mask"], [[1, 0], [1, 1]])
+    # The report shows the words again, without the padding.
+    shown = [
+        example["data"].show({name: array[row] for name, array in inputs.items()}, str(tmp_path / "tokenizer.json"))
+        for row in (0, 1)
+    ]
+    assert shown == ["river", "[UNK] bridge"]
 
 
 def test_the_share_of_sentences_nearest_to_their_paraphrase(example: Example) -> None:

@@ -1,7 +1,9 @@
 """The digits example released by the command line, and what a second release makes anew."""
 
 import hashlib
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -151,15 +153,52 @@ def test_the_report_is_published_and_logged(digits: Any) -> None:
     assert written.code == 0, written.stderr
     with open_store(Settings(home=machine.home)) as store:
         blob = store.get_release("digits", "1").report
-    content = page.read_bytes()
+    content = Path(
+        machine.mlflow.download_artifacts(digits.first.document["mlflow_run_id"], "report.html")
+    ).read_bytes()
     assert blob == Blob(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
-    logged = machine.mlflow.download_artifacts(digits.first.document["mlflow_run_id"], "report.html")
-    assert Path(logged).read_bytes() == content
-    assert unexplained_figures(content.decode()) == []
+    # The command writes the published page with what channels did since.
+    text = page.read_text()
+    assert text.partition('id="trust"')[0] == content.decode().partition('id="trust"')[0]
+    standing = data_of(text)["standing"]
+    assert [(event["channel"], event["what"]) for event in standing["events"]] == [
+        ("production", "moved from nothing to 1"),
+        ("staging", "moved from nothing to 1"),
+    ]
+    assert [(item["channel"], item["verdict"], item["approval"]) for item in standing["promotions"]] == [
+        ("production", "passed", None),
+        ("staging", "passed", None),
+    ]
+    assert standing["faults"] == []
+    assert unexplained_figures(text) == []
     (insight,) = data_of(content.decode())["insights"].values()
     assert (insight["samples"], len(insight["worst"])) == (360, 10)
     assert insight["functions"][0]["ms"] > 0
     assert all(sample["inputs"][0]["image"] for sample in insight["worst"])
+    assert all(re.fullmatch(r"brightest [01]\.\d\d", sample["text"]) for sample in insight["worst"])
+    assert digits.made("insight")["sources"]["files"].keys() == {"shown.py"}
+
+
+def test_the_release_names_its_data_its_code_its_packages_and_its_compiler(digits: Any) -> None:
+    with open_store(Settings(home=digits.machine.home)) as store:
+        release = store.get_release("digits", "1")
+    origin, (released,) = release.provenance, release.targets
+    assert origin.training is not None
+    assert (origin.training.function, origin.training.files) == ("train:train", {})
+    assert origin.training.arguments["seed"] == 0
+    assert origin.code is not None
+    assert origin.code.keys() == {"data.py", "model.py", "train.py"}
+    assert origin.packages is not None
+    assert origin.packages["apache-tvm"] == importlib.metadata.version("apache-tvm")
+    assert released.verdict.answers is not None
+    assert origin.held_out == released.verdict.answers.data
+    assert released.making is not None
+    assert released.making.compiler["apache-tvm"] == origin.packages["apache-tvm"]
+    assert released.making.records == digits.made("tune")["records"]["sha256"]
+    assert released.making.signer is None
+    measured = released.measurements
+    assert measured is not None
+    assert len(measured.typical.bundle.loads) == len(measured.typical.bundle.peaks) > 0
 
 
 def test_mlflow_shows_the_charts_and_the_operators_of_the_report(digits: Any) -> None:

@@ -80,7 +80,15 @@ def make_verdict(metric: float | None = None, *reasons: str) -> TargetVerdict:
 def make_measurements(p50: float) -> Measurements:
     """Measurements of a bundle without peers, with a median latency of `p50` ms."""
     latency = Latency(mean=p50, std=0.0, p50=p50, p90=p50 * 1.25, p99=None, min=p50, throughput=1e3 / p50)
-    bundle = Measurement(latency_ms=latency, total_seconds=1.0, load_seconds=0.25, peak_memory=123_456, size=8)
+    bundle = Measurement(
+        latency_ms=latency,
+        total_seconds=1.0,
+        load_seconds=0.25,
+        peak_memory=123_456_000,
+        size=8,
+        loads=(0.25, 0.21, 0.375),
+        peaks=(123_456_000, 120_000_000, 121_000_000),
+    )
     return Measurements(runs=64, threads=1, points=(Point(sizes={}, runners={"tvm": bundle}, ratio={}, noise=0.0),))
 
 

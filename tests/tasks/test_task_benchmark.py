@@ -65,6 +65,7 @@ def test_the_figures_are_over_all_rounds() -> None:
     assert figures.total_seconds == pytest.approx(21e-3)
     assert figures.load_seconds == pytest.approx(0.3)
     assert (figures.peak_memory, figures.size) == (30, _SIZE["tvm"])
+    assert (figures.loads, figures.peaks) == ((0.5, 0.1), (10, 30))
 
 
 @pytest.mark.parametrize(("runs", "has_p90", "has_p99"), [(63, False, False), (64, True, False), (662, True, True)])

@@ -3,12 +3,23 @@
 import json
 import sys
 import webbrowser
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from tvmflow.cli.options import naming_output
-from tvmflow.errors import StoreError
+from tvmflow.errors import RegistryError, StatementError, StoreError
+
+if TYPE_CHECKING:
+    from tvmflow.registry import Registry
+    from tvmflow.release import Release
+    from tvmflow.report.trust import ChannelEvent, Promotion, Standing
+    from tvmflow.settings import Settings
+    from tvmflow.store import ReleaseStore
+    from tvmflow.store.channels import Channel
 
 # The layers that the terminal shows.
 _LAYERS = 5
@@ -23,20 +34,96 @@ _OUTPUT = click.Path(path_type=Path, dir_okay=False)
 def report_command(name: str, version: str, output: Path | None, opens: bool) -> None:
     """Write the page of the release NAME VERSION: whether it may go out, and what it is like.
 
-    The page is one file that needs no network. It was made with the release.
+    The page is one file that needs no network. It was made with the release; its section on trust is written anew, with
+    who has signed and approved the release since, and whether it was built again.
     """
     from tvmflow import settings as machine
+    from tvmflow.report.release import update_page
     from tvmflow.services import open_store_of
 
-    path = output or Path(f"{name}-{version}.html")
-    with open_store_of(machine.load(), name) as store:
-        page = store.get_release(name, version).report
-        if page is None:
+    settings, path = machine.load(), output or Path(f"{name}-{version}.html")
+    with open_store_of(settings, name) as store:
+        release = store.get_release(name, version)
+        if release.report is None:
             raise StoreError(f"the release {name} {version} has no report: it was made before there were any")
-        store.get_blob(page.sha256, path)
+        standing = _read_standing(settings, store, release)
+        store.get_blob(release.report.sha256, path)
+    path.write_text(update_page(path.read_text(), release, standing))
     click.echo(str(path))
     if opens:
         webbrowser.open(path.absolute().as_uri())
+
+
+def _read_standing(settings: "Settings", store: "ReleaseStore", release: "Release") -> "Standing":
+    """Read who has signed a release, what channels did with it, and the last verdict on its promotion to each."""
+    from tvmflow.bundle.signature import trusted_keys
+    from tvmflow.report.trust import Standing
+    from tvmflow.services import open_registry
+    from tvmflow.store import channels
+
+    name, version = release.name, release.version
+    documents, trusted, faults = channels.list_all(store, name), trusted_keys(), []
+    events = {document.channel: list(_list_events(document, version)) for document in documents}
+    try:
+        store.get_release(name, version, trusted=trusted)
+    except StatementError as error:
+        faults.append(str(error))
+    for document in documents if trusted else ():
+        try:
+            if events[document.channel]:
+                channels.check_statement(store, document, trusted)
+        except StatementError as error:
+            faults.append(str(error))
+    statement = store.read_statement(name, version)
+    promotions: list[Promotion] = []
+    names = sorted({*release.channels, *(document.channel for document in documents)})
+    try:
+        registry = open_registry(settings)
+        for channel in names:
+            try:
+                promotions += _read_promotion(registry, release, channel, trusted)
+            except StatementError as error:
+                faults.append(str(error))
+    except RegistryError as error:
+        faults.append(str(error))
+    return Standing(
+        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        signer=None if statement is None else statement.signer,
+        is_checked=bool(trusted),
+        events=tuple(event for each in events.values() for event in each),
+        promotions=tuple(promotions),
+        faults=tuple(faults),
+    )
+
+
+def _list_events(document: "Channel", version: str) -> Iterator["ChannelEvent"]:
+    """Yield what happened to a version in a channel, the oldest first."""
+    from tvmflow.report.trust import ChannelEvent
+    from tvmflow.store.channels import Move, WishEnd
+
+    for event in document.history:
+        if isinstance(event, Move) and version in (event.from_version, event.to_version):
+            verb = "rolled back" if event.rollback else "moved"
+            what = f"{verb} from {event.from_version or 'nothing'} to {event.to_version}"
+        elif isinstance(event, WishEnd) and event.version == version:
+            what = event.outcome
+        else:
+            continue
+        yield ChannelEvent(channel=document.channel, when=event.when, what=what, who=event.who, why=event.why)
+
+
+def _read_promotion(
+    registry: "Registry", release: "Release", channel: str, trusted: Sequence[Path]
+) -> Iterator["Promotion"]:
+    """Yield the last verdict on a promotion to a channel, if there is one."""
+    from tvmflow.promotion import read_verdict
+    from tvmflow.report.trust import Promotion
+
+    last = read_verdict(registry, release.name, channel, release.version, trusted)
+    if last is not None:
+        run, verdict, signer = last
+        fields = verdict.model_dump(include={"channel", "verdict", "who", "why"})
+        yield Promotion(**fields, approval=verdict.approval, checks=verdict.checks, run=run, signer=signer)
 
 
 @click.command("diff")

@@ -1,5 +1,6 @@
 """Changes: what differs between two releases, by their documents."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
@@ -179,6 +180,44 @@ def figures(target: ReleaseTarget) -> dict[str, float | None]:
     }
 
 
+class Spread(Record):
+    """A figure of a target in the release `version`, measured in `rounds` of fresh processes.
+
+    `low` and `high` are the least and the greatest of the rounds' values.
+    """
+
+    target: str
+    figure: str
+    version: str
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+
+def spreads(now: Release, before: Release | None) -> Iterator[Spread]:
+    """Yield the figures of loading of a release's targets, and those before; without what was not recorded."""
+    old_targets = {} if before is None else {item.target: item for item in before.targets}
+    for target in now.targets:
+        items = [(now.version, target)]
+        if before is not None and target.target in old_targets:
+            items.insert(0, (before.version, old_targets[target.target]))
+        for figure, name in (("load, s", "loads"), ("peak memory, MB", "peaks")):
+            for version, item in items:
+                values = [] if item.measurements is None else getattr(item.measurements.typical.bundle, name)
+                scale = 1e-6 if name == "peaks" else 1.0
+                if values:
+                    yield Spread(
+                        target=target.target,
+                        figure=figure,
+                        version=version,
+                        median=median(values) * scale,
+                        low=min(values) * scale,
+                        high=max(values) * scale,
+                        rounds=len(values),
+                    )
+
+
 def _comparison(target: ReleaseTarget) -> Comparison | None:
     """The comparison with a peer, which knows its conditions; None where there was no peer."""
     return None if target.measurements is None else next(iter(target.measurements.comparisons.values()), None)
@@ -186,32 +225,66 @@ def _comparison(target: ReleaseTarget) -> Comparison | None:
 
 def facts(release: Release) -> dict[str, str]:
     """Return what a release was made from, by name."""
+    origin = release.provenance
+    training = origin.training
     return {
-        "model (ONNX)": release.provenance.onnx,
-        "operator set": str(release.provenance.opset),
-        "registered source": release.provenance.source or "-",
+        "model (ONNX)": origin.onnx,
+        "operator set": str(origin.opset),
+        "registered source": origin.source or "-",
+        "training function": "-" if training is None else training.function,
+        "training arguments": "-" if training is None else json.dumps(training.arguments, sort_keys=True),
+        "held-out data": origin.held_out or "-",
         "tvmflow": release.tvmflow,
     }
 
 
+def parts(release: Release) -> dict[str, Mapping[str, str] | None]:
+    """Return the files and packages that a release was made from, by kind: digests and versions by name.
+
+    A kind is None where it was not recorded.
+    """
+    origin = release.provenance
+    files = None if origin.training is None else origin.training.files
+    return {"training file": files, "code file": origin.code, "package": origin.packages}
+
+
 def target_facts(target: ReleaseTarget) -> dict[str, str]:
     """Return what a target's bundle was built with, and measured on, by name."""
-    comparison = _comparison(target)
+    comparison, making = _comparison(target), target.making
+    compiler = {} if making is None else making.compiler
     return {
         "processor": "-" if comparison is None else comparison.conditions.processor,
         "threads": "-" if comparison is None else str(comparison.conditions.threads[0]),
         "precision": target.verdict.precision,
         "tuning": "-" if target.tuning is None else f"{target.tuning.shipped}, {target.tuning.coverage}",
+        "tuning records": "-" if making is None else making.records,
+        "build options": "-" if making is None else making.options,
+        "compiler": ", ".join(f"{name} {compiler[name]}" for name in sorted(compiler)) or "-",
+        "compiler's code": "-" if making is None else making.code,
         "algorithms": ", ".join(sorted(target.verdict.algorithms)) or "-",
         "bundle": target.bundle.sha256,
     }
 
 
 def compare_releases(now: Release, before: Release) -> Iterator[Change]:
-    """Yield the facts and figures of two releases, those of the whole release first; equal ones as well."""
-    old_facts = facts(before)
+    """Yield the facts and figures of two releases, those of the whole release first; equal ones as well.
+
+    Of the files and packages, only those that differ, where both releases name theirs.
+    """
+    old_facts, old_parts = facts(before), parts(before)
     for name, fact in facts(now).items():
         yield _compare("", name, fact, old_facts[name])
+    for kind, items in parts(now).items():
+        old_items = old_parts[kind]
+        if items is None or old_items is None:
+            if items is not old_items:
+                yield _compare(
+                    "", f"{kind}s", *("not recorded" if each is None else "recorded" for each in (items, old_items))
+                )
+            continue
+        for name in sorted({*items, *old_items}):
+            if items.get(name) != old_items.get(name):
+                yield _compare("", f"{kind} {name}", items.get(name, "-"), old_items.get(name, "-"))
     old_targets = {item.target: item for item in before.targets}
     for target in now.targets:
         old = old_targets.get(target.target)

@@ -245,7 +245,9 @@ def roofline(
     A row has its operations per byte, its GFLOP/s, and its share of the time, which is the point's area. `peak` is in
     GFLOP/s and `rates` are the GB/s of each level of the memory.
     """
-    height, bottom, left = 340, 300, 60
+    bottom, left = 300, 60
+    # The names of the roofs stand below the axis, where no roof is.
+    legend = bottom + 52
     ridges = [peak / rate for rate in rates.values()]
     across = [*ridges, *(row[0] for row in rows.values())]
     up = [peak, *(row[1] for row in rows.values())]
@@ -269,11 +271,9 @@ def roofline(
         path = f"M{x_of(start):.1f} {y_of(start * rate):.1f}L{x_of(peak / rate):.1f} {y_of(peak):.1f}H{_WIDTH - 20}"
         colour = COLOURS[index + 1]
         parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(
-            f'<rect x="{_WIDTH - 215}" y="{bottom - 86 + 18 * index}" width="12" height="12" fill="{colour}"/>'
-        )
-        parts.append(_text(_WIDTH - 198, bottom - 76 + 18 * index, name))
-        parts.append(_figure(_WIDTH - 20, bottom - 76 + 18 * index, rate, f"{rate:.3g} GB/s", "end"))
+        parts.append(f'<rect x="{left}" y="{legend - 10 + 18 * index}" width="12" height="12" fill="{colour}"/>')
+        parts.append(_text(left + 18, legend + 18 * index, name))
+        parts.append(_figure(left + 200, legend + 18 * index, rate, f"{rate:.3g} GB/s", "end"))
     parts.append(_figure(_WIDTH - 20, y_of(peak) - 6, peak, f"{peak:.3g} GFLOP/s", "end"))
     for name, (intensity, gflops, share) in rows.items():
         radius = max(2.0, 20 * math.sqrt(share))
@@ -285,7 +285,9 @@ def roofline(
     slowest = sorted(rows.items(), key=lambda item: -item[1][2])[:_DESCRIBED]
     texts = [f"{name} {gflops:.3g} GFLOP/s at {intensity:.3g}" for name, (intensity, gflops, _) in slowest]
     roofs = [f"{name} {rate:.3g} GB/s" for name, rate in rates.items()]
-    return _picture(title, f"peak {peak:.3g} GFLOP/s; {', '.join(roofs)}; {'; '.join(texts)}", height, parts)
+    return _picture(
+        title, f"peak {peak:.3g} GFLOP/s; {', '.join(roofs)}; {'; '.join(texts)}", legend + 18 * len(rates), parts
+    )
 
 
 def _powers(low: float, high: float) -> list[float]:

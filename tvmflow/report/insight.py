@@ -69,7 +69,8 @@ class SampleInsight(Record):
     """A sample: its index, the largest difference of its outputs from the original's, and the inputs.
 
     `answer` and `original_answer` are the argmax along the last axis of the first output where that is one number,
-    else None; `label` is the true answer.
+    else None; `label` is the true answer. `text` shows the sample to a person, None where the release file names no
+    function for it.
     """
 
     index: int
@@ -78,6 +79,7 @@ class SampleInsight(Record):
     original_answer: int | None
     label: str | None
     inputs: tuple[Drawing, ...]
+    text: str | None = None
 
 
 class Insight(Record):

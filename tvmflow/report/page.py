@@ -23,6 +23,9 @@ _STYLE = (
     "linear-gradient(270deg,Canvas 40%,transparent) 100%/2rem 100% no-repeat local,"
     "linear-gradient(90deg,var(--shade),transparent) 0/.6rem 100% no-repeat,"
     "linear-gradient(270deg,var(--shade),transparent) 100%/.6rem 100% no-repeat}"
+    # A tall chart scrolls by itself, so that what follows it is near.
+    ".scroll+.scroll{margin-top:1rem}figure .scroll{max-height:40rem;overflow-y:auto}"
+    "@media print{figure .scroll{max-height:none}}"
     "table{border-collapse:collapse;font-size:.9rem}"
     "th,td{padding:.3rem .7rem;text-align:left;font-weight:normal;white-space:nowrap;"
     "border-bottom:1px solid color-mix(in srgb,CanvasText 20%,Canvas)}thead th{font-weight:bold}"
@@ -32,7 +35,10 @@ _STYLE = (
     ".verdict{padding:.8rem 1rem;border-left:.5rem solid;font-size:1.1rem}"
     ".pass{border-color:#2e7d32}.fail{border-color:#c62828}.undecided{border-color:#8d6e63}"
     ".cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(10rem,1fr));gap:1rem}"
+    ".cards:has(blockquote){grid-template-columns:repeat(auto-fill,minmax(min(100%,16rem),1fr))}"
     ".cards figure{margin:0}.cards img{width:100%;image-rendering:pixelated;background:#888}"
+    "blockquote{margin:0 0 .3rem;padding-left:.6rem;border-left:3px solid;white-space:pre-wrap;"
+    "max-height:12rem;overflow:auto}"
     "figcaption{font-size:.85rem}img{max-width:100%}figure{margin:1rem 0}"
 )
 
@@ -105,29 +111,50 @@ def figure(caption: str, chart: str) -> Markup:
     )
 
 
+_DATA = re.compile(r'(?<=<script type="application/json" id="data">).*?(?=</script>)', re.DOTALL)
+
+
 def read_data(written: str) -> Any:
     """Return the JSON document of a page that `write` wrote; None where there is none."""
-    document = re.search(r'<script type="application/json" id="data">(.*?)</script>', written, re.DOTALL)
-    return None if document is None else json.loads(document[1])
+    document = _DATA.search(written)
+    return None if document is None else json.loads(document[0])
+
+
+def replace_section(written: str, heading: str, parts: Sequence[Markup], data: Mapping[str, Any]) -> str:
+    """Return a page that `write` wrote, with other content of a section and with `data` added to its JSON document.
+
+    A page without the section stays as it is.
+    """
+    start = _open_section(heading)
+    before, found, rest = written.partition(start)
+    if not found:
+        return written
+    changed = f"{before}{start}{''.join(parts)}{rest[rest.index('</section>') :]}"
+    return _DATA.sub(lambda document: _embed({**json.loads(document[0]), **data}), changed)
+
+
+def _open_section(heading: str) -> str:
+    slug = _slug(heading)
+    return f'<section aria-labelledby="{slug}"><h2 id="{slug}">{escape(heading)}</h2>'
+
+
+def _slug(heading: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in heading.lower())
+
+
+def _embed(data: Mapping[str, Any]) -> str:
+    """A JSON document for a script element, which a "</script>" within a string would end."""
+    return json.dumps(data).replace("<", "\\u003c")
 
 
 def write(title: str, sections: Mapping[str, Sequence[Markup]], data: Mapping[str, Any]) -> str:
     """Return a page: sections by heading, and `data`, the JSON document that has all of its figures."""
-    slugs = {
-        heading: "".join(letter if letter.isalnum() else "-" for letter in heading.lower()) for heading in sections
-    }
-    links = items(Markup(f'<a href="#{slugs[heading]}">{escape(heading)}</a>') for heading in sections)
-    body = "".join(
-        f'<section aria-labelledby="{slugs[heading]}"><h2 id="{slugs[heading]}">{escape(heading)}</h2>'
-        f"{''.join(parts)}</section>"
-        for heading, parts in sections.items()
-    )
-    # A "</script>" within a string would end the element.
-    document = json.dumps(data).replace("<", "\\u003c")
+    links = items(Markup(f'<a href="#{_slug(heading)}">{escape(heading)}</a>') for heading in sections)
+    body = "".join(f"{_open_section(heading)}{''.join(parts)}</section>" for heading, parts in sections.items())
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}{charts.STYLE}</style></head><body>"
         f'<header><h1>{escape(title)}</h1><nav aria-label="Sections">{links}</nav></header><main>{body}</main>'
-        f'<script type="application/json" id="data">{document}</script></body></html>\n'
+        f'<script type="application/json" id="data">{_embed(data)}</script></body></html>\n'
     )

@@ -1,12 +1,19 @@
 """The page of a release, for the person who decides whether it may go out."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from tvmflow.comparison import Interval
 from tvmflow.release import Release
-from tvmflow.report import charts, page
-from tvmflow.report.changes import Change, PeerRatio, Slowdown, compare_releases, find_slowdowns, peer_ratios
+from tvmflow.report import charts, page, trust
+from tvmflow.report.changes import (
+    Change,
+    PeerRatio,
+    Slowdown,
+    Spread,
+    compare_releases,
+    find_slowdowns,
+    peer_ratios,
+    spreads,
+)
 from tvmflow.report.drift import Drift, Step, find_drifts, find_steps
 from tvmflow.report.insight import Drawing, FunctionTime, Insight, SampleInsight
 from tvmflow.report.layers import LayerRow, SlowerLayer, find_slower, layer_rows, show_layers, show_losses, times_of
@@ -44,6 +51,7 @@ class PageData(Record):
     `production` is the version that `channel` holds, None where it holds nothing; `changes` are those since then.
     `checks` are those of the channel's gates on figures. `history` ends with the release itself. `insights` and the
     rows of `functions` and `layers` are by target. `slower` are layers by the change of their time since `production`.
+    `spreads` are the figures of loading by round, in `production` and in the release.
     `slowdowns` are the targets that are slower than in `production`, `ratios` those to the peers in both releases.
     `drifts` and `steps` are those of the figures in the history.
     """
@@ -60,6 +68,7 @@ class PageData(Record):
     slower: dict[str, tuple[SlowerLayer, ...]]
     slowdowns: tuple[Slowdown, ...]
     ratios: tuple[PeerRatio, ...]
+    spreads: tuple[Spread, ...]
     drifts: tuple[Drift, ...]
     steps: tuple[Step, ...]
 
@@ -94,6 +103,7 @@ def make_data(
         slower={name: find_slower(now.get(name, {}), before.get(name, {})) for name, insight in insights.items()},
         slowdowns=() if production is None else tuple(find_slowdowns(release, production)),
         ratios=() if production is None else tuple(peer_ratios(release, production)),
+        spreads=tuple(spreads(release, production)),
         drifts=tuple(find_drifts((*history, release))),
         steps=tuple(find_steps((*history, release))),
     )
@@ -129,10 +139,16 @@ def write_page(data: PageData) -> str:
         "Accuracy over latency": list(_trade(release)),
         "Where the time goes": list(_time(data)),
         f"What changed since {data.channel}": list(_changes(data)),
-        "Trust": list(_trust(release)),
+        trust.HEADING: list(trust.show(release, None)),
         "Roll back": list(_commands(data)),
     }
     return page.write(f"{release.name} {release.version}", sections, data.model_dump(mode="json"))
+
+
+def update_page(written: str, release: Release, standing: trust.Standing) -> str:
+    """Return the page of a published release with what has become of the release since."""
+    parts = list(trust.show(release, standing))
+    return page.replace_section(written, trust.HEADING, parts, {"standing": standing.model_dump(mode="json")})
 
 
 def _verdict(data: PageData) -> Iterator[Markup]:
@@ -170,17 +186,7 @@ def _verdict(data: PageData) -> Iterator[Markup]:
         yield page.paragraph("A channel refuses it when a gate of its policy is not kept:")
         yield page.items(conditions)
     if data.checks:
-        cells = [
-            (
-                check.name,
-                "yes" if check.passed else "no",
-                page.number(check.value),
-                page.number(check.bound),
-                _show_interval(None if check.interval is None or math.isinf(check.interval.high) else check.interval),
-            )
-            for check in data.checks
-        ]
-        yield page.table(f"Gates of {data.channel} on figures", ("gate", "kept", "figure", "bound", "interval"), cells)
+        yield trust.show_checks(f"Gates of {data.channel} on figures", data.checks)
 
 
 def _against(data: PageData) -> Iterator[Markup]:
@@ -191,6 +197,8 @@ def _against(data: PageData) -> Iterator[Markup]:
         yield from figures_beside(data.changes, data.production, "this release")
         if data.ratios:
             yield _show_ratios(data.ratios)
+    if data.spreads:
+        yield _show_spreads(data.spreads)
     latencies: dict[str, list[tuple[float, float]]] = {}
     for row in data.history:
         if row.p50 is not None:
@@ -210,7 +218,7 @@ def _show_ratios(ratios: Sequence[PeerRatio]) -> Markup:
             item.peer,
             item.version,
             page.number(item.ratio, "{:.3f}"),
-            _show_interval(item.interval, item.missing),
+            trust.show_interval(item.interval, item.missing),
             page.number(item.rounds, "{:d}"),
         )
         for item in ratios
@@ -219,11 +227,20 @@ def _show_ratios(ratios: Sequence[PeerRatio]) -> Markup:
     return page.table("Latency over a peer's, measured in turn", headings, rows)
 
 
-def _show_interval(interval: Interval | None, missing: int = 0) -> Markup:
-    """An interval, or "-" with the number of rounds that are missing, where it is above 0."""
-    if interval is None:
-        return Markup(f"-, rounds missing: {page.number(missing, '{:d}')}" if missing else "-")
-    return Markup(f"{page.number(interval.low, '{:.3f}')} to {page.number(interval.high, '{:.3f}')}")
+def _show_spreads(spreads: Sequence[Spread]) -> Markup:
+    rows = [
+        (
+            item.target,
+            item.figure,
+            item.version,
+            page.number(item.median),
+            Markup(f"{page.number(item.low)} to {page.number(item.high)}"),
+            page.number(item.rounds, "{:d}"),
+        )
+        for item in spreads
+    ]
+    headings = ("target", "figure", "release", "median", "least to most", "rounds")
+    return page.table("Loading, in a fresh process for each round", headings, rows)
 
 
 def _show_slowdown(slowdown: Slowdown) -> Markup:
@@ -249,7 +266,8 @@ def figures_beside(changes: Sequence[Change], before: str, now: str) -> Iterator
     yield page.paragraph(
         "Each release was measured when it was made, so that a latency may differ by the state of the machine: where "
         "the reference kernel, which is the same each time, takes longer as well, the machine was slower. "
-        "A promotion with the gate max_ratio_current measures both in turn and gives an interval."
+        "A promotion with the gate max_ratio_current measures both in turn and gives an interval, which "
+        "tvmflow report then shows under Trust."
     )
 
 
@@ -279,6 +297,8 @@ def _card(sample: SampleInsight) -> str:
     if sample.label is not None:
         words.append(f"label {page.text(sample.label)}")
     drawings = "".join(_draw(item, sample.index) for item in sample.inputs)
+    if sample.text is not None:
+        drawings = f"<blockquote>{page.text(sample.text)}</blockquote>{page.details('inputs', [Markup(drawings)])}"
     return f"<figure>{drawings}<figcaption>{'<br>'.join(words)}</figcaption></figure>"
 
 
@@ -350,22 +370,7 @@ def facts_that_differ(changes: Sequence[Change], before: str, now: str) -> Itera
     if rows:
         yield page.table("What differs", ("target", "fact", before, now), rows)
     else:
-        yield page.paragraph("Model, tvmflow, machine, tuning and bundles are the same.")
-
-
-def _trust(release: Release) -> Iterator[Markup]:
-    rows = [
-        (
-            item.target,
-            page.number(item.bundle.size, "{:d}"),
-            Markup(f"<code>{page.text(item.bundle.sha256)}</code>"),
-        )
-        for item in release.targets
-    ]
-    yield page.table("Bundles", ("target", "bytes", "SHA-256"), rows)
-    yield page.paragraph(f"Made at {release.created_at} by tvmflow {release.tvmflow}.")
-    yield page.paragraph("Who signed a bundle, and whether its sources give the same bytes again:")
-    yield page.commands("tvmflow verify BUNDLE --rebuild RELEASE_FILE")
+        yield page.paragraph("Model, data, code, packages, machine, tuning, compiler and bundles are the same.")
 
 
 def _commands(data: PageData) -> Iterator[Markup]:

@@ -65,6 +65,9 @@ class Validate(Section):
     not class scores."""
     task: TaskMetric | None = None
     """A metric on held-out data."""
+    show: FunctionName | None = None
+    """A function `show(inputs by name) -> str` that returns a sample as text for the report, such as the words of token
+    ids. Of held-out data it gets one sample at a time, without the axis of samples."""
 
     @property
     def has_bounds(self) -> bool:

@@ -87,6 +87,7 @@ validate:
   #   drop: 0.0                 # how much lower than the original it may be
   #   arguments: {{}}
   #   batch: 64
+  # show: null                  # or package.module:function(inputs by name) -> the text of a sample for the report
 
 # benchmark:
 #   repeats: 50                 # per round

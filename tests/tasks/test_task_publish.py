@@ -1,0 +1,35 @@
+"""The document of a release: what it says of its own origin."""
+
+from pathlib import Path
+
+from support.releases import make_release
+from tasks.export import ExportResult
+from tasks.publish import release_document
+from tasks.track import TrackResult
+from tasks.train import TrainResult
+from tvmflow.spec import parse
+from tvmflow.training import Training
+from tvmflow.workspace import Artifact, Sources, Workspace
+
+_FILE = Artifact(name="file", sha256="a" * 64, size=1)
+
+
+def test_a_retuned_release_names_the_training_of_its_weights_and_the_code_as_it_is_now(tmp_path: Path) -> None:
+    training = Training(function="train:fit", arguments={"lr": 0.1}, files={"data.csv": "b" * 64})
+    before = make_release("net", "1")
+    code = {"train.py": "1" * 64, "model.py": "9" * 64}
+    origin = before.provenance.model_copy(update={"training": training, "code": code})
+    trained = TrainResult.of_release(_FILE, before.model_copy(update={"provenance": origin}))
+    exported = ExportResult(
+        onnx=_FILE, samples=_FILE, inputs=(), outputs=(), max_abs_error=None, opset=18,
+        sources=Sources(files={"model.py": "2" * 64}),
+    )  # fmt: skip
+    tracked = TrackResult(run_id="r", target_runs={}, model="net", version="2", created_at="", packages={"six": "1.17"})
+    spec = parse(
+        {"name": "net", "model": {"factory": "model:create"}, "inputs": [{"name": "x", "shape": [1]}]}, tmp_path
+    )
+    document = release_document(spec, Workspace(tmp_path / "state"), exported, trained, None, (), tracked)
+    made = document.provenance
+    assert (made.training, made.held_out, made.packages) == (training, None, {"six": "1.17"})
+    assert made.code == {"model.py": "2" * 64, "train.py": "1" * 64}
+    assert TrainResult.of_release(_FILE, before) == TrainResult(weights=_FILE)

@@ -1,0 +1,157 @@
+"""Trust: the part of a release's page on who signed and approved it, and whether its bundles were built again."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from tvmflow.comparison import Interval
+from tvmflow.release import Release
+from tvmflow.report import page
+from tvmflow.report.page import Markup
+from tvmflow.verdict import REBUILD, Answer, Check
+from tvmflow.workspace import Record
+
+HEADING = "Trust"
+"""The heading of the section, which `tvmflow report` writes anew."""
+# The hexadecimal digits by which a person tells keys apart.
+_DIGITS = 16
+
+
+class ChannelEvent(Record):
+    """An event in a channel's history that concerns a release: what happened when (UTC, ISO 8601), by whom and why."""
+
+    channel: str
+    when: str
+    what: str
+    who: str
+    why: str
+
+
+class Promotion(Record):
+    """The last verdict on a promotion of a release to a channel, which `who` asked for, and its run in MLflow.
+
+    `approval` is a person's answer, None where nobody was asked. `signer` is the public key that the statement on the
+    verdict names, in hexadecimal, None without one.
+    """
+
+    channel: str
+    verdict: str
+    who: str
+    why: str
+    approval: Answer | None
+    checks: tuple[Check, ...]
+    run: str
+    signer: str | None
+
+
+class Standing(Record):
+    """What is known of a release at the time `when` (UTC, ISO 8601) that its own document cannot say.
+
+    `signer` is the public key that the statement on it names, in hexadecimal, None without one; `is_checked` says
+    whether this machine trusts keys and has checked it. `faults` are sentences on what does not hold or answer.
+    """
+
+    when: str
+    signer: str | None
+    is_checked: bool
+    events: tuple[ChannelEvent, ...]
+    promotions: tuple[Promotion, ...]
+    faults: tuple[str, ...]
+
+    @property
+    def rebuilds(self) -> tuple[Check, ...]:
+        """The checks whether a bundle is the same when it is built again."""
+        return tuple(check for item in self.promotions for check in item.checks if check.name == REBUILD)
+
+
+def show(release: Release, standing: Standing | None) -> Iterator[Markup]:
+    """Yield the section of a release; `standing` is None while it is being made."""
+    rows = [
+        (
+            item.target,
+            page.number(item.bundle.size, "{:,}"),
+            "not recorded" if item.making is None else _name_signature(item.making.signer),
+            Markup(f"<code>{page.text(item.bundle.sha256)}</code>"),
+        )
+        for item in release.targets
+    ]
+    yield page.table("Bundles", ("target", "bytes", "signature", "SHA-256"), rows)
+    yield page.paragraph(f"Made at {release.created_at} by tvmflow {release.tvmflow}.")
+    if standing is None:
+        yield page.paragraph(
+            "This page was written while the release was made, when nobody had promoted it or built it again. It is "
+            "written with who signed and approved the release since, and with what promotions measured, by"
+        )
+        yield page.commands(f"tvmflow report {release.name} {release.version}")
+        yield from _show_rebuilds(())
+        return
+    for fault in standing.faults:
+        yield page.paragraph(fault, "verdict fail")
+    note = "" if standing.signer is None or standing.is_checked else " (not checked: no key is trusted here)"
+    yield page.paragraph(f"At {standing.when} the release is {_name_signature(standing.signer)}{note}.")
+    yield from _show_rebuilds(standing.rebuilds)
+    if standing.events:
+        cells = [(item.channel, item.when, item.what, item.who, item.why or "-") for item in standing.events]
+        yield page.table("In the channels", ("channel", "when", "what", "who", "why"), cells)
+        yield page.paragraph(
+            "A signature on a channel covers what it holds and has held, but not who moved it and why. "
+            "One on a verdict covers all of it."
+        )
+    else:
+        yield page.paragraph("No channel has held it or refused it.")
+    for promotion in standing.promotions:
+        yield page.paragraph(_describe(promotion))
+        measured = [check for check in promotion.checks if check.value is not None]
+        others = [check for check in promotion.checks if check.value is None and check.name != REBUILD]
+        yield page.items(f"{'kept' if check.passed else 'not kept'}: {check.message}" for check in others)
+        if measured:
+            yield show_checks(f"Figures of the promotion to {promotion.channel}", measured)
+
+
+def _show_rebuilds(checks: Sequence[Check]) -> Iterator[Markup]:
+    if checks:
+        yield page.items(check.message for check in checks)
+    else:
+        yield page.paragraph(
+            "Not built again. A promotion to a channel whose policy has rebuild: required builds every bundle again "
+            "and compares them. For one bundle, this does:"
+        )
+        yield page.commands("tvmflow verify BUNDLE --rebuild RELEASE_FILE")
+
+
+def _describe(promotion: Promotion) -> str:
+    answer = promotion.approval
+    approval = "no approval was asked for"
+    if answer is not None:
+        verb = "approved" if answer.approve else "rejected"
+        approval = f"{verb} by {answer.who}{f' ({answer.why})' if answer.why else ''}"
+    why = f" ({promotion.why})" if promotion.why else ""
+    return (
+        f"Promotion to {promotion.channel}: {promotion.verdict}; asked for by {promotion.who}{why}; {approval}; "
+        f"its verdict is {_name_signature(promotion.signer)}; MLflow run {promotion.run}."
+    )
+
+
+def _name_signature(key: str | None) -> str:
+    return "not signed" if key is None else f"signed with {key[:_DIGITS]}"
+
+
+def show_checks(caption: str, checks: Sequence[Check]) -> Markup:
+    """Return a table of checks with their figures, bounds and intervals."""
+    cells = [
+        (
+            check.name,
+            "yes" if check.passed else "no",
+            page.number(check.value),
+            page.number(check.bound),
+            show_interval(None if check.interval is None or math.isinf(check.interval.high) else check.interval),
+        )
+        for check in checks
+    ]
+    return page.table(caption, ("gate", "kept", "figure", "bound", "interval"), cells)
+
+
+def show_interval(interval: Interval | None, missing: int = 0) -> Markup:
+    """Return an interval, or "-" with the number of rounds that are missing, where it is above 0."""
+    if interval is None:
+        return Markup(f"-, rounds missing: {page.number(missing, '{:d}')}" if missing else "-")
+    return Markup(f"{page.number(interval.low, '{:.3f}')} to {page.number(interval.high, '{:.3f}')}")
