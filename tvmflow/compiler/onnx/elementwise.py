@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tvm import relax
+import onnx
+from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.node import IN_EVALUATION, Converter, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
@@ -177,3 +178,16 @@ def convert_mean(node: Node) -> relax.Expr | None:
     """
     total = convert_by_pairs(relax.op.add)(node)
     return None if total is None else relax.op.divide(total, relax.const(len(node.inputs), dtype_of(total)))
+
+
+def convert_bit_cast(node: Node) -> relax.Expr:
+    """Write BitCast: the bits of each element, taken for those of another type of as many bits."""
+    x, dtype = node.inputs[0], str(onnx.helper.tensor_dtype_to_np_dtype(node.attrs["to"]))
+    if "bool" in (dtype, dtype_of(x)):
+        # LLVM has a bit for it, memory a byte.
+        return relax.op.astype(x, dtype)
+
+    def cast(x: te.Tensor) -> te.Tensor:
+        return te.compute(x.shape, lambda *index: tirx.reinterpret(dtype, x[index]), name="bits")
+
+    return node.builder.call_te(cast, x, primfunc_name_hint="bit_cast")
