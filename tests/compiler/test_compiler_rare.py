@@ -1,0 +1,63 @@
+"""Operators that few models have, beside ONNX Runtime: determinants and counts of words."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from support.arrays import normal
+from tvmflow.compiler import CompiledModel, import_onnx
+from tvmflow.errors import UnsupportedOperatorError
+
+Check = Callable[..., CompiledModel]
+
+
+def test_determinants_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for size in (1, 4):
+        # The last matrix has none, the one before begins with a zero.
+        x = np.concatenate([normal(3, size, size), np.zeros((1, size, size), "float32")])
+        x[2, 0, 0] = 0
+        node = helper.make_node("Det", ["x"], ["y"])
+        cases.append((([node], [("x", ["n", size, size])], ["y"]), {"x": x}))
+    assert_all_same(cases)
+
+
+_POOL: dict[str, Any] = {
+    "min_gram_length": 1,
+    "max_gram_length": 2,
+    "max_skip_count": 1,
+    "ngram_counts": [0, 3],
+    "ngram_indexes": [3, 0, 4, 1, 2],
+    "pool_int64s": [2, 3, 5, 5, 4, 2, 3],
+}
+
+
+def test_counts_of_words_equal_onnx_runtime(assert_all_same: Check) -> None:
+    rows, weights = np.array([[2, 3, 5, 4, 2, 5, 4], [5, 4, 4, 3, 2, 2, 3]]), [0.5, 1.0, 2.0, 3.0, 4.0]
+    cases = []
+    for shape, form in (
+        ([2, "m"], {"mode": "TF", "min_gram_length": 2}),
+        (["n", 7], {"mode": "TFIDF", "weights": weights}),
+        ([7], {"mode": "IDF", "weights": weights}),
+    ):
+        node = helper.make_node("TfIdfVectorizer", ["x"], ["y"], **{**_POOL, **form})
+        x = rows if len(shape) == 2 else rows[0]
+        cases.append((([node], [("x", shape, TensorProto.INT64)], ["y"]), {"x": x}))
+    assert_all_same(cases)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({"pool_strings": ["a", "b", "c", "b", "c", "a", "b"], "pool_int64s": None}, "words that are strings"),
+        ({"ngram_indexes": [3, 0, 4, 1, 3]}, "sequences that share a column"),
+    ],
+)
+def test_words_that_cannot_be_counted_are_refused(form: dict[str, Any], reason: str, make_model: Any) -> None:
+    attributes = {name: value for name, value in {**_POOL, **form}.items() if value is not None}
+    node = helper.make_node("TfIdfVectorizer", ["x"], ["y"], "words", mode="TF", **attributes)
+    with pytest.raises(UnsupportedOperatorError, match=f"TfIdfVectorizer, node 'words'.*{reason}"):
+        import_onnx(make_model([node], [("x", [7], TensorProto.INT64)], ["y"]))
