@@ -1,4 +1,4 @@
-"""Operators that few models have, beside ONNX Runtime: determinants and counts of words."""
+"""Operators and forms that few models have, beside ONNX Runtime: determinants, counts of words, slopes of numbers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,3 +61,23 @@ def test_words_that_cannot_be_counted_are_refused(form: dict[str, Any], reason: 
     node = helper.make_node("TfIdfVectorizer", ["x"], ["y"], "words", mode="TF", **attributes)
     with pytest.raises(UnsupportedOperatorError, match=f"TfIdfVectorizer, node 'words'.*{reason}"):
         import_onnx(make_model([node], [("x", [7], TensorProto.INT64)], ["y"]))
+
+
+def test_slopes_of_numbers_and_unique_elements_of_a_matrix_equal_onnx_runtime(assert_all_same: Check) -> None:
+    places = [(name, [None], TensorProto.INT64) for name in ("first", "places", "counts")]
+    slope = helper.make_node("PRelu", ["x", "s"], ["y"])
+    unique = helper.make_node("Unique", ["x"], ["y", "first", "places", "counts"])
+    assert_all_same(
+        [
+            (([slope], [("x", []), ("s", [])], ["y"]), {"x": np.array(-2, "float32"), "s": np.array(3, "float32")}),
+            (([slope], [("x", ["n"]), ("s", [])], ["y"]), {"x": normal(5), "s": np.array(3, "float32")}),
+            (([unique], [("x", ["n", 3])], [("y", [None]), *places]), {"x": np.round(normal(4, 3))}),
+        ]
+    )
+
+
+def test_weights_of_a_free_window_are_refused_in_words(make_model: Any) -> None:
+    node = helper.make_node("Conv", ["x", "w"], ["y"], "filter")
+    path = make_model([node], [("x", [1, 3, 8, 8]), ("w", [4, 3, "h", 3])], ["y"])
+    with pytest.raises(UnsupportedOperatorError, match=r"Conv, node 'filter'.*weights of symbolic size.*fixed sizes"):
+        import_onnx(path)

@@ -99,6 +99,7 @@ _STANDARD: dict[str, Converter] = {
     "OneHot": indexing.convert_one_hot,
     "Pad": indexing.convert_pad,
     "Pow": elementwise.convert_pow,
+    "PRelu": elementwise.convert_prelu,
     "QLinearConv": quantised.convert_qlinear_conv,
     "QLinearMatMul": quantised.convert_qlinear_matmul,
     "QuantizeLinear": quantised.convert_blocked,
@@ -129,6 +130,7 @@ _STANDARD: dict[str, Converter] = {
     "ThresholdedRelu": elementwise.convert_thresholded_relu,
     "Tile": movement.convert_tile,
     "TopK": indexing.convert_top_k,
+    "Unique": indexing.convert_unique,
     "Upsample": resize.convert_upsample,
 }
 

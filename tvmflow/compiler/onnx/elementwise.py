@@ -191,3 +191,18 @@ def convert_bit_cast(node: Node) -> relax.Expr:
         return te.compute(x.shape, lambda *index: tirx.reinterpret(dtype, x[index]), name="bits")
 
     return node.builder.call_te(cast, x, primfunc_name_hint="bit_cast")
+
+
+def convert_prelu(node: Node) -> relax.Expr | None:
+    """Write PRelu as a choice.
+
+    Returns None, which leaves the node to TVM's converter, for slopes along one dimension of fixed size.
+    """
+    x, slope = node.inputs
+    dims, own = dims_of(x), dims_of(slope)
+    if dims is not None and own is not None:
+        axes = [len(dims) - len(own) + place for place, size in enumerate(own) if not isinstance(size, int) or size > 1]
+        axes = axes or [len(dims) - 1]
+        if dims and len(axes) == 1 and isinstance(dims[axes[0]], int):
+            return None
+    return relax.op.where(relax.op.less(x, const(0, dtype_of(x))), relax.op.multiply(x, slope), x)

@@ -114,6 +114,12 @@ def convert_compress(node: Node) -> None:
         node.inputs[1] = part
 
 
+def convert_unique(node: Node) -> None:
+    """Make a vector of data whose elements are compared, as the places that TVM returns have its shape."""
+    if node.attrs.get("axis") is None and node.inputs[0].ty.ndim != 1:
+        node.inputs[0] = node.emit(relax.op.reshape(node.inputs[0], [-1]))
+
+
 def convert_pad(node: Node) -> relax.Expr | None:
     """Write padding by a constant as an operator, which folds into convolutions; TVM's converter emits a function.
 

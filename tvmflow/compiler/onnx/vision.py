@@ -29,6 +29,8 @@ def convert_padding(operator: str) -> Converter:
         if operator == "MaxPool" and node.outputs > 1:
             return convert_max_pool_with_places(node)
         data, dims, auto_pad = node.inputs[0], dims_of(node.inputs[0]), node.text("auto_pad", "NOTSET")
+        if operator == "Conv":
+            _check_weights(node)
         has_strides = operator != "Conv" or any(stride != 1 for stride in node.attrs.get("strides", ()))
         if not auto_pad.startswith("SAME"):
             if operator == "LpPool" and node.attrs.pop("ceil_mode", 0):
@@ -71,6 +73,14 @@ def convert_padding(operator: str) -> Converter:
         return relax.op.divide(means, shares)
 
     return convert
+
+
+def _check_weights(node: Node) -> None:
+    """Refuse weights of a window of symbolic size, and symbolic weights in groups."""
+    dims = dims_of(node.inputs[1])
+    fixed = (dims or [])[0 if node.attrs.get("group", 1) > 1 else 2 :]
+    if dims is None or not all(isinstance(size, int) for size in fixed):
+        raise FreeSizeError("weights of symbolic size")
 
 
 def _pad_for_last_windows(node: Node) -> None:
@@ -127,6 +137,7 @@ def convert_conv_transpose(node: Node) -> relax.Expr | None:
     Returns None, so that TVM's converter takes the node. Raises FreeSizeError for output_shape of an input of unknown
     size.
     """
+    _check_weights(node)
     output_shape = node.attrs.pop("output_shape", None)
     if node.attrs.get("group", 1) > 1:
         node.inputs[:2] = agree_in_depth(node.builder, node.inputs[:2], node.evaluator)
