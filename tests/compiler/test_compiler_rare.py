@@ -1,4 +1,4 @@
-"""Operators and forms that few models have, beside ONNX Runtime: determinants, counts of words, slopes of numbers."""
+"""Operators and forms that few models have, beside ONNX Runtime: determinants and counts of words."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,12 +63,19 @@ def test_words_that_cannot_be_counted_are_refused(form: dict[str, Any], reason: 
         import_onnx(make_model([node], [("x", [7], TensorProto.INT64)], ["y"]))
 
 
-def test_slopes_of_numbers_and_unique_elements_of_a_matrix_equal_onnx_runtime(assert_all_same: Check) -> None:
+def test_forms_that_a_sweep_found_equal_onnx_runtime(assert_all_same: Check) -> None:
     places = [(name, [None], TensorProto.INT64) for name in ("first", "places", "counts")]
     slope = helper.make_node("PRelu", ["x", "s"], ["y"])
     unique = helper.make_node("Unique", ["x"], ["y", "first", "places", "counts"])
+    celu = helper.make_node("Celu", ["x"], ["y"], alpha=0.5)
+    conv = helper.make_node("Conv", ["x", "w", "b"], ["y"])
+    sizes = [("x", ["n", "c", 5]), ("w", [4, 3, 2]), ("b", ["m"])]
+    split = helper.make_node("Split", ["x", "parts"], ["a", "b"], axis=1)
     assert_all_same(
         [
+            (([split], [("x", [2, 3])], ["a", "b"], {"parts": np.array([0, 3])}), {"x": normal(2, 3)}),
+            (([celu], [("x", [])], ["y"]), {"x": np.array(-2, "float32")}),
+            (([conv], sizes, ["y"]), {"x": normal(2, 3, 5), "w": normal(4, 3, 2), "b": normal(4)}),
             (([slope], [("x", []), ("s", [])], ["y"]), {"x": np.array(-2, "float32"), "s": np.array(3, "float32")}),
             (([slope], [("x", ["n"]), ("s", [])], ["y"]), {"x": normal(5), "s": np.array(3, "float32")}),
             (([unique], [("x", ["n", 3])], [("y", [None]), *places]), {"x": np.round(normal(4, 3))}),

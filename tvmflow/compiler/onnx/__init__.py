@@ -56,6 +56,7 @@ _STANDARD: dict[str, Converter] = {
     "BatchNormalization": norms.convert_batch_norm,
     "BitCast": elementwise.convert_bit_cast,
     "BitShift": elementwise.convert_shift,
+    "Celu": elementwise.convert_celu,
     "Clip": elementwise.convert_clip,
     "Col2Im": vision.convert_col2im,
     "Compress": indexing.convert_compress,

@@ -51,6 +51,12 @@ def convert_elu(node: Node) -> relax.Expr:
     return _build_exponential_unit(node, node.attrs.get("alpha", 1.0))
 
 
+def convert_celu(node: Node) -> relax.Expr:
+    """Write Celu by exp and relu; ONNX's definition of it makes a vector of a number."""
+    alpha = float(node.attrs.get("alpha", 1.0))
+    return _build_exponential_unit(node, alpha, 1 / alpha)
+
+
 def convert_selu(node: Node) -> relax.Expr:
     """Write Selu by exp and relu."""
     alpha = node.attrs.get("alpha", 1.67326319217681884765625)
@@ -60,10 +66,15 @@ def convert_selu(node: Node) -> relax.Expr:
     )
 
 
-def _build_exponential_unit(node: Node, alpha: float) -> relax.Expr:
-    """Return x where it is positive, else `alpha * (exp(x) - 1)`, in x's type; TVM's converters take float32 only."""
+def _build_exponential_unit(node: Node, alpha: float, factor: float = 1.0) -> relax.Expr:
+    """Return x where it is positive, else `alpha * (exp(factor * x) - 1)`, in x's type.
+
+    TVM's converters take float32 only.
+    """
     x, dtype = node.inputs[0], dtype_of(node.inputs[0])
-    below = node.emit(relax.op.exp(node.emit(relax.op.minimum(x, relax.const(0, dtype)))))
+    below = node.emit(relax.op.minimum(x, relax.const(0, dtype)))
+    below = below if factor == 1.0 else node.emit(relax.op.multiply(relax.const(factor, dtype), below))
+    below = node.emit(relax.op.exp(below))
     below = node.emit(relax.op.multiply(relax.const(alpha, dtype), relax.op.subtract(below, relax.const(1, dtype))))
     return relax.op.add(below, node.emit(relax.op.nn.relu(x)))
 

@@ -254,10 +254,10 @@ def _slice_by_data(node: Node, axes: Sequence[int], steps: Sequence[int]) -> rel
 
 
 def convert_split(node: Node) -> relax.Expr | None:
-    """Write Split of a symbolic dimension, or into parts of symbolic or computed sizes, as slices.
+    """Write Split of a symbolic dimension, or into parts of symbolic, computed or no size, as slices.
 
-    Returns None, which leaves the node to TVM's converter, where the dimension and the parts are constant or the data's
-    shape is unknown.
+    Returns None, which leaves the node to TVM's converter, where the dimension and the parts are constant and none is
+    empty, or the data's shape is unknown.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     lengths = node.sizes(1) if node.opset >= 13 else node.attrs.get("split")
@@ -270,7 +270,7 @@ def convert_split(node: Node) -> relax.Expr | None:
         dims[axis] = reduce(node.evaluator.add, lengths)
         data = cast_to(node.builder, data, dims)
     axis, evaluator = node.attrs.get("axis", 0) % len(dims), node.evaluator
-    if isinstance(dims[axis], int) and all(isinstance(length, int) for length in lengths or ()):
+    if isinstance(dims[axis], int) and all(isinstance(length, int) and length for length in lengths or ()):
         return None
     if lengths is None:
         # Parts are equal but for the last one, which is smaller where the dimension is no multiple.

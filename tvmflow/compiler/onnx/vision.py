@@ -30,7 +30,7 @@ def convert_padding(operator: str) -> Converter:
             return convert_max_pool_with_places(node)
         data, dims, auto_pad = node.inputs[0], dims_of(node.inputs[0]), node.text("auto_pad", "NOTSET")
         if operator == "Conv":
-            _check_weights(node)
+            _check_weights(node, outputs_axis=0)
         has_strides = operator != "Conv" or any(stride != 1 for stride in node.attrs.get("strides", ()))
         if not auto_pad.startswith("SAME"):
             if operator == "LpPool" and node.attrs.pop("ceil_mode", 0):
@@ -75,12 +75,18 @@ def convert_padding(operator: str) -> Converter:
     return convert
 
 
-def _check_weights(node: Node) -> None:
-    """Refuse weights of a window of symbolic size, and symbolic weights in groups."""
-    dims = dims_of(node.inputs[1])
-    fixed = (dims or [])[0 if node.attrs.get("group", 1) > 1 else 2 :]
+def _check_weights(node: Node, outputs_axis: int) -> None:
+    """Refuse weights of a window of symbolic size, and symbolic weights in groups; let the bias be of fixed size.
+
+    The number of outputs of a group is along `outputs_axis` of the weights.
+    """
+    dims, bias, groups = dims_of(node.inputs[1]), node.input(2), int(node.attrs.get("group", 1))
+    fixed = (dims or [])[0 if groups > 1 else 2 :]
     if dims is None or not all(isinstance(size, int) for size in fixed):
         raise FreeSizeError("weights of symbolic size")
+    count = node.evaluator.multiply(dims[outputs_axis], groups if outputs_axis else 1)
+    if bias is not None and not node.evaluator.are_equal((dims_of(bias) or [0])[0], count):
+        node.inputs[2] = cast_to(node.builder, bias, [count])
 
 
 def _pad_for_last_windows(node: Node) -> None:
@@ -137,7 +143,7 @@ def convert_conv_transpose(node: Node) -> relax.Expr | None:
     Returns None, so that TVM's converter takes the node. Raises FreeSizeError for output_shape of an input of unknown
     size.
     """
-    _check_weights(node)
+    _check_weights(node, outputs_axis=1)
     output_shape = node.attrs.pop("output_shape", None)
     if node.attrs.get("group", 1) > 1:
         node.inputs[:2] = agree_in_depth(node.builder, node.inputs[:2], node.evaluator)
