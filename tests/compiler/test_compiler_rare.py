@@ -69,11 +69,22 @@ def test_forms_that_a_sweep_found_equal_onnx_runtime(assert_all_same: Check) -> 
     unique = helper.make_node("Unique", ["x"], ["y", "first", "places", "counts"])
     celu = helper.make_node("Celu", ["x"], ["y"], alpha=0.5)
     conv = helper.make_node("Conv", ["x", "w", "b"], ["y"])
+    scaled = [helper.make_node(f"{name}Linear", ["x", "s", "z"], ["y"]) for name in ("Quantize", "Dequantize")]
+    numbers, zeros = ("z", ["m"], TensorProto.INT8), np.array([1, -3, 4], "int8")
+    scales = {"s": np.array([0.1, 0.2, 0.3], "float32"), "z": zeros}
     sizes = [("x", ["n", "c", 5]), ("w", [4, 3, 2]), ("b", ["m"])]
     split = helper.make_node("Split", ["x", "parts"], ["a", "b"], axis=1)
     assert_all_same(
         [
             (([split], [("x", [2, 3])], ["a", "b"], {"parts": np.array([0, 3])}), {"x": normal(2, 3)}),
+            (
+                ([scaled[0]], [("x", [2, 3]), ("s", ["m"]), numbers], [("y", [2, 3], TensorProto.INT8)]),
+                {"x": normal(2, 3), **scales},
+            ),
+            (
+                ([scaled[1]], [("x", ["n", "c"], TensorProto.INT8)], [("y", ["n", "c"])], scales),
+                {"x": np.array([[7, 8, -9]], "int8")},
+            ),
             (([celu], [("x", [])], ["y"]), {"x": np.array(-2, "float32")}),
             (([conv], sizes, ["y"]), {"x": normal(2, 3, 5), "w": normal(4, 3, 2), "b": normal(4)}),
             (([slope], [("x", []), ("s", [])], ["y"]), {"x": np.array(-2, "float32"), "s": np.array(3, "float32")}),
@@ -81,6 +92,13 @@ def test_forms_that_a_sweep_found_equal_onnx_runtime(assert_all_same: Check) -> 
             (([unique], [("x", ["n", 3])], [("y", [None]), *places]), {"x": np.round(normal(4, 3))}),
         ]
     )
+
+
+def test_free_numbers_of_places_are_refused_in_words(make_model: Any) -> None:
+    node = helper.make_node("GatherND", ["x", "i"], ["y"], "pick")
+    path = make_model([node], [("x", [2, 4]), ("i", [1, "k"], TensorProto.INT64)], ["y"])
+    with pytest.raises(UnsupportedOperatorError, match=r"GatherND, node 'pick'.*whose last dimension is symbolic"):
+        import_onnx(path)
 
 
 def test_weights_of_a_free_window_are_refused_in_words(make_model: Any) -> None:

@@ -94,9 +94,14 @@ def convert_gather_elements(node: Node) -> None:
 
 
 def convert_gather_nd(node: Node) -> None:
-    """Keep computed indices within the data, and leave the node to TVM's converter."""
+    """Keep computed indices within the data, and leave the node to TVM's converter.
+
+    Raises FreeSizeError for indices whose last dimension is symbolic.
+    """
     dims, places, first = dims_of(node.inputs[0]), dims_of(node.inputs[1]), int(node.attrs.get("batch_dims", 0))
-    if dims is not None and places and isinstance(places[-1], int):
+    if places and not isinstance(places[-1], int):
+        raise FreeSizeError("indices whose last dimension is symbolic")
+    if dims is not None and places:
         node.inputs[1] = keep_within(node, node.inputs[1], dims[first : first + places[-1]])
 
 
