@@ -74,8 +74,21 @@ def test_forms_that_a_sweep_found_equal_onnx_runtime(assert_all_same: Check) -> 
     scales = {"s": np.array([0.1, 0.2, 0.3], "float32"), "z": zeros}
     sizes = [("x", ["n", "c", 5]), ("w", [4, 3, 2]), ("b", ["m"])]
     split = helper.make_node("Split", ["x", "parts"], ["a", "b"], axis=1)
+    pool = {"kernel_shape": [3], "strides": [3], "pads": [2, 1], "ceil_mode": 1}
+    mean = helper.make_node("AveragePool", ["x"], ["y"], count_include_pad=1, **pool)
+    largest = helper.make_node("MaxPool", ["x"], ["y"], **pool)
+    lines = [{"x": normal(1, 2, size)} for size in (1, 3, 4, 5)]
+    resize = helper.make_node(
+        "Resize", ["x", "", "s"], ["y"], mode="linear", coordinate_transformation_mode="align_corners"
+    )
     assert_all_same(
         [
+            (([mean], [("x", [1, 2, "n"])], ["y"]), *lines),
+            (([largest], [("x", [1, 2, "n"])], ["y"]), *lines),
+            (
+                ([resize], [("x", [1, 2, 1, 4])], ["y"], {"s": np.array([1, 1, 1, 3], "float32")}),
+                {"x": normal(1, 2, 1, 4)},
+            ),
             (([split], [("x", [2, 3])], ["a", "b"], {"parts": np.array([0, 3])}), {"x": normal(2, 3)}),
             (
                 ([scaled[0]], [("x", [2, 3]), ("s", ["m"]), numbers], [("y", [2, 3], TensorProto.INT8)]),

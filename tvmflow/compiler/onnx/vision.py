@@ -33,8 +33,9 @@ def convert_padding(operator: str) -> Converter:
             _check_weights(node, outputs_axis=0)
         has_strides = operator != "Conv" or any(stride != 1 for stride in node.attrs.get("strides", ()))
         if not auto_pad.startswith("SAME"):
-            if operator == "LpPool" and node.attrs.pop("ceil_mode", 0):
-                _pad_for_last_windows(node)
+            is_free = dims is None or not all(isinstance(size, int) for size in dims[2:])
+            if (operator == "LpPool" or is_free) and node.attrs.pop("ceil_mode", 0):
+                _pad_for_last_windows(node, operator)
             _let_one_window_fit(node, operator, dims)
             return None
         if not has_strides:
@@ -89,11 +90,24 @@ def _check_weights(node: Node, outputs_axis: int) -> None:
         node.inputs[2] = cast_to(node.builder, bias, [count])
 
 
-def _pad_for_last_windows(node: Node) -> None:
-    """Pad the end of data so that windows beyond it fit: TVM's converter multiplies their means by a whole window."""
+def _pad_for_last_windows(node: Node, operator: str) -> None:
+    """Pad the end of data so that all windows of ceil_mode fit, of which none begins beyond the data.
+
+    TVM's converter multiplies the means of LpPool by a whole window, and does not build windows of data of free size.
+    """
     rank = len(node.attrs["kernel_shape"])
-    strides, pads = node.attrs.get("strides", [1] * rank), list(node.attrs.get("pads", [0] * 2 * rank))
-    node.attrs["pads"] = [*pads[:rank], *(pad + stride - 1 for pad, stride in zip(pads[rank:], strides, strict=True))]
+    strides, dilations = (node.attrs.get(name, [1] * rank) for name in ("strides", "dilations"))
+    pads = list(node.attrs.get("pads", [0] * 2 * rank))
+    counts_padding = operator == "AveragePool" and node.attrs.pop("count_include_pad", 0)
+    fill = const(0, dtype_of(node.inputs[0]))
+    for axis, taps in enumerate(node.attrs["kernel_shape"]):
+        widths = pads[axis], pads[rank + axis]
+        pads[rank + axis] = min((taps - 1) * dilations[axis], widths[1] + strides[axis] - 1)
+        if counts_padding:
+            # The padding counts as data, what is beyond it does not.
+            node.inputs[0] = pad_axis(node, node.inputs[0], 2 + axis, widths, fill)
+            pads[axis], pads[rank + axis] = 0, pads[rank + axis] - widths[1]
+    node.attrs["pads"] = pads
     node.attrs["auto_pad"] = b"NOTSET"
 
 
