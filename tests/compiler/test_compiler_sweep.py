@@ -50,7 +50,6 @@ class Case:
     steering: set[int] = field(default_factory=set)
     attributes: dict[str, Any] = field(default_factory=dict)
     outputs: int = 1
-    free: bool = True
 
     def integer(self, low: int, high: int) -> int:
         return int(self.rng.integers(low, high + 1))
@@ -215,10 +214,11 @@ def _slice(case: Case) -> None:
     shape = case.shape()
     case.give(case.values(*shape, dtype=case.choice("float32", "int64", "bool")))
     axes = [int(axis) for axis in case.rng.permutation(len(shape))[: case.integer(1, len(shape))]]
-    bounds = [[case.choice(case.integer(-9, 9), 0, 2**31 - 1, -(2**31)) for _ in axes] for _ in range(2)]
-    case.steer(*bounds, [axis - (len(shape) if case.flag() else 0) for axis in axes])
-    if case.flag():
-        case.steer([case.choice(1, 1, 2, 3, -1, -2) for _ in axes])
+    steps = [case.choice(1, 1, 2, 3, -1, -2) for _ in axes] if case.flag() else None
+    # ONNX Runtime takes the largest end of a negative step for the other end.
+    far = -(2**31) if steps and min(steps) < 0 else 2**31 - 1
+    bounds = [[case.choice(case.integer(-9, 9), 0, far) for _ in axes] for _ in range(2)]
+    case.steer(*bounds, [axis - (len(shape) if case.flag() else 0) for axis in axes], steps)
 
 
 def _pad(case: Case) -> None:
@@ -735,7 +735,11 @@ def draw(operator: str, seed: int) -> tuple[onnx.ModelProto, dict[str, Array]]:
         helper.make_tensor_value_info(
             name,
             helper.np_dtype_to_tensor_dtype(value.dtype),
-            [f"d{size}" if is_free and size > 1 and case.flag() and case.free else size for size in value.shape],
+            [
+                # A free number of axes would leave the number of the result's dimensions open.
+                f"d{size}" if is_free and size > 1 and int(name[1:]) not in case.steering and case.flag() else size
+                for size in value.shape
+            ],
         )
         for name, value in inputs.items()
     ]
