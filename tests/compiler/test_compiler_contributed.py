@@ -383,3 +383,56 @@ def test_quantised_operators_of_the_optimizer_equal_onnx_runtime(assert_all_same
     quantised = _case("QAttention", attention | {"m": None, "Z": zero, "Y": zero}, num_heads=2)
     cases = [((nodes, infos, outputs, weights), feeds) for (nodes, infos, _, weights), feeds in (where, pool, average)]
     assert_all_same([*cases, quantised])
+
+
+def test_rows_of_embeddings_beyond_a_table_are_the_nearest_within(
+    make_model: MakeModel, native: Target, run_built: Any
+) -> None:
+    tables = {"W": normal(20, 16), "P": normal(9, 16), "S": normal(2, 16), "G": normal(16), "B": normal(16)}
+    tables |= {"C": normal(9, 4), "R": normal(9, 4)}
+    nodes = [
+        _node("EmbedLayerNormalization", ["i", "t", "W", "P", "S", "G", "B", "", "p"], ["a", "b"], domain=_MS),
+        _node("RotaryEmbedding", ["x", "places", "C", "R"], ["c"], domain=_MS),
+    ]
+    integers = [(name, [1, 3], TensorProto.INT32) for name in "itp"]
+    inputs = [*integers, ("x", [1, 2, 3, 8]), ("places", [1, 3], TensorProto.INT64)]
+    path = make_model(nodes, inputs, ["a", ("b", [1], TensorProto.INT32), "c"], tables)
+    model, x = build(import_onnx(path), native), normal(1, 2, 3, 8)
+
+    def feed(*lasts: int, first: int) -> list[Array]:
+        i, t, p, places = (np.array([[first, 1, last]], "int32") for last in lasts)
+        return [i, t, p, x, places.astype("int64")]
+
+    far = 10**7
+    outside, within = (run_built(model, *those) for those in (feed(*[far] * 4, first=-far), feed(19, 1, 8, 8, first=0)))
+    for ours, expected in zip(outside, within, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_a_dynamically_quantised_lstm_is_one_of_dequantised_matrices(
+    make_model: MakeModel, native: Target, run_built: Any
+) -> None:
+    import onnxruntime
+
+    rng = np.random.default_rng(0)
+    matrices = {name: rng.integers(-127, 128, (2, depth, 24)).astype("int8") for name, depth in (("W", 5), ("R", 6))}
+    scales = {"ws": (rng.random((2, 24)) / 200 + 0.002).astype("float32"), "rs": np.array([0.003, 0.004], "float32")}
+    zeros = {"wz": np.zeros((2, 24), "int8"), "rz": np.zeros(2, "int8")}
+    plain = {
+        f"plain {name}": (matrix.astype("float32") * scale.reshape(2, 1, -1)).swapaxes(1, 2)
+        for (name, matrix), scale in zip(matrices.items(), scales.values(), strict=True)
+    }
+    nodes = [
+        _node(
+            "DynamicQuantizeLSTM", ["x", "W", "R", "B", "", "", "", "", "ws", "wz", "rs", "rz"], ["a"],
+            domain=_MS, hidden_size=6, direction="bidirectional",
+        ),
+        _node("LSTM", ["x", *plain, "B"], ["b"], hidden_size=6, direction="bidirectional"),
+    ]  # fmt: skip
+    weights = {**matrices, **plain, **scales, **zeros, "B": normal(2, 48)}
+    path, x = make_model(nodes, [("x", [4, 2, 5])], ["a", "b"], weights), normal(4, 2, 5)
+    ours, expected = run_built(build(import_onnx(path), native), x)
+    np.testing.assert_allclose(ours, expected, atol=1e-6)
+    theirs, _ = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    # ONNX Runtime quantises the input and the states.
+    np.testing.assert_allclose(ours, theirs, atol=0.02)

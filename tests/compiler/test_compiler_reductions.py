@@ -1,7 +1,6 @@
 """Reductions of whole numbers, of nothing, of truth values and of infinities, beside ONNX Runtime."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,9 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from support import scale
-from support.models import save_model
-from tvmflow.compiler import CompiledModel, import_onnx
-from tvmflow.errors import UnsupportedOperatorError
+from tvmflow.compiler import CompiledModel
 
 Check = Callable[..., CompiledModel]
 
@@ -74,10 +71,3 @@ def test_extremes_of_truth_values(make_model: Any, assert_same_as_onnxruntime: C
         nodes, [("x", [3, 2], TensorProto.BOOL)], [(name, [3], TensorProto.BOOL) for name in names], _AXES, opset=20
     )
     assert_same_as_onnxruntime(path, {"x": np.array([[True, False], [True, True], [False, False]])})
-
-
-def test_axes_that_are_computed_are_refused_in_words(tmp_path: Path) -> None:
-    node = helper.make_node("ReduceMean", ["x", "axes"], ["y"], "average")
-    inputs = [("x", [2, 3]), ("axes", [1], TensorProto.INT64)]
-    with pytest.raises(UnsupportedOperatorError, match=r"operator ReduceMean, node 'average'.*axes that are computed"):
-        import_onnx(save_model(tmp_path / "m.onnx", [node], inputs, ["y"]))

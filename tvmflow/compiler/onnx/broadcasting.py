@@ -84,6 +84,21 @@ def agree_in_channels(
     ]
 
 
+def agree_in_depth(
+    builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator: "SizeEvaluator"
+) -> list[relax.Expr]:
+    """Return data [n, c, ...] and weights [c, ...] of a transposed convolution with equal expressions for c."""
+    data, weight = (dims_of(operand) for operand in operands)
+    if data is None or weight is None:
+        return list(operands)
+    target = min(map(evaluator.simplify, (data[1], weight[0])), key=_complexity)
+    pairs = zip(operands, (data, weight), ([data[0], target, *data[2:]], [target, *weight[1:]]), strict=True)
+    return [
+        operand if all(map(evaluator.are_equal, shape, own)) else cast_to(builder, operand, own)
+        for operand, shape, own in pairs
+    ]
+
+
 def agree_in_product(
     builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator: "SizeEvaluator"
 ) -> list[relax.Expr]:

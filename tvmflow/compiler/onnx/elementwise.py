@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tvm import relax
+import onnx
+from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.node import IN_EVALUATION, Converter, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
@@ -50,6 +51,12 @@ def convert_elu(node: Node) -> relax.Expr:
     return _build_exponential_unit(node, node.attrs.get("alpha", 1.0))
 
 
+def convert_celu(node: Node) -> relax.Expr:
+    """Write Celu by exp and relu; ONNX's definition of it makes a vector of a number."""
+    alpha = float(node.attrs.get("alpha", 1.0))
+    return _build_exponential_unit(node, alpha, 1 / alpha)
+
+
 def convert_selu(node: Node) -> relax.Expr:
     """Write Selu by exp and relu."""
     alpha = node.attrs.get("alpha", 1.67326319217681884765625)
@@ -59,10 +66,15 @@ def convert_selu(node: Node) -> relax.Expr:
     )
 
 
-def _build_exponential_unit(node: Node, alpha: float) -> relax.Expr:
-    """Return x where it is positive, else `alpha * (exp(x) - 1)`, in x's type; TVM's converters take float32 only."""
+def _build_exponential_unit(node: Node, alpha: float, factor: float = 1.0) -> relax.Expr:
+    """Return x where it is positive, else `alpha * (exp(factor * x) - 1)`, in x's type.
+
+    TVM's converters take float32 only.
+    """
     x, dtype = node.inputs[0], dtype_of(node.inputs[0])
-    below = node.emit(relax.op.exp(node.emit(relax.op.minimum(x, relax.const(0, dtype)))))
+    below = node.emit(relax.op.minimum(x, relax.const(0, dtype)))
+    below = below if factor == 1.0 else node.emit(relax.op.multiply(relax.const(factor, dtype), below))
+    below = node.emit(relax.op.exp(below))
     below = node.emit(relax.op.multiply(relax.const(alpha, dtype), relax.op.subtract(below, relax.const(1, dtype))))
     return relax.op.add(below, node.emit(relax.op.nn.relu(x)))
 
@@ -177,3 +189,31 @@ def convert_mean(node: Node) -> relax.Expr | None:
     """
     total = convert_by_pairs(relax.op.add)(node)
     return None if total is None else relax.op.divide(total, relax.const(len(node.inputs), dtype_of(total)))
+
+
+def convert_bit_cast(node: Node) -> relax.Expr:
+    """Write BitCast: the bits of each element, taken for those of another type of as many bits."""
+    x, dtype = node.inputs[0], str(onnx.helper.tensor_dtype_to_np_dtype(node.attrs["to"]))
+    if "bool" in (dtype, dtype_of(x)):
+        # LLVM has a bit for it, memory a byte.
+        return relax.op.astype(x, dtype)
+
+    def cast(x: te.Tensor) -> te.Tensor:
+        return te.compute(x.shape, lambda *index: tirx.reinterpret(dtype, x[index]), name="bits")
+
+    return node.builder.call_te(cast, x, primfunc_name_hint="bit_cast")
+
+
+def convert_prelu(node: Node) -> relax.Expr | None:
+    """Write PRelu as a choice.
+
+    Returns None, which leaves the node to TVM's converter, for slopes along one dimension of fixed size.
+    """
+    x, slope = node.inputs
+    dims, own = dims_of(x), dims_of(slope)
+    if dims is not None and own is not None:
+        axes = [len(dims) - len(own) + place for place, size in enumerate(own) if not isinstance(size, int) or size > 1]
+        axes = axes or [len(dims) - 1]
+        if dims and len(axes) == 1 and isinstance(dims[axes[0]], int):
+            return None
+    return relax.op.where(relax.op.less(x, const(0, dtype_of(x))), relax.op.multiply(x, slope), x)

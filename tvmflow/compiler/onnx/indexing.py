@@ -11,7 +11,7 @@ from tvm import relax, te
 
 from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
-from tvmflow.compiler.onnx.sizes import materialise
+from tvmflow.compiler.onnx.sizes import elements_at_import, materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
 
 # The opset in which Hardmax and its like came to be along one dimension.
@@ -94,30 +94,57 @@ def convert_gather_elements(node: Node) -> None:
 
 
 def convert_gather_nd(node: Node) -> None:
-    """Keep computed indices within the data, and leave the node to TVM's converter."""
+    """Keep computed indices within the data, and leave the node to TVM's converter.
+
+    Raises FreeSizeError for indices whose last dimension is symbolic.
+    """
     dims, places, first = dims_of(node.inputs[0]), dims_of(node.inputs[1]), int(node.attrs.get("batch_dims", 0))
-    if dims is not None and places and isinstance(places[-1], int):
+    if places and not isinstance(places[-1], int):
+        raise FreeSizeError("indices whose last dimension is symbolic")
+    if dims is not None and places:
         node.inputs[1] = keep_within(node, node.inputs[1], dims[first : first + places[-1]])
+
+
+def convert_compress(node: Node) -> None:
+    """Cut a condition that is longer than the data, which ONNX Runtime ignores there, and leave the node to TVM's."""
+    data, condition = node.inputs
+    dims, lengths, axis = dims_of(data), dims_of(condition), node.attrs.get("axis")
+    if dims is None or lengths is None or len(lengths) != 1:
+        raise FreeSizeError("data or a condition of unknown shape")
+    evaluator = node.evaluator
+    size = reduce(evaluator.multiply, dims, 1) if axis is None else dims[int(axis)]
+    length = evaluator.least(lengths[0], size)
+    if not evaluator.are_equal(length, lengths[0]):
+        part = node.emit(relax.op.strided_slice(condition, [0], [0], [length], assume_inbound=True))
+        node.inputs[1] = part
+
+
+def convert_unique(node: Node) -> None:
+    """Make a vector of data whose elements are compared, as the places that TVM returns have its shape."""
+    if node.attrs.get("axis") is None and node.inputs[0].ty.ndim != 1:
+        node.inputs[0] = node.emit(relax.op.reshape(node.inputs[0], [-1]))
 
 
 def convert_pad(node: Node) -> relax.Expr | None:
     """Write padding by a constant as an operator, which folds into convolutions; TVM's converter emits a function.
 
     Constant widths become that operator; they must not be negative, and the data float32. Widths made of the model's
-    free sizes (symbolic ones) become a concatenation, for data of every type. Returns None, which leaves the node to
-    TVM's converter, for constant widths in another case: another mode, data of unknown shape, a value or axes that the
-    model computes; and for widths that it computes from data. Raises FreeSizeError for symbolic widths in such a case;
-    one that may be negative is checked when the model runs.
+    free sizes (symbolic ones) become a concatenation, for data of every type. Computed widths, axes and values,
+    negative widths, and symbolic ones of another mode become a function that reads each element from its place. Returns
+    None, which leaves the node to TVM's converter, for other constant widths. Raises FreeSizeError for data of unknown
+    shape.
     """
     data, widths = node.inputs[0], node.constant(1) if node.opset >= 11 else np.asarray(node.attrs.get("pads", ()))
-    if isinstance(node.input(1), relax.ShapeExpr):
-        return _pad_by_sizes(node)
     value = node.constant(2) if node.opset >= 11 else np.asarray(node.attrs.get("value", 0.0))
-    axes, dims = node.constant(3), dims_of(data)
+    axes, dims, mode = node.constant(3), dims_of(data), node.text("mode", "constant")
+    if dims is None:
+        raise FreeSizeError("data of unknown shape")
     is_computed = (node.input(2) is not None and value is None) or (node.input(3) is not None and axes is None)
-    if node.text("mode", "constant") != "constant" or is_computed or widths is None or dims is None:
-        return None
-    if dtype_of(data) != "float32" or (widths < 0).any():
+    if isinstance(node.input(1), relax.ShapeExpr) and mode == "constant" and not is_computed:
+        return _pad_by_sizes(node, dims)
+    if is_computed or widths is None or (node.opset >= 11 and (widths < 0).any()):
+        return _pad_by_places(node, dims)
+    if mode != "constant" or dtype_of(data) != "float32" or (widths < 0).any():
         return None
     places = range(len(dims)) if axes is None else [int(axis) % len(dims) for axis in axes]
     around = np.zeros((len(dims), 2), "int64")
@@ -126,19 +153,67 @@ def convert_pad(node: Node) -> relax.Expr | None:
     return relax.op.nn.pad(data, around.reshape(-1).tolist(), "constant", fill)
 
 
-def _pad_by_sizes(node: Node) -> relax.Expr:
+def _pad_by_sizes(node: Node, dims: Sequence[Any]) -> relax.Expr:
     """Write padding whose widths depend on sizes as concatenations."""
-    data, widths, dims = node.inputs[0], node.sizes(1) or [], dims_of(node.inputs[0])
-    value, axes = node.constant(2), node.constant(3)
-    if node.text("mode", "constant") != "constant":
-        raise FreeSizeError("a symbolic width of another mode than constant")
-    if dims is None or (node.input(2) is not None and value is None) or (node.input(3) is not None and axes is None):
-        raise FreeSizeError("a symbolic width with a computed value or computed axes")
+    data, widths, value, axes = node.inputs[0], node.sizes(1) or [], node.constant(2), node.constant(3)
     fill = const(np.asarray(0.0 if value is None else value.reshape(-1)[0], dtype_of(data)))
     places = range(len(dims)) if axes is None else [int(axis) % len(dims) for axis in axes]
     for axis, before, after in zip(places, widths, widths[len(widths) // 2 :], strict=False):
         data = pad_axis(node, data, axis, (before, after), fill)
     return data
+
+
+def _pad_by_places(node: Node, dims: Sequence[Any]) -> relax.Expr:
+    """Write padding as a function that computes for each element of the result from which one of the data it is.
+
+    A negative width cuts the data first.
+    """
+    emit, mode, dtype, rank = node.emit, node.text("mode", "constant"), dtype_of(node.inputs[0]), len(dims)
+    widths, axes = node.integers(1), node.constant(3)
+    known = elements_at_import(node.builder, widths)
+    widths = emit(relax.op.reshape(widths, [2, -1]))
+    if node.input(3) is not None:
+        # Which of the axes given is which of the data.
+        chosen = emit(relax.op.floor_mod(node.integers(3), const(rank, "int64")))
+        is_axis = relax.op.equal(emit(relax.op.expand_dims(chosen, 1)), const(np.arange(rank)))
+        widths = emit(relax.op.matmul(widths, emit(relax.op.astype(emit(is_axis), "int64"))))
+    before, after = (emit(relax.op.take(widths, const(place, "int64"), axis=0)) for place in (0, 1))
+    whole = emit(relax.op.add(emit(relax.op.add(before, after)), node.vector(dims)))
+    sizes = node.bind(emit(relax.op.maximum(whole, const(0, "int64"))))
+    if node.input(3) is None or axes is not None:
+        places = [int(axis) % rank for axis in (range(rank) if axes is None else axes)]
+        for axis, size in enumerate(dims):
+            own = [known[half + places.index(axis)] for half in (0, len(places))] if axis in places else [0, 0]
+            total = None if None in own else reduce(node.evaluator.add, own, size)
+            sizes[axis] = total if total is not None and node.evaluator.holds(total >= 0) else sizes[axis]
+    value = node.input(2)
+    fill = const(0, dtype) if value is None else emit(relax.op.reshape(value, []))
+
+    def pad(data: te.Tensor, before: te.Tensor, after: te.Tensor, fill: te.Tensor) -> te.Tensor:
+        zero = tvm.tirx.const(0, "int64")
+
+        def element(*index: Any) -> Any:
+            places, inside = [], []
+            for axis, (place, size) in enumerate(zip(index, data.shape, strict=True)):
+                first = te.max(-before[axis], zero)
+                length = size + te.min(after[axis], zero) - first
+                own = place.astype("int64") - te.max(before[axis], zero)
+                inside += [own >= 0, own < length]
+                if mode == "reflect":
+                    period = te.max(2 * length - 2, tvm.tirx.const(1, "int64"))
+                    own = te.floormod(own, period)
+                    own = te.min(own, period - own)
+                elif mode == "wrap":
+                    period = te.max(length, tvm.tirx.const(1, "int64"))
+                    own = te.floormod(own, period)
+                own = first + te.max(te.min(own, length - 1), zero)
+                places.append(te.max(te.min(own, size - 1), zero))
+            moved = data[tuple(places)]
+            return tvm.tirx.if_then_else(tvm.tirx.all(*inside), moved, fill[()]) if mode == "constant" else moved
+
+        return te.compute(sizes, element, name="pad")
+
+    return node.builder.call_te(pad, node.inputs[0], before, after, fill, primfunc_name_hint="pad")
 
 
 def pad_axis(node: Node, data: relax.Expr, axis: int, widths: Sequence[Any], fill: relax.Expr) -> relax.Expr:
@@ -177,17 +252,21 @@ def convert_space_to_depth(node: Node) -> relax.Expr | None:
     return relax.op.reshape(moved, [batch, channels * block * block, height // block, width // block])
 
 
-def convert_eye_like(node: Node) -> relax.Expr | None:
-    """Write EyeLike of a static shape as a constant.
+def convert_eye_like(node: Node) -> relax.Expr:
+    """Write EyeLike of a static shape as a constant, of a symbolic one as a comparison of rows and columns.
 
-    Returns None, which leaves the node to TVM's converter, for other shapes.
+    Raises FreeSizeError for data of unknown shape.
     """
-    dims = dims_of(node.inputs[0])
-    if dims is None or not all(isinstance(size, int) for size in dims):
-        return None
+    dims, shift = dims_of(node.inputs[0]), int(node.attrs.get("k", 0))
+    if dims is None:
+        raise FreeSizeError("data of unknown shape")
     element = node.attrs.get("dtype")
     dtype = str(onnx.helper.tensor_dtype_to_np_dtype(element)) if element else dtype_of(node.inputs[0])
-    return const(np.eye(dims[0], dims[1], int(node.attrs.get("k", 0))), dtype)
+    if all(isinstance(size, int) for size in dims):
+        return const(np.eye(dims[0], dims[1], shift), dtype)
+    rows, columns = (node.emit(relax.op.arange(0, size, 1, "int64")) for size in dims)
+    rows = node.emit(relax.op.expand_dims(node.emit(relax.op.add(rows, const(shift, "int64"))), 1))
+    return relax.op.astype(node.emit(relax.op.equal(rows, columns)), dtype)
 
 
 def convert_one_hot(node: Node) -> relax.Expr:
@@ -364,3 +443,27 @@ def convert_scatter_nd(node: Node) -> None:
     for place, (shape, target) in enumerate(zip((data, indices, updates), own, strict=True)):
         if not all(map(node.evaluator.are_equal, shape, target)):
             node.inputs[place] = cast_to(node.builder, node.inputs[place], target)
+
+
+def convert_tensor_scatter(node: Node) -> relax.Expr:
+    """Write TensorScatter as a choice between the data and the update, which begins at an index for each row.
+
+    What an update would write beyond the data is left out.
+    """
+    data, update, first = node.inputs[0], node.inputs[1], node.input(2)
+    axis, is_circular = int(node.attrs.get("axis", -2)) % data.ty.ndim, node.text("mode", "linear") == "circular"
+    first = const(np.zeros(1, "int64")) if first is None else first
+
+    def scatter(data: te.Tensor, update: te.Tensor, first: te.Tensor) -> te.Tensor:
+        def element(*index: Any) -> Any:
+            begin = first[index[0] if node.input(2) is not None else 0]
+            own = index[axis].astype("int64") - begin
+            own = te.floormod(own, data.shape[axis]) if is_circular else own
+            source = list(index)
+            source[axis] = te.max(te.min(own, update.shape[axis] - 1), tvm.tirx.const(0, "int64"))
+            is_new = tvm.tirx.all(own >= 0, own < update.shape[axis])
+            return tvm.tirx.if_then_else(is_new, update[tuple(source)], data[index])
+
+        return te.compute(data.shape, element, name="scatter")
+
+    return node.builder.call_te(scatter, data, update, first, primfunc_name_hint="tensor_scatter")

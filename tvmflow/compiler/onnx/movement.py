@@ -9,7 +9,7 @@ from tvm import relax, tirx
 
 from tvmflow.compiler.onnx.broadcasting import cast_to, simplest
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
-from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, elements_at_import, materialise
+from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, elements_at_import
 from tvmflow.compiler.onnx.values import const, dims_of
 
 
@@ -47,11 +47,11 @@ def _reshape_to_data(node: Node) -> relax.Expr:
     own = [*dims, *[0] * rank][:rank]
     if not node.attrs.get("allowzero", 0):
         is_zero = emit(relax.op.equal(target, const(0, "int64")))
-        target = emit(relax.op.where(is_zero, _vector(node, own), target))
+        target = emit(relax.op.where(is_zero, node.vector(own), target))
     is_rest = emit(relax.op.less(target, const(0, "int64")))
     ones = emit(relax.op.where(is_rest, const(1, "int64"), target))
     others = emit(relax.op.maximum(emit(relax.op.prod(ones, keepdims=True)), const(1, "int64")))
-    rest = emit(relax.op.floor_divide(_vector(node, [total]), others))
+    rest = emit(relax.op.floor_divide(node.vector([total]), others))
     sizes = [
         size if item is None or not node.evaluator.holds(item >= 1) else item
         for item, size in zip(elements, node.bind(emit(relax.op.where(is_rest, rest, target))), strict=True)
@@ -59,11 +59,6 @@ def _reshape_to_data(node: Node) -> relax.Expr:
     # The cast checks that the shape has as many elements as the data.
     flat = cast_to(node.builder, emit(relax.op.reshape(data, [total])), [reduce(node.evaluator.multiply, sizes, 1)])
     return relax.op.reshape(flat, relax.ShapeExpr(sizes))
-
-
-def _vector(node: Node, sizes: Sequence[Any]) -> relax.Expr:
-    """Sizes as a vector of int64."""
-    return materialise(node.builder, node.evaluator.shape(sizes))
 
 
 def convert_expand(node: Node) -> relax.Expr | None:
@@ -102,7 +97,7 @@ def _expand_to_data(node: Node) -> relax.Expr:
     (length,) = dims_of(target)  # type: ignore[misc]
     rank = max(length, len(dims))
     if length < rank:
-        target = node.emit(relax.op.concat([_vector(node, [1] * (rank - length)), target], 0))
+        target = node.emit(relax.op.concat([node.vector([1] * (rank - length)), target], 0))
     dims = [1] * (rank - len(dims)) + dims
     is_one = node.emit(relax.op.equal(target, const(1, "int64")))
     elements = elements_at_import(node.builder, target)
@@ -110,7 +105,7 @@ def _expand_to_data(node: Node) -> relax.Expr:
     sizes = [
         size if item is None else simplest([dim, item], node.evaluator)
         for dim, item, size in zip(
-            dims, elements, node.bind(node.emit(relax.op.where(is_one, _vector(node, dims), target))), strict=True
+            dims, elements, node.bind(node.emit(relax.op.where(is_one, node.vector(dims), target))), strict=True
         )
     ]
     own = [1 if isinstance(dim, int) and dim == 1 else size for dim, size in zip(dims, sizes, strict=True)]
@@ -192,11 +187,11 @@ def convert_slice(node: Node) -> relax.Expr | None:
         return None
     axes = [axis % len(dims) for axis in axes]
     if all(isinstance(size, int) for size in (*starts, *ends, *(dims[axis] for axis in axes))):
-        # TVM counts fewer than zero elements where nothing is left of data with other, symbolic dimensions.
+        # TVM counts fewer than zero elements where nothing is left.
         parts = (
             range(dims[axis])[start:end:step] for axis, start, end, step in zip(axes, starts, ends, steps, strict=True)
         )
-        if all(map(len, parts)) or all(isinstance(size, int) for size in dims):
+        if all(map(len, parts)):
             return None
     if not all(_has_known_sign(node, bound) for bound in (*starts, *ends)):
         return _slice_by_data(node, axes, steps)
@@ -235,7 +230,7 @@ def _slice_by_data(node: Node, axes: Sequence[int], steps: Sequence[int]) -> rel
         raise FreeSizeError("bounds that are computed from data, of data of unknown shape")
     axes = [axis % len(dims) for axis in axes]
     emit, zero = node.emit, const(0, "int64")
-    whole = _vector(node, [dims[axis] for axis in axes])
+    whole = node.vector([dims[axis] for axis in axes])
     # A start before the first element, of a negative step, is the first element.
     highest_begin = emit(relax.op.subtract(whole, const(np.array([int(step < 0) for step in steps]), "int64")))
     bounds = [node.integers(1), node.integers(2)]
@@ -259,10 +254,10 @@ def _slice_by_data(node: Node, axes: Sequence[int], steps: Sequence[int]) -> rel
 
 
 def convert_split(node: Node) -> relax.Expr | None:
-    """Write Split of a symbolic dimension, or into parts of symbolic or computed sizes, as slices.
+    """Write Split of a symbolic dimension, or into parts of symbolic, computed or no size, as slices.
 
-    Returns None, which leaves the node to TVM's converter, where the dimension and the parts are constant or the data's
-    shape is unknown.
+    Returns None, which leaves the node to TVM's converter, where the dimension and the parts are constant and none is
+    empty, or the data's shape is unknown.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     lengths = node.sizes(1) if node.opset >= 13 else node.attrs.get("split")
@@ -275,7 +270,7 @@ def convert_split(node: Node) -> relax.Expr | None:
         dims[axis] = reduce(node.evaluator.add, lengths)
         data = cast_to(node.builder, data, dims)
     axis, evaluator = node.attrs.get("axis", 0) % len(dims), node.evaluator
-    if isinstance(dims[axis], int) and all(isinstance(length, int) for length in lengths or ()):
+    if isinstance(dims[axis], int) and all(isinstance(length, int) and length for length in lengths or ()):
         return None
     if lengths is None:
         # Parts are equal but for the last one, which is smaller where the dimension is no multiple.

@@ -1,7 +1,7 @@
 """A node of an ONNX graph as a converter takes it, and what converters of all families use."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,10 @@ class Node:
             raise FreeSizeError("an unknown number of sizes that are computed from data")
         value = value if dtype_of(value) == "int64" else self.emit(relax.op.astype(value, "int64"))
         return value if len(dims) == 1 else self.emit(relax.op.reshape(value, [math.prod(dims)]))
+
+    def vector(self, sizes: Sequence[Any]) -> relax.Expr:
+        """Return sizes as a vector of int64."""
+        return materialise(self.builder, self.evaluator.shape(sizes))
 
     def bind(self, sizes: relax.Expr) -> list[Any]:
         """Return symbols for the elements of a vector of int64, none negative, which are known when the model runs."""

@@ -1,12 +1,13 @@
-"""MaxPool with the places of the largest elements."""
+"""MaxPool with the places of the largest elements, and MaxUnpool, which puts elements back in their places."""
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from tvm import relax, te, tirx
 
-from tvmflow.compiler.onnx.node import FreeSizeError, Node
-from tvmflow.compiler.onnx.values import dims_of
+from tvmflow.compiler.onnx.indexing import keep_within
+from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import dims_of, dtype_of
 
 
 def convert_max_pool_with_places(node: Node) -> relax.Expr:
@@ -65,3 +66,33 @@ def _places(data: te.Tensor, largest: te.Tensor, *, node: Node) -> te.Tensor:
         return place
 
     return te.compute(largest.shape, by_columns, name="by_columns")
+
+
+def convert_max_unpool(node: Node) -> relax.Expr:
+    """Write MaxUnpool as a scatter into zeros; a place beyond the result is the nearest within.
+
+    Raises FreeSizeError for data of unknown shape, and UnsupportedFormError for an output_shape that is computed or
+    is not what the window gives: ONNX counts places in the latter, ONNX Runtime in the former.
+    """
+    (data, places), dims, evaluator = node.inputs[:2], dims_of(node.inputs[0]), node.evaluator
+    if dims is None:
+        raise FreeSizeError("data of unknown shape")
+    kernel = node.attrs["kernel_shape"]
+    rank = len(kernel)
+    strides, pads = (
+        node.attrs.get(name, default) for name, default in (("strides", [1] * rank), ("pads", [0] * 2 * rank))
+    )
+    shape = dims[:2]
+    for axis, size in enumerate(dims[2:]):
+        extent = kernel[axis] - pads[axis] - pads[rank + axis] - strides[axis]
+        shape.append(evaluator.add(evaluator.multiply(size, strides[axis]), extent))
+    own = node.sizes(2)
+    if node.input(2) is not None and (own is None or not all(map(evaluator.are_equal, own, shape))):
+        raise UnsupportedFormError(
+            "an output_shape other than that of its window", "export the model without output_shape"
+        )
+    total = reduce(evaluator.multiply, shape, 1)
+    places = keep_within(node, node.emit(relax.op.reshape(places, [-1])), [total])
+    zeros = node.emit(relax.op.zeros(relax.ShapeExpr([total]), dtype_of(data)))
+    flat = relax.op.scatter_elements(zeros, places, node.emit(relax.op.reshape(data, [-1])), 0)
+    return relax.op.reshape(node.emit(flat), relax.ShapeExpr(shape))

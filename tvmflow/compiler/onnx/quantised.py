@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 from tvm import relax
 
+from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of
 
@@ -136,11 +137,13 @@ def dequantize(node: Node, position: int, axis: int = 0) -> relax.Expr:
 def convert_blocked(node: Node) -> relax.Expr | None:
     """Write DequantizeLinear and QuantizeLinear with a scale for each block along an axis, by repeating the scales.
 
-    Returns None, which leaves the node to TVM's converter, for other forms. Raises FreeSizeError for data of unknown
+    Returns None, which leaves the node to TVM's converter, for other forms; where the number of scales is symbolic or
+    the axis is, the model checks when it runs that they are equal. Raises FreeSizeError for data of unknown
     size.
     """
     block = int(node.attrs.pop("block_size", 0))
     if not block:
+        _let_scales_agree(node)
         return None
     data, scale, zero = node.inputs[0], node.inputs[1], node.input(2)
     rank = data.ty.ndim
@@ -166,6 +169,20 @@ def convert_blocked(node: Node) -> relax.Expr | None:
     if zero is not None:
         value = node.emit(relax.op.add(value, spread(node.emit(relax.op.astype(zero, dtype)))))
     return relax.op.astype(node.emit(relax.op.clip(value, int(limits.min), int(limits.max))), result)
+
+
+def _let_scales_agree(node: Node) -> None:
+    """Cast the data, the scales and the zero points so that their sizes along the axis are the same expression."""
+    dims, scales = dims_of(node.inputs[0]), dims_of(node.inputs[1])
+    if not dims or scales is None or len(scales) != 1:
+        return
+    axis = int(node.attrs.get("axis", 1)) % len(dims)
+    target = scales[0] if isinstance(scales[0], int) else dims[axis]
+    for place, own in enumerate(([*dims[:axis], target, *dims[axis + 1 :]], [target], [target])):
+        operand = node.input(place)
+        if operand is None or all(map(node.evaluator.are_equal, dims_of(operand) or (), own)):
+            continue
+        node.inputs[place] = cast_to(node.builder, operand, own)
 
 
 def _quantize(node: Node, value: relax.Expr, position: int) -> relax.Expr:

@@ -1,12 +1,14 @@
 """Recurrent networks: LSTM, GRU and RNN."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from tvm import relax
 
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
-from tvmflow.compiler.onnx.values import dims_of, dtype_of, is_static
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
 from tvmflow.compiler.operators.recurrence import ACTIVATIONS, GATES, recurrence
 
 _DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
@@ -54,6 +56,27 @@ def convert_recurrence(operator: str) -> Converter:
         return relax.Tuple(outputs)
 
     return convert
+
+
+def convert_dynamic_quantize_lstm(node: Node) -> relax.Expr:
+    """Write DynamicQuantizeLSTM as LSTM with dequantized matrices; its input and its states stay float32.
+
+    ONNX Runtime quantises these at each step, so that its results are less exact. Raises UnsupportedFormError for
+    matrices, scales or zero points that are computed.
+    """
+    matrices = []
+    for place, scale_place in ((1, 8), (2, 10)):
+        matrix, scale, zero = (node.constant(position) for position in (place, scale_place, scale_place + 1))
+        if matrix is None or scale is None or (zero is None and node.input(scale_place + 1) is not None):
+            raise UnsupportedFormError("weights that are computed")
+        # A number for each direction, or for each of its columns.
+        scale, zero = (
+            item.astype("float32").reshape(len(matrix), 1, -1)
+            for item in (scale, np.zeros(len(matrix)) if zero is None else zero)
+        )
+        matrices.append(const(((matrix.astype("float32") - zero) * scale).transpose(0, 2, 1), "float32"))
+    rest = [node.input(place) for place in range(3, 8)]
+    return convert_recurrence("LSTM")(replace(node, inputs=[node.inputs[0], *matrices, *rest]))
 
 
 def _check(operator: str, operands: dict[str, relax.Expr]) -> None:

@@ -1,12 +1,13 @@
 """Reductions: sums, means, products, extremes and norms over dimensions."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
-from tvm import relax
+from tvm import relax, te
 
-from tvmflow.compiler.onnx.node import Converter, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node
 from tvmflow.compiler.onnx.sizes import materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
@@ -43,13 +44,15 @@ def convert_reduction(operator: str) -> Converter:
 
     These are reductions of no elements, over no dimensions, of bool, and ReduceMean, ReduceL2, ReduceLogSum and
     ReduceLogSumExp of whole numbers, whose results are rounded towards zero; and ReduceLogSumExp of infinities. The
-    converter returns None, which leaves the node to TVM's converter, for others. It raises UnsupportedFormError for
-    axes that are computed.
+    converter returns None, which leaves the node to TVM's converter, for others. Along axes that are computed, the
+    data is put in rows of what is reduced first; it raises FreeSizeError where its shape is unknown.
     """
 
     def convert(node: Node) -> relax.Expr | None:
         data, dims = node.inputs[0], dims_of(node.inputs[0])
         dtype, keepdims = dtype_of(data), bool(node.attrs.get("keepdims", 1))
+        if _has_computed_axes(node, operator):
+            return _reduce_computed_axes(node, operator, keepdims)
         axes = _axes(node, operator)
         if axes is None:
             # TVM's converter applies nothing to the elements.
@@ -78,15 +81,56 @@ def convert_reduction(operator: str) -> Converter:
     return convert
 
 
+def _has_computed_axes(node: Node, operator: str) -> bool:
+    is_operand = node.opset >= _OPERAND_OF.get(operator, _OPERAND) and node.input(1) is not None
+    return is_operand and node.constant(1) is None and dims_of(node.inputs[1]) != [0]
+
+
+def _reduce_computed_axes(node: Node, operator: str, keepdims: bool) -> relax.Expr:
+    """A reduction whose axes are known when the model runs; none of them may be named twice."""
+    data, dims, emit = node.inputs[0], dims_of(node.inputs[0]), node.emit
+    if dims is None:
+        raise FreeSizeError("computed axes of data of unknown shape")
+    rank, one = len(dims), const(1, "int64")
+    axes = emit(relax.op.floor_mod(node.integers(1), const(rank, "int64")))
+    (count,) = dims_of(axes)  # type: ignore[misc]
+    if count == rank:
+        return node.apply(operator, data, const(np.arange(rank)), opset=18, keepdims=int(keepdims))
+    is_axis = relax.op.equal(emit(relax.op.expand_dims(axes, 1)), const(np.arange(rank)))
+    is_reduced = emit(relax.op.max(emit(relax.op.astype(emit(is_axis), "int64")), axis=0))
+    is_kept = emit(relax.op.equal(is_reduced, const(0, "int64")))
+    sizes = node.vector(dims)
+    kept = emit(relax.op.where(is_kept, sizes, one))
+    reduced = emit(relax.op.where(is_kept, one, sizes))
+    left = kept
+    if not keepdims:
+        # The places of the axes that are left.
+        order = node.builder.match_cast(emit(relax.op.nonzero(is_kept)), relax.TensorType([1, rank - count], "int64"))
+        left = emit(relax.op.take(kept, emit(relax.op.squeeze(order, [0])), axis=0))
+    shape = node.bind(left)
+    rows = reduce(node.evaluator.multiply, shape, 1)
+    (columns,) = node.bind(emit(relax.op.prod(reduced, keepdims=True)))
+
+    def regroup(data: te.Tensor, kept: te.Tensor, reduced: te.Tensor) -> te.Tensor:
+        def element(row: Any, column: Any) -> Any:
+            places = []
+            for axis in reversed(range(rank)):
+                places.append(te.floormod(row, kept[axis]) + te.floormod(column, reduced[axis]))
+                row, column = te.floordiv(row, kept[axis]), te.floordiv(column, reduced[axis])
+            return data[tuple(reversed(places))]
+
+        return te.compute((rows, columns), element, name="regroup")
+
+    table = emit(node.builder.call_te(regroup, data, kept, reduced, primfunc_name_hint="regroup"))
+    result = node.apply(operator, table, const(np.array([1])), opset=18, keepdims=0)
+    return relax.op.reshape(result, relax.ShapeExpr(shape))
+
+
 def _axes(node: Node, operator: str) -> list[int] | None:
     """The dimensions to reduce, none negative; None where there are none."""
     rank = node.inputs[0].ty.ndim
-    if node.opset < _OPERAND_OF.get(operator, _OPERAND):
-        axes = node.attrs.get("axes")
-    else:
-        axes = node.constant(1)
-        if axes is None and node.input(1) is not None:
-            raise UnsupportedFormError("axes that are computed")
+    is_operand = node.opset >= _OPERAND_OF.get(operator, _OPERAND)
+    axes = node.constant(1) if is_operand else node.attrs.get("axes")
     if axes is None or not len(axes):
         return None if node.attrs.get("noop_with_empty_axes", 0) else list(range(rank))
     return sorted({int(axis) % rank for axis in axes})

@@ -53,10 +53,17 @@ def convert_resize(node: Node) -> relax.Expr | None:
     mode = node.text("mode", "nearest")
     # TVM multiplies by the quotient of the sizes, which moves what lies between two neighbours to either of them.
     has_ties = mode == "nearest" and coordinates == "align_corners" and not is_symbolic
+    # TVM divides by the distance of the corners of the result.
+    is_thin = coordinates == "align_corners" and any(
+        axis > 1 and axis in scales and round(shape[axis] * scales[axis]) == 1
+        for axis in axes
+        if isinstance(shape[axis], int)
+    )
     if (
         is_exact
         and coordinates in _COORDINATES_OF_TVM
         and not has_ties
+        and not is_thin
         and not node.attrs.get("antialias", 0)
         and "axes" not in node.attrs
         and node.text("keep_aspect_ratio_policy", "stretch") == "stretch"

@@ -57,7 +57,8 @@ def convert_classifier(node: Node) -> relax.Expr:
         raise UnsupportedFormError("post_transform PROBIT of two classes")
     if len(ids) != 1 or len(_numbers(node.attrs, "base_values")) > 1 - bool(ids[0]):
         raise UnsupportedFormError(
-            "two classes with weights or base values for both, for which ONNX Runtime has other labels"
+            "two classes with weights or base values for both, for which ONNX Runtime has other labels",
+            "export the weights of the second class alone",
         )
     node.attrs["class_ids"] = np.zeros(len(node.attrs["class_ids"]), "int64")
     scores, weights = _ensemble(node, "class", 1, "SUM")

@@ -1,15 +1,18 @@
 """Operators of image models: transposed convolutions and regions."""
 
 import math
+import operator
+from functools import reduce
 from typing import Any
 
 import numpy as np
 from tvm import relax, te, tirx
 
-from tvmflow.compiler.onnx.broadcasting import cast_to
+from tvmflow.compiler.onnx.broadcasting import agree_in_depth, cast_to
 from tvmflow.compiler.onnx.indexing import pad_axis
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.pooling import convert_max_pool_with_places
+from tvmflow.compiler.onnx.sizes import materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 # The opset in which the regions of RoiAlign got their offset.
@@ -26,8 +29,13 @@ def convert_padding(operator: str) -> Converter:
         if operator == "MaxPool" and node.outputs > 1:
             return convert_max_pool_with_places(node)
         data, dims, auto_pad = node.inputs[0], dims_of(node.inputs[0]), node.text("auto_pad", "NOTSET")
+        if operator == "Conv":
+            _check_weights(node, outputs_axis=0)
         has_strides = operator != "Conv" or any(stride != 1 for stride in node.attrs.get("strides", ()))
         if not auto_pad.startswith("SAME"):
+            is_free = dims is None or not all(isinstance(size, int) for size in dims[2:])
+            if (operator == "LpPool" or is_free) and node.attrs.pop("ceil_mode", 0):
+                _pad_for_last_windows(node, operator)
             _let_one_window_fit(node, operator, dims)
             return None
         if not has_strides:
@@ -66,6 +74,41 @@ def convert_padding(operator: str) -> Converter:
         return relax.op.divide(means, shares)
 
     return convert
+
+
+def _check_weights(node: Node, outputs_axis: int) -> None:
+    """Refuse weights of a window of symbolic size, and symbolic weights in groups; let the bias be of fixed size.
+
+    The number of outputs of a group is along `outputs_axis` of the weights.
+    """
+    dims, bias, groups = dims_of(node.inputs[1]), node.input(2), int(node.attrs.get("group", 1))
+    fixed = (dims or [])[0 if groups > 1 else 2 :]
+    if dims is None or not all(isinstance(size, int) for size in fixed):
+        raise FreeSizeError("weights of symbolic size")
+    count = node.evaluator.multiply(dims[outputs_axis], groups if outputs_axis else 1)
+    if bias is not None and not node.evaluator.are_equal((dims_of(bias) or [0])[0], count):
+        node.inputs[2] = cast_to(node.builder, bias, [count])
+
+
+def _pad_for_last_windows(node: Node, operator: str) -> None:
+    """Pad the end of data so that all windows of ceil_mode fit, of which none begins beyond the data.
+
+    TVM's converter multiplies the means of LpPool by a whole window, and does not build windows of data of free size.
+    """
+    rank = len(node.attrs["kernel_shape"])
+    strides, dilations = (node.attrs.get(name, [1] * rank) for name in ("strides", "dilations"))
+    pads = list(node.attrs.get("pads", [0] * 2 * rank))
+    counts_padding = operator == "AveragePool" and node.attrs.pop("count_include_pad", 0)
+    fill = const(0, dtype_of(node.inputs[0]))
+    for axis, taps in enumerate(node.attrs["kernel_shape"]):
+        widths = pads[axis], pads[rank + axis]
+        pads[rank + axis] = min((taps - 1) * dilations[axis], widths[1] + strides[axis] - 1)
+        if counts_padding:
+            # The padding counts as data, what is beyond it does not.
+            node.inputs[0] = pad_axis(node, node.inputs[0], 2 + axis, widths, fill)
+            pads[axis], pads[rank + axis] = 0, pads[rank + axis] - widths[1]
+    node.attrs["pads"] = pads
+    node.attrs["auto_pad"] = b"NOTSET"
 
 
 def _let_one_window_fit(node: Node, operator: str, dims: list[Any] | None) -> None:
@@ -114,7 +157,10 @@ def convert_conv_transpose(node: Node) -> relax.Expr | None:
     Returns None, so that TVM's converter takes the node. Raises FreeSizeError for output_shape of an input of unknown
     size.
     """
+    _check_weights(node, outputs_axis=1)
     output_shape = node.attrs.pop("output_shape", None)
+    if node.attrs.get("group", 1) > 1:
+        node.inputs[:2] = agree_in_depth(node.builder, node.inputs[:2], node.evaluator)
     if output_shape is None:
         return None
     data, weight = (dims_of(expr) for expr in node.inputs[:2])
@@ -156,18 +202,84 @@ def convert_non_max_suppression(node: Node) -> relax.Expr | None:
     return None
 
 
-def convert_roi_align(node: Node) -> None:
-    """Move the regions of RoiAlign by half a pixel of the features, where TVM's converter takes half one of the image.
+def convert_roi_align(node: Node) -> relax.Expr:
+    """Write RoiAlign as the mean, or the largest, of samples of the image at points of each region's bins.
 
-    Raises UnsupportedFormError for mode max, which TVM computes otherwise than ONNX.
+    An image's number beyond the batch is that of the nearest. Of a sample's four weighted pixels, mode `max` takes the
+    largest alone, as ONNX and ONNX Runtime do. Raises UnsupportedFormError for other modes.
     """
-    if node.text("mode", "avg") != "avg":
-        raise UnsupportedFormError("mode 'max'")
+    mode = node.text("mode", "avg")
+    if mode not in ("avg", "max"):
+        raise UnsupportedFormError(f"mode {mode!r}")
     default = "half_pixel" if node.opset >= _HALF_PIXELS else "output_half_pixel"
-    scale = float(node.attrs.get("spatial_scale", 1.0))
-    if node.text("coordinate_transformation_mode", default) == "half_pixel" and scale != 1.0:
-        rois = node.inputs[1]
-        node.inputs[1] = node.emit(relax.op.add(rois, const(0.5 - 0.5 / scale, dtype_of(rois))))
+    is_half = node.text("coordinate_transformation_mode", default) == "half_pixel"
+    scale, ratio = float(node.attrs.get("spatial_scale", 1.0)), int(node.attrs.get("sampling_ratio", 0))
+    bins = [int(node.attrs.get(name, 1)) for name in ("output_height", "output_width")]
+
+    def align(data: te.Tensor, rois: te.Tensor, images: te.Tensor) -> te.Tensor:
+        dtype, sizes = rois.dtype, data.shape[2:]
+        zero = tirx.const(0, data.dtype)
+
+        def region(roi: Any, axis: int) -> tuple[Any, Any, Any]:
+            """The start of a region, the extent of one of its bins and the number of samples along a bin."""
+            # A region is (left, upper, right, lower).
+            start, end = (rois[roi, place] * tirx.const(scale, dtype) for place in (1 - axis, 3 - axis))
+            extent = end - start if is_half else te.max(end - start, tirx.const(1, dtype))
+            extent = extent / tirx.const(bins[axis], dtype)
+            count = tirx.const(ratio, "int32") if ratio > 0 else te.ceil(extent).astype("int32")
+            return start - tirx.const(0.5 if is_half else 0, dtype), extent, count
+
+        def element(roi: Any, channel: Any, *place: Any) -> Any:
+            regions = [region(roi, axis) for axis in (0, 1)]
+            taps = [te.reduce_axis((0, count), f"k{axis}") for axis, (_, _, count) in enumerate(regions)]
+            last = data.shape[0].astype("int64") - 1
+            image = te.max(te.min(images[roi].astype("int64"), last), tirx.const(0, "int64"))
+            corners, is_outside = [], []
+            for (start, extent, count), bin_, tap, size in zip(regions, place, taps, sizes, strict=True):
+                at = start + tirx.Cast(dtype, bin_) * extent
+                at = at + (tirx.Cast(dtype, tap) + tirx.const(0.5, dtype)) * extent / tirx.Cast(dtype, count)
+                is_outside += [at < -1.0, at > tirx.Cast(dtype, size)]
+                # The limits hold for a position that is no number too.
+                at = te.min(te.max(at, tirx.const(0, dtype)), tirx.Cast(dtype, size - 1))
+                low = te.max(te.min(at.astype("int64"), size - 1), tirx.const(0, "int64"))
+                share = at - tirx.Cast(dtype, low)
+                corners.append([(low, 1 - share), (te.min(low + 1, size - 1), share)])
+            products = [
+                data[image, channel, row, column] * tirx.Cast(data.dtype, above * left)
+                for row, above in corners[0]
+                for column, left in corners[1]
+            ]
+            combine = te.max if mode == "max" else operator.add
+            sample = tirx.if_then_else(tirx.any(*is_outside), zero, reduce(combine, products))
+            if mode == "max":
+                return te.max(sample, axis=taps)
+            return te.sum(sample / tirx.Cast(data.dtype, regions[0][2] * regions[1][2]), axis=taps)
+
+        samples = te.compute((rois.shape[0], data.shape[1], *bins), element, name="samples")
+        if ratio > 0:
+            return samples
+
+        def aligned(roi: Any, channel: Any, *place: Any) -> Any:
+            # A loop without steps leaves its result as it was in memory.
+            is_empty = tirx.any(*(region(roi, axis)[2] <= 0 for axis in (0, 1)))
+            return tirx.if_then_else(is_empty, zero, samples[(roi, channel, *place)])
+
+        return te.compute(samples.shape, aligned, name="aligned")
+
+    return node.builder.call_te(align, *node.inputs[:3], primfunc_name_hint="roi_align")
+
+
+def convert_max_roi_pool(node: Node) -> None:
+    """Keep the numbers of the regions' images within the batch, and leave the node to TVM's converter."""
+    data, rois = node.inputs
+    dims = dims_of(data)
+    if dims is None:
+        raise FreeSizeError("data of unknown shape")
+    last = materialise(node.builder, node.evaluator.shape([node.evaluator.add(dims[0], -1)]))
+    last = node.emit(relax.op.astype(last, dtype_of(rois)))
+    images, corners = (node.emit(relax.op.strided_slice(rois, [1], [begin], [end])) for begin, end in ((0, 1), (1, 5)))
+    images = node.emit(relax.op.maximum(node.emit(relax.op.minimum(images, last)), const(0, dtype_of(rois))))
+    node.inputs[1] = node.emit(relax.op.concat([images, corners], 1))
 
 
 def convert_col2im(node: Node) -> relax.Expr:

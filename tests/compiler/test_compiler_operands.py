@@ -1,0 +1,140 @@
+"""Operands that a model computes where most have constants, and free sizes beside fixed ones."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from support.arrays import normal
+from tvmflow.compiler import CompiledModel, import_onnx
+from tvmflow.errors import UnsupportedOperatorError
+
+Check = Callable[..., CompiledModel]
+Array = np.ndarray[Any, Any]
+INTEGER = TensorProto.INT64
+
+
+def _places(*values: int) -> Array:
+    return np.array(values, "int64")
+
+
+def test_places_and_images_outside_of_the_data_are_the_nearest_within(
+    make_model: Any, assert_same_as_onnxruntime: Check, run_built: Any
+) -> None:
+    nodes = [
+        helper.make_node("MaxUnpool", ["x", "places"], ["a"], kernel_shape=[2, 2], strides=[2, 2], pads=[1, 0, 0, 1]),
+        helper.make_node("RoiAlign", ["x", "rois", "images"], ["b"], output_height=2, output_width=2),
+        helper.make_node("MaxRoiPool", ["x", "regions"], ["c"], pooled_shape=[2, 2]),
+    ]
+    inputs = [("x", ["n", 1, "h", 3]), ("places", ["n", 1, "h", 3], INTEGER), ("rois", [2, 4])]
+    inputs += [("images", [2], INTEGER), ("regions", [2, 5])]
+    path = make_model(nodes, inputs, list("abc"))
+    x, corners = normal(2, 1, 2, 3), np.array([[0, 0, 2, 1], [1, 0, 2, 2]], "float32")
+
+    def feed(first: int, last: int, last_place: int) -> dict[str, Array]:
+        images = np.array([[first], [last]], "float32")
+        places = np.array([0, 2, 4, 6, 8, 10, 11, 13, 15, 20, 25, last_place]).reshape(x.shape)
+        regions = np.concatenate([images, corners], axis=1)
+        return {"x": x, "places": places, "rois": corners, "images": _places(first, last), "regions": regions}
+
+    model = assert_same_as_onnxruntime(path, feed(0, 1, 29))
+    far = 10**7
+    outside, within = (run_built(model, *feed(*those).values()) for those in ((-far, far, far), (0, 1, 29)))
+    for ours, expected in zip(outside, within, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_regions_are_aligned_by_means_and_largest_samples(assert_all_same: Check) -> None:
+    rois = np.array([[0, 0, 3, 3], [1, 2, 8.5, 6], [-3, -2, 2, 2], [4, 4, 4, 4], [5, 5, 3, 3]], "float32")
+    feed = {"x": normal(2, 2, 8, 9), "rois": rois, "images": _places(0, 1, 0, 1, 0)}
+    inputs = [("x", [2, 2, 8, 9]), ("rois", [5, 4]), ("images", [5], INTEGER)]
+    cases = []
+    for form in (
+        {"mode": "max", "sampling_ratio": 2},
+        {"mode": "max", "coordinate_transformation_mode": "output_half_pixel", "spatial_scale": 0.7},
+        {"mode": "avg"},
+        {"mode": "avg", "coordinate_transformation_mode": "output_half_pixel", "spatial_scale": 0.7},
+    ):
+        node = helper.make_node("RoiAlign", list(feed), ["y"], output_height=3, output_width=2, **form)
+        cases.append((([node], inputs, ["y"]), feed))
+    assert_all_same(cases)
+
+
+def test_an_output_shape_of_max_unpool_that_is_not_its_windows_is_refused(make_model: Any) -> None:
+    node = helper.make_node("MaxUnpool", ["x", "i", "s"], ["y"], "unpool", kernel_shape=[2, 2], strides=[2, 2])
+    path = make_model([node], [("x", [1, 1, 2, 2]), ("i", [1, 1, 2, 2], INTEGER)], ["y"], {"s": _places(1, 1, 5, 5)})
+    with pytest.raises(UnsupportedOperatorError, match=r"MaxUnpool, node 'unpool'.*an output_shape other than that"):
+        import_onnx(path)
+
+
+def test_a_condition_longer_than_the_data_chooses_within_it(assert_all_same: Check) -> None:
+    node, conditions = helper.make_node("Compress", ["x", "c"], ["y"], axis=0), np.array([1, 0, 1, 1, 1], bool)
+    fixed = (([node], [("x", [3, 2]), ("c", [5], TensorProto.BOOL)], ["y"]), {"x": normal(3, 2), "c": conditions})
+    free = ([node], [("x", ["n", 2]), ("c", ["k"], TensorProto.BOOL)], ["y"])
+    assert_all_same([fixed, (free, *({"x": normal(size, 2), "c": conditions} for size in (3, 7)))])
+
+
+def test_padding_by_computed_operands_equals_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for mode in ("constant", "edge", "reflect"):
+        node = helper.make_node("Pad", ["x", "p"], ["y"], mode=mode)
+        widths = [_places(1, 2, 0, 1), _places(0, -1, 1, 3), _places(0, -1, 0, -2)]
+        cases.append((([node], [("x", [3, "m"]), ("p", [4], INTEGER)], ["y"]),
+                      *({"x": normal(3, 5), "p": item} for item in widths)))  # fmt: skip
+    node = helper.make_node("Pad", ["x", "p"], ["y"], mode="edge")
+    cases.append((([node], [("x", [3, 5])], ["y"], {"p": _places(1, -1, 0, -2)}), {"x": normal(3, 5)}))
+    node = helper.make_node("Pad", ["x", "p", "v", "axes"], ["y"])
+    inputs = [("x", [3, 5]), ("p", [2], INTEGER), ("v", []), ("axes", [1], INTEGER)]
+    values = [normal(3, 5), _places(1, 2), np.array(3, "float32"), _places(-1)]
+    cases.append((([node], inputs, ["y"]), dict(zip(node.input, values, strict=True))))
+    assert_all_same(cases)
+
+
+def test_reductions_along_computed_axes_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    inputs = [("x", ["n", 4, 3]), ("axes", [2], INTEGER)]
+    feeds = [{"x": normal(5, 4, 3), "axes": _places(*axes)} for axes in ((0, -1), (2, 1))]
+    for place, operator in enumerate(("ReduceSum", "ReduceMean", "ReduceLogSumExp", "ReduceL2")):
+        node = helper.make_node(operator, ["x", "axes"], ["y"], keepdims=place % 2)
+        cases.append((([node], inputs, ["y"]), *feeds))
+    node = helper.make_node("ReduceMax", ["x", "axes"], ["y"], keepdims=0)
+    whole = {"x": normal(5, 4, 3), "axes": _places(1, 0, 2)}
+    cases.append((([node], [("x", ["n", 4, 3]), ("axes", [3], INTEGER)], ["y"]), whole))
+    assert_all_same(cases)
+
+
+def test_free_sizes_beside_fixed_ones_are_taken_for_them(assert_all_same: Check) -> None:
+    def multiply(**more: Any) -> Any:
+        return helper.make_node("Gemm", ["a", "b", "c"], ["y"], **more)
+
+    weights = {"w": normal(4, 3, 3, 3), "c": normal(6)}
+    transposed = helper.make_node("ConvTranspose", ["x", "w", "c"], ["y"], group=2, strides=[2, 2])
+    pool = helper.make_node("LpPool", ["x"], ["y"], kernel_shape=[3, 3], strides=[2, 2], ceil_mode=1)
+    images = [{"x": normal(2, 4, *size)} for size in ((5, 6), (6, 7))]
+    eye = helper.make_node("EyeLike", ["x"], ["y"], k=1, dtype=INTEGER)
+    assert_all_same(
+        [
+            (
+                ([multiply(transB=1, alpha=0.5, beta=2.0)], [("a", ["n", "k"]), ("b", [5, 4]), ("c", ["m"])], ["y"]),
+                {"a": normal(3, 4), "b": normal(5, 4), "c": normal(5)},
+            ),
+            (
+                ([multiply(transA=1)], [("a", ["k", "n"]), ("b", ["l", "m"]), ("c", ["q", "p"])], ["y"]),
+                {"a": normal(4, 3), "b": normal(4, 5), "c": normal(3, 5)},
+            ),
+            (([transposed], [("x", ["n", "c", "h", "v"])], ["y"], weights), *images),
+            (([pool], [("x", ["n", 4, "h", "v"])], ["y"]), *images),
+            (([eye], [("x", ["n", "m"])], [("y", ["n", "m"], INTEGER)]), {"x": normal(3, 5)}),
+        ]
+    )
+
+
+def test_a_slice_that_starts_beyond_the_end_is_nothing(assert_all_same: Check) -> None:
+    node = helper.make_node("Slice", ["x", "s", "e"], ["y"])
+    bounds = [(7, 9), (2, 1)]
+    assert_all_same(
+        (([node], [("x", [3, 5])], ["y"], {"s": _places(start), "e": _places(end)}), {"x": normal(3, 5)})
+        for start, end in bounds
+    )

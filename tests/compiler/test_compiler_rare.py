@@ -1,0 +1,121 @@
+"""Operators and forms that few models have, beside ONNX Runtime: determinants and counts of words."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from support.arrays import normal
+from tvmflow.compiler import CompiledModel, import_onnx
+from tvmflow.errors import UnsupportedOperatorError
+
+Check = Callable[..., CompiledModel]
+
+
+def test_determinants_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for size in (1, 4):
+        # The last matrix has none, the one before begins with a zero.
+        x = np.concatenate([normal(3, size, size), np.zeros((1, size, size), "float32")])
+        x[2, 0, 0] = 0
+        node = helper.make_node("Det", ["x"], ["y"])
+        cases.append((([node], [("x", ["n", size, size])], ["y"]), {"x": x}))
+    assert_all_same(cases)
+
+
+_POOL: dict[str, Any] = {
+    "min_gram_length": 1,
+    "max_gram_length": 2,
+    "max_skip_count": 1,
+    "ngram_counts": [0, 3],
+    "ngram_indexes": [3, 0, 4, 1, 2],
+    "pool_int64s": [2, 3, 5, 5, 4, 2, 3],
+}
+
+
+def test_counts_of_words_equal_onnx_runtime(assert_all_same: Check) -> None:
+    rows, weights = np.array([[2, 3, 5, 4, 2, 5, 4], [5, 4, 4, 3, 2, 2, 3]]), [0.5, 1.0, 2.0, 3.0, 4.0]
+    cases = []
+    for shape, form in (
+        ([2, "m"], {"mode": "TF", "min_gram_length": 2}),
+        (["n", 7], {"mode": "TFIDF", "weights": weights}),
+        ([7], {"mode": "IDF", "weights": weights}),
+    ):
+        node = helper.make_node("TfIdfVectorizer", ["x"], ["y"], **{**_POOL, **form})
+        x = rows if len(shape) == 2 else rows[0]
+        cases.append((([node], [("x", shape, TensorProto.INT64)], ["y"]), {"x": x}))
+    assert_all_same(cases)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({"pool_strings": ["a", "b", "c", "b", "c", "a", "b"], "pool_int64s": None}, "words that are strings"),
+        ({"ngram_indexes": [3, 0, 4, 1, 3]}, "sequences that share a column"),
+    ],
+)
+def test_words_that_cannot_be_counted_are_refused(form: dict[str, Any], reason: str, make_model: Any) -> None:
+    attributes = {name: value for name, value in {**_POOL, **form}.items() if value is not None}
+    node = helper.make_node("TfIdfVectorizer", ["x"], ["y"], "words", mode="TF", **attributes)
+    with pytest.raises(UnsupportedOperatorError, match=f"TfIdfVectorizer, node 'words'.*{reason}"):
+        import_onnx(make_model([node], [("x", [7], TensorProto.INT64)], ["y"]))
+
+
+def test_forms_that_a_sweep_found_equal_onnx_runtime(assert_all_same: Check) -> None:
+    places = [(name, [None], TensorProto.INT64) for name in ("first", "places", "counts")]
+    slope = helper.make_node("PRelu", ["x", "s"], ["y"])
+    unique = helper.make_node("Unique", ["x"], ["y", "first", "places", "counts"])
+    celu = helper.make_node("Celu", ["x"], ["y"], alpha=0.5)
+    conv = helper.make_node("Conv", ["x", "w", "b"], ["y"])
+    scaled = [helper.make_node(f"{name}Linear", ["x", "s", "z"], ["y"]) for name in ("Quantize", "Dequantize")]
+    numbers, zeros = ("z", ["m"], TensorProto.INT8), np.array([1, -3, 4], "int8")
+    scales = {"s": np.array([0.1, 0.2, 0.3], "float32"), "z": zeros}
+    sizes = [("x", ["n", "c", 5]), ("w", [4, 3, 2]), ("b", ["m"])]
+    split = helper.make_node("Split", ["x", "parts"], ["a", "b"], axis=1)
+    pool = {"kernel_shape": [3], "strides": [3], "pads": [2, 1], "ceil_mode": 1}
+    mean = helper.make_node("AveragePool", ["x"], ["y"], count_include_pad=1, **pool)
+    largest = helper.make_node("MaxPool", ["x"], ["y"], **pool)
+    lines = [{"x": normal(1, 2, size)} for size in (1, 3, 4, 5)]
+    resize = helper.make_node(
+        "Resize", ["x", "", "s"], ["y"], mode="linear", coordinate_transformation_mode="align_corners"
+    )
+    assert_all_same(
+        [
+            (([mean], [("x", [1, 2, "n"])], ["y"]), *lines),
+            (([largest], [("x", [1, 2, "n"])], ["y"]), *lines),
+            (
+                ([resize], [("x", [1, 2, 1, 4])], ["y"], {"s": np.array([1, 1, 1, 3], "float32")}),
+                {"x": normal(1, 2, 1, 4)},
+            ),
+            (([split], [("x", [2, 3])], ["a", "b"], {"parts": np.array([0, 3])}), {"x": normal(2, 3)}),
+            (
+                ([scaled[0]], [("x", [2, 3]), ("s", ["m"]), numbers], [("y", [2, 3], TensorProto.INT8)]),
+                {"x": normal(2, 3), **scales},
+            ),
+            (
+                ([scaled[1]], [("x", ["n", "c"], TensorProto.INT8)], [("y", ["n", "c"])], scales),
+                {"x": np.array([[7, 8, -9]], "int8")},
+            ),
+            (([celu], [("x", [])], ["y"]), {"x": np.array(-2, "float32")}),
+            (([conv], sizes, ["y"]), {"x": normal(2, 3, 5), "w": normal(4, 3, 2), "b": normal(4)}),
+            (([slope], [("x", []), ("s", [])], ["y"]), {"x": np.array(-2, "float32"), "s": np.array(3, "float32")}),
+            (([slope], [("x", ["n"]), ("s", [])], ["y"]), {"x": normal(5), "s": np.array(3, "float32")}),
+            (([unique], [("x", ["n", 3])], [("y", [None]), *places]), {"x": np.round(normal(4, 3))}),
+        ]
+    )
+
+
+def test_free_numbers_of_places_are_refused_in_words(make_model: Any) -> None:
+    node = helper.make_node("GatherND", ["x", "i"], ["y"], "pick")
+    path = make_model([node], [("x", [2, 4]), ("i", [1, "k"], TensorProto.INT64)], ["y"])
+    with pytest.raises(UnsupportedOperatorError, match=r"GatherND, node 'pick'.*whose last dimension is symbolic"):
+        import_onnx(path)
+
+
+def test_weights_of_a_free_window_are_refused_in_words(make_model: Any) -> None:
+    node = helper.make_node("Conv", ["x", "w"], ["y"], "filter")
+    path = make_model([node], [("x", [1, 3, 8, 8]), ("w", [4, 3, "h", 3])], ["y"])
+    with pytest.raises(UnsupportedOperatorError, match=r"Conv, node 'filter'.*weights of symbolic size.*fixed sizes"):
+        import_onnx(path)
