@@ -95,8 +95,8 @@ _CALL = {
 }
 
 
-# A call of this operator rounds a float32 to bfloat16. It stands in scheduled functions only, and code generation makes a
-# call of one of `_ROUNDING_LLVM`'s functions of it, once the loops around it are vectors.
+# A call of this operator rounds a float32 to bfloat16. It stands in scheduled functions only. When loops have become
+# vectors, code generation replaces it by a call of a function of `_ROUNDING_LLVM`.
 _ROUND = "tvmflow.round_bf16"
 # LLVM writes one instruction for it. As the dot product does, the instruction takes subnormal numbers for zero.
 _ROUNDING_LLVM = """\
