@@ -11,7 +11,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import te, tirx
-from tvm.s_tir import SBlock, Schedule
+from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV
 
 from tvmflow.compiler import intrinsics
@@ -139,16 +139,11 @@ def use_rounding(func: tirx.PrimFunc) -> tirx.PrimFunc:
         value = _rounded(cast)
         return cast if value is None else tirx.call_intrin("uint16", _ROUND, value)
 
-    def attach(block: SBlock) -> SBlock:
-        if block.name_hint != "root":
-            return block
-        code = "".join(_rounding_code(lanes) for lanes in (1, *_BITS)) + _ROUNDING_TWO_LLVM
-        body = tirx.AttrStmt(tirx.IntImm("int32", 0), "pragma_import_llvm", tvm.ir.StringImm(code), block.body)
-        fields = (block.iter_vars, block.reads, block.writes, block.name_hint, body, block.init)
-        return SBlock(*fields, block.alloc_buffers, block.match_buffers, block.annotations)
-
     body = tvm_ffi.structural_map(func.body, (tirx.Cast, instruct))
-    return func if body.same_as(func.body) else func.with_body(tvm_ffi.structural_map(body, (SBlock, attach)))
+    if body.same_as(func.body):
+        return func
+    code = "".join(_rounding_code(lanes) for lanes in (1, *_BITS)) + _ROUNDING_TWO_LLVM
+    return func.with_body(intrinsics.attach(body, code))
 
 
 def _rounded(cast: tirx.Cast) -> Any | None:

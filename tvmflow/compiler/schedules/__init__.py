@@ -33,6 +33,7 @@ from tvmflow.compiler.schedules import (
     resize,
     rowwise,
     strassen,
+    transposes,
     winograd,
 )
 
@@ -205,11 +206,11 @@ def error_bounds(func: PrimFunc) -> dict[str, float]:
 
 
 def complete(scheduled: PrimFunc) -> PrimFunc:
-    """Return a scheduled function with its prefetches, roundings and guards of reads.
+    """Return a scheduled function with its prefetches, transposed tiles, roundings and guards of reads.
 
     Schedule primitives cannot write these.
     """
-    return guards.guard_reads(use_rounding(prefetch.expand(scheduled)))
+    return guards.guard_reads(use_rounding(transposes.expand(prefetch.expand(scheduled))))
 
 
 def _finish(scheduled: PrimFunc, func: PrimFunc) -> PrimFunc:
