@@ -61,7 +61,14 @@ def _schedule_transpose(sch: Schedule, block: SBlockRV, machine: Machine) -> boo
         return False
     loops = list(sch.get_loops(block))
     extents = [common.extent(sch, loops[place]) for place in (across[0], -1)]
-    edges = [math.gcd(extent or 1, machine.lanes) for extent in extents]
+    places = (across[0], len(others))
+    by_shuffles = transposes.fits(sch, block, places)
+    edges = [
+        min(machine.lanes, 1 << ((extent or 1).bit_length() - 1))
+        if by_shuffles
+        else math.gcd(extent or 1, machine.lanes)
+        for extent in extents
+    ]
     if min(edges) < NARROWEST:
         return False
     (far, near), (outer, lane) = (
@@ -72,7 +79,9 @@ def _schedule_transpose(sch: Schedule, block: SBlockRV, machine: Machine) -> boo
     line = math.gcd(extents[0] or 1, machine.first.line // machine.number)
     far, within = sch.split(far, [None, max(1, line // edges[0])])
     sch.reorder(*tasks, far, outer, within, near, lane)
-    if not transposes.use(sch, block, (across[0], len(others)), near, lane):
+    if by_shuffles:
+        transposes.use(sch, places, near)
+    else:
         registers.keep_in_registers(sch, [near, lane])
     _spread(sch, [*tasks, far, outer], math.prod(edges), machine)
     return True

@@ -24,12 +24,10 @@ _TRANSPOSE = "tvmflow.transpose"
 _TYPES = ("float32", "int32", "uint32")
 
 
-def use(sch: Schedule, block: SBlockRV, places: Sequence[int], near: LoopRV, lane: LoopRV) -> bool:
-    """Have a block's two innermost loops, along the last dimensions of source and result, done by shuffles.
+def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
+    """Whether a block only copies a parameter of the function, of 32-bit numbers, to another one.
 
-    `places` are those of the two loops' variables among the block's. Both extents must be powers of two. Returns False,
-    and changes nothing, for a block that does more than copy a parameter of the function to another one, and for
-    numbers of other sizes than 32 bits.
+    `places` are those of two of the block's variables, which both tensors must have as an index each.
     """
     store, variables = sch.get(block).body, [item.var for item in sch.get(block).iter_vars]
     if not isinstance(store, tirx.BufferStore) or not isinstance(store.value, TensorLoad):
@@ -39,13 +37,21 @@ def use(sch: Schedule, block: SBlockRV, places: Sequence[int], near: LoopRV, lan
         return False
     if not all(any(tensor.same_as(item) for item in parameters) for tensor in (source, store.buffer)):
         return False
-    for indices in (store.indices, store.value.indices):
-        if not all(isinstance(index, tirx.Var | tirx.IntImm) for index in indices):
-            return False
-        if any(sum(index.same_as(variables[place]) for index in indices) != 1 for place in places):
-            return False
+    return all(
+        all(isinstance(index, tirx.Var | tirx.IntImm) for index in indices)
+        and all(sum(index.same_as(variables[place]) for index in indices) == 1 for place in places)
+        for indices in (store.indices, store.value.indices)
+    )
+
+
+def use(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
+    """Have a block's two innermost loops, along the last dimensions of source and result, done by shuffles.
+
+    `near` is the outer one of the two. `places` are those of the loops' variables among the block's (`fits`). The
+    loops' extents must be powers of two; where they do not divide the dimensions, the last tile begins earlier, and
+    writes some numbers again.
+    """
     sch.annotate(near, _TRANSPOSE, list(places))
-    return True
 
 
 def expand(func: PrimFunc) -> PrimFunc:
@@ -69,12 +75,19 @@ def expand(func: PrimFunc) -> PrimFunc:
             (store.value.source, store.value.indices, last),
         ):
             start = [_bind(_bind(index, values), first) for index in indices]
-            axis = next(axis for axis, index in enumerate(indices) if index.same_as(across))
-            operands += [tirx.address_of(tirx.BufferLoad(tensor, start)), _product(tensor.shape[axis + 1 :])]
+            for variable, extent in ((near, columns), (last, rows)):
+                axis = _axis(indices, variable)
+                start[axis] = _bind(tirx.min(start[axis], tensor.shape[axis] - extent), {})
+            row = _product(tensor.shape[_axis(indices, across) + 1 :])
+            operands += [tirx.address_of(tirx.BufferLoad(tensor, start)), row]
         return tirx.Evaluate(tirx.call_extern("void", name, *operands))
 
     body = tvm_ffi.structural_map(func.body, (For, replace))
     return func if not code else func.with_body(intrinsics.attach(body, "".join(code.values())))
+
+
+def _axis(indices: Sequence[Any], variable: tirx.Var) -> int:
+    return next(axis for axis, index in enumerate(indices) if index.same_as(variable))
 
 
 def _bind(expr: Any, values: dict[Any, Any]) -> Any:
