@@ -9,7 +9,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import prepare
@@ -22,7 +22,7 @@ from rich.table import Table
 from tvmflow import process
 from tvmflow.process import Emit
 from tvmflow.runtime.profile import estimate_operations, measure_functions
-from tvmflow.target import Target
+from tvmflow.target import Precision, Target
 from tvmflow.workspace import Record
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class ProfileJob(Record):
     onnx: Path
     sample: Path
     target: Target
+    precision: Precision
     repeats: int
 
 
@@ -67,7 +68,7 @@ def work(job: ProfileJob, emit: Emit) -> Profile:
     os.environ["TVM_NUM_THREADS"] = str(job.target.threads)
     from tvmflow import compiler
 
-    model = compiler.build(compiler.import_onnx(job.onnx), job.target)
+    model = compiler.build(compiler.import_onnx(job.onnx), job.target, compiler.BuildOptions(precision=job.precision))
     return time_functions(model, job.sample, job.repeats)
 
 
@@ -108,9 +109,10 @@ def _timed(main: Any, inputs: list[Any]) -> float:
     return time.perf_counter() - start
 
 
-def profile(onnx: Path, sample: Path, threads: int, repeats: int, state: Path) -> Profile:
+def profile(onnx: Path, sample: Path, threads: int, precision: Precision, repeats: int, state: Path) -> Profile:
     """Build an ONNX file for this machine and time its functions; the log is in `state`."""
-    job = ProfileJob(onnx=onnx, sample=sample, target=prepare.native(threads), repeats=repeats)
+    target = prepare.native(threads)
+    job = ProfileJob(onnx=onnx, sample=sample, target=target, precision=precision, repeats=repeats)
     log = state / f"{onnx.stem}-functions.log"
     return process.call("functions:work", job, Profile, log=log, timeout=3600, paths=(_SCRIPT.parent,))
 
@@ -144,6 +146,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a name of catalogue.py, or an ONNX file")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=20, help="runs; each call's time is the smallest (20)")
+    parser.add_argument("--precision", choices=get_args(Precision), default="fp32", help="of the build (fp32)")
     parser.add_argument("--top", type=int, help="print only this many functions")
     arguments = parser.parse_args()
     state = state_folder(arguments)
@@ -154,7 +157,7 @@ def main() -> None:
         else:
             (model,) = find([name])
             onnx, sample = prepare.export(model, arguments.batch, state), prepare.sample(model, arguments.batch, state)
-        result = profile(onnx, sample, arguments.threads, arguments.repeats, state)
+        result = profile(onnx, sample, arguments.threads, arguments.precision, arguments.repeats, state)
         document[name] = result.model_dump(mode="json")
         Console(width=max(160, Console().width)).print(show(name, result, arguments.top))
     if arguments.json is not None:

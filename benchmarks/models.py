@@ -60,6 +60,16 @@ def resnext50(seed: int = 0) -> nn.Module:
     return _seeded(ResNeXt50, seed)
 
 
+def regnet_y(seed: int = 0) -> nn.Module:
+    """Return RegNetY-1.6GF (Radosavovic et al., 2020)."""
+    return _seeded(RegNetY, seed)
+
+
+def detector(seed: int = 0) -> nn.Module:
+    """Return a detector of one stage with three scales, in the manner of YOLO (Redmon et al., 2016)."""
+    return _seeded(Detector, seed)
+
+
 def atrous_segmenter(seed: int = 0) -> nn.Module:
     """Return a segmenter with the pyramid of dilated convolutions of DeepLabV3 (Chen et al., 2017)."""
     return _seeded(AtrousSegmenter, seed)
@@ -84,15 +94,16 @@ def _convolution(
 class SqueezeExcitation(nn.Module):
     """A scale for each channel, which two 1x1 convolutions compute from the channels' means."""
 
-    def __init__(self, channels: int, squeezed: int) -> None:
+    def __init__(self, channels: int, squeezed: int, activation: Callable[[Tensor], Tensor] = functional.silu) -> None:
         super().__init__()
+        self.activation = activation
         self.reduce = nn.Conv2d(channels, squeezed, 1)
         self.expand = nn.Conv2d(squeezed, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return scaled channels: [batch, channels, height, width] to the same shape."""
         scale = self.reduce(functional.adaptive_avg_pool2d(x, 1))
-        return x * torch.sigmoid(self.expand(functional.silu(scale)))
+        return x * torch.sigmoid(self.expand(self.activation(scale)))
 
 
 class MBConv(nn.Module):
@@ -516,6 +527,132 @@ class ResNeXt50(nn.Module):
         """Return logits [batch, 1000] of images [batch, 3, height, width]."""
         logits: Tensor = self.classifier(self.features(image).mean((2, 3)))
         return logits
+
+
+class RegNetYBlock(nn.Module):
+    """RegNetY's bottleneck: 1x1, grouped 3x3, squeeze-and-excitation, 1x1, added to the input."""
+
+    def __init__(self, inputs: int, width: int, stride: int, group_width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            _convolution(inputs, width, 1),
+            _convolution(width, width, 3, stride, groups=width // group_width),
+            SqueezeExcitation(width, inputs // 4, functional.relu),
+            _convolution(width, width, 1, activation=None),
+        )
+        is_same = inputs == width and stride == 1
+        self.shortcut = nn.Identity() if is_same else _convolution(inputs, width, 1, stride, activation=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block: [batch, inputs, height, width] to [batch, width, height / stride, width / stride]."""
+        return functional.relu(self.shortcut(x) + self.layers(x))
+
+
+class RegNetY(nn.Module):
+    """RegNetY-1.6GF, whose groups are 24 channels wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [_convolution(3, 32, 3, 2)]
+        inputs = 32
+        for width, blocks in ((48, 2), (120, 6), (336, 17), (888, 2)):
+            for block in range(blocks):
+                layers.append(RegNetYBlock(inputs, width, 2 if block == 0 else 1, 24))
+                inputs = width
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(inputs, 1000)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return logits [batch, 1000] of images [batch, 3, height, width]."""
+        logits: Tensor = self.classifier(self.features(image).mean((2, 3)))
+        return logits
+
+
+class CrossStage(nn.Module):
+    """Half the channels go through residual pairs of 3x3 convolutions; all stages are joined (Wang et al., 2020)."""
+
+    def __init__(self, inputs: int, outputs: int, blocks: int) -> None:
+        super().__init__()
+        half = outputs // 2
+        self.split = _convolution(inputs, outputs, 1, activation=nn.SiLU)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(_convolution(half, half, 3, activation=nn.SiLU) for _ in range(2))) for _ in range(blocks)
+        )
+        self.join = _convolution(outputs + blocks * half, outputs, 1, activation=nn.SiLU)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the stage: [batch, inputs, height, width] to [batch, outputs, height, width]."""
+        parts = list(self.split(x).chunk(2, 1))
+        for block in self.blocks:
+            parts.append(parts[-1] + block(parts[-1]))
+        joined: Tensor = self.join(torch.cat(parts, 1))
+        return joined
+
+
+class Detector(nn.Module):
+    """A backbone, features of three scales joined upwards and downwards, and a box with scores for every cell."""
+
+    WIDTHS = (16, 32, 64, 128, 256)
+    STRIDES = (8, 16, 32)
+
+    def __init__(self, classes: int = 80) -> None:
+        super().__init__()
+        stem, first, *wide = self.WIDTHS
+        self.stem = nn.Sequential(_down(3, stem), _down(stem, first), CrossStage(first, first, 1))
+        self.stages = nn.ModuleList(
+            nn.Sequential(_down(narrow, width), CrossStage(width, width, blocks))
+            for narrow, width, blocks in zip((first, *wide), wide, (2, 2, 1), strict=False)
+        )
+        small, middle, large = wide
+        self.pool_in = _convolution(large, large // 2, 1, activation=nn.SiLU)
+        self.pool_out = _convolution(2 * large, large, 1, activation=nn.SiLU)
+        self.up = nn.ModuleList([CrossStage(large + middle, middle, 1), CrossStage(middle + small, small, 1)])
+        self.down = nn.ModuleList([_down(small, small), _down(middle, middle)])
+        self.joined = nn.ModuleList([CrossStage(small + middle, middle, 1), CrossStage(middle + large, large, 1)])
+        self.heads = nn.ModuleList(
+            nn.Sequential(_convolution(width, small, 3, activation=nn.SiLU), nn.Conv2d(small, 4 + classes, 1))
+            for width in wide
+        )
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return the boxes and scores of all cells, [batch, cells, 4 + classes].
+
+        `image` is [batch, 3, height, width] with sides that are multiples of 32. A box is its centre and its size in
+        pixels of the image; scores lie from 0 to 1.
+        """
+        x, scales = self.stem(image), []
+        for stage in self.stages:
+            x = stage(x)
+            scales.append(x)
+        pooled = [self.pool_in(x)]
+        for _ in range(3):
+            pooled.append(functional.max_pool2d(pooled[-1], 5, 1, 2))
+        x = self.pool_out(torch.cat(pooled, 1))
+        small, middle, large = scales[0], scales[1], x
+        middle = self.up[0](torch.cat([functional.interpolate(large, scale_factor=2.0), middle], 1))
+        small = self.up[1](torch.cat([functional.interpolate(middle, scale_factor=2.0), small], 1))
+        middle = self.joined[0](torch.cat([self.down[0](small), middle], 1))
+        large = self.joined[1](torch.cat([self.down[1](middle), large], 1))
+        cells = [
+            self._boxes(head(x).sigmoid(), stride)
+            for head, x, stride in zip(self.heads, (small, middle, large), self.STRIDES, strict=True)
+        ]
+        return torch.cat(cells, 1)
+
+    @staticmethod
+    def _boxes(x: Tensor, stride: int) -> Tensor:
+        """The boxes in pixels: [batch, 4 + classes, height, width] to [batch, height * width, 4 + classes]."""
+        height, width = x.shape[2:]
+        rows, columns = torch.meshgrid(
+            torch.arange(height, device=x.device), torch.arange(width, device=x.device), indexing="ij"
+        )
+        centre = (2 * x[:, :2] - 0.5 + torch.stack([columns, rows])) * stride
+        size = (2 * x[:, 2:4]) ** 2 * stride
+        return torch.cat([centre, size, x[:, 4:]], 1).flatten(2).transpose(1, 2)
+
+
+def _down(inputs: int, outputs: int) -> nn.Sequential:
+    return _convolution(inputs, outputs, 3, 2, activation=nn.SiLU)
 
 
 class AtrousSegmenter(nn.Module):

@@ -39,10 +39,14 @@ class Completion(Record):
 
 
 class ExportJob(Record):
-    """The job to export the factory's model with these example inputs, an `.npz`, to `output`."""
+    """The job to export the factory's model with these example inputs, an `.npz`, to `output`.
+
+    `free` are the dimensions of every input that stay free, by their place: the name and the largest size.
+    """
 
     source: Source
     example: Path
+    free: dict[int, tuple[str, int]]
     output: Path
 
 
@@ -90,10 +94,15 @@ def sample_for(onnx: Path, state: Path) -> Path:
 
 
 def export(model: Model, batch: int, state: Path) -> Path:
-    """Return the ONNX file of a model with a fixed batch; it is exported once."""
+    """Return the ONNX file of a model with a fixed batch and its free dimensions; it is exported once."""
     module = model.folder / f"{model.factory.partition(':')[0]}.py"
-    key = [sha256_file(module), model.factory, dict(model.arguments), batch, OPSET, version("torch")]
-    job = ExportJob(source=source(model), example=sample(model, batch, state), output=_place(state, model, key, "onnx"))
+    key = [sha256_file(module), model.factory, dict(model.arguments), batch, OPSET, version("torch"), dict(model.free)]
+    job = ExportJob(
+        source=source(model),
+        example=sample(model, batch, state),
+        free=dict(model.free),
+        output=_place(state, model, key, "onnx"),
+    )
     return _once(job.output, lambda: _call("prepare:export_work", job, model, torch=True))
 
 
@@ -136,6 +145,7 @@ def export_work(job: ExportJob, emit: Emit) -> Completion:
     module = load_module(job.source)
     with np.load(job.example) as archive:
         inputs = {name: torch.from_numpy(archive[name]) for name in archive.files}
+    free = {place: torch.export.Dim(name, min=2, max=most) for place, (name, most) in job.free.items()}
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         partial = job.output.with_suffix(".partial")
@@ -144,6 +154,7 @@ def export_work(job: ExportJob, emit: Emit) -> Completion:
             tuple(inputs.values()),
             str(partial),
             input_names=list(inputs),
+            dynamic_shapes=tuple(free for _ in inputs) if free else None,
             opset_version=OPSET,
             dynamo=True,
             optimize=True,
@@ -178,7 +189,7 @@ def build_bundle(job: BuildJob) -> "CompiledModel":
         threads=job.target.threads,
         inputs=imported.inputs,
         outputs=imported.outputs,
-        dimensions={},
+        dimensions={dim: (1, None) for item in imported.inputs for dim in item.shape if isinstance(dim, str)},
         weights=model.weights,
         fresh_outputs=model.fresh_outputs,
         versions=installed_versions(str(get_global_func("target.llvm_version_major")())),

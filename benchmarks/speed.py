@@ -2,12 +2,12 @@
 
 Every runner has a process of its own and equal threads; they take turns of a fraction of a second, one at a time. A
 ratio is our latency over the peer's, the median over the rounds (p50) and of the minima; below one we are faster. The
-goal stands beside it: x marks a miss with the whole interval of the ratio, ? one that may be chance. Goals are for
-tuned builds; an untuned one may take a tenth longer. Noise is the range of the medians of our rounds; with
---threads 1 --cpu-time, other work on the machine adds next to none. With --busy N, N processes compute beside the
-runners, as on a machine that is shared. The error is the largest difference from ONNX Runtime's outputs over their
-largest value. Below the table stands, for each missed goal, the share of the machine's peak that it takes: operations
-per second, by the textbook's algorithms.
+goal stands beside it, that of the precision of our build: x marks a miss with the whole interval of the ratio, ? one
+that may be chance. ONNX Runtime, PyTorch and OpenVINO f32 compute in fp32, whatever --precision says. Noise is the
+range of the medians of our rounds; with --threads 1 --cpu-time, other work on the machine adds next to none. With
+--busy N, N processes compute beside the runners, as on a machine that is shared. The error is the largest difference
+from ONNX Runtime's outputs over their largest value. Below the table stands, for each missed goal, the share of the
+machine's peak that it takes: operations per second, by the textbook's algorithms.
 """
 
 import argparse
@@ -39,7 +39,6 @@ _TITLES: dict[Runner, str] = {
     "openvino_default": "OpenVINO default",
     "pytorch": "PyTorch eager",
 }
-_UNTUNED = 1.1
 Outcome = Literal["kept", "unclear", "missed"]
 _MARKS: Mapping[Outcome, str] = {"kept": " ", "unclear": "?", "missed": "x"}
 # Beyond this relative error the outputs are wrong, and a ratio means nothing. Random weights amplify rounding:
@@ -128,21 +127,22 @@ def measure(model: Model, arguments: argparse.Namespace, state: Path, show_step:
         failure = ours.failure
     if failure is None and not (ours.error is not None and ours.error <= _LARGEST_ERROR[arguments.precision]):
         failure = f"the outputs differ from ONNX Runtime's by {ours.error:.1e} of their largest value"
-    return Row(gflop=gflop(onnx), runners=figures, ratios=_ratios(model, figures, arguments.trials), failure=failure)
+    ratios = _ratios(model.goals.get(arguments.precision, {}), figures)
+    return Row(gflop=gflop(onnx), runners=figures, ratios=ratios, failure=failure)
 
 
-def _ratios(model: Model, figures: Mapping[Runner, Figures], trials: int) -> dict[Runner, Ratio]:
+def _ratios(goals: Mapping[str, float], figures: Mapping[Runner, Figures]) -> dict[Runner, Ratio]:
     ours = figures["tvmflow"]
     ratios: dict[Runner, Ratio] = {}
     for name, peer in figures.items():
         if name == "tvmflow" or not ours.min or not peer.min:
             continue
-        goal = model.goals.get(name)
+        goal = goals.get(name)
         rounds = [one / other for one, other in zip(ours.medians, peer.medians, strict=True)]
         p50, interval = float(np.median(rounds)), Plan(looks=(len(rounds),)).interval(rounds)
         outcome: Outcome = "kept"
-        if goal is not None and p50 > (limit := goal * (1.0 if trials else _UNTUNED)):
-            outcome = "missed" if interval.judge(limit) == "fail" else "unclear"
+        if goal is not None and p50 > goal:
+            outcome = "missed" if interval.judge(goal) == "fail" else "unclear"
         ratios[name] = Ratio(p50=p50, min=ours.min / peer.min, interval=interval, goal=goal, outcome=outcome)
     return ratios
 

@@ -4,10 +4,15 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
+
+from tvmflow import runtime
 
 
 @pytest.mark.parametrize(
@@ -22,6 +27,7 @@ import torch
         ("VisionTransformer", (768, 12), 86_567_656),
         ("MobileNetV3Large", (), 5_483_032),
         ("ResNeXt50", (), 25_028_904),
+        ("RegNetY", (), 11_202_430),
     ],
 )
 def test_a_network_has_the_published_number_of_parameters(
@@ -37,6 +43,12 @@ def test_a_segmenter_scores_every_pixel(module: Callable[[str], ModuleType], nam
     with torch.device("meta"):
         scores = getattr(module("models"), name)(classes=3)(torch.empty(2, 3, 256, 192))
     assert scores.shape == (2, 3, 256, 192)
+
+
+def test_a_detector_has_a_box_and_scores_for_every_cell_of_three_scales(module: Callable[[str], ModuleType]) -> None:
+    with torch.device("meta"):
+        cells = module("models").Detector(classes=3)(torch.empty(2, 3, 64, 96))
+    assert cells.shape == (2, 8 * 12 + 4 * 6 + 2 * 3, 4 + 3)
 
 
 def test_activations_neither_vanish_nor_grow_and_the_same_seed_gives_the_same(
@@ -61,3 +73,24 @@ def test_every_model_of_the_catalogue_has_a_factory_that_takes_its_arguments(
         factory = getattr(importlib.import_module(name), function)
         inspect.signature(factory).bind(**model.arguments)
         monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.long
+def test_a_free_dimension_stays_free_in_the_file_and_in_the_bundle(
+    module: Callable[[str], ModuleType], state: Path
+) -> None:
+    prepare, minilm = module("prepare"), module("catalogue").MODELS["minilm"]
+    small = replace(
+        minilm,
+        name="tiny-minilm",
+        arguments={"vocabulary": 2, "width": 8, "layers": 1, "heads": 2},
+        inputs=tuple(replace(item, high=2) for item in minilm.inputs),
+    )
+    sample = prepare.sample(small, 1, state)
+    bundle = prepare.build("tiny-minilm", prepare.export(small, 1, state), sample, prepare.native(1), state)
+    model = runtime.load(bundle, threads=1)
+    for length in (128, 7):
+        mask = np.ones((1, length), "int64")
+        pooled, states = model(ids=mask, mask=mask).values()
+        assert pooled.shape == (1, 8)
+        assert states.shape == (1, length, 8)

@@ -7,8 +7,10 @@ from onnx import NodeProto, TensorProto, helper
 
 from support import builds
 from support.arrays import normal
-from support.builds import rule_counts
-from tvmflow.compiler import CompiledModel, import_onnx, lower, workloads
+from support.builds import rule_counts, run_in_memory
+from tvmflow.compiler import CompiledModel, build, import_onnx, lower, workloads
+from tvmflow.compiler.machine import machine
+from tvmflow.compiler.schedules import schedule
 from tvmflow.errors import UnsupportedOperatorError
 from tvmflow.target import Target
 
@@ -39,6 +41,29 @@ def test_transposes_equal_onnx_runtime(assert_all_same: Check) -> None:
         ]
         cases.append(((nodes, [("x", shape)], outputs), {"x": normal(*shape)}))
     assert_all_same(cases)
+
+
+def test_tiles_of_numbers_of_32_bits_are_transposed_by_shuffles(make_model: Any, native: Target) -> None:
+    orders = [(0, 2, 3, 1), (0, 3, 1, 2), (0, 3, 2, 1)]
+    types = (TensorProto.FLOAT, TensorProto.INT64)
+    nodes: list[NodeProto] = []
+    inputs: list[tuple[str, list[str | int], int]] = []
+    outputs: list[str] = []
+    for kind in types:
+        inputs.append((f"x{kind}", ["batch", 22, 14, 16], kind))
+        for order in orders:
+            outputs.append(f"y{len(outputs)}")
+            nodes.append(helper.make_node("Transpose", [f"x{kind}"], [outputs[-1]], perm=order))
+    imported, cpu = import_onnx(make_model(nodes, inputs, outputs)), machine(native)
+    scheduled = [schedule(item.func, cpu)[0].script() for item in workloads(lower(imported, native))]
+    # Numbers of 64 bits are moved one by one.
+    assert sum("tvmflow_transpose_" in text for text in scheduled) == len(orders)
+    model = build(imported, native)
+    x = np.arange(2 * 22 * 14 * 16).reshape(2, 22, 14, 16)
+    feed = [x.astype("float32"), x]
+    (results,) = run_in_memory(model, [feed])
+    for place, result in enumerate(results):
+        np.testing.assert_array_equal(result, feed[place // len(orders)].transpose(orders[place % len(orders)]))
 
 
 @pytest.mark.parametrize("axis", [1, 3])

@@ -4,14 +4,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tvm
 from onnx import NodeProto, TensorProto, helper
+from tvm import te
 
 from support import scale
 from support.arrays import normal
 from support.builds import assert_all_same_as_onnxruntime, rule_counts, run_in_memory
 from support.machines import on_two_cores, runnable_levels
 from support.models import save_model
-from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx
+from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, vectormath
 from tvmflow.compiler.machine import machine
 from tvmflow.errors import ModelImportError
 from tvmflow.target import Target
@@ -250,6 +252,16 @@ def test_softmax_and_norms_equal_onnx_runtime(assert_all_same: Check) -> None:
         weights = {"scale": normal(size), "bias": normal(size)}
         cases.append(((nodes, [("x", [rows, size])], ["y"], weights), {"x": 30 * normal(rows, size) + 100}))
     assert rule_counts(assert_all_same(cases)) == {"rowwise": 2 * len(cases)}
+
+
+def test_exponentials_of_numbers_up_to_zero_are_those_of_numpy() -> None:
+    x = np.concatenate([-np.geomspace(1e-30, 87.3, 1000), [0, -0.0, -87.4, -1e9, -np.inf, np.nan]]).astype("float32")
+    data = te.placeholder(x.shape, "float32", name="x")
+    result = te.compute(x.shape, lambda i: vectormath.exp_of_negative(data[i]), name="y")
+    y = tvm.runtime.tensor(np.zeros_like(x))
+    tvm.compile(tvm.IRModule({"main": te.create_prim_func([data, result])}), "llvm")["main"](tvm.runtime.tensor(x), y)
+    np.testing.assert_allclose(y.numpy()[:-4], np.exp(x[:-4].astype("float64")), rtol=2e-7)
+    np.testing.assert_array_equal(y.numpy()[-4:], np.array([0, 0, 0, np.nan], "float32"))
 
 
 def test_attention_with_symbolic_batch_and_length_equals_onnx_runtime(

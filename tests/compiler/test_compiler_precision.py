@@ -13,6 +13,8 @@ import onnx
 import pytest
 import tvm
 from onnx import helper
+from tvm import te
+from tvm.s_tir import Schedule
 
 from support import scale
 from support.arrays import normal, onnxruntime_outputs
@@ -20,8 +22,9 @@ from support.builds import rule_counts
 from support.models import join_models, joined_name
 from support.quantised import quantise
 from tvmflow.compiler import BuildOptions, build, import_onnx, lower, workloads
+from tvmflow.compiler.dotproduct import round_bf16
 from tvmflow.compiler.machine import machine
-from tvmflow.compiler.schedules import variants
+from tvmflow.compiler.schedules import complete, variants
 from tvmflow.errors import BuildError, SpecError, TargetError
 from tvmflow.spec import parse
 from tvmflow.target import Precision, Target, resolve
@@ -199,6 +202,27 @@ def test_not_a_number_and_infinity_survive_rounding(make_model: MakeModel, run_b
     x[0].view("uint32")[:] = 0x7FFFFFFF  # the payload that rounding would carry over
     model = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
     np.testing.assert_array_equal(run_built(model, x)[0][:, 0], np.array([np.nan, np.inf, -np.inf, np.inf, 1], "f"))
+
+
+def test_rounding_is_an_instruction_for_vectors_of_any_size_and_equals_numpys(bf16: Target) -> None:
+    lanes, size = (1, 2, 4, 8, 16), 64
+    x = np.random.default_rng(0).standard_normal(size).astype("float32")
+    x[:6] = [np.nan, np.inf, -np.inf, 3.4e38, 1.00390625, 1.01171875]  # the last two lie between two bfloat16
+    data = te.placeholder((size,), "float32", name="x")
+    results = [te.compute((size,), lambda i: round_bf16(data[i]), name=f"by{count}") for count in lanes]
+    sch = Schedule(te.create_prim_func([data, *results]))
+    for count in lanes[1:]:
+        (loop,) = sch.get_loops(sch.get_sblock(f"by{count}"))
+        sch.vectorize(sch.split(loop, [None, count])[1])
+    scheduled = tvm.IRModule({"main": complete(sch.mod["main"])})
+    library = tvm.compile(scheduled, tvm.target.Target(bf16.tvm))
+    arrays = [tvm.runtime.tensor(np.zeros(size, "uint16")) for _ in lanes]
+    library["main"](tvm.runtime.tensor(x), *arrays)
+    for array in arrays:
+        np.testing.assert_array_equal(array.numpy().view(ml_dtypes.bfloat16).astype("float32"), _rounded(x))
+    assembly = library.mod.inspect_source("asm")
+    assert "vcvtneps2bf16" in assembly
+    assert "truncsfbf2" not in assembly  # a function that a bundle's library lacks
 
 
 def _residual_network(make_model: MakeModel) -> Path:
@@ -390,23 +414,23 @@ def test_targets_without_the_instructions_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("target", "precision", "instruction"),
+    ("target", "precision", "instructions"),
     [
-        ("x86-64-v4-bf16", "bf16", "vdpbf16ps"),
-        ("x86-64-v4-vnni", "int8", "vpdpbusd"),
-        ("llvm -mcpu=alderlake", "int8", "vpdpbusd"),
-        ("aarch64-cortex-a76", "fp16", r"fmla\tv\d+\.8h"),
+        ("x86-64-v4-bf16", "bf16", ("vdpbf16ps", "vcvtneps2bf16")),
+        ("x86-64-v4-vnni", "int8", ("vpdpbusd",)),
+        ("llvm -mcpu=alderlake", "int8", ("vpdpbusd",)),
+        ("aarch64-cortex-a76", "fp16", (r"fmla\tv\d+\.8h",)),
     ],
 )
 def test_products_are_instructions_on_narrow_numbers(
-    target: str, precision: Any, instruction: str, make_model: MakeModel, tmp_path: Path
+    target: str, precision: Any, instructions: Sequence[str], make_model: MakeModel, tmp_path: Path
 ) -> None:
     path = _small_network(make_model)
     if precision == "int8":
         path = quantise(path, tmp_path / "quantised.onnx")
     model = build(import_onnx(path), resolve(target), BuildOptions(precision=precision))
     assembly = str(model.executable.mod.imports[0].inspect_source("asm"))
-    assert re.search(instruction, assembly)
+    assert all(re.search(instruction, assembly) for instruction in instructions)
 
 
 def test_values_read_by_products_and_returned_are_right(

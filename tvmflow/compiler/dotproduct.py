@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import tvm
+import tvm_ffi
 from tvm import te, tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV
@@ -93,6 +95,29 @@ _CALL = {
 }
 
 
+# A call of this operator rounds a float32 to bfloat16. It stands in scheduled functions only. When loops have become
+# vectors, code generation replaces it by a call of a function of `_ROUNDING_LLVM`.
+_ROUND = "tvmflow.round_bf16"
+# LLVM writes one instruction for it. As the dot product does, the instruction takes subnormal numbers for zero.
+_ROUNDING_LLVM = """\
+define linkonce_odr {wide} @round_bf16_{n}({single} %x) alwaysinline {{
+  %narrow = fptrunc {single} %x to {narrow}
+  %bits = bitcast {narrow} %narrow to {wide}
+  ret {wide} %bits
+}}
+"""
+# LLVM has no instruction for two lanes; it would call a function of the compiler's library.
+_ROUNDING_TWO_LLVM = """\
+define linkonce_odr <2 x i16> @round_bf16_2(<2 x float> %x) alwaysinline {
+  %four = shufflevector <2 x float> %x, <2 x float> %x, <4 x i32> <i32 0, i32 1, i32 2, i32 3>
+  %bits = call <4 x i16> @round_bf16_4(<4 x float> %four)
+  %two = shufflevector <4 x i16> %bits, <4 x i16> %bits, <2 x i32> <i32 0, i32 1>
+  ret <2 x i16> %two
+}
+"""
+_QUIET_NAN, _INFINITY, _MAGNITUDE = 0x7FC0, 0x7F800000, 0x7FFFFFFF
+
+
 def round_bf16(value: Any) -> Any:
     """Round a float32 to the nearest bfloat16, ties to even, and return its bits as uint16. NaN stays NaN."""
     bits = tirx.reinterpret("uint32", value)
@@ -100,8 +125,62 @@ def round_bf16(value: Any) -> Any:
     odd = tirx.shift_right(bits, half) & tirx.const(1, "uint32")
     rounded = tirx.shift_right(bits + odd + tirx.const(0x7FFF, "uint32"), half)
     # Rounding could turn a NaN into infinity or zero. The bits are compared, because TVM simplifies `x != x` to false.
-    is_nan = (bits & tirx.const(0x7FFFFFFF, "uint32")) > tirx.const(0x7F800000, "uint32")
-    return tirx.Select(is_nan, tirx.const(0x7FC0, "uint32"), rounded).astype("uint16")
+    is_nan = (bits & tirx.const(_MAGNITUDE, "uint32")) > tirx.const(_INFINITY, "uint32")
+    return tirx.Select(is_nan, tirx.const(_QUIET_NAN, "uint32"), rounded).astype("uint16")
+
+
+def use_rounding(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Replace every `round_bf16` in a scheduled function by the instruction, and attach the code that it needs.
+
+    A function without one is returned unchanged.
+    """
+
+    def instruct(cast: tirx.Cast) -> Any:
+        value = _rounded(cast)
+        return cast if value is None else tirx.call_intrin("uint16", _ROUND, value)
+
+    body = tvm_ffi.structural_map(func.body, (tirx.Cast, instruct))
+    if body.same_as(func.body):
+        return func
+    code = "".join(_rounding_code(lanes) for lanes in (1, *_BITS)) + _ROUNDING_TWO_LLVM
+    return func.with_body(intrinsics.attach(body, code))
+
+
+def _rounded(cast: tirx.Cast) -> Any | None:
+    """The float32 that `round_bf16` rounds in a conversion of numbers; None for other conversions."""
+    select = cast.value
+    if not isinstance(select, tirx.Select) or not isinstance(select.true_value, tirx.IntImm):
+        return None
+    if str(cast.ty.dtype) != "uint16" or int(select.true_value) != _QUIET_NAN:
+        return None
+    condition = select.condition
+    bits = condition.a if isinstance(condition.b, tirx.IntImm) else condition.b
+    return bits.a.args[0]
+
+
+def _rounding_code(lanes: int) -> str:
+    words = {
+        name: kind if lanes == 1 else f"<{lanes} x {kind}>"
+        for name, kind in (("single", "float"), ("narrow", "bfloat"), ("wide", "i16"))
+    }
+    return _ROUNDING_LLVM.format(n=lanes, **words)
+
+
+def _lower_rounding(call: tvm.ir.Call) -> Any:
+    """Write a rounding of a number, or of a vector of them, as a call of the function that `use_rounding` attaches.
+
+    Raises ValueError for a number of lanes without such a function.
+    """
+    dtype = str(call.ty.dtype)
+    lanes = int(dtype.partition("x")[2] or 1)
+    if lanes not in (1, 2, *_BITS):
+        raise ValueError(f"no rounding has {lanes} lanes")
+    return tirx.call_pure_extern(dtype, f"round_bf16_{lanes}", call.args[0])
+
+
+tvm.ir.register_op_attr(_ROUND, "TVectorizable", True)
+tvm.ir.register_op_attr(_ROUND, "TCallEffectKind", tirx.CallEffectKind.Pure.value)
+tirx.op.register_intrin_lowering(_ROUND, target="llvm", f=_lower_rounding)
 
 
 class Widened:

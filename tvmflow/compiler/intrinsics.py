@@ -1,6 +1,14 @@
-"""Tensor intrinsics: the loops that an instruction may replace, and the instruction, both in TVM's script."""
+"""Tensor intrinsics: the loops that an instruction may replace, and the instruction, both in TVM's script.
 
-from tvm.s_tir import TensorIntrin
+Code in LLVM's language for instructions that TVM's script cannot write.
+"""
+
+from typing import Any
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import StringImm
+from tvm.s_tir import SBlock, TensorIntrin
 from tvm.script import from_source
 from tvm.script import tirx as script
 
@@ -13,3 +21,16 @@ def define(name: str, head: str, loops: str, instruction: str) -> None:
     """
     description, implementation = (from_source(head + body, extra_vars={"T": script}) for body in (loops, instruction))
     TensorIntrin.register(name, description, implementation, override=True)
+
+
+def attach(body: Any, code: str) -> Any:
+    """Return a scheduled function's body with code in LLVM's language, for functions that it calls."""
+
+    def add(block: SBlock) -> SBlock:
+        if block.name_hint != "root":
+            return block
+        inner = tirx.AttrStmt(tirx.IntImm("int32", 0), "pragma_import_llvm", StringImm(code), block.body)
+        fields = (block.iter_vars, block.reads, block.writes, block.name_hint, inner, block.init)
+        return SBlock(*fields, block.alloc_buffers, block.match_buffers, block.annotations)
+
+    return tvm_ffi.structural_map(body, (SBlock, add))

@@ -68,6 +68,10 @@ def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
     return value
 
 
+# The smallest number whose exponential is a normal float32.
+_SMALLEST_EXP = -87.3365
+
+
 def _clamp(x: Any, lowest: float, highest: float) -> Any:
     """Clamp to [lowest, highest]; NaN stays NaN."""
     high, low = tirx.const(highest, "float32"), tirx.const(lowest, "float32")
@@ -79,7 +83,11 @@ def _reduced(x: Any, lowest: float) -> tuple[Any, Any]:
 
     x is clamped to between `lowest` and 89.
     """
-    y = _clamp(x, lowest, 89.0)
+    return _split(_clamp(x, lowest, 89.0))
+
+
+def _split(y: Any) -> tuple[Any, Any]:
+    """Split e to the y as `_reduced` does, for y whose exponential is neither subnormal nor zero."""
     n = tirx.floor(y * 1.44269504088896341 + 0.5)
     r = y - n * 0.693359375 + n * 2.12194440e-4
     return _polynomial(r, _EXP) * (r * r) + r + 1.0, tirx.Cast("int32", n)
@@ -96,9 +104,17 @@ def exp(x: Any) -> Any:
     p, n = _reduced(x, -89.0)
     # Two to the n in two factors: n itself is out of range for the largest results.
     power = _power(n - 1)
-    small, large = tirx.const(-87.3365, "float32"), tirx.const(88.72284, "float32")
+    small, large = tirx.const(_SMALLEST_EXP, "float32"), tirx.const(88.72284, "float32")
     infinite = tirx.const(float("inf"), "float32")
     return tirx.Select(x < small, tirx.const(0.0, "float32"), tirx.Select(x > large, infinite, p * 2.0 * power))
+
+
+@_bound
+def exp_of_negative(x: Any) -> Any:
+    """Return what `exp` does, in fewer steps, for a float32 expression that is never above zero, as in softmax."""
+    small = tirx.const(_SMALLEST_EXP, "float32")
+    p, n = _split(tirx.Select(x < small, small, x))
+    return tirx.Select(x < small, tirx.const(0.0, "float32"), p * _power(n))
 
 
 @_bound

@@ -106,7 +106,7 @@ def attention(
     largest = _reduced(lambda index: logits[tuple(index)], row_sizes, wide, te.max, "max", lanes)
     exponential = te.compute(
         (batch, heads, tiled_rows, wide),
-        lambda *index: vectormath.exp(logits[index] - largest[index[:-1]]),
+        lambda *index: vectormath.exp_of_negative(logits[index] - largest[index[:-1]]),
         name="exponential",
     )
     total = _reduced(lambda index: exponential[tuple(index)], row_sizes, wide, te.sum, "sum", lanes)

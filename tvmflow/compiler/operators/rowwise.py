@@ -73,7 +73,7 @@ def _exponentials(data: te.Tensor, machine: Machine) -> tuple[te.Tensor, Row, Ro
         )
     largest = row_reduction(lambda row, k: data[(*row, k)], rows, size, reductions.MAX, "max", machine)
     exponential = te.compute(
-        data.shape, lambda *index: vectormath.exp(data[index] - largest(index[:-1])), name="exponential"
+        data.shape, lambda *index: vectormath.exp_of_negative(data[index] - largest(index[:-1])), name="exponential"
     )
     total = row_reduction(lambda row, k: exponential[(*row, k)], rows, size, reductions.SUM, "sum", machine)
     return exponential, largest, total

@@ -16,6 +16,7 @@ from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.choices import Choices, shape_text
+from tvmflow.compiler.dotproduct import use_rounding
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.schedules import (
@@ -34,6 +35,7 @@ from tvmflow.compiler.schedules import (
     resize,
     rowwise,
     strassen,
+    transposes,
     winograd,
 )
 
@@ -218,8 +220,11 @@ def error_bounds(func: PrimFunc) -> dict[str, float]:
 
 
 def complete(scheduled: PrimFunc) -> PrimFunc:
-    """Return a scheduled function with its prefetches and guards of reads, which schedule primitives cannot write."""
-    return guards.guard_reads(prefetch.expand(scheduled))
+    """Return a scheduled function with its prefetches, transposed tiles, roundings and guards of reads.
+
+    Schedule primitives cannot write these.
+    """
+    return guards.guard_reads(use_rounding(transposes.expand(prefetch.expand(scheduled))))
 
 
 def _finish(scheduled: PrimFunc, func: PrimFunc) -> PrimFunc:

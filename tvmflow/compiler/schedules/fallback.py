@@ -12,7 +12,7 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import NARROWEST, Machine
-from tvmflow.compiler.schedules import common, registers
+from tvmflow.compiler.schedules import common, registers, transposes
 
 # The most pieces that a dimension is cut into: each is a loop of its own in the code.
 _MOST_PIECES = 8
@@ -61,15 +61,28 @@ def _schedule_transpose(sch: Schedule, block: SBlockRV, machine: Machine) -> boo
         return False
     loops = list(sch.get_loops(block))
     extents = [common.extent(sch, loops[place]) for place in (across[0], -1)]
-    edges = [math.gcd(extent or 1, machine.lanes) for extent in extents]
+    places = (across[0], len(others))
+    by_shuffles = transposes.fits(sch, block, places)
+    edges = [
+        min(machine.lanes, 1 << ((extent or 1).bit_length() - 1))
+        if by_shuffles
+        else math.gcd(extent or 1, machine.lanes)
+        for extent in extents
+    ]
     if min(edges) < NARROWEST:
         return False
     (far, near), (outer, lane) = (
         sch.split(loops[place], [None, edge]) for place, edge in zip((across[0], -1), edges, strict=True)
     )
     tasks = [loop for place, loop in enumerate(loops[:-1]) if place != across[0]]
-    sch.reorder(*tasks, far, outer, near, lane)
-    registers.keep_in_registers(sch, [near, lane])
+    # A line of the cache is read to its end before the next one.
+    line = math.gcd(extents[0] or 1, machine.first.line // machine.number)
+    far, within = sch.split(far, [None, max(1, line // edges[0])])
+    sch.reorder(*tasks, far, outer, within, near, lane)
+    if by_shuffles:
+        transposes.use(sch, places, near)
+    else:
+        registers.keep_in_registers(sch, [near, lane])
     _spread(sch, [*tasks, far, outer], math.prod(edges), machine)
     return True
 
