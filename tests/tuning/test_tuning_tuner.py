@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -218,14 +219,26 @@ def test_a_target_that_this_machine_cannot_run_is_skipped(
 
 
 def test_a_budget_until_nothing_is_to_be_gained_ends_by_itself_and_is_not_spent_again(
-    conv: PrimFunc, native: Target, store: RecordStore
+    conv: PrimFunc, native: Target, store: RecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(budget: Budget) -> TuneReport:
-        measurer = GivenSeconds(rising)
-        return tune([Task("conv", conv, 1)], native, budget, store, tuner="random", measurer=measurer)
+    clock = 0.0
 
-    # Each round in vain halves what the next one is expected to save; how fast trials are decides how many rounds.
-    assert run(Budget(until=0.9, trials=1000)).trials in range(16, 1000)
+    def measure(candidate: Candidate, number: int) -> float:
+        nonlocal clock
+        clock += 0.1
+        return rising(candidate, number)
+
+    def learn(*_: object) -> None:
+        nonlocal clock
+        clock += 600.0
+
+    def run(budget: Budget) -> TuneReport:
+        return tune([Task("conv", conv, 1)], native, budget, store, tuner="random", measurer=GivenSeconds(measure))
+
+    monkeypatch.setattr("tvmflow.tuning.tuner.time", SimpleNamespace(monotonic=lambda: clock))
+    monkeypatch.setattr("tvmflow.tuning.contest.Contest.learn", learn)
+    # A round of 16 trials takes ten minutes, most of them to learn, so that another minute is expected to save little.
+    assert run(Budget(until=0.9, trials=1000)).trials == 16
     assert run(Budget(until=0.9)).trials == 0
     assert run(Budget(until=0.9, minutes=1)).trials == 0
 

@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from tvmflow.errors import TuneError
@@ -192,28 +192,24 @@ class _Run:
         libraries = contest.build(proposals)
         seconds: list[float | None] = []
         contest.refresh_best_seconds()
-        times = measurer.times(libraries, lambda: contest.time_limit)
-        with self._effort_of(workload, start_time), closing(times):
-            for proposal, library in zip(proposals, libraries, strict=True):
-                if self._is_over() or workload.reason is not None:
-                    break
-                self._trials += 1
-                workload.trials += 1
-                seconds.append(contest.judge(proposal, library, next(times), self._trials))
-                self._latencies.append(sum(item.share for item in self._workloads))
-                self._report_progress(contest, active)
-        contest.learn(proposals[: len(seconds)], seconds)
-        saving = 1 - (workload.seconds or seconds_before) / seconds_before
-        workload.forecast.update(len(seconds), saving, time.monotonic() - start_time)
-
-    @contextmanager
-    def _effort_of(self, workload: Workload, start_time: float) -> Iterator[None]:
-        """Record the trials on a workload while the body runs, also when it is interrupted."""
-        trials = workload.trials
+        trials_before = workload.trials
         try:
-            yield
+            with closing(measurer.times(libraries, lambda: contest.time_limit)) as times:
+                for proposal, library in zip(proposals, libraries, strict=True):
+                    if self._is_over() or workload.reason is not None:
+                        break
+                    self._trials += 1
+                    workload.trials += 1
+                    seconds.append(contest.judge(proposal, library, next(times), self._trials))
+                    self._latencies.append(sum(item.share for item in self._workloads))
+                    self._report_progress(contest, active)
+            contest.learn(proposals[: len(seconds)], seconds)
         finally:
-            self._record_effort(workload, workload.trials - trials, time.monotonic() - start_time)
+            # An interrupted round counts as well. This run and the next one forecast from the same seconds.
+            elapsed = time.monotonic() - start_time
+            self._record_effort(workload, workload.trials - trials_before, elapsed)
+        saving = 1 - (workload.seconds or seconds_before) / seconds_before
+        workload.forecast.update(len(seconds), saving, elapsed)
 
     def _record_effort(self, workload: Workload, trials: int, seconds: float | None = None) -> None:
         self._options.store.append(
