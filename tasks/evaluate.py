@@ -139,9 +139,11 @@ def keep_verdict(
 ) -> str:
     """Write a verdict into a new MLflow run, as its artifact `verdict.json`, and return the run's id.
 
-    `outcome` is the verdict in a word or two, and `document` holds all of it. Metrics that are not finite are left out.
-    `version` is the release that the verdict is about, None where it is about no release. `files` are further
-    artifacts by their paths; None for none. Raises RegistryError when the registry fails.
+    The run is named after `kind` and the model of `spec`. `outcome` is the verdict in a word or two, `reason` a
+    sentence, and `document` holds all of it. Metrics that are not finite are left out. `version` is the release that
+    the verdict is about, None where it is about no release. `files` gives local files by their paths among the run's
+    artifacts; None for none. `workspace` has the temporary file meanwhile. Raises RegistryError when the registry
+    fails.
     """
     name = spec.name
     tags = {

@@ -227,7 +227,10 @@ def _has_best_records(result: TuneResult, job: TuneJob) -> bool:
 
 
 def run_job(job: TuneJob, runner: StepRunner) -> TuneResult:
-    """Tune in a child process; remove the temporary files of its workers when it ends, also after an error."""
+    """Tune in a child process and return its result; the temporary files of its workers are removed when it ends.
+
+    Raises the child's TvmflowError, and StepError when the child dies.
+    """
     with runner.workspace.scratch() as folder:
         return runner.call(work, job, TuneResult, environment={"TMPDIR": str(folder)})
 

@@ -127,7 +127,10 @@ class Advisories(NamedTuple):
 
 
 def list_packages() -> dict[str, str]:
-    """Return the packages, with their installed versions, that the bare tvmflow needs: a bundle needs them to run."""
+    """Return the installed versions, by package, of all that a bundle needs to run.
+
+    These are tvmflow without its extras, the packages that it depends on, and those that they depend on.
+    """
     packages: dict[str, str] = {}
     names = ["tvmflow"]
     while names:

@@ -115,7 +115,11 @@ def bisect(
 
 
 def largest_error(expected: Array, actual: Array) -> float:
-    """Return the largest absolute error; infinite where shapes differ, or where only one result is finite."""
+    """Return the largest absolute difference of two arrays' elements; 0 for empty ones.
+
+    It is infinite for arrays of different shapes, and for an element that is finite in one alone, or is another
+    infinity. Equal infinities differ by 0, and so do two elements that are both no number.
+    """
     if expected.shape != actual.shape:
         return float("inf")
     one, other = _wide(expected), _wide(actual)

@@ -139,7 +139,12 @@ class Comparison(Record):
         return f"{candidate} latency is {self.ratio:.3f} ({self.interval}) of {baseline} ({times}{note})"
 
     def describe_gate(self, candidate: str, baseline: str, gate: str, bound: float) -> str:
-        """Return the comparison in words beside the `bound` that a gate sets, and what an undecided one lacks."""
+        """Return a sentence with the ratio of `candidate` to `baseline`, its interval and what a gate allows.
+
+        `candidate` and `baseline` are the words for the two builds, `gate` the gate's name in the release file, and
+        `bound` the largest ratio that it allows. For an undecided comparison the sentence adds how many pairs of runs
+        are missing.
+        """
         sentence = f"{self.describe(candidate, baseline)}, gate {gate} allows {bound:g}"
         if self.interval.judge(bound) == "undecided":
             sentence += f": undecided, {self.describe_lack(bound)}"

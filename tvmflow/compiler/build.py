@@ -393,7 +393,10 @@ class TidyShapeFunctions:
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with its functions named `shape_func` rewritten."""
+        """Return the module with the stores of each function named `shape_func` in the order of their indices.
+
+        TVM writes them in an order that differs between processes, so that libraries would. Other functions stay.
+        """
         for variable, function in mod.functions_items():
             if not isinstance(function, PrimFunc) or not variable.name_hint.startswith("shape_func"):
                 continue

@@ -240,10 +240,10 @@ def icicle(title: str, rows: Sequence[tuple[Sequence[str], float]], unit: str) -
 def roofline(
     title: str, rows: Mapping[str, tuple[float, float, float]], peak: float, rates: Mapping[str, float]
 ) -> str:
-    """Return points below the roofs of a machine, on logarithmic axes.
+    """Return an SVG chart with points below the roofs of a machine, on logarithmic axes.
 
-    A row has its operations per byte, its GFLOP/s, and its share of the time, which is the point's area. `peak` is in
-    GFLOP/s and `rates` are the GB/s of each level of the memory.
+    `rows` gives, for each point's label, its operations per byte, its GFLOP/s, and its share of the time from 0 to 1,
+    which is the point's area. `peak` is in GFLOP/s; `rates` gives the GB/s of each level of the memory by its name.
     """
     bottom, left = 300, 60
     # The names of the roofs stand below the axis, where no roof is.

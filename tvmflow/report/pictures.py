@@ -36,6 +36,6 @@ def draw_png(chart: str) -> bytes:
 
 
 def find_charts(written: str) -> dict[str, str]:
-    """Return the charts of a page that `tvmflow.report.page` wrote, by their captions, in their order."""
+    """Return the SVG of each chart by its caption, in the order of the page; `written` is its HTML."""
     figures = re.findall(r"<figure><figcaption>([^<]*)</figcaption><div[^>]*>(<svg.*?</svg>)", written, re.DOTALL)
     return {unescape(caption): chart for caption, chart in figures}

@@ -90,7 +90,10 @@ class Plan:
                 return self._url(name)
 
     def server(self, name: str) -> Server:
-        """Return the command of a server. Raises StoreError without rclone, RegistryError for a damaged registry."""
+        """Return how a server is started: "s3", "prefect", "mlflow", "receiver", and "worker" for any other name.
+
+        Raises StoreError without rclone, and RegistryError when the database of the embedded registry is damaged.
+        """
         match name:
             case "s3":
                 return self._s3()

@@ -345,16 +345,20 @@ def end_wish(
     store: ReleaseStore,
     name: str,
     channel: str,
-    number: str,
+    wish_id: str,
     outcome: Literal["refused", "withdrawn"],
     *,
     who: str,
     why: str,
 ) -> Channel:
-    """End the wish of that id, if it is open; return the channel. Raises StoreError when the server fails."""
+    """End a channel's open wish, which asks that it hold another release, and return the channel as it is then.
+
+    The channel stays as it is unless its open wish has the id `wish_id`. `who` ended the wish with this `outcome`, and
+    `why`, are kept in its history. Raises StoreError when the server fails.
+    """
 
     def change(before: Channel) -> Channel:
-        if before.wish is None or before.wish.id != number:
+        if before.wish is None or before.wish.id != wish_id:
             return before
         return _end(before, outcome, who, why)
 

@@ -117,9 +117,10 @@ def hold(store: ReleaseStore, name: str, who: str, seconds: float = SECONDS) -> 
 
 
 def use_work(store: ReleaseStore, who: str) -> HeldLease:
-    """Return a lease that keeps the shared workspace from being swept until it ends.
+    """Return a lease that keeps `tvmflow gc` from sweeping the shared workspace until the lease is released.
 
-    Waits while a living process sweeps the store. Raises StoreError for a damaged lease, and when the server fails.
+    `who` is the user and host that others read in it. Waits while a living process sweeps the store. Raises StoreError
+    for a damaged lease, and when the server fails.
     """
     return _acquire_unswept(store, f"{_WORK}{secrets.token_hex(8)}.json", "the shared workspace", who, SECONDS)
 

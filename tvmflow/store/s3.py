@@ -159,7 +159,7 @@ class S3Objects(ObjectStore):
                 raise
 
     def delete(self, key: str, action: str) -> None:
-        """Delete an object, if it exists. Raises StoreError."""
+        """Delete an object, if it exists; `action` completes "while ..." in the StoreError."""
         with explained(self.config, action), contextlib.suppress(self.s3.exceptions.NoSuchKey):
             self.s3.delete_object(Bucket=self.config.bucket, Key=self.full_key(key))
 

@@ -44,9 +44,10 @@ class Sharing:
         self._shared = shared
 
     def fetch(self, context: str | None = None) -> int:
-        """Fetch the files of one `context`, or of all (None), that are new or have grown; return their number.
+        """Fetch the files of tuning records that are new or have grown in the shared place; return their number.
 
-        Raises StoreError when the shared place fails.
+        `context` is the digest of the target, TVM's version and search space whose records to fetch (`context_digest`);
+        None fetches those of all. Raises StoreError when the shared place fails.
         """
         fetched = self._store.folder / FETCHED
         own = {path.name for path in self._store.own_files()}

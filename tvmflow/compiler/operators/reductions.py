@@ -197,10 +197,11 @@ def rows(
     name: str,
     machine: Machine,
 ) -> Callable[[Sequence[Any]], Any]:
-    """Reduce `element(row, k)` over k: several vectors side by side, then their lanes, then the remaining elements.
+    """Define the reduction of `element(row, k)` over k below `size`, and return its result as a function of the row.
 
-    `outer` are the sizes of a row's index, and `size` the number of its elements. Returns the result as a function of
-    the row.
+    Several vectors of the machine's width accumulate elements side by side. They are reduced to one vector, then its
+    lanes to a number, to which the elements that fill no vector are added last. `outer` are the sizes of a row's index,
+    `kind` is the reduction, such as a sum, and `name` begins the names of its stages.
     """
     lanes = machine.lanes
     whole = size // lanes

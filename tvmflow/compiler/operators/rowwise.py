@@ -119,9 +119,9 @@ def layer_norm(
 
 
 def rms_norm(data: te.Tensor, scale: te.Tensor, *, lead: int, epsilon: float, machine: Machine) -> te.Tensor:
-    """Divide `data` by the root of its mean square plus `epsilon`, and multiply by `scale`.
+    """Return `data / sqrt(mean(data ** 2) + epsilon) * scale`.
 
-    The mean is over the dimensions from `lead` on.
+    The mean is over the dimensions from `lead` on, which are those of `scale`.
     """
     element, size = _row(data, lead)
     rows = list(data.shape[:lead])
