@@ -44,7 +44,10 @@ def ensure_pool(name: str, kind: PoolType | None = None, image: str | None = Non
 
 
 def why_idle(client: "SyncPrefectClient", pool: "WorkPool") -> str | None:
-    """Return why no worker takes runs of a pool, as a clause such as "which is paused; ..."; None if one takes them."""
+    """Return why no worker takes runs of a pool, and what to do, as a clause to follow the pool's name.
+
+    For example "which is paused; resume it with `prefect work-pool resume NAME`". Returns None if a worker takes them.
+    """
     if pool.is_paused:
         return f"which is paused; resume it with `prefect work-pool resume {pool.name}`"
     if pool.is_push_pool or pool.is_managed_pool:

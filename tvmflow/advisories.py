@@ -129,7 +129,8 @@ class Advisories(NamedTuple):
 def list_packages() -> dict[str, str]:
     """Return the installed versions, by package, of all that a bundle needs to run.
 
-    These are tvmflow without its extras, the packages that it depends on, and those that they depend on.
+    These are tvmflow without its extras, the packages that it depends on, and those that they depend on. Names are
+    normalised: lower case, with hyphens.
     """
     packages: dict[str, str] = {}
     names = ["tvmflow"]

@@ -115,10 +115,10 @@ def bisect(
 
 
 def largest_error(expected: Array, actual: Array) -> float:
-    """Return the largest absolute difference of two arrays' elements; 0 for empty ones.
+    """Return the largest absolute difference of two arrays' elements; 0 for empty arrays of one shape.
 
-    It is infinite for arrays of different shapes, and for an element that is finite in one alone, or is another
-    infinity. Equal infinities differ by 0, and so do two elements that are both no number.
+    It is infinite for arrays of different shapes, and where two elements are not both finite, unless they are the same
+    infinity or both NaN, which differ by 0.
     """
     if expected.shape != actual.shape:
         return float("inf")

@@ -34,9 +34,9 @@ _OUTPUT = click.Path(path_type=Path, dir_okay=False)
 def report_command(name: str, version: str, output: Path | None, opens: bool) -> None:
     """Write the page of the release NAME VERSION: whether it may go out, and what it is like.
 
-    The page is one file that needs no network, by default NAME-VERSION.html in the current folder. It was made with the
-    release; its section on trust is written anew, with who has signed and approved the release since, and whether it
-    was built again.
+    The page is one file that needs no network, by default NAME-VERSION.html in the current folder; --open shows it in
+    the browser. It was made with the release; its section on trust is written anew, with who has signed and approved
+    the release since, and whether it was built again.
     """
     from tvmflow import settings as machine
     from tvmflow.report.release import update_page

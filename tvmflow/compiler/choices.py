@@ -57,8 +57,9 @@ class Choices:
         """Return the value of one of `options`: the first, unless `overrides` names another one.
 
         `kind` is the sort of decision, such as "order", and `subject` the function that it is about. Both make the
-        site's key, by which `overrides` names an option. Adds the decision, with its `parts` and the estimated `cycles`
-        of each option (see `Site`), to `sites`. Ignores a name in `overrides` that is not among the options, such as
+        site's key, by which `overrides` names an option. Adds the decision to `sites`, with its `parts`, the subjects
+        of the operators that an option joins, and the estimated `cycles` of each option, which decide nothing here.
+        Ignores a name in `overrides` that is not among the options, such as
         one of an earlier compiler.
         """
         site = Site(kind, subject, tuple(options), parts, tuple(cycles[name] for name in options if name in cycles))
@@ -66,7 +67,7 @@ class Choices:
         return options[self.option_of(site)]
 
     def option_of(self, site: Site) -> str:
-        """Return the option that a build takes at a site: the one in `overrides`, else the site's first."""
+        """Return the option that a build takes at a site: the one in `overrides` if the site has it, else its first."""
         name = self.overrides.get(site.key)
         return site.options[0] if name is None or name not in site.options else name
 

@@ -90,9 +90,10 @@ class Plan:
                 return self._url(name)
 
     def server(self, name: str) -> Server:
-        """Return how a server is started: "s3", "prefect", "mlflow", "receiver", and "worker" for any other name.
+        """Return how the server `name` is started: "s3", "prefect", "mlflow" or "receiver"; other names are the worker.
 
-        Raises StoreError without rclone, and RegistryError when the database of the embedded registry is damaged.
+        Raises StoreError for "s3" where rclone is not installed, and RegistryError for "mlflow" where the database of
+        the embedded registry is damaged.
         """
         match name:
             case "s3":

@@ -175,7 +175,9 @@ def up(state: Path, config: DeviceConfig) -> Status:
 
 
 def down(state: Path) -> bool:
-    """End the devices of a state folder with all processes that they started, and return whether there were any.
+    """End the device servers that `up` started in the state folder `state`, with the tracker and all their processes.
+
+    Returns whether any were running.
 
     Raises SettingsError when another command is at work there or the status file is damaged.
     """
