@@ -121,7 +121,7 @@ def layer_norm(
 def rms_norm(data: te.Tensor, scale: te.Tensor, *, lead: int, epsilon: float, machine: Machine) -> te.Tensor:
     """Return `data / sqrt(mean(data ** 2) + epsilon) * scale`.
 
-    The mean is over the dimensions from `lead` on, which are those of `scale`.
+    The mean is over the dimensions from `lead` on; `scale` has these dimensions.
     """
     element, size = _row(data, lead)
     rows = list(data.shape[:lead])
