@@ -83,7 +83,11 @@ def up_command(
 @devices_command.command("down")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def down_command(as_json: bool) -> None:
-    """End the devices that `tvmflow devices up` started, with their tracker and every session, and say if any ran."""
+    """End the devices that `tvmflow devices up` started, with their tracker and every session.
+
+    Prints a sentence, or with --json an object whose `ended` says whether any were running. It is no error if none
+    were.
+    """
     from tvmflow import settings as machine
     from tvmflow.tuning import devices
 

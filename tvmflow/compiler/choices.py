@@ -57,10 +57,10 @@ class Choices:
         """Return the value of one of `options`: the first, unless `overrides` names another one.
 
         `kind` is the sort of decision, such as "order", and `subject` the function that it is about. Both make the
-        site's key, by which `overrides` names an option. Adds the decision to `sites`, with its `parts`, the subjects
-        of the operators that an option joins, and the estimated `cycles` of each option, which decide nothing here.
-        Ignores a name in `overrides` that is not among the options, such as
-        one of an earlier compiler.
+        site's key, by which `overrides` names an option. Adds the decision to `sites`. `parts` are the subjects of the
+        operators that one of the options joins into one function, empty if none joins any; `cycles` are estimates by
+        the options' names. Both are kept with the decision and do not influence it. Ignores a name in `overrides` that
+        is not among the options, such as one of an earlier compiler.
         """
         site = Site(kind, subject, tuple(options), parts, tuple(cycles[name] for name in options if name in cycles))
         self.sites[site.key] = site
