@@ -79,7 +79,9 @@ def _generate(parts: list[tvm.IRModule], target: tvm.target.Target, cache: Path 
             content = _write(place, compiled)
         return _static_library(content or b"", sorted(_symbols(parts[part])))
 
-    with ThreadPoolExecutor(min(len(parts), cores.count())) as pool:
+    # LLVM's options, which a target can set, are those of the whole process while its code is generated.
+    threads = 1 if target.attrs.get("cl-opt") else min(len(parts), cores.count())
+    with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(generate, range(len(parts))))
 
 
