@@ -18,7 +18,7 @@ from flows.remote import make_on_pool, pools_of
 from flows.runs import one_at_a_time
 from tasks.export import ExportJob, ExportResult, export
 from tasks.insight import InsightJob, insight
-from tasks.publish import PublishJob, PublishResult, publish, release_document
+from tasks.publish import PublishJob, PublishResult, keep_published_origin, publish, release_document
 from tasks.relax_import import ImportJob, relax_import
 from tasks.report import PAGE, ReportJob, report
 from tasks.step import slug
@@ -188,7 +188,7 @@ def release_model(
                 f"the verdict is kept in MLflow run {tracked.result.run_id}"
             )
         endpoint = context.settings.s3_endpoint
-        document = release_document(
+        candidate = release_document(
             spec,
             context.workspace,
             export_result,
@@ -197,6 +197,7 @@ def release_model(
             results,
             tracked.result,
         )
+        document = context.outlast(lambda: keep_published_origin(context.store, candidate))
         page = _report(context, model, results, document)
         publishing = PublishJob.of(spec, context.store, endpoint, document, results, tracked.result, page)
         published = publish(runner, publishing, context.store, context.registry, lease)

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -22,6 +23,8 @@ from tvmflow.samples import Array, NamedArrays
 from tvmflow.spec import Spec
 from tvmflow.target import Target
 from tvmflow.workspace import Artifact, StepResult
+
+logger = logging.getLogger(__name__)
 
 # How often functions are timed; how many of the slowest and of the worst samples are kept; how long samples are run.
 _REPEATS, _FUNCTIONS, _SAMPLES = 10, 40, 10
@@ -181,14 +184,22 @@ def _describe(item: _Compared, labels: Array | None, show: str | None) -> Sample
 def write_text(show: str, inputs: NamedArrays) -> str:
     """Return a sample as the user's function `show` writes it, at most 2000 characters of it.
 
-    A function that fails stops no release, which is built and checked by then: the text is the sentence on its failure.
+    A function that raises stops no release, which is built and checked by then: the text is a sentence on its failure,
+    without the exception's message, which may name files of this machine.
     """
+    what = f"function that shows a sample {show!r}"
     try:
-        text = usercode.call(show, "function that shows a sample", ExportError, dict(inputs))
-    except ExportError as error:
-        return str(error)
+        text = usercode.call(
+            show, "function that shows a sample", ExportError, {name: np.array(array) for name, array in inputs.items()}
+        )
+    except (ExportError, SystemExit) as error:
+        problem = error if error.__cause__ is None else error.__cause__
+        logger.warning("%s", error)
+        return f"{what} raised {type(problem).__name__}"
     if not isinstance(text, str):
-        return f"function that shows a sample {show!r} returned a {type(text).__name__}, not a text"
+        return f"{what} returned a {type(text).__name__}, not a text"
+    # Halves of surrogate pairs, which no file of UTF-8 can hold, become question marks.
+    text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 

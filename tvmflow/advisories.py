@@ -3,6 +3,7 @@
 import json
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import distribution, distributions
 from pathlib import Path
@@ -146,14 +147,16 @@ def list_packages() -> dict[str, str]:
 
 
 def list_installed() -> dict[str, str]:
-    """Return all installed packages with their versions, sorted; one that is damaged, and so has no name, is left out.
+    """Return all installed packages with their versions, sorted; one without a readable name or version is left out.
 
     Of two versions the one that Python imports counts.
     """
     packages: dict[str, str] = {}
     for package in distributions():
-        if "Name" in package.metadata:
-            packages.setdefault(canonicalize_name(package.name), package.version)
+        with suppress(UnicodeDecodeError):
+            metadata = package.metadata
+            if "Name" in metadata and "Version" in metadata:
+                packages.setdefault(canonicalize_name(metadata["Name"]), metadata["Version"])
     return dict(sorted(packages.items()))
 
 

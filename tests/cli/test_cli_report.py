@@ -15,6 +15,7 @@ from tvmflow.release import Blob, Provenance
 from tvmflow.report.page import write
 from tvmflow.report.release import make_data, write_page
 from tvmflow.services import open_store
+from tvmflow.store.keys import statement_key
 
 Command = Callable[..., CommandResult]
 NOBODY = "http://127.0.0.1:9"
@@ -60,6 +61,12 @@ def test_the_page_says_who_signed_and_moved_the_release_though_mlflow_is_away(
         "The channel signed@production",
     ]
     assert NOBODY in silence
+    with open_store(machine.load()) as store:
+        store.objects.put(statement_key("signed", "1"), b"no statement", "damage it")
+    assert tvmflow("report", "signed", "1", "-o", "report.html").code == 0
+    standing = data_of(Path("report.html").read_text())["standing"]
+    assert standing["signer"] is None
+    assert len(standing["faults"]) >= 2
 
 
 def test_what_differs_is_printed_and_written(tvmflow: Command) -> None:

@@ -181,7 +181,7 @@ def test_the_page_names_the_data_the_code_the_packages_and_the_records_that_chan
     assert (old["packages"], old["code files"], old["held-out data"]) == (
         ("not recorded", "recorded"),
         ("not recorded", "recorded"),
-        ("-", "999999999999…"),
+        ("not recorded", "999999999999…"),
     )
     assert "package numpy" not in old
 
@@ -232,7 +232,7 @@ _STANDING = Standing(
 
 def test_the_section_on_trust_says_what_has_become_of_the_release(page: str) -> None:
     assert "signature</th>" in page
-    assert "Not built again" in page
+    assert "No promotion known here built it again" in page
     assert "tvmflow verify BUNDLE --rebuild RELEASE_FILE" in page
     release = _release("3", 2.5, onnx="b")
     text = update_page(page, release, _STANDING)
@@ -247,7 +247,7 @@ def test_the_section_on_trust_says_what_has_become_of_the_release(page: str) -> 
         "The registry does not answer.",
     ):
         assert sentence in section
-    assert "Not built again" not in section
+    assert "No promotion known here built it again" not in section
     assert data_of(text)["standing"] == _STANDING.model_dump(mode="json")
     assert unexplained_figures(text) == []
     # All else stays as it was, and the section can be written again.
@@ -259,7 +259,7 @@ def test_the_section_on_trust_says_what_has_become_of_the_release(page: str) -> 
     section = update_page(page, release, alone).partition('<h2 id="trust">')[2]
     assert "No channel has held it or refused it." in section
     assert "the release is not signed." in section
-    assert "Not built again" in section
+    assert "No promotion known here built it again" in section
 
 
 def test_the_page_loads_nothing(page: str) -> None:
@@ -463,21 +463,29 @@ def test_an_input_is_drawn_by_its_shape(shape: tuple[int, ...], kind: str) -> No
 
 def test_a_sample_is_shown_as_the_text_of_the_user_s_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "show = lambda inputs: ' '.join('<%d>' % x for x in inputs['ids'])\n"
-    words += "number = lambda inputs: 1\nbroken = lambda inputs: inputs['nix']\n"
+    words += "number = lambda inputs: 1\nbroken = lambda inputs: inputs['nix']\nends = lambda inputs: exit(0)\n"
+    words += "half = lambda inputs: chr(0xD800)\ndef changes(inputs): inputs['ids'][:] = 9; return ''\n"
     (tmp_path / "words_of_a_report.py").write_text(words)
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def shown(function: str, count: int = 3) -> str:
         return write_text(f"words_of_a_report:{function}", {"ids": np.arange(count)})
 
-    texts = [shown("show"), shown("number"), shown("broken"), shown("gone"), shown("show", 1000)]
-    assert texts[:4] == [
+    texts = [shown(name) for name in ("show", "half", "number", "broken", "gone", "ends")]
+    failure = "function that shows a sample 'words_of_a_report:{}' {}".format
+    assert texts == [
         "<0> <1> <2>",
-        "function that shows a sample 'words_of_a_report:number' returned a int, not a text",
-        "function that shows a sample 'words_of_a_report:broken' raised KeyError: 'nix'",
-        "function that shows a sample 'words_of_a_report:gone': module 'words_of_a_report' has no 'gone'",
+        "?",
+        failure("number", "returned a int, not a text"),
+        failure("broken", "raised KeyError"),
+        failure("gone", "raised AttributeError"),
+        failure("ends", "raised SystemExit"),
     ]
-    assert (len(texts[4]), texts[4][-1]) == (2001, "…")
+    long = shown("show", 1000)
+    assert (len(long), long[-1]) == (2001, "…")
+    ids = np.arange(3)
+    write_text("words_of_a_report:changes", {"ids": ids})
+    assert ids.tolist() == [0, 1, 2]
     sample = _sample(7, 3).model_copy(update={"text": texts[0]})
     insight = _INSIGHT.model_copy(update={"worst": (sample,), "flipped": ()})
     text = write_page(make_data(_release("1", 1.0), "production", None, (), {"native": insight}, ()))

@@ -269,6 +269,20 @@ def test_a_lost_artifact_is_made_again_and_nothing_else(digits: Any) -> None:
     assert again.document["version"] == "1"
 
 
+@pytest.mark.long
+def test_a_comment_in_the_model_s_source_makes_no_new_version(digits: Any) -> None:
+    source = digits.folder / "model.py"
+    content = source.read_text()
+    try:
+        source.write_text(f"{content}# A comment.\n")
+        again = digits.machine.release(digits.file)
+    finally:
+        source.write_text(content)
+    assert again.code == 0, again.stderr
+    assert again.steps["export"] == "ran"
+    assert again.document["version"] == "1"
+
+
 def test_an_input_of_the_wrong_shape_or_dtype_is_refused_at_run(digits: Any, target: dict[str, Any]) -> None:
     bundle = digits.machine.home.parent / target["bundle_path"]
     for name, array in (("shape", np.zeros((1, 1, 9, 9), np.float32)), ("dtype", np.zeros((1, 1, 8, 8), np.int64))):

@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+import pytest
+
 from support.releases import make_release
 from tasks.export import ExportResult
-from tasks.publish import release_document
+from tasks.publish import keep_published_origin, release_document
 from tasks.track import TrackResult
 from tasks.train import TrainResult
+from tvmflow.errors import StoreError
 from tvmflow.spec import parse
+from tvmflow.store import ReleaseStore
+from tvmflow.store.config import StoreConfig
 from tvmflow.training import Training
 from tvmflow.workspace import Artifact, Sources, Workspace
 
@@ -33,3 +38,15 @@ def test_a_retuned_release_names_the_training_of_its_weights_and_the_code_as_it_
     assert (made.training, made.held_out, made.packages) == (training, None, {"six": "1.17"})
     assert made.code == {"model.py": "2" * 64, "train.py": "1" * 64}
     assert TrainResult.of_release(_FILE, before) == TrainResult(weights=_FILE)
+
+
+def test_a_change_of_code_that_makes_no_new_version_leaves_what_is_published_as_it_is(tmp_path: Path) -> None:
+    store, origin = ReleaseStore(StoreConfig("tvmflow", folder=tmp_path)), make_release().provenance
+    origins = [origin.model_copy(update={"code": {"model.py": digit * 64}, "packages": {}}) for digit in "12"]
+    first, again = (make_release("net", "1", provenance=item) for item in origins)
+    assert keep_published_origin(store, first) == first
+    store.publish(first, [])
+    with pytest.raises(StoreError, match="already published"):
+        store.publish(again, [])
+    store.publish(keep_published_origin(store, again), [])
+    assert store.get_release("net", "1") == first

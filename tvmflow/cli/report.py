@@ -59,7 +59,7 @@ def _read_standing(settings: "Settings", store: "ReleaseStore", release: "Releas
     """Read who has signed a release, what channels did with it, and the last verdict on its promotion to each."""
     from tvmflow.bundle.signature import trusted_keys
     from tvmflow.report.trust import Standing
-    from tvmflow.services import open_registry
+    from tvmflow.services import open_registry, read_sections
     from tvmflow.store import channels
 
     name, version = release.name, release.version
@@ -69,24 +69,30 @@ def _read_standing(settings: "Settings", store: "ReleaseStore", release: "Releas
         store.get_release(name, version, trusted=trusted)
     except StatementError as error:
         faults.append(str(error))
+    statement = None
+    try:
+        statement = store.read_statement(name, version)
+    except StoreError as error:
+        faults += [str(error)] if str(error) not in faults else []
     for document in documents if trusted else ():
         try:
             if events[document.channel]:
                 channels.check_statement(store, document, trusted)
         except StatementError as error:
             faults.append(str(error))
-    statement = store.read_statement(name, version)
     promotions: list[Promotion] = []
     names = sorted({*release.channels, *(document.channel for document in documents)})
     try:
-        registry = open_registry(settings)
+        registry = open_registry(settings, read_sections(settings, name).registry)
         for channel in names:
             try:
                 promotions += _read_promotion(registry, release, channel, trusted)
-            except StatementError as error:
+            except StoreError as error:
                 faults.append(str(error))
     except RegistryError as error:
         faults.append(str(error))
+    except ModuleNotFoundError as error:
+        faults.append(f"what MLflow knows of the release is not here: {error.name} is not installed")
     return Standing(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         signer=None if statement is None else statement.signer,

@@ -227,13 +227,15 @@ def facts(release: Release) -> dict[str, str]:
     """Return what a release was made from, by name."""
     origin = release.provenance
     training = origin.training
+    # An older release does not say whether there was any.
+    absent = "not recorded" if origin.code is None else "-"
     return {
         "model (ONNX)": origin.onnx,
         "operator set": str(origin.opset),
         "registered source": origin.source or "-",
-        "training function": "-" if training is None else training.function,
-        "training arguments": "-" if training is None else json.dumps(training.arguments, sort_keys=True),
-        "held-out data": origin.held_out or "-",
+        "training function": absent if training is None else training.function,
+        "training arguments": absent if training is None else json.dumps(training.arguments, sort_keys=True),
+        "held-out data": origin.held_out or absent,
         "tvmflow": release.tvmflow,
     }
 
@@ -257,10 +259,10 @@ def target_facts(target: ReleaseTarget) -> dict[str, str]:
         "threads": "-" if comparison is None else str(comparison.conditions.threads[0]),
         "precision": target.verdict.precision,
         "tuning": "-" if target.tuning is None else f"{target.tuning.shipped}, {target.tuning.coverage}",
-        "tuning records": "-" if making is None else making.records,
-        "build options": "-" if making is None else making.options,
-        "compiler": ", ".join(f"{name} {compiler[name]}" for name in sorted(compiler)) or "-",
-        "compiler's code": "-" if making is None else making.code,
+        "tuning records": "not recorded" if making is None else making.records,
+        "build options": "not recorded" if making is None else making.options,
+        "compiler": ", ".join(f"{name} {compiler[name]}" for name in sorted(compiler)) or "not recorded",
+        "compiler's code": "not recorded" if making is None else making.code,
         "algorithms": ", ".join(sorted(target.verdict.algorithms)) or "-",
         "bundle": target.bundle.sha256,
     }

@@ -112,8 +112,8 @@ def _show_rebuilds(checks: Sequence[Check]) -> Iterator[Markup]:
         yield page.items(check.message for check in checks)
     else:
         yield page.paragraph(
-            "Not built again. A promotion to a channel whose policy has rebuild: required builds every bundle again "
-            "and compares them. For one bundle, this does:"
+            "No promotion known here built it again. One to a channel whose policy has rebuild: required builds every "
+            "bundle again and compares them. For one bundle, this does:"
         )
         yield page.commands("tvmflow verify BUNDLE --rebuild RELEASE_FILE")
 
