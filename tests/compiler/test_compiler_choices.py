@@ -14,7 +14,7 @@ from support import scale
 from tvmflow.compiler import build, import_onnx, ir_text, lower, workloads
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import machine
-from tvmflow.compiler.schedules import schedule, variants
+from tvmflow.compiler.schedules import complete, schedule, variants
 from tvmflow.target import Target
 from tvmflow.tuning.traces import normalize, replay, trace_of
 
@@ -72,7 +72,7 @@ def test_every_schedule_that_the_rules_can_make_of_a_function_gives_the_same_res
     for workload in workloads(lower(import_onnx(model), target)):
         func = normalize(workload.func)
         usual, *alternatives = variants(func, machine(target), scale.count(normal=12, long=48))
-        assert tvm_ffi.structural_equal(usual.mod["main"].body, schedule(func, machine(target))[0].body)
+        assert tvm_ffi.structural_equal(complete(usual.mod["main"]).body, schedule(func, machine(target))[0].body)
         arrays = [inputs.standard_normal([int(size) for size in item.shape]).astype(item.dtype) for item in func.params]
         expected = _called(usual.mod["main"], target, arrays)
         for other in alternatives:

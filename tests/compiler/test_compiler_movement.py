@@ -66,6 +66,20 @@ def test_tiles_of_numbers_of_32_bits_are_transposed_by_shuffles(make_model: Any,
         np.testing.assert_array_equal(result, feed[place // len(orders)].transpose(orders[place % len(orders)]))
 
 
+def test_transposes_of_a_part_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    parts = [((20, 20), 18, (1, 0)), ((37, 2, 40), 35, (2, 1, 0)), ((1, 16, 20, 20), 19, (0, 2, 3, 1))]
+    for shape, part, order in parts:
+        axes = [len(shape) - 1] if len(shape) < 4 else [2, 3]
+        nodes = [
+            helper.make_node("Slice", ["x", "start", "end", "axes"], ["part"]),
+            helper.make_node("Transpose", ["part"], ["y"], perm=order),
+        ]
+        weights = {name: np.array([value] * len(axes)) for name, value in (("start", 0), ("end", part))}
+        cases.append(((nodes, [("x", list(shape))], ["y"], {**weights, "axes": np.array(axes)}), {"x": normal(*shape)}))
+    assert_all_same(cases)
+
+
 @pytest.mark.parametrize("axis", [1, 3])
 def test_concatenation_and_what_follows_equal_onnx_runtime(axis: int, assert_all_same: Check) -> None:
     cases = []

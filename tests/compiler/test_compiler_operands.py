@@ -8,8 +8,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from support.arrays import normal
-from tvmflow.compiler import CompiledModel, import_onnx
+from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
+from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
 Array = np.ndarray[Any, Any]
@@ -42,8 +43,71 @@ def test_places_and_images_outside_of_the_data_are_the_nearest_within(
     model = assert_same_as_onnxruntime(path, feed(0, 1, 29))
     far = 10**7
     outside, within = (run_built(model, *feed(*those).values()) for those in ((-far, far, far), (0, 1, 29)))
+    # What has no place in an unpooled image is left out.
+    within[0].flat[29] = 0
     for ours, expected in zip(outside, within, strict=True):
         np.testing.assert_array_equal(ours, expected)
+
+
+def test_an_element_that_is_no_number_is_unpooled_into_its_own_image(
+    make_model: Any, target: Target, run_built: Any
+) -> None:
+    nodes = [
+        helper.make_node("MaxPool", ["x"], ["largest", "places"], kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("MaxUnpool", ["largest", "places"], ["y"], kernel_shape=[2, 2], strides=[2, 2]),
+    ]
+    x = normal(2, 1, 4, 4)
+    model = build(import_onnx(make_model(nodes, [("x", x.shape)], ["y"])), target)
+    (expected,) = run_built(model, x)
+    x[0, 0, :2, :2] = np.nan
+    (actual,) = run_built(model, x)
+    np.testing.assert_array_equal(actual[1], expected[1])
+
+
+def test_operands_of_free_sizes_that_must_agree_are_checked(make_model: Any, target: Target, run_built: Any) -> None:
+    for node, inputs in (
+        (
+            helper.make_node("TensorScatter", ["x", "u", "i"], ["y"]),
+            [("x", ["n", 2, "h", 3]), ("u", ["m", 2, 1, 3]), ("i", ["k"], INTEGER)],
+        ),
+        (
+            helper.make_node("RoiAlign", ["x", "u", "i"], ["y"]),
+            [("x", ["n", 2, "h", 3]), ("u", ["m", 4]), ("i", ["k"], INTEGER)],
+        ),
+        (
+            helper.make_node("MaxUnpool", ["u", "i"], ["y"], kernel_shape=[1, 1]),
+            [("u", ["m", 2, 1, 3]), ("i", ["k", 2, 1, 3], INTEGER)],
+        ),
+    ):
+        opset = 24 if node.op_type == "TensorScatter" else 18
+        model = build(import_onnx(make_model([node], inputs, ["y"], opset=opset)), target)
+        sizes = {"n": 3, "m": 3, "k": 3, "h": 4}
+        for changed in ({}, {"k": 2}):
+            shapes = [[(sizes | changed).get(size, size) for size in item[1]] for item in inputs]
+            feed = [
+                normal(*shape) if len(item) == 2 else np.zeros(shape, "int64")
+                for shape, item in zip(shapes, inputs, strict=True)
+            ]
+            if changed:
+                with pytest.raises(Exception, match=r"(?i)match"):
+                    run_built(model, *feed)
+            else:
+                run_built(model, *feed)
+
+
+def test_a_scale_of_one_element_is_that_of_all_data(assert_all_same: Check) -> None:
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["y"]),
+    ]
+    weights = {"scale": np.array([0.1], "float32"), "zero": np.array([3], "int8")}
+    assert_all_same([((nodes, [("x", [2, 3])], ["y"], weights), {"x": normal(2, 3)})])
+
+
+def test_a_pooling_that_includes_its_padding_has_the_windows_of_its_formula(assert_all_same: Check) -> None:
+    form = {"kernel_shape": [1, 6], "strides": [1, 3], "pads": [0, 1, 0, 2], "ceil_mode": 1, "count_include_pad": 1}
+    node = helper.make_node("AveragePool", ["x"], ["y"], **form)
+    assert_all_same([(([node], [("x", [1, 2, "n", 3])], ["y"]), {"x": normal(1, 2, 4, 3)})])
 
 
 def test_regions_are_aligned_by_means_and_largest_samples(assert_all_same: Check) -> None:

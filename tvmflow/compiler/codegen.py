@@ -89,7 +89,11 @@ def _lower(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
     """Run the passes of tvm.tirx.build, which end before code is generated, in this thread's pass context."""
     pipeline, finalize, _ = tvm.tirx.get_default_tir_pipeline(target)
     bound = tvm.tirx.transform.BindTarget(target.with_host(target))(functions)
-    return finalize()(pipeline(bound))
+    lowered = finalize()(pipeline(bound))
+    # TVM's code generator reads this option itself, but the pass context of another thread.
+    if tvm.transform.PassContext.current().config.get("tirx.disable_assert", False):
+        lowered = tvm.tirx.transform.SkipAssert()(lowered)
+    return lowered
 
 
 def _symbols(functions: tvm.IRModule) -> dict[str, PrimFunc]:

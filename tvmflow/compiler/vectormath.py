@@ -111,7 +111,10 @@ def exp(x: Any) -> Any:
 
 @_bound
 def exp_of_negative(x: Any) -> Any:
-    """Return what `exp` does, in fewer steps, for a float32 expression that is never above zero, as in softmax."""
+    """Return e to the x, in fewer steps than `exp`, for a float32 expression that is never above zero, as in softmax.
+
+    A result that is subnormal is zero.
+    """
     small = tirx.const(_SMALLEST_EXP, "float32")
     p, n = _split(tirx.Select(x < small, small, x))
     return tirx.Select(x < small, tirx.const(0.0, "float32"), p * _power(n))

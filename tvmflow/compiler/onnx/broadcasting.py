@@ -8,6 +8,7 @@ from tvm import relax
 from tvmflow.compiler.onnx.values import dims_of
 
 if TYPE_CHECKING:
+    from tvmflow.compiler.onnx.node import Node
     from tvmflow.compiler.onnx.sizes import SizeEvaluator
 
 
@@ -125,6 +126,14 @@ def cast_to(builder: relax.BlockBuilder, operand: relax.Expr, shape: Sequence[An
     # Of two shapes TVM would infer that a symbol is an expression of itself, and replace it without an end.
     value = builder.match_cast(value, relax.TensorType(ndim=operand.ty.ndim, dtype=operand.ty.dtype))
     return builder.match_cast(value, relax.TensorType(list(shape), operand.ty.dtype))
+
+
+def with_sizes(node: "Node", operand: relax.Expr, shape: Sequence[Any]) -> relax.Expr:
+    """Return an operand with the dimensions `shape`; sizes that may differ are checked at run time."""
+    dims = dims_of(operand)
+    if dims is not None and len(dims) == len(shape) and all(map(node.evaluator.are_equal, dims, shape)):
+        return operand
+    return cast_to(node.builder, operand, shape)
 
 
 def simplest(sizes: Sequence[Any], evaluator: "SizeEvaluator") -> Any:

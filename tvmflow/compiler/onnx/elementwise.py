@@ -54,6 +54,8 @@ def convert_elu(node: Node) -> relax.Expr:
 def convert_celu(node: Node) -> relax.Expr:
     """Write Celu by exp and relu; ONNX's definition of it makes a vector of a number."""
     alpha = float(node.attrs.get("alpha", 1.0))
+    if alpha == 0:
+        raise UnsupportedFormError("an alpha of zero", "use Relu")
     return _build_exponential_unit(node, alpha, 1 / alpha)
 
 

@@ -9,7 +9,7 @@ import onnx
 import tvm
 from tvm import relax, te
 
-from tvmflow.compiler.onnx.broadcasting import cast_to
+from tvmflow.compiler.onnx.broadcasting import cast_to, with_sizes
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import elements_at_import, materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
@@ -452,7 +452,13 @@ def convert_tensor_scatter(node: Node) -> relax.Expr:
     """
     data, update, first = node.inputs[0], node.inputs[1], node.input(2)
     axis, is_circular = int(node.attrs.get("axis", -2)) % data.ty.ndim, node.text("mode", "linear") == "circular"
-    first = const(np.zeros(1, "int64")) if first is None else first
+    dims, updates = dims_of(data), dims_of(update)
+    if dims is None or updates is None:
+        raise FreeSizeError("data or an update of unknown shape")
+    if first is not None and axis == 0:
+        raise UnsupportedFormError("an index for each row along the rows themselves", "scatter along another axis")
+    update = with_sizes(node, update, [*dims[:axis], updates[axis], *dims[axis + 1 :]])
+    first = const(np.zeros(1, "int64")) if first is None else with_sizes(node, first, dims[:1])
 
     def scatter(data: te.Tensor, update: te.Tensor, first: te.Tensor) -> te.Tensor:
         def element(*index: Any) -> Any:

@@ -1,10 +1,12 @@
 """MaxPool with the places of the largest elements, and MaxUnpool, which puts elements back in their places."""
 
 from functools import partial, reduce
+from operator import mul
 from typing import Any
 
 from tvm import relax, te, tirx
 
+from tvmflow.compiler.onnx.broadcasting import with_sizes
 from tvmflow.compiler.onnx.indexing import keep_within
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import dims_of, dtype_of
@@ -37,9 +39,6 @@ def _places(data: te.Tensor, largest: te.Tensor, *, node: Node) -> te.Tensor:
     elif auto_pad == "VALID":
         before = [0] * rank
     taps = [te.reduce_axis((0, count), f"k{place}") for place, count in enumerate(kernel)]
-    total: Any = data.shape[0] * data.shape[1]
-    for size in sizes:
-        total = total * size
 
     def element(n: Any, c: Any, *pixel: Any) -> Any:
         at = [pixel[i] * strides[i] - before[i] + taps[i] * dilations[i] for i in range(rank)]
@@ -49,7 +48,9 @@ def _places(data: te.Tensor, largest: te.Tensor, *, node: Node) -> te.Tensor:
         for size, index in zip(sizes, near, strict=True):
             place = place * size + index
         is_it = te.all(*inside, data[(n, c, *near)] == largest[(n, c, *pixel)])
-        place, last = (tirx.Cast("int64", item) for item in (place, total - 1))
+        # Where no element is the largest one, as of NaN, the place is the last one of the same channel.
+        last = (n * data.shape[1] + c + 1) * reduce(mul, sizes) - 1
+        place, last = (tirx.Cast("int64", item) for item in (place, last))
         return te.min(te.if_then_else(is_it, place, last), axis=taps)
 
     places = te.compute(largest.shape, element, name="places")
@@ -69,7 +70,7 @@ def _places(data: te.Tensor, largest: te.Tensor, *, node: Node) -> te.Tensor:
 
 
 def convert_max_unpool(node: Node) -> relax.Expr:
-    """Write MaxUnpool as a scatter into zeros; a place beyond the result is the nearest within.
+    """Write MaxUnpool as a scatter into zeros; what has a place beyond the result is left out.
 
     Raises FreeSizeError for data of unknown shape, and UnsupportedFormError for an output_shape that is computed or
     is not what the window gives: ONNX counts places in the latter, ONNX Runtime in the former.
@@ -92,7 +93,17 @@ def convert_max_unpool(node: Node) -> relax.Expr:
             "an output_shape other than that of its window", "export the model without output_shape"
         )
     total = reduce(evaluator.multiply, shape, 1)
-    places = keep_within(node, node.emit(relax.op.reshape(places, [-1])), [total])
-    zeros = node.emit(relax.op.zeros(relax.ShapeExpr([total]), dtype_of(data)))
-    flat = relax.op.scatter_elements(zeros, places, node.emit(relax.op.reshape(data, [-1])), 0)
-    return relax.op.reshape(node.emit(flat), relax.ShapeExpr(shape))
+    # One element more takes what lies beyond.
+    more = evaluator.add(total, 1)
+    places = node.emit(relax.op.reshape(with_sizes(node, places, dims), [-1]))
+    places = keep_within(node, places, [more])
+    zeros = node.emit(relax.op.zeros(relax.ShapeExpr([more]), dtype_of(data)))
+    flat = node.emit(relax.op.scatter_elements(zeros, places, node.emit(relax.op.reshape(data, [-1])), 0))
+
+    def without_last(flat: te.Tensor) -> te.Tensor:
+        def element(*index: Any) -> Any:
+            return flat[reduce(lambda place, item: place * item[1] + item[0], zip(index, shape, strict=True), 0)]
+
+        return te.compute(shape, element, name="unpooled")
+
+    return node.builder.call_te(without_last, flat, primfunc_name_hint="unpool")

@@ -174,7 +174,8 @@ def convert_blocked(node: Node) -> relax.Expr | None:
 def _let_scales_agree(node: Node) -> None:
     """Cast the data, the scales and the zero points so that their sizes along the axis are the same expression."""
     dims, scales = dims_of(node.inputs[0]), dims_of(node.inputs[1])
-    if not dims or scales is None or len(scales) != 1:
+    # A single scale is that of all the data.
+    if not dims or scales is None or len(scales) != 1 or scales[0] == 1:
         return
     axis = int(node.attrs.get("axis", 1)) % len(dims)
     target = scales[0] if isinstance(scales[0], int) else dims[axis]

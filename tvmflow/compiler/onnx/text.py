@@ -37,7 +37,8 @@ def convert_tf_idf_vectorizer(node: Node) -> relax.Expr:
     width = int(columns.max()) + 1
     # A column of which no sequence is counted is zero.
     counts.append(node.emit(relax.op.zeros(relax.ShapeExpr([rows, 1]), "float32")))
-    places = [order.index(column) if column in order else len(order) for column in range(width)]
+    place_of = {column: place for place, column in reversed(list(enumerate(order)))}
+    places = [place_of.get(column, len(order)) for column in range(width)]
     result = node.emit(
         relax.op.take(node.emit(relax.op.concat(counts, 1)), const(places, "int64"), axis=1, mode="clip")
     )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tvm import relax, te, tirx
 
-from tvmflow.compiler.onnx.broadcasting import agree_in_depth, cast_to
+from tvmflow.compiler.onnx.broadcasting import agree_in_depth, cast_to, with_sizes
 from tvmflow.compiler.onnx.indexing import pad_axis
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.pooling import convert_max_pool_with_places
@@ -17,6 +17,9 @@ from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 # The opset in which the regions of RoiAlign got their offset.
 _HALF_PIXELS = 16
+
+# The most samples along each side of a bin of RoiAlign that chooses their number by the region.
+_MOST_SAMPLES = 1 << 15
 
 
 def convert_padding(operator: str) -> Converter:
@@ -36,7 +39,7 @@ def convert_padding(operator: str) -> Converter:
             is_free = dims is None or not all(isinstance(size, int) for size in dims[2:])
             if (operator == "LpPool" or is_free) and node.attrs.pop("ceil_mode", 0):
                 _pad_for_last_windows(node, operator)
-            _let_one_window_fit(node, operator, dims)
+            _let_one_window_fit(node, operator, dims_of(node.inputs[0]))
             return None
         if not has_strides:
             return None
@@ -219,6 +222,8 @@ def convert_roi_align(node: Node) -> relax.Expr:
     def align(data: te.Tensor, rois: te.Tensor, images: te.Tensor) -> te.Tensor:
         dtype, sizes = rois.dtype, data.shape[2:]
         zero = tirx.const(0, data.dtype)
+        # The number of samples of an infinite region is none of a whole number's.
+        most = tirx.const(_MOST_SAMPLES, dtype)
 
         def region(roi: Any, axis: int) -> tuple[Any, Any, Any]:
             """The start of a region, the extent of one of its bins and the number of samples along a bin."""
@@ -226,7 +231,7 @@ def convert_roi_align(node: Node) -> relax.Expr:
             start, end = (rois[roi, place] * tirx.const(scale, dtype) for place in (1 - axis, 3 - axis))
             extent = end - start if is_half else te.max(end - start, tirx.const(1, dtype))
             extent = extent / tirx.const(bins[axis], dtype)
-            count = tirx.const(ratio, "int32") if ratio > 0 else te.ceil(extent).astype("int32")
+            count = tirx.const(ratio, "int32") if ratio > 0 else te.ceil(te.min(extent, most)).astype("int32")
             return start - tirx.const(0.5 if is_half else 0, dtype), extent, count
 
         def element(roi: Any, channel: Any, *place: Any) -> Any:
@@ -266,7 +271,9 @@ def convert_roi_align(node: Node) -> relax.Expr:
 
         return te.compute(samples.shape, aligned, name="aligned")
 
-    return node.builder.call_te(align, *node.inputs[:3], primfunc_name_hint="roi_align")
+    regions = dims_of(node.inputs[1])
+    images = node.inputs[2] if regions is None else with_sizes(node, node.inputs[2], regions[:1])
+    return node.builder.call_te(align, *node.inputs[:2], images, primfunc_name_hint="roi_align")
 
 
 def convert_max_roi_pool(node: Node) -> None:

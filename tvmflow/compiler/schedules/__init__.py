@@ -9,6 +9,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+import tvm
 import tvm_ffi
 from tvm.s_tir import Schedule, ScheduleError
 from tvm.s_tir.schedule import _type_checker
@@ -222,9 +223,11 @@ def error_bounds(func: PrimFunc) -> dict[str, float]:
 def complete(scheduled: PrimFunc) -> PrimFunc:
     """Return a scheduled function with its prefetches, transposed tiles, roundings and guards of reads.
 
-    Schedule primitives cannot write these.
+    Schedule primitives cannot write these. Each copy that they made of a bound variable is a variable of its own: TVM's
+    passes take the value that they know of it in one part of a loop for that in another part.
     """
-    return guards.guard_reads(use_rounding(transposes.expand(prefetch.expand(scheduled))))
+    completed = guards.guard_reads(use_rounding(transposes.expand(prefetch.expand(scheduled))))
+    return tvm.tirx.transform.ConvertSSA()(tvm.IRModule({"main": completed}))["main"]
 
 
 def _finish(scheduled: PrimFunc, func: PrimFunc) -> PrimFunc:

@@ -67,17 +67,21 @@ def expand(func: PrimFunc) -> PrimFunc:
         code[name] = _write_code(name, rows, columns)
         store, variables = realize.block.body, [item.var for item in realize.block.iter_vars]
         near, last = (variables[int(place)] for place in loop.annotations[_TRANSPOSE])
-        values = dict(zip(variables, realize.iter_values, strict=True))
         first = {loop.loop_var: loop.min, lane.loop_var: lane.min}
+        values = {
+            item.var: _bind(value, first)
+            for item, value in zip(realize.block.iter_vars, realize.iter_values, strict=True)
+        }
+        # The last tile begins earlier in both tensors, of which the source may be the larger one.
+        for variable, length in ((near, columns), (last, rows)):
+            extent = realize.block.iter_vars[variables.index(variable)].dom.extent
+            values[variable] = _bind(tirx.min(values[variable], extent - length), {})
         operands = []
         for tensor, indices, across in (
             (store.buffer, store.indices, near),
             (store.value.source, store.value.indices, last),
         ):
-            start = [_bind(_bind(index, values), first) for index in indices]
-            for variable, extent in ((near, columns), (last, rows)):
-                axis = _axis(indices, variable)
-                start[axis] = _bind(tirx.min(start[axis], tensor.shape[axis] - extent), {})
+            start = [_bind(index, values) for index in indices]
             row = _product(tensor.shape[_axis(indices, across) + 1 :])
             operands += [tirx.address_of(tirx.BufferLoad(tensor, start)), row]
         return tirx.Evaluate(tirx.call_extern("void", name, *operands))
