@@ -66,6 +66,18 @@ def test_tiles_of_numbers_of_32_bits_are_transposed_by_shuffles(make_model: Any,
         np.testing.assert_array_equal(result, feed[place // len(orders)].transpose(orders[place % len(orders)]))
 
 
+def test_padding_before_an_activation_equals_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for operator in ("Sigmoid", "Tanh", "Elu"):
+        nodes = [
+            helper.make_node("Pad", ["x", "widths"], ["padded"]),
+            helper.make_node(operator, ["padded"], ["y"]),
+        ]
+        for widths in ((3, 2, 0, 0), (0, 1, 2, 3)):
+            cases.append(((nodes, [("x", [13, 78])], ["y"], {"widths": np.array(widths)}), {"x": normal(13, 78)}))
+    assert_all_same(cases)
+
+
 def test_transposes_of_a_part_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
     parts = [((20, 20), 18, (1, 0)), ((37, 2, 40), 35, (2, 1, 0)), ((1, 16, 20, 20), 19, (0, 2, 3, 1))]

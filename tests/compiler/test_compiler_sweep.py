@@ -367,8 +367,11 @@ def _window(case: Case, rank: int, has_dilations: bool = True, is_pool: bool = F
     if kind == 0:
         case.set(pads=[case.integer(0, (taps - 1)) for taps in kernel * 2])
     elif kind == 1:
-        # ONNX Runtime computes such a padding of poolings without the dilations.
-        is_apart = is_pool and max(dilations) > 1
+        # ONNX Runtime computes such a padding of poolings without the dilations, and for LpPool a negative one where a
+        # stride is longer than the window.
+        strides = case.attributes.get("strides", [1] * rank)
+        is_beyond = any(stride > taps for stride, taps in zip(strides, kernel, strict=True))
+        is_apart = is_pool and (max(dilations) > 1 or is_beyond)
         case.set(auto_pad="VALID" if is_apart else case.choice("SAME_UPPER", "SAME_LOWER", "VALID"))
     case.set(kernel_shape=kernel)
     return [extent + case.integer(0, 6) for extent in extents]
