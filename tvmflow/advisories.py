@@ -153,7 +153,8 @@ def list_installed() -> dict[str, str]:
     """
     packages: dict[str, str] = {}
     for package in distributions():
-        with suppress(UnicodeDecodeError):
+        # A folder without METADATA has none, or raises, by the library that reads it.
+        with suppress(OSError, UnicodeDecodeError):
             metadata = package.metadata
             if "Name" in metadata and "Version" in metadata:
                 packages.setdefault(canonicalize_name(metadata["Name"]), metadata["Version"])

@@ -104,6 +104,13 @@ def test_a_scale_of_one_element_is_that_of_all_data(assert_all_same: Check) -> N
     assert_all_same([((nodes, [("x", [2, 3])], ["y"], weights), {"x": normal(2, 3)})])
 
 
+def test_products_of_integers_take_free_sizes_beside_fixed_ones(assert_all_same: Check) -> None:
+    node = helper.make_node("MatMulInteger", ["a", "b"], ["y"])
+    inputs = [("a", [1, "p", 4, "k"], TensorProto.INT8), ("b", ["n", 2, "m", 3], TensorProto.UINT8)]
+    feed = {"a": np.arange(40, dtype="int8").reshape(1, 2, 4, 5), "b": np.arange(90, dtype="uint8").reshape(3, 2, 5, 3)}
+    assert_all_same([(([node], inputs, [("y", None, TensorProto.INT32)]), feed)])
+
+
 def test_a_pooling_that_includes_its_padding_has_the_windows_of_its_formula(assert_all_same: Check) -> None:
     form = {"kernel_shape": [1, 6], "strides": [1, 3], "pads": [0, 1, 0, 2], "ceil_mode": 1, "count_include_pad": 1}
     node = helper.make_node("AveragePool", ["x"], ["y"], **form)

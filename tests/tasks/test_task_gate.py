@@ -96,7 +96,7 @@ FIGURES = [
     ("max_latency_ms", 3.0, 2.9, "p50 latency was 3 ms, gate max_latency_ms allows 2.9"),
     ("min_throughput", 333.0, 334.0, "333.3 runs/s, gate min_throughput asks for 334"),
     ("max_load_ms", 250.0, 249.0, "loaded in 250 ms, gate max_load_ms allows 249"),
-    ("max_memory_mb", 0.124, 0.123, "its process took 0.1235 MB, gate max_memory_mb allows 0.123"),
+    ("max_memory_mb", 124.0, 123.0, "its process took 123.5 MB, gate max_memory_mb allows 123"),
     ("max_bundle_mb", 8e-6, 7e-6, "the bundle has 8e-06 MB, gate max_bundle_mb allows 7e-06"),
     (
         "min_top1_agreement",

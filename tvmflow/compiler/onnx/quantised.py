@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 from tvm import relax
 
-from tvmflow.compiler.onnx.broadcasting import cast_to
+from tvmflow.compiler.onnx.broadcasting import agree_in_product, cast_to
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of
 
@@ -238,6 +238,7 @@ def _integer_product(
     node: Node, a: relax.Expr, a_zero: relax.Expr | None, b: relax.Expr, b_zero: relax.Expr | None
 ) -> relax.Expr:
     """The product of centred integers, int32; a vector of zero points has one for each row of `a` or column of `b`."""
+    a, b = agree_in_product(node.builder, [a, b], node.evaluator)
     if a_zero is not None and len(dims_of(a_zero) or ()) == 1 and dims_of(a_zero) != [1]:
         a_zero = node.emit(relax.op.expand_dims(a_zero, -1))
     return node.emit(relax.op.matmul(_centred(node, a, a_zero), _centred(node, b, b_zero), out_dtype="int32"))
