@@ -27,6 +27,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from support import scale
+from support.arrays import Refused, onnxruntime_results
 from support.machines import best_target
 from tvmflow.compiler import build, import_onnx
 
@@ -493,10 +494,6 @@ KINDS = {
 _MOST_REFUSED = 4
 
 
-class Refused(Exception):
-    """ONNX Runtime does not run the model."""
-
-
 def difference(kind: str, seed: int, folder: Path) -> str:
     """How a built model differs from ONNX Runtime, with the model and its seed; empty where it does not.
 
@@ -519,7 +516,7 @@ def _difference(model: Model, outputs: list[str], path: Path, symbolic: bool) ->
     for more in (0, _MORE) if symbolic else (0,):
         shapes = {name: (shape[0] + more, *shape[1:]) if more else shape for name, shape in model.inputs.items()}
         feed = {name: rng.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
-        expected.append((feed, _onnxruntime(path, feed)))
+        expected.append((feed, onnxruntime_results(path, feed)))
     imported = import_onnx(path)
     # The executable runs from memory: linking would take longer than all the rest.
     loaded = build(imported, best_target()).load()
@@ -528,21 +525,6 @@ def _difference(model: Model, outputs: list[str], path: Path, symbolic: bool) ->
         if message := _first_difference(model, actual, values):
             return message
     return ""
-
-
-def _onnxruntime(path: Path, feed: dict[str, Array]) -> list[Array]:
-    """What ONNX Runtime computes. Raises Refused where it refuses."""
-    import onnxruntime
-    from onnxruntime.capi import onnxruntime_pybind11_state as errors
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    try:
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        return [np.asarray(value) for value in session.run(None, feed)]
-    except (errors.NotImplemented, errors.Fail, errors.InvalidGraph, errors.InvalidArgument, errors.RuntimeException):
-        raise Refused(path) from None
 
 
 def _first_difference(model: Model, actual: list[Array], expected: list[Array]) -> str:

@@ -28,6 +28,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from support import scale
+from support.arrays import Refused, onnxruntime_results
 from support.machines import best_target
 from tvmflow.compiler import build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
@@ -715,10 +716,6 @@ DRAWS: dict[str, Draw] = {
 }
 
 
-class Refused(Exception):
-    """ONNX Runtime does not run the model."""
-
-
 def draw(operator: str, seed: int) -> tuple[onnx.ModelProto, dict[str, Array]]:
     """Draw a model of one node, and the values of its inputs; some of their sizes are free."""
     case = Case(np.random.default_rng([seed, *operator.encode()]), operator)
@@ -765,7 +762,7 @@ def difference(operator: str, seed: int, path: Path) -> str:
     """
     model, feed = draw(operator, seed)
     onnx.save(model, path)
-    expected = _onnxruntime(path, feed)
+    expected = onnxruntime_results(path, feed)
     for output, value in zip(model.graph.output, expected, strict=True):
         # ONNX infers no types of functions.
         output.type.tensor_type.elem_type = helper.np_dtype_to_tensor_dtype(value.dtype)
@@ -782,21 +779,6 @@ def difference(operator: str, seed: int, path: Path) -> str:
         return ""
     text = onnx.printer.to_text(model.graph)
     return f"{operator} {seed}: {message}\n{text}"
-
-
-def _onnxruntime(path: Path, feed: dict[str, Array]) -> list[Array]:
-    """What ONNX Runtime computes. Raises Refused where it refuses."""
-    import onnxruntime
-    from onnxruntime.capi import onnxruntime_pybind11_state as errors
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    try:
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        return [np.asarray(value) for value in session.run(None, feed)]
-    except (errors.NotImplemented, errors.Fail, errors.InvalidGraph, errors.InvalidArgument, errors.RuntimeException):
-        raise Refused(path) from None
 
 
 def _first_difference(actual: Array, expected: Array) -> str:
