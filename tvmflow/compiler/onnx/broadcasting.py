@@ -8,7 +8,6 @@ from tvm import relax
 from tvmflow.compiler.onnx.values import dims_of
 
 if TYPE_CHECKING:
-    from tvmflow.compiler.onnx.node import Node
     from tvmflow.compiler.onnx.sizes import SizeEvaluator
 
 
@@ -27,10 +26,8 @@ def agree(builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator
     targets = [simplest([shape[axis] for shape in aligned], evaluator) for axis in range(rank)]
     results = []
     for operand, shape in zip(operands, aligned, strict=True):
-        cast = [size if _is_one(size) else target for size, target in zip(shape, targets, strict=True)]
-        is_same = all(evaluator.are_equal(size, target) for size, target in zip(shape, cast, strict=True))
-        own = cast[rank - operand.ty.ndim :]
-        results.append(operand if is_same else cast_to(builder, operand, own))
+        own = [size if _is_one(size) else target for size, target in zip(shape, targets, strict=True)]
+        results.append(with_sizes(builder, operand, own[rank - operand.ty.ndim :], evaluator))
     return results
 
 
@@ -44,12 +41,10 @@ def agree_but_for(
         return list(operands)
     axis %= len(whole[0])
     targets = [min(map(evaluator.simplify, sizes), key=_complexity) for sizes in zip(*whole, strict=True)]
-    results = []
-    for operand, shape in zip(operands, whole, strict=True):
-        own = [*targets[:axis], shape[axis], *targets[axis + 1 :]]
-        is_same = all(evaluator.are_equal(size, target) for size, target in zip(shape, own, strict=True))
-        results.append(operand if is_same else cast_to(builder, operand, own))
-    return results
+    return [
+        with_sizes(builder, operand, [*targets[:axis], shape[axis], *targets[axis + 1 :]], evaluator)
+        for operand, shape in zip(operands, whole, strict=True)
+    ]
 
 
 def agree_along(
@@ -61,11 +56,7 @@ def agree_along(
         return list(operands)
     target = min((evaluator.simplify(shape[axis]) for shape in shapes if shape is not None), key=_complexity)
     own = [[*(shape or ())[:axis], target, *(shape or ())[axis + 1 :]] for shape in shapes]
-    is_same = [evaluator.are_equal((shape or ())[axis], target) for shape in shapes]
-    return [
-        operand if same else cast_to(builder, operand, dims)
-        for operand, dims, same in zip(operands, own, is_same, strict=True)
-    ]
+    return [with_sizes(builder, *pair, evaluator) for pair in zip(operands, own, strict=True)]
 
 
 def agree_in_channels(
@@ -78,11 +69,7 @@ def agree_in_channels(
         return list(operands)
     target = min(map(evaluator.simplify, (data[1], *(shape[0] for shape in vectors))), key=_complexity)
     own = [[data[0], target, *data[2:]], *([target] for _ in vectors)]
-    is_same = [evaluator.are_equal(size, target) for size in (data[1], *(shape[0] for shape in vectors))]
-    return [
-        operand if same else cast_to(builder, operand, dims)
-        for operand, dims, same in zip(operands, own, is_same, strict=True)
-    ]
+    return [with_sizes(builder, *pair, evaluator) for pair in zip(operands, own, strict=True)]
 
 
 def agree_in_depth(
@@ -93,11 +80,8 @@ def agree_in_depth(
     if data is None or weight is None:
         return list(operands)
     target = min(map(evaluator.simplify, (data[1], weight[0])), key=_complexity)
-    pairs = zip(operands, (data, weight), ([data[0], target, *data[2:]], [target, *weight[1:]]), strict=True)
-    return [
-        operand if all(map(evaluator.are_equal, shape, own)) else cast_to(builder, operand, own)
-        for operand, shape, own in pairs
-    ]
+    own = [[data[0], target, *data[2:]], [target, *weight[1:]]]
+    return [with_sizes(builder, *pair, evaluator) for pair in zip(operands, own, strict=True)]
 
 
 def agree_in_product(
@@ -113,11 +97,7 @@ def agree_in_product(
         pair = [left[-place], right[-place]]
         target = simplest(pair, evaluator)
         left[-place], right[-place] = (size if _is_one(size) else target for size in pair)
-    results = []
-    for operand, shape, own in zip(operands, shapes, (left, right), strict=True):
-        is_same = all(evaluator.are_equal(size, target) for size, target in zip(shape or (), own, strict=True))
-        results.append(operand if is_same else cast_to(builder, operand, own))
-    return results
+    return [with_sizes(builder, *pair, evaluator) for pair in zip(operands, (left, right), strict=True)]
 
 
 def cast_to(builder: relax.BlockBuilder, operand: relax.Expr, shape: Sequence[Any]) -> relax.Expr:
@@ -128,12 +108,14 @@ def cast_to(builder: relax.BlockBuilder, operand: relax.Expr, shape: Sequence[An
     return builder.match_cast(value, relax.TensorType(list(shape), operand.ty.dtype))
 
 
-def with_sizes(node: "Node", operand: relax.Expr, shape: Sequence[Any]) -> relax.Expr:
+def with_sizes(
+    builder: relax.BlockBuilder, operand: relax.Expr, shape: Sequence[Any], evaluator: "SizeEvaluator"
+) -> relax.Expr:
     """Return an operand with the dimensions `shape`; sizes that may differ are checked at run time."""
     dims = dims_of(operand)
-    if dims is not None and len(dims) == len(shape) and all(map(node.evaluator.are_equal, dims, shape)):
+    if dims is not None and len(dims) == len(shape) and all(map(evaluator.are_equal, dims, shape)):
         return operand
-    return cast_to(node.builder, operand, shape)
+    return cast_to(builder, operand, shape)
 
 
 def simplest(sizes: Sequence[Any], evaluator: "SizeEvaluator") -> Any:

@@ -9,7 +9,6 @@ from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.quantised import channels_first, channels_last, dequantize
-from tvmflow.compiler.onnx.sizes import materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 # What a masked score gets less, unless the node says otherwise.
@@ -312,11 +311,11 @@ def convert_group_query_attention(node: Node) -> relax.Expr:
     heads, groups = int(node.attrs["num_heads"]), int(node.attrs["kv_num_heads"])
     query, key, value = _separate_heads(node, heads, groups)
     batch, _, positions, width = dims_of(query)  # type: ignore[misc]
-    count = materialise(node.builder, node.evaluator.shape([positions]))
+    count = node.vector([positions])
     total_size = node.sizes(6)
     if total_size is None:
         raise FreeSizeError("a number of positions that is computed from data")
-    total = materialise(node.builder, node.evaluator.shape(total_size))
+    total = node.vector(total_size)
     last = emit(relax.op.reshape(emit(relax.op.astype(node.inputs[5], "int64")), [batch, 1]))
     # A first call has no former positions: shorter rows of its batch are padded at their end.
     former = emit(relax.op.subtract(emit(relax.op.add(last, const(1, "int64"))), count))

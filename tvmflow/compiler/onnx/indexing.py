@@ -9,7 +9,7 @@ import onnx
 import tvm
 from tvm import relax, te
 
-from tvmflow.compiler.onnx.broadcasting import cast_to, with_sizes
+from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import elements_at_import, materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
@@ -277,7 +277,7 @@ def convert_one_hot(node: Node) -> relax.Expr:
     axis = int(node.attrs.get("axis", -1)) % (rank + 1)
     integers = node.emit(relax.op.astype(indices, "int64"))
     negative = relax.op.less(integers, relax.const(0, "int64"))
-    whole = materialise(node.builder, node.evaluator.shape([size]))
+    whole = node.vector([size])
     positions = node.emit(relax.op.where(negative, relax.op.add(integers, whole), integers))
     places = node.emit(relax.op.arange(0, size, 1, "int64"))
     places = node.emit(relax.op.reshape(places, [size if i == axis else 1 for i in range(rank + 1)]))
@@ -306,7 +306,7 @@ def convert_top_k(node: Node) -> relax.Expr | None:
     if dims is None:
         raise FreeSizeError("a number of results that is zero or computed, of data of unknown shape")
     axis = int(node.attrs.get("axis", -1)) % len(dims)
-    whole = materialise(node.builder, node.evaluator.shape([dims[axis]]))
+    whole = node.vector([dims[axis]])
     sizes = node.bind(node.emit(relax.op.minimum(node.integers(1), whole)))
     in_order = node.emit(
         relax.op.topk(data, -1, axis, "both", largest=bool(node.attrs.get("largest", 1)), dtype="int64")
@@ -440,9 +440,7 @@ def convert_scatter_nd(node: Node) -> None:
     pairs = list(zip([*rows, *whole], updates, strict=True))
     sizes = [size if isinstance(size, int) else other for size, other in pairs]
     own = [[*data[: indices[-1]], *sizes[len(rows) :]], [*sizes[: len(rows)], indices[-1]], sizes]
-    for place, (shape, target) in enumerate(zip((data, indices, updates), own, strict=True)):
-        if not all(map(node.evaluator.are_equal, shape, target)):
-            node.inputs[place] = cast_to(node.builder, node.inputs[place], target)
+    node.inputs[:3] = [node.with_sizes(*pair) for pair in zip(node.inputs[:3], own, strict=True)]
 
 
 def convert_tensor_scatter(node: Node) -> relax.Expr:
@@ -457,8 +455,8 @@ def convert_tensor_scatter(node: Node) -> relax.Expr:
         raise FreeSizeError("data or an update of unknown shape")
     if first is not None and axis == 0:
         raise UnsupportedFormError("an index for each row along the rows themselves", "scatter along another axis")
-    update = with_sizes(node, update, [*dims[:axis], updates[axis], *dims[axis + 1 :]])
-    first = const(np.zeros(1, "int64")) if first is None else with_sizes(node, first, dims[:1])
+    update = node.with_sizes(update, [*dims[:axis], updates[axis], *dims[axis + 1 :]])
+    first = const(np.zeros(1, "int64")) if first is None else node.with_sizes(first, dims[:1])
 
     def scatter(data: te.Tensor, update: te.Tensor, first: te.Tensor) -> te.Tensor:
         def element(*index: Any) -> Any:

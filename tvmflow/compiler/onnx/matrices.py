@@ -4,7 +4,6 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
-from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.node import FreeSizeError, Node
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
@@ -18,8 +17,7 @@ def convert_det(node: Node) -> relax.Expr:
     if dims is None or not isinstance(dims[-1], int):
         raise FreeSizeError("matrices of unknown size")
     batch, size = dims[:-2], dims[-1]
-    if not isinstance(dims[-2], int):
-        data = cast_to(node.builder, data, [*batch, size, size])
+    data = node.with_sizes(data, [*batch, size, size])
     matrix = emit(relax.op.reshape(data, relax.ShapeExpr([node.evaluator.quotient(batch, []), size, size])))
     result: relax.Expr = const(1, dtype_of(data))
     while size:

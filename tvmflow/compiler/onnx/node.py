@@ -9,6 +9,7 @@ import tvm
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
+from tvmflow.compiler.onnx.broadcasting import with_sizes
 from tvmflow.compiler.onnx.sizes import SizeEvaluator, bind_sizes, materialise
 from tvmflow.compiler.onnx.values import Array, dims_of, dtype_of
 
@@ -84,6 +85,10 @@ class Node:
     def vector(self, sizes: Sequence[Any]) -> relax.Expr:
         """Return sizes as a vector of int64."""
         return materialise(self.builder, self.evaluator.shape(sizes))
+
+    def with_sizes(self, operand: relax.Expr, shape: Sequence[Any]) -> relax.Expr:
+        """Return an operand with the dimensions `shape`; sizes that may differ are checked at run time."""
+        return with_sizes(self.builder, operand, shape, self.evaluator)
 
     def bind(self, sizes: relax.Expr) -> list[Any]:
         """Return symbols for the elements of a vector of int64, none negative, which are known when the model runs."""

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 from tvm import relax
 
-from tvmflow.compiler.onnx.broadcasting import agree_in_product, cast_to
+from tvmflow.compiler.onnx.broadcasting import agree_in_product
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of
 
@@ -181,9 +181,8 @@ def _let_scales_agree(node: Node) -> None:
     target = scales[0] if isinstance(scales[0], int) else dims[axis]
     for place, own in enumerate(([*dims[:axis], target, *dims[axis + 1 :]], [target], [target])):
         operand = node.input(place)
-        if operand is None or all(map(node.evaluator.are_equal, dims_of(operand) or (), own)):
-            continue
-        node.inputs[place] = cast_to(node.builder, operand, own)
+        if operand is not None and len(dims_of(operand) or ()) == len(own):
+            node.inputs[place] = node.with_sizes(operand, own)
 
 
 def _quantize(node: Node, value: relax.Expr, position: int) -> relax.Expr:

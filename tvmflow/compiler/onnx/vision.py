@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 from tvm import relax, te, tirx
 
-from tvmflow.compiler.onnx.broadcasting import agree_in_depth, cast_to, with_sizes
+from tvmflow.compiler.onnx.broadcasting import agree_in_depth, cast_to
 from tvmflow.compiler.onnx.indexing import pad_axis
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.pooling import convert_max_pool_with_places
-from tvmflow.compiler.onnx.sizes import materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 # The opset in which the regions of RoiAlign got their offset.
@@ -39,7 +38,7 @@ def convert_padding(operator: str) -> Converter:
             is_free = dims is None or not all(isinstance(size, int) for size in dims[2:])
             if (operator == "LpPool" or is_free) and node.attrs.pop("ceil_mode", 0):
                 _pad_for_last_windows(node, operator)
-            _let_one_window_fit(node, operator, dims_of(node.inputs[0]))
+            _let_one_window_fit(node, operator)
             return None
         if not has_strides:
             return None
@@ -89,8 +88,8 @@ def _check_weights(node: Node, outputs_axis: int) -> None:
     if dims is None or not all(isinstance(size, int) for size in fixed):
         raise FreeSizeError("weights of symbolic size")
     count = node.evaluator.multiply(dims[outputs_axis], groups if outputs_axis else 1)
-    if bias is not None and not node.evaluator.are_equal((dims_of(bias) or [0])[0], count):
-        node.inputs[2] = cast_to(node.builder, bias, [count])
+    if bias is not None:
+        node.inputs[2] = node.with_sizes(bias, [count])
 
 
 def _pad_for_last_windows(node: Node, operator: str) -> None:
@@ -114,12 +113,13 @@ def _pad_for_last_windows(node: Node, operator: str) -> None:
     node.attrs["auto_pad"] = b"NOTSET"
 
 
-def _let_one_window_fit(node: Node, operator: str, dims: list[Any] | None) -> None:
+def _let_one_window_fit(node: Node, operator: str) -> None:
     """Pad the end of data that is shorter than the window of a pooling by less than a stride, as ONNX Runtime does.
 
     It rounds the number of further windows towards zero, so that there is one window, of which a part is beyond the
     data. Along dimensions of symbolic size there is none, and the bundle asks for a larger size.
     """
+    dims = dims_of(node.inputs[0])
     if operator not in ("AveragePool", "LpPool", "MaxPool") or dims is None:
         return
     kernel = node.attrs["kernel_shape"]
@@ -272,7 +272,7 @@ def convert_roi_align(node: Node) -> relax.Expr:
         return te.compute(samples.shape, aligned, name="aligned")
 
     regions = dims_of(node.inputs[1])
-    images = node.inputs[2] if regions is None else with_sizes(node, node.inputs[2], regions[:1])
+    images = node.inputs[2] if regions is None else node.with_sizes(node.inputs[2], regions[:1])
     return node.builder.call_te(align, *node.inputs[:2], images, primfunc_name_hint="roi_align")
 
 
@@ -282,7 +282,7 @@ def convert_max_roi_pool(node: Node) -> None:
     dims = dims_of(data)
     if dims is None:
         raise FreeSizeError("data of unknown shape")
-    last = materialise(node.builder, node.evaluator.shape([node.evaluator.add(dims[0], -1)]))
+    last = node.vector([node.evaluator.add(dims[0], -1)])
     last = node.emit(relax.op.astype(last, dtype_of(rois)))
     images, corners = (node.emit(relax.op.strided_slice(rois, [1], [begin], [end])) for begin, end in ((0, 1), (1, 5)))
     images = node.emit(relax.op.maximum(node.emit(relax.op.minimum(images, last)), const(0, dtype_of(rois))))
