@@ -188,7 +188,7 @@ def release_model(
                 f"the verdict is kept in MLflow run {tracked.result.run_id}"
             )
         endpoint = context.settings.s3_endpoint
-        candidate = release_document(
+        document = release_document(
             spec,
             context.workspace,
             export_result,
@@ -197,8 +197,10 @@ def release_model(
             results,
             tracked.result,
         )
-        document = context.outlast(lambda: keep_published_origin(context.store, candidate))
-        page = _report(context, model, results, document)
+        published_release = context.outlast(lambda: _find_release(context.store, spec.name, document.version))
+        if published_release is not None:
+            document = keep_published_origin(document, published_release)
+        page = _page_of(published_release) or _report(context, model, results, document)
         publishing = PublishJob.of(spec, context.store, endpoint, document, results, tracked.result, page)
         published = publish(runner, publishing, context.store, context.registry, lease)
     outcomes: dict[str, Outcome[Any] | None] = {
@@ -218,10 +220,7 @@ def release_model(
 
 
 def _report(context: RunContext, model: ModelSteps, results: tuple[TargetResult, ...], document: Release) -> Artifact:
-    """Return the page of a release; one that is published keeps the page that it has."""
-    page = context.outlast(lambda: _find_page(context.store, document.name, document.version))
-    if page is not None:
-        return page
+    """Return a new page of a release."""
     insights = {
         item.target.name: insight(
             context.runner, InsightJob.of(context.spec, model.exported, model.reference, item.bundle, item.target)
@@ -233,9 +232,14 @@ def _report(context: RunContext, model: ModelSteps, results: tuple[TargetResult,
     return report(context.runner, job).result.page
 
 
-def _find_page(store: ReleaseStore, name: str, version: str) -> Artifact | None:
-    """Return the page of a release that is published, None if it is not or has none."""
-    page = store.get_release(name, version).report if store.has_release(name, version) else None
+def _find_release(store: ReleaseStore, name: str, version: str) -> Release | None:
+    """Return a release, None if it is not published."""
+    return store.get_release(name, version) if store.has_release(name, version) else None
+
+
+def _page_of(release: Release | None) -> Artifact | None:
+    """Return the page that a published release has and keeps, None if it is not published or has none."""
+    page = None if release is None else release.report
     return None if page is None else Artifact(name=PAGE, sha256=page.sha256, size=page.size)
 
 

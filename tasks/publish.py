@@ -182,16 +182,13 @@ def release_document(
     )
 
 
-def keep_published_origin(store: ReleaseStore, document: Release) -> Release:
-    """Return the document of a release with the training, data, code and packages of the published one, if any.
+def keep_published_origin(document: Release, published: Release) -> Release:
+    """Return the document of a release with the training, data, code and packages of the published one.
 
     A change that changes neither the model nor a figure, as of a comment in the user's code, makes no new version, and
-    what is published stays as it is. Raises StoreError when the server fails.
+    what is published stays as it is.
     """
-    if not store.has_release(document.name, document.version):
-        return document
-    origin = store.get_release(document.name, document.version).provenance
-    kept = {name: getattr(origin, name) for name in ("training", "held_out", "code", "packages")}
+    kept = {name: getattr(published.provenance, name) for name in ("training", "held_out", "code", "packages")}
     return document.model_copy(update={"provenance": document.provenance.model_copy(update=kept)})
 
 
