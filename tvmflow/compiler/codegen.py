@@ -2,7 +2,9 @@
 
 import hashlib
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +68,24 @@ def _parts(functions: tvm.IRModule, size: int) -> list[tvm.IRModule]:
 
 def _generate(parts: list[tvm.IRModule], target: tvm.target.Target, cache: Path | None) -> list[Any]:
     """Return the code of each part as a module of TVM, from the cache where it has it."""
-    places = [None if cache is None else cache / f"{_key(part, target)}.o" for part in parts]
-    contents = [None if place is None else _read(place) for place in places]
-    lowered = [_lower(part, target) if content is None else None for part, content in zip(parts, contents, strict=True)]
-
-    def generate(part: int) -> Any:
-        module, place, content = lowered[part], places[part], contents[part]
-        if module is not None:
-            compiled = codegen_build(module, target)
-            if place is None:
-                return compiled
-            content = _write(place, compiled)
-        return _static_library(content or b"", sorted(_symbols(parts[part])))
-
+    # Passes run in this thread, because the pass context is the thread's own; only code generation is spread.
+    jobs = [_generation(part, target, cache) for part in parts]
     # LLVM's options, which a target can set, are those of the whole process while its code is generated.
     threads = 1 if target.attrs.get("cl-opt") else min(len(parts), cores.count())
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(generate, range(len(parts))))
+        return list(pool.map(lambda job: job(), jobs))
+
+
+def _generation(part: tvm.IRModule, target: tvm.target.Target, cache: Path | None) -> Callable[[], Any]:
+    """Return what makes the module of a part, in any thread: from its entry in the cache, else by code generation."""
+    if cache is None:
+        return partial(codegen_build, _lower(part, target), target)
+    place, symbols = cache / f"{_key(part, target)}.o", sorted(_symbols(part))
+    content = _read(place)
+    if content is not None:
+        return partial(_static_library, content, symbols)
+    lowered = _lower(part, target)
+    return lambda: _static_library(_write(place, codegen_build(lowered, target)), symbols)
 
 
 def _lower(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
