@@ -17,7 +17,7 @@ from flows.promote import PromotionSummary, promote_automatically
 from flows.remote import make_on_pool, pools_of
 from flows.runs import one_at_a_time
 from tasks.export import ExportJob, ExportResult, export
-from tasks.insight import InsightJob, insight
+from tasks.insight import InsightJob, ShowJob, find_show, insight
 from tasks.publish import PublishJob, PublishResult, keep_published_origin, publish, release_document
 from tasks.relax_import import ImportJob, relax_import
 from tasks.report import PAGE, ReportJob, report
@@ -145,6 +145,8 @@ def release_model(
     targets = spec.resolve_targets()
     pools = pools_of(context.settings, targets)
     refuse_unverifiable(spec, tuple(target for target in targets if target.name not in pools))
+    if spec.validation.show is not None:
+        find_show(runner, ShowJob(function=spec.validation.show))
     if trained is None and spec.train is not None:
         trained = train(runner, TrainJob.of(spec))
     weights = None if trained is None else trained.result.weights

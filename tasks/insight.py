@@ -34,6 +34,34 @@ _LARGEST_SIDE, _LEAST_WAVE, _WAVE_POINTS = 128, 64, 160
 _SHOWN_VALUES, _LONGEST_TEXT = 24, 2000
 
 
+# The role of the user's function in messages.
+_SHOW = "function that shows a sample"
+
+
+class ShowJob(Job):
+    """The user's function that returns a sample as text."""
+
+    function: str
+
+    @property
+    def needs_torch(self) -> bool:
+        """True: the function's module may import PyTorch."""
+        return True
+
+
+class ShowResult(StepResult):
+    """The function is there."""
+
+
+def work_show(job: ShowJob, emit: Emit) -> ShowResult:
+    """Find the function that a release needs at its end. Raises ExportError where there is none or its import fails."""
+    usercode.find(job.function, _SHOW, ExportError)
+    return ShowResult(sources=usercode.imported_sources(job.folder))
+
+
+find_show = ChildStep("show", ShowResult, work_show)
+
+
 class InsightJob(Job):
     """A bundle that runs here, the samples, and the held-out data with the original's outputs, if there are any.
 
@@ -187,11 +215,9 @@ def write_text(show: str, inputs: NamedArrays) -> str:
     A function that raises stops no release, which is built and checked by then: the text is a sentence on its failure,
     without the exception's message, which may name files of this machine.
     """
-    what = f"function that shows a sample {show!r}"
+    what = f"{_SHOW} {show!r}"
     try:
-        text = usercode.call(
-            show, "function that shows a sample", ExportError, {name: np.array(array) for name, array in inputs.items()}
-        )
+        text = usercode.call(show, _SHOW, ExportError, {name: np.array(array) for name, array in inputs.items()})
     except (ExportError, SystemExit) as error:
         problem = error if error.__cause__ is None else error.__cause__
         logger.warning("%s", error)

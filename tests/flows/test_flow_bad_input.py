@@ -108,6 +108,11 @@ def test_a_factory_whose_model_cannot_be_exported(
     assert reason in sentence
 
 
+def test_a_function_that_shows_samples_and_is_not_there(machine: Any, tmp_path: Path, make: Any) -> None:
+    sentence = _refused(machine, make.file(tmp_path, inputs=_INPUTS, validate={"show": "faulty:shwo"}))
+    assert "'faulty:shwo': module 'faulty' has no 'shwo'" in sentence
+
+
 @pytest.mark.long  # The factory above fails in the same step.
 def test_a_corrupt_onnx_file(machine: Any, tmp_path: Path, make: Any) -> None:
     model = tmp_path / "model.onnx"
