@@ -756,7 +756,7 @@ def draw(operator: str, seed: int) -> tuple[onnx.ModelProto, dict[str, Array]]:
 
 
 def difference(operator: str, seed: int, path: Path) -> str:
-    """How the built model differs from ONNX Runtime, with its seed; empty where it does not or is refused in words.
+    """Say where the built model differs from ONNX Runtime, with its seed; empty where it does not or is refused in words.
 
     Raises Refused where ONNX Runtime does not run the model.
     """
@@ -842,8 +842,8 @@ def test_drawn_nodes_equal_onnx_runtime(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_many_drawn_nodes_equal_onnx_runtime() -> None:
     cases = ((operator, seed) for seed in range(scale.count(normal=1, long=20)) for operator in DRAWS)
-    found = list(failures(cases))
-    assert not found, "\n".join(found)
+    messages = list(failures(cases))
+    assert not messages, "\n".join(messages)
 
 
 def main() -> int:

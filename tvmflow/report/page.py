@@ -126,8 +126,8 @@ def replace_section(written: str, heading: str, parts: Sequence[Markup], data: M
     A page without the section stays as it is.
     """
     start = _open_section(heading)
-    before, found, rest = written.partition(start)
-    if not found:
+    before, separator, rest = written.partition(start)
+    if not separator:
         return written
     changed = f"{before}{start}{''.join(parts)}{rest[rest.index('</section>') :]}"
     return _DATA.sub(lambda document: _embed({**json.loads(document[0]), **data}), changed)

@@ -44,7 +44,7 @@ class Promotion(Record):
 
 
 class Standing(Record):
-    """What is known of a release at the time `when` (UTC, ISO 8601) that its own document cannot say.
+    """The facts on a release at the time `when` (UTC, ISO 8601) that its own document, which came first, cannot hold.
 
     `signer` is the public key that the statement on it names, in hexadecimal, None without one; `is_checked` says
     whether this machine trusts keys and has checked it. `faults` are sentences on what does not hold or answer.

@@ -170,7 +170,7 @@ def _pad_by_places(node: Node, dims: Sequence[Any]) -> relax.Expr:
     """
     emit, mode, dtype, rank = node.emit, node.text("mode", "constant"), dtype_of(node.inputs[0]), len(dims)
     widths, axes = node.integers(1), node.constant(3)
-    known = elements_at_import(node.builder, widths)
+    constants = elements_at_import(node.builder, widths)
     widths = emit(relax.op.reshape(widths, [2, -1]))
     if node.input(3) is not None:
         # Which of the axes given is which of the data.
@@ -183,7 +183,7 @@ def _pad_by_places(node: Node, dims: Sequence[Any]) -> relax.Expr:
     if node.input(3) is None or axes is not None:
         places = [int(axis) % rank for axis in (range(rank) if axes is None else axes)]
         for axis, size in enumerate(dims):
-            own = [known[half + places.index(axis)] for half in (0, len(places))] if axis in places else [0, 0]
+            own = [constants[half + places.index(axis)] for half in (0, len(places))] if axis in places else [0, 0]
             total = None if None in own else reduce(node.evaluator.add, own, size)
             sizes[axis] = total if total is not None and node.evaluator.holds(total >= 0) else sizes[axis]
     value = node.input(2)

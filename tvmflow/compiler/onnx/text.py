@@ -53,7 +53,7 @@ def convert_tf_idf_vectorizer(node: Node) -> relax.Expr:
 
 
 def _count(node: Node, words: relax.Expr, grams: Any) -> relax.Expr:
-    """How often each of `grams` [sequences, length] is in each row of words, with steps of one and more words."""
+    """Count each of `grams` [sequences, length] in each row of words, with steps of one and more words."""
     count, length = grams.shape
     steps = 1 + (int(node.attrs["max_skip_count"]) if length > 1 else 0)
 
@@ -64,8 +64,8 @@ def _count(node: Node, words: relax.Expr, grams: Any) -> relax.Expr:
             places = [first + place * (step + 1) for place in range(length)]
             last = words.shape[1] - 1
             same = [words[row, te.min(at, last)].astype("int64") == grams[gram, i] for i, at in enumerate(places)]
-            found = tirx.all(places[-1] <= last, *same)
-            return te.sum(tirx.Cast("float32", found), axis=[first, step])
+            is_there = tirx.all(places[-1] <= last, *same)
+            return te.sum(tirx.Cast("float32", is_there), axis=[first, step])
 
         return te.compute((words.shape[0], count), element, name="tally")
 
