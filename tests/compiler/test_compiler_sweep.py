@@ -756,8 +756,9 @@ def draw(operator: str, seed: int) -> tuple[onnx.ModelProto, dict[str, Array]]:
 
 
 def difference(operator: str, seed: int, path: Path) -> str:
-    """Say where the built model differs from ONNX Runtime, with its seed; empty where it does not or is refused in words.
+    """Say where the built model differs from ONNX Runtime, with its seed.
 
+    The text is empty where it does not differ, and where it is refused in words.
     Raises Refused where ONNX Runtime does not run the model.
     """
     model, feed = draw(operator, seed)
