@@ -41,7 +41,7 @@ from tvmflow.compiler.schedules import (
 )
 
 # TVM checks the types of a schedule primitive's arguments at each call, and each time it takes the annotations apart
-# again, which took a tenth of a build.
+# again: the answers for one annotation are always the same.
 _type_checker._dispatcher = cache(_type_checker._dispatcher)
 
 # Below this multiple of `Machine.parallel_cycles` a function may still be faster on one core, and tuning tries it.
