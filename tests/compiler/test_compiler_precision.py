@@ -13,7 +13,7 @@ import onnx
 import pytest
 import tvm
 from onnx import helper
-from tvm import te
+from tvm import te, tirx
 from tvm.s_tir import Schedule
 
 from support import scale
@@ -22,7 +22,7 @@ from support.builds import rule_counts
 from support.models import join_models, joined_name
 from support.quantised import quantise
 from tvmflow.compiler import BuildOptions, build, import_onnx, lower, workloads
-from tvmflow.compiler.dotproduct import round_bf16
+from tvmflow.compiler.dotproduct import round_bf16, use_rounding
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import complete, variants
 from tvmflow.errors import BuildError, SpecError, TargetError
@@ -223,6 +223,14 @@ def test_rounding_is_an_instruction_for_vectors_of_any_size_and_equals_numpys(bf
     assembly = library.mod.inspect_source("asm")
     assert "vcvtneps2bf16" in assembly
     assert "truncsfbf2" not in assembly  # a function that a bundle's library lacks
+
+
+def test_a_choice_that_resembles_a_rounding_stays_as_it_is() -> None:
+    condition, value = te.placeholder((8,), "bool", name="condition"), te.placeholder((8,), "uint32", name="value")
+    quiet_nan = tirx.const(0x7FC0, "uint32")
+    result = te.compute((8,), lambda i: tirx.Select(condition[i], quiet_nan, value[i]).astype("uint16"), name="result")
+    func = te.create_prim_func([condition, value, result])
+    assert use_rounding(func).same_as(func)
 
 
 def _residual_network(make_model: MakeModel) -> Path:

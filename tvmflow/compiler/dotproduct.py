@@ -149,13 +149,30 @@ def use_rounding(func: tirx.PrimFunc) -> tirx.PrimFunc:
 def _rounded(cast: tirx.Cast) -> Any | None:
     """The float32 that `round_bf16` rounds in a conversion of numbers; None for other conversions."""
     select = cast.value
-    if not isinstance(select, tirx.Select) or not isinstance(select.true_value, tirx.IntImm):
+    if (
+        str(cast.ty.dtype) != "uint16"
+        or not isinstance(select, tirx.Select)
+        or not _is_number(select.true_value, _QUIET_NAN)
+    ):
         return None
-    if str(cast.ty.dtype) != "uint16" or int(select.true_value) != _QUIET_NAN:
-        return None
+    # TVM writes `a > b` as `b < a` in places.
     condition = select.condition
-    bits = condition.a if isinstance(condition.b, tirx.IntImm) else condition.b
-    return bits.a.args[0]
+    if isinstance(condition, tirx.GT):
+        magnitude, infinity = condition.a, condition.b
+    elif isinstance(condition, tirx.LT):
+        magnitude, infinity = condition.b, condition.a
+    else:
+        return None
+    if not _is_number(infinity, _INFINITY) or not isinstance(magnitude, tirx.BitwiseAnd):
+        return None
+    if not _is_number(magnitude.b, _MAGNITUDE) or not isinstance(magnitude.a, tvm.ir.Call):
+        return None
+    value = magnitude.a.args[0]
+    return value if str(value.ty.dtype) == "float32" else None
+
+
+def _is_number(value: Any, number: int) -> bool:
+    return isinstance(value, tirx.IntImm) and int(value) == number
 
 
 def _rounding_code(lanes: int) -> str:
