@@ -55,13 +55,24 @@ def test_without_a_command_the_help_is_shown(tvmflow: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("relase",), ("run",), ("run", "b.tar.gz", "--repaet", "3"), ("run", "b.tar.gz", "--repeat", "0")]
+    ("arguments", "value", "command"),
+    [
+        (("relase",), "'release'", "tvmflow"),
+        (("run",), "'BUNDLE'", "tvmflow run"),
+        (("run", "b.tar.gz", "--repaet", "3"), "--repaet", "tvmflow run"),
+        (("run", "b.tar.gz", "--repeat", "0"), "--repeat", "tvmflow run"),
+        (("compile", "absent.onnx", "-o", "b.tar.gz"), "'absent.onnx'", "tvmflow compile"),
+        (("release", "new", "old"), "old", "tvmflow release"),
+    ],
 )
-def test_a_wrong_command_line_exits_with_two(tvmflow: Command, arguments: tuple[str, ...]) -> None:
+def test_a_wrong_command_line_exits_with_two_and_one_sentence(
+    tvmflow: Command, arguments: tuple[str, ...], value: str, command: str
+) -> None:
     result = tvmflow(*arguments)
     assert result.code == 2
-    assert "Error: " in result.stderr
-    assert "Traceback" not in result.stderr
+    assert value in result.sentence
+    assert f"`{command} --help`" in result.sentence
+    assert result.stderr == f"tvmflow: {result.sentence}\n"
 
 
 def test_a_wrong_command_line_is_json_where_a_program_reads(tvmflow: Command) -> None:

@@ -121,11 +121,11 @@ def main() -> None:
         cli.main(prog_name="tvmflow", standalone_mode=False)
     except TvmflowError as error:
         _fail(str(error), type(error).__name__, error.exit_code)
-    except click.ClickException as error:
-        if "--json" in sys.argv:
-            _fail(error.format_message(), "UsageError", error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
+    except click.ClickException as error:
+        _fail(_describe_usage_error(error), "UsageError", error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _end_children()
         _fail(_describe_interrupt(sys.argv[1:]), "Interrupted", _INTERRUPTED)
@@ -137,6 +137,15 @@ def main() -> None:
     except OSError as error:
         place = f"{error.filename!r}: " if error.filename else ""
         _fail(f"{place}{error.strerror or error}; correct the path or free space, and run again", "OSError", 1)
+
+
+def _describe_usage_error(error: click.ClickException) -> str:
+    """Return one line: the message, and the command whose help lists what it takes."""
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is None:
+        return message
+    return f"{message}{' See' if message.endswith('?') else '; see'} `{context.command_path} --help`"
 
 
 def _describe_interrupt(arguments: Sequence[str]) -> str:
