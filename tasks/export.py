@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
-import numpy as np
 from pydantic import Field
 
 from tasks.original import Original
@@ -27,6 +26,7 @@ from tvmflow.samples import NamedArrays
 from tvmflow.size_limits import SizeLimits
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
 from tvmflow.spec import Dimension, Dtype, Export, Input, Spec
+from tvmflow.tolerance import are_close, describe_bounds, largest_error
 from tvmflow.usercode import describe
 from tvmflow.workspace import Artifact, StepResult
 
@@ -459,11 +459,12 @@ def _largest_error(expected: NamedArrays, outputs: NamedArrays, index: int, boun
                 f"output {name!r} of the ONNX model is {other.dtype}{list(other.shape)} on sample {index}, "
                 f"PyTorch's is {array.dtype}{list(array.shape)}"
             )
-        error = float(np.max(np.abs(other.astype(np.float64) - array.astype(np.float64)), initial=0.0))
-        if not np.allclose(other, array, rtol=bounds.rtol, atol=bounds.atol, equal_nan=True):
+        error = largest_error(array, other)
+        if not are_close(other, array, rtol=bounds.rtol, atol=bounds.atol):
             raise ExportError(
                 f"ONNX Runtime differs from PyTorch by {error:.3g} in output {name!r} on sample {index}, beyond "
-                f"export.rtol {bounds.rtol:g} and export.atol {bounds.atol:g}; look at the export, or widen them"
+                f"{describe_bounds(array, bounds.rtol, bounds.atol)}; look at the export, or widen `export.rtol` and "
+                "`export.atol`"
             )
         worst = max(worst, error)
     return worst

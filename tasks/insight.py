@@ -13,7 +13,7 @@ import numpy as np
 from tasks.export import ExportResult
 from tasks.layers import find_layers, measure_peaks
 from tasks.step import ChildStep, Job
-from tasks.validate import ReferenceResult, largest_error
+from tasks.validate import ReferenceResult
 from tvmflow import samples, usercode
 from tvmflow.errors import ExportError
 from tvmflow.process import Emit
@@ -22,6 +22,7 @@ from tvmflow.report.insight import Drawing, FunctionTime, SampleInsight
 from tvmflow.samples import Array, NamedArrays
 from tvmflow.spec import Spec
 from tvmflow.target import Target
+from tvmflow.tolerance import largest_error
 from tvmflow.workspace import Artifact, StepResult
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ def _compare(job: InsightJob, model: Any, labels: Array | None, emit: Emit) -> I
             ours, theirs = (
                 {name: np.asarray(values[name])[place] for name in expected} for values in (outputs, expected)
             )
-            error = max(largest_error(theirs[name].astype(float), ours[name].astype(float)) for name in expected)
+            error = max(largest_error(theirs[name], ours[name]) for name in expected)
             first = next(iter(expected))
             part = {name: array[position] if is_chunked else array for name, array in inputs.items()}
             yield index, error, _answer(ours[first]), _answer(theirs[first]), part

@@ -5,6 +5,7 @@ Two steps: `reference` runs the originals on the held-out data once for all targ
 
 import hashlib
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -23,6 +24,7 @@ from tvmflow.samples import Array, NamedArrays
 from tvmflow.source import load_module, open_session, run_module, run_session
 from tvmflow.spec import Spec, TaskMetric, Validate
 from tvmflow.target import Precision, Target, host, missing_features, needed_features
+from tvmflow.tolerance import are_close, describe_bounds, largest_error
 from tvmflow.usercode import describe
 from tvmflow.workspace import Artifact, StepResult
 
@@ -387,16 +389,6 @@ def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named
     )
 
 
-def largest_error(reference: Array, actual: Array) -> float:
-    """Return the largest absolute difference; infinite for unequal shapes, or if only one side is NaN or infinite."""
-    if reference.shape != actual.shape:
-        return float("inf")
-    same = (reference == actual) | (np.isnan(reference) & np.isnan(actual))
-    with np.errstate(invalid="ignore"):
-        error = np.where(same, 0.0, np.abs(actual - reference))
-    return float(np.where(np.isnan(error), np.inf, error).max(initial=0.0))
-
-
 def _cosine(reference: Array, actual: Array) -> float:
     norms = float(np.linalg.norm(reference) * np.linalg.norm(actual))
     if norms == 0.0 or not np.isfinite(norms):
@@ -416,18 +408,16 @@ def _reasons(bounds: Validate, comparison: Deviation, pairs: list[tuple[NamedArr
         return reasons + _disagreement(bounds, comparison)
     for name in pairs[0][0]:
         is_close = all(
-            expected[name].shape == outputs[name].shape
-            and np.allclose(outputs[name], expected[name], rtol=bounds.rtol, atol=bounds.atol, equal_nan=True)
-            for expected, outputs in pairs
+            are_close(outputs[name], expected[name], rtol=bounds.rtol, atol=bounds.atol) for expected, outputs in pairs
         )
         if not is_close:
-            worst = max(
-                largest_error(expected[name].astype(np.float64), outputs[name].astype(np.float64))
-                for expected, outputs in pairs
+            worst, reference = max(
+                ((largest_error(expected[name], outputs[name]), expected[name]) for expected, outputs in pairs),
+                key=itemgetter(0),
             )
             reasons.append(
                 f"output {name!r} differs from the original by up to {worst:.3g}, beyond "
-                f"rtol {bounds.rtol:g} and atol {bounds.atol:g}"
+                f"{describe_bounds(reference, bounds.rtol, bounds.atol)}"
             )
     return reasons + _disagreement(bounds, comparison)
 

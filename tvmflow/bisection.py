@@ -18,6 +18,7 @@ from tvmflow.errors import TvmflowError
 from tvmflow.onnx_graph import names_read, node_name, operator_name
 from tvmflow.source import compute_values
 from tvmflow.target import Target
+from tvmflow.tolerance import are_close, largest_error
 
 Array = npt.NDArray[Any]
 # Values that the importer reads must be constants: shapes and axes, which have one dimension and few elements.
@@ -28,21 +29,20 @@ _LARGEST_SHAPE = 64
 class Bounds:
     """The errors that a result may have, as in the section `validate` of a release file.
 
+    Without `atol` it follows the scale of the expected values, as `tolerance.absolute_tolerance` says.
     With `max_relative_error`, a bound relative to the largest expected value replaces `rtol` and `atol`.
     """
 
     rtol: float
-    atol: float
+    atol: float | None
     max_relative_error: float | None = None
 
     def is_met(self, expected: Array, actual: Array) -> bool:
         """Whether `actual` has the shape of `expected` and differs from it by no more than the bounds."""
-        if expected.shape != actual.shape:
-            return False
         if self.max_relative_error is None:
-            return bool(np.allclose(actual, expected, rtol=self.rtol, atol=self.atol, equal_nan=True))
-        error, largest = largest_error(expected, actual), float(np.max(np.abs(_wide(expected)), initial=0.0))
-        return bool(error <= self.max_relative_error * largest)
+            return are_close(actual, expected, rtol=self.rtol, atol=self.atol)
+        largest = float(np.max(np.abs(expected.astype(np.float64)), initial=0.0))
+        return largest_error(expected, actual) <= self.max_relative_error * largest
 
 
 @dataclass(frozen=True)
@@ -112,24 +112,6 @@ def bisect(
         expected={value.name: search.values[value.name] for value in part.graph.output},
         builds=search.builds,
     )
-
-
-def largest_error(expected: Array, actual: Array) -> float:
-    """Return the largest absolute difference of two arrays' elements; 0 for empty arrays of one shape.
-
-    It is infinite for arrays of different shapes, and where two elements are not both finite, unless they are the same
-    infinity or both NaN, which differ by 0.
-    """
-    if expected.shape != actual.shape:
-        return float("inf")
-    one, other = _wide(expected), _wide(actual)
-    with np.errstate(invalid="ignore"):
-        error = np.where((one == other) | (np.isnan(one) & np.isnan(other)), 0.0, np.abs(one - other))
-    return float(np.max(np.where(np.isnan(error), np.inf, error), initial=0.0))
-
-
-def _wide(array: Array) -> Array:
-    return array.astype("float64")
 
 
 class _Search:

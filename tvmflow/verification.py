@@ -100,6 +100,7 @@ def _run_sample(bundle: Path) -> dict[str, Any]:
     import numpy as np
 
     from tvmflow import runtime
+    from tvmflow.tolerance import absolute_tolerance
 
     with runtime.load(bundle) as model:
         inputs, expected = model.sample
@@ -119,7 +120,9 @@ def _run_sample(bundle: Path) -> dict[str, Any]:
             )
         difference = np.abs(output - reference)
         worst = max(worst, float(np.nanmax(difference, initial=0.0)))
-        atol = _ATOL + (_REDUCED_RTOL * float(np.nanmax(np.abs(reference), initial=0.0)) if reduced else 0.0)
+        atol = absolute_tolerance(array, _ATOL) + (
+            _REDUCED_RTOL * float(np.nanmax(np.abs(reference), initial=0.0)) if reduced else 0.0
+        )
         if not np.allclose(output, reference, rtol=_RTOL, atol=atol, equal_nan=True):
             raise VerdictError(f"bundle {str(bundle)!r}: output {name!r} differs from the original's by {worst:.3g}")
     return {"manifest": manifest.to_json().decode(), "max_abs_error": worst}

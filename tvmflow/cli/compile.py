@@ -201,7 +201,7 @@ def compile_command(
             _show_decisions(inspected["decisions"])
     _warn_of_absent_passes((*print_ir_before, *print_ir_after), inspected["passes"])
     if not verdict.passed:
-        raise VerdictError(f"{model} is not written to {output}: {verdict.reasons[0]}")
+        raise VerdictError(f"{model} is not written to {output}: {verdict.reasons[0]}; `tvmflow bisect` finds the node")
     _copy(workspace.path(bundle), output)
     error = verdict.original.max_abs_error if verdict.original is not None else None
     if as_json:

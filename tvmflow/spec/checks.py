@@ -45,7 +45,8 @@ class TaskMetric(Section):
 class Validate(Section):
     """The rule by which a bundle counts as equal to the original model, on `samples` samples.
 
-    `rtol` and `atol` bound the error of every element. `max_relative_error`, where it is set, replaces both: it bounds
+    `rtol` and `atol` bound the error of every element; integers and bools must be equal, or differ by no more than an
+    `atol` that is set. `max_relative_error`, where it is set, replaces both: it bounds
     the largest error of an output relative to the output's largest magnitude.
     """
 
@@ -55,8 +56,9 @@ class Validate(Section):
     """The seed of the samples."""
     rtol: NonNegativeFloat = 1e-3
     """Relative tolerance of each element."""
-    atol: NonNegativeFloat = 1e-4
-    """Absolute tolerance of each element."""
+    atol: NonNegativeFloat | None = None
+    """Absolute tolerance of each element. Without it 1e-4, times the root mean square of an output's elements where
+    that is above 1."""
     max_relative_error: NonNegativeFloat | None = None
     """Largest error of an output over its largest magnitude; replaces `rtol` and `atol`. Without any bound it is 0.05
     for a reduced precision."""

@@ -92,8 +92,9 @@ class Export(Section):
     """Further arguments of `torch.onnx.export`."""
     rtol: NonNegativeFloat = 1e-3
     """Relative tolerance of ONNX Runtime against PyTorch."""
-    atol: NonNegativeFloat = 1e-4
-    """Absolute tolerance of ONNX Runtime against PyTorch."""
+    atol: NonNegativeFloat | None = None
+    """Absolute tolerance of ONNX Runtime against PyTorch. Without it 1e-4, times the root mean square of an output's
+    elements where that is above 1."""
 
 
 class Build(Section):
