@@ -6,9 +6,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from support.arrays import normal
+from support.builds import assert_same_as_onnxruntime
 from tvmflow.compiler import import_onnx, load_module, load_params, save_module, save_params
 from tvmflow.compiler.importer import survey_onnx
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
+from tvmflow.target import Target
 
 
 def _relu(make_model: Any, shape: list[Any] | None = None, **more: Any) -> Path:
@@ -33,6 +36,33 @@ def test_an_unsupported_operator_is_named_with_its_node_and_model(make_model: An
     path = make_model([node], [("x", [5, 3])], ["y"])
     with pytest.raises(UnsupportedOperatorError, match=r"model\.onnx.*RandomNormalLike.*my_noise"):
         import_onnx(path)
+
+
+def test_weights_that_a_model_computes_are_computed_at_import(make_model: Any, native: Target) -> None:
+    nodes = [
+        helper.make_node("ReduceMean", ["w", "axes"], ["mean"]),
+        helper.make_node("Sub", ["w", "mean"], ["centred"]),
+        helper.make_node("Mul", ["centred", "centred"], ["square"]),
+        helper.make_node("ReduceMean", ["square", "axes"], ["variance"]),
+        helper.make_node("Sqrt", ["variance"], ["deviation"]),
+        helper.make_node("Div", ["centred", "deviation"], ["standardised"]),
+        helper.make_node("Conv", ["x", "standardised"], ["y"]),
+    ]
+    weights = {"w": normal(16, 8, 3, 3), "axes": np.array([1, 2, 3])}
+    path = make_model(nodes, [("x", [1, 8, 9, 9])], ["y"], weights)
+    statuses = {record.node.op_type: record.status for record in survey_onnx(path).nodes}
+    assert statuses.pop("Conv") == "converted"
+    assert set(statuses.values()) == {"folded"}
+    assert list(import_onnx(path).params) == ["standardised"]
+    assert_same_as_onnxruntime(path, [{"x": normal(1, 8, 9, 9)}], native)
+
+
+def test_a_filter_bank_of_any_size_is_a_weight(make_model: Any, native: Target) -> None:
+    sizes = {"bins": 80, "length": 400, "rate": 16000, "low": 0.0, "high": 8000.0}
+    weights = {name: np.array(size, "float32" if isinstance(size, float) else "int64") for name, size in sizes.items()}
+    nodes = [helper.make_node("MelWeightMatrix", [*sizes], ["m"]), helper.make_node("MatMul", ["x", "m"], ["y"])]
+    path = make_model(nodes, [("x", [3, 201])], ["y"], weights)
+    assert_same_as_onnxruntime(path, [{"x": normal(3, 201)}], native)
 
 
 def test_every_unsupported_operator_is_named_at_once(make_model: Any) -> None:

@@ -37,7 +37,7 @@ from tvmflow.compiler.onnx.broadcasting import (
     cast_to,
 )
 from tvmflow.compiler.onnx.control import Value
-from tvmflow.compiler.onnx.folding import evaluate_constants, is_foldable
+from tvmflow.compiler.onnx.folding import computes_weights, evaluate_constants, evaluate_weights, is_foldable
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
 from tvmflow.compiler.onnx.values import dims_of
 from tvmflow.compiler.onnx_file import decide_rank
@@ -134,9 +134,12 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         for tensor in graph.initializer:
-            array = numpy_helper.to_array(tensor)
-            smallest = _SMALLEST_INTEGER_WEIGHT if array.dtype.kind in "iub" else _SMALLEST_WEIGHT
-            self._nodes[tensor.name] = const(array) if array.size < smallest else self._weight(tensor.name, array)
+            self._nodes[tensor.name] = self._initial(tensor.name, numpy_helper.to_array(tensor))
+
+    def _initial(self, name: str, array: np.ndarray[Any, Any]) -> relax.Expr:
+        """An array that is known at import: a constant, or a parameter where it is large."""
+        smallest = _SMALLEST_INTEGER_WEIGHT if array.dtype.kind in "iub" else _SMALLEST_WEIGHT
+        return const(array) if array.size < smallest else self._weight(name, array)
 
     def _weight(self, name: str, array: np.ndarray[Any, Any]) -> relax.Var:
         """The parameter for a weight; graphs of branches may have different weights of one name."""
@@ -278,7 +281,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _construct_node(self, node: onnx.NodeProto) -> bool:
         """Import one node; return whether its results are known, so that nothing is left to compute."""
-        if self._fold(node) or self._evaluate(node):
+        if self._fold(node) or self._evaluate(node) or self._fold_weights(node):
             return True
         if not self.takes(node):
             raise NoConverterError
@@ -434,6 +437,10 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             return np.asarray(self._params[expr.name][1].numpy())
         return self._value_at_import(expr)
 
+    def _is_constant(self, expr: relax.Expr) -> bool:
+        """Whether an expression is a weight or a constant."""
+        return isinstance(expr, tvm.ir.GenericConst) or (isinstance(expr, relax.Var) and expr.name in self._params)
+
     def _fold(self, node: onnx.NodeProto) -> bool:
         """Evaluate a node of constant operands, as models compute shapes and indices; return whether this was done."""
         if not is_foldable(node):
@@ -448,7 +455,19 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         else:
             values = [self._value_at_import(operand) for operand in operands]
         results = None if any(value is None for value in values) else evaluate_constants(node, values, self.opset)
-        self._nodes.update({name: const(result) for name, result in (results or {}).items()})
+        constant = self._initial if node.op_type == "MelWeightMatrix" else lambda _, array: const(array)
+        self._nodes.update({name: constant(name, result) for name, result in (results or {}).items()})
+        return results is not None
+
+    def _fold_weights(self, node: onnx.NodeProto) -> bool:
+        """Evaluate a node that computes weights of weights; return whether this was done."""
+        operands = [self._nodes[name] for name in node.input if name]
+        if not computes_weights(node) or not all(map(self._is_constant, operands)):
+            return False
+        values = [value for value in map(self._constant, operands) if value is not None]
+        results = evaluate_weights(node, values, self.opset)
+        for name, result in (results or {}).items():
+            self._nodes[name] = self._initial(name, result)
         return results is not None
 
     def _evaluate(self, node: onnx.NodeProto) -> bool:

@@ -18,8 +18,17 @@ _FOLDED = {
     *("ReduceProd", "ReduceSum", "Reshape", "Round", "ScatterElements", "ScatterND", "Shape", "Sign", "Sin", "Size"),
     *("Slice", "Split", "Sqrt", "Squeeze", "Sub", "Sum", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor"),
 }
+# Operators by which models compute weights of weights, as standardised or normalised ones.
+_FOLDED_WEIGHTS = {
+    *("Abs", "Add", "BatchNormalization", "Concat", "Div", "Exp", "Flatten", "Gather", "Identity", "Max", "Min", "Mul"),
+    *("Neg", "Pow", "Reciprocal", "ReduceL1", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "Reshape"),
+    *("Slice", "Sqrt", "Squeeze", "Sub", "Sum", "Transpose", "Unsqueeze"),
+}
 # Larger results are data rather than sizes: they are computed when the model runs.
 _LARGEST = 4096
+# No converter computes a filter bank when the model runs: it is a weight.
+_LARGEST_FILTER = 1 << 24
+_WEIGHTS = {np.dtype("float32"), np.dtype("float64")}
 
 
 def is_foldable(node: onnx.NodeProto) -> bool:
@@ -32,7 +41,8 @@ def evaluate_constants(node: onnx.NodeProto, values: Sequence[Array], opset: int
 
     None where a result is large, and where ONNX's reference implementation, which has gaps, fails.
     """
-    if _result_size(node, values) > _LARGEST:
+    largest = _LARGEST_FILTER if node.op_type == "MelWeightMatrix" else _LARGEST
+    if _result_size(node, values) > largest:
         return None
     names = [name for name in node.input if name]
     try:
@@ -40,7 +50,32 @@ def evaluate_constants(node: onnx.NodeProto, values: Sequence[Array], opset: int
             results = run_reference(node, dict(zip(names, values, strict=True)), opset)
     except Exception:  # The reference implementation has gaps; TVM's converter has its turn.
         return None
-    return None if any(item.size > _LARGEST or item.dtype == object for item in results.values()) else results
+    return None if any(item.size > largest or item.dtype == object for item in results.values()) else results
+
+
+def computes_weights(node: onnx.NodeProto) -> bool:
+    """Return whether a node whose operands are weights and constants is evaluated at import, to weights."""
+    return node.op_type in _FOLDED_WEIGHTS and node.domain in ("", "ai.onnx") and bool(node.input)
+
+
+def evaluate_weights(node: onnx.NodeProto, values: Sequence[Array], opset: int) -> dict[str, Array] | None:
+    """Return the results of a node that computes weights by name, from the values of its operands that are present.
+
+    TVM would compile a function for each such node and run it once. None where a result is larger than the operands
+    together, where an operand or a result is of other floating point numbers than float32 and float64, or all operands
+    are integers, and where ONNX's reference implementation, which has gaps, fails.
+    """
+    kinds = {value.dtype for value in values if value.dtype.kind not in "iub"}
+    if not kinds or not kinds <= _WEIGHTS:
+        return None
+    names = [name for name in node.input if name]
+    try:
+        with np.errstate(all="ignore"):
+            results = run_reference(node, dict(zip(names, values, strict=True)), opset)
+    except Exception:  # The reference implementation has gaps; TVM's converter has its turn.
+        return None
+    largest = sum(value.size for value in values)
+    return results if all(item.dtype in _WEIGHTS and item.size <= largest for item in results.values()) else None
 
 
 def _result_size(node: onnx.NodeProto, values: Sequence[Array]) -> float:
@@ -48,6 +83,8 @@ def _result_size(node: onnx.NodeProto, values: Sequence[Array]) -> float:
     if node.op_type in ("ConstantOfShape", "Expand", "Tile"):
         sizes = values[-1].astype("float64")
         return float(np.prod(sizes) * (1 if node.op_type == "ConstantOfShape" else values[0].size))
+    if node.op_type == "MelWeightMatrix":
+        return float(values[0].item()) * (float(values[1].item()) // 2 + 1)
     if node.op_type == "Range":
         start, stop, step = (float(value) for value in values)
         return abs((stop - start) / step) if step else math.inf
