@@ -241,7 +241,7 @@ _OF_TVM = onnx_frontend._get_convert_map().keys() - _NOT_STANDARD | {"Constant"}
 
 
 def is_function(node: onnx.NodeProto) -> bool:
-    """Return whether ONNX defines the node's operator, which must not be random, as a function of other operators."""
+    """Return whether ONNX defines the node's operator as a function of other operators; false for a random one."""
     if node.domain not in ("", "ai.onnx") or node.op_type in RANDOM or not onnx.defs.has(node.op_type):
         return False
     schema: Any = onnx.defs.get_schema(node.op_type)

@@ -139,10 +139,7 @@ def with_sizes(
 
 
 def simplest(sizes: Sequence[Any], evaluator: "SizeEvaluator") -> Any:
-    """Return the simplest expression among sizes that broadcast together: the sizes that are not 1 are equal.
-
-    Returns 1 if all sizes are 1.
-    """
+    """Return the size to which `sizes` broadcast, in its simplest expression; sizes other than 1 must be equal."""
     others = [evaluator.simplify(size) for size in sizes if not _is_one(size)]
     return min(others, key=_complexity) if others else 1
 

@@ -1,4 +1,4 @@
-"""Operators of ai.onnx.ml other than trees: scaling, encoding, linear models, support vectors."""
+"""Operators of ai.onnx.ml other than trees and support vector machines: scaling, encoding, linear models."""
 
 import math
 from typing import Any
@@ -83,9 +83,10 @@ def convert_binarizer(node: Node) -> relax.Expr:
 
 
 def convert_imputer(node: Node) -> relax.Expr:
-    """Return the Relax expression of ONNX's Imputer: elements equal to `replaced_value` become the imputed value.
+    """Return the Relax expression of ONNX's Imputer: elements equal to the replaced value become the imputed value.
 
-    The imputed value is one number, or one for each column. Raises UnsupportedFormError for another number of them.
+    The replaced value may be NaN. There is one imputed value for all columns, or one for each. Raises
+    UnsupportedFormError for another number of imputed values.
     """
     x = node.inputs[0]
     dtype = dtype_of(x)

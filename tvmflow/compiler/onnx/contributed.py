@@ -198,7 +198,9 @@ def convert_attention(node: Node) -> relax.Expr:
 def convert_qattention(node: Node) -> relax.Expr:
     """Return the Relax expression of com.microsoft's QAttention: Attention of dequantised operands.
 
-    Raises UnsupportedFormError for past keys and values, and the errors of `convert_attention`.
+    Raises UnsupportedFormError for past keys and values, and for a mask that has neither one number for each row nor
+    two or three dimensions. Raises FreeSizeError for operands of unknown shape, and for unidirectional attention over a
+    symbolic number of positions.
     """
     if node.input(8) is not None:
         raise UnsupportedFormError("a state of former positions")

@@ -242,10 +242,12 @@ def _limit(importer: Importer, count: Value) -> Any:
 
 
 def convert_scan(importer: Importer, node: onnx.NodeProto) -> bool:
-    """Import Scan; return whether the nodes of its iterations took its place, as `convert_loop` does.
+    """Import Scan; return whether the nodes of its iterations took its place.
 
-    Raises UnsupportedFormError for the form of opset 8, which has a batch dimension, and for a carried value whose type
-    or rank changes. Raises FreeSizeError for scanned inputs of unknown shape.
+    They do where the number of iterations is known at import and all together have at most 256 nodes. Otherwise the
+    body becomes functions that the model calls. Raises UnsupportedFormError for the form of opset 8, which has a batch
+    dimension, and for a carried value whose type or rank changes. Raises FreeSizeError for scanned inputs of unknown
+    shape.
     """
     graph = _graph(node, "body")
     if len(graph.input) != len(node.input):

@@ -1,6 +1,6 @@
-"""Operators on quantised tensors, in one of two forms.
+"""Operators on quantised tensors.
 
-They become QDQ, which is dequantise, compute in float32 and quantise, or products of centred integers, from which the
+Each becomes either dequantise, compute in float32, quantise (the QDQ form), or a product of integers from which the
 zero point was subtracted.
 """
 

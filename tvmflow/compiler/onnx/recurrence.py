@@ -64,10 +64,11 @@ def convert_recurrence(operator: str) -> Converter:
 
 
 def convert_dynamic_quantize_lstm(node: Node) -> relax.Expr:
-    """Return the Relax expression of DynamicQuantizeLSTM: an LSTM with dequantised weights, whose states stay float32.
+    """Return the Relax expression of DynamicQuantizeLSTM: an LSTM with dequantised weights.
 
-    ONNX Runtime quantises its input and its states at each step, so its results are less exact. Raises
-    UnsupportedFormError for weights, scales or zero points that are not constant, and the errors of the LSTM converter.
+    Its input and its states stay float32. ONNX Runtime quantises them at each step, so its results are less exact.
+    Raises UnsupportedFormError for weights, scales or zero points that are not constant, and the errors of the LSTM
+    converter that `convert_recurrence` returns.
     """
     matrices = []
     for place, scale_place in ((1, 8), (2, 10)):

@@ -30,11 +30,11 @@ def convert_resize(node: Node) -> relax.Expr | None:
     """Return the Relax expression of a Resize for which TVM's converter would use wrong scales or ignore an attribute.
 
     It resizes one axis after another: by a product with a matrix of interpolation weights, or by a gather of the
-    nearest neighbours. An image with symbolic height or width is resized by TVM's operator. Returns None, which leaves
-    the node to TVM's converter, before opset 10, and for constant sizes in the forms that TVM computes correctly.
-    Raises FreeSizeError for an input of unknown shape, for scales, sizes or a region that are not constant, and for
-    symbolic dimensions in other forms. Raises UnsupportedFormError for interpolation of integers, for an unknown
-    `coordinate_transformation_mode`, and for a region beyond the data.
+    nearest neighbours. An image [n, c, h, w] with symbolic h or w is resized by TVM's operator. Returns None, which
+    leaves the node to TVM's converter, before opset 10, and for constant sizes in the forms that TVM computes
+    correctly. Raises FreeSizeError for an input of unknown shape, for scales, sizes or a region that are not constant,
+    and for symbolic dimensions in other forms. Raises UnsupportedFormError for interpolation of integers, for an
+    unknown `coordinate_transformation_mode`, and for a region beyond the data.
     """
     if node.opset < 10:
         return None

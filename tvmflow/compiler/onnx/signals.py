@@ -1,4 +1,4 @@
-"""The discrete Fourier transform of whole signals (DFT) and of frames (STFT), as products with the matrix of it."""
+"""The discrete Fourier transform of whole signals (DFT) and of frames (STFT), as products with a matrix."""
 
 from typing import Any
 

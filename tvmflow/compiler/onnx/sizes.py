@@ -265,7 +265,7 @@ class SizeEvaluator:
     def evaluate(self, node: onnx.NodeProto, operands: Sequence[Sizes | None], opset: int) -> list[Sizes]:
         """Return the results of a node whose operands are `operands`, None where one is absent.
 
-        Raises NotEvaluatedError for an operator, or operands, whose results are not known.
+        Raises NotEvaluatedError for an operator that cannot be evaluated on these operands.
         """
         present = [item for item in operands if item is not None]
         if sum(item.elements.size for item in present) > _LARGEST:

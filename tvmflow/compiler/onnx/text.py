@@ -11,10 +11,10 @@ from tvmflow.compiler.onnx.values import const, dims_of
 
 
 def convert_tf_idf_vectorizer(node: Node) -> relax.Expr:
-    """Return the Relax expression of ONNX's TfIdfVectorizer: compare each n-gram with the words at each position.
+    """Return the Relax expression of ONNX's TfIdfVectorizer: by its `mode`, counts of n-grams, their weights, or both.
 
-    Raises UnsupportedFormError for words that are strings and for n-grams that share a column of the result, and
-    FreeSizeError for words of unknown shape.
+    Each n-gram is compared with the words at each position. Raises UnsupportedFormError for words that are strings and
+    for n-grams that share a column of the result, and FreeSizeError for words of unknown shape.
     """
     attrs, words, dims = node.attrs, node.inputs[0], dims_of(node.inputs[0])
     if attrs.get("pool_strings"):

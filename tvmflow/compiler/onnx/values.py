@@ -28,5 +28,5 @@ def dims_of(expr: relax.Expr) -> list[Any] | None:
 
 
 def dtype_of(expr: relax.Expr) -> str:
-    """Return the name of a tensor's element type, as `float32`."""
+    """Return the name of a tensor's element type, such as `float32`."""
     return str(expr.ty.dtype)

@@ -1,4 +1,4 @@
-"""Operators of image models: transposed convolutions and regions."""
+"""Operators of image models: the padding of convolutions and pooling, transposed convolutions, and regions."""
 
 import math
 import operator

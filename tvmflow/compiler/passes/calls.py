@@ -80,7 +80,7 @@ def calls_of(function: relax.Function, functions: Mapping[tvm.ir.GlobalVar, Any]
 def change_calls(
     functions: Mapping[tvm.ir.GlobalVar, relax.Function], arguments: Callable[[relax.Call], list[relax.Expr]]
 ) -> dict[tvm.ir.GlobalVar, relax.Function]:
-    """Return `functions`, whose parameters were changed, by new global variables, with the calls between them adapted.
+    """Return functions whose parameters were changed, under new global variables, with the calls of them adapted.
 
     Each new variable has the type of its changed function. `arguments` returns the new arguments of a call.
     """

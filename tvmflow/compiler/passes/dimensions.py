@@ -14,7 +14,7 @@ _MOST_GROUPS = 8
 
 
 def in_two_dimensions() -> tvm.transform.Pass:
-    """Return the pass that writes convolutions of one or three dimensions as two-dimensional ones."""
+    """Return the pass that writes transposed 1D convolutions and 3D convolutions as two-dimensional ones."""
     return rewriting(
         "InTwoDimensions",
         {

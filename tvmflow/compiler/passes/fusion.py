@@ -19,10 +19,10 @@ _MOST_NESTED = 2
 
 @tvm.transform.module_pass(opt_level=0, name="MarkFollowers")
 class MarkFollowers:
-    """Marks functions with an attribute of `FOLLOWS` as element-wise, so that TVM fuses each with the one before it."""
+    """Marks functions with the attribute `tvmflow.follows` as element-wise: TVM then fuses each with the one before."""
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with the attribute `op_pattern` of functions with an attribute of `FOLLOWS` set to 0."""
+        """Return the module with `op_pattern` element-wise for each function with the attribute `tvmflow.follows`."""
         for variable, function in mod.functions_items():
             if FOLLOWS.keys() & dict(function.attrs or {}).keys():
                 mod.update_func(variable, function.with_attr("op_pattern", _ELEMENT_WISE))
@@ -37,7 +37,7 @@ class SeparateSizes:
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with the attribute `op_pattern` of functions without tensor operands set to opaque."""
+        """Return the module with `op_pattern` set to opaque for functions without tensor operands."""
         for variable, function in mod.functions_items():
             operands = function.params[:-1] if isinstance(function, PrimFunc) else ()
             if operands and not any(tirx.is_buffer_var(param) for param in operands):

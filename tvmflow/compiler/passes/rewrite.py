@@ -77,7 +77,10 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         return None
 
     def emit(self, expr: relax.Expr) -> relax.Expr:
-        """Apply the rules to a new expression, bind it to a variable and return the variable."""
+        """Apply the rules to a new expression and return a variable bound to the result.
+
+        A result that is no call and no element of a tuple, such as a constant, is returned itself.
+        """
         expr = self._apply(self.builder_.normalize(expr))
         return self.builder_.emit(expr) if isinstance(expr, relax.Call | relax.TupleGetItem) else expr
 
@@ -111,7 +114,7 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
 
     def same(self, a: relax.Expr, b: relax.Expr) -> bool:
-        """Whether two expressions are the same value."""
+        """Whether two expressions are the same variable or constant, after aliases of variables are resolved."""
         a, b = self._root(a), self._root(b)
         return bool(a.same_as(b))
 
