@@ -1,6 +1,6 @@
-"""Converters for ONNX operators that TVM's importer mistakes or refuses in some of their forms, by family.
+"""Converters for ONNX operators of which TVM's importer converts some forms wrongly or not at all, by family.
 
-`CONVERTERS` lists them by operator. A converter returns None for the forms that TVM's own gets right.
+`CONVERTERS` lists them by operator. A converter returns None for the forms that TVM's own converter gets right.
 """
 
 from collections.abc import Callable
@@ -241,7 +241,7 @@ _OF_TVM = onnx_frontend._get_convert_map().keys() - _NOT_STANDARD | {"Constant"}
 
 
 def is_function(node: onnx.NodeProto) -> bool:
-    """Return whether ONNX defines the node's operator by other operators, which are not random."""
+    """Return whether ONNX defines the node's operator as a function of other operators; false for a random one."""
     if node.domain not in ("", "ai.onnx") or node.op_type in RANDOM or not onnx.defs.has(node.op_type):
         return False
     schema: Any = onnx.defs.get_schema(node.op_type)

@@ -1,4 +1,4 @@
-"""Symbolic dimensions of the operands of one operator that are the same size by different expressions."""
+"""Gives dimensions of an operator's operands that must be equal the same symbolic expression."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 
 
 def agree(builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator: "SizeEvaluator") -> list[relax.Expr]:
-    """Return the operands of a broadcasting operator, with equal expressions for dimensions that must be equal.
+    """Return the operands of a broadcasting operator, with one expression for dimensions that must be equal.
 
-    TVM gives a result no shape where it cannot prove that two dimensions are equal, as those of an image that was
-    halved and doubled. A model that runs has equal ones there, or a one. Here they are taken for equal, which is
-    checked at run time.
+    TVM infers no shape for the result where it cannot prove that two dimensions are equal, such as those of an image
+    and of the same image after it was halved and doubled. This function takes two dimensions for equal unless one of
+    them is the constant 1. The model checks that when it runs. If the shape of an operand is unknown, all operands are
+    returned unchanged.
     """
     shapes = [dims_of(operand) if isinstance(operand.ty, relax.TensorType) else None for operand in operands]
     if any(shape is None for shape in shapes):
@@ -34,7 +35,11 @@ def agree(builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator
 def agree_but_for(
     builder: relax.BlockBuilder, operands: Sequence[relax.Expr], axis: int, evaluator: "SizeEvaluator"
 ) -> list[relax.Expr]:
-    """Return the operands of a concatenation along `axis`, with equal expressions for all other dimensions."""
+    """Return the operands of a concatenation along `axis`, with one expression for each of the other dimensions.
+
+    Sizes that may differ are checked when the model runs. If the shape of an operand is unknown, or their ranks differ,
+    all operands are returned unchanged.
+    """
     shapes = [dims_of(operand) if isinstance(operand.ty, relax.TensorType) else None for operand in operands]
     whole = [shape for shape in shapes if shape is not None]
     if len(whole) < len(shapes) or len({len(shape) for shape in whole}) != 1:
@@ -50,7 +55,11 @@ def agree_but_for(
 def agree_along(
     builder: relax.BlockBuilder, operands: Sequence[relax.Expr], axis: int, evaluator: "SizeEvaluator"
 ) -> list[relax.Expr]:
-    """Return operands with equal expressions for the dimension `axis` of all, as the batch of a recurrence."""
+    """Return the operands with one expression for their dimension `axis`, such as the batch of a recurrent network.
+
+    Sizes that may differ are checked when the model runs. If the shape of an operand is unknown, or has no dimension
+    `axis`, all operands are returned unchanged.
+    """
     shapes = [dims_of(operand) if isinstance(operand.ty, relax.TensorType) else None for operand in operands]
     if any(shape is None or len(shape) <= axis for shape in shapes):
         return list(operands)
@@ -62,7 +71,10 @@ def agree_along(
 def agree_in_channels(
     builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator: "SizeEvaluator"
 ) -> list[relax.Expr]:
-    """Return the operands of a norm, with equal expressions for the channels of data [n, c, ...] and vectors [c]."""
+    """Return data [n, c, ...] and vectors [c], the operands of a norm, with one expression for c.
+
+    Sizes that may differ are checked when the model runs. Operands of other ranks are returned unchanged.
+    """
     shapes = [dims_of(operand) if isinstance(operand.ty, relax.TensorType) else None for operand in operands]
     data, *vectors = ([] if shape is None else shape for shape in shapes)
     if len(data) < 2 or any(len(shape) != 1 for shape in vectors):
@@ -75,7 +87,10 @@ def agree_in_channels(
 def agree_in_depth(
     builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator: "SizeEvaluator"
 ) -> list[relax.Expr]:
-    """Return data [n, c, ...] and weights [c, ...] of a transposed convolution with equal expressions for c."""
+    """Return data [n, c, ...] and weights [c, ...] of a transposed convolution with one expression for c.
+
+    Sizes that may differ are checked when the model runs. Operands of unknown shape are returned unchanged.
+    """
     data, weight = (dims_of(operand) for operand in operands)
     if data is None or weight is None:
         return list(operands)
@@ -87,7 +102,12 @@ def agree_in_depth(
 def agree_in_product(
     builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator: "SizeEvaluator"
 ) -> list[relax.Expr]:
-    """Return the operands of a matrix product, with equal expressions for batches and for what is summed."""
+    """Return the two operands of a matrix product, with one expression for each pair of dimensions that must be equal.
+
+    These are the dimension that is summed, and the batch dimensions of which neither is the constant 1. Sizes that may
+    differ are checked when the model runs. Operands of unknown shape or with less than two dimensions are returned
+    unchanged.
+    """
     shapes = [dims_of(operand) if isinstance(operand.ty, relax.TensorType) else None for operand in operands]
     if any(shape is None or len(shape) < 2 for shape in shapes) or len(shapes) != 2:
         return list(operands)
@@ -101,9 +121,9 @@ def agree_in_product(
 
 
 def cast_to(builder: relax.BlockBuilder, operand: relax.Expr, shape: Sequence[Any]) -> relax.Expr:
-    """Return a tensor with these expressions for its dimensions, which are checked at run time."""
+    """Return a tensor whose dimensions have the expressions `shape`; the model checks the sizes when it runs."""
     value = operand if isinstance(operand, relax.Var) else builder.emit(operand)
-    # Of two shapes TVM would infer that a symbol is an expression of itself, and replace it without an end.
+    # Of two shapes TVM would infer that a symbol is an expression of itself, and replace it endlessly.
     value = builder.match_cast(value, relax.TensorType(ndim=operand.ty.ndim, dtype=operand.ty.dtype))
     return builder.match_cast(value, relax.TensorType(list(shape), operand.ty.dtype))
 
@@ -119,7 +139,7 @@ def with_sizes(
 
 
 def simplest(sizes: Sequence[Any], evaluator: "SizeEvaluator") -> Any:
-    """Return that of equal sizes whose expression is simplest; ones do not count, as they are broadcast."""
+    """Return the size to which `sizes` broadcast, in its simplest expression; sizes other than 1 must be equal."""
     others = [evaluator.simplify(size) for size in sizes if not _is_one(size)]
     return min(others, key=_complexity) if others else 1
 

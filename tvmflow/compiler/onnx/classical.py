@@ -1,4 +1,4 @@
-"""Operators of ai.onnx.ml other than trees: scaling, encoding, linear models, support vectors."""
+"""Operators of ai.onnx.ml other than trees and support vector machines: scaling, encoding, linear models."""
 
 import math
 from typing import Any
@@ -21,7 +21,10 @@ def _floats(node: Node, position: int = 0) -> relax.Expr:
 
 
 def rows_of(node: Node) -> tuple[relax.Expr, int]:
-    """The operand as float32, of two dimensions, and the number of its columns."""
+    """Return the node's first operand as a float32 matrix, and the number of its columns.
+
+    Raises FreeSizeError for an operand of other than two dimensions or with a symbolic number of columns.
+    """
     dims = dims_of(node.inputs[0])
     if dims is None or len(dims) != 2 or not isinstance(dims[1], int):
         raise FreeSizeError("rows of an unknown number of features")
@@ -37,7 +40,11 @@ def _vector(node: Node, name: str, size: int, default: float) -> Array:
 
 
 def convert_scaler(node: Node) -> relax.Expr:
-    """Write Scaler as (x - offset) * scale."""
+    """Return the Relax expression of ONNX's Scaler: (x - offset) * scale, in float32.
+
+    Raises UnsupportedFormError where `offset` or `scale` has neither one number nor one for each column, and
+    FreeSizeError for a symbolic number of columns.
+    """
     x = _floats(node)
     size = dims_of(x)[-1]  # type: ignore[index]
     if not isinstance(size, int):
@@ -47,7 +54,11 @@ def convert_scaler(node: Node) -> relax.Expr:
 
 
 def convert_normalizer(node: Node) -> relax.Expr:
-    """Write Normalizer: rows divided by a norm; rows of zeros stay as they are."""
+    """Return the Relax expression of ONNX's Normalizer: rows divided by their norm, in float32.
+
+    The norm MAX is the largest element. A row whose norm is zero stays as it is. Raises UnsupportedFormError for a norm
+    other than L1, L2 and MAX.
+    """
     x, norm = _floats(node), node.text("norm", "MAX")
     axis = x.ty.ndim - 1
     if norm == "L1":
@@ -65,14 +76,18 @@ def convert_normalizer(node: Node) -> relax.Expr:
 
 
 def convert_binarizer(node: Node) -> relax.Expr:
-    """Write Binarizer: one above the threshold, else zero."""
+    """Return the Relax expression of ONNX's Binarizer: one for elements above the threshold, zero for others."""
     x = node.inputs[0]
     above = node.emit(relax.op.greater(x, const(float(node.attrs.get("threshold", 0.0)), dtype_of(x))))
     return relax.op.astype(above, dtype_of(x))
 
 
 def convert_imputer(node: Node) -> relax.Expr:
-    """Write Imputer: a value that stands for a missing one is replaced."""
+    """Return the Relax expression of ONNX's Imputer: elements equal to the replaced value become the imputed value.
+
+    The replaced value may be NaN. There is one imputed value for all columns, or one for each. Raises
+    UnsupportedFormError for another number of imputed values.
+    """
     x = node.inputs[0]
     dtype = dtype_of(x)
     is_integer = dtype.startswith("int")
@@ -88,7 +103,10 @@ def convert_imputer(node: Node) -> relax.Expr:
 
 
 def convert_one_hot_encoder(node: Node) -> relax.Expr:
-    """Write OneHotEncoder of numbers as a comparison with each category."""
+    """Return the Relax expression of ONNX's OneHotEncoder of numbers: a comparison with each category, as float32.
+
+    Raises UnsupportedFormError for categories that are strings, and for `zeros` = 0.
+    """
     if node.attrs.get("cats_strings"):
         raise UnsupportedFormError("categories that are strings: only numbers are supported")
     if not int(node.attrs.get("zeros", 1)):
@@ -101,7 +119,7 @@ def convert_one_hot_encoder(node: Node) -> relax.Expr:
 
 
 def convert_array_feature_extractor(node: Node) -> relax.Expr:
-    """Write ArrayFeatureExtractor: columns by their place."""
+    """Return the Relax expression of ONNX's ArrayFeatureExtractor: the columns at the given indices, clamped."""
     x, places = node.inputs
     places = node.emit(relax.op.reshape(places, [-1]))
     if x.ty.ndim == 1:
@@ -110,7 +128,7 @@ def convert_array_feature_extractor(node: Node) -> relax.Expr:
 
 
 def convert_feature_vectorizer(node: Node) -> relax.Expr:
-    """Write FeatureVectorizer: the columns of all operands side by side, as float32."""
+    """Return the Relax expression of ONNX's FeatureVectorizer: the columns of all operands side by side, as float32."""
     parts = []
     for position in range(len(node.inputs)):
         part = _floats(node, position)
@@ -119,7 +137,11 @@ def convert_feature_vectorizer(node: Node) -> relax.Expr:
 
 
 def convert_label_encoder(node: Node) -> relax.Expr:
-    """Write LabelEncoder of numbers as a search among its sorted keys. Raises UnsupportedFormError for strings."""
+    """Return the Relax expression of ONNX's LabelEncoder: a search for each number among the sorted keys.
+
+    A number that is no key becomes the default. Raises UnsupportedFormError for strings, and for keys and values of
+    different lengths.
+    """
     attrs = node.attrs
     if any("string" in name and value for name, value in attrs.items()):
         raise UnsupportedFormError("strings: only numbers are supported")
@@ -171,13 +193,22 @@ def _default(attrs: dict[str, Any], dtype: Any) -> Any:
 
 
 def convert_linear_regressor(node: Node) -> relax.Expr:
-    """Write LinearRegressor as a dense layer."""
+    """Return the Relax expression of ONNX's LinearRegressor: a dense layer, then the `post_transform`.
+
+    Raises UnsupportedFormError for a wrong number of coefficients and for an unknown `post_transform`. Raises
+    FreeSizeError for rows with an unknown number of features.
+    """
     targets = int(node.attrs.get("targets", 1))
     return transform(node, _linear(node, targets), node.text("post_transform", "NONE"))
 
 
 def convert_linear_classifier(node: Node) -> relax.Expr:
-    """Write LinearClassifier as a dense layer; its results are labels and scores."""
+    """Return the Relax expression of ONNX's LinearClassifier: a tuple of the labels and of the scores of a dense layer.
+
+    Raises UnsupportedFormError for labels that are strings, for a wrong number of coefficients, for an unknown
+    `post_transform`, and for a single score with PROBIT or other than two labels. Raises FreeSizeError for rows with an
+    unknown number of features.
+    """
     labels, post = class_labels(node, "classlabels_ints"), node.text("post_transform", "NONE")
     _, features = rows_of(node)
     count = len(node.attrs["coefficients"]) // features

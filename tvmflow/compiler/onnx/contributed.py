@@ -29,7 +29,7 @@ _ACTIVATIONS: dict[str, tuple[str, ...]] = {
 
 
 def convert_as(operator: str, **attributes: Any) -> Converter:
-    """Return a converter that takes an operator for one of the standard, with these attributes besides its own."""
+    """Return a converter that imports a node as the standard's `operator`, with `attributes` besides the node's own."""
 
     def convert(node: Node) -> relax.Expr:
         own = {name: value for name, value in node.attrs.items() if name != "tvm_custom"}
@@ -39,7 +39,11 @@ def convert_as(operator: str, **attributes: Any) -> Converter:
 
 
 def convert_fused_conv(node: Node) -> relax.Expr:
-    """Write FusedConv as a convolution, a sum and an activation."""
+    """Return the Relax expression of com.microsoft's FusedConv: a convolution, a sum and an activation.
+
+    The sum, with the fourth operand, and the activation may be absent. Raises UnsupportedFormError for an unknown
+    activation.
+    """
     fused = ("tvm_custom", "activation", "activation_params")
     attributes = {name: value for name, value in node.attrs.items() if name not in fused}
     value = node.apply("Conv", *(node.input(place) for place in range(3)), **attributes)
@@ -49,7 +53,10 @@ def convert_fused_conv(node: Node) -> relax.Expr:
 
 
 def convert_fused_gemm(node: Node) -> relax.Expr:
-    """Write FusedGemm as a product and an activation."""
+    """Return the Relax expression of com.microsoft's FusedGemm: Gemm, then an activation, which may be absent.
+
+    Raises UnsupportedFormError for an unknown activation.
+    """
     attributes = {name: node.attrs[name] for name in ("alpha", "beta", "transA", "transB") if name in node.attrs}
     names = ("activation_alpha", "activation_beta", "activation_gamma")
     parameters = [node.attrs[name] for name in names if name in node.attrs]
@@ -69,7 +76,7 @@ def _activate(node: Node, value: relax.Expr, parameters: list[float]) -> relax.E
 
 
 def convert_fused_matmul(node: Node) -> relax.Expr:
-    """Write FusedMatMul as transposes, a product and a scale."""
+    """Return the Relax expression of com.microsoft's FusedMatMul: transposes, a matrix product, a factor `alpha`."""
     operands = []
     for operand, side in zip(node.inputs[:2], "AB", strict=True):
         axes = list(range(operand.ty.ndim))
@@ -84,7 +91,10 @@ def convert_fused_matmul(node: Node) -> relax.Expr:
 
 
 def convert_bias_gelu(approximate: str) -> Converter:
-    """Return a converter of Gelu after a sum with a bias, which may be absent."""
+    """Return a converter of Gelu(x + bias), where the bias may be absent.
+
+    `approximate` is the attribute of ONNX's Gelu: `none` or `tanh`.
+    """
 
     def convert(node: Node) -> relax.Expr:
         bias = node.input(1)
@@ -95,14 +105,18 @@ def convert_bias_gelu(approximate: str) -> Converter:
 
 
 def convert_quick_gelu(node: Node) -> relax.Expr:
-    """Write QuickGelu as x times the sigmoid of alpha times x."""
+    """Return the Relax expression of com.microsoft's QuickGelu: x times the sigmoid of `alpha` times x."""
     x, alpha = node.inputs[0], float(node.attrs.get("alpha", 1.702))
     scaled = x if alpha == 1.0 else node.emit(relax.op.multiply(x, const(alpha, dtype_of(x))))
     return relax.op.multiply(x, node.emit(relax.op.sigmoid(scaled)))
 
 
 def convert_bias_softmax(node: Node) -> relax.Expr:
-    """Write BiasSoftmax as a sum and a softmax over all dimensions from `axis` on."""
+    """Return the Relax expression of com.microsoft's BiasSoftmax: a sum, then a softmax over the last dimension.
+
+    Raises UnsupportedFormError for a softmax over several dimensions, and for a bias that is repeated along an outer
+    dimension.
+    """
     data, bias = node.inputs
     rank, axis = data.ty.ndim, int(node.attrs.get("axis", 1)) % data.ty.ndim
     if not node.attrs.get("is_inner_broadcast", 1):
@@ -114,7 +128,11 @@ def convert_bias_softmax(node: Node) -> relax.Expr:
 
 
 def convert_skip_norm(operator: str) -> Converter:
-    """Return a converter of a norm over the last dimension after a sum, which is the fourth result."""
+    """Return a converter of a norm of the sum of an input, a skip connection and an optional bias.
+
+    `operator` is LayerNormalization or RMSNormalization; it normalises over the last dimension. The sum is the node's
+    fourth result. The second and third are statistics for training; the converter returns zeros for them.
+    """
 
     def convert(node: Node) -> relax.Expr:
         is_simple = operator == "RMSNormalization"
@@ -139,7 +157,12 @@ def _with_statistics(node: Node, value: relax.Expr, total: relax.Expr) -> relax.
 
 
 def convert_embed_layer_norm(node: Node) -> relax.Expr:
-    """Write EmbedLayerNormalization as a sum of embeddings and a norm; its second result counts each row's words."""
+    """Return the Relax expression of EmbedLayerNormalization: a sum of embeddings, then a layer norm over it.
+
+    Its results are the norm, the number of words of each row, and the sum. The numbers are the row sums of the mask;
+    they are zero without a mask or with another `mask_index_type` than 1. Raises FreeSizeError for ids of unknown
+    shape.
+    """
     ids, segments, words, positions, segment_words, gamma, beta = (node.input(place) for place in range(7))
     mask, places = node.input(7), node.input(8)
     dims = dims_of(ids) if ids is not None else None
@@ -160,7 +183,12 @@ def convert_embed_layer_norm(node: Node) -> relax.Expr:
 
 
 def convert_attention(node: Node) -> relax.Expr:
-    """Write Attention as one product for queries, keys and values, and attention over its heads."""
+    """Return the Relax expression of com.microsoft's Attention: a product for queries, keys and values, then attention.
+
+    Raises UnsupportedFormError for rotary positions, for a shared buffer of past keys and values, and for a mask that
+    has neither one number for each row nor two or three dimensions. Raises FreeSizeError for operands of unknown shape,
+    and for unidirectional attention over a symbolic number of positions.
+    """
     if node.attrs.get("do_rotary", 0) or node.attrs.get("past_present_share_buffer", 0):
         raise UnsupportedFormError("rotary positions or a shared buffer within Attention")
     projection = relax.op.matmul(node.inputs[0], node.inputs[1])
@@ -168,7 +196,12 @@ def convert_attention(node: Node) -> relax.Expr:
 
 
 def convert_qattention(node: Node) -> relax.Expr:
-    """Write QAttention as Attention of dequantized operands."""
+    """Return the Relax expression of com.microsoft's QAttention: Attention of dequantised operands.
+
+    Raises UnsupportedFormError for past keys and values, and for a mask that has neither one number for each row nor
+    two or three dimensions. Raises FreeSizeError for operands of unknown shape, and for unidirectional attention over a
+    symbolic number of positions.
+    """
     if node.input(8) is not None:
         raise UnsupportedFormError("a state of former positions")
     # Scale and zero point are apart from their operand.
@@ -207,7 +240,12 @@ def _project_and_attend(
 
 
 def convert_multi_head_attention(node: Node) -> relax.Expr:
-    """Write MultiHeadAttention as attention over heads; keys and values may be in one operand, queries in it too."""
+    """Return the Relax expression of com.microsoft's MultiHeadAttention.
+
+    Keys and values may be packed in one operand, also together with the queries. Raises UnsupportedFormError for keys
+    without values, and for a mask that has neither one number for each row nor two or three dimensions. Raises
+    FreeSizeError for operands of unknown shape, and for unidirectional attention over a symbolic number of positions.
+    """
     query, key, value, bias = (node.input(place) for place in range(4))
     heads = int(node.attrs["num_heads"])
     if query is not None and query.ty.ndim == _PACKED:
@@ -296,11 +334,13 @@ def _mask(node: Node, mask: relax.Expr | None, query: relax.Expr, key: relax.Exp
 
 
 def convert_group_query_attention(node: Node) -> relax.Expr:
-    """Write GroupQueryAttention: causal attention whose heads share keys and values, after those of former positions.
+    """Return the Relax expression of GroupQueryAttention: causal attention whose heads share keys and values by groups.
 
-    Of each row of the batch, `seqlens_k` is the place of its last position. The results are the output, and the keys
-    and values `[batch, heads, positions, channels]` with zeros after a row's last position. Raises UnsupportedFormError
-    for a sink, a smooth softmax, its scores as a result, and quantised keys and values.
+    The new keys and values follow those of past positions. The operand `seqlens_k` holds the index of the last position
+    of each row of the batch. The results are the output, and all keys and values `[batch, heads, positions, channels]`,
+    with zeros after a row's last position. Raises UnsupportedFormError for an attention sink, a smooth softmax, scores
+    as a result, and quantised keys and values. Raises FreeSizeError for operands of unknown shape, and for a total
+    number of positions that is computed from data.
     """
     emit = node.emit
     names = ("smooth_softmax", "qk_output", "kv_cache_bit_width")
@@ -402,7 +442,11 @@ def _hidden(node: Node, places: relax.Expr, key: relax.Expr) -> relax.Expr:
 
 
 def convert_rotary_embedding(node: Node) -> relax.Expr:
-    """Write RotaryEmbedding: pairs of channels are rotated by the angles of their position, in two tables."""
+    """Return the Relax expression of com.microsoft's RotaryEmbedding: rotate pairs of channels by a position's angles.
+
+    Two operands are tables of the cosines and the sines, with a row for each position. Raises UnsupportedFormError for
+    `is_packed_batching`, and FreeSizeError for an input of unknown shape.
+    """
     emit, (x, places, cosine, sine) = node.emit, node.inputs[:4]
     if node.attrs.get("is_packed_batching", 0):
         raise UnsupportedFormError("rows of several lengths in one")
@@ -461,6 +505,6 @@ def _rotate(
 
 
 def convert_nhwc_max_pool(node: Node) -> relax.Expr:
-    """Write NhwcMaxPool as MaxPool between two transposes."""
+    """Return the Relax expression of com.microsoft's NhwcMaxPool: MaxPool between two transposes."""
     attributes = {name: value for name, value in node.attrs.items() if name != "tvm_custom"}
     return channels_last(node.apply("MaxPool", node.emit(channels_first(node.inputs[0])), **attributes))

@@ -30,7 +30,10 @@ _LEVELS = 40
 
 @dataclass(frozen=True)
 class Value:
-    """A value of the graph: a tensor, a shape or a tuple of tensors; its sizes where it is known at import."""
+    """A value of the graph: a tensor, a shape or a tuple of tensors.
+
+    `sizes` are its elements, some perhaps symbolic, where they are known at import; else None.
+    """
 
     expr: relax.Expr
     sizes: Sizes | None = None
@@ -43,13 +46,13 @@ class Importer(Protocol):
     evaluator: SizeEvaluator
 
     def value(self, name: str) -> Value:
-        """Return a value."""
+        """Return the value of this name."""
 
     def has_value(self, name: str) -> bool:
         """Return whether a value has this name."""
 
     def set_value(self, name: str, value: Value) -> None:
-        """Give a name to a value."""
+        """Make `value` the value of this name."""
 
     def tensor(self, value: Value) -> relax.Expr:
         """Return a value as a tensor."""
@@ -58,32 +61,34 @@ class Importer(Protocol):
         """Return the elements of a value that are known at import; None for others."""
 
     def equal_sizes(self, name: str) -> tuple[Any, Any] | None:
-        """Return the two sizes of which a value says whether they are equal; None for others."""
+        """Return the two sizes that the boolean value `name` compares for equality; None for other values."""
 
     def scope(self) -> AbstractContextManager[None]:
-        """Forget at the end the names that are given within."""
+        """Return a context manager at whose end the importer forgets all names that were set within it."""
 
     def import_graph(self, graph: onnx.GraphProto, inputs: Sequence[Value]) -> list[Value]:
-        """Import the nodes of an inner graph; return its outputs."""
+        """Import the nodes of an inner graph, whose inputs get the values `inputs`; return its outputs."""
 
     def attempt(self) -> Callable[[], None]:
-        """Return a function that forgets the nodes and functions since then."""
+        """Return a function that makes the importer forget all nodes and functions added after this call."""
 
     def add_function(self, variable: tvm.ir.GlobalVar, function: relax.Function) -> None:
-        """Add a function to the module."""
+        """Add a function to the module under this variable."""
 
     def unique_name(self, name: str) -> str:
-        """Return a name that no function of the module has."""
+        """Return `name` with a suffix, so that no function of the module has it."""
 
 
 # -- If ----------------------------------------------------------------------------------------------------------------
 
 
 def convert_if(importer: Importer, node: onnx.NodeProto) -> bool:
-    """Import If; return whether the nodes of one branch took its place, so that the model has no choice left to make.
+    """Import If; return whether the nodes of one branch took its place.
 
-    Otherwise each branch becomes a function, and the model calls one of them. Raises FreeSizeError or
-    UnsupportedFormError for branches whose results differ in their numbers of dimensions or in their types.
+    They do for a condition that is known at import. They also do if the results of the branches have different ranks
+    and the condition compares two sizes: the `then` branch is imported, and the model checks when it runs that the
+    sizes are equal. Otherwise each branch becomes a function, and the model calls one of them. Raises FreeSizeError for
+    other branches whose results have different ranks, and UnsupportedFormError for results of different types.
     """
     then_graph, else_graph = (_graph(node, name) for name in ("then_branch", "else_branch"))
     condition = importer.value(node.input[0])
@@ -195,7 +200,12 @@ class _Loop:
 
 
 def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
-    """Import Loop; return whether its nodes were imported in place."""
+    """Import Loop; return whether the nodes of its iterations took its place.
+
+    They do where the number of iterations is known at import and all together have at most 256 nodes. Otherwise the
+    body becomes functions that the model calls. Raises UnsupportedFormError for a carried value whose type or rank
+    changes.
+    """
     graph = _graph(node, "body")
     count, condition, *initial = (importer.value(name) if name else None for name in node.input)
     carried = [value for value in initial if value is not None]
@@ -232,7 +242,13 @@ def _limit(importer: Importer, count: Value) -> Any:
 
 
 def convert_scan(importer: Importer, node: onnx.NodeProto) -> bool:
-    """Import Scan; return whether its nodes were imported in place."""
+    """Import Scan; return whether the nodes of its iterations took its place.
+
+    They do where the number of iterations is known at import and all together have at most 256 nodes. Otherwise the
+    body becomes functions that the model calls. Raises UnsupportedFormError for the form of opset 8, which has a batch
+    dimension, and for a carried value whose type or rank changes. Raises FreeSizeError for scanned inputs of unknown
+    shape.
+    """
     graph = _graph(node, "body")
     if len(graph.input) != len(node.input):
         raise UnsupportedFormError("the form of opset 8, with a batch dimension")

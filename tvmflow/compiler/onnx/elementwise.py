@@ -12,7 +12,10 @@ from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 
 def convert_clip(node: Node) -> relax.Expr | None:
-    """Write Clip as relu or maximum, then minimum, which have layouts and can be fused; None for computed bounds."""
+    """Return the Relax expression of ONNX's Clip: relu or maximum, then minimum, which TVM can lay out and fuse.
+
+    Returns None, which leaves the node to TVM's converter, for bounds that are not constant.
+    """
     x = node.inputs[0]
     bounds: list[Any] = []
     for position, key in ((1, "min"), (2, "max")):
@@ -34,7 +37,11 @@ def convert_clip(node: Node) -> relax.Expr | None:
 
 
 def convert_dropout(node: Node) -> relax.Expr:
-    """Write Dropout as the identity, and its mask as true everywhere: inference drops nothing."""
+    """Return the Relax expression of ONNX's Dropout: the identity and, if the node has it, a mask full of true.
+
+    Raises UnsupportedFormError for a `training_mode` that is not constant, and for one that is true unless the ratio is
+    zero.
+    """
     training = node.constant(2)
     ratio = node.constant(1)
     if node.input(2) is not None and training is None:
@@ -47,12 +54,16 @@ def convert_dropout(node: Node) -> relax.Expr:
 
 
 def convert_elu(node: Node) -> relax.Expr:
-    """Write Elu by exp and relu."""
+    """Return the Relax expression of ONNX's Elu, composed of exp and relu."""
     return _build_exponential_unit(node, node.attrs.get("alpha", 1.0))
 
 
 def convert_celu(node: Node) -> relax.Expr:
-    """Write Celu by exp and relu; ONNX's definition of it makes a vector of a number."""
+    """Return the Relax expression of ONNX's Celu, composed of exp and relu.
+
+    ONNX's own function body of Celu is not used, because it turns a scalar into a vector. Raises UnsupportedFormError
+    for an alpha of zero.
+    """
     alpha = float(node.attrs.get("alpha", 1.0))
     if alpha == 0:
         raise UnsupportedFormError("an alpha of zero", "use Relu")
@@ -60,7 +71,7 @@ def convert_celu(node: Node) -> relax.Expr:
 
 
 def convert_selu(node: Node) -> relax.Expr:
-    """Write Selu by exp and relu."""
+    """Return the Relax expression of ONNX's Selu, composed of exp and relu."""
     alpha = node.attrs.get("alpha", 1.67326319217681884765625)
     gamma = node.attrs.get("gamma", 1.05070102214813232421875)
     return relax.op.multiply(
@@ -82,17 +93,18 @@ def _build_exponential_unit(node: Node, alpha: float, factor: float = 1.0) -> re
 
 
 def convert_thresholded_relu(node: Node) -> relax.Expr:
-    """Write ThresholdedRelu as a choice."""
+    """Return the Relax expression of ONNX's ThresholdedRelu: x where it is greater than `alpha`, else zero."""
     x, dtype = node.inputs[0], dtype_of(node.inputs[0])
     above = relax.op.greater(x, relax.const(node.attrs.get("alpha", 1.0), dtype))
     return relax.op.where(above, x, relax.const(0, dtype))
 
 
 def convert_shift(node: Node) -> relax.Expr | None:
-    """Write BitShift; a shift by as many bits as the type has, or more, gives zero, where LLVM leaves it undefined.
+    """Return the Relax expression of ONNX's BitShift, with a defined result where LLVM's shift has none.
 
-    Of a signed type, a negative number that is shifted right so far gives -1. Returns None, which leaves the
-    node to TVM's converter, where the number to shift is constant or no tensor.
+    A shift by as many bits as the type has, or more, or by a negative number gives zero, or -1 for a negative number
+    that is shifted right. Returns None, which leaves the node to TVM's converter, where the number to shift is constant
+    or not a tensor.
     """
     x, distance = node.inputs
     if node.constant(0) is not None or not isinstance(x.ty, relax.TensorType):
@@ -112,7 +124,10 @@ def convert_shift(node: Node) -> relax.Expr | None:
 
 
 def convert_is_inf(node: Node) -> relax.Expr | None:
-    """Write IsInf of one sign as a comparison, of no sign as false; None where it detects both signs."""
+    """Return the Relax expression of ONNX's IsInf for one sign, a comparison, or for no sign, false everywhere.
+
+    Returns None, which leaves the node to TVM's converter, where it detects both signs.
+    """
     negative, positive = node.attrs.get("detect_negative", 1), node.attrs.get("detect_positive", 1)
     if negative and positive:
         return None
@@ -123,9 +138,10 @@ def convert_is_inf(node: Node) -> relax.Expr | None:
 
 
 def convert_mod(node: Node) -> relax.Expr | None:
-    """Write Mod of floats, whose result has the divisor's sign, by the remainder with the dividend's sign.
+    """Return the Relax expression of ONNX's Mod of floats without `fmod`, whose result has the divisor's sign.
 
-    Returns None for whole numbers, and for Mod with `fmod`, whose result has the dividend's sign.
+    Returns None, which leaves the node to TVM's converter, for integers, for operands that are not tensors, and for
+    `fmod`, whose result has the dividend's sign.
     """
     if node.attrs.get("fmod", 0) or not all(isinstance(x.ty, relax.TensorType) for x in node.inputs if x is not None):
         return None
@@ -144,11 +160,12 @@ def convert_mod(node: Node) -> relax.Expr | None:
 
 
 def convert_pow(node: Node) -> relax.Expr | None:
-    """Write Pow with a base of whole numbers, or with a base of floats and an exponent of another type.
+    """Return the Relax expression of ONNX's Pow of an integer base, or of a float base and an exponent of another type.
 
-    The constant exponents 1, 2 and 3 of whole numbers become products; other powers of whole numbers are computed in
-    float64. Returns None for floats of one type and for a constant base. Raises UnsupportedFormError for a 64-bit base
-    with another exponent, because float64 would lose digits.
+    An integer base to the constant exponent 1, 2 or 3 becomes a product; its other powers are computed in float64.
+    Returns None, which leaves the node to TVM's converter, for floats of one type, for a constant base, and for
+    operands that are not tensors. Raises UnsupportedFormError for a 64-bit integer base with an exponent other than 1,
+    2 and 3, because float64 would lose digits.
     """
     x, y = node.inputs
     if not all(isinstance(item.ty, relax.TensorType) for item in (x, y)) or node.constant(0) is not None:
@@ -168,9 +185,9 @@ def convert_pow(node: Node) -> relax.Expr | None:
 
 
 def convert_by_pairs(combine: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> "Converter":
-    """Return a converter that combines operands pair by pair by `combine`; TVM's converter stacks them all.
+    """Return a converter that folds its operands from the left with `combine`; TVM's converter stacks them all.
 
-    It returns None, which leaves the node to TVM's converter, where an operand is no tensor.
+    The converter returns None, which leaves the node to TVM's converter, where an operand is not a tensor.
     """
 
     def convert(node: Node) -> relax.Expr | None:
@@ -185,16 +202,16 @@ def convert_by_pairs(combine: Callable[[relax.Expr, relax.Expr], relax.Expr]) ->
 
 
 def convert_mean(node: Node) -> relax.Expr | None:
-    """Write Mean as the sum of its operands divided by their number.
+    """Return the Relax expression of ONNX's Mean: the sum of the operands, divided by their number.
 
-    Returns None, which leaves the node to TVM's converter, where an operand is no tensor.
+    Returns None, which leaves the node to TVM's converter, where an operand is not a tensor.
     """
     total = convert_by_pairs(relax.op.add)(node)
     return None if total is None else relax.op.divide(total, relax.const(len(node.inputs), dtype_of(total)))
 
 
 def convert_bit_cast(node: Node) -> relax.Expr:
-    """Write BitCast: the bits of each element, taken for those of another type of as many bits."""
+    """Return the Relax expression of ONNX's BitCast: the bits of each element, read as a type of the same width."""
     x, dtype = node.inputs[0], str(onnx.helper.tensor_dtype_to_np_dtype(node.attrs["to"]))
     if "bool" in (dtype, dtype_of(x)):
         # LLVM has a bit for it, memory a byte.
@@ -207,7 +224,7 @@ def convert_bit_cast(node: Node) -> relax.Expr:
 
 
 def convert_prelu(node: Node) -> relax.Expr | None:
-    """Write PRelu as a choice.
+    """Return the Relax expression of ONNX's PRelu: x * slope where x is negative, else x.
 
     Returns None, which leaves the node to TVM's converter, for slopes along one dimension of fixed size.
     """

@@ -1,4 +1,4 @@
-"""Evaluates nodes of constant operands at import, as models compute shapes and indices."""
+"""Evaluates nodes with constant operands at import, such as those by which models compute shapes and indices."""
 
 import math
 from collections.abc import Sequence
@@ -32,14 +32,14 @@ _WEIGHTS = {np.dtype("float32"), np.dtype("float64")}
 
 
 def is_foldable(node: onnx.NodeProto) -> bool:
-    """Return whether a node is evaluated at import where its operands are constant."""
+    """Return whether a node is evaluated at import if all its operands are constant."""
     return node.op_type in _FOLDED and node.domain in ("", "ai.onnx") and bool(node.input)
 
 
 def evaluate_constants(node: onnx.NodeProto, values: Sequence[Array], opset: int) -> dict[str, Array] | None:
-    """Return the results of a foldable node by name, from the values of its operands that are present.
+    """Return the results of a foldable node by name, computed from `values`, its operands without absent ones.
 
-    None where a result is large, and where ONNX's reference implementation, which has gaps, fails.
+    Returns None where a result has more than 4096 elements, and where ONNX's reference implementation fails.
     """
     largest = _LARGEST_FILTER if node.op_type == "MelWeightMatrix" else _LARGEST
     if _result_size(node, values) > largest:

@@ -19,10 +19,10 @@ _ONE_AXIS = 13
 
 
 def convert_range(node: Node) -> relax.Expr | None:
-    """Write Range of integers that starts or stops at a symbolic size; TVM's converter computes its length at run time.
+    """Return the Relax expression of a Range of integers that starts or stops at a symbolic size.
 
-    Returns None, which leaves the node to TVM's converter, for a constant start and stop, for floats, and for numbers
-    that are computed from data.
+    TVM's converter would compute its length at run time. Returns None, which leaves the node to TVM's converter, for a
+    constant start and stop, for floats, and for numbers that are computed from data.
     """
     bounds = []
     for bound in node.inputs:
@@ -40,10 +40,12 @@ def convert_range(node: Node) -> relax.Expr | None:
 
 
 def convert_gather(node: Node) -> relax.Expr | None:
-    """Write Gather by constant indices or along a static dimension; TVM's converter reads the dimension at run time.
+    """Return the Relax expression of a Gather by constant indices, or along a static dimension.
 
-    Returns None, which leaves the node to TVM's converter, for constant data, for data of unknown shape, for indices
-    that are symbolic sizes, and along a symbolic dimension for indices that are computed or negative.
+    Indices outside of the data are clamped. TVM's converter would read the size of the dimension at run time. Returns
+    None, which leaves the node to TVM's converter, for constant data, for data of unknown shape, and for indices that
+    are symbolic sizes. Along a symbolic dimension, it also returns None for negative indices and for indices that are
+    not constant.
     """
     data, indices = node.inputs[0], node.inputs[1]
     axis = node.attrs.get("axis", 0)
@@ -67,11 +69,11 @@ def convert_gather(node: Node) -> relax.Expr | None:
 
 
 def keep_within(node: Node, indices: relax.Expr, sizes: Sequence[Any]) -> relax.Expr:
-    """Return indices of which none is outside of dimensions of these sizes; negative ones count from the end.
+    """Return indices clamped to dimensions of these sizes, from -size to size - 1; negative ones count from the end.
 
-    `sizes` has one size, or one for each place along the last dimension of the indices. An index that ONNX Runtime
-    refuses when the model runs becomes the nearest that is within: no kernel reads or writes outside of its buffers.
-    Raises UnsupportedFormError for a constant index that is outside.
+    `sizes` has one size, or one for each element along the last dimension of the indices. ONNX Runtime raises an error
+    for an index outside of the data; a clamped index keeps kernels from reading or writing outside of their buffers.
+    Constant indices into constant sizes are returned as they are; one that is outside raises UnsupportedFormError.
     """
     values = node.constants(indices)
     if values is not None and all(isinstance(size, int) for size in sizes):
@@ -87,16 +89,21 @@ def keep_within(node: Node, indices: relax.Expr, sizes: Sequence[Any]) -> relax.
 
 
 def convert_gather_elements(node: Node) -> None:
-    """Keep computed indices within the data, and leave the node to TVM's converter."""
+    """Clamp the indices of GatherElements to the data, unless indices and dimension are constant.
+
+    Returns None, which leaves the node to TVM's converter. Raises UnsupportedFormError for a constant index outside of
+    the data. Data of unknown shape is left alone.
+    """
     dims = dims_of(node.inputs[0])
     if dims is not None:
         node.inputs[1] = keep_within(node, node.inputs[1], [dims[int(node.attrs.get("axis", 0))]])
 
 
 def convert_gather_nd(node: Node) -> None:
-    """Keep computed indices within the data, and leave the node to TVM's converter.
+    """Clamp the indices of GatherND to the data, unless indices and dimensions are constant.
 
-    Raises FreeSizeError for indices whose last dimension is symbolic.
+    Returns None, which leaves the node to TVM's converter. Raises UnsupportedFormError for a constant index outside of
+    the data, and FreeSizeError for indices whose last dimension is symbolic. Operands of unknown shape are left alone.
     """
     dims, places, first = dims_of(node.inputs[0]), dims_of(node.inputs[1]), int(node.attrs.get("batch_dims", 0))
     if places and not isinstance(places[-1], int):
@@ -106,7 +113,11 @@ def convert_gather_nd(node: Node) -> None:
 
 
 def convert_compress(node: Node) -> None:
-    """Cut a condition that is longer than the data, which ONNX Runtime ignores there, and leave the node to TVM's."""
+    """Cut the condition of Compress to the length of the data; ONNX Runtime ignores further elements.
+
+    Returns None, which leaves the node to TVM's converter. Raises FreeSizeError for data or a condition of unknown
+    shape.
+    """
     data, condition = node.inputs
     dims, lengths, axis = dims_of(data), dims_of(condition), node.attrs.get("axis")
     if dims is None or lengths is None or len(lengths) != 1:
@@ -120,19 +131,22 @@ def convert_compress(node: Node) -> None:
 
 
 def convert_unique(node: Node) -> None:
-    """Make a vector of data whose elements are compared, as the places that TVM returns have its shape."""
+    """Flatten the data of a Unique without an axis: TVM returns indices of the data's shape, ONNX a vector of them.
+
+    Returns None, which leaves the node to TVM's converter.
+    """
     if node.attrs.get("axis") is None and node.inputs[0].ty.ndim != 1:
         node.inputs[0] = node.emit(relax.op.reshape(node.inputs[0], [-1]))
 
 
 def convert_pad(node: Node) -> relax.Expr | None:
-    """Write padding by a constant as an operator, which folds into convolutions; TVM's converter emits a function.
+    """Return the Relax expression of ONNX's Pad, in one of three forms.
 
-    Constant widths become that operator; they must not be negative, and the data float32. Widths made of the model's
-    free sizes (symbolic ones) become a concatenation, for data of every type. Computed widths, axes and values,
-    negative widths, and symbolic ones of another mode become a function that reads each element from its place. Returns
-    None, which leaves the node to TVM's converter, for other constant widths. Raises FreeSizeError for data of unknown
-    shape.
+    Constant widths that are not negative around float32 data, in mode `constant`, become the operator `nn.pad`, which
+    folds into convolutions; TVM's converter would emit a function. Symbolic widths in mode `constant` become a
+    concatenation. Other symbolic widths, negative ones, and widths, axes or values that are computed from data become a
+    function that computes for each element of the result which element of the data it is. Returns None, which leaves
+    the node to TVM's converter, for other constant widths. Raises FreeSizeError for data of unknown shape.
     """
     data, widths = node.inputs[0], node.constant(1) if node.opset >= 11 else np.asarray(node.attrs.get("pads", ()))
     value = node.constant(2) if node.opset >= 11 else np.asarray(node.attrs.get("value", 0.0))
@@ -217,7 +231,7 @@ def _pad_by_places(node: Node, dims: Sequence[Any]) -> relax.Expr:
 
 
 def pad_axis(node: Node, data: relax.Expr, axis: int, widths: Sequence[Any], fill: relax.Expr) -> relax.Expr:
-    """Return the data with elements `fill` along an axis: `widths[0]` before it and `widths[1]` after it.
+    """Return data padded along `axis` with the scalar `fill`: `widths[0]` elements before it and `widths[1]` after it.
 
     A width may be symbolic. One that may be negative is checked when the model runs.
     """
@@ -239,7 +253,7 @@ def pad_axis(node: Node, data: relax.Expr, axis: int, widths: Sequence[Any], fil
 
 
 def convert_space_to_depth(node: Node) -> relax.Expr | None:
-    """Write SpaceToDepth of mode CRD as a transpose between two reshapes.
+    """Return the Relax expression of a SpaceToDepth of mode CRD: a transpose between two reshapes.
 
     Returns None, which leaves the node to TVM's converter, for mode DCR.
     """
@@ -253,7 +267,7 @@ def convert_space_to_depth(node: Node) -> relax.Expr | None:
 
 
 def convert_eye_like(node: Node) -> relax.Expr:
-    """Write EyeLike of a static shape as a constant, of a symbolic one as a comparison of rows and columns.
+    """Return the Relax expression of ONNX's EyeLike: a constant or, for symbolic sizes, a comparison of row and column.
 
     Raises FreeSizeError for data of unknown shape.
     """
@@ -270,7 +284,10 @@ def convert_eye_like(node: Node) -> relax.Expr:
 
 
 def convert_one_hot(node: Node) -> relax.Expr:
-    """Write OneHot as a comparison; an index outside of the depth gives the off value everywhere."""
+    """Return the Relax expression of ONNX's OneHot: a comparison of each index with 0, 1, ..., depth - 1.
+
+    A negative index counts from the end. An index outside of the depth gives the off value everywhere.
+    """
     indices, values, sizes = node.inputs[0], node.inputs[2], node.sizes(1)
     rank = indices.ty.ndim
     (size,) = sizes if sizes is not None else node.bind(node.integers(1))
@@ -287,11 +304,11 @@ def convert_one_hot(node: Node) -> relax.Expr:
 
 
 def convert_top_k(node: Node) -> relax.Expr | None:
-    """Write TopK of a computed number of results, or of zero, as the first of all elements in order.
+    """Return the Relax expression of a TopK whose k is not constant or is zero: the first k of the sorted elements.
 
-    A constant number of opset 10 is taken as of opset 11. Returns None, which leaves the node to TVM's converter, for
-    other constant numbers and before opset 10. Raises UnsupportedFormError for unsigned integers of 16 bits and more,
-    which TVM does not sort, and FreeSizeError for data of unknown shape.
+    A constant k of opset 10 is converted as in opset 11. Returns None, which leaves the node to TVM's converter, for
+    other constant k and before opset 10. Raises UnsupportedFormError for unsigned integers of 16 bits and more, which
+    TVM does not sort. Raises FreeSizeError for data of unknown shape.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if dtype_of(data) in ("uint64", "uint32", "uint16"):
@@ -320,7 +337,11 @@ def convert_top_k(node: Node) -> relax.Expr | None:
 
 
 def convert_cum_sum(node: Node) -> relax.Expr | None:
-    """Write CumSum along an axis that is computed; None, which leaves the node to TVM's converter, for another one."""
+    """Return the Relax expression of a CumSum along an axis that is not constant.
+
+    It computes the sums along every axis, and the model chooses when it runs. Returns None, which leaves the node to
+    TVM's converter, for a constant axis.
+    """
     if node.constant(1) is not None:
         return None
     flags = {name: node.attrs.get(name, 0) for name in ("exclusive", "reverse")}
@@ -330,7 +351,10 @@ def convert_cum_sum(node: Node) -> relax.Expr | None:
 
 
 def convert_cum_prod(node: Node) -> relax.Expr:
-    """Write CumProd as a scan, between two flips where it begins at the end."""
+    """Return the Relax expression of ONNX's CumProd: a scan, between two flips if the node has `reverse`.
+
+    For an axis that is not constant, it scans along every axis, and the model chooses when it runs.
+    """
     data, axis, is_reverse = node.inputs[0], node.constant(1), bool(node.attrs.get("reverse", 0))
 
     def scan(place: int) -> relax.Expr:
@@ -354,10 +378,10 @@ def _along_computed_axis(node: Node, scan: Callable[[int], relax.Expr]) -> relax
 
 
 def convert_hardmax(node: Node) -> relax.Expr | None:
-    """Write Hardmax as a comparison of places with the place of the largest element.
+    """Return the Relax expression of ONNX's Hardmax: one at the first largest element along the axis, else zero.
 
-    Before opset 13 it is along all dimensions from the axis on. Returns None, which leaves the node to TVM's converter,
-    for data of unknown shape.
+    Before opset 13, all dimensions from the axis on count as one. Returns None, which leaves the node to TVM's
+    converter, for data of unknown shape.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if dims is None:
@@ -376,7 +400,10 @@ def convert_hardmax(node: Node) -> relax.Expr | None:
 
 
 def convert_reverse_sequence(node: Node) -> relax.Expr:
-    """Write ReverseSequence as a copy that reads the first elements of each sequence backwards."""
+    """Return the Relax expression of ONNX's ReverseSequence: a copy that reads the start of each sequence backwards.
+
+    A sequence length beyond the data is clamped.
+    """
     data, lengths = node.inputs
     batch, time = int(node.attrs.get("batch_axis", 1)), int(node.attrs.get("time_axis", 0))
 
@@ -395,10 +422,12 @@ def convert_reverse_sequence(node: Node) -> relax.Expr:
 
 
 def convert_scatter_elements(node: Node) -> relax.Expr:
-    """Write ScatterElements, and Scatter of before opset 11, into the part of the data that the indices reach.
+    """Return the Relax expression of ONNX's ScatterElements, or of Scatter, its name before opset 11.
 
-    TVM's scatter takes indices that are as large as the data but for the axis, and writes past the data where they are
-    not. Raises FreeSizeError for indices that may be smaller along a free dimension.
+    TVM's scatter writes past the data where a dimension of the indices, other than the axis, is smaller than that of
+    the data. So it gets only the part of the data that the indices reach, and the rest is concatenated. Indices are
+    clamped. Raises FreeSizeError for operands of unknown shape, and for indices that may be smaller along a symbolic
+    dimension. Raises UnsupportedFormError for a constant index outside of the data.
     """
     data, indices, updates = node.inputs
     dims, reach = dims_of(data), dims_of(indices)
@@ -422,10 +451,11 @@ def convert_scatter_elements(node: Node) -> relax.Expr:
 
 
 def convert_scatter_nd(node: Node) -> None:
-    """Let the sizes of the updates and of the data agree where one is symbolic, and leave the node to TVM's converter.
+    """Clamp the indices of ScatterND, and give its operands one expression for each size that must be equal.
 
-    Sizes that must be equal are checked when the model runs, and indices are kept within the data. Raises FreeSizeError
-    for indices whose last dimension is symbolic.
+    The model checks these sizes when it runs. Returns None, which leaves the node to TVM's converter. Raises
+    FreeSizeError for indices whose last dimension is symbolic, and UnsupportedFormError for a constant index outside of
+    the data. Operands of unknown shape are left alone.
     """
     shapes = [dims_of(operand) for operand in node.inputs]
     if any(shape is None for shape in shapes):
@@ -444,9 +474,11 @@ def convert_scatter_nd(node: Node) -> None:
 
 
 def convert_tensor_scatter(node: Node) -> relax.Expr:
-    """Write TensorScatter as a choice between the data and the update, which begins at an index for each row.
+    """Return the Relax expression of ONNX's TensorScatter: each element comes from the data or from the update.
 
-    What an update would write beyond the data is left out.
+    The update of a row of the batch begins at an index of its own. In mode `linear`, elements that it would write
+    beyond the data are dropped. Raises FreeSizeError for operands of unknown shape, and UnsupportedFormError for
+    indices along axis 0.
     """
     data, update, first = node.inputs[0], node.inputs[1], node.input(2)
     axis, is_circular = int(node.attrs.get("axis", -2)) % data.ty.ndim, node.text("mode", "linear") == "circular"

@@ -9,7 +9,7 @@ from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 
 def convert_det(node: Node) -> relax.Expr:
-    """Write Det as an elimination of one column after another, by the row whose element there is largest.
+    """Return the Relax expression of ONNX's Det: Gaussian elimination with partial pivoting.
 
     Raises FreeSizeError for matrices of symbolic size.
     """

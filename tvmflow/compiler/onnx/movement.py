@@ -1,4 +1,4 @@
-"""Operators whose result has another shape: Reshape, Expand, Tile and Slice, of symbolic sizes too."""
+"""Operators that change the shape, of symbolic sizes too: Reshape, Expand, Tile, Squeeze, Slice and Split."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -14,11 +14,11 @@ from tvmflow.compiler.onnx.values import const, dims_of
 
 
 def convert_reshape(node: Node) -> relax.Expr | None:
-    """Write Reshape to sizes that are symbolic or computed from data; -1 is what the other sizes leave.
+    """Return the Relax expression of a Reshape of or to sizes that are symbolic or computed from data.
 
-    Raises FreeSizeError for computed sizes where their number, or the data's shape, is unknown. Returns None, which
-    leaves the node to TVM's converter, for other sizes where all, and the data's, are constant, or the data's shape is
-    unknown.
+    Returns None, which leaves the node to TVM's converter, where the sizes of the data and of the result are constant,
+    and for data of unknown shape. Raises FreeSizeError for sizes that are computed from data where their number or the
+    shape of the data is unknown.
     """
     data, dims, target = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
     if target is None:
@@ -62,11 +62,11 @@ def _reshape_to_data(node: Node) -> relax.Expr:
 
 
 def convert_expand(node: Node) -> relax.Expr | None:
-    """Write Expand to sizes that are symbolic or computed from data; the model checks them when it runs.
+    """Return the Relax expression of an Expand of or to sizes that are symbolic or computed from data.
 
-    Raises FreeSizeError for computed sizes where their number, or the data's shape, is unknown. Returns None, which
-    leaves the node to TVM's converter, for other sizes where all, and the data's, are constant, or the data's shape is
-    unknown.
+    The model checks the sizes when it runs. Returns None, which leaves the node to TVM's converter, where the sizes of
+    the data and of the result are constant, and for data of unknown shape. Raises FreeSizeError for sizes that are
+    computed from data where their number or the shape of the data is unknown.
     """
     data, dims, target = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
     if target is None:
@@ -115,7 +115,7 @@ def _expand_to_data(node: Node) -> relax.Expr:
 
 
 def convert_tile(node: Node) -> relax.Expr | None:
-    """Write Tile by symbolic repeats as an expansion between two reshapes.
+    """Return the Relax expression of a Tile with symbolic repeats: a broadcast between two reshapes.
 
     Returns None, which leaves the node to TVM's converter, where all repeats are constant, where one is computed from
     data, or where the data's shape is unknown.
@@ -131,17 +131,22 @@ def convert_tile(node: Node) -> relax.Expr | None:
 
 
 def check_sequence(node: Node) -> None:
-    """Refuse a sequence that is no tuple of values: TVM's converter would take the rows of a tensor without an end."""
+    """Raise UnsupportedFormError for a sequence that is not a tuple of values at import.
+
+    TVM's converter would iterate over the rows of a tensor endlessly. Returns None for other sequences, which leaves
+    the node to TVM's converter.
+    """
     sequence = node.inputs[0]
     if not isinstance(sequence, relax.Tuple) and not isinstance(sequence.ty, relax.TupleType):
         raise UnsupportedFormError("a sequence that is made when the model runs")
 
 
 def convert_squeeze(node: Node) -> relax.Expr | None:
-    """Write Squeeze of data with symbolic dimensions; the model checks when it runs that those it removes are 1.
+    """Return the Relax expression of a Squeeze of data with symbolic dimensions.
 
-    Returns None, which leaves the node to TVM's converter, for data of static or unknown shape, and for axes that are
-    computed from data. Raises FreeSizeError for a node without axes.
+    The model checks when it runs that each dimension it removes is 1. Returns None, which leaves the node to TVM's
+    converter, for data of static or unknown shape, and for axes that are computed from data. Raises FreeSizeError for a
+    node without axes.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if dims is None or all(isinstance(size, int) for size in dims):
@@ -160,11 +165,12 @@ def convert_squeeze(node: Node) -> relax.Expr | None:
 
 
 def convert_slice(node: Node) -> relax.Expr | None:
-    """Write Slice along symbolic dimensions, or with symbolic or computed bounds; bounds are limited to the dimension.
+    """Return the Relax expression of a Slice of symbolic dimensions, or with bounds that are not constant.
 
-    Returns None, which leaves the node to TVM's converter, where bounds and dimensions are constant and something is
-    left, or the data's shape is unknown. Raises FreeSizeError for axes or steps that are computed, and for computed
-    bounds of data of unknown shape. A negative step is a positive one of the reversed dimension.
+    Bounds are clamped to the dimension. A negative step becomes a positive one along the reversed dimension. Returns
+    None, which leaves the node to TVM's converter, where bounds and dimensions are constant and the result is not
+    empty. Where the shape of the data is unknown, it returns None for constant and symbolic bounds. Raises
+    FreeSizeError for other bounds of data of unknown shape, and for axes or steps that are not constant.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if node.opset < 10:
@@ -254,10 +260,10 @@ def _slice_by_data(node: Node, axes: Sequence[int], steps: Sequence[int]) -> rel
 
 
 def convert_split(node: Node) -> relax.Expr | None:
-    """Write Split of a symbolic dimension, or into parts of symbolic, computed or no size, as slices.
+    """Return the Relax expression of a Split, a tuple of slices, whose dimension or part sizes are not constant.
 
-    Returns None, which leaves the node to TVM's converter, where the dimension and the parts are constant and none is
-    empty, or the data's shape is unknown.
+    It also takes empty parts. Returns None, which leaves the node to TVM's converter, where the dimension and the parts
+    are constant and none is empty, and for data of unknown shape.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     lengths = node.sizes(1) if node.opset >= 13 else node.attrs.get("split")

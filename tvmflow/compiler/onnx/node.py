@@ -1,4 +1,4 @@
-"""A node of an ONNX graph as a converter takes it, and what converters of all families use."""
+"""`Node`, the form in which a converter gets a node of an ONNX graph, and the errors that converters raise."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +22,8 @@ IN_EVALUATION = "export the model in evaluation mode"
 class UnsupportedFormError(Exception):
     """A node has a form that would be imported wrongly or not at all; the message names the form.
 
-    `advice` is what to do about it, a clause without a full stop; empty where the form must be left out.
+    `advice` is a clause, without a full stop, that tells the user what to do. Where it is empty, the importer adds its
+    default advice.
     """
 
     def __init__(self, message: str, advice: str = "") -> None:
@@ -31,7 +32,7 @@ class UnsupportedFormError(Exception):
 
 
 class FreeSizeError(UnsupportedFormError):
-    """A node has a form that is imported where the sizes of its operands are fixed."""
+    """A node has a form that can be imported only where the sizes of its operands are fixed."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Node:
     convert: Callable[[str, list[Any], dict[str, Any], int], relax.Expr]
 
     def input(self, position: int) -> relax.Expr | None:
-        """Return an operand; None where it is absent."""
+        """Return the operand at `position`; None where it is absent."""
         return self.inputs[position] if position < len(self.inputs) else None
 
     def constant(self, position: int) -> Array | None:
@@ -62,7 +63,7 @@ class Node:
         return None if expr is None else self.constants(expr)
 
     def sizes(self, position: int) -> list[Any] | None:
-        """Return the elements of an operand that is known at build time but for symbolic sizes; None for others."""
+        """Return the elements of an integer operand, each an int or a symbolic size; None if only a run knows them."""
         expr = self.input(position)
         if isinstance(expr, relax.ShapeExpr):
             return [self.evaluator.simplify(size) for size in expr.values]
@@ -83,7 +84,7 @@ class Node:
         return value if len(dims) == 1 else self.emit(relax.op.reshape(value, [math.prod(dims)]))
 
     def vector(self, sizes: Sequence[Any]) -> relax.Expr:
-        """Return sizes as a vector of int64."""
+        """Return an int64 vector whose elements are `sizes`, ints or symbolic sizes."""
         return materialise(self.builder, self.evaluator.shape(sizes))
 
     def with_sizes(self, operand: relax.Expr, shape: Sequence[Any]) -> relax.Expr:
@@ -91,17 +92,23 @@ class Node:
         return with_sizes(self.builder, operand, shape, self.evaluator)
 
     def bind(self, sizes: relax.Expr) -> list[Any]:
-        """Return symbols for the elements of a vector of int64, none negative, which are known when the model runs."""
+        """Return a new symbol for each element of an int64 vector that the model computes when it runs.
+
+        The elements must not be negative.
+        """
         (count,) = dims_of(sizes)  # type: ignore[misc]
         return bind_sizes(self.builder, self.evaluator, sizes, count)
 
     def text(self, name: str, default: str) -> str:
-        """Return a string attribute."""
+        """Return the string attribute `name`, or `default` if the node has none."""
         value = self.attrs.get(name, default)
         return value.decode() if isinstance(value, bytes) else str(value)
 
     def apply(self, operator: str, *operands: Any, opset: int = _OPSET, **attributes: Any) -> relax.Expr:
-        """Compute an operator of ONNX's standard of these operands, None for absent ones; return its first result."""
+        """Emit an operator of ONNX's standard with these operands, None for absent ones; return its first result.
+
+        `opset` is the version of the operator, and `attributes` are its attributes by name.
+        """
         attributes = {name: value.encode() if isinstance(value, str) else value for name, value in attributes.items()}
         result = self.convert(operator, onnx_frontend.onnx_input(operands), attributes, opset)
         result = result[0] if isinstance(result, relax.Tuple) else result

@@ -10,7 +10,7 @@ from tvmflow.compiler.onnx.values import dims_of, dtype_of
 
 
 def convert_batch_norm(node: Node) -> relax.Expr | None:
-    """Refuse a batch norm that computes statistics: raise UnsupportedFormError.
+    """Raise UnsupportedFormError for a BatchNormalization in training mode, which computes statistics of the batch.
 
     Returns None for others, which leaves the node to TVM's converter.
     """
@@ -20,9 +20,11 @@ def convert_batch_norm(node: Node) -> relax.Expr | None:
 
 
 def convert_group_norm(node: Node) -> relax.Expr | None:
-    """Write a group norm of a symbolic number of channels by means, which TVM's converter takes without an end.
+    """Return the Relax expression of ONNX's GroupNormalization for a symbolic number of channels.
 
-    Returns None, which leaves the node to TVM's converter, for other numbers of channels.
+    It computes the mean and the variance of each group with `relax.op.mean`: the build of TVM's group norm never ends
+    for such channels. Returns None, which leaves the node to TVM's converter, for a fixed number of channels and for
+    data of unknown shape.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if dims is None or isinstance(dims[1], int):
@@ -45,10 +47,11 @@ def convert_group_norm(node: Node) -> relax.Expr | None:
 
 
 def convert_layer_norm(node: Node) -> relax.Expr | None:
-    """Write a layer norm that TVM's converter refuses or that does not build, by means.
+    """Return the Relax expression of a LayerNormalization that TVM's converter refuses or whose build would fail.
 
-    Returns None, which leaves the node to TVM's converter, for one with a single result of at most 32 bits whose scale
-    and bias have the shape of the dimensions that are normalised, or an unknown one.
+    These are nodes with more than one result, of float64, or with a scale or bias of another shape than the dimensions
+    that are normalised; an unknown shape counts as the same. The expression computes the mean and the variance with
+    `relax.op.mean`. Returns None, which leaves the node to TVM's converter, for other nodes.
     """
     data, scale, bias = node.inputs[0], node.inputs[1], node.input(2)
     rank = data.ty.ndim
@@ -80,7 +83,7 @@ def _have_shape_of_last(node: Node, count: int) -> bool:
 
 
 def convert_rms_norm(node: Node) -> relax.Expr:
-    """Write RMSNormalization by a mean and a root."""
+    """Return the Relax expression of ONNX's RMSNormalization: x * scale / sqrt(mean(x * x) + epsilon)."""
     data, scale = node.inputs[:2]
     rank = data.ty.ndim
     axes = list(range(node.attrs.get("axis", -1) % rank, rank))
@@ -91,7 +94,7 @@ def convert_rms_norm(node: Node) -> relax.Expr:
 
 
 def convert_lp_normalization(node: Node) -> relax.Expr:
-    """Write LpNormalization by a sum; vectors of zeros stay as they are."""
+    """Return the Relax expression of ONNX's LpNormalization: vectors divided by their norm, zero vectors unchanged."""
     data, axis = node.inputs[0], int(node.attrs.get("axis", -1))
     if int(node.attrs.get("p", 2)) == 1:
         norm = node.emit(relax.op.sum(node.emit(relax.op.abs(data)), axis, keepdims=True))

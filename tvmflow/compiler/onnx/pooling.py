@@ -1,4 +1,4 @@
-"""MaxPool with the places of the largest elements, and MaxUnpool, which puts elements back in their places."""
+"""MaxPool with the indices of the largest elements, and MaxUnpool, which puts elements back at their indices."""
 
 from functools import partial, reduce
 from operator import mul
@@ -12,9 +12,10 @@ from tvmflow.compiler.onnx.values import dims_of, dtype_of
 
 
 def convert_max_pool_with_places(node: Node) -> relax.Expr:
-    """Write MaxPool with its second result: the place of each largest element in the whole data.
+    """Return the Relax expression of a MaxPool with two results: the largest elements and their indices.
 
-    Of equal elements it is the first one. Raises FreeSizeError for data of unknown shape.
+    An index counts the elements of the whole data tensor; of equal elements it is that of the first. Raises
+    FreeSizeError for data of unknown shape.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if dims is None:
@@ -69,10 +70,11 @@ def _places(data: te.Tensor, largest: te.Tensor, *, node: Node) -> te.Tensor:
 
 
 def convert_max_unpool(node: Node) -> relax.Expr:
-    """Write MaxUnpool as a scatter into zeros; what has a place beyond the result is left out.
+    """Return the Relax expression of ONNX's MaxUnpool: a scatter into zeros that drops elements with indices beyond it.
 
-    Raises FreeSizeError for data of unknown shape, and UnsupportedFormError for an output_shape that is computed or
-    is not what the window gives: ONNX counts places in the latter, ONNX Runtime in the former.
+    Raises FreeSizeError for data of unknown shape. Raises UnsupportedFormError for an `output_shape` that only a run
+    knows or that differs from the shape that follows from the window: ONNX takes indices as those of the window's
+    shape, but ONNX Runtime as those of `output_shape`.
     """
     (data, places), dims, evaluator = node.inputs[:2], dims_of(node.inputs[0]), node.evaluator
     if dims is None:

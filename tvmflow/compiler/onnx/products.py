@@ -1,4 +1,4 @@
-"""Gemm of symbolic sizes."""
+"""Gemm of operands with symbolic dimensions."""
 
 from tvm import relax
 
@@ -8,9 +8,10 @@ from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 
 def convert_gemm(node: Node) -> relax.Expr | None:
-    """Write Gemm of symbolic sizes, of which those that must be equal are checked when the model runs.
+    """Return the Relax expression of ONNX's Gemm where an operand has a symbolic dimension or an unknown shape.
 
-    Returns None, which leaves the node to TVM's converter, where all sizes are fixed.
+    When the model runs, it checks that symbolic dimensions which must be equal are equal. Returns None, which leaves
+    the node to TVM's converter, where all dimensions are fixed.
     """
     shapes = [dims_of(operand) for operand in node.inputs if operand is not None]
     if all(shape is not None and all(isinstance(size, int) for size in shape) for shape in shapes):

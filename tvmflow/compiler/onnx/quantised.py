@@ -1,4 +1,8 @@
-"""Operators on quantised tensors: written as dequantize, compute, quantize, or as products of centred integers."""
+"""Operators on quantised tensors.
+
+Each becomes either dequantise, compute in float32, quantise (the QDQ form), or a product of integers from which the
+zero point was subtracted.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +20,10 @@ _OWN = ("tvm_custom", "channels_last", "opset")
 
 
 def convert_by_dequantizing(operator: str, operands: Sequence[int], result: int) -> Converter:
-    """Return a converter that computes `operator` of dequantized operands and quantizes what it returns.
+    """Return a converter that dequantises the operands, computes `operator` in float32, and quantises its result.
 
-    `operands` and `result` are the places of the scales' owners: an operand is followed by its scale and zero point,
-    and at `result` are the scale and the zero point of the result.
+    `operands` are the positions of the quantised operands among the node's inputs. The scale and the zero point of each
+    are the next two inputs. `result` is the position of the result's scale, which its zero point follows.
     """
 
     def convert(node: Node) -> relax.Expr:
@@ -37,7 +41,10 @@ def convert_by_dequantizing(operator: str, operands: Sequence[int], result: int)
 
 
 def convert_qlinear_conv(node: Node) -> relax.Expr:
-    """Write QLinearConv in its QDQ form: dequantize the operands, convolve, quantize the result."""
+    """Return the Relax expression of QLinearConv: dequantise the operands, convolve, quantise the result.
+
+    Raises UnsupportedFormError where the result has several scales.
+    """
     data, weight = dequantize(node, 0), dequantize(node, 3)
     is_last = bool(node.attrs.get("channels_last", 0))
     bias = node.input(8)
@@ -49,7 +56,10 @@ def convert_qlinear_conv(node: Node) -> relax.Expr:
 
 
 def convert_qlinear_matmul(node: Node) -> relax.Expr:
-    """Write QLinearMatMul in its QDQ form; refuse a scale for each row."""
+    """Return the Relax expression of QLinearMatMul: dequantise the operands, multiply, quantise the result.
+
+    Raises UnsupportedFormError for a scale for each row of the left operand, and where the result has several scales.
+    """
     if dims_of(_scalar(node, 1)) != []:
         raise UnsupportedFormError("a scale for each row")
     product = relax.op.matmul(dequantize(node, 0), dequantize(node, 3, -1))
@@ -57,7 +67,10 @@ def convert_qlinear_matmul(node: Node) -> relax.Expr:
 
 
 def convert_qgemm(node: Node) -> relax.Expr:
-    """Write QGemm in its QDQ form; without the scale of a result, the result is float32."""
+    """Return the Relax expression of QGemm: dequantise the operands, compute Gemm, quantise the result.
+
+    The result stays float32 if the node has no scale for it. Raises UnsupportedFormError where it has several scales.
+    """
     is_transposed = bool(node.attrs.get("transB", 0))
     data, weight = dequantize(node, 0), dequantize(node, 3, 0 if is_transposed else 1)
     bias, alpha = node.input(6), node.attrs.get("alpha", 1.0)
@@ -70,24 +83,33 @@ def convert_qgemm(node: Node) -> relax.Expr:
 
 
 def convert_qlinear_concat(node: Node) -> relax.Expr:
-    """Write QLinearConcat in its QDQ form: the result's scale and zero point come first."""
+    """Return the Relax expression of QLinearConcat: dequantise the operands, concatenate, quantise the result.
+
+    Raises UnsupportedFormError where the result has several scales.
+    """
     values = [dequantize(node, place) for place in range(2, len(node.inputs), 3)]
     return _quantize(node, node.apply("Concat", *values, axis=node.attrs["axis"]), 0)
 
 
 def convert_qlinear_where(node: Node) -> relax.Expr:
-    """Write QLinearWhere in its QDQ form."""
+    """Return the Relax expression of QLinearWhere: dequantise the operands, choose, quantise the result.
+
+    Raises UnsupportedFormError where the result has several scales.
+    """
     value = relax.op.where(node.inputs[0], dequantize(node, 1), dequantize(node, 4))
     return _quantize(node, node.emit(value), 7)
 
 
 def convert_matmul_integer(node: Node) -> relax.Expr:
-    """Write MatMulInteger as a product of centred integers."""
+    """Return the Relax expression of MatMulInteger: an int32 product of integers less their zero points."""
     return _integer_product(node, node.inputs[0], node.input(2), node.inputs[1], node.input(3))
 
 
 def convert_conv_integer(node: Node) -> relax.Expr:
-    """Write ConvInteger as a convolution of centred integers, whose padding is zero."""
+    """Return the Relax expression of ConvInteger: an int32 convolution of integers less their zero points.
+
+    Padding is zero after the zero point is subtracted.
+    """
     zero = node.input(3)
     if zero is not None and dims_of(zero) not in ([], [1]):
         zero = node.emit(relax.op.reshape(zero, [-1] + [1] * (node.inputs[1].ty.ndim - 1)))
@@ -97,49 +119,62 @@ def convert_conv_integer(node: Node) -> relax.Expr:
 
 
 def convert_matmul_integer_to_float(node: Node) -> relax.Expr:
-    """Write MatMulIntegerToFloat as a product of centred integers, its scales and a bias."""
+    """Return the Relax expression of MatMulIntegerToFloat, whose result is float32.
+
+    It is an int32 product of integers less their zero points, times both scales, plus the bias, if there is one.
+    """
     a, b, a_scale, b_scale = node.inputs[:4]
     product = _integer_product(node, a, node.input(4), b, node.input(5))
     return _scale_product(node, product, a_scale, b_scale, node.input(6))
 
 
 def convert_dynamic_quantize_matmul(node: Node) -> relax.Expr:
-    """Write DynamicQuantizeMatMul as a quantisation, a product of centred integers, its scales and a bias."""
+    """Return the Relax expression of DynamicQuantizeMatMul, whose result is float32.
+
+    It quantises the left operand by its own range. Then it computes an int32 product of integers less their zero
+    points, times both scales, plus the bias, if there is one.
+    """
     integers, scale, zero = _quantize_dynamically(node, node.inputs[0])
     product = _integer_product(node, integers, zero, node.inputs[1], node.input(3))
     return _scale_product(node, product, scale, node.inputs[2], node.input(4))
 
 
 def convert_dynamic_quantize_linear(node: Node) -> relax.Expr:
-    """Write DynamicQuantizeLinear by the least and the greatest number."""
+    """Return the Relax expression of ONNX's DynamicQuantizeLinear: a tuple of uint8 data, the scale and the zero point.
+
+    Scale and zero point follow from the least and the greatest element.
+    """
     return relax.Tuple(list(_quantize_dynamically(node, node.inputs[0])))
 
 
 def channels_first(value: relax.Expr) -> relax.Expr:
-    """Move the last dimension behind the first."""
+    """Return a tensor [n, ..., c] transposed to [n, c, ...]."""
     rank = value.ty.ndim
     return relax.op.permute_dims(value, [0, rank - 1, *range(1, rank - 1)])
 
 
 def channels_last(value: relax.Expr) -> relax.Expr:
-    """Move the second dimension behind all others."""
+    """Return a tensor [n, c, ...] transposed to [n, ..., c]."""
     rank = value.ty.ndim
     return relax.op.permute_dims(value, [0, *range(2, rank), 1])
 
 
 def dequantize(node: Node, position: int, axis: int = 0) -> relax.Expr:
-    """Return the operand at `position` as float32; its scale and zero point follow it, one or several along `axis`."""
+    """Return the operand at `position` of the node's inputs, dequantised to float32.
+
+    Its scale and zero point are the next two inputs. Each is one number, or a vector along `axis`.
+    """
     value, scale, zero = node.inputs[position], _scale(node, position + 1), _zero_point(node, position)
     axis %= max(value.ty.ndim, 1)
     return node.emit(relax.op.dequantize(value, scale, zero, axis=axis, out_dtype="float32"))
 
 
 def convert_blocked(node: Node) -> relax.Expr | None:
-    """Write DequantizeLinear and QuantizeLinear with a scale for each block along an axis, by repeating the scales.
+    """Return the Relax expression of DequantizeLinear or QuantizeLinear with a scale for each block along an axis.
 
-    Returns None, which leaves the node to TVM's converter, for other forms; where the number of scales is symbolic or
-    the axis is, the model checks when it runs that they are equal. Raises FreeSizeError for data of unknown
-    size.
+    Each scale is repeated for the elements of its block. Returns None, which leaves the node to TVM's converter, for
+    nodes without blocks. For these, the model checks when it runs that there are as many scales as elements along the
+    axis, if either number is symbolic. Raises FreeSizeError for blocks along a dimension of symbolic or unknown size.
     """
     block = int(node.attrs.pop("block_size", 0))
     if not block:
@@ -275,7 +310,11 @@ def _quantize_dynamically(node: Node, x: relax.Expr) -> tuple[relax.Expr, relax.
 
 
 def convert_matmul_nbits(node: Node) -> relax.Expr:
-    """Write MatMulNBits as a product with its weights of 2, 4 or 8 bits, which become floats at import."""
+    """Return the Relax expression of MatMulNBits: a product with weights of 2, 4 or 8 bits, made floats at import.
+
+    Raises UnsupportedFormError for weights, scales, zero points or group indices that are not constant, and for another
+    number of bits.
+    """
     count, depth, block = (int(node.attrs[name]) for name in ("N", "K", "block_size"))
     bits = int(node.attrs.get("bits", 4))
     packed, scales, points, groups = (node.constant(place) for place in range(1, 5))

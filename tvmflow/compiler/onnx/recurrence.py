@@ -19,7 +19,12 @@ _PARAMETERS = {"Elu": (1.0,), "HardSigmoid": (0.2, 0.5), "LeakyRelu": (0.01,), "
 
 
 def convert_recurrence(operator: str) -> Converter:
-    """Return the converter of LSTM, GRU or RNN: it calls the operator `tvmflow.recurrence`."""
+    """Return the converter of `operator`, which is LSTM, GRU or RNN; it emits the operator `tvmflow.recurrence`.
+
+    The converter returns a tuple of the outputs of all steps, the last hidden state and, for LSTM, the last cell state.
+    It raises UnsupportedFormError for element types other than float32, unknown activations or directions, and weights
+    whose sizes contradict each other. It raises FreeSizeError for operands of unknown shape and symbolic weights.
+    """
 
     def convert(node: Node) -> relax.Expr:
         operands = {name: node.input(place) for place, name in enumerate(("x", "w", "r", *_OPTIONAL))}
@@ -59,10 +64,11 @@ def convert_recurrence(operator: str) -> Converter:
 
 
 def convert_dynamic_quantize_lstm(node: Node) -> relax.Expr:
-    """Write DynamicQuantizeLSTM as LSTM with dequantized matrices; its input and its states stay float32.
+    """Return the Relax expression of DynamicQuantizeLSTM: an LSTM with dequantised weights.
 
-    ONNX Runtime quantises these at each step, so that its results are less exact. Raises UnsupportedFormError for
-    matrices, scales or zero points that are computed.
+    Its input and its states stay float32. ONNX Runtime quantises them at each step, so its results are less exact.
+    Raises UnsupportedFormError for weights, scales or zero points that are not constant, and the errors of the LSTM
+    converter that `convert_recurrence` returns.
     """
     matrices = []
     for place, scale_place in ((1, 8), (2, 10)):

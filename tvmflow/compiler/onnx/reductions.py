@@ -40,12 +40,12 @@ _OF_FLOATS = ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp")
 
 
 def convert_reduction(operator: str) -> Converter:
-    """Return a converter of the forms of a reduction that TVM's converter refuses or gets wrong.
+    """Return a converter of the forms of the reduction `operator` that TVM's converter refuses or gets wrong.
 
-    These are reductions of no elements, over no dimensions, of bool, and ReduceMean, ReduceL2, ReduceLogSum and
-    ReduceLogSumExp of whole numbers, whose results are rounded towards zero; and ReduceLogSumExp of infinities. The
-    converter returns None, which leaves the node to TVM's converter, for others. Along axes that are computed, the
-    data is put in rows of what is reduced first; it raises FreeSizeError where its shape is unknown.
+    It converts reductions of no elements, over no dimensions, of bool, and along axes that are not constant. It also
+    converts ReduceLogSumExp, and ReduceMean, ReduceL2 and ReduceLogSum of integers, whose results are rounded towards
+    zero. It returns None, which leaves the node to TVM's converter, for others. It raises FreeSizeError for data of
+    unknown shape along axes that are not constant.
     """
 
     def convert(node: Node) -> relax.Expr | None:

@@ -27,13 +27,14 @@ class _Step:
 
 
 def convert_resize(node: Node) -> relax.Expr | None:
-    """Resize one axis after the other, where TVM's operator would take sizes for scales or ignore an attribute.
+    """Return the Relax expression of a Resize for which TVM's converter would use wrong scales or ignore an attribute.
 
-    Each axis is a product with a matrix of interpolation weights, or a gather of the nearest neighbours. Returns None,
-    which leaves the node to TVM's converter, before opset 10, and for constant sizes in the forms that TVM's operator
-    computes correctly. Raises FreeSizeError for an input of unknown shape, for scales, sizes or a region that are
-    computed, and for symbolic dimensions in other forms. Raises UnsupportedFormError for interpolation of integers, for
-    unknown coordinates, and for a region beyond the data.
+    It resizes one axis after another: by a product with a matrix of interpolation weights, or by a gather of the
+    nearest neighbours. An image [n, c, h, w] with symbolic h or w is resized by TVM's operator. Returns None, which
+    leaves the node to TVM's converter, before opset 10, and for constant sizes in the forms that TVM computes
+    correctly. Raises FreeSizeError for an input of unknown shape, for scales, sizes or a region that are not constant,
+    and for symbolic dimensions in other forms. Raises UnsupportedFormError for interpolation of integers, for an
+    unknown `coordinate_transformation_mode`, and for a region beyond the data.
     """
     if node.opset < 10:
         return None
@@ -90,7 +91,7 @@ def convert_resize(node: Node) -> relax.Expr | None:
 
 
 def convert_upsample(node: Node) -> relax.Expr:
-    """Write Upsample as the Resize that replaced it."""
+    """Return the Relax expression of ONNX's Upsample: the Resize that replaced it in later opsets."""
     scales = node.input(1) if node.opset >= 9 else const(np.asarray(node.attrs["scales"], "float32"))
     attributes: dict[str, Any] = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
     return node.apply("Resize", node.inputs[0], None, scales, mode=node.text("mode", "nearest"), **attributes)

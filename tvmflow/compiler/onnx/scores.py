@@ -18,7 +18,10 @@ _WINITZKI = 0.147
 
 
 def class_labels(node: Node, name: str) -> Array:
-    """Return the labels of classes; refuse strings."""
+    """Return the class labels in the attribute `name`, as int64.
+
+    Raises UnsupportedFormError for labels that are strings and for a node without labels.
+    """
     if node.attrs.get("classlabels_strings"):
         raise UnsupportedFormError("labels that are strings: only numbers are supported")
     labels = np.asarray(node.attrs.get(name, ()), "int64")
@@ -37,14 +40,17 @@ def classify(node: Node, scores: relax.Expr, labels: Array, post_transform: str)
 
 
 def take_labels(node: Node, place: relax.Expr, labels: Array) -> relax.Expr:
-    """Return the labels of classes by their place."""
+    """Return the tensor of labels whose indices in `labels` are the elements of `place`."""
     if np.array_equal(labels, np.arange(len(labels))):
         return place
     return node.emit(relax.op.take(const(labels), place, axis=0))
 
 
 def transform(node: Node, scores: relax.Expr, name: str) -> relax.Expr:
-    """Apply a post transform of ai.onnx.ml to scores [rows, targets]."""
+    """Return scores [rows, targets] after the `post_transform` of ai.onnx.ml called `name`.
+
+    Raises UnsupportedFormError for an unknown name.
+    """
     emit = node.emit
     if name == "NONE":
         return scores

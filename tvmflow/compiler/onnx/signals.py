@@ -1,4 +1,4 @@
-"""Operators of signals: the discrete Fourier transform of whole signals and of frames, as products with its matrix."""
+"""The discrete Fourier transform of whole signals (DFT) and of frames (STFT), as products with a matrix."""
 
 from typing import Any
 
@@ -14,7 +14,12 @@ _AXIS_OPERAND = 20
 
 
 def convert_dft(node: Node) -> relax.Expr:
-    """Write DFT as products with the matrix of the transform, which is computed for a dimension of symbolic size."""
+    """Return the Relax expression of ONNX's DFT: products with the matrix of the transform.
+
+    The matrix is constant, but for a symbolic dimension the model computes it when it runs. Raises UnsupportedFormError
+    for an axis or a length that is not constant. Raises FreeSizeError for data of unknown shape, and along a symbolic
+    dimension for a length of its own and for an inverse of a one-sided spectrum.
+    """
     x, has_operand = node.inputs[0], node.opset >= _AXIS_OPERAND
     axis = _number(node, 2, -2) if has_operand else int(node.attrs.get("axis", 1))
     axis %= x.ty.ndim
@@ -41,7 +46,11 @@ def convert_dft(node: Node) -> relax.Expr:
 
 
 def convert_stft(node: Node) -> relax.Expr:
-    """Write STFT as frames of the signal, a window, and products with the matrix of the transform."""
+    """Return the Relax expression of ONNX's STFT: frames of the signal times a window and the transform's matrix.
+
+    Raises UnsupportedFormError for a step or a length of frames that is not constant, and for a signal of unknown
+    shape.
+    """
     signal, window = node.inputs[0], node.input(2)
     dims = dims_of(signal)
     step = _number(node, 1, 0)
@@ -63,7 +72,10 @@ def convert_stft(node: Node) -> relax.Expr:
 
 
 def convert_mel_weight_matrix(node: Node) -> relax.Expr:
-    """Refuse MelWeightMatrix: one of constant operands is known at import and comes to no converter."""
+    """Raise UnsupportedFormError.
+
+    A MelWeightMatrix of constant operands and at most 4096 elements never gets here: the importer evaluates it.
+    """
     raise UnsupportedFormError("a number of bands, a length or a frequency that is computed")
 
 

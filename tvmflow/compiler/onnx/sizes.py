@@ -33,12 +33,12 @@ _LARGEST_LEAST = 1 << 20
 
 
 class NotEvaluatedError(Exception):
-    """An operator has no value at import: it is computed at run time."""
+    """The results of an operator are not known at import; the model computes them when it runs."""
 
 
 @dataclass(frozen=True)
 class Quotient:
-    """The number `size * factor` of a floating-point type, where `size` is a symbolic whole number."""
+    """The floating-point number `size * factor`, where `size` is a symbolic integer."""
 
     size: Any
     factor: Fraction
@@ -46,9 +46,9 @@ class Quotient:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A value that is known at import: an array of numbers, of symbolic whole numbers (TIR) and of `Quotient`.
+    """A value that is known at import: an array whose elements are numbers, symbolic integers (TIR) or `Quotient`.
 
-    `dtype` is its element type in the model, as `int64`.
+    `dtype` is its element type in the model, such as `int64`.
     """
 
     elements: Array
@@ -56,7 +56,7 @@ class Sizes:
 
     @classmethod
     def of(cls, array: Array) -> "Sizes":
-        """Return a constant array as a value."""
+        """Return the value whose elements are those of a constant array."""
         return cls(_objects(array.reshape(-1).tolist(), array.shape), str(array.dtype))
 
     @property
@@ -88,7 +88,7 @@ def materialise(builder: relax.BlockBuilder, sizes: Sizes, shape: tuple[int, ...
 
 
 def bind_sizes(builder: relax.BlockBuilder, evaluator: "SizeEvaluator", value: relax.Expr, count: int) -> list[Any]:
-    """Return symbols for the `count` elements of an int64 vector, which are known when the model runs.
+    """Return a new symbol for each of the `count` elements of an int64 vector that the model computes when it runs.
 
     The elements must not be negative.
     """
@@ -98,7 +98,7 @@ def bind_sizes(builder: relax.BlockBuilder, evaluator: "SizeEvaluator", value: r
 
 
 def elements_at_import(builder: relax.BlockBuilder, value: relax.Expr) -> list[Any]:
-    """Return the elements of an int64 vector of known length, each a number, a symbolic size or, unless known, None."""
+    """Return the elements of an int64 vector of known length: ints, symbolic sizes, and None where one is unknown."""
     (length,) = dims_of(value)  # type: ignore[misc]
     if isinstance(value, tvm.ir.GenericConst):
         return [int(item) for item in value.value.numpy()]
@@ -140,8 +140,9 @@ def _objects(items: Iterable[Any], shape: Sequence[int]) -> Array:
 class SizeEvaluator:
     """Evaluates operators on sizes; every free dimension of the model's inputs has from one to 10^9 elements.
 
-    `smallest` are the sizes that the model needs at least, by the name of a free dimension, as far as they are known;
-    `require` adds to them. `lacks_bounds` says whether some operator was not evaluated because a size may be negative.
+    `smallest` holds lower bounds that the model needs, by the name of a free dimension; the bound of others is one.
+    `require` adds to it. `lacks_bounds` says whether a division was not evaluated because a size may be negative, or a
+    divisor zero.
     """
 
     def __init__(self, smallest: Mapping[str, int] | None = None) -> None:
@@ -153,16 +154,20 @@ class SizeEvaluator:
         self._symbols: list[tirx.Var] = []
 
     def symbols(self) -> list[tirx.Var]:
-        """Return the symbols so far that stand for sizes."""
+        """Return all symbols declared or created so far."""
         return list(self._symbols)
 
     def declare(self, symbols: Iterable[tirx.Var]) -> None:
-        """Declare that each of these variables is a size of at least one."""
+        """Declare that each of these variables is a size, at least one or its bound in `smallest`."""
         for symbol in symbols:
             self._declare(symbol, self.smallest.get(symbol.name, 1))
 
     def require(self, size: Any) -> None:
-        """Learn from a size that is at least one, and grows with the only symbol in it, how large that one must be."""
+        """Raise the lower bound of the only symbol in `size` until `size` is at least one.
+
+        `size` must not fall when the symbol grows. Nothing changes if `size` has no symbol or several, or if no value
+        of the symbol up to 2^20 suffices.
+        """
         symbols = [] if is_static(size) else list(tirx.analysis.undefined_vars(size))
         if len(symbols) != 1 or self.holds(size >= 1) or not _value(size, symbols[0], _LARGEST_LEAST) >= 1:
             return
@@ -173,9 +178,11 @@ class SizeEvaluator:
 
     @contextlib.contextmanager
     def one_of_two(self) -> Iterator[Callable[[], None]]:
-        """Require of a size, after the block, only what both halves of the block require; the halves are branches.
+        """Return a context manager for importing the two branches of a condition, of which a run executes only one.
 
-        The block calls the function that it gets between the two.
+        Within the block, import the first branch, call the function that `with` yields, and import the second branch.
+        Each branch starts with the lower bounds from before the block. After the block, a symbol's bound is the smaller
+        of the two that the branches require.
         """
         before = dict(self.smallest)
         halves: list[dict[str, int]] = []
@@ -203,24 +210,24 @@ class SizeEvaluator:
         self._analyzer.update(symbol, sym.ConstIntBound(least, LARGEST_SIZE))
 
     def new_symbol(self, size: Any) -> tirx.Var:
-        """Return a symbol for a size, zero or more, whose expression is `size`."""
+        """Return a new symbol that stands for the expression `size`, which must not be negative."""
         symbol = self.unknown_size()
         self._expressions.bind(symbol, self.expression(size))
         return symbol
 
     def unknown_size(self) -> tirx.Var:
-        """Return a symbol for a size, zero or more, that is known when the model runs."""
+        """Return a new symbol for a size, zero or more, that only a run knows."""
         self._new_symbols += 1
         symbol = tirx.Var(f"size_{self._new_symbols}", "int64")
         self._declare(symbol, 0)
         return symbol
 
     def expression(self, size: Any) -> Any:
-        """Return a size in the symbols of the inputs alone."""
+        """Return a size with each symbol that `new_symbol` returned replaced by its expression."""
         return self._expressions.simplify(size) if self._new_symbols and not is_static(size) else size
 
     def shape(self, dims: Sequence[Any]) -> Sizes:
-        """Return the shape `dims` of a tensor as a value, an int64 vector."""
+        """Return an int64 vector, known at import, whose elements are the simplified `dims`."""
         return Sizes(_objects((self._simple(dim) for dim in dims), (len(dims),)), "int64")
 
     def are_equal(self, a: Any, b: Any) -> bool:
@@ -234,7 +241,7 @@ class SizeEvaluator:
         return condition if isinstance(condition, bool) else bool(self._analyzer.can_prove(condition))
 
     def simplify(self, size: Any) -> Any:
-        """Return a size in its simplest form, an int where it is a number."""
+        """Return a size in its simplest form; an int if that is a number."""
         return self._simple(size)
 
     def quotient(self, dims: Sequence[Any], parts: Sequence[Any]) -> Any:
@@ -258,7 +265,7 @@ class SizeEvaluator:
     def evaluate(self, node: onnx.NodeProto, operands: Sequence[Sizes | None], opset: int) -> list[Sizes]:
         """Return the results of a node whose operands are `operands`, None where one is absent.
 
-        Raises NotEvaluatedError for an operator, or operands, whose results are not known.
+        Raises NotEvaluatedError for an operator that cannot be evaluated on these operands.
         """
         present = [item for item in operands if item is not None]
         if sum(item.elements.size for item in present) > _LARGEST:
@@ -371,11 +378,14 @@ class SizeEvaluator:
         return self._simple(a + b) if _is_symbolic(a) or _is_symbolic(b) else a + b
 
     def negate(self, a: Any) -> Any:
-        """Return the element with the other sign."""
+        """Return the negative of an element: a number, a symbolic size or a quotient."""
         return self.multiply(a, -1.0 if isinstance(a, Quotient | float) else -1)
 
     def multiply(self, a: Any, b: Any) -> Any:
-        """Return the product of two elements."""
+        """Return the product of two elements, each a number, a symbolic size or a quotient.
+
+        Raises NotEvaluatedError where float32 would round the product of a symbolic size.
+        """
         if not isinstance(a, Quotient | float) and not isinstance(b, Quotient | float):
             return self._simple(a * b) if _is_symbolic(a) or _is_symbolic(b) else a * b
         if isinstance(a, float) and isinstance(b, float):
@@ -384,9 +394,10 @@ class SizeEvaluator:
         return Quotient(self._simple(_size(a.size) * b.size), _exact(a.factor * b.factor))
 
     def divide(self, a: Any, b: Any) -> Any:
-        """Return the quotient of two elements; that of whole numbers is rounded towards zero.
+        """Return the quotient of two elements; that of two integers is rounded towards zero.
 
-        Raises NotEvaluatedError for a divisor of zero, and for a quotient that is not exact or whose signs are unknown.
+        Raises NotEvaluatedError for a divisor of zero, for a floating-point quotient that is not exact, and for
+        symbolic integers unless the dividend is provably not negative and the divisor provably positive.
         """
         if isinstance(b, int | float) and b == 0:
             raise NotEvaluatedError
@@ -421,7 +432,7 @@ class SizeEvaluator:
         raise NotEvaluatedError
 
     def power(self, a: Any, b: Any) -> Any:
-        """Return an element to the power of a whole number, zero or more. Raises NotEvaluatedError for other powers."""
+        """Return element `a` to the power of `b`, an integer from 0 to 8. Raises NotEvaluatedError for other `b`."""
         if not isinstance(b, int | float) or not 0 <= b <= _LARGEST_POWER or b % 1:
             raise NotEvaluatedError
         return reduce(self.multiply, [a] * int(b), 1.0 if isinstance(a, Quotient | float) else 1)
@@ -452,7 +463,11 @@ class SizeEvaluator:
         return self._simple(choose(_size(a), _size(b)))
 
     def round(self, a: Any, rounding: Callable[[Any, int], Any]) -> Any:
-        """Round an element to a whole number, which keeps its floating-point type."""
+        """Return an element rounded to a whole number, of the same type.
+
+        `rounding(numerator, denominator)` returns their quotient as a whole number, rounded up or down. Raises
+        NotEvaluatedError for a quotient that may be negative.
+        """
         if isinstance(a, Quotient):
             return Quotient(self._whole(a, rounding), Fraction(1))
         return a if isinstance(a, int) else float(rounding(*Fraction(a).as_integer_ratio()))

@@ -21,7 +21,12 @@ _TOLERANCE = 0.005
 
 
 def convert_svm_regressor(node: Node) -> relax.Expr:
-    """Write SVMRegressor: the kernel of the rows with each support vector, then a sum."""
+    """Return the Relax expression of ONNX's SVMRegressor: a weighted sum of a row's kernels with the support vectors.
+
+    For a one-class model, the result is 1 where the sum is positive, else -1. Raises UnsupportedFormError for an
+    unknown kernel or `post_transform`, and for a polynomial kernel whose degree is not a positive integer. Raises
+    FreeSizeError for rows with an unknown number of features.
+    """
     x, features = rows_of(node)
     coefficients = np.asarray(node.attrs.get("coefficients", ()), "float32")
     rho = np.asarray(node.attrs.get("rho", (0.0,)), "float32")
@@ -39,9 +44,13 @@ def convert_svm_regressor(node: Node) -> relax.Expr:
 
 
 def convert_svm_classifier(node: Node) -> relax.Expr:
-    """Write SVMClassifier: the kernel of rows and support vectors, then a score and a vote for each pair of classes.
+    """Return the Relax expression of ONNX's SVMClassifier: a tuple of the labels and the scores.
 
-    Its results are the labels with the most votes, and the scores of the pairs or the probabilities of the classes.
+    The kernels of a row and the support vectors give a score for each pair of classes. The score is a vote for one
+    class of the pair, and the label is the class with the most votes. The scores returned are those of the pairs or, if
+    the node has `prob_a`, the probabilities of the classes. Raises UnsupportedFormError for labels that are strings,
+    for an unknown kernel or `post_transform`, and for numbers of labels and classes that differ. Raises FreeSizeError
+    for rows with an unknown number of features.
     """
     x, features = rows_of(node)
     labels, post = class_labels(node, "classlabels_ints"), node.text("post_transform", "NONE")

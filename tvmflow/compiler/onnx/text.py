@@ -1,4 +1,4 @@
-"""TfIdfVectorizer: counts of sequences of words, which are numbers."""
+"""TfIdfVectorizer: counts of n-grams, sequences of words that are numbers."""
 
 from itertools import pairwise
 from typing import Any
@@ -11,9 +11,10 @@ from tvmflow.compiler.onnx.values import const, dims_of
 
 
 def convert_tf_idf_vectorizer(node: Node) -> relax.Expr:
-    """Write TfIdfVectorizer as comparisons of each sequence with each place of the words.
+    """Return the Relax expression of ONNX's TfIdfVectorizer: by its `mode`, counts of n-grams, their weights, or both.
 
-    Raises UnsupportedFormError for words that are strings, and for sequences that share a column of the result.
+    Each n-gram is compared with the words at each position. Raises UnsupportedFormError for words that are strings and
+    for n-grams that share a column of the result, and FreeSizeError for words of unknown shape.
     """
     attrs, words, dims = node.attrs, node.inputs[0], dims_of(node.inputs[0])
     if attrs.get("pool_strings"):

@@ -1,4 +1,4 @@
-"""Ensembles of decision trees (ai.onnx.ml): reads their attributes into the tables of `tvmflow.trees`."""
+"""Ensembles of decision trees (ai.onnx.ml): reads their attributes into the tables of the operator `tvmflow.trees`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,14 +38,23 @@ class _Nodes:
 
 
 def convert_regressor(node: Node) -> relax.Expr:
-    """Write TreeEnsembleRegressor."""
+    """Return the Relax expression of ONNX's TreeEnsembleRegressor: the scores after the `post_transform`.
+
+    Raises UnsupportedFormError for nodes that form no trees and for other invalid attributes, and FreeSizeError for
+    rows with an unknown number of features.
+    """
     targets = int(node.attrs.get("n_targets", 1))
     scores, _ = _ensemble(node, "target", targets, node.text("aggregate_function", "SUM"))
     return transform(node, scores, node.text("post_transform", "NONE"))
 
 
 def convert_classifier(node: Node) -> relax.Expr:
-    """Write TreeEnsembleClassifier; its results are labels and scores."""
+    """Return the Relax expression of ONNX's TreeEnsembleClassifier: a tuple of the labels and the scores.
+
+    Raises UnsupportedFormError for labels that are strings, for a single class, for two classes with PROBIT or with
+    weights or base values for both, and for invalid attributes. Raises FreeSizeError for rows with an unknown number of
+    features.
+    """
     labels = class_labels(node, "classlabels_int64s")
     post, ids = node.text("post_transform", "NONE"), np.unique(node.attrs.get("class_ids", ()))
     if len(labels) != 2:
@@ -89,7 +98,11 @@ def _label(node: Node, is_positive: relax.Expr, labels: Array) -> relax.Expr:
 
 
 def convert_ensemble(node: Node) -> relax.Expr:
-    """Write TreeEnsemble, whose leaves are apart from its other nodes."""
+    """Return the Relax expression of ONNX's TreeEnsemble, whose attributes list leaves apart from the other nodes.
+
+    Raises UnsupportedFormError for nodes that form no trees and for other invalid attributes, and FreeSizeError for
+    rows with an unknown number of features.
+    """
     attrs = node.attrs
     modes = numpy_helper.to_array(attrs["nodes_modes"]).astype("int64")
     splits, weights = (numpy_helper.to_array(attrs[name]) for name in ("nodes_splits", "leaf_weights"))

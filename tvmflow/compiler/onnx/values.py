@@ -10,7 +10,7 @@ Array = np.ndarray[Any, Any]
 
 
 def const(value: Any, dtype: str | None = None) -> relax.Expr:
-    """Return a Relax constant of an array or a number, of NumPy's type for it where `dtype` is None."""
+    """Return a Relax constant of an array or a number; where `dtype` is None, NumPy infers the element type."""
     return relax.const(tvm.runtime.tensor(np.asarray(value, dtype=dtype, order="C")))
 
 
@@ -28,5 +28,5 @@ def dims_of(expr: relax.Expr) -> list[Any] | None:
 
 
 def dtype_of(expr: relax.Expr) -> str:
-    """Return the name of a tensor's element type, as `float32`."""
+    """Return the name of a tensor's element type, such as `float32`."""
     return str(expr.ty.dtype)

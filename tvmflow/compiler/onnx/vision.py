@@ -1,4 +1,4 @@
-"""Operators of image models: transposed convolutions and regions."""
+"""Operators of image models: the padding of convolutions and pooling, transposed convolutions, and regions."""
 
 import math
 import operator
@@ -22,9 +22,12 @@ _MOST_SAMPLES = 1 << 15
 
 
 def convert_padding(operator: str) -> Converter:
-    """Return a converter that pads the data of a convolution or pooling where auto_pad depends on its sizes.
+    """Return a converter of `operator` (Conv, AveragePool, LpPool or MaxPool) that works out the padding.
 
-    Without strides the padding depends on the window alone, and TVM's converter pads a convolution by itself.
+    It replaces `auto_pad` and `ceil_mode` by explicit padding where TVM's converter would refuse them or pad wrongly,
+    and returns None, which leaves the node to TVM's converter. It returns an expression for a MaxPool with two results,
+    and for an AveragePool of symbolic size that has `auto_pad` and must not count the padding. It raises FreeSizeError
+    for convolution weights of symbolic size and for `auto_pad` of data of unknown shape.
     """
 
     def convert(node: Node) -> relax.Expr | None:
@@ -155,10 +158,10 @@ def _with_size(node: Node, data: relax.Expr, axis: int, size: Any) -> relax.Expr
 
 
 def convert_conv_transpose(node: Node) -> relax.Expr | None:
-    """Replace the node's attribute output_shape by the padding that gives it.
+    """Replace the node's attribute `output_shape` by the padding that gives this shape.
 
-    Returns None, so that TVM's converter takes the node. Raises FreeSizeError for output_shape of an input of unknown
-    size.
+    Returns None, which leaves the node to TVM's converter. Raises FreeSizeError for weights of symbolic size, and for
+    `output_shape` of data whose size is symbolic or unknown.
     """
     _check_weights(node, outputs_axis=1)
     output_shape = node.attrs.pop("output_shape", None)
@@ -191,10 +194,10 @@ def convert_conv_transpose(node: Node) -> relax.Expr | None:
 
 
 def convert_non_max_suppression(node: Node) -> relax.Expr | None:
-    """Change the threshold of NonMaxSuppression in the node, and return None so that TVM's converter takes the node.
+    """Replace the overlap threshold of NonMaxSuppression by the next larger float32.
 
-    TVM suppresses a box at the overlap threshold itself, ONNX only above it: the threshold becomes the next larger
-    number. Raises UnsupportedFormError where max_output_boxes_per_class or a threshold is not constant.
+    TVM suppresses a box at the threshold itself, ONNX only above it. Returns None, which leaves the node to TVM's
+    converter. Raises FreeSizeError where `max_output_boxes_per_class` or a threshold is not constant.
     """
     if any(node.input(position) is not None and node.constant(position) is None for position in (2, 3, 4)):
         raise FreeSizeError("a limit or threshold that is computed")
@@ -206,10 +209,10 @@ def convert_non_max_suppression(node: Node) -> relax.Expr | None:
 
 
 def convert_roi_align(node: Node) -> relax.Expr:
-    """Write RoiAlign as the mean, or the largest, of samples of the image at points of each region's bins.
+    """Return the Relax expression of ONNX's RoiAlign: for each bin of a region, the mean or the maximum of its samples.
 
-    An image's number beyond the batch is that of the nearest. Of a sample's four weighted pixels, mode `max` takes the
-    largest alone, as ONNX and ONNX Runtime do. Raises UnsupportedFormError for other modes.
+    Batch indices are clamped to the batch. A sample is the sum of four weighted pixels or, in mode `max`, the largest
+    of them, as in ONNX and ONNX Runtime. Raises UnsupportedFormError for a mode other than `avg` and `max`.
     """
     mode = node.text("mode", "avg")
     if mode not in ("avg", "max"):
@@ -277,7 +280,10 @@ def convert_roi_align(node: Node) -> relax.Expr:
 
 
 def convert_max_roi_pool(node: Node) -> None:
-    """Keep the numbers of the regions' images within the batch, and leave the node to TVM's converter."""
+    """Clamp the batch indices of MaxRoiPool, column 0 of its `rois`, to the batch.
+
+    Returns None, which leaves the node to TVM's converter. Raises FreeSizeError for data of unknown shape.
+    """
     data, rois = node.inputs
     dims = dims_of(data)
     if dims is None:
@@ -290,7 +296,10 @@ def convert_max_roi_pool(node: Node) -> None:
 
 
 def convert_col2im(node: Node) -> relax.Expr:
-    """Write Col2Im as a sum over the elements of the blocks that cover each pixel."""
+    """Return the Relax expression of ONNX's Col2Im: for each pixel, the sum of the block elements that cover it.
+
+    Raises UnsupportedFormError for an image or block shape that is not constant.
+    """
     image, block = node.constant(1), node.constant(2)
     if image is None or block is None:
         raise UnsupportedFormError("sizes that are computed")
@@ -324,7 +333,11 @@ def convert_col2im(node: Node) -> relax.Expr:
 
 
 def convert_deform_conv(node: Node) -> relax.Expr:
-    """Write DeformConv as samples of the image at moved places, then a product with the weights of each group."""
+    """Return the Relax expression of ONNX's DeformConv: samples at offset positions, then a product with the weights.
+
+    Samples are interpolated; pixels outside of the image are zero. Raises UnsupportedFormError for data of other than
+    two spatial dimensions and for operands of unknown shape, and FreeSizeError for a symbolic number of channels.
+    """
     data, weight, offset = node.inputs[:3]
     dims, kernel, places = (dims_of(value) for value in (data, weight, offset))
     if dims is None or kernel is None or places is None or len(dims) != 4:

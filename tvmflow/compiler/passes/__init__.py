@@ -25,7 +25,7 @@ from tvmflow.target import Precision, Target, explain_missing_unit
 
 
 def canonicalize() -> list[tvm.transform.Pass]:
-    """Return the passes that bring the many forms in which exporters write an operator to one form."""
+    """Return the passes that rewrite the many forms in which exporters write an operator to one form."""
     return [
         relax.transform.CanonicalizeBindings(),
         simplify.evaluate_constants(),
@@ -61,9 +61,9 @@ def tidy() -> list[tvm.transform.Pass]:
 
 
 def layout(lanes: int) -> list[tvm.transform.Pass]:
-    """Return the passes that bring convolutions and pooling to two dimensions with the channels last.
+    """Return the passes that rewrite convolutions and pooling to two dimensions with the channels last.
 
-    A vector has `lanes` channels.
+    `lanes` is the number of float32 channels in a vector register.
     """
     return [
         dimensions.in_two_dimensions(),
@@ -109,8 +109,9 @@ def lower_passes(
 ) -> list[tvm.transform.Pass]:
     """Return the passes that lower a Relax module with constant weights to calls of fused functions.
 
-    `choices` takes the compiler's decisions; `fast` allows Winograd's and Strassen's algorithms; `weights` is the size
-    of the module's weights in bytes; `packs_at_load` is that of `PackAtLoad`.
+    `choices` decides between several ways to compute an operator. `fast` allows Winograd's and Strassen's algorithms.
+    `weights` is the size of the module's weights in bytes. With `packs_at_load`, the library packs large weights when
+    it is loaded instead of holding them packed.
     """
     integer_passes: list[tvm.transform.Pass] = []
     kernel_passes: list[tvm.transform.Pass] = []

@@ -45,7 +45,7 @@ def _of_matrices(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def merge_transposes() -> tvm.transform.Pass:
-    """Return the pass that merges transposes in a row, also between reshapes that flatten and restore a batch."""
+    """Return the pass that merges consecutive transposes, and one between reshapes that flatten and restore a batch."""
     return rewriting("MergeTransposes", {"permute_dims": (_merge,), "reshape": (_of_matrices,)})
 
 

@@ -23,8 +23,8 @@ class RoundProducts:
 
     Every reader of a rounded operand reads the bfloat16 value from memory. Depthwise convolutions round their input
     too, but compute in float32. A convolution by Winograd's algorithm, which `winograd` allows, computes in float32
-    where rounding its transformed input would cost too much. Convolutions whose groups are narrower than a vector, and
-    all other operators, stay in float32.
+    where rounding its transformed input would lose too much precision. Convolutions whose groups are narrower than a
+    vector, and all other operators, stay in float32.
     """
 
     def __init__(self, machine: Machine, winograd: bool) -> None:

@@ -1,4 +1,4 @@
-"""Computes a convolution and its neighbours as one function where strips of lines stay in a core's cache."""
+"""Computes a convolution and its neighbours as one function, strip by strip of image lines that fit a core's cache."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -70,10 +70,11 @@ class _FusedBlock:
 
 @tvm.transform.module_pass(opt_level=2, name="FuseBlocks")
 class FuseBlocks:
-    """Replaces convolutions and their neighbours by blocks where the cost model says that they are faster.
+    """Replaces several convolutions by one function, a block, where the cost model says that it is faster.
 
     A block is a depthwise convolution with its pointwise neighbours, as in inverted residuals, or another convolution
-    between pointwise ones, as in bottlenecks. `fast` allows algorithms of fewer multiplications.
+    between pointwise ones, as in bottlenecks. `fast` allows Winograd's algorithm in a block, and in the comparison
+    Strassen's algorithm for the separate convolutions.
     """
 
     def __init__(self, machine: Machine, choices: Choices, fast: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Constants in the functions that control flow calls."""
+"""Calls between the Relax functions of a module, as control flow makes them, and their constant arguments."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -17,15 +17,15 @@ ConstantKey = tuple[str, tuple[int, ...], bytes]
 
 
 def key_of_constant(constant: tvm.ir.GenericConst) -> ConstantKey:
-    """Return the key of a constant tensor."""
+    """Return the dtype, the shape and a digest of the content of a constant: equal constants have equal keys."""
     value = constant.value.numpy()
     return value.dtype.name, value.shape, hashlib.blake2b(np.ascontiguousarray(value).view(np.uint8).data).digest()
 
 
 def bind_constant_arguments(mod: tvm.IRModule) -> tvm.IRModule:
-    """Make a parameter that is the same constant in every call of a function a constant of the function.
+    """Return the module with each parameter that is the same constant in all calls replaced by that constant.
 
-    Weights reach the graphs of branches and loops as arguments, and are packed where they are constants.
+    Branches and loops are functions that get their weights as arguments. The compiler packs only constant weights.
     """
     functions = {var: func for var, func in mod.functions_items() if isinstance(func, relax.Function)}
     values = _constant_parameters(functions)
@@ -66,7 +66,7 @@ def _constant_parameters(functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -
 
 
 def calls_of(function: relax.Function, functions: Mapping[tvm.ir.GlobalVar, Any]) -> Iterator[relax.Call]:
-    """Return the calls of `functions` in a function."""
+    """Yield the calls that `function` makes of any of `functions`."""
     calls: list[relax.Call] = []
 
     def visit(expr: Any) -> None:
@@ -80,9 +80,9 @@ def calls_of(function: relax.Function, functions: Mapping[tvm.ir.GlobalVar, Any]
 def change_calls(
     functions: Mapping[tvm.ir.GlobalVar, relax.Function], arguments: Callable[[relax.Call], list[relax.Expr]]
 ) -> dict[tvm.ir.GlobalVar, relax.Function]:
-    """Return functions whose parameters have changed, by new variables of their types, with their calls changed.
+    """Return functions whose parameters were changed, under new global variables, with the calls of them adapted.
 
-    `arguments` returns the new arguments of a call.
+    Each new variable has the type of its changed function. `arguments` returns the new arguments of a call.
     """
     variables = {}
     for variable, function in functions.items():

@@ -14,7 +14,7 @@ _MOST_GROUPS = 8
 
 
 def in_two_dimensions() -> tvm.transform.Pass:
-    """Return the pass that writes convolutions of one or three dimensions as two-dimensional ones."""
+    """Return the pass that writes transposed 1D convolutions and 3D convolutions as two-dimensional ones."""
     return rewriting(
         "InTwoDimensions",
         {
@@ -55,8 +55,8 @@ def _transposed_1d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 def split_groups(lanes: int) -> tvm.transform.Pass:
     """Return the pass that replaces a grouped convolution by one ordinary convolution for each group.
 
-    It changes convolutions of at most `_MOST_GROUPS` groups whose output channels fill one vector of `lanes` channels
-    or more, but not a whole number of them.
+    It changes float32 convolutions in NCHW with constant weights and two to eight groups. The output channels of a
+    group must be more than `lanes`, the number of channels in a vector register, and not a multiple of it.
     """
     return rewriting("SplitGroups", {"nn.conv2d": (partial(_split_groups, lanes=lanes),)})
 

@@ -1,4 +1,4 @@
-"""Corrects the kinds of functions by which TVM's `FuseOps` decides what it fuses."""
+"""Corrects functions' attribute `op_pattern`, by which TVM's `FuseOps` decides which functions it fuses."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ _MOST_NESTED = 2
 
 @tvm.transform.module_pass(opt_level=0, name="MarkFollowers")
 class MarkFollowers:
-    """Declares operators with an attribute of `FOLLOWS` as element-wise, so that they are fused to the one before."""
+    """Marks functions with the attribute `tvmflow.follows` as element-wise: TVM then fuses each with the one before."""
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with the attribute `op_pattern` of these functions set to 0."""
+        """Return the module with `op_pattern` element-wise for each function with the attribute `tvmflow.follows`."""
         for variable, function in mod.functions_items():
             if FOLLOWS.keys() & dict(function.attrs or {}).keys():
                 mod.update_func(variable, function.with_attr("op_pattern", _ELEMENT_WISE))
@@ -31,10 +31,13 @@ class MarkFollowers:
 
 @tvm.transform.module_pass(opt_level=0, name="SeparateSizes")
 class SeparateSizes:
-    """Keeps a function that makes a tensor of nothing but sizes apart: TVM cannot fuse it with one of other sizes."""
+    """Keeps TVM from fusing a function whose operands are sizes alone, without tensors.
+
+    TVM cannot fuse such a function with one that takes other sizes.
+    """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with the attribute `op_pattern` of these functions set to that of an opaque function."""
+        """Return the module with `op_pattern` set to opaque for functions without tensor operands."""
         for variable, function in mod.functions_items():
             operands = function.params[:-1] if isinstance(function, PrimFunc) else ()
             if operands and not any(tirx.is_buffer_var(param) for param in operands):
@@ -51,7 +54,7 @@ class SeparateRepeats:
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with the attribute `op_pattern` of these operators set to that of an injective function."""
+        """Return the module with `op_pattern` set to injective for functions that repeat a kernel's result."""
         for _, function in mod.functions_items():
             if not isinstance(function, relax.Function):
                 continue
@@ -70,15 +73,18 @@ class SeparateRepeats:
 
 @tvm.transform.module_pass(opt_level=0, name="SeparateActivations")
 class SeparateActivations:
-    """Ends a fused function after two activations in a row, one in the argument of the next.
+    """Lets a fused function compute at most two nested activations, one in the argument of the other.
 
-    An activation such as `vectormath.tanh` binds its argument to a variable. TVM's code generator puts the argument in
-    the place of the variable wherever it simplifies, so that its time multiplies with each activation: two in a row
-    take a tenth of a second, four took minutes.
+    An activation such as `vectormath.tanh` binds its argument to a variable. TVM's code generator substitutes the
+    argument for the variable wherever it simplifies, so the build time multiplies with each activation: it is a tenth
+    of a second for two and minutes for four.
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with copies, which are not fused with what is before them, of the functions concerned."""
+        """Return the module in which a call of a third nested activation runs a copy of its function.
+
+        The copy has the `op_pattern` of a kernel, so TVM does not fuse it with the functions before it.
+        """
         has_binding: dict[tvm.ir.GlobalVar, bool] = {}
         separate: list[relax.Call] = []
         for _, function in mod.functions_items():

@@ -1,7 +1,8 @@
 """Computes the convolutions and dense layers of quantised models in integers.
 
-A model is quantised in one of two forms. Pairs of operators (QDQ), DequantizeLinear before a layer and QuantizeLinear
-after it, count where a release asks for int8. Operators with integer operands, such as ConvInteger, always count.
+A model is quantised in one of two forms. Layers between pairs of operators (QDQ), DequantizeLinear before a layer and
+QuantizeLinear after it, compute in integers only in releases of precision int8. Operators with integer operands, such
+as ConvInteger, always do.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,11 +33,11 @@ _MOVING = ("relax.nn.max_pool2d", "relax.reshape", "relax.permute_dims", "relax.
 
 @tvm.transform.module_pass(opt_level=0, name="IntegerArithmetic")
 class IntegerArithmetic:
-    """Turns convolutions and dense layers of dequantised numbers into layers of integers, whose results are scaled.
+    """Turns convolutions and dense layers of dequantised operands into int32 layers, whose results are scaled.
 
-    The integers are centred (their zero point is subtracted), so that padding is zero. They are made from unsigned
-    8-bit integers; signed ones are shifted by 128 first. Quantisation itself becomes element-wise operators. Raises
-    BuildError for a model that has no such layer.
+    The integer operands are centred (their zero point is subtracted), so that padding is zero. They are made from
+    unsigned 8-bit integers; signed ones are shifted by 128 first. Quantisation itself becomes element-wise operators.
+    Raises BuildError for a model that has no such layer.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -163,7 +164,7 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
 def quantise(rewriter: _ToIntegers, expr: relax.Expr, scale: float, zero: int) -> relax.Var:
     """Emit the quantisation of a float32 expression to uint8, and return the variable.
 
-    An element x becomes round(x / scale) + zero, limited to 0 to 255; ties are rounded to even.
+    An element x becomes round(x / scale) + zero, clamped to 0 to 255; ties are rounded to even.
     """
     emit = rewriter.emit
     value = emit(relax.op.multiply(rewriter.visit_expr(expr), relax.const(np.float32(1 / np.float32(scale)))))
@@ -308,12 +309,12 @@ _REWRITES: dict[str, Callable[[_ToIntegers, relax.Call], relax.Expr | None]] = {
 
 @tvm.transform.module_pass(opt_level=0, name="IntegerProducts")
 class IntegerProducts:
-    """Lowers layers of centred integers to dot products, once the layout is known.
+    """Lowers int32 layers of centred integers to the processor's dot-product instructions, once the layout is known.
 
-    The products read unsigned integers; the part of the sum that the zero point adds is subtracted afterwards.
-    Depthwise convolutions compute the same integers in float32, which holds them exactly. Other layers without dot
-    products also compute in float32, by exact algorithms, if it holds their sums exactly. `has_dots` is false where the
-    target has no dot products.
+    The dot products read the unsigned integers; the part of the sum that is due to the zero point is subtracted
+    afterwards. Depthwise convolutions compute the same integers in float32, which holds them exactly. Other layers
+    without dot products also compute in float32, by exact algorithms, if it holds their sums exactly. `has_dots` is
+    false for a target without dot-product instructions.
     """
 
     def __init__(self, machine: Machine, choices: Choices, has_dots: bool) -> None:

@@ -34,9 +34,9 @@ class ChannelsLast:
     """Computes convolutions, and the operators between them, on tensors whose channels are the last dimension.
 
     A convolution reads and writes tensors with the channels last. The transposes around it, and those of the model, are
-    not computed in place: every operator that can work on another order of dimensions does so. A transpose moves down
-    until it cancels with another, or until an operator or an output needs the model's own order. A vector has `lanes`
-    channels.
+    not computed where they are: every operator that can work on another order of dimensions does so. A transpose moves
+    down until it cancels with another, or until an operator or an output needs the model's own order. `lanes` is the
+    number of channels in a vector register.
     """
 
     def __init__(self, lanes: int) -> None:

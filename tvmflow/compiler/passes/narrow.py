@@ -10,10 +10,10 @@ from tvmflow.compiler.operators.common import is_float32, static
 
 
 class Numbers(Protocol):
-    """A type of narrow numbers, and the convolutions and matrix products that compute in it."""
+    """A 16-bit float type, bfloat16 or float16, and how convolutions and matrix products compute in it."""
 
     def operands(self, call: relax.Call) -> list[relax.Expr]:
-        """Return the operands of a product to round, without constant weights; an empty list for other calls."""
+        """Return the operands of a call to round, without constant weights; an empty list if it stays in float32."""
 
     def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
         """Return a float32 expression for the convolution `call` on rounded `data`."""
@@ -22,14 +22,17 @@ class Numbers(Protocol):
         """Return a float32 expression for the matrix product `call` on rounded `operands`."""
 
     def round(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-        """Return an expression for a float32 tensor rounded to these numbers."""
+        """Return an expression for a float32 tensor rounded to this type."""
 
     def widen(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-        """Return a float32 expression for a tensor of these numbers."""
+        """Return a float32 expression for a tensor of this type."""
 
 
 def narrow_products(mod: tvm.IRModule, numbers: Numbers) -> tvm.IRModule:
-    """Return the module with products computed in these numbers: those of which `numbers.operands` is not empty."""
+    """Return the module with convolutions and matrix products computed in the type `numbers`.
+
+    These are the calls for which `numbers.operands` is not empty.
+    """
     rounding = _Round(mod, numbers)
     for variable, function in mod.functions_items():
         if isinstance(function, relax.Function):

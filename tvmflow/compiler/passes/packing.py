@@ -24,19 +24,23 @@ _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 
 @tvm.transform.module_pass(opt_level=0, name="PackAtLoad")
 class PackAtLoad:
-    """Moves packings of constant weights from `main` and its variants to a function `pack_weights`.
+    """Moves the packing of constant weights from `main` and its variants to a new function `pack_weights`.
 
-    The function returns a tuple of all packed weights, which `main` and each variant take, all of them, after their
-    other parameters. Its own parameters are the weights. `BindWeights` makes them its constants: `FoldConstant` runs
-    between the two passes, and would evaluate the function. Small packings, those in functions that are called, and
-    without `at_load` all of them are evaluated.
+    `pack_weights` takes the weights and returns a tuple of all packed weights. `main` and each variant get all of these
+    as additional parameters, after their own. Some packings are not moved but evaluated, so the packed weights become
+    constants: those that make the weights less than 16 KiB larger, those in functions that other functions call, and,
+    without `at_load`, all. The weights stay parameters of `pack_weights` until `BindWeights` makes them constants,
+    because `FoldConstant`, which runs between the two passes, would evaluate the function.
     """
 
     def __init__(self, at_load: bool) -> None:
         self._at_load = at_load
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with the packings of its Relax functions moved or evaluated."""
+        """Return the module in which no Relax function but `pack_weights` packs weights.
+
+        Each packing was moved to `pack_weights`, which is added if there is one to move, or replaced by its result.
+        """
         functions = {variable: func for variable, func in mod.functions_items() if isinstance(func, relax.Function)}
         called = {call.op for function in functions.values() for call in calls_of(function, functions)}
         packings = _Packings(mod)
@@ -60,13 +64,13 @@ class PackAtLoad:
 
 @tvm.transform.module_pass(opt_level=0, name="PackAtLoad")
 class BindWeights:
-    """Makes the parameters of `pack_weights` its constants: the weights that `PackAtLoad` took out of the model.
+    """Replaces the parameters of `pack_weights` by constants: the weights that `PackAtLoad` took out of the model.
 
-    It has the same name, because neither can be left out alone.
+    Both passes have the name `PackAtLoad` for TVM, because neither can be disabled without the other.
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with the function changed, if it has one."""
+        """Return the module with `pack_weights` changed, or unchanged if it has no such function."""
         for variable, function in mod.functions_items():
             if variable.name_hint == PACK_WEIGHTS and _ARGUMENTS in (function.attrs or {}):
                 constants = {

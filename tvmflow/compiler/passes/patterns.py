@@ -22,9 +22,9 @@ def _is_close(value: float | None, expected: float) -> bool:
 
 
 def factors(rewriter: Rewriter, expr: relax.Expr) -> tuple[float, list[relax.Expr]]:
-    """Split a product, in any association, into the product of its numbers and a list of its other factors.
+    """Return the product of all constant numbers in a product, in any association, and a list of its other factors.
 
-    An expression that is no product is its only factor.
+    An expression that is not a product is its own only factor, with the number 1.
     """
     scale, queue = 1.0, [expr]
     parts: list[relax.Expr] = []

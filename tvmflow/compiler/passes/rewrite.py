@@ -1,4 +1,4 @@
-"""The engine of the canonicalisation passes: rules that replace one call, applied until none applies any more."""
+"""The engine of the canonicalisation passes: it applies rules, each of which replaces a call, until none applies."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,9 @@ _MOST = 20
 class Rewriter(PyExprMutator):  # type: ignore[misc]
     """Visits a function in the order of its bindings and applies the rules for each call's operator.
 
-    The keys of `rules` are operators' names without `relax.`. The methods give a rule the rewritten expressions.
+    The keys of `rules` are operators' names without `relax.`, or `ELEMENT` for elements of tuples. A rule gets this
+    rewriter and an expression whose operands are already rewritten. It inspects and emits expressions by the methods
+    below, and returns the replacement, or None where it does not apply.
     """
 
     def __init__(self, mod: tvm.IRModule, rules: Mapping[str, Sequence[Rule]]) -> None:
@@ -35,7 +37,10 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         self._uses: Counter[relax.Var] | None = None
 
     def rewrite(self, function: relax.Function) -> relax.Function:
-        """Return the function with the rules applied once to every call, without bindings that nothing reads."""
+        """Return the function after one traversal, without bindings that nothing reads.
+
+        The rules apply to each expression until none does, at most 20 times. `has_changed` says whether any did.
+        """
         self.has_changed = False
         self._function, self._uses = function, None
         result = self.visit_expr(function)
@@ -72,12 +77,15 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         return None
 
     def emit(self, expr: relax.Expr) -> relax.Expr:
-        """Apply the rules to a new expression, bind it to a variable and return the variable."""
+        """Apply the rules to a new expression and return a variable bound to the result.
+
+        A result that is no call and no element of a tuple, such as a constant, is returned itself.
+        """
         expr = self._apply(self.builder_.normalize(expr))
         return self.builder_.emit(expr) if isinstance(expr, relax.Call | relax.TupleGetItem) else expr
 
     def behind(self, expr: relax.Expr) -> relax.Expr:
-        """Return the expression that a variable is bound to, and any other expression or a parameter unchanged."""
+        """Return the expression that a variable is bound to; other expressions and parameters stay as they are."""
         while isinstance(expr, relax.Var):
             value = self.lookup_binding(expr)
             if value is None:
@@ -106,7 +114,7 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
 
     def same(self, a: relax.Expr, b: relax.Expr) -> bool:
-        """Whether two expressions are the same value."""
+        """Whether two expressions are the same variable or constant, after aliases of variables are resolved."""
         a, b = self._root(a), self._root(b)
         return bool(a.same_as(b))
 
@@ -119,7 +127,7 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         return expr
 
     def used_once(self, expr: relax.Expr) -> bool:
-        """Whether at most one other expression reads this one, so that it may be replaced."""
+        """Whether at most one expression reads this one, so that the two may be merged."""
         if not isinstance(expr, relax.Var):
             return True
         if self._uses is None:
@@ -186,7 +194,7 @@ def sizes(expr: relax.Expr) -> list[Any] | None:
 
 
 def static_sizes(expr: relax.Expr) -> list[int] | None:
-    """Return the dimensions of a tensor if all are numbers; else None."""
+    """Return the dimensions of a tensor if all are constant; else None."""
     dims = sizes(expr)
     if dims is None or not all(isinstance(dim, tvm.tirx.IntImm) for dim in dims):
         return None
@@ -212,9 +220,10 @@ def same_shape(a: Sequence[Any] | None, b: Sequence[Any] | None) -> bool:
 
 
 def by_channel(value: Array, dims: int, channel: int, extent: int) -> Array | None:
-    """Return a constant operand of a tensor of `dims` dimensions as `extent` float32 values, one per channel.
+    """Return a constant that broadcasts against a tensor as float32 values, one for each of the tensor's channels.
 
-    Returns None where the constant varies along another dimension than `channel`, has another extent or is not float32.
+    The tensor has `dims` dimensions, and `extent` channels along dimension `channel`. Returns None where the constant
+    varies along another dimension, has another number of channels, or is not float32.
     """
     if value.ndim > dims or value.dtype != np.float32:
         return None

@@ -229,7 +229,7 @@ def _count_from_the_front(_rewriter: Rewriter, call: relax.Call) -> relax.Expr |
 
 
 def count_axes_from_the_front() -> tvm.transform.Pass:
-    """Return the pass that makes negative axes of squeeze positive: TVM's change of layout would read out of bounds."""
+    """Return the pass that makes negative axes of squeeze positive: TVM's layout pass would read out of bounds."""
     return rewriting("CountAxesFromTheFront", {"squeeze": (_count_from_the_front,)})
 
 
@@ -289,7 +289,7 @@ def _reciprocal(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def multiply_instead() -> tvm.transform.Pass:
-    """Return the pass that writes small powers, and divisions by constants, as products, which are faster."""
+    """Return the pass that writes small powers as products or roots, and divisions by constants as products."""
     return rewriting("MultiplyInstead", {"power": (_product,), "divide": (_reciprocal,)})
 
 
@@ -360,7 +360,7 @@ def _one_batch_dimension(rewriter: Rewriter, call: relax.Call) -> relax.Expr | N
 
 
 def matrices_of_vectors() -> tvm.transform.Pass:
-    """Return the pass that writes products with vectors as products of matrices, with weights on the right."""
+    """Return the pass that writes products with vectors as products of matrices, with constant weights on the right."""
     return rewriting("MatricesOfVectors", {"matmul": (_columns, _weights_on_the_right, _one_batch_dimension)})
 
 
@@ -388,5 +388,5 @@ def _transpose_smaller(rewriter: Rewriter, call: relax.Call) -> relax.Expr | Non
 
 
 def transpose_before_resizing() -> tvm.transform.Pass:
-    """Return the pass that moves a transpose after an enlarged image to before it, where there is less to move."""
+    """Return the pass that transposes an image before it is enlarged rather than after, where there is less to move."""
     return rewriting("TransposeBeforeResizing", {"permute_dims": (_transpose_smaller,)})

@@ -1,8 +1,8 @@
-"""Gives each function names of its own for the sizes that it works on.
+"""Replaces the size expressions in a function by variables of the function.
 
-The dimensions within a model of free sizes are expressions of its inputs' dimensions, as `(height - 1) // 4 + 1`. In
-the loops of a function such an expression stands in every index, and TVM's simplifier takes time that is exponential in
-it. With a variable for each size, equal layers at different depths have equal loops.
+The dimensions within a model of free sizes are expressions of its inputs' dimensions, such as `(height - 1) // 4 + 1`.
+In the loops of a function such an expression is in every index, and TVM's simplifier takes time that is exponential in
+its length. With a variable for each size, equal layers at different depths have equal loops.
 """
 
 import re
@@ -41,19 +41,20 @@ class _Callee:
 
 @tvm.transform.module_pass(opt_level=0, name="NameSizes")
 class NameSizes:
-    """Replaces dimensions of functions that are expressions by variables of the function, and merges equal functions.
+    """Replaces dimensions that are expressions by variables of the function, and merges functions that become equal.
 
-    A dimension of a tensor is then a variable that the tensor itself defines; other expressions become arguments. The
-    order of arguments, and the numbers in the names of functions, are those of the calls, as TVM orders the sizes of a
-    function by addresses in memory. With `products`, a product of sizes that a function reads as one is a variable too;
-    functions to be fused must have the same expressions for the same sizes, and keep their products.
+    A variable that is a dimension of a tensor gets its value from the tensor. Other variables become scalar parameters.
+    The order of these parameters, and the numbers in the functions' names, follow the order of the calls; TVM's own
+    order of a function's sizes depends on memory addresses. With `products`, a product of sizes whose factors the
+    function reads nowhere else becomes a variable too. Functions that TVM is still to fuse must keep such products,
+    because they must have the same expressions for the same sizes.
     """
 
     def __init__(self, products: bool = False) -> None:
         self._products = products
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with its functions of free sizes rewritten, and their calls."""
+        """Return the module with its functions of symbolic sizes, and the calls of them, rewritten."""
         calls = _calls_of_functions(mod)
         callees = {variable: _rewritten(mod[variable], call[0], self._products) for variable, call in calls.items()}
         if not any(_is_symbolic(mod[variable]) for variable in calls):

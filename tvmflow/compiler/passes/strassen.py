@@ -1,4 +1,4 @@
-"""The pass that computes matrix products by Strassen's algorithm where that is faster, in functions of one item."""
+"""The pass that computes products by Strassen's algorithm where that is faster, in functions that take one item."""
 
 import tvm
 from tvm import relax
