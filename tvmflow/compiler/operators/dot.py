@@ -26,7 +26,8 @@ Array = np.ndarray[Any, Any]
 def lanes_of(channels: int, groups: int, machine: Machine) -> int:
     """Return the lanes of the vectors for `channels` output channels of a convolution with `groups` groups.
 
-    The vectors of several groups divide the channels of a group. Returns 0 where even the narrowest vector does not.
+    With several groups, the lanes divide the number of a group's output channels. Returns 0 where no vector has such a
+    number of lanes.
     """
     if groups == 1:
         return vector(channels, machine)

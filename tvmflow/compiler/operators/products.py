@@ -99,7 +99,7 @@ def fast_product(
 
     Returns None where shapes are symbolic, where the direct product is faster, and where the `decisions` about the
     product choose the direct one. `strides` are those of a 1x1 convolution, one for each dimension between the batch
-    and K: along it every `stride`-th position is a row of the product. Without `strides` every position is a row.
+    and K. With a stride of s, only every s-th position is a row of the product. Without `strides` every position is.
     """
     sizes = [static(size) for size in data.ty.shape.values]
     if None in sizes:
