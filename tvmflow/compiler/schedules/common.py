@@ -131,7 +131,11 @@ def chooses_along_last(sch: Schedule, block: SBlockRV) -> bool:
 
 
 def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Spread a block's independent loops over the cores and vectorise its innermost one where memory runs along it."""
+    """Spread a block's independent loops over the cores, and vectorise the innermost one of them.
+
+    The loops of a reduction run between the two. A block too small for a parallel region runs on one core. The
+    innermost loop stays scalar where its extent is symbolic or fills no whole vectors, unless TVM can partition it.
+    """
     loops = list(sch.get_loops(block))
     kinds = [variable.iter_type for variable in sch.get(block).iter_vars]
     if not loops or len(loops) != len(kinds):

@@ -25,7 +25,7 @@ _TYPES = ("float32", "int32", "uint32")
 
 
 def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
-    """Whether shuffles can do a block: it copies one parameter of the function, of 32-bit numbers, to another one.
+    """Whether shuffles can replace a block: it copies one parameter of the function to another, in 32-bit numbers.
 
     `places` are the positions of two of the block's iteration variables. Both tensors must have each of these variables
     as one index, and only variables and constants as indices.
@@ -57,7 +57,7 @@ def use(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
 
 
 def expand(func: PrimFunc) -> PrimFunc:
-    """Return a function with the calls that its schedule's annotations request, or unchanged without any."""
+    """Replace the loops that `use` marked by calls of shuffles; a function without such loops is returned unchanged."""
     code: dict[str, str] = {}
 
     def replace(loop: For) -> Any:
