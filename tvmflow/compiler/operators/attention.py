@@ -16,10 +16,12 @@ Element = Callable[[Any, Any, Any, Any], Any]
 
 
 def choose(queries: int | None, keys: int | None, channels: int, machine: Machine) -> tuple[int, int, int]:
-    """Choose the rows of a strip of queries, and the vectors of keys and of channels of its two register tiles.
+    """Choose the register tiles of attention's two products; return (rows, vectors of keys, vectors of channels).
 
-    `queries` and `keys` are None where they are symbolic; `channels` is the size of a head. The choice minimises the
-    cycles of both products. It counts the work on padding: rows, keys and channels that fill up the last tile.
+    Both tiles have `rows` rows, one for each query of a strip. The tile of scores has vectors of keys, the tile of the
+    weighted sum of values has vectors of channels. `queries` and `keys` are None where they are symbolic; `channels` is
+    the size of a head. The choice minimises the estimated cycles of both products. They include the work on padding:
+    rows, keys and channels that fill up the last tile.
     """
 
     # The vectors of keys and values come from the second-level cache.

@@ -27,9 +27,10 @@ Epilogue = Callable[[Any, Any, Sequence[te.Tensor]], Any]
 class Convolution:
     """One convolution of a block: its kernel, and the element-wise operations that follow it.
 
-    `channels` are those of its result, and `padding` is top, left, bottom, right. `winograd` is the size of the output
-    tiles of Winograd's algorithm, None for a direct convolution. `reads` is the number of tensors that the epilogue
-    reads.
+    `channels` is the number of the result's channels. `kernel`, `strides` and `dilation` are height, width; `padding`
+    is top, left, bottom, right. `winograd` is the side of the output tiles of Winograd's algorithm in pixels, None for
+    a direct convolution. `epilogue` takes an element of the result, its channel and a list of `reads` tensors with a
+    value for each channel. It returns the element after the element-wise operations. None means that there are none.
     """
 
     channels: int
@@ -77,10 +78,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to compute a block: lines of the result per strip, register tiles of pixels by vectors, and its cost.
+    """A way to compute a block strip by strip, with its estimated cost.
 
-    With Winograd's algorithm, the rows of the middle tile are rows of its matrix product. `cycles` estimates the time
-    of the whole block on all cores.
+    A strip is `lines` lines of the block's result. `first`, `middle` and `last` are the register tiles of the three
+    convolutions, pixels by vectors of channels; None for a convolution that the block lacks. With Winograd's algorithm
+    the rows of the middle tile are rows of its matrix product, that is, output tiles. `cycles` estimates the time of
+    the whole block on all cores.
     """
 
     lines: int
@@ -91,9 +94,10 @@ class Plan:
 
 
 def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machine: Machine, subject: str) -> te.Tensor:
-    """Define a block on NHWC data; the result is that of its last convolution.
+    """Define a block of convolutions on NHWC data, computed by `plan`; return the result after the last convolution.
 
-    `tensors` are, for each convolution in order, its packed weights and the tensors that its epilogue reads.
+    `tensors` are, for each convolution in order, its packed weights and the tensors that its epilogue reads. `subject`
+    names the block in the compiler's decisions (`compiler.choices`).
     """
     remaining = list(tensors)
 
@@ -244,10 +248,10 @@ _CHOICES = 4
 
 
 def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> tuple[list[Plan], float]:
-    """List the plans to compute a block strip by strip, the fastest first, and the cycles of its separate functions.
+    """Return a block's plans, the fastest first, and the estimated cycles of its convolutions as separate functions.
 
-    The list is empty where the block cannot be computed in strips. `strassen` allows Strassen's algorithm for the
-    separate functions.
+    The list of plans is empty where strips are impossible or not worth it; the cycles may be 0 then. `batch` is the
+    number of images. `strassen` allows Strassen's algorithm for the separate functions.
     """
     lanes, middle = machine.lanes, block.middle
     high, wide, depth = block.inner
@@ -392,7 +396,11 @@ class _Costs:
 
 
 def decide(block: Block, ranked: Sequence[Plan], machine: Machine, decisions: Decisions) -> Plan:
-    """Choose a plan by the `decisions` about the block, by default the first of the `ranked` plans, and return it."""
+    """Return the first of the `ranked` plans, changed where the `decisions` about the block name other options.
+
+    They may name another of the first few plans, by its lines, and other register tiles of the first and of the last
+    convolution. The plan's `cycles` are not estimated again.
+    """
     plan = decisions.choose("lines", {str(plan.lines): plan for plan in ranked[:_CHOICES]})
     first_tiles, _, last_tiles = _tiles(block, machine)
     first, last = (

@@ -30,7 +30,7 @@ def static(dim: Any) -> int | None:
 
 
 def size_parameter(size: Any, name: str) -> Any:
-    """Return a size of a function's buffers: a number, or the variable `name` where it is symbolic."""
+    """Return `size` for the shapes of a TIR function's buffers: a constant, or a new variable `name` if symbolic."""
     number = static(size)
     return tirx.Var(name, "int64") if number is None else tirx.IntImm("int64", number)
 
@@ -46,7 +46,10 @@ def is_float32(*tensors: relax.Expr) -> bool:
 
 
 def vector(channels: int, machine: Machine) -> int:
-    """Return the lanes of a vector of channels: the machine's, or a smaller power of two from 4 that holds them."""
+    """Return the number of lanes of the vectors for a tensor of `channels` channels.
+
+    It is the machine's, or the smallest power of two from 4 on that holds all channels, if that is less.
+    """
     return min(machine.lanes, max(NARROWEST, 1 << (channels - 1).bit_length()))
 
 
@@ -56,7 +59,10 @@ def constant(value: np.ndarray[Any, Any]) -> relax.Expr:
 
 
 def output_size(size: Any, kernel: int, stride: int, before: int, after: int, dilation: int) -> Any:
-    """Return the size of a convolution's result along one dimension, an integer or a symbolic size."""
+    """Return the size of a convolution's result along one dimension, an integer or a symbolic size.
+
+    `size` is the size of the input, `before` and `after` are the padding at its two ends.
+    """
     return topi.utils.simplify((size + before + after - dilation * (kernel - 1) - 1) // stride + 1)
 
 
@@ -76,8 +82,8 @@ def padded_input(
 ) -> te.Tensor:
     """Pad a convolution's NHWC input with `value` to `height` by `width` pixels and `channels`.
 
-    `padding` is top, left, bottom, right; `channels` None means those of the input. An input of that size is returned
-    unchanged.
+    `padding` is top, left, bottom, right; `channels` None means the channels of the input. An input that needs no
+    padding is returned unchanged if its width is constant.
     """
     *_, in_w, in_c = data.shape
     wide = channels is not None and channels != int(in_c)
@@ -115,10 +121,10 @@ def surrounded(
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """The leading dimensions of a dense layer's input as the rows of a matrix product over a batch.
+    """Maps the leading dimensions of a dense layer's input to the batch and the rows of a matrix product.
 
-    `outer` are the sizes of the leading dimensions. The dimensions at the places `joined` become rows; the others,
-    `lead`, are the batch.
+    `outer` are the sizes of the leading dimensions. Those at the positions `joined` in `outer` are flattened into one
+    dimension of rows. The others stay as dimensions of the batch.
     """
 
     outer: Sequence[Any]
@@ -126,12 +132,12 @@ class JoinedRows:
 
     @property
     def lead(self) -> list[int]:
-        """The places of the dimensions of the batch."""
+        """The positions in `outer` of the batch dimensions."""
         return [place for place in range(len(self.outer)) if place not in self.joined]
 
     @property
     def batch(self) -> list[Any]:
-        """The sizes of the batch."""
+        """The sizes of the batch dimensions."""
         return [self.outer[place] for place in self.lead]
 
     @property

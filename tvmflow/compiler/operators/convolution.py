@@ -131,10 +131,11 @@ def _is_pointwise(call: relax.Call) -> bool:
 def legalize_transpose(
     builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, choices: Choices
 ) -> relax.Expr | None:
-    """Mark a transpose that a convolution may absorb, before its input or after its result.
+    """Define a transpose that a convolution may absorb, as a function with an attribute that marks it.
 
-    Returns None for other transposes. `choices` decide whether the convolution itself writes its result in the
-    transposed order.
+    Two kinds of transposes are marked: one of a parameter of the program, such as the model's input, and one from NHWC
+    to NCHW of a direct convolution's result. With the second mark the convolution itself writes NCHW; `choices` decide
+    about it, by default against it. Returns None for a transpose that is not marked.
     """
     (data,) = call.args
     if not isinstance(data, relax.Var) or call.attrs.axes is None:
@@ -185,8 +186,9 @@ def winograd_conv2d(
 ) -> te.Tensor:
     """Define a convolution by Winograd's algorithm with the annotations of the schedule rule `kind`.
 
-    `decisions` about the convolution choose the rows of its register tile, None takes the fastest ones. `arguments` go
-    to `operators.winograd.conv2d`: `channels`, `padding`, `machine`, and optionally `stride` and `rows`.
+    The `decisions` about the convolution choose the rows of its register tile; without them the cost model does.
+    `arguments` go to `operators.winograd.conv2d`, which also describes the layout of `weight`: `channels`, `padding`,
+    `machine`, and optionally `stride` and `rows`.
     """
     return winograd_stages.conv2d(
         data,
@@ -214,8 +216,9 @@ def winograd_size(
 ) -> int | None:
     """Choose the size of Winograd's output tiles, in pixels along each side; None for a direct convolution.
 
-    The `decisions` about the convolution choose among the sizes that apply. Without decisions the cost model chooses.
-    `group` is the number of products that one instruction adds up.
+    `weight` has the layout `[CO][CI/groups][KH][KW]`. `geometry` has the lists `strides`, `padding` (top, left, bottom,
+    right) and `dilation`. The `decisions` about the convolution choose among the sizes that apply. Without decisions
+    the cost model chooses. `group` is the number of products that one instruction adds up in a lane: 1 for float32.
     """
     out_channels, channels, *kernel = (int(dim) for dim in weight.ty.shape.values)
     height, width = (static(dim) for dim in data.ty.shape.values[1:3])
@@ -307,10 +310,11 @@ def conv2d(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> te.Tensor:
-    """Define a convolution of NHWC data with packed weights; groups must be whole vectors of output channels.
+    """Define a convolution of NHWC data with weights that `pack_array` packed.
 
-    With `axes` the data has another layout, and its transpose by `axes` is NHWC; None means NHWC. `padding` is top,
-    left, bottom, right. The result is NHWC with `channels` channels.
+    The output channels of a group must fill whole vectors. With `axes` the data has another layout, and its transpose
+    by `axes` is NHWC; None means NHWC. `padding` is top, left, bottom, right. The `decisions` choose the rows of the
+    register tile. The result is NHWC with `channels` channels.
     """
     if axes is not None:
         data = _Transposed(data, axes)
@@ -381,7 +385,11 @@ def _dilated_lines(
 def pointwise_conv2d(
     data: te.Tensor, weight: te.Tensor, *, channels: int, machine: Machine, decisions: Decisions
 ) -> te.Tensor:
-    """Define a 1x1 convolution of NHWC data: the pixels of an image are the rows of a matrix product."""
+    """Define a 1x1 convolution of NHWC data: the pixels of an image are the rows of a matrix product.
+
+    It has strides of 1 and no padding. `weight` comes from `pack_array`; the `decisions` choose the product's register
+    tile. The result is NHWC with `channels` channels.
+    """
     batch, height, width, depth = data.shape
     vectors, _, _, _, lanes = (int(dim) for dim in weight.shape)
     product = rows_product(

@@ -22,7 +22,10 @@ from tvmflow.compiler.operators.common import (
 
 
 def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
-    """Pack weights `[C][1][KH][KW]` into float32 `[KH][KW][C]`, with zeros after the last channel."""
+    """Pack weights `[C][1][KH][KW]` into float32 `[KH][KW][C]`, as `pack_array` does, and return the expression.
+
+    It is a constant if the weights are constant, else the variable of a call that packs them.
+    """
     channels, _, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
     padded_channels = _padded_channels(channels, lanes)
     if isinstance(weight, tvm.ir.GenericConst):
@@ -39,7 +42,10 @@ def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.E
 
 
 def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
-    """Pack an array `[C][1][KH][KW]` into float32 `[KH][KW][C]`, with zeros after the last channel."""
+    """Pack an array `[C][1][KH][KW]` into float32 `[KH][KW][C]`, with zeros after the last channel.
+
+    Zeros fill up the last vector of `lanes` channels, unless exactly half of it is filled.
+    """
     channels, _, kernel_h, kernel_w = weight.shape
     value = np.zeros((kernel_h, kernel_w, _padded_channels(channels, lanes)), "float32")
     value[:, :, :channels] = weight[:, 0].transpose(1, 2, 0)
@@ -47,7 +53,11 @@ def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]
 
 
 def is_narrow(out_channels: int, depth: int, groups: int, machine: Machine) -> bool:
-    """Whether several groups fit one vector, and each has as many output channels as input channels."""
+    """Whether `depthwise` can compute a grouped convolution, because a vector holds several whole groups.
+
+    `depth` is the number of input channels of a group. It must be at least 2 and a divisor of the machine's lanes, but
+    less than these. Each group must have `depth` output channels too.
+    """
     return groups > 1 and out_channels == depth * groups and 1 < depth < machine.lanes and machine.lanes % depth == 0
 
 
@@ -74,9 +84,11 @@ def depthwise(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> te.Tensor:
-    """Define a depthwise convolution of NHWC data; with weights from `pack_groups`, a convolution in narrow groups.
+    """Define a depthwise convolution of NHWC data, or a grouped convolution that `is_narrow` accepts.
 
-    `padding` is top, left, bottom, right. `subject` is the subject of the decisions about the convolution.
+    `weight` has the layout `[KH][KW][C]` of `pack` for a depthwise convolution, and `[KH][KW][G][C]` of `pack_groups`
+    for a convolution with G channels in each group. `padding` is top, left, bottom, right. `subject` names the
+    convolution in the compiler's decisions (`compiler.choices`). The result is NHWC.
     """
     batch, in_h, in_w, channels = data.shape
     kernel_h, kernel_w, *size, padded_channels = (int(dim) for dim in weight.shape)

@@ -1,8 +1,9 @@
-"""Convolutions and matrix products of narrow numbers, by the dot products of `tvmflow.compiler.dotproduct`.
+"""Convolutions and matrix products of bfloat16 or 8-bit integers, by dot-product instructions (`compiler.dotproduct`).
 
-Activations are NHWC: bfloat16, or unsigned 8-bit integers. Weights are packed into `[CO/v][KH][KW][CI/g][v][g]` for
-vectors of v lanes and dot products of g numbers, padded with zeros to whole vectors and groups; a dense layer's into
-`[N/v][K/g][v][g]`. As with `products`, every product is computed into a buffer of whole tiles.
+Activations are NHWC. They are bfloat16, stored as uint16, or uint8; 8-bit weights are int8. Weights are packed into
+`[CO/v][KH][KW][CI/g][v][g]` for vectors of v lanes and dot products of g numbers, those of a dense layer into
+`[N/v][K/g][v][g]`. They are padded with zeros to whole vectors and whole groups of g. As with `products`, every product
+is computed into a buffer of whole tiles.
 """
 
 import math
@@ -23,7 +24,11 @@ Array = np.ndarray[Any, Any]
 
 
 def lanes_of(channels: int, groups: int, machine: Machine) -> int:
-    """Return the lanes of the vectors for `channels` output channels; 0 where the groups fill none."""
+    """Return the lanes of the vectors for `channels` output channels of a convolution with `groups` groups.
+
+    With several groups, the lanes divide the number of a group's output channels. Returns 0 where no vector has such a
+    number of lanes.
+    """
     if groups == 1:
         return vector(channels, machine)
     # A vector of output channels must read one group's input channels only.
@@ -32,7 +37,10 @@ def lanes_of(channels: int, groups: int, machine: Machine) -> int:
 
 
 def pack_conv2d(weight: Array, lanes: int, dot: Dot) -> Array:
-    """Pack weights `[CO][CI][KH][KW]`, float32 or int8, into `[CO/v][KH][KW][CI/g][v][g]` of type `dot.weight`."""
+    """Pack weights `[CO][CI][KH][KW]`, float32 or int8, into `[CO/v][KH][KW][CI/g][v][g]` of type `dot.weight`.
+
+    v is `lanes` and g is `dot.group`. CO and CI are padded with zeros to multiples of them.
+    """
     channels, depth, kernel_h, kernel_w = weight.shape
     vectors, steps = -(-channels // lanes), -(-depth // dot.group)
     value = np.zeros((vectors * lanes, steps * dot.group, kernel_h, kernel_w), dot.weight)
@@ -41,7 +49,10 @@ def pack_conv2d(weight: Array, lanes: int, dot: Dot) -> Array:
 
 
 def pack_dense(weight: Array, lanes: int, dot: Dot) -> Array:
-    """Pack weights `[K][N]`, float32 or int8, into `[N/v][K/g][v][g]` of type `dot.weight`."""
+    """Pack weights `[K][N]`, float32 or int8, into `[N/v][K/g][v][g]` of type `dot.weight`.
+
+    v is `lanes` and g is `dot.group`. N and K are padded with zeros to multiples of them.
+    """
     return pack_conv2d(weight.T[:, :, None, None], lanes, dot)[:, 0, 0]
 
 
@@ -62,10 +73,10 @@ def conv2d(
     dilation: Sequence[int],
     zero: Any = 0,
 ) -> te.Tensor:
-    """Define a convolution of narrow NHWC data with weights from `pack_conv2d`.
+    """Define a convolution of NHWC data of type `dot.data` with weights from `pack_conv2d`.
 
-    `padding` is top, left, bottom, right, and has the value `zero`, a number or an expression. The result is NHWC with
-    `channels` channels, in the accumulator's type.
+    `padding` is top, left, bottom, right. Its elements have the value `zero`, a number or an expression. The result is
+    NHWC with `channels` channels of type `dot.accumulator`.
     """
     batch, in_h, in_w, in_c = data.shape
     vectors, kernel_h, kernel_w, steps, lanes, group = (int(dim) for dim in weight.shape)
@@ -147,9 +158,10 @@ def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, m
 def dense(
     data: te.Tensor, weight: te.Tensor, *, dot: Dot, units: int, rows: Sequence[int], machine: Machine
 ) -> te.Tensor:
-    """Multiply `data` of shape `[..., K]` by weights from `pack_dense` of `units` columns.
+    """Multiply `data` of shape `[..., K]` and type `dot.data` by weights from `pack_dense` with `units` columns.
 
-    `rows` are the places of the leading dimensions that become rows; the others stay dimensions of a batch.
+    `rows` are the positions of the leading dimensions that are flattened into the rows of the product. The others stay
+    dimensions of a batch. The result has the shape `[..., units]` and the type `dot.accumulator`.
     """
     *outer, depth = data.shape
     vectors, _, lanes, _ = (int(dim) for dim in weight.shape)
@@ -172,7 +184,10 @@ def dense(
 
 
 def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.Tensor:
-    """Multiply matrices of bfloat16 over equal leading dimensions, with a float32 result; the depth must be known."""
+    """Multiply `left` `[*batch, rows, K]` by `right` `[*batch, K, units]`; the result is float32.
+
+    Both operands are bfloat16, stored as uint16. K must be a constant. No dimension is broadcast.
+    """
     dot = BF16
     *batch, rows, depth = left.shape
     units = right.shape[-1]

@@ -42,10 +42,11 @@ def legalize(
 def legalize_extreme(
     builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, largest: bool
 ) -> relax.Expr | None:
-    """Take the larger or the smaller element of two tensors of floats; NaN of either stays NaN. None for other types.
+    """Define the element-wise maximum (`largest`) or minimum of two float tensors; NaN in either operand gives NaN.
 
-    Code for the larger of two operands that do not compare, as with NaN, returns the second one: constant numbers come
-    first, and what may be NaN on both sides is looked at.
+    Returns None for other types and for unknown shapes. The processor's instruction returns its second operand where
+    one of the two is NaN. Therefore a constant without NaN becomes the first operand. Without such a constant, the
+    elements of the first operand are tested for NaN.
     """
     dtypes = {str(tensor.ty.dtype) for tensor in call.args}
     if len(dtypes) > 1 or not dtypes <= {"float16", "float32", "float64"}:

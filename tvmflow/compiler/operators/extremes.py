@@ -1,4 +1,7 @@
-"""Maximum and minimum of floats with infinity as the identity. TVM's own identity is the largest finite number."""
+"""Maximum and minimum of floats over axes, with infinity as the identity element.
+
+TVM's own identity element is the largest finite number.
+"""
 
 import math
 from typing import Any
@@ -9,9 +12,10 @@ from tvmflow.compiler.machine import Machine
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, sign: int) -> relax.Expr | None:
-    """Define a maximum (`sign` 1) or a minimum (`sign` -1) over axes; None for other types and for unknown shapes.
+    """Define a maximum (`sign` 1) or a minimum (`sign` -1) of floats over axes.
 
-    The result is infinite where all elements are infinite or where there are no elements.
+    The maximum of no elements is minus infinity, the minimum is infinity. Returns None for other types, for unknown
+    shapes, and where there is no axis to reduce.
     """
     data = call.args[0]
     if not isinstance(data.ty.shape, relax.ShapeExpr) or not str(data.ty.dtype).startswith("float"):

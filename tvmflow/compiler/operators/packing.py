@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Packing(Protocol):
-    """A form of weights, and how they get it; its fields are numbers."""
+    """A way to pack weights, called `name`. Its dataclass fields are integers, which a function's attribute stores."""
 
     name: ClassVar[str]
 
@@ -31,14 +31,18 @@ class Packing(Protocol):
         """Return the packed weights as float32."""
 
     def define(self, weight: te.Tensor) -> te.Tensor:
-        """Define the packed weights: the same numbers as those of `pack`, but for the order of additions in float64."""
+        """Define the packed weights as a tensor expression.
+
+        They may differ from those of `pack` by rounding, because the additions in float64 have another order.
+        """
 
 
 @dataclass(frozen=True)
 class WinogradPacking:
-    """Transforms weights `[CO][CI][3][3]` for output tiles of `size` into float32 `[taps][CO/v][CI][v]`, v = `lanes`.
+    """Transforms weights `[CO][CI][3][3]` for Winograd's algorithm into float32 `[taps][CO/v][CI][v]`, v = `lanes`.
 
-    There are zeros after the last channel.
+    `size` is the side of the output tiles in pixels, `stride` is the convolution's. There are zeros after the last
+    channel.
     """
 
     name: ClassVar[str] = "winograd"
@@ -79,7 +83,7 @@ class WinogradPacking:
 
 @dataclass(frozen=True)
 class StrassenPacking:
-    """Sums the quarters of weights into float32 `[7][N/2/v][K/2][v]`, v = `lanes`.
+    """Sums the quarters of weights for Strassen's algorithm into float32 `[7][N/2/v][K/2][v]`, v = `lanes`.
 
     The weights are a matrix `[K][N]`, or `[N][K][1][1]`, those of a convolution of one tap.
     """

@@ -32,7 +32,11 @@ _TILES = (2, 3, 4)
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices) -> relax.Expr | None:
-    """Define a float32 matrix product by register tiles; None for other types and for two matrices of symbolic size."""
+    """Define a float32 matrix product by register tiles.
+
+    Returns None for other types, for vectors, for a depth of 0, and for two matrices if the right one has a symbolic
+    size. It also returns None where the leading dimensions do not provably broadcast.
+    """
     if not _is_product(call):
         return None
     left, right = call.args
@@ -94,8 +98,8 @@ def fast_product(
     """Multiply `data` of shape `[..., K]` by weights `[K][N]` or `[N][K][1][1]` by Strassen's algorithm.
 
     Returns None where shapes are symbolic, where the direct product is faster, and where the `decisions` about the
-    product choose it. `strides` are the steps between rows along the dimensions after the first; without them every
-    element is a row.
+    product choose the direct one. `strides` are those of a 1x1 convolution, one for each dimension between the batch
+    and K. With a stride of s, only every s-th position is a row of the product. Without `strides` every position is.
     """
     sizes = [static(size) for size in data.ty.shape.values]
     if None in sizes:
@@ -143,10 +147,10 @@ def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]
 
 
 def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, decisions: Decisions) -> te.Tensor:
-    """Multiply `data` of shape `[..., K]` by packed weights `[N/v][K][v]`; the leading dimensions are rows.
+    """Multiply `data` of shape `[..., K]` by packed weights `[N/v][K][v]`; the result is `[..., units]`.
 
-    Dimensions of known size become one dimension of rows. Symbolic dimensions stay dimensions of a batch, because TVM
-    cannot simplify divisions by symbols.
+    The leading dimensions that `row_dimensions` chooses are flattened into one dimension of rows. The others stay
+    dimensions of a batch, because TVM cannot simplify divisions by symbolic sizes. `units` is N.
     """
     *outer, depth = data.shape
     vectors, _, lanes = (int(dim) for dim in weight.shape)
@@ -170,8 +174,8 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, d
 def row_dimensions(sizes: Sequence[Any]) -> list[int]:
     """Choose which leading dimensions of a dense layer's input become rows; return their places in `sizes`.
 
-    If all sizes are known, that is every dimension. Otherwise it is each dimension whose known size is at least
-    `_FEWEST_ROWS`, and the last dimension if there is none.
+    If all sizes are known, all dimensions become rows. Otherwise those do whose size is known and at least 4, or the
+    last dimension alone if there is none.
     """
     numbers = [static(size) for size in sizes]
     if None not in numbers:
@@ -247,12 +251,17 @@ def rows_product(
     shared: bool,
     joined: Sequence[int] | None = None,
 ) -> te.Tensor:
-    """Multiply left `[*batch, row, k]` by right `[*batch, k, channel]` in whole vectors: `[*batch, rows, channels]`.
+    """Define a matrix product over a batch, of operands in any layout; the result is `[*batch, rows, channels]`.
 
-    `shared` is true where the whole batch has the same right operand. `joined` are the dimensions of the result that
-    are its rows; None means all that follow the batch. The result has whole tiles of rows; where a tile does not divide
-    `rows`, the left operand is copied with its last row repeated. The `decisions` choose the rows of a tile. Where rows
-    share a set of the first-level cache, they also choose whether the rows of each tile are packed side by side first.
+    `left(*batch_index, row, k)` and `right(*batch_index, k, channel)` return one element of an operand. k runs over
+    `depth` values. `batch` are the sizes of the batch dimensions. `channels` is a multiple of `lanes`, the lanes of a
+    vector. The result has whole register tiles: where the rows of a tile do not divide `rows`, it has more rows, which
+    repeat the last row of the left operand.
+
+    `shared` is true where the right operand ignores the batch index. `joined` are the dimensions that the rows stand
+    for, as positions in the tensor into which the caller unpacks the result. None means all between batch and channels.
+    The `decisions` choose the rows of a tile. Where rows of the left operand evict each other from the first-level
+    cache, they also choose whether the rows of each tile are first copied side by side.
     """
     columns = static(channels)
     row_bytes = 4 * int(depth) if static(depth) else None

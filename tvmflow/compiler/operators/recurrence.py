@@ -56,7 +56,10 @@ def _hard_sigmoid(x: Any, alpha: float, beta: float) -> Any:
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation function of x, alpha and beta; `parameters` is the number of these that it uses after x, 0 to 2."""
+    """An activation function of x, alpha and beta.
+
+    `parameters` is 0 if it uses neither alpha nor beta, 1 if it uses alpha alone, 2 if it uses both.
+    """
 
     parameters: int
     function: Callable[[Any, float, float], Any]
@@ -78,12 +81,13 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def recurrence(operands: Mapping[str, relax.Expr], **attrs: Any) -> relax.Call:
-    """Return the call of a recurrent network.
+    """Return a Relax call that stands for an LSTM, GRU or RNN until a pass lowers it.
 
     `operands` are ONNX's, without those that are absent: `x` [steps, batch, inputs], `w` [directions, gates * units,
     inputs], `r` [directions, gates * units, units], `bias`, `lengths`, `initial_h`, `initial_c`, `peepholes`. `attrs`
-    are those that `Cell.of` reads. The result is a float32 tuple: all outputs [steps, directions, batch, units], the
-    outputs of the last step [directions, batch, units] and, of an LSTM, the last cell state.
+    are the fields of `Cell`, but with three lists `activations` (names), `alphas` and `betas`. The result is a float32
+    tuple: all outputs [steps, directions, batch, units], the outputs of the last step [directions, batch, units] and,
+    of an LSTM, the last cell state.
     """
     return extensions.call("recurrence", list(operands.values()), operands=list(operands), **attrs)
 
@@ -105,7 +109,8 @@ class Cell:
     """The computation of one step, as ONNX defines it: `kind` is lstm, gru or rnn.
 
     `activations` are (name, alpha, beta) of the first direction, then of the second. The operands of activations are
-    limited to `-clip` to `clip`; 0 means no limit. The other fields are ONNX's attributes of these names.
+    clamped to the range from `-clip` to `clip`; 0 means no clamp. The other fields are ONNX's attributes of the same
+    names.
     """
 
     kind: str
@@ -117,7 +122,7 @@ class Cell:
 
     @classmethod
     def of(cls, attrs: Any) -> "Cell":
-        """Return the cell that the attributes of a call describe."""
+        """Return the cell that the attributes of a call of `recurrence` describe."""
         names, alphas, betas = (list(attrs[key]) for key in ("activations", "alphas", "betas"))
         return cls(
             kind=str(attrs["kind"]),
@@ -142,7 +147,7 @@ class Cell:
 
     @property
     def phases(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the gates, in ONNX's order, by phase.
+        """The gates that each phase of a step computes, as their indices in ONNX's order.
 
         The gates of the second phase, if there is one, need gates of the first phase of the same step.
         """
@@ -152,13 +157,19 @@ class Cell:
 
     @property
     def splits_bias(self) -> bool:
-        """Whether the recurrent bias of the last gate cannot be added to the products of the inputs."""
+        """Whether the last gate adds its recurrent bias in every step, because the reset gate multiplies that bias.
+
+        Otherwise the bias is added to the products of the inputs before the recurrence.
+        """
         return self.kind == "gru" and self.linear_before_reset
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The division of units: `count` tiles of `blocks` vectors of `lanes` units, for `rows` sequences at a time."""
+    """The division of hidden units into `count` tiles of `blocks` vectors of `lanes` units each.
+
+    A tile is computed for `rows` sequences at a time.
+    """
 
     lanes: int
     blocks: int
@@ -203,10 +214,12 @@ def _parts(cell: Cell, machine: Machine) -> int:
 
 
 class Recurrence:
-    """Builds the function of a recurrence.
+    """Builds the TIR function of a recurrence.
 
-    Its parameters are the products of the inputs [steps, batch, directions * gates * padded units] with their bias, in
-    the order of `pack_units`, the packed weights of each phase, then the tensors called `extra`, then the results.
+    The function's parameters come in this order: the products of the inputs [steps, batch, directions * gates * padded
+    units] with their bias, their columns packed as by `pack_units`; the packed recurrent weights of each phase; the
+    tensors called `extra`; the results. `extra` may name `split_bias`, `lengths`, `initial_h`, `initial_c` and
+    `peepholes`. `steps` and `batch` are integers or symbolic sizes; `units` is the number of hidden units.
     """
 
     def __init__(self, cell: Cell, steps: Any, batch: Any, units: int, extra: Sequence[str], machine: Machine) -> None:
@@ -465,7 +478,7 @@ class _Units:
 
     @cached_property
     def is_within(self) -> Any | None:
-        """Whether the step is one of the sequence's; None where all are."""
+        """Whether the sequence still has this step; None where every sequence has all steps."""
         return None if "lengths" not in self.owner._optional else self.step < self.length
 
     @cached_property
@@ -501,7 +514,7 @@ class _Units:
         return self.owner._x[self.position, self.sequence, column * tile.lanes + lane]
 
     def gate(self, block: int, gate: int, lane: Any, function: int, more: Any = None) -> Any:
-        """Return a gate: the activation `function` of its products and of `more`."""
+        """Return a gate's value: the activation number `function` of the sum of its products and `more`."""
         value = self.input(block, gate, lane) + self.sums[self.row, block, gate, lane]
         return self.activation(function, self.clipped(value if more is None else value + more))
 
@@ -511,7 +524,7 @@ class _Units:
         return None if weights is None else cell * weights[self.direction, self.tile, block, gate, lane]
 
     def clipped(self, value: Any) -> Any:
-        """Return the operand of an activation, within its bounds."""
+        """Clamp the operand of an activation as `Cell.clip` says, and return it."""
         clip = self.owner.cell.clip
         if not clip:
             return value
@@ -519,7 +532,7 @@ class _Units:
         return tirx.max(low, tirx.min(high, value))
 
     def activation(self, function: int, value: Any) -> Any:
-        """Return an activation of a value."""
+        """Return the direction's activation number `function` of a value."""
         count = len(self.owner.cell.activations) // self.owner.cell.directions
         name, alpha, beta = self.owner.cell.activations[self.number * count + function]
         # Bound to a variable, the value is computed once, and no condition of the activation guards its reads.

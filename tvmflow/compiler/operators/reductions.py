@@ -65,7 +65,7 @@ _SIGNS = {"max": 1, "min": -1}
 class View:
     """A tensor as `[*outer, depth, inner]`: `depth` elements to reduce, `inner` results side by side in memory.
 
-    The dimensions from `first` to `last` of `shape` are the reduced ones.
+    The dimensions of `shape` from index `first` to index `last`, both included, are the reduced ones.
     """
 
     shape: Sequence[Any]
@@ -88,12 +88,12 @@ class View:
         return math.prod(int(size) for size in self.shape[self.last + 1 :])
 
     def position(self, outer: Sequence[Any], r: Any, c: Any) -> list[Any]:
-        """Return the index of an element: of place `r` among the reduced and `c` among the inner ones, at `outer`."""
+        """Convert the index `[*outer, r, c]` of an element of the view to the tensor's index of that element."""
         return [*outer, *unravel(r, self.shape[self.first : self.last + 1]), *unravel(c, self.shape[self.last + 1 :])]
 
 
 def unravel(index: Any, sizes: Sequence[Any]) -> list[Any]:
-    """Convert a position in memory to the index along each of the dimensions `sizes`."""
+    """Convert a flat, row-major index to the index along each of the dimensions of these `sizes`."""
     places: list[Any] = []
     for size in reversed(sizes[1:]):
         places.insert(0, index % int(size))
@@ -167,8 +167,9 @@ def reduction(
 ) -> Callable[[Sequence[Any], Any], Any]:
     """Reduce `element(outer, r, c)` over r, and return the result as a function of outer and c.
 
-    Where vectors run along c, one stage accumulates, annotated `reduction_inner`. Otherwise two stages do,
-    `reduction_lanes` and `reduction_fold`. The stages are named after `name`.
+    `outer`, r and c are the index of an element of the `view`. Where there is more than one c, vectors run along c, and
+    one stage with the annotation `reduction_inner` accumulates. Otherwise two stages do: `reduction_lanes` and
+    `reduction_fold`. The names of all stages begin with `name`.
     """
     outer, depth, inner = view.outer, view.depth, view.inner
     parts = _parts(outer, depth, inner, machine)
@@ -199,9 +200,9 @@ def rows(
 ) -> Callable[[Sequence[Any]], Any]:
     """Define the reduction of `element(row, k)` over k below `size`, and return its result as a function of the row.
 
-    Several vectors of the machine's width accumulate elements side by side. They are reduced to one vector, then its
-    lanes to a number, to which the elements that fill no vector are added last. `outer` are the sizes of a row's index,
-    `kind` is the reduction, such as a sum, and `name` begins the names of its stages.
+    A row is an index into dimensions of the sizes `outer`. Several vectors of the machine's width accumulate elements
+    side by side. They are reduced to one vector, and its lanes to one number together with the elements that fill no
+    vector. `kind` is the reduction, such as a sum. The names of its stages begin with `name`.
     """
     lanes = machine.lanes
     whole = size // lanes

@@ -1,6 +1,6 @@
 """Reshapes of tensors with symbolic sizes, axis by axis where sizes before and after agree.
 
-TVM's own definition counts all elements before each one, and finds its place by divisions by every size.
+TVM's own definition computes the flat index of each element, and divides it by every size of the input.
 """
 
 from collections.abc import Iterator, Sequence

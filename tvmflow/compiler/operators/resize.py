@@ -63,11 +63,11 @@ def _taps(weights: Array) -> tuple[Array, Array]:
 
 
 def resize(data: te.Tensor, *tables: te.Tensor, axes: Sequence[int], apart: bool) -> te.Tensor:
-    """Resize `data` along each of the `axes` in turn.
+    """Resize `data` along each of the `axes`, in their order.
 
-    `tables` are two tensors of shape `[taps, result size]` for each axis, in their order: the places (int32) of the
-    elements that a result is made of, and their weights (float32). With `apart` the result of each axis but the last is
-    stored before the next one; otherwise all are computed at once.
+    `tables` are two tensors of shape `[taps, result size]` for each axis, in the order of the axes. The first holds the
+    indices (int32) of the elements whose weighted sum is a result, the second holds their weights (float32). With
+    `apart` the result along each axis but the last is stored in a buffer. Without it one expression computes all axes.
     """
     shape, element = list(data.shape), partial(_read, data)
     for step, axis in enumerate(axes):

@@ -102,7 +102,7 @@ def legalize_norm(builder: relax.BlockBuilder, call: relax.Call, machine: Machin
 def layer_norm(
     data: te.Tensor, scale: te.Tensor, bias: te.Tensor, *, lead: int, epsilon: float, machine: Machine
 ) -> te.Tensor:
-    """Define layer norm over the dimensions from `lead` on.
+    """Define layer norm over the dimensions from index `lead` on; `scale` and `bias` have these dimensions.
 
     The variance is computed from the centred values, and `epsilon` is added to it.
     """
@@ -121,7 +121,7 @@ def layer_norm(
 def rms_norm(data: te.Tensor, scale: te.Tensor, *, lead: int, epsilon: float, machine: Machine) -> te.Tensor:
     """Return `data / sqrt(mean(data ** 2) + epsilon) * scale`.
 
-    The mean is over the dimensions from `lead` on; `scale` has these dimensions.
+    The mean is over the dimensions from index `lead` on; `scale` has these dimensions.
     """
     element, size = _row(data, lead)
     rows = list(data.shape[:lead])
@@ -142,8 +142,8 @@ def moments(
 ) -> tuple[Row, Row]:
     """Return the mean of each row and the inverse of its standard deviation, as functions of the row.
 
-    `rows` are the sizes of a row's index. `element(row, k)` is one of a row's `size` elements. `epsilon` is added to
-    the variance.
+    A row is an index into dimensions of the sizes `rows`. `element(row, k)` returns the element k of the `size`
+    elements of a row. `epsilon` is added to the variance.
     """
     total = row_reduction(element, rows, size, reductions.SUM, "total", machine)
     mean = te.compute(rows, lambda *row: total(row) / tirx.Cast("float32", size), name="mean")
@@ -177,10 +177,10 @@ def row_reduction(
     name: str,
     machine: Machine,
 ) -> Row:
-    """Reduce `element(row, k)` over k: whole vectors, then their lanes, then the remaining elements.
+    """Reduce `element(row, k)` over k: whole vectors first, then their lanes and the elements that fill no vector.
 
-    `rows` are the sizes of a row's index, and `size` the number of its elements. Returns the result as a function of
-    the row.
+    A row is an index into dimensions of the sizes `rows`, and has `size` elements. Returns the result as a function of
+    the row. The names of the stages begin with `name`.
     """
     number = static(size)
     if number is not None:

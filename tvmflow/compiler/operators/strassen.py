@@ -81,7 +81,11 @@ def choose(outer: Sequence[int], depth: int, units: int, machine: Machine, decis
 
 
 def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> Estimate | None:
-    """Estimate Strassen's algorithm; None where no register tile fits the shapes."""
+    """Estimate Strassen's algorithm for the product of `[*outer, depth]` and `[depth, units]`.
+
+    Returns None where the operands cannot be cut into quarters, and where every register tile would wait for loads or
+    for results.
+    """
     half_rows, odd = divmod(math.prod(outer), 2)
     if odd or depth % 2 or units % (2 * machine.lanes):
         return None
@@ -123,7 +127,11 @@ def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> 
 
 
 def goes_together(half_rows: int, rows: int, half_depth: int, half_units: int, machine: Machine) -> bool:
-    """Whether each core sums its own rows' panels: the weights fit its cache, and each core has two tiles or more."""
+    """Whether each core sums the quarters of its own rows just before it multiplies them.
+
+    That needs packed weights that fit its cache, and at least two tiles of `rows` rows for each core. Otherwise all
+    quarters are summed before the first product. The other sizes are half of the product's.
+    """
     return cost.fits(4 * 7 * half_depth * half_units, machine) and half_rows // rows >= 2 * machine.cores
 
 
@@ -138,7 +146,7 @@ def error_bound(depth: int) -> float:
 
 
 def pack(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
-    """Sum the quarters of weights `[K][N]` and pack the seven sums into float32 `[7][N/2/v][K/2][v]`."""
+    """Sum the quarters of weights `[K][N]`; pack the seven sums into float32 `[7][N/2/v][K/2][v]`, v = `lanes`."""
     depth, units = (size // 2 for size in weight.shape)
     quarters = weight.astype("float64").reshape(2, depth, 2, units).transpose(0, 2, 1, 3).reshape(4, depth, units)
     sums = np.einsum("iq,qkn->ikn", np.array(RIGHT, "float64"), quarters).astype("float32")
@@ -149,9 +157,11 @@ def pack(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
 def multiply(
     data: te.Tensor, weight: te.Tensor, *, outer: Sequence[int], steps: Sequence[int], tile: tiles.Tile, subject: str
 ) -> te.Tensor:
-    """Multiply `data` of shape `[..., K]` by weights from `pack`.
+    """Multiply `data` of shape `[..., K]` by weights from `pack`; the result is `[*outer, N]`.
 
-    The rows are every `steps`-th element along the leading dimensions; `outer` are the numbers of rows along them.
+    `steps` and `outer` have one number for each leading dimension. With a step of s, every s-th position is a row of
+    the product; `outer` counts these positions. `tile` is the register tile. `subject` names the product in the
+    compiler's decisions (`compiler.choices`).
     """
     _, vectors, half_depth, lanes = (int(size) for size in weight.shape)
     half_rows, half_units = math.prod(outer) // 2, vectors * lanes

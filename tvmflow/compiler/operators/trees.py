@@ -34,12 +34,12 @@ _START = {"SUM": 0.0, "AVERAGE": 0.0, "MIN": float("inf"), "MAX": float("-inf")}
 class Forest:
     """The form of an ensemble of `trees` trees with `nodes` nodes; the longest path has `depth` steps.
 
-    `dtype` is the type of rows and thresholds, `score` the type of results. A node's `link` holds its feature, then, if
-    `has_missing`, a flag in bit `shift - 1` that says whether NaN passes its test, and the place of its left child from
-    bit `shift` on. Where `shift` is 0, feature and flag are in a first link and the place in a second. `layout` says
-    what the leaves hold: `single`, one number for the only target; `dense`, a number for every target; `sparse`,
-    numbers for some targets, in all `entries` numbers of `leaves` leaves. `aggregate` is ONNX's: SUM, AVERAGE, MIN or
-    MAX.
+    `dtype` is the type of rows and thresholds, `score` the type of results. Each node has a link, an int32. Its lowest
+    bits, `feature_bits` of them, hold the index of the feature that the node tests. If `has_missing`, the next bit says
+    whether NaN passes the test. The index of the left child begins at bit `shift`; where `shift` is 0, it is in a
+    second link. `layout` says what the leaves hold: `single`, one number for the only target; `dense`, a number for
+    every target; `sparse`, numbers for some targets, in all `entries` numbers of `leaves` leaves. `aggregate` is
+    ONNX's: SUM, AVERAGE, MIN or MAX.
     """
 
     trees: int
@@ -63,7 +63,7 @@ class Forest:
 
 
 def trees(x: relax.Expr, tables: Sequence[relax.Expr], forest: Forest) -> relax.Call:
-    """Return the call of an ensemble on rows [rows, features]; the result is [rows, targets].
+    """Return a Relax call that stands for an ensemble on rows [rows, features]; its result is [rows, targets].
 
     `tables` are thresholds [nodes], links [nodes, 1 or 2], roots [trees], the leaves' tables and base values [targets].
     The leaves' tables are numbers [nodes] (single); numbers [leaves, targets] and the leaf of each node (dense); or
@@ -87,7 +87,10 @@ extensions.register("trees", _infer)
 
 
 class Trees:
-    """Builds the function of an ensemble: its parameters are the operands of `trees`, then the result."""
+    """Builds the TIR function of an ensemble; the function's parameters are the operands of `trees`, then the result.
+
+    `rows` is the number of rows, an integer or a symbolic size.
+    """
 
     def __init__(self, forest: Forest, rows: Any, machine: Machine) -> None:
         self.forest = forest

@@ -27,11 +27,14 @@ def conv2d(
 ) -> te.Tensor:
     """Define a convolution of NHWC data of known height and width by Winograd's algorithm.
 
-    The weights come from `transform_kernel` or `narrow_kernel`. The output tiles are the rows of a matrix product.
-    `annotations` makes the product's annotations from the rows of its register tile, its lanes and the size of output
-    tiles. With `rows`, the rows of the register tile, which must divide the output tiles of a line, the product keeps
-    the dimensions of the images. Without `rows` all output tiles are one dimension, and the rows are the fastest ones
-    or those that the `decisions` about the convolution choose.
+    The weights come from `transform_kernel` or `narrow_kernel` of `compiler.winograd`. `padding` is top, left, bottom,
+    right. The output tiles are the rows of a matrix product. `annotations(rows, lanes, size)` returns the annotations
+    of the product from the rows of its register tile, its lanes and the side of the output tiles in pixels.
+
+    With `rows` the register tile has that many rows, and the product keeps the dimensions of the images: batch, lines
+    and columns of output tiles. `rows` must divide the number of output tiles in a line. Without `rows` all output
+    tiles are one dimension. The `decisions` about the convolution then choose the rows; without them the cost model
+    does.
     """
     batch, in_h, in_w, depth = data.shape
     taps, vectors, steps, lanes, *group = (int(dim) for dim in weight.shape)
@@ -112,9 +115,9 @@ def conv2d(
 
 
 def combine(matrix: Sequence[Sequence[float]], row: Any, element: Callable[[int], Any]) -> Any:
-    """Return the sum of elements weighted by a row of a constant matrix.
+    """Return the sum of `matrix[row][i] * element(i)` over all i, for a constant matrix.
 
-    `row` may be an expression; the schedule unrolls its loop until it is a constant.
+    `row` may be a loop variable. The schedule unrolls that loop, so that `row` becomes a constant.
     """
     sums = [_weighted_sum(weights, element) for weights in matrix]
     value = sums[-1]

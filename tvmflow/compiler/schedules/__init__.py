@@ -140,7 +140,10 @@ def iterations_of(func: PrimFunc) -> list[tuple[list[Any], Any]]:
 
 
 def is_elementwise(func: PrimFunc) -> bool:
-    """Whether a fused function computes each element of its result from the elements at the same place."""
+    """Whether a fused function computes each element of its result from its operands' elements at the same index.
+
+    An operand may be broadcast. False for a function without blocks.
+    """
     sch = _with_blocks(func)
     return sch is not None and all(common.is_elementwise(sch, block) for block in common.blocks(sch))
 
@@ -198,10 +201,10 @@ def _with_blocks(func: PrimFunc) -> Schedule | None:
 
 
 def subject(func: PrimFunc) -> str:
-    """Return what the compiler's decisions about a fused function are about, such as a convolution's shapes as text.
+    """Return the subject of the compiler's decisions about a fused function, such as a convolution's shapes as text.
 
     Tuning records a decision under this text, which equal functions share (see the module `choices`). It is empty for
-    a function about which nothing is decided.
+    a function without such decisions.
     """
     sch = _with_blocks(func)
     subjects = [] if sch is None else [common.subject_of(sch, block) for block in common.blocks(sch)]
@@ -221,10 +224,11 @@ def error_bounds(func: PrimFunc) -> dict[str, float]:
 
 
 def complete(scheduled: PrimFunc) -> PrimFunc:
-    """Return a scheduled function with its prefetches, transposed tiles, roundings and guards of reads.
+    """Add to a scheduled function the code that schedule primitives cannot write, and return the function.
 
-    Schedule primitives cannot write these. Each copy that they made of a bound variable is a variable of its own: TVM's
-    passes take the value that they know of it in one part of a loop for that in another part.
+    That code is prefetches, transposes of tiles, roundings to bfloat16 and guards of reads. The result is in SSA form:
+    schedule primitives copy bindings of variables, and TVM's passes would mix up the values of such a variable in
+    different parts of a loop.
     """
     completed = guards.guard_reads(use_rounding(transposes.expand(prefetch.expand(scheduled))))
     return tvm.tirx.transform.ConvertSSA()(tvm.IRModule({"main": completed}))["main"]

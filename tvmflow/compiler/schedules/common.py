@@ -47,9 +47,9 @@ def is_reduction(sch: Schedule, block: SBlockRV) -> bool:
 
 
 def is_elementwise(sch: Schedule, block: SBlockRV) -> bool:
-    """Whether a block reads, for each element that it writes, only elements at the same place.
+    """Whether a block reads, for each element that it writes, only elements at the same index.
 
-    An operand with fewer dimensions, or with one element along a dimension, is repeated.
+    An operand with fewer dimensions, or with one element along a dimension, may be broadcast.
     """
     if is_reduction(sch, block):
         return False
@@ -71,9 +71,9 @@ def is_elementwise(sch: Schedule, block: SBlockRV) -> bool:
 
 
 def inline_elementwise(sch: Schedule) -> None:
-    """Inline every element-wise block into its readers.
+    """Inline every block that is no reduction into the blocks that read it, or into the block that it reads.
 
-    A block stays that TVM refuses to inline, and one whose copies would make a very large expression.
+    Blocks that TVM refuses to inline stay. So do blocks whose copies would make a very large expression (`multiplies`).
     """
     for block in blocks(sch):
         if not is_reduction(sch, block) and sch.get_consumers(block) and not multiplies(sch, block):
@@ -87,7 +87,7 @@ def inline_elementwise(sch: Schedule) -> None:
 
 
 def multiplies(sch: Schedule, block: SBlockRV) -> bool:
-    """Whether a block is read in several places, and inlining it into all of them makes very large expressions.
+    """Whether inlining a block into all of the several places that read it would make a very large expression.
 
     Such an expression computes the same thing again and again, and TVM's simplifier takes minutes for it.
     """
@@ -114,9 +114,10 @@ def walk(expr: Any) -> Iterator[Any]:
 
 
 def chooses_along_last(sch: Schedule, block: SBlockRV) -> bool:
-    """Whether a comparison in a block, as that of a concatenation, depends on the position along its last dimension.
+    """Whether a comparison in a block, as in a concatenation, depends on the index along the block's last dimension.
 
-    TVM partitions a loop of symbolic extent by such a condition too, and then forgets the loop's own end.
+    TVM partitions a loop of symbolic extent by such a condition too, and then forgets the loop's own end. Also true for
+    a block that has no such dimension or does more than store an element.
     """
     body = sch.get(block).body
     places = [item.var for item in sch.get(block).iter_vars if item.iter_type == tirx.IterVar.DataPar]
@@ -130,7 +131,11 @@ def chooses_along_last(sch: Schedule, block: SBlockRV) -> bool:
 
 
 def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Spread a block's independent loops over the cores and vectorise its innermost one where memory runs along it."""
+    """Spread a block's independent loops over the cores, and vectorise the innermost one of them.
+
+    The loops of a reduction run between the two. A block too small for a parallel region runs on one core. The
+    innermost loop stays scalar where its extent is symbolic or fills no whole vectors, unless TVM can partition it.
+    """
     loops = list(sch.get_loops(block))
     kinds = [variable.iter_type for variable in sch.get(block).iter_vars]
     if not loops or len(loops) != len(kinds):
@@ -204,7 +209,11 @@ def inline_epilogue(sch: Schedule, block: SBlockRV) -> SBlockRV:
 
 
 def put_channels_last(sch: Schedule, out: SBlockRV, product: SBlockRV) -> None:
-    """Put the channels last in the loops of a block that writes them first, as they are in its product's loops."""
+    """Reorder the loops of `out` from NCHW to NHWC, where `out` transposes the result of a convolution to NCHW.
+
+    `product` is the block that computes the convolution, with the channels last; `out` reads its result. An `out` with
+    another order of dimensions is left unchanged.
+    """
     block, result = sch.get(out), sch.get(product).writes[0].source
     variables = [variable.var for variable in block.iter_vars]
     channel = next(region.region[-1].min for region in block.reads if region.source.same_as(result))
@@ -219,10 +228,11 @@ def parallel(sch: Schedule, loop: LoopRV, machine: Machine) -> None:
 
 
 def split_for_cores(sch: Schedule, tasks: Sequence[LoopRV], loop: LoopRV, machine: Machine) -> tuple[LoopRV, LoopRV]:
-    """Split a second loop where the loops `tasks` have too few iterations for the cores; return its parts and the rest.
+    """Split `loop` into parts where the loops `tasks` have too few iterations to share them evenly among the cores.
 
-    Of the numbers that divide the loop, the smallest with which the cores have even shares is the number of parts, or
-    the one with the most even shares. Loops of symbolic extent have one part.
+    Returns the outer loop over the parts and the inner loop over the iterations of a part. The number of parts divides
+    the extent of `loop`. It is the smallest number that gives the cores even shares, else the one with the most even
+    shares. Where a loop has a symbolic extent, there is one part.
     """
     count, size = math.prod(extent(sch, item) or 0 for item in tasks), extent(sch, loop) or 1
     parts = [number for number in range(1, size + 1 if count else 2) if size % number == 0]
@@ -238,10 +248,10 @@ def fuse(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:
 
 
 def join_dimensions(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> None:
-    """Join a block's loops at `places` into one loop, which comes after all other loops but the last.
+    """Join the dimensions of a block at the positions `places` into one, and put it directly before the last dimension.
 
-    The block's dimensions are joined instead of its loops, so that TVM sees one index rather than a quotient and a
-    remainder.
+    The block gets one loop for them. Its loops alone are not fused, because TVM would then see a quotient and a
+    remainder instead of one index.
     """
     sizes = [variable.dom.extent for variable in sch.get(block).iter_vars]
     others = [place for place in range(len(sizes) - 1) if place not in places]
@@ -285,7 +295,8 @@ def cycles(func: tirx.PrimFunc, machine: Machine) -> float:
 def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Vectorise a block's innermost loop by `machine.lanes` elements; the rest runs one by one.
 
-    The caller makes sure that this loop runs over elements that lie side by side in memory.
+    A shorter loop becomes one vector if its extent is a power of two, else it stays as it is. So does a loop that TVM
+    would partition wrongly. The loop must run over elements that lie side by side in memory.
     """
     inner = sch.get_loops(block)[-1]
     size = extent(sch, inner)
@@ -320,9 +331,9 @@ def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
 
 
 def vectorize_padded(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Vectorise the innermost loop of a block that copies data and pads its last dimension, if at all.
+    """Vectorise the innermost loop of a block that copies data and may pad the last dimension, but no other one.
 
-    The vectors that hold data alone have a loop of their own, without conditions.
+    The vectors without padding have a loop of their own, without conditions.
     """
     inner = sch.get_loops(block)[-1]
     size = extent(sch, inner)
@@ -340,10 +351,10 @@ def vectorize_padded(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
 
 
 def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tuple[LoopRV, LoopRV, LoopRV]:
-    """Split output channels into tiles, vectors and lanes, so that no store needs a mask, and return these loops.
+    """Split the loop `channel` over output channels into loops over tiles, vectors and lanes, and return these three.
 
-    A tile has `count` vectors of `lanes` channels; where the channels are no multiple of `lanes`, more and smaller
-    ones.
+    A tile has `count` vectors of `lanes` channels. Where the number of channels is no multiple of `lanes`, a tile has
+    more and smaller vectors that divide it, so that no store needs a mask.
     """
     channels = extent(sch, channel)
     store = lanes if channels is None else math.gcd(channels, lanes)

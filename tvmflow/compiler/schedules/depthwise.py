@@ -19,9 +19,10 @@ _TAPS_UNROLLED, _ROWS_UNROLLED = 9, 49
 
 
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule depthwise convolutions and those in narrow groups; return False for other functions.
+    """Schedule the convolutions that `operators.depthwise` defines; return False for other functions.
 
-    The padded input is computed per strip, so that it stays in the cache.
+    These are depthwise convolutions, and grouped convolutions whose groups are narrower than a vector. The padded input
+    is computed for one strip of lines at a time, so that it stays in the cache.
     """
     product = common.find_kernel(sch, "depthwise")
     if product is None:

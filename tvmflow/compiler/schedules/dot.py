@@ -1,4 +1,7 @@
-"""Schedules for products of narrow numbers: the register tile of `products`, computed by dot-product instructions."""
+"""Schedules for products of bfloat16 or 8-bit integers, by dot-product instructions or AMX.
+
+With dot-product instructions, a product has the same register tile as in `products`.
+"""
 
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
@@ -12,12 +15,15 @@ from tvmflow.compiler.schedules import common, products, registers
 
 
 def apply_rows(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule dense layers, 1x1 convolutions and batched products of narrow numbers; return False for others."""
+    """Schedule dense layers, 1x1 convolutions and batched matrix products of bfloat16 or 8-bit integers.
+
+    Returns False for other functions.
+    """
     return _apply(sch, machine, choices, "dot_rows")
 
 
 def apply_conv2d(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule convolutions of narrow numbers that are not depthwise; return False for other functions."""
+    """Schedule convolutions of bfloat16 or 8-bit integers, but not depthwise ones; return False for other functions."""
     return _apply(sch, machine, choices, "dot_conv2d")
 
 

@@ -9,9 +9,9 @@ from tvmflow.compiler.schedules import common
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
-    """Schedule a packing of `operators.packing`, whose channels the cores share; return False for other functions.
+    """Schedule a function that `operators.packing` defines, in parallel over channels; return False for others.
 
-    All forms of one vector of weights are made together, so that the weights are read once.
+    All packed values of one vector of weights are computed together, so that the weights are read once.
     """
     blocks = common.blocks(sch)
     *stages, packed = blocks

@@ -66,12 +66,13 @@ def tile_product(
     grouped: int,
     choose_vectors: Callable[[int, int], int] | None = None,
 ) -> TiledProduct | None:
-    """Tile the product whose kernel is `kind`, and compute it and its operands in the parallel loop over result tiles.
+    """Tile the product whose kernel is `kind`, and compute it in the parallel loop over tiles of the result.
 
-    The product has `reduced` reductions, the last `grouped` of which run within one 32-bit element of the weights. With
+    The padded input is computed in that loop too; other copies of operands have parallel loops before it. The product
+    has `reduced` reductions, the last `grouped` of which run within one 32-bit element of the weights. With
     `lead_dimensions` the result is `[*batch, rows, channels]`, else an image. `choose_vectors` takes the rows of a tile
-    and the result's vectors of channels and returns the vectors of a tile; by default a tile has as many as the
-    registers hold. Returns None for a function without such a product.
+    and the number of vectors of channels of the whole result, and returns the number of vectors of a tile. By default
+    the `choices` and the registers decide about it. Returns None for a function without such a product.
     """
     product = common.find_kernel(sch, kind)
     if product is None:

@@ -32,7 +32,11 @@ def _kind(sch: Schedule, block: SBlockRV) -> str:
 
 
 def inline_around(sch: Schedule) -> None:
-    """Inline element-wise blocks, except readers of a reduction, which others would compute again."""
+    """Inline the blocks that are no reductions, except those that read the result of a reduction.
+
+    If such a block were inlined, each block that reads it would compute it again. Blocks that TVM refuses to inline
+    stay, and so do blocks whose copies would make a very large expression.
+    """
     for block in common.blocks(sch):
         if common.is_reduction(sch, block) or not sch.get_consumers(block) or common.multiplies(sch, block):
             continue

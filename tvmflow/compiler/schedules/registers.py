@@ -52,11 +52,12 @@ def accumulate(
     group: Sequence[LoopRV] = (),
     unrolled: Sequence[LoopRV] = (),
 ) -> None:
-    """Keep the results of a block's loops `tile` in registers while its `reductions` run around them.
+    """Keep the results of a block's loops `tile` in registers while the loops `reductions` run around them.
 
     The innermost loop of the tile is vectorised. Its other loops are unrolled, and so are the reductions in `unrolled`.
-    `group` are reductions within a lane: with them the innermost loop is not vectorised, because an instruction
-    replaces it. A separate loop nest before the first reduction sets the results to their identities.
+    `group` are loops of a reduction within one lane, such as that of a dot-product instruction. With them the innermost
+    loop of the tile is not vectorised: the caller replaces it by the instruction. A separate loop nest before the first
+    reduction sets the results to the identity element, such as 0 for a sum.
     """
     sch.reorder(*reductions, *tile, *group)
     for loop in (*unrolled, *tile[:-1]):
@@ -76,9 +77,10 @@ def keep_in_registers(sch: Schedule, loops: Sequence[LoopRV]) -> None:
 
 
 def split_steps(sch: Schedule, reduction: LoopRV, choices: Choices, subject: str = "") -> list[LoopRV]:
-    """Split a reduction around a register tile into steps that are unrolled and the rest, and return its loops.
+    """Split a reduction around a register tile into an outer loop and unrolled steps; return the loops as a list.
 
-    `choices` name the number of steps. By default the reduction is not split, and its loop is returned.
+    `choices` name the number of steps. By default the reduction is not split, and its loop alone is returned. `subject`
+    tells the reductions of one function apart in the `choices`.
     """
     size = common.extent(sch, reduction)
     counts = [count for count in _UNROLLED if size is not None and size > count and size % count == 0]
@@ -93,11 +95,11 @@ def split_steps(sch: Schedule, reduction: LoopRV, choices: Choices, subject: str
 
 
 def choose_vectors(rows: int, vectors: int | None, machine: Machine, choices: Choices, tasks: int | None = None) -> int:
-    """Choose the vectors of a register tile of `rows` rows: by default the most that the registers hold.
+    """Choose the number of vectors of a register tile of `rows` rows: by default the most that the registers hold.
 
-    `vectors` is the number of vectors in the whole result; where it is unknown (None) the tile has one vector. Where
-    `tasks`, the number of tiles one above the other, is too small for the cores, the default has fewer vectors, so that
-    there are more tiles side by side. The choices may name another number.
+    `vectors` is the number of vectors in a row of the result; where it is unknown (None) the tile has one vector.
+    `tasks` is the number of tiles that cover all rows of the result once. If it is given, and the tiles do not give the
+    cores even shares, the default is a smaller number, which makes more tiles. The `choices` may name another number.
     """
     if vectors is None:
         return 1

@@ -1,4 +1,4 @@
-"""The schedule for resizing: the step along each axis by itself, in vectors where memory runs across that axis."""
+"""The schedule for resizing: one parallel loop nest for each stored step, in vectors along the last dimension."""
 
 from tvm.s_tir import Schedule
 

@@ -14,8 +14,9 @@ from tvmflow.compiler.schedules import common, registers
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     """Schedule a matrix product by Strassen's algorithm; return False for other functions.
 
-    Where the weights' sums fit a core's cache, each core sums the panels of its own rows. Otherwise all panels are
-    summed first, and each core reads its own part of the weights once.
+    Where the packed weights fit a core's cache, each core sums the quarters of its own rows just before the products.
+    Otherwise all quarters are summed first, and each core reads its own part of the weights once. `choices` may name
+    the other of these two orders.
     """
     product = common.find_kernel(sch, "strassen")
     if product is None:
@@ -61,6 +62,6 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
 
 
 def bound(sch: Schedule) -> float | None:
-    """Return the error bound of a function that uses Strassen's algorithm; None for others."""
+    """Return `operators.strassen.error_bound` of a function that uses Strassen's algorithm; None for others."""
     product = common.find_kernel(sch, "strassen")
     return None if product is None else error_bound(2 * int(sch.get(product).iter_vars[-1].dom.extent))

@@ -1,7 +1,7 @@
-"""Transposes tiles of 32-bit numbers by shuffles of vectors, which loops over numbers would load one by one.
+"""Transposes tiles of 32-bit numbers by shuffles of vectors. Plain loops would load the numbers one by one.
 
-A schedule marks the loops over a tile by an annotation, and `expand` replaces them by a call of a function in LLVM's
-language, which LLVM puts in the place of the call.
+A schedule marks the loops over a tile by an annotation. `expand` replaces them by a call of a function written in LLVM
+IR, which LLVM inlines.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,10 @@ _TYPES = ("float32", "int32", "uint32")
 
 
 def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
-    """Whether a block only copies a parameter of the function, of 32-bit numbers, to another one.
+    """Whether shuffles can replace a block: it copies one parameter of the function to another, in 32-bit numbers.
 
-    `places` are those of two of the block's variables, which both tensors must have as an index each.
+    `places` are the positions of two of the block's iteration variables. Both tensors must have each of these variables
+    as one index, and only variables and constants as indices.
     """
     store, variables = sch.get(block).body, [item.var for item in sch.get(block).iter_vars]
     if not isinstance(store, tirx.BufferStore) or not isinstance(store.value, TensorLoad):
@@ -45,17 +46,18 @@ def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
 
 
 def use(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
-    """Have a block's two innermost loops, along the last dimensions of source and result, done by shuffles.
+    """Mark a block's two innermost loops, so that `expand` replaces them by shuffles.
 
-    `near` is the outer one of the two. `places` are those of the loops' variables among the block's (`fits`). The
-    loops' extents must be powers of two; where they do not divide the dimensions, the last tile begins earlier, and
+    `near` is the outer one of the two and runs along the source's last dimension. The inner one runs along the result's
+    last dimension. `places` are the positions of both among the block's iteration variables, in this order (`fits`).
+    The loops' extents must be powers of two. Where they do not divide the dimensions, the last tile begins earlier and
     writes some numbers again.
     """
     sch.annotate(near, _TRANSPOSE, list(places))
 
 
 def expand(func: PrimFunc) -> PrimFunc:
-    """Return a function with the calls that its schedule's annotations request, or unchanged without any."""
+    """Replace the loops that `use` marked by calls of shuffles; a function without such loops is returned unchanged."""
     code: dict[str, str] = {}
 
     def replace(loop: For) -> Any:

@@ -129,7 +129,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
 
 
 def bound(sch: Schedule) -> float | None:
-    """Return the error bound of a function that uses Winograd's algorithm in float32; None for others."""
+    """Return `compiler.winograd.error_bound` of a function with Winograd's algorithm in float32; None for others."""
     product = common.find_kernel(sch, "winograd") or common.find_kernel(sch, "block.winograd")
     if product is None:
         return None
