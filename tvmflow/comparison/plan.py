@@ -131,10 +131,10 @@ class Plan(Record):
 
 @cache
 def ranks(looks: tuple[int, ...], error: float) -> tuple[int, ...]:
-    """Return, for each look, the rank among the ratios sorted ascending of the one that is the interval's lower end.
+    """Return, for each look, the rank of the measured ratio that is the interval's lower end.
 
-    `looks` are the numbers of pairs at which intervals are computed, ascending. Rank 1 is the smallest ratio; 0 means
-    that there are too few pairs for an interval. The upper end has the same rank, counted from the largest ratio.
+    `looks` are the numbers of pairs after which intervals are computed, ascending. Rank 1 is the smallest ratio; 0
+    means that there are too few pairs for an interval. The upper end has the same rank, counted from the largest ratio.
     `error` is the largest probability that the interval of any look misses the true median, on either side.
     """
     # The probability of each number of ratios below the median, for the walks whose upper end has not missed it yet.

@@ -73,7 +73,10 @@ class Kernel:
 
     @property
     def depth(self) -> int:
-        """The number of neighbouring groups that one row of results reads from a line: those of all its pixels."""
+        """The number of neighbouring groups that a row of results reads from one line: those of `taps_w` pixels.
+
+        For a matrix product it is `groups`.
+        """
         return self.groups * max(1, self.taps_w)
 
     @property

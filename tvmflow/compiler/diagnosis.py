@@ -56,7 +56,8 @@ class OperatorDiagnosis:
     schedule, control flow or a function of TVM's runtime does, and `folded` where nothing is left to compute. `rule` is
     the schedule rule that takes the operator when it stands alone; fusion may put it into another function. `share` is
     the part of the expected time of all nodes that could be lowered, by their operations and the numbers that they
-    move; None for nodes that were not lowered. `nodes` counts the nodes, `node` names the first.
+    move; None for nodes that were not lowered, and where that time is 0. `nodes` counts the nodes, `node` names the
+    first.
     """
 
     operator: str

@@ -58,14 +58,14 @@ class Machine:
 
     @property
     def parallel_cycles(self) -> int:
-        """The fewest cycles of a function that is worth a parallel region; a shorter function runs on one core."""
+        """The fewest cycles, on one core, of a function that gains by a parallel region."""
         return 2 * self.region
 
     @property
     def parallel_iterations(self) -> int:
-        """The fewest iterations of a loop nest that is worth a parallel region; a smaller one runs on one core.
+        """The fewest iterations of a loop nest that is worth a parallel region.
 
-        It equals `region`: an iteration counts as one cycle.
+        It is the number of cycles to start and to end a region: an iteration counts as one cycle.
         """
         return self.region
 
