@@ -75,17 +75,17 @@ class Cache(Memory):
 
     @property
     def span(self) -> int:
-        """Bytes: lines at a multiple of this distance share one set."""
+        """The bytes of one way: cache lines at a multiple of this distance map to the same set."""
         return self.size // self.ways
 
     def share(self, cores: int) -> int:
-        """Return a core's share in bytes where `cores` cores work."""
+        """Return the bytes of the cache that each core has where `cores` cores work."""
         return self.size // min(cores, self.cores)
 
 
 @dataclass(frozen=True)
 class Cores:
-    """The physical cores of one processor, and the cycles to start and to end a parallel region."""
+    """The number of physical cores of one processor, and the cycles to start and to end a parallel `region`."""
 
     count: int
     region: int
@@ -93,9 +93,11 @@ class Cores:
 
 @dataclass(frozen=True)
 class Tiles:
-    """AMX: cycles of one product of whole tiles, and to load a tile from the first- and from the second-level cache.
+    """The costs of AMX in cycles.
 
-    `start` is the cycles to configure the registers, to load the results and to store them.
+    `multiply` is the cost of one product of whole tiles. `load_first` and `load_second` are the costs of loading a tile
+    from the first-level and from the second-level cache. `start` is the cost of configuring the registers, loading the
+    results and storing them.
     """
 
     multiply: int
@@ -130,17 +132,17 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """The first 12 hexadecimal digits of the SHA-256 of the numbers; names do not count."""
+        """The first 12 hexadecimal digits of the SHA-256 of all fields other than `name` and `title`."""
         numbers = {key: value for key, value in asdict(self).items() if key not in ("name", "title")}
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:_DIGITS]
 
     @property
     def model(self) -> str:
-        """Name and digest as one word: `Target.canonical` has it as its `model`."""
+        """The text `NAME-DIGEST`, which is the `model` in `Target.canonical`."""
         return f"{self.name}-{self.digest}"
 
     def vectors_of(self, bits: int) -> Vectors:
-        """Return the widest vectors of at most `bits` bits, or the narrowest ones where all are wider."""
+        """Return the widest of `vectors` of at most `bits` bits, or the narrowest if all are wider."""
         return max(
             (item for item in self.vectors if item.bits <= bits), key=_bits, default=min(self.vectors, key=_bits)
         )
@@ -151,7 +153,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> "Profile":
-        """Return the profile of `to_json`. Raises TargetError for other text."""
+        """Return the profile that `to_json` wrote. Raises TargetError for other text."""
         try:
             return _profile(json.loads(text))
         except (ValueError, KeyError, TypeError) as error:
@@ -162,7 +164,7 @@ class Profile:
 class Processor:
     """A processor by the numbers that /proc/cpuinfo gives: on x86-64 those of CPUID, on ARM those of MIDR_EL1.
 
-    On ARM `vendor` is the implementer's number as text, `family` is 0 and `model` is the part.
+    On ARM `vendor` is the implementer's number as text, `family` is 0, `model` is the part and `stepping` the revision.
     """
 
     vendor: str
@@ -173,10 +175,11 @@ class Processor:
 
 @dataclass(frozen=True)
 class Shipped:
-    """A profile's file: the profile, the processors that it is for, LLVM's names of them, and its sources.
+    """A profile's file: the profile, the processors that it is for, and the sources of its numbers.
 
-    `processors` are the tables of the file: vendor, family, models and perhaps the first and last stepping. `sources`
-    maps the name of a source to its description, and `sources_of` the path of a number, as `first.size`, to that name.
+    `processors` are the tables of the file: vendor, family, models and perhaps the first and last stepping. `mcpu` are
+    LLVM's names of these processors. `sources` maps the name of a source to its description, and `sources_of` maps the
+    path of a number, such as `first.size`, to the name of its source.
     """
 
     profile: Profile
@@ -204,9 +207,10 @@ def shipped() -> dict[str, Shipped]:
 
 
 def read(name: str, text: str) -> Shipped:
-    """Read a profile's file, TOML; `name` is its name without the ending.
+    """Read the text of a profile's file, which is TOML; `name` is the file's name without the ending.
 
-    Raises TargetError for another form, an unknown or missing number, and a number without a source.
+    Raises TargetError for text that is no TOML, an unknown, missing or non-positive number, and a number without a
+    source.
     """
     try:
         document = tomllib.loads(text)
@@ -271,7 +275,7 @@ def _bits(vectors: Vectors) -> int:
 
 
 def named(name: str) -> Profile:
-    """Return a shipped profile by its name or by its `model`. Raises TargetError for an unknown one."""
+    """Return the shipped profile whose `name` or `model` is `name`. Raises TargetError for an unknown one."""
     for profile in (item.profile for item in shipped().values()):
         if name in (profile.name, profile.model):
             return profile
@@ -279,12 +283,12 @@ def named(name: str) -> Profile:
 
 
 def of_mcpu(mcpu: str) -> Profile | None:
-    """Return the profile of a processor by LLVM's name for it; None where no profile is for it."""
+    """Return the shipped profile of the processor that LLVM calls `mcpu`; None where no profile is for it."""
     return next((item.profile for item in shipped().values() if mcpu in item.mcpu), None)
 
 
 def of_processor(processor: Processor) -> Profile | None:
-    """Return the profile that is for a processor; None where there is none."""
+    """Return the shipped profile that is for a processor; None where there is none."""
     return next((item.profile for item in shipped().values() if item.includes(processor)), None)
 
 
@@ -309,7 +313,8 @@ def parse_processor(cpuinfo: str) -> Processor | None:
 def with_caches(profile: Profile, folder: Path = _CACHES) -> Profile:
     """Return a profile with the caches' sizes, ways, lines and sharing of this machine, as far as sysfs tells them.
 
-    A profile whose caches differ from sysfs gets the name `NAME-caches`.
+    `folder` is the folder of sysfs with the caches of one core. A profile whose caches differ from sysfs gets the name
+    `NAME-caches`. Values that sysfs lacks stay as they are.
     """
     levels: dict[int, dict[str, int]] = {}
     for entry in folder.glob("index*"):
@@ -341,7 +346,8 @@ def with_caches(profile: Profile, folder: Path = _CACHES) -> Profile:
 def to_toml(profile: Profile, sources: Mapping[str, str], source_of: Callable[[str], str]) -> str:
     """Return a profile as the text of a file that `read` reads.
 
-    `sources` describes the sources by name, and `source_of` names the source of the number at a path, as `first.size`.
+    `sources` maps the name of each source to its description. `source_of` returns the name of a number's source from
+    the number's path, such as `first.size` or `vectors.256.loads`.
     """
     lines = [f"title = {json.dumps(profile.title)}", f"arch = {json.dumps(profile.arch)}"]
     tables = [("[[vectors]]", f"vectors.{item.bits}", item) for item in profile.vectors]

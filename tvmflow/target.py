@@ -100,9 +100,10 @@ _ARCH_NAMES = {"amd64": "x86_64", "x86-64": "x86_64", "arm64": "aarch64"}
 class Target:
     """A machine to build for.
 
-    `tvm` is the TVM target as JSON data. `features` are the CPU features that the machine must have, in the words of
-    /proc/cpuinfo. `cross_compiler` is the command that links for another architecture; None means this machine's
-    compiler. `profile` holds the processor's numbers, by which the compiler chooses; None for a GPU.
+    `name` is the preset's name or the text of the TVM target. `tvm` is the TVM target as JSON data. `arch` is `x86_64`,
+    `aarch64` or `cuda`. `features` are the CPU features that the machine must have, in the words of /proc/cpuinfo.
+    `cross_compiler` is the command that links for another architecture; None means this machine's compiler. `profile`
+    holds the processor's numbers, by which the compiler chooses; None for a GPU.
     """
 
     name: str
@@ -169,7 +170,7 @@ def missing_features(features: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def needed_features(target: Target, precision: Precision) -> tuple[str, ...]:
-    """Return those of a target's CPU features that its code may use in a precision: AMX only in bf16 or int8."""
+    """Return those of a target's CPU features that its code may use in a precision; only bf16 and int8 use AMX."""
     return tuple(name for name in target.features if not name.startswith("amx_") or name in _AMX.get(precision, ()))
 
 
@@ -381,8 +382,10 @@ def _from_tvm(name: str, tvm: dict[str, Any]) -> Target:
 def profile_of(tvm: Mapping[str, Any], arch: str, features: tuple[str, ...]) -> Profile:
     """Return the profile for a TVM target of a CPU.
 
-    That is the profile that the target's `model` names, else the one of its `mcpu`, else that of the highest psABI
-    level among its features. Raises TargetError for a `model` that is no profile's name.
+    The target's `model`, if it has one, names the profile. Otherwise its `mcpu` does, if a shipped profile is for that
+    CPU. Otherwise the profile is `aarch64-generic` on ARM, and on x86-64 `sapphire-rapids` for a target with AMX and
+    else that of the highest psABI level that `features` include. `features` are in the words of /proc/cpuinfo. Raises
+    TargetError for a `model` that is no profile's name.
     """
     if tvm.get("model"):
         return profiles.named(str(tvm["model"]))

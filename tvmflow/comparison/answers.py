@@ -4,12 +4,12 @@ from tvmflow.comparison.plan import Interval
 
 
 def find_drop(lost: int, won: int, count: int, error: float = 0.01) -> Interval:
-    """Return the interval of the drop in accuracy, from the answers that changed.
+    """Return the interval of the drop in accuracy from the first model to the second, as a share of the questions.
 
-    Of `count` questions, `lost` were answered rightly by the first model alone and `won` by the second alone; what both
-    answered alike says nothing about the difference. Both shares have exact intervals of Clopper and Pearson, each of
-    which is wrong with a probability of half the `error`, so that their difference is wrong with one of at most
-    `error`.
+    Of `count` questions, `lost` were answered rightly by the first model alone and `won` by the second alone. A
+    negative drop means that the second model is better. The shares `lost / count` and `won / count` have exact
+    intervals (Clopper and Pearson), each with an error probability of `error / 2`. The interval of their difference
+    therefore misses the true drop with a probability of at most `error`.
     """
     from scipy.stats import binomtest
 

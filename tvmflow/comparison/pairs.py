@@ -18,10 +18,11 @@ _UNEVEN = 0.05
 
 
 class Samples(Record):
-    """The seconds of every run of a pair, in single precision; `reference` those of the reference kernel.
+    """The seconds of every run of both sides of a pair and of the reference kernel, rounded to single precision.
 
-    A run of the candidate and the one of the baseline with the same index were measured right after each other. `loads`
-    are the numbers of runs of each side after both were loaded, in order; empty where they were loaded once.
+    The runs of the candidate and of the baseline with the same index were measured right after each other. `loads` has
+    one number for each time that both sides were loaded: the runs of each side until the next load. It is empty where
+    they were loaded once.
     """
 
     candidate: tuple[float, ...]
@@ -34,8 +35,8 @@ class Pair(Record):
     """The median seconds of the steady runs of both sides in a pair of fresh processes, or in one that they share.
 
     `ratio` is the median of the candidate's time over the baseline's, run by run: what slows both cancels out. `warmup`
-    is the number of runs of each side that were left out at the beginning of all loads, `runs` the number that was
-    left. `reference` is the median of the reference kernel.
+    is the number of runs of each side that were left out as warm-up, in all loads together; `runs` is the number of the
+    other runs. `reference` is the median seconds of the reference kernel.
     """
 
     candidate: float
@@ -49,16 +50,21 @@ class Pair(Record):
     def of_turns(
         cls, candidate: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]], reference: Sequence[float]
     ) -> "Pair":
-        """Return the figures of two processes that took turns, by the median of each turn's seconds.
+        """Return the figures of two processes that ran alternately; a turn is several runs of one of them.
 
-        Turns with the same number are neighbours.
+        `candidate` and `baseline` hold the seconds of the runs of each turn. The median of a turn counts as one run.
+        Turns with the same index were measured right after each other. `reference` holds the reference kernel's
+        seconds.
         """
         first, second = (tuple(float(np.median(turn)) for turn in turns) for turns in (candidate, baseline))
         return cls.of(Samples(candidate=first, baseline=second, reference=tuple(reference)))
 
     @classmethod
     def of(cls, samples: Samples) -> "Pair":
-        """Return the figures of a pair's samples; the end of a warm-up is the later one of the two sides."""
+        """Return the figures of a pair's samples without the warm-up that follows each load.
+
+        `find_steady` finds the end of the warm-up of each side, and the later end counts for both.
+        """
         is_steady = np.ones(len(samples.candidate), bool)
         start = 0
         for runs in samples.loads or (len(is_steady),):
@@ -77,9 +83,10 @@ class Pair(Record):
 
 
 class Conditions(Record):
-    """The conditions of both sides: the processor, the cores that they may use, the machine's load before and after.
+    """The conditions of both sides: the processor, and the indices of the cores that they may use.
 
-    `threads` are the threads of the candidate and of the baseline.
+    `threads` are the numbers of threads of the candidate and of the baseline. `load` is the machine's load average
+    before and after the measurement.
     """
 
     processor: str
@@ -122,7 +129,7 @@ class Comparison(Record):
 
     @property
     def unevenness(self) -> float:
-        """How much longer the reference kernel took in a slow tenth of the pairs than in a fast tenth, as a share."""
+        """The 90th percentile of the reference kernel's time over the pairs, divided by the 10th, minus one."""
         fast, slow = np.percentile([pair.reference for pair in self.pairs], (10, 90))
         return float(slow / fast) - 1
 
@@ -151,7 +158,7 @@ class Comparison(Record):
         return sentence
 
     def describe_lack(self, bound: float) -> str:
-        """Return what an undecided comparison lacks, as a clause: the pairs that would decide about `bound`."""
+        """Return a clause on an undecided comparison: how many pairs would decide about `bound`, and the budget."""
         pairs = self.plan.pairs_needed(self.ratios, bound)
         if pairs is None:
             return f"no number of pairs tells this ratio from {bound:g}"
@@ -164,11 +171,12 @@ def compare(
     measure: Callable[[int], Mapping[K, Pair]],
     progress: Callable[[int, int], None] = lambda done, budget: None,
 ) -> dict[K, tuple[Pair, ...]]:
-    """Measure pairs until every interval excludes all of its `bounds`, at the latest until the plan's budget is spent.
+    """Measure pairs until every interval decides about all of its `bounds`, or until the plan's budget is spent.
 
-    A candidate may be compared with several baselines at once: `bounds`, `measure` and the result have an entry for
-    each. Without any bound the whole budget is measured. `measure` gets the index of a pair, `progress` the number of
-    pairs measured and the budget.
+    A candidate may be compared with several baselines at once: `bounds` and the result have an entry for each baseline.
+    `measure` gets the index of a pair, measures it, and returns it for each baseline. `progress` gets the number of
+    pairs that are measured and the budget. The intervals are computed at the plan's looks (`Interval.judge` decides).
+    Without any bound the whole budget is measured. Returns the pairs in the order of measurement.
     """
     pairs: dict[K, list[Pair]] = {name: [] for name in bounds}
     done = 0
@@ -186,7 +194,7 @@ def compare(
 
 
 def write_samples(path: Path, samples: Sequence[Samples]) -> None:
-    """Write all runs of a comparison as compressed arrays of single precision. Raises OSError."""
+    """Write the samples of all pairs of a comparison to a compressed `.npz` file as float32. Raises OSError."""
     arrays = {
         f"{index}.{name}": np.asarray(values, np.float32)
         for index, pair in enumerate(samples)

@@ -45,7 +45,7 @@ Extended = Annotated[float, BeforeValidator(_read_end), PlainSerializer(write_fi
 class Interval(Record):
     """The bounds between which a ratio or a difference lies.
 
-    A ratio lies between 0 and infinity, null in JSON, while too few pairs are measured.
+    While too few pairs are measured, the interval of a ratio is 0 to infinity. JSON has null for infinity.
     """
 
     low: float
@@ -55,7 +55,7 @@ class Interval(Record):
         return "unknown" if math.isinf(self.high) else f"{self.low:.3f} to {self.high:.3f}"
 
     def judge(self, bound: float) -> Verdict:
-        """Return "pass" for a ratio of at most `bound`, "fail" for one above it, else "undecided"."""
+        """Return "pass" if no value of the interval is above `bound`, "fail" if all are above it, else "undecided"."""
         if self.high <= bound:
             return "pass"
         return "fail" if self.low > bound else "undecided"
@@ -75,8 +75,9 @@ class Plan(Record):
     def up_to(cls, pairs: int, error: float = 0.01) -> "Plan":
         """Return the plan with a budget of `pairs`, at least 1: its last look is after all of them.
 
-        Each look comes after 1.25 times the pairs of the look before. The first is after so many that an interval
-        narrower than 0 to infinity is possible; with a budget below that, no interval is narrower.
+        Each look comes after 1.25 times the pairs of the look before. The first look is the earliest one whose interval
+        is narrower than 0 to infinity. A budget too small for such a look gives a plan whose only look has the interval
+        0 to infinity.
         """
         looks = [pairs]
         # With this probability all pairs lie on one side of the median; so much of the error may be spent by then.
@@ -90,9 +91,10 @@ class Plan(Record):
         return self.looks[-1]
 
     def interval(self, ratios: Sequence[float]) -> Interval:
-        """Return the interval of the median ratio at the last look that the pairs with these `ratios` have reached.
+        """Return the interval of the median ratio at the last look that is after at most `len(ratios)` pairs.
 
-        It is 0 to infinity where there are too few pairs for one.
+        `ratios` has one ratio for each measured pair, in order; those after the look are ignored. The interval is 0 to
+        infinity where there are too few pairs.
         """
         reached = [look for look in self.looks if look <= len(ratios)]
         rank = ranks(self.looks, self.error)[len(reached) - 1] if reached else 0
@@ -102,18 +104,20 @@ class Plan(Record):
         return Interval(low=ascending[rank - 1], high=ascending[-rank])
 
     def pairs_missing(self, pairs: int) -> int:
-        """Return how many more than `pairs` it takes until an interval is narrower than 0 to infinity.
+        """Return how many pairs beyond the measured `pairs` the first interval narrower than 0 to infinity takes.
 
-        A plan whose budget is too small for any counts those of the smallest budget that is not.
+        If the budget is too small for such an interval, the result counts up to the smallest budget that allows one. It
+        is 0 where `pairs` are enough.
         """
         looks = [look for look, rank in zip(self.looks, ranks(self.looks, self.error), strict=True) if rank]
         first = looks[0] if looks else math.ceil(1 - math.log2(self.error))
         return max(0, first - pairs)
 
     def pairs_needed(self, ratios: Sequence[float], bound: float) -> int | None:
-        """Estimate the pairs after which a single look at `bound` would decide, from the share of ratios above it.
+        """Estimate how many pairs would decide about `bound` at a single look, from the share of `ratios` above it.
 
-        Returns None where more than 10,000 would be needed: the ratio is at the bound, as far as can be seen.
+        The result includes the measured pairs. It is None where more than 10,000 would be needed: the median ratio
+        cannot be told from the bound.
         """
         share = (sum(ratio > bound for ratio in ratios) + 0.5) / (len(ratios) + 1)
         distance = abs(share - 0.5)
@@ -127,9 +131,11 @@ class Plan(Record):
 
 @cache
 def ranks(looks: tuple[int, ...], error: float) -> tuple[int, ...]:
-    """Return for each look the rank of the interval's lower end, counted from 1; 0 where there is no interval yet.
+    """Return, for each look, the rank of the measured ratio that is the interval's lower end.
 
-    The upper end has the same rank, counted from the largest. `error` is that of both sides over all looks.
+    `looks` are the numbers of pairs after which intervals are computed, ascending. Rank 1 is the smallest ratio; 0
+    means that there are too few pairs for an interval. The upper end has the same rank, counted from the largest ratio.
+    `error` is the largest probability that the interval of any look misses the true median, on either side.
     """
     # The probability of each number of ratios below the median, for the walks whose upper end has not missed it yet.
     walks = np.ones(1)

@@ -13,11 +13,11 @@ _CONFIDENCE, _SLOWER = 0.99, 1
 
 
 def find_steady(times: Sequence[float]) -> int:
-    """Return the index of the first run after the warm-up; at most half of the runs are warm-up.
+    """Return the index of the first run after the warm-up; at most about half of the runs are warm-up.
 
     The rule is MSER (K. P. White, An effective truncation heuristic for bias reduction in simulation output, 1997): the
-    runs that are left must have the smallest standard error of their mean. It sees medians of batches, so that a single
-    disturbed run is no warm-up.
+    runs that are left must have the smallest standard error of their mean. It is applied to the medians of batches of
+    runs, so that a single disturbed run is no warm-up. Returns 0 for fewer than six runs.
     """
     size = max(1, len(times) // _BATCHES)
     batches = np.array([np.median(times[start : start + size]) for start in range(0, len(times) - size + 1, size)])
@@ -30,8 +30,8 @@ def find_steady(times: Sequence[float]) -> int:
 def runs_needed(percentile: float) -> int:
     """Return the fewest runs whose percentile can be trusted: 11 for p50, 64 for p90, 662 for p99.
 
-    `percentile` is between 0 and 100. The rule is MLPerf's early stopping: with a probability of 99 %, more than one of
-    the runs is slower than the percentile.
+    `percentile` is at least 0 and below 100; for 100 the function never returns. The rule is MLPerf's early stopping:
+    with a probability of 99 %, more than one of the runs is slower than the percentile.
     """
     slower = 1 - percentile / 100
     runs = 1
@@ -41,7 +41,7 @@ def runs_needed(percentile: float) -> int:
 
 
 def percentile(times: "Sequence[float] | npt.NDArray[np.float64]", which: float) -> float | None:
-    """Return a percentile of the times, None where there are too few of them."""
+    """Return the percentile `which` (at least 0, below 100) of the times; None for fewer than `runs_needed` times."""
     return float(np.percentile(times, which)) if len(times) >= runs_needed(which) else None
 
 

@@ -73,22 +73,26 @@ class Kernel:
 
     @property
     def depth(self) -> int:
-        """The number of groups that lie side by side in both operands."""
+        """The number of neighbouring groups that a row of results reads from one line: those of `taps_w` pixels.
+
+        For a matrix product it is `groups`.
+        """
         return self.groups * max(1, self.taps_w)
 
     @property
     def heights(self) -> list[int]:
-        """The numbers of rows of the kernel's one or two tiles, from the top."""
+        """The number of rows in each of the one or two tiles that hold the kernel's rows, from the top."""
         count = -(-self.rows // ROWS)
         return [self.rows // count + (place < self.rows % count) for place in range(count)]
 
 
 def choose_rows(rows: int | None, depth: int, vectors: int, machine: Machine) -> int:
-    """Choose the rows of a kernel, 1 to 32, for a product of `rows` rows and `depth` groups side by side.
+    """Choose the rows of a kernel, 1 to 32, for a product of `rows` rows; return 0 where AMX is not to be used.
 
-    `rows` is None where it is symbolic; `vectors` is the number of vectors of results. The left operand comes from the
-    first-level cache, the right one from the second-level cache. Returns 0 where dot-product instructions are better:
-    without AMX, for a symbolic number of rows or fewer than 4, and for a depth that no number from 8 to 16 divides.
+    `rows` is None where it is symbolic. `depth` is `Kernel.depth`, and `vectors` is the number of vectors of results.
+    The estimate takes the left operand from the first-level cache and the right one from the second-level cache.
+    Returns 0 without AMX, for a symbolic number of rows or fewer than 4, and for a depth that no number from 8 to 16
+    divides: dot-product instructions are better there.
     """
     costs = machine.tiles
     if costs is None or rows is None or rows < _FEWEST_ROWS or _step(depth) < _FEWEST_GROUPS:
@@ -109,7 +113,10 @@ def choose_rows(rows: int | None, depth: int, vectors: int, machine: Machine) ->
 
 
 def choose_vectors(rows: int, vectors: int) -> int:
-    """Choose how many of a result's `vectors` a kernel of `rows` rows computes at a time: a divisor, at most 4."""
+    """Choose how many of a result's `vectors` a kernel of `rows` rows computes at a time.
+
+    It is a divisor of `vectors`: at most 4 if the rows fit one tile, at most 2 if they need two.
+    """
     most = _RESULTS // -(-rows // ROWS)
     return next(count for count in range(most, 0, -1) if vectors % count == 0)
 
@@ -122,8 +129,8 @@ def _step(depth: int) -> int:
 def use(sch: Schedule, dot: Dot, kernel: Kernel, task: LoopRV, row: LoopRV) -> None:
     """Replace a product's loop `row`, and the loops over channels and depth inside it, by a call of a kernel.
 
-    Attaches the kernel's code to `task`, a loop around `row`. Raises TVM's ScheduleError if the loops are no such
-    product.
+    Attaches the kernel's code to `task`, a loop around `row`. Raises TVM's ScheduleError if the loops do not compute
+    the product that `dot` and `kernel` describe.
     """
     name = _NAMES + ".".join([dot.name, *map(str, astuple(kernel))])
     register(name)
@@ -133,9 +140,9 @@ def use(sch: Schedule, dot: Dot, kernel: Kernel, task: LoopRV, row: LoopRV) -> N
 
 @cache
 def register(name: str) -> None:
-    """Register the kernel called `name` with TVM, which needs it to replay a schedule's trace.
+    """Register the tensor intrinsic of the kernel `name` with TVM, which needs it to replay a schedule's trace.
 
-    Ignores a name that no AMX kernel has.
+    Ignores a name that is not one of an AMX kernel.
     """
     if not name.startswith(_NAMES):
         return

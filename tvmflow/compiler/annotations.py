@@ -1,6 +1,7 @@
 """Names of the annotations by which schedule rules recognise the stages of this project's operators.
 
-An operator sets them on the block that accumulates. A function that needs no schedule has `KERNEL` itself.
+An operator sets them on the block that accumulates. A function that comes with its schedule has `KERNEL` as an
+attribute of the function.
 """
 
 # The kind of kernel.
@@ -18,7 +19,7 @@ ROWS = "tvmflow.rows"
 # For a block of convolutions: lines of the result per strip, and vectors of channels computed at a time.
 STRIP = "tvmflow.strip"
 CHUNK = "tvmflow.chunk"
-# The dot-product instruction of a product of narrow numbers.
+# The dot-product instruction of a product of bfloat16 numbers or 8-bit integers.
 DOT = "tvmflow.dot"
 # For a product by AMX: the geometry of its kernel (`tvmflow.compiler.amx.Kernel`).
 AMX = "tvmflow.amx"

@@ -47,11 +47,11 @@ class BuildOptions:
 
     `opt_level`, `required_passes`, `disabled_passes` and `config` are those of TVM's pass context. `exec_mode` is the
     form of `main`: bytecode for the virtual machine, or compiled code. `weights="apart"` makes all packed weights
-    parameters of `main` that follow the inputs; else only those are that the library packs when it is loaded.
-    `precision` is the type of the operands of convolutions and matrix
-    products; `int8` is for quantised models. `fast_algorithms` allows the algorithms of Winograd and Strassen, which
-    multiply less and round more. Each of `variants`, sizes by the name of a symbolic dimension, adds a function with
-    static shapes beside `main`.
+    parameters of `main`, which follow the inputs. With "inside", only the weights that the library packs when it is
+    loaded are such parameters, and the library holds the others. `precision` is the type of the operands of
+    convolutions and matrix products; `int8` is for quantised models. `fast_algorithms` allows the algorithms of
+    Winograd and Strassen, which multiply less and round more. Each of `variants` maps names of symbolic dimensions to
+    sizes, and adds a function with these sizes beside `main`.
     """
 
     opt_level: int = 3
@@ -100,12 +100,13 @@ class CompiledModel:
 
     `executable` is TVM's executable for the virtual machine. `ir_text` and `ir_json` are the lowered, unscheduled
     module without its weights; each function has the name of the rule that scheduled it as its attribute
-    `schedule_rule`. `params` are the packed weights, in the order in which `main` takes them after the inputs, empty
-    where the library has them; `weights` is as the bundle's manifest says it (`bundle.Manifest`). `pass_timings` are
-    pairs of a pass and its seconds, without the seconds of the passes that it runs. `schedules` are pairs of a function
-    and the rule that scheduled it. `variants` gives, for each function beside `main`, the sizes of symbolic dimensions
-    that it is compiled for. `algorithms` are the algorithms of fewer multiplications that the library uses, by name.
-    `threads` is the number of worker threads that the schedules assume. `arch` is the architecture of the target.
+    `schedule_rule`. `params` are the packed weights, in the order in which `main` takes them after the inputs; it is
+    empty unless `weights` is "apart". `weights` says where the weights are: in the library ("inside"), in `params`
+    ("apart"), or in the library, which packs some of them when it is loaded ("unpacked"). `pass_timings` are pairs of a
+    pass and its seconds, without the seconds of the passes that it runs. `schedules` are pairs of a function and the
+    rule that scheduled it. `variants` gives, for each function beside `main`, the sizes of symbolic dimensions that it
+    is compiled for. `algorithms` are the algorithms of fewer multiplications that the library uses, by name. `threads`
+    is the number of worker threads that the schedules assume. `arch` is the architecture of the target.
     `cross_compiler` is the command that links the library, None for the compiler of this machine. `inspected` are the
     parts of the build that the Inspection asked for. `fresh_outputs` is true where every call writes all outputs to
     memory that nothing else uses.
@@ -205,11 +206,11 @@ def lower(
 ) -> tvm.IRModule:
     """Lower a model to a module whose `main` calls fused, unscheduled functions.
 
-    Weights are constants, but for those that a function `pack_weights` makes (`passes.packing.PackAtLoad`). `options`
-    None means the defaults. `choices.overrides` overrides decisions of the cost model, and `choices.sites` collects the
-    decisions of the build; without `choices` the cost model decides. The same input gives the same module in every
-    process. Raises BuildError when a pass fails, OptionError for an unknown pass or a wrong option, TargetError for a
-    precision that the target's processor has no instructions for.
+    Weights are constants, except those that a function `pack_weights` packs when the library is loaded
+    (`passes.packing.PackAtLoad`). `options` None means the defaults. `choices.overrides` overrides decisions of the
+    cost model, and `choices.sites` collects the decisions of the build; without `choices` the cost model decides. The
+    same input gives the same module in every process. Raises BuildError when a pass fails, OptionError for an unknown
+    pass or a wrong option, TargetError for a precision that the target's processor has no instructions for.
     """
     options = options or BuildOptions()
     _check_precision(target, options)
@@ -340,7 +341,10 @@ def _schedule(
 
 
 def rules_of(lowered: tvm.IRModule, target: Target) -> dict[str, str]:
-    """Return, by the name of each fused function that calls of a model run, the name of the rule that schedules it."""
+    """Return the name of the schedule rule of each unscheduled function of a lowered model, by the function's name.
+
+    The functions that pack weights when the library is loaded are left out.
+    """
     return {name: rule for name, rule in _schedule(lowered, target, None)[1] if packing_of(lowered[name]) is None}
 
 
@@ -393,9 +397,10 @@ class TidyShapeFunctions:
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with the stores of each function named `shape_func` in the order of their indices.
+        """Return the module with the functions whose names begin with `shape_func` tidied; others stay as they are.
 
-        TVM writes them in an order that differs between processes, so that libraries would. Other functions stay.
+        The stores of such a function are sorted by their indices, and it gets the attribute `tirx.noalias`. The class
+        says why.
         """
         for variable, function in mod.functions_items():
             if not isinstance(function, PrimFunc) or not variable.name_hint.startswith("shape_func"):

@@ -61,9 +61,11 @@ def measure_clock(target: Target) -> float:
 
 
 def calibrate(base: Profile, threads: int, report: Report) -> Calibration:
-    """Measure this machine on one and on `threads` cores, and return its profile.
+    """Measure this machine on one and on `threads` cores, and return its profile and its clock.
 
-    `base` has what is not measured: the caches' geometry, the cores and AMX's costs. The environment must let TVM use
+    The fields that are not measured come from `base`: names, the registers, the caches' geometry and AMX's costs. Only
+    the vector widths of `base` that this machine runs are measured. `report` is called before each measurement with the
+    number of measurements done, the number of all, and the next one in words. The environment must let TVM use
     `threads` workers (`TVM_NUM_THREADS`).
     """
     native = resolve("native")

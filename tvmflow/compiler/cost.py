@@ -26,14 +26,15 @@ def in_flight(machine: Machine) -> int:
 
 
 def evenness(tasks: int, machine: Machine) -> float:
-    """Return the time of an even share of `tasks` equal tasks over that of the core with the most: 1 is even."""
+    """Return the mean number of tasks per core over the largest, for `tasks` equal tasks; 1 means an even share."""
     return tasks / (-(-tasks // machine.cores) * machine.cores)
 
 
 def side_by_side(count: int, machine: Machine) -> int:
     """Return how many of `count` vectors of sums a core accumulates at a time: a divisor of `count`.
 
-    It is the smallest that keeps the core busy, else the largest for which half of the registers suffice.
+    It is the smallest divisor of at least `in_flight`, which keeps the core busy, if the vectors fit half of the
+    registers; else the largest divisor that fits.
     """
     divisors = [size for size in range(1, min(count, machine.registers // 2) + 1) if count % size == 0]
     return next((size for size in divisors if size >= in_flight(machine)), divisors[-1])
@@ -51,9 +52,10 @@ def step(rows: float, vectors: float, machine: Machine) -> float:
 
 
 def results(count: float, depth: float, accumulators: float, machine: Machine) -> float:
-    """Return the cycles of `count` vectors of results, each a sum of `depth` products, `accumulators` at a time.
+    """Return the cycles of a core to compute `count` vectors of results, each a sum of `depth` products.
 
-    Each tile of results fills and drains the pipeline once, and each vector is stored once.
+    A tile of `accumulators` vectors is summed at a time. Each tile fills and drains the pipeline once, and each vector
+    is stored once.
     """
     numbers = machine.vectors
     stalls = max(1.0, in_flight(machine) / accumulators)
@@ -62,20 +64,24 @@ def results(count: float, depth: float, accumulators: float, machine: Machine) -
 
 
 def level_of(size: float, machine: Machine) -> Memory:
-    """Return the first level of the memory of which a core's share holds `size` bytes."""
+    """Return the fastest cache that holds `size` bytes of data for each core, or the memory if no cache does.
+
+    A cache holds them if they fill at most three quarters of one core's share of it.
+    """
     levels = [machine.first, machine.second, *([] if machine.third is None else [machine.third])]
     return next((level for level in levels if size <= _FILL * level.share(machine.cores)), machine.memory)
 
 
 def fits(size: float, machine: Machine) -> bool:
-    """Whether data of `size` bytes stays in a core's second-level cache while it works on it."""
+    """Whether `size` bytes stay in a core's share of the second-level cache: they fill at most three quarters of it."""
     return size <= _FILL * machine.own_cache
 
 
 def together(computing: float, written: float, read: float, size: float, machine: Machine) -> float:
-    """Return the cycles of a core that computes, and writes and reads so many bytes of data of `size` bytes.
+    """Return the cycles of a core that computes for `computing` cycles and also moves bytes.
 
-    The larger counts where the data stays in the core's own caches, the sum where it does not.
+    `written`, `read` and `size` are those of `moving`. The larger of both costs counts if the data stays in caches of
+    the core alone, their sum otherwise.
     """
     moves = moving(written, read, size, machine)
     own = machine.second.cores == 1 and fits(size, machine)
@@ -83,25 +89,32 @@ def together(computing: float, written: float, read: float, size: float, machine
 
 
 def moving(written: float, read: float, size: float, machine: Machine) -> float:
-    """Return the cycles of a core that writes and reads so many bytes of data of `size` bytes."""
+    """Return the cycles in which a core writes `written` bytes and reads `read` bytes while all cores do so.
+
+    `size` is the size in bytes of the core's data. It decides in which cache the data stays (`level_of`).
+    """
     level = level_of(size, machine)
     return written / level.write_rate(machine.cores) + read / level.read_rate(machine.cores)
 
 
 def images(read: float, written: float, machine: Machine) -> float:
-    """Return the cycles of a core to read its share of a function's input and to write that of its result, in bytes."""
+    """Return the cycles in which a core reads `read` bytes of a function's input and writes `written` of its result."""
     return moving(written, read, read + written, machine)
 
 
 def passing(size: float, machine: Machine) -> float:
-    """Return the cycles of a core to write `size` bytes, its share, and to read as many that other cores wrote."""
+    """Return the cycles in which each core writes `size` bytes and then reads `size` bytes that other cores wrote.
+
+    With several cores, the bytes pass through a level of the memory beyond the second-level cache.
+    """
     return moving(size, size, size if machine.cores == 1 else max(size, machine.own_cache), machine)
 
 
 def streaming(size: float, machine: Machine) -> float:
-    """Return the cycles of a core to read `size` bytes of weights in every call: nothing where they stay in its cache.
+    """Return the cycles of a core to read `size` bytes of weights in a call; 0 if they fit `machine.own_cache`.
 
-    Weights that do not stay come from the last cache, or from the memory where the machine is `cold`.
+    Larger weights come from the third-level cache. They come from the memory if there is no such cache or the machine
+    is `cold`.
     """
     if size <= machine.own_cache:
         return 0.0

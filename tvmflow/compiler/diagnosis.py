@@ -52,9 +52,12 @@ _CONTROL = "the virtual machine runs its graphs"
 class OperatorDiagnosis:
     """The treatment of those nodes of one operator that are treated alike.
 
-    `rule` is the schedule rule that takes the operator when it stands alone; fusion may put it into another function.
-    `share` is the part of the model's time that the nodes are expected to take, by their operations and bytes; None
-    where something is refused or nothing can be counted. `nodes` counts them, `node` names the first.
+    `verdict` is `fast` where a schedule rule or a kernel of its own computes it, `fallback` where only a general
+    schedule, control flow or a function of TVM's runtime does, and `folded` where nothing is left to compute. `rule` is
+    the schedule rule that takes the operator when it stands alone; fusion may put it into another function. `share` is
+    the part of the expected time of all nodes that could be lowered, by their operations and the numbers that they
+    move; None for nodes that were not lowered, and where that time is 0. `nodes` counts the nodes, `node` names the
+    first.
     """
 
     operator: str
@@ -69,7 +72,11 @@ class OperatorDiagnosis:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The part of the model's expected time that a precision computes by its dot products, or why it computes none."""
+    """The part of the model's expected time that a precision would compute by dot-product instructions.
+
+    `share` is None where it is unknown or the target has no such instructions. `reason` says why it is None or 0; it is
+    empty where there is a share or no reason is known.
+    """
 
     precision: Precision
     share: float | None

@@ -1,6 +1,8 @@
-"""Dot-product instructions: in every lane of a vector they add several products of narrow numbers to one wide number.
+"""Dot-product instructions: each lane of a vector adds several products to one number.
 
-The left operand is one group of neighbouring numbers, the same for all lanes. The right operand is one group per lane.
+The products are 2 of bfloat16 numbers, added to a float32, or 4 of 8-bit integers, added to an int32. The numbers of
+one operand that a lane multiplies are a group. The left operand is one group of neighbouring numbers, the same for
+all lanes. The right operand is one group per lane.
 """
 
 from collections.abc import Callable
@@ -36,7 +38,7 @@ class Dot:
         return self.widen(data) * self.widen(weight)
 
     def widen(self, value: Any) -> Any:
-        """Convert a narrow number to the accumulator's type, and return the expression."""
+        """Return an expression that converts a number of type `data` or `weight` to the accumulator's type."""
         if self is not BF16:
             return value.astype(self.accumulator)
         bits = tirx.shift_left(value.astype("uint32"), tirx.const(16, "uint32"))
@@ -130,9 +132,9 @@ def round_bf16(value: Any) -> Any:
 
 
 def use_rounding(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Replace every `round_bf16` in a scheduled function by the instruction, and attach the code that it needs.
+    """Replace every `round_bf16` in a scheduled function by one instruction, and attach the LLVM IR that it needs.
 
-    A function without one is returned unchanged.
+    A function without `round_bf16` is returned unchanged.
     """
 
     def instruct(cast: tirx.Cast) -> Any:
@@ -201,7 +203,10 @@ tirx.op.register_intrin_lowering(_ROUND, target="llvm", f=_lower_rounding)
 
 
 class Widened:
-    """A view of a tensor of narrow numbers whose elements are read as float32, by `widen`; bfloat16 by default."""
+    """A view of a tensor whose elements `widen` converts to float32 when they are read.
+
+    By default the elements are the bits of bfloat16 (uint16).
+    """
 
     dtype = "float32"
 
@@ -215,10 +220,11 @@ class Widened:
 
 
 def use(sch: Schedule, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None:
-    """Replace the loop `lane` over `lanes` lanes, and the loop over the group inside it, by the instruction.
+    """Replace the loop `lane` of `lanes` iterations, and the loop inside it, by the dot-product instruction `dot`.
 
-    Attaches the code that the instruction needs to `task`, a loop around `lane`. Raises ValueError unless `lanes` is 4,
-    8 or 16.
+    The inner loop adds the `dot.group` products of one lane. For bfloat16, the LLVM IR that the instruction needs is
+    attached to `task`, a loop around `lane`. Raises ValueError unless `lanes` is 4, 8 or 16, and TVM's ScheduleError if
+    the loops do not compute such a dot product.
     """
     if lanes not in _BITS:
         raise ValueError(f"no dot product has {lanes} lanes")
@@ -228,9 +234,9 @@ def use(sch: Schedule, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None
 
 
 def register(name: str) -> None:
-    """Register the instruction called `name` with TVM, which needs it to replay a schedule's trace.
+    """Register the tensor intrinsic of the instruction `name` with TVM, which needs it to replay a schedule's trace.
 
-    Ignores a name that no dot-product instruction has.
+    Ignores a name that is not one of a dot-product instruction.
     """
     if name.startswith(_NAMES):
         kind, lanes = name.removeprefix(_NAMES).split(".")

@@ -47,9 +47,10 @@ def lower_module(
 ) -> tvm.IRModule:
     """Lower an imported model by `lower_passes` in the current pass context, and return the module.
 
-    `choices` takes the compiler's decisions. Each of `variants`, sizes by the name of a symbolic dimension, adds a
-    function with these sizes beside `main`. `fast` allows algorithms of fewer multiplications. `packs_at_load` lets the
-    module have a function `pack_weights` (`passes.packing.PackAtLoad`).
+    `choices` decides where the compiler has several options, and collects these decisions. Each of `variants` maps
+    names of symbolic dimensions to sizes, and adds a function with these sizes beside `main`. `fast` allows algorithms
+    of fewer multiplications. `packs_at_load` lets the module have a function `pack_weights`, which packs weights when
+    the library is loaded (`passes.packing.PackAtLoad`).
     """
     params = {name: tvm.runtime.tensor(value) for name, value in imported.params.items()}
     variables = imported.mod["main"].params[len(imported.inputs) :]
@@ -72,7 +73,10 @@ def variant_name(sizes: Mapping[str, int]) -> str:
 
 
 def workloads(lowered: tvm.IRModule) -> list[Workload]:
-    """Return the distinct fused functions of a lowered module, in the order in which it calls them first."""
+    """Return the distinct fused functions of a lowered module, in the order of their first calls.
+
+    A function that packs weights when the library is loaded is left out.
+    """
     by_hash: dict[int, list[tuple[str, PrimFunc]]] = {}
     counts: dict[str, int] = {}
 
@@ -102,9 +106,9 @@ def workloads(lowered: tvm.IRModule) -> list[Workload]:
 def hoist_weights(lowered: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.ndarray[Any, Any]]]:
     """Turn the large constants of `main` and its variants into parameters that follow the inputs.
 
-    Returns the module, and the constants by parameter name in the order of the parameters. `main` and its variants take
-    all of them, functions that these call what they need, and equal constants are one parameter. Constants of fewer
-    than `SMALLEST_WEIGHT` elements stay in the functions.
+    Returns the module, and the constants by parameter name in the order of the parameters. Equal constants become one
+    parameter. `main` and its variants take all of these parameters; a function that they call takes those that it
+    needs. Constants of fewer than `SMALLEST_WEIGHT` elements stay in the functions.
     """
     hoister = _HoistWeights(lowered)
     functions, needs = {}, {}

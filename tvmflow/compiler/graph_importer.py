@@ -68,10 +68,10 @@ class NodeRecord:
 class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     """TVM's importer with our converters; weights become parameters, and constant operands are evaluated.
 
-    `sizes` are the new sizes or names of symbols that the shapes recorded in the graph still mention. A node that
-    cannot be imported is reported in `refusals`, with `advice`, and the import goes on with placeholders for its
-    results. `own` are the caller's converters, by operator. `smallest` are sizes that the model needs at least, by the
-    name of a free dimension.
+    `sizes` maps symbols to their new sizes or names: the shapes recorded in the graph still have the old symbols. A
+    node that cannot be imported is reported in `refusals`, and the import goes on with placeholders for its results.
+    `advice` is the advice of refusals that have no better one. `own` are the caller's converters, by operator.
+    `smallest` gives lower bounds of free dimensions, by name.
     """
 
     def __init__(
@@ -111,7 +111,10 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         }
 
     def import_model(self, opset: int) -> tvm.IRModule:
-        """Import the graph as `main`, which takes the inputs and then the weights that are read."""
+        """Import the graph as `main`, which takes the inputs and then those weights that it reads.
+
+        `opset` is the version of the ONNX standard that the model uses.
+        """
         self.opset = opset
         self._parse_graph_initializers(self.graph)
         self._parse_graph_input(self.graph)
@@ -159,7 +162,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return name in self._nodes
 
     def value(self, name: str) -> Value:
-        """Return a value of the graph."""
+        """Return the graph's value called `name`. Raises KeyError for an unknown name."""
         return Value(self._nodes[name], self._sizes_by_name.get(name))
 
     def set_value(self, name: str, value: Value) -> None:
@@ -170,7 +173,10 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             self._sizes_by_name[name] = value.sizes
 
     def tensor(self, value: Value) -> relax.Expr:
-        """Return a value as a tensor: sizes that are known at import are computed for this use."""
+        """Return a value as a Relax tensor.
+
+        For a shape, a number or an array of sizes of tensors, this emits the code that computes the tensor.
+        """
         if value.sizes is not None:
             return materialise(self.bb, value.sizes)
         if isinstance(value.expr, relax.ShapeExpr):
@@ -180,16 +186,16 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return value.expr
 
     def elements(self, value: Value) -> np.ndarray[Any, Any] | None:
-        """Return the elements of a value that are known at import; None for others."""
+        """Return the elements of a value that is known at import; None for a weight and for every other value."""
         return self._value_at_import(value.expr)
 
     def equal_sizes(self, name: str) -> tuple[Any, Any] | None:
-        """Return the two sizes of which a value says whether they are equal; None for others."""
+        """Return the two sizes that the value `name` compares with Equal; None if it is no such comparison."""
         return self._equalities.get(name)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Forget at the end the names that are given within."""
+        """Return a context whose end restores the names of values that were known at its start."""
         names = (self._nodes, self._sizes_by_name, self._equalities)
         self._nodes, self._sizes_by_name, self._equalities = (dict(those) for those in names)
         try:
@@ -198,7 +204,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             self._nodes, self._sizes_by_name, self._equalities = names
 
     def import_graph(self, graph: onnx.GraphProto, inputs: Sequence[Value]) -> list[Value]:
-        """Import the nodes of an inner graph; return its outputs."""
+        """Import the nodes of an inner graph with these values for its inputs, in order; return its outputs."""
         self._parse_graph_initializers(graph)
         for name, value in zip(graph.input, inputs, strict=True):
             self.set_value(name.name, value)
@@ -206,7 +212,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return [self.value(output.name) for output in graph.output]
 
     def attempt(self) -> Callable[[], None]:
-        """Return a function that forgets the nodes and functions since then."""
+        """Return a function that undoes an import: it removes records, refusals and functions added after this call."""
         nodes, refusals, functions = len(self.records), len(self.refusals), dict(self._functions)
 
         def forget() -> None:
@@ -216,11 +222,11 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return forget
 
     def add_function(self, variable: tvm.ir.GlobalVar, function: relax.Function) -> None:
-        """Add a function to the module that `import_model` returns, in the place of one with that variable."""
+        """Add a function to the module that `import_model` returns; it replaces one with the same `variable`."""
         self._functions[variable] = function
 
     def unique_name(self, name: str) -> str:
-        """Return a name that no function of the module has."""
+        """Return a name for a new function of the module: `name` with a number that counts up."""
         self._control_nodes += 1
         return f"{name}_{self._control_nodes}"
 

@@ -37,7 +37,11 @@ _STEP = """\
 
 
 def use(sch: Schedule, size: int, lanes: int, channel: LoopRV) -> None:
-    """Replace the loop `channel` over a group's `size` channels, and the loop over lanes inside it, by shuffles."""
+    """Replace the loop `channel` over a group's input channels, and the loop over lanes inside it, by shuffles.
+
+    `size` is the number of channels of a group, `lanes` the number of lanes. Raises TVM's ScheduleError if the loops do
+    not compute such a convolution.
+    """
     name = f"{_NAMES}{size}.{lanes}"
     register(name)
     sch.tensorize(channel, name)
@@ -45,9 +49,9 @@ def use(sch: Schedule, size: int, lanes: int, channel: LoopRV) -> None:
 
 @cache
 def register(name: str) -> None:
-    """Register the shuffles called `name` with TVM, which needs them to replay a schedule's trace.
+    """Register the tensor intrinsic `name`, which writes such shuffles; TVM needs it to replay a schedule's trace.
 
-    Ignores a name that no such shuffles have.
+    Ignores a name that is not one of this module's.
     """
     if not name.startswith(_NAMES):
         return

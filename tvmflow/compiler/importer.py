@@ -29,8 +29,9 @@ class Imported:
     """A model in Relax.
 
     `main` of `mod` takes the inputs in the order of `inputs`, then the weights in the order of `params`, and returns
-    the outputs in the order of `outputs`. Dimensions are in elements, a string is a symbolic dimension. `smallest` are
-    the sizes of symbolic dimensions from which every convolution and pooling has data for a window.
+    the outputs in the order of `outputs`. Dimensions are in elements, a string is a symbolic dimension. `smallest` has
+    lower bounds of symbolic dimensions, by name: below them a window of a convolution or pooling is larger than its
+    data.
     """
 
     mod: tvm.IRModule
@@ -42,11 +43,13 @@ class Imported:
 
 @dataclass
 class Survey:
-    """An import that goes on after a node that it refuses: all refusals at once, and how every node was imported.
+    """The result of an import that goes on after a node that it refuses: all refusals, and how each node was imported.
 
-    `free` are the free dimensions, each with the inputs and axes that have it. `imported` is the model, None where
-    something is refused. `convert` converts nodes again: it takes a block builder, a node and its operands, and returns
-    the results by name.
+    `label` names the file in messages. `free` are the free dimensions, each with the inputs and axes that have it.
+    `imported` is the model, None where something is refused. `inputs` are the variables of the inputs, and `params` the
+    variable and the value of each weight, by name. `convert` converts nodes again: it takes a block builder, a node and
+    its operands by name, and returns the results by name. `is_operator_error` is true where a refused operator has no
+    converter or has a form that is not supported.
     """
 
     label: str

@@ -19,8 +19,8 @@ _LLVM_FORMS: dict[Code, str] = {"ll": "ll", "asm": "s"}
 class Inspection:
     """The parts of a build to keep: the module before and after the passes named here, and the code in these forms.
 
-    `relax` is the lowered module without its weights, `tir` the scheduled functions, `ll` LLVM's intermediate
-    representation and `asm` the assembly of those that run on a CPU.
+    `relax` is the lowered module without its weights, and `tir` the scheduled functions. `ll` is LLVM's intermediate
+    representation and `asm` the assembly of the functions that run on a CPU.
     """
 
     before: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class PassIR:
-    """A module as TVMScript, `when` the pass `name` ran on it; constants larger than a scalar have no values."""
+    """A module as TVMScript, before or after the pass `name`; its constants larger than a scalar have no values."""
 
     when: Literal["before", "after"]
     name: str

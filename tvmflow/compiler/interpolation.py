@@ -1,4 +1,4 @@
-"""Which elements of an axis the elements of a resized axis are made of, and by which weights."""
+"""Interpolation for Resize: the source positions of the elements of a resized axis, and the weights around them."""
 
 import math
 from typing import Any
@@ -12,11 +12,12 @@ Array = npt.NDArray[Any]
 def source_places(
     size: int, result: int, scale: float, mode: str, region: tuple[float, float], dtype: npt.DTypeLike = "float64"
 ) -> Array:
-    """Return the position in an axis of `size` of each of the `result` elements, by the ONNX specification of Resize.
+    """Return the source position of each element of a resized axis, by the ONNX specification of Resize.
 
+    The axis has `size` elements before and `result` after; `scale` is the operator's scale of the axis. `mode` is its
+    coordinate_transformation_mode. `region` is the start and the end of its roi, which only tf_crop_and_resize reads.
     The positions are computed in `dtype`. ONNX Runtime computes in float32, which decides where a position is about
-    half of the way between two neighbours. Raises ValueError for a coordinate transformation that the specification
-    does not have.
+    half of the way between two neighbours. Raises ValueError for a mode that the specification does not have.
     """
     x = np.arange(result, dtype=dtype)
     scale = x.dtype.type(scale)
@@ -45,9 +46,11 @@ def source_places(
 def interpolation_weights(
     places: Array, size: int, scale: float, mode: str, antialias: bool, alpha: float, exclude: bool
 ) -> Array:
-    """Weights `[len(places), size]` of the triangle or cubic filter around each place; antialiasing widens the filter.
+    """Return the weights `[len(places), size]` of the axis's elements for an interpolation at each source position.
 
-    `alpha` is the cubic filter's coefficient; with `exclude`, positions outside of the axis have no weight.
+    The filter is cubic for the `mode` "cubic", else a triangle (linear interpolation). `antialias` widens it by
+    1 / `scale` where `scale` is below one. `alpha` is the cubic filter's coefficient. Taps outside of the axis have no
+    weight with `exclude`; otherwise they are clamped to its ends. The weights of a position add up to one.
     """
     stretch = min(1.0, scale) if antialias else 1.0
     support = math.ceil((2 if mode == "cubic" else 1) / stretch)

@@ -1,6 +1,6 @@
 """Tensor intrinsics: the loops that an instruction may replace, and the instruction, both in TVM's script.
 
-Code in LLVM's language for instructions that TVM's script cannot write.
+For instructions that TVM's script cannot write, a function gets LLVM IR attached.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from tvm.script import tirx as script
 
 
 def define(name: str, head: str, loops: str, instruction: str) -> None:
-    """Register an intrinsic with TVM.
+    """Register a tensor intrinsic with TVM; it replaces one with the same name.
 
     `head` is a function's head in TVM's script, `loops` the body that the intrinsic replaces, and `instruction` the
     body that replaces it.
@@ -24,7 +24,7 @@ def define(name: str, head: str, loops: str, instruction: str) -> None:
 
 
 def attach(body: Any, code: str) -> Any:
-    """Return a scheduled function's body with code in LLVM's language, for functions that it calls."""
+    """Return a scheduled function's body with LLVM IR attached; `code` defines functions that the body calls."""
 
     def add(block: SBlock) -> SBlock:
         if block.name_hint != "root":

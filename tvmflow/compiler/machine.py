@@ -13,10 +13,10 @@ NARROWEST = 4
 class Machine:
     """A processor as the schedules and the cost model see it; see `tvmflow.profiles` for the numbers.
 
-    `vectors` are the vectors of the code, and `cores` the cores that work together. `region` is the cycles to start and
-    to end a parallel region. `amx` names the dot products (`tvmflow.compiler.dotproduct`) that AMX computes, at the
-    costs `tiles`. `cold` is true where a model's weights come from memory in every run. `number` is the bytes of the
-    numbers that are computed with.
+    `vectors` describes the vectors that the code uses. `cores` is the number of cores that work together. `region` is
+    the cycles to start and to end a parallel region. `amx` names the dot products (`tvmflow.compiler.dotproduct`) that
+    AMX computes; `tiles` are its costs. `cold` is true where a model's weights come from memory in every run. `number`
+    is the bytes of one number of the type that is computed with.
     """
 
     vectors: Vectors
@@ -38,7 +38,7 @@ class Machine:
 
     @property
     def fewest_lanes(self) -> int:
-        """The fewest numbers that are worth a vector: they fill half of it, and no less than the narrowest one."""
+        """The fewest numbers that are worth a vector: half of the lanes, and at least 4."""
         return max(self.lanes // 2, NARROWEST)
 
     @property
@@ -58,16 +58,19 @@ class Machine:
 
     @property
     def parallel_cycles(self) -> int:
-        """A function of fewer cycles loses more by a parallel region than it gains."""
+        """The fewest cycles, on one core, of a function that gains by a parallel region."""
         return 2 * self.region
 
     @property
     def parallel_iterations(self) -> int:
-        """A loop nest of fewer iterations loses more by a parallel region than it gains."""
+        """The fewest iterations of a loop nest that is worth a parallel region.
+
+        It is the number of cycles to start and to end a region: an iteration counts as one cycle.
+        """
         return self.region
 
     def for_weights(self, size: int) -> "Machine":
-        """Return this machine for `size` bytes of weights: `cold` where they exceed half of the last cache."""
+        """Return this machine for a model of `size` bytes of weights: `cold` if they exceed half of the last cache."""
         return replace(self, cold=2 * size > self.last.size)
 
 
@@ -78,7 +81,10 @@ def machine(target: Target) -> Machine:
 
 
 def of_profile(profile: Profile, features: tuple[str, ...], cores: int) -> Machine:
-    """Return a processor with the vectors that CPU features allow, in the words of /proc/cpuinfo, on `cores` cores."""
+    """Return the processor of a profile, of which `cores` cores work together.
+
+    `features`, in the words of /proc/cpuinfo, decide on the width of its vectors and on AMX.
+    """
     bits = 512 if "avx512f" in features else 256 if "avx" in features else 128
     tiles = {name for name in ("bf16", "int8") if {"amx_tile", f"amx_{name}"} <= set(features)}
     return Machine(

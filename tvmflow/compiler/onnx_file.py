@@ -27,7 +27,7 @@ _FEW_BITS: dict[int, str] = {onnx.TensorProto.INT4: "int8", onnx.TensorProto.UIN
 def load_model(path: Path, label: str) -> onnx.ModelProto:
     """Read an ONNX file, which messages call `label`, with the weights that it keeps in files beside it.
 
-    Raises ModelImportError for a file that is missing or damaged, also one beside it, and for a model without outputs.
+    Raises ModelImportError if the file or one beside it is missing or damaged, and for a model without outputs.
     """
     try:
         model = with_own_domain(onnx.load(path))
@@ -79,9 +79,11 @@ def apply_shapes(
     inputs: Sequence[onnx.ValueInfoProto],
     shapes: Mapping[str, Sequence[int | str]],
 ) -> dict[str, int | str]:
-    """Write `shapes` into the graph's inputs; a symbol that one input fixes is fixed at all.
+    """Write `shapes`, which are by the inputs' names, into the graph's inputs, and name dimensions without a name.
 
-    Returns the new size, or the new name, of each of the file's symbols that changes.
+    A symbol whose size one input fixes gets that size in all inputs. Returns the new size or the new name of each
+    symbol that `shapes` gives one. Raises ModelImportError for an input that is no tensor or has no shape, and for
+    shapes that contradict the model or each other. Messages call the file `label`.
     """
     names = [value.name for value in inputs]
     for name in shapes:
@@ -135,9 +137,11 @@ def apply_shapes(
 
 
 def expand_functions(label: str, model: onnx.ModelProto, own: Collection[str]) -> onnx.ModelProto:
-    """Inline the model's functions but for `own`, and ONNX's function bodies of operators that have no converter.
+    """Return the model with its functions inlined, and with ONNX's function bodies for operators without a converter.
 
-    Attention is such an operator: TVM's importer has a converter for another operator of that name.
+    `own` names the functions that are not inlined, as `org.example.Twice`. ONNX's Attention counts as an operator
+    without a converter: TVM's importer takes it for com.microsoft's. Raises ModelImportError, in which `label` names
+    the file, if ONNX cannot inline the functions.
     """
     try:
         if model.functions:
@@ -180,7 +184,10 @@ def _add_defaults(node: onnx.NodeProto, defaults: Sequence[onnx.AttributeProto])
 
 
 def constants_to_initializers(graph: onnx.GraphProto) -> None:
-    """Turn Constant nodes of a graph, whatever attribute holds the value, into initializers."""
+    """Turn the Constant nodes of a graph and of its inner graphs into initializers, in place.
+
+    A node whose value is in `value_string`, `value_strings` or `sparse_value` stays.
+    """
     others = []
     for node in graph.node:
         for attribute in node.attribute:
@@ -211,7 +218,10 @@ def _constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
 
 
 def decide_rank(model: onnx.ModelProto, name: str, ranks: Sequence[int]) -> int | None:
-    """Return the one of `ranks` for a value that agrees with the shapes in the file; None where none or several do."""
+    """Return the rank of the value `name`: the only one of `ranks` that agrees with the shapes in the file.
+
+    Returns None if none of them or several agree.
+    """
     fitting = [rank for rank in ranks if _agrees(model, name, rank)]
     return fitting[0] if len(fitting) == 1 else None
 

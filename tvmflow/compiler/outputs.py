@@ -1,4 +1,4 @@
-"""Whether the outputs of a lowered model are memory that the caller of each call alone has."""
+"""Tells whether each call of a lowered model returns its outputs in memory that nothing else uses."""
 
 from typing import TypeGuard
 

@@ -41,7 +41,10 @@ class Refusal:
 
 
 def describe_refusals(refusals: Sequence[Refusal]) -> str:
-    """Say in one sentence what is refused, where, why, and what to do; equal refusals of several nodes are one."""
+    """Return a sentence that says what is refused, where, why, and what to do.
+
+    Refusals of several nodes that are otherwise equal are named once. `refusals` must not be empty.
+    """
     groups: dict[tuple[str, str, str], list[Refusal]] = {}
     for refusal in refusals:
         groups.setdefault((refusal.operator, refusal.reason, refusal.advice), []).append(refusal)
@@ -60,7 +63,7 @@ def _describe_group(group: Sequence[Refusal]) -> str:
 
 
 def advise(inputs: Sequence[onnx.ValueInfoProto]) -> str:
-    """Say what to do about a model that TVM cannot import: free dimensions are the usual reason."""
+    """Return the advice for a model that TVM cannot import: to fix the free dimensions of `inputs`, if any."""
     dims = [dim for value in inputs for dim in value.type.tensor_type.shape.dim]
     symbols = list(dict.fromkeys(dim.dim_param for dim in dims if dim.dim_param))
     if not symbols:
@@ -88,7 +91,10 @@ def missing_converter(node: onnx.NodeProto) -> Refusal:
 
 
 def type_refusals(graph: onnx.GraphProto) -> list[Refusal]:
-    """Return the refusals of values that are no tensors, of strings, and of types that TVM computes wrongly."""
+    """Return refusals for outputs that are no tensors, for strings, and for small types that TVM computes wrongly.
+
+    Small types are floats of at most 8 bits and integers of fewer than 8.
+    """
     refusals = [
         Refusal("", "", f"output {output.name!r} is no tensor", "only tensor outputs are supported")
         for output in graph.output

@@ -20,7 +20,10 @@ def ir_text(mod: tvm.IRModule) -> str:
 
 
 def save_module(mod: tvm.IRModule, path: Path) -> None:
-    """Write a module, with its constants, as TVM's JSON; `save_params` is for weights. Raises OSError."""
+    """Write a module, with its constants, as TVM's JSON. Raises OSError.
+
+    `save_params` writes the weights of a model that are not constants.
+    """
     Path(path).write_text(tvm.ir.save_json(mod))
 
 
@@ -38,7 +41,7 @@ def load_module(path: Path) -> tvm.IRModule:
 
 
 def save_params(params: Mapping[str, np.ndarray[Any, Any]], path: Path) -> None:
-    """Write tensors as an uncompressed `.npz` in order; equal tensors give equal bytes. Raises OSError."""
+    """Write tensors in order as an uncompressed `.npz`; equal tensors give equal bytes. Raises OSError."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, value in params.items():
             buffer = io.BytesIO()

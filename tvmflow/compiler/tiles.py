@@ -28,7 +28,7 @@ def choose(
     """Return the fastest register tile for a product of `rows` rows (None: symbolic) and `vectors` vectors of channels.
 
     `row_bytes` is the distance in memory from one row of the left operand to the next, None where it is unknown. With
-    `exact` the rows of the tile divide the product's.
+    `exact` the number of the tile's rows divides `rows`.
     """
     return rank(rows, vectors, machine, row_bytes, exact=exact)[0]
 
@@ -40,13 +40,13 @@ def rank(
 
     The fastest tile comes first, and there is at least one. No tile has more rows than the product.
 
-    With `exact` the rows of every tile divide the product's. `row_bytes` is the distance in memory from one row of the
-    left operand to the next, None where it is unknown: of rows that share one set of the first-level cache
-    (`conflicts`), more than the set has lines for would evict each other.
+    With `exact` the number of each tile's rows divides `rows`. `row_bytes` is the distance in memory from one row of
+    the left operand to the next, None where it is unknown. If rows at this distance share one set of the first-level
+    cache (`conflicts`), tiles have at most `cost.rows_in_set` rows: more would evict each other.
 
-    The rate is multiply-adds per cycle of a step of the reduction: a tile of r rows by v vectors does r*v of them with
-    r + v loads, v of them of weights in the second-level cache, and needs r*v + v + 1 registers. Work on the missing
-    rows of a last, partial tile is wasted.
+    Tiles are ranked by their multiply-adds per cycle. In a step of the reduction, a tile of r rows by v vectors does
+    r*v multiply-adds with r + v loads, of which v load weights from the second-level cache. It needs r*v + v + 1
+    registers. Work on the missing rows of a last, partial tile is wasted.
     """
     # More results in flight than this, two and a half times those that hide the latency, make no tile better.
     enough = cost.in_flight(machine) * 5 // 2
@@ -100,7 +100,7 @@ def conflicts(row_bytes: int | None, machine: Machine) -> bool:
 def choose_rows(tiles: Sequence[Tile], decisions: Decisions) -> int:
     """Choose the number of rows of a product's register tile.
 
-    `tiles` are the candidates, the fastest first; the `decisions` choose among their heights.
+    `tiles` are the candidates, the fastest first. `decisions` choose among the first four different numbers of rows.
     """
     heights = list(dict.fromkeys(tile.rows for tile in tiles))[:_CHOICES]
     return decisions.choose("rows", {str(height): height for height in heights})

@@ -44,7 +44,10 @@ _INFINITY = {"float16": ("int16", 0x7C00), "float32": ("int32", 0x7F800000), "fl
 
 
 def is_nan(x: Any, dtype: str) -> Any:
-    """Return whether a number of 16, 32 or 64 bits is NaN, by its bits: TVM assumes that a number equals itself."""
+    """Return an expression that tells from the bits of `x` whether it is NaN; TVM assumes that a number equals itself.
+
+    `dtype` is float16, float32 or float64.
+    """
     integer, infinity = _INFINITY[dtype]
     size = tirx.reinterpret(integer, x) & tirx.const(tirx.max_value(integer).value, integer)
     return size > tirx.const(infinity, integer)

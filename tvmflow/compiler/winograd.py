@@ -48,9 +48,10 @@ def rank_sizes(
 ) -> list[int | None]:
     """Rank the sizes of output tiles for an output of `height` by `width`, the fastest first.
 
-    None in the list is the direct convolution. The rank counts a core's cycles per image: for the products, for the
-    transforms, and for reading weights that fit no cache. `group` is the number of multiply-adds of narrow numbers that
-    an instruction does in a lane, where narrow numbers are accurate enough.
+    None in the list is the direct convolution. It is the only entry for outputs of fewer than 2 pixels in a line or
+    column, for channels that fill less than half of a vector, and for strides other than 1 and 2. The rank counts a
+    core's cycles per image: for the products, for the transforms, and for reading weights that the core's own cache
+    does not hold. `group` is that of `cycles`.
     """
     # Transforms of vectors that are mostly empty cost more than the products save.
     if min(channels, out_channels) < machine.fewest_lanes or min(height, width) < 2 or stride not in _POINTS:
@@ -72,8 +73,8 @@ def cycles(
 ) -> float:
     """Return a core's cycles for one image with output tiles of `size`, or by direct convolution if `size` is None.
 
-    The output has `height` by `width` pixels. `group` is the number of multiply-adds of narrow numbers that an
-    instruction does in a lane, where narrow numbers are accurate enough; 1 means float32.
+    The output has `height` by `width` pixels. `group` is the number of multiply-adds that a dot-product instruction
+    does in a lane: 1 for float32, 2 for bfloat16. Winograd's products use it only where `takes_narrow`.
     """
     vectors = -(-out_channels // machine.lanes)
     if size is None:
@@ -117,10 +118,10 @@ def _transforming(size: int, high: int, wide: int, channels: int, vectors: int, 
 
 
 def takes_narrow(size: int, stride: int, channels: int) -> bool:
-    """Whether the transformed numbers may be rounded to bfloat16: with tiles of two, stride one and even `channels`.
+    """Whether the transformed numbers may be rounded to bfloat16: for `size` 2, stride 1 and an even `channels`.
 
-    Relative to a direct convolution in bfloat16, the error is 1.5 times as large with tiles of two, and four times with
-    tiles of four.
+    The error is 1.5 times that of a direct convolution in bfloat16 with tiles of two, and four times with tiles of
+    four.
     """
     return (size, stride, channels % BF16.group) == (2, 1, 0)
 
@@ -204,7 +205,8 @@ def _interpolate(points: Sequence[float], size: int, taps: int) -> tuple[_Matrix
 def transform_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int, stride: int = 1) -> np.ndarray[Any, Any]:
     """Transform weights `[CO][CI][3][3]` and pack them into float32 `[taps][CO/v][CI][v]`.
 
-    There are zeros after the last channel. `size` is the size of the output tiles, `lanes` is v.
+    `taps` are the elements of an input tile, `size` is the size of the output tiles, and `lanes` is v. Zeros fill the
+    last vector of output channels.
     """
     out_channels, channels = weight.shape[:2]
     kernel = transforms(size, stride)[1]
@@ -216,7 +218,10 @@ def transform_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int, stride
 
 
 def narrow_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int) -> np.ndarray[Any, Any]:
-    """Return the transformed weights as bits of bfloat16 (uint16) `[taps][CO/v][CI/2][v][2]`; CI must be even."""
+    """Return the weights of `transform_kernel` with stride one as bits of bfloat16, `[taps][CO/v][CI/2][v][2]`.
+
+    The bits are uint16. CI must be even.
+    """
     wide = transform_kernel(weight, size, lanes).astype(ml_dtypes.bfloat16).view("uint16")
     taps, vectors, channels, _ = wide.shape
     return wide.reshape(taps, vectors, channels // BF16.group, BF16.group, lanes).swapaxes(3, 4)

@@ -7,7 +7,11 @@ from tvmflow.report import charts, page
 
 
 def write_page(name: str, contest: Mapping[str, Any], sentences: Sequence[str]) -> str:
-    """Return the page of a contest in JSON; `ratios` has the interval of our latency over each peer's."""
+    """Return the HTML page of a comparison of the model `name` with other runtimes.
+
+    `contest` is the JSON document of `tvmflow bench`; its `ratios` has the interval of our latency over each peer's.
+    `sentences` say these ratios in words.
+    """
     ratios: Mapping[str, Mapping[str, float]] = contest["ratios"]
     rows = [
         (

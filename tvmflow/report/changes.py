@@ -17,9 +17,10 @@ _CHANCE = 0.0501
 
 
 class Change(Record):
-    """A figure or a fact of a target, or of the whole release where `target` is "", now and before; None is unknown.
+    """A figure or a fact of a target in two releases, `now` and `before`; None where it is unknown.
 
-    `ratio` is the figure over the one before; None for a fact, and where one of the two is missing or zero.
+    `target` is "" for a fact of the whole release. `ratio` is `now` over `before`; it is None for a fact, where one of
+    the two is unknown, and where `before` is zero.
     """
 
     target: str
@@ -30,9 +31,11 @@ class Change(Record):
 
 
 class PeerRatio(Record):
-    """The latency of a target in the release `version` over a peer's, measured in turn: the median over the rounds.
+    """The latency of a target in the release `version` over the latency of another runtime, the peer.
 
-    `interval` is the median's, None where there are too few `rounds` for one; `missing` is how many more it takes.
+    The turns of the two alternated in each round. `ratio` is the median over the `rounds`, and `interval` is the
+    interval of that median. It is None where the rounds are too few; `missing` is the number of further rounds that an
+    interval takes, 0 where there is one.
     """
 
     target: str
@@ -45,7 +48,10 @@ class PeerRatio(Record):
 
 
 def peer_ratios(now: Release, before: Release) -> Iterator[PeerRatio]:
-    """Yield the ratios to each peer of a release's targets: before, where it was measured beside it, and now."""
+    """Yield the ratios of a release's targets to each peer of the release `now`.
+
+    The ratio of the release `before` comes first, where its target was measured beside the same peer.
+    """
     old_targets = {item.target: item for item in before.targets}
     for target in now.targets:
         old = old_targets.get(target.target)
@@ -69,8 +75,9 @@ class Slowdown(Record):
     """A target that is slower than in the release `before`, and how the machine has changed meanwhile.
 
     `bundle`, `reference` and `peers` are the median times of the bundle, of the reference kernel and of the peers by
-    name, over those before. `slower` names those of the latter two whose times are longer than by chance. A peer tells
-    of the machine only where `same_model` says that both releases are of the same ONNX model.
+    name, each divided by its median time in the release before. `slower` names the peers, and the reference kernel
+    (`REFERENCE`), whose times have become longer than chance explains. The time of a peer tells about the machine only
+    if `same_model` is true: both releases are of the same ONNX model.
     """
 
     target: str
@@ -83,7 +90,10 @@ class Slowdown(Record):
 
     @property
     def share(self) -> float:
-        """The share of the slowdown that the machine explains, on a logarithmic scale; it may be above 1."""
+        """The share of the slowdown that the machine explains: log(its slowdown) / log(`bundle`); it may be above 1.
+
+        The machine's slowdown is the largest of those in `slower` that tell about the machine, 1 without any.
+        """
         ratios = {REFERENCE: self.reference, **(self.peers if self.same_model else {})}
         explained = max((ratios[name] for name in self.slower if name in ratios), default=1.0)
         return math.log(explained) / math.log(self.bundle)
@@ -104,10 +114,11 @@ class Slowdown(Record):
 
 
 def find_slowdowns(now: Release, before: Release) -> Iterator[Slowdown]:
-    """Yield the targets that are slower than before; those that were measured beside the same peers in both releases.
+    """Yield the targets that are slower than in the release `before`.
 
-    A target is slower where the bundle's times in the rounds of fresh processes are longer than by chance (a rank test
-    with a probability of 5 %).
+    Only targets that were measured beside a common peer in both releases are compared. A target is slower if the
+    bundle's times in the rounds of fresh processes are longer by a one-sided rank test (p of at most 5 %) and in the
+    median.
     """
     old_targets = {item.target: item for item in before.targets}
     for target in now.targets:
@@ -181,7 +192,7 @@ def figures(target: ReleaseTarget) -> dict[str, float | None]:
 
 
 class Spread(Record):
-    """A figure of a target in the release `version`, measured in `rounds` of fresh processes.
+    """A figure of a target in the release `version`, measured in fresh processes in each of `rounds` rounds.
 
     `low` and `high` are the least and the greatest of the rounds' values.
     """
@@ -196,7 +207,10 @@ class Spread(Record):
 
 
 def spreads(now: Release, before: Release | None) -> Iterator[Spread]:
-    """Yield the figures of loading of a release's targets, and those before; without what was not recorded."""
+    """Yield the loading time and the peak memory of each target of a release, as far as they were recorded.
+
+    Those of the same target in the release `before` come first; it is None where there is no such release.
+    """
     old_targets = {} if before is None else {item.target: item for item in before.targets}
     for target in now.targets:
         items = [(now.version, target)]
@@ -241,9 +255,10 @@ def facts(release: Release) -> dict[str, str]:
 
 
 def parts(release: Release) -> dict[str, Mapping[str, str] | None]:
-    """Return the files and packages that a release was made from, by kind: digests and versions by name.
+    """Return the files and packages that a release was made from, by kind and name.
 
-    A kind is None where it was not recorded.
+    The kinds are "training file", "code file" and "package". The value is a digest for a file and a version for a
+    package. A kind is None where it was not recorded.
     """
     origin = release.provenance
     files = None if origin.training is None else origin.training.files
@@ -269,9 +284,10 @@ def target_facts(target: ReleaseTarget) -> dict[str, str]:
 
 
 def compare_releases(now: Release, before: Release) -> Iterator[Change]:
-    """Yield the facts and figures of two releases, those of the whole release first; equal ones as well.
+    """Yield the facts and figures of two releases, also equal ones; those of the whole release come first.
 
-    Of the files and packages, only those that differ, where both releases name theirs.
+    Of the files and packages, only those that differ are yielded. If only one of the releases recorded a kind of them,
+    one change says so.
     """
     old_facts, old_parts = facts(before), parts(before)
     for name, fact in facts(now).items():

@@ -25,9 +25,10 @@ _LEAST_ERROR, _DESCRIBED = 1e-9, 10
 
 
 def shares(title: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str]) -> str:
-    """Return bars of shares that add up to one: each row is a name with its shares by kind.
+    """Return a chart of stacked bars, one for each row: `rows` maps a row's name to its shares by kind.
 
-    `colours` has the colour of each kind, in the order of the bars; the legend names them.
+    The shares of a row add up to one. `colours` has the colour of each kind, in the order in which they are stacked;
+    the legend names them.
     """
     scale = _WIDTH - _LEFT - _RIGHT
     parts, texts = [], []
@@ -49,9 +50,10 @@ def shares(title: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping
 
 
 def intervals(title: str, rows: Mapping[str, tuple[float, float, float]], line: float, unit: str = "") -> str:
-    """Return a row for each figure: its interval as a bar and its value as a dot; `line` is a value drawn across them.
+    """Return a chart with a line for each row: its interval as a bar and its value as a dot.
 
-    A row has the low end, the value and the high end.
+    `rows` maps a row's name to the low end, the value and the high end. A dashed vertical line marks the value `line`.
+    `unit` is written after each value.
     """
     ends = [value for row in rows.values() for value in row] + [line]
     low, high = min(ends), max(ends)
@@ -80,10 +82,10 @@ def intervals(title: str, rows: Mapping[str, tuple[float, float, float]], line: 
 def points(
     title: str, across: str, up: str, series: Mapping[str, Sequence[tuple[float, float]]], *, is_count: bool = False
 ) -> str:
-    """Return a chart of points: `across` and `up` name the axes, with their units.
+    """Return a chart of points (x, y) by the name of their series; `across` and `up` name the axes, with their units.
 
-    A series of several points is joined by a line. Both axes begin at zero; where `is_count`, the one across has whole
-    numbers and only those around the points.
+    A line joins the points of a series. Both axes begin at zero. With `is_count`, x are whole numbers, and the x axis
+    covers only the range of the points.
     """
     height, left, top, bottom, right = 280, 60, 30, 240, _WIDTH - 20
     xs = [x for values in series.values() for x, _ in values] or [1.0]
@@ -132,7 +134,7 @@ def _ticks(low: float, high: float, least: float = 0.0) -> list[float]:
 
 
 def bars(title: str, rows: Mapping[str, float], form: str = "{:.3g}") -> str:
-    """Return a bar below the name of each figure, drawn from zero; `form` is the format of a figure."""
+    """Return a chart of horizontal bars from zero, each below its name; `form` is the format string of the values."""
     scale = (_WIDTH - 70) / (max(rows.values(), default=1.0) or 1.0)
     parts = []
     for index, (name, value) in enumerate(rows.items()):
@@ -145,9 +147,9 @@ def bars(title: str, rows: Mapping[str, float], form: str = "{:.3g}") -> str:
 
 
 class GraphRow(NamedTuple):
-    """A node of a graph: its name and description, the rows whose results it reads, its time in ms and its error.
+    """A node of a graph: its name and description, the indices of the rows whose results it reads, its time and error.
 
-    The error is relative; None where it is unknown.
+    `ms` is the time in milliseconds. `error` is relative; None where it is unknown.
     """
 
     name: str
@@ -202,10 +204,11 @@ def graph(title: str, rows: Sequence[GraphRow]) -> str:
 
 
 def icicle(title: str, rows: Sequence[tuple[Sequence[str], float]], unit: str) -> str:
-    """Return nested bars: a row has the names of the parts that it belongs to, the outermost first, and its share.
+    """Return an icicle chart of nested parts, in which the width of a part is its share of the total.
 
-    A bar of a part is as wide as its rows together, and stands below the bar of the part around it. Bars that are wide
-    enough have a name; all have one that a pointer shows.
+    A row has the names of the parts that it belongs to, the outermost first, and its value. A part is as wide as its
+    rows together, and stands below the part around it. Parts that are wide enough show their name; a pointer shows the
+    name and the share of each, followed by `unit`, such as "of the time".
     """
     total = sum(value for _, value in rows) or 1.0
     parts: list[str] = []
@@ -327,7 +330,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 
 def wave(title: str, parts: Sequence[Sequence[float]]) -> str:
-    """Return a waveform: the lowest and the highest value of each part, one after the other."""
+    """Return a small chart of a waveform; each of `parts`, in order, is its lowest and its highest value."""
     low, high = min(part[0] for part in parts), max(part[1] for part in parts)
     scale, step = 80 / ((high - low) or 1.0), 160 / len(parts)
     path = "".join(

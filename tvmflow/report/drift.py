@@ -20,7 +20,7 @@ _LASTS, _ORDERS = 2, 9999
 
 
 class Drift(Record):
-    """A figure of a target that rises or falls over its last releases, from `first` to `last`.
+    """A figure of a target that rises or falls over the last `releases` releases, from `first` to `last`.
 
     `chance` is the probability of as clear a trend by chance.
     """
@@ -42,10 +42,12 @@ class Drift(Record):
 
 
 class Step(Record):
-    """A figure of a target that changed at one release and stayed so, with its means before it and until the next step.
+    """A figure of a target that changed at one release and stayed so.
 
-    `version` is that release, `when` the time at which it was made (UTC, ISO 8601); the figure was measured in
-    `releases` releases since, the first one counted. `chance` is the probability of as clear a step by chance.
+    `version` is that release, and `when` the time at which it was made (UTC, ISO 8601). `before` is the figure's mean
+    from the step before to this one, and `since` its mean from this step to the next. `releases` is the number of
+    releases with the figure from that release on, itself included. `chance` is the probability of as clear a step by
+    chance.
     """
 
     target: str
@@ -65,7 +67,10 @@ class Step(Record):
 
 
 def list_figures(releases: Sequence[Release]) -> dict[tuple[str, str], list[tuple[str, float]]]:
-    """Return by target and figure the versions with their values, the oldest first; without what was not measured."""
+    """Return, by target and name of a figure, the versions in which it was measured and their values.
+
+    The versions keep the order of `releases`, which is the oldest first.
+    """
     series: dict[tuple[str, str], list[tuple[str, float]]] = {}
     for release in releases:
         for target in release.targets:
@@ -76,9 +81,11 @@ def list_figures(releases: Sequence[Release]) -> dict[tuple[str, str], list[tupl
 
 
 def find_drifts(releases: Sequence[Release]) -> Iterator[Drift]:
-    """Yield the drifts of a model's releases, the oldest first, by Kendall's rank correlation with their order.
+    """Yield the drifts in the figures of a model's releases, at most one for each figure of a target.
 
-    Ranks see a trend of small steps in one direction and are blind to a single far value.
+    `releases` begin with the oldest. A drift is a clear rank correlation (Kendall) of the values with the order of the
+    releases, over the last 6, 12, 24 or all of them. Ranks show a trend of small steps in one direction, and a single
+    outlier has little influence.
     """
     for (target, name), points in list_figures(releases).items():
         drift = _find(target, name, [value for _, value in points])
@@ -105,11 +112,11 @@ def _find(target: str, name: str, values: Sequence[float]) -> Drift | None:
 
 
 def find_steps(releases: Sequence[Release]) -> Iterator[Step]:
-    """Yield the steps in the figures of a model's releases, the oldest release first.
+    """Yield the steps in the figures of a model's releases, which begin with the oldest.
 
-    Binary segmentation: the releases are split where the means of both sides differ most (CUSUM), if a random order of
-    the releases gives as large a difference with a probability below 2 %, and then each side by itself. A figure that a
-    straight line fits better than a step changes gradually and has none.
+    The method is binary segmentation. The releases are split where the means of both sides differ most (CUSUM), if a
+    random order of the releases gives as large a difference with a probability below 2 %. Then each side is split in
+    the same way. Releases whose values a straight line fits better than a step are not split: they change gradually.
     """
     made = {release.version: release.created_at for release in releases}
     for (target, name), points in list_figures(releases).items():

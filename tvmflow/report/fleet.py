@@ -12,7 +12,7 @@ _RECENT = 6
 
 
 class Wish(Record):
-    """An open wish: the version, who asked for it and why, and for how many days it has been open."""
+    """A request that a channel hold `version`, not yet granted: who asked for it, why, and how many days ago."""
 
     version: str
     who: str
@@ -31,8 +31,9 @@ class LastVerdict(Record):
 class Signature(Record):
     """The signed statement on a channel: the key, in hexadecimal, that it names, and the days until it expires.
 
-    Both are None where there is no statement. `fault` says why it does not hold, None where it does or where this
-    machine trusts no key and has not checked it. `is_late` says that it should have been renewed by now.
+    Both are None where there is no statement. `fault` is a sentence on why the statement is not valid; None where it is
+    valid, or where this machine trusts no key and has not checked it. `is_late` is true where the statement should have
+    been renewed by now.
     """
 
     key: str | None
@@ -44,9 +45,10 @@ class Signature(Record):
 class ChannelStatus(Record):
     """A channel of a model, or a model without channels (`channel` None).
 
-    It has held `version` for `days`; both are None where it holds none. `p50_ms` is the smallest median latency of that
-    release's targets, `newer` are the releases after it. `is_gone` says that the release is no longer in the store,
-    `lags` that MLflow's alias names another one. `verdict` is None where there is none or MLflow does not answer.
+    The channel of the model `name` has held `version` for `days`; both are None where it holds none. `p50_ms` is the
+    smallest median latency of that release's targets, and `newer` are the releases after it. `is_gone` is true where
+    the release is no longer in the store, and `lags` where MLflow's alias names another release. `verdict` is None
+    where there is none or MLflow does not answer.
     """
 
     name: str
@@ -68,7 +70,10 @@ class ChannelStatus(Record):
 
 
 class WaitingApproval(Record):
-    """A promotion that waits for a person in a flow run: the run's id, the promotion, and for how many days."""
+    """A promotion that waits for a person's approval in a flow run.
+
+    `run` is the id of the flow run, `who` asked for the promotion, and `days` is how long it has waited.
+    """
 
     run: str
     name: str
@@ -159,7 +164,7 @@ class Fleet(Record):
 
 
 def write_fleet(fleet: Fleet) -> str:
-    """Return the page of the fleet: what somebody should look at first, then the channels, wishes and drifts."""
+    """Return the HTML page of the fleet: tasks first, then the channels, approvals, drifts and signatures."""
     tasks = fleet.list_tasks()
     first = [page.paragraph("Nothing waits, nothing was refused and nothing drifts.", "verdict pass")]
     if tasks:
@@ -254,5 +259,5 @@ def write_fleet(fleet: Fleet) -> str:
 
 
 def describe_fleet(fleet: Fleet) -> dict[str, object]:
-    """Return the document of a fleet, which has every figure of its page."""
+    """Return a fleet and its tasks as JSON data, which has every number of the page."""
     return {**fleet.model_dump(mode="json"), "tasks": [task._asdict() for task in fleet.list_tasks()]}

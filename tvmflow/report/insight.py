@@ -15,10 +15,11 @@ class FunctionTime(Record):
 class Layer(Record):
     """A call of a compiled function in a run: its time in ms, its operations in 1e9 and the bytes that it moves in 1e6.
 
-    `scope` are the names of the model's modules that it belongs to, the outermost first. `operators` and `nodes` are
-    those of the ONNX model that it computes, empty where its result is no value of the model. `reads` are the
-    indices of the layers whose results it reads, `shape` that of its result. `error` is the largest difference of the
-    result from ONNX Runtime's, over the largest value there; None where the two cannot be compared.
+    `rule` is the schedule rule of the function. `scope` are the names of the model's modules that the call belongs to,
+    the outermost first. `operators` and `nodes` are those of the ONNX model that it computes, empty where its result is
+    no value of the model. `reads` are the indices of the layers whose results it reads, and `shape` is the shape of its
+    result. `error` is the largest difference of the result from ONNX Runtime's, divided by the largest value there;
+    None where the two cannot be compared.
     """
 
     function: str
@@ -35,7 +36,7 @@ class Layer(Record):
 
 
 class Level(Record):
-    """A level of the memory: the bytes that it holds for all threads, None for the memory, and its rate for reads."""
+    """A cache or the memory: the bytes that it holds for all threads, None for the memory, and its rate for reads."""
 
     name: str
     bytes: float | None
@@ -43,9 +44,10 @@ class Level(Record):
 
 
 class Peaks(Record):
-    """The most that a machine can do with so many threads: fp32 multiply-adds, each two operations, and reads.
+    """The most that a machine can do with `threads` threads.
 
-    `levels` begin with the smallest. `gigahertz` is the clock that was measured.
+    `gflops` is the rate of fp32 arithmetic, where a multiply-add is two operations. `levels` have the rates of reads,
+    the smallest level first. `gigahertz` is the clock that was measured.
     """
 
     processor: str
@@ -56,7 +58,11 @@ class Peaks(Record):
 
 
 class Drawing(Record):
-    """An input as a page shows it: `image` is a PNG in base64, `wave` the lowest and highest value of each part."""
+    """An input as a page shows it: as an image, else as a waveform, else as text.
+
+    `image` is a PNG in base64. `wave` has the lowest and the highest value of each of the parts, of about equal length,
+    into which the input is divided. `values` is the text of its first values.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -85,7 +91,8 @@ class SampleInsight(Record):
 class Insight(Record):
     """The slowest functions, the layers, the machine's peaks, and the samples that differ most.
 
-    `flipped` are samples whose answer is not the original's, at most ten of `flips`. `samples` were looked at.
+    `samples` is the number of samples that were compared. `flips` is the number of those whose answer is not the
+    original's, and `flipped` are at most ten of them. `worst` are the samples with the largest differences.
     """
 
     functions: tuple[FunctionTime, ...]

@@ -16,11 +16,11 @@ _SHOWN = 10
 
 
 class LayerRow(Record):
-    """Figures that follow from those of a layer, in its order.
+    """Figures that are computed from those of a layer; `name` is its innermost module.
 
-    `share` is of the time of all layers. `intensity` is operations per byte, and `of_roof` the share of the GFLOP/s
-    that the machine allows at that intensity, from the smallest level of the memory that holds the layer's bytes; None
-    where operations or peaks are unknown.
+    `share` is the layer's share of the time of all layers. `intensity` is its operations per byte. `of_roof` is
+    `gflops` divided by the most GFLOP/s that the machine reaches at that intensity, with the bytes in the smallest
+    level of the memory that holds them. Figures are None where the operations or the machine's peaks are unknown.
     """
 
     name: str
@@ -31,7 +31,7 @@ class LayerRow(Record):
 
 
 class SlowerLayer(Record):
-    """The time in ms of the layers of one name, now and in the release before."""
+    """The time in ms of the layers of one name in two releases: `ms` now, `before`, and their `difference`."""
 
     name: str
     ms: float
@@ -40,7 +40,7 @@ class SlowerLayer(Record):
 
 
 def layer_rows(insight: Insight) -> tuple[LayerRow, ...]:
-    """Return the rows of an insight's layers."""
+    """Return a row for each layer of an insight, in their order."""
     total = sum(layer.ms for layer in insight.layers) or 1.0
     return tuple(_row(layer, total, insight.peaks) for layer in insight.layers)
 
@@ -57,7 +57,10 @@ def _row(layer: Layer, total: float, peaks: Peaks | None) -> LayerRow:
 
 
 def times_of(data: Any) -> dict[str, dict[str, float]]:
-    """Return the ms of layers by name, by target, of the JSON document of a page; {} for one without layers."""
+    """Return the milliseconds of the layers by target and name, from the JSON document of a release's page.
+
+    The times of layers of the same name are added. Returns {} for a document without layers, and for None.
+    """
     times: dict[str, dict[str, float]] = {}
     for target, insight in ((data or {}).get("insights") or {}).items():
         for layer in insight.get("layers", ()):
@@ -67,9 +70,10 @@ def times_of(data: Any) -> dict[str, dict[str, float]]:
 
 
 def list_operators(data: Any) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of a table of layers by target, of the JSON document of a page; {} for one without layers.
+    """Return the rows of a table of layers by target, from the JSON document of a release's page.
 
     A row has the names of the layer, of its ONNX operators and nodes, and the figures of a `Layer` and its `LayerRow`.
+    Returns {} for a document without layers, and for None.
     """
     tables: dict[str, list[dict[str, Any]]] = {}
     for target, rows in ((data or {}).get("layers") or {}).items():
@@ -91,9 +95,10 @@ def list_operators(data: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def fetch_times(report: Blob | None, fetch: Callable[[str, Path], object]) -> dict[str, dict[str, float]]:
-    """Return the ms of the layers of a published release by name, by target; {} where its page has none.
+    """Return the milliseconds of the layers of a published release by target and name; {} where its page has none.
 
-    `report` is the page of the release, None where it has no page. `fetch` writes the blob of a SHA-256 to a file.
+    `report` is the page of the release, None where it has no page. `fetch` gets the SHA-256 of a blob and a path, and
+    writes the blob to that path.
     """
     if report is None:
         return {}
@@ -104,9 +109,10 @@ def fetch_times(report: Blob | None, fetch: Callable[[str, Path], object]) -> di
 
 
 def find_slower(now: Mapping[str, float], before: Mapping[str, float]) -> tuple[SlowerLayer, ...]:
-    """Return the layers by the change of their time, slower ones first; both are the ms of a release's layers by name.
+    """Return all layers of two releases, sorted by the difference of their times: the largest increase comes first.
 
-    Without layers on one side there is nothing to compare, and the result is empty.
+    `now` and `before` are the milliseconds of a release's layers by name. A layer that only one release has takes 0 ms
+    in the other. The result is empty if a release has no layers.
     """
     if not now or not before:
         return ()
@@ -116,7 +122,10 @@ def find_slower(now: Mapping[str, float], before: Mapping[str, float]) -> tuple[
 
 
 def show_losses(target: str, slower: Sequence[SlowerLayer], before: str) -> Iterator[Markup]:
-    """Yield a table of the layers that take longer than in the version `before`, if there are any."""
+    """Yield a table of at most ten layers that take longer than in the version `before`, if there are any.
+
+    `slower` are the layers of the target in the order of `find_slower`.
+    """
     losses = [
         (row.name, page.number(row.before), page.number(row.ms), page.number(row.difference, "{:+.4g}"))
         for row in slower[:_SHOWN]
@@ -130,7 +139,11 @@ def show_losses(target: str, slower: Sequence[SlowerLayer], before: str) -> Iter
 def show_layers(
     target: str, insight: Insight, rows: Sequence[LayerRow], slower: Sequence[SlowerLayer], before: str | None
 ) -> Iterator[Markup]:
-    """Yield charts and tables of a target's layers; `before` is the version with which `slower` compares."""
+    """Yield charts and tables of a target's layers; nothing where it has none.
+
+    `rows` are those of `layer_rows`, `slower` those of `find_slower`. `before` is the version that `slower` compares
+    with.
+    """
     layers = insight.layers
     if not layers:
         return

@@ -44,13 +44,14 @@ _STYLE = (
 
 
 class Markup(str):
-    """Text that is HTML already; every other text is escaped."""
+    """Text that is HTML already; the functions of this module escape every other text."""
 
 
 def number(value: float | None, form: str = "") -> Markup:
-    """Return a figure; the page's data must have its exact value. None is "-".
+    """Return a number as a reader sees it, in an HTML element that holds its exact value; "-" for None.
 
-    `form` is a format with one field; "" shows four significant digits.
+    `form` is a format string with one field, such as "{:.3f}"; "" means `format_number`. The caller must pass the same
+    exact value to `write` as part of `data`.
     """
     if value is None:
         return Markup("-")
@@ -58,19 +59,19 @@ def number(value: float | None, form: str = "") -> Markup:
 
 
 def text(value: object) -> str:
-    """Return a value as HTML."""
+    """Return a value as HTML: `Markup` as it is, any other value as escaped text."""
     return value if isinstance(value, Markup) else escape(str(value))
 
 
 def paragraph(content: object, kind: str = "") -> Markup:
-    """Return a paragraph of the class `kind`."""
+    """Return a paragraph; `kind` is its CSS classes, "" for none."""
     return Markup(f'<p class="{kind}">{text(content)}</p>' if kind else f"<p>{text(content)}</p>")
 
 
 def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
-    """Return a table that scrolls by itself where the screen is too narrow for it; the first cell names its row.
+    """Return a table that scrolls by itself where the screen is too narrow for it; the first cell heads its row.
 
-    Columns with figures are aligned at the right.
+    Columns with a cell that `number` wrote are aligned at the right. Every row has as many cells as there are headings.
     """
     cells = [[text(cell) for cell in row] for row in rows]
     has_figures = [any(cell.startswith("<data") for cell in column) for column in zip(*cells, strict=True)]
@@ -89,7 +90,7 @@ def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]
 
 
 def items(entries: Iterable[object]) -> Markup:
-    """Return a list."""
+    """Return a bulleted list."""
     return Markup(f"<ul>{''.join(f'<li>{text(entry)}</li>' for entry in entries)}</ul>")
 
 
@@ -121,9 +122,9 @@ def read_data(written: str) -> Any:
 
 
 def replace_section(written: str, heading: str, parts: Sequence[Markup], data: Mapping[str, Any]) -> str:
-    """Return a page that `write` wrote, with other content of a section and with `data` added to its JSON document.
+    """Return a page that `write` wrote, with `parts` as the new content of the section called `heading`.
 
-    A page without the section stays as it is.
+    The entries of `data` are added to the page's JSON document. A page without the section stays as it is.
     """
     start = _open_section(heading)
     before, separator, rest = written.partition(start)
@@ -148,7 +149,11 @@ def _embed(data: Mapping[str, Any]) -> str:
 
 
 def write(title: str, sections: Mapping[str, Sequence[Markup]], data: Mapping[str, Any]) -> str:
-    """Return a page: sections by heading, and `data`, the JSON document that has all of its figures."""
+    """Return a page as HTML.
+
+    `sections` maps each heading to the content of its section. `data` is the JSON document that the page embeds, which
+    has the exact values of all numbers on the page.
+    """
     links = items(Markup(f'<a href="#{_slug(heading)}">{escape(heading)}</a>') for heading in sections)
     body = "".join(f"{_open_section(heading)}{''.join(parts)}</section>" for heading, parts in sections.items())
     return (

@@ -26,7 +26,10 @@ _SHOWN_FUNCTIONS, _DIGITS = 12, 12
 
 
 class HistoryRow(Record):
-    """The median latency in ms of a target in one release; `position` orders the releases on an axis."""
+    """The median latency `p50` in ms of a target in one release; None where it was not measured.
+
+    `position` is the place of the release on an axis: its version, or 0 where the version is not a number.
+    """
 
     version: str
     position: int
@@ -35,7 +38,10 @@ class HistoryRow(Record):
 
 
 class FunctionRow(Record):
-    """A function of a bundle: its time in ms and as a share of all, and what it moves."""
+    """A function of a bundle: the time of its calls in a run, in ms and as a share of all functions' time.
+
+    `megabytes` are what these calls move, in 1e6 bytes, and `gigabytes_per_second` is the rate of it.
+    """
 
     name: str
     calls: int
@@ -46,14 +52,14 @@ class FunctionRow(Record):
 
 
 class PageData(Record):
-    """All that a page shows, which it holds as JSON.
+    """All data that a release's page shows; the page embeds it as JSON.
 
-    `production` is the version that `channel` holds, None where it holds nothing; `changes` are those since then.
-    `checks` are those of the channel's gates on figures. `history` ends with the release itself. `insights` and the
-    rows of `functions` and `layers` are by target. `slower` are layers by the change of their time since `production`.
-    `spreads` are the figures of loading by round, in `production` and in the release.
-    `slowdowns` are the targets that are slower than in `production`, `ratios` those to the peers in both releases.
-    `drifts` and `steps` are those of the figures in the history.
+    `production` is the version that `channel` holds, None where it holds nothing. `changes` are the facts and figures
+    of both releases. `checks` are those of the channel's gates on figures. `history` ends with the release itself.
+    `insights` and the rows of `functions` and `layers` are by target. `slower` are the layers by target, sorted by the
+    change of their time since `production`. `slowdowns` are the targets that are slower than in `production`. `ratios`
+    are the latencies over those of the peers, and `spreads` the loading times and peak memory, both in `production` and
+    in the release. `drifts` and `steps` are those of the figures in the history.
     """
 
     release: Release
@@ -110,7 +116,10 @@ def make_data(
 
 
 def write_difference(now: Release, before: Release, slower: Mapping[str, Sequence[SlowerLayer]] | None = None) -> str:
-    """Return a page with what differs between two releases; `slower` are their layers by target, None without any."""
+    """Return an HTML page with the facts and figures that differ between two releases.
+
+    `slower` are their layers by target, in the order of `find_slower`; None where there are none.
+    """
     changes, slowdowns = tuple(compare_releases(now, before)), tuple(find_slowdowns(now, before))
     versions = f"{now.name} {before.version}", f"{now.name} {now.version}"
     sections = {
@@ -130,7 +139,7 @@ def write_difference(now: Release, before: Release, slower: Mapping[str, Sequenc
 
 
 def write_page(data: PageData) -> str:
-    """Return the page of a release."""
+    """Return the HTML page of a release."""
     release = data.release
     sections: dict[str, list[Markup]] = {
         "Verdict": list(_verdict(data)),
@@ -146,7 +155,10 @@ def write_page(data: PageData) -> str:
 
 
 def update_page(written: str, release: Release, standing: trust.Standing) -> str:
-    """Return the page of a published release with what has become of the release since."""
+    """Return the page `written` of a published release with its Trust section written anew from `standing`.
+
+    The page's JSON document gets the entry `standing`.
+    """
     parts = list(trust.show(release, standing))
     return page.replace_section(written, trust.HEADING, parts, {"standing": standing.model_dump(mode="json")})
 
@@ -402,7 +414,7 @@ def _function_rows(functions: Sequence[FunctionTime]) -> tuple[FunctionRow, ...]
 
 
 def shorten(value: object) -> str:
-    """Return a fact as text; of a digest, the first digits."""
+    """Return a fact as text; a digest is cut to its first 12 digits."""
     text = str(value)
     is_digest = len(text) >= 64 and " " not in text
     return f"{text[: text.find(':') + 1 + _DIGITS]}…" if is_digest else text

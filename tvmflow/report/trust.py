@@ -27,10 +27,10 @@ class ChannelEvent(Record):
 
 
 class Promotion(Record):
-    """The last verdict on a promotion of a release to a channel, which `who` asked for, and its run in MLflow.
+    """The last verdict on a promotion of a release to a channel, which `who` asked for.
 
-    `approval` is a person's answer, None where nobody was asked. `signer` is the public key that the statement on the
-    verdict names, in hexadecimal, None without one.
+    `approval` is a person's answer, None where nobody was asked. `run` is the verdict's run in MLflow. `signer` is the
+    public key that the signed statement on the verdict names, in hexadecimal; None without such a statement.
     """
 
     channel: str
@@ -44,10 +44,11 @@ class Promotion(Record):
 
 
 class Standing(Record):
-    """The facts on a release at the time `when` (UTC, ISO 8601) that its own document, which came first, cannot hold.
+    """The facts on a release at the time `when` (UTC, ISO 8601) that arose after its own document was written.
 
-    `signer` is the public key that the statement on it names, in hexadecimal, None without one; `is_checked` says
-    whether this machine trusts keys and has checked it. `faults` are sentences on what does not hold or answer.
+    `signer` is the public key that the signed statement on the release names, in hexadecimal; None without such a
+    statement. `is_checked` is true where this machine trusts keys and has checked the statement. `faults` are sentences
+    on signatures that are not valid and on facts that could not be read.
     """
 
     when: str
@@ -59,12 +60,12 @@ class Standing(Record):
 
     @property
     def rebuilds(self) -> tuple[Check, ...]:
-        """The checks whether a bundle is the same when it is built again."""
+        """The checks of all promotions that built a bundle again and compared it with the release's."""
         return tuple(check for item in self.promotions for check in item.checks if check.name == REBUILD)
 
 
 def show(release: Release, standing: Standing | None) -> Iterator[Markup]:
-    """Yield the section of a release; `standing` is None while it is being made."""
+    """Yield the content of the Trust section of a release's page; `standing` is None while the release is made."""
     rows = [
         (
             item.target,
@@ -151,7 +152,10 @@ def show_checks(caption: str, checks: Sequence[Check]) -> Markup:
 
 
 def show_interval(interval: Interval | None, missing: int = 0) -> Markup:
-    """Return an interval, or "-" with the number of rounds that are missing, where it is above 0."""
+    """Return an interval as HTML with three decimals, or "-" for None.
+
+    `missing` is the number of further rounds that an interval takes. If it is above 0, it follows the "-".
+    """
     if interval is None:
         return Markup(f"-, rounds missing: {page.number(missing, '{:d}')}" if missing else "-")
     return Markup(f"{page.number(interval.low, '{:.3f}')} to {page.number(interval.high, '{:.3f}')}")
