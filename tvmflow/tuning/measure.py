@@ -71,9 +71,10 @@ def use_measurer(
     """Return a context that gives `measurer` or, if that is None, a MeasurePool for the target, closed at its end.
 
     The pool has a builder for each core of this machine, and measures on `device` or, if that is None, on this machine.
-    A candidate runs with `threads` threads; a build or run is killed after `timeout` seconds. `weights` are the bytes
-    of weights to read before each sample. No request outlives `deadline` (of `time.monotonic`). Raises RemoteError when
-    the devices' tracker does not answer or has no device of their key.
+    A candidate runs with `threads` threads; a build or run is killed after `timeout` seconds. `weights` is the number
+    of bytes of the model's weights; as many, up to the size of the target's last-level cache, are read before each
+    sample. No request outlives `deadline` (of `time.monotonic`). Raises RemoteError when the devices' tracker does not
+    answer or has no device of their key.
     """
     if measurer is not None:
         return nullcontext(measurer)
