@@ -55,7 +55,7 @@ def pack(
     key: Path | None = None,
     leave_weights_out: bool = False,
 ) -> Manifest:
-    """Write a bundle of `files` by member name, and return the manifest completed with their digests and sizes.
+    """Write a bundle of `files` (paths by member name); return the manifest completed with their digests and sizes.
 
     The same manifest, files and key give the same bytes. `key` is a file with the private key to sign with, None for a
     bundle without a signature. With `leave_weights_out`, the bundle lacks its weights: a reader takes them from a file

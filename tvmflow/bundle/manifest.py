@@ -67,13 +67,13 @@ class Manifest:
     """The content of `bundle.json`: nothing in it varies from run to run.
 
     `dimensions` holds the smallest and the largest size of each symbolic dimension; a largest size of None means no
-    limit. `weights` says where the packed weights are that `main` and the variants use: `inside` the library; in a file
-    `apart`, and given to them after the inputs; or, with `unpacked`, given to them too, by the library's function
-    `pack_weights`, which packs the weights that the library holds. `threads` is the number of threads that the code
-    was chosen for, and `max_threads` the most to run on; None: as many as there are cores.
-    `fresh_outputs` is true where every call writes all outputs to memory that nothing else uses, so that a caller may
-    keep them without a copy. `provenance` maps the inputs of the build to their SHA-256, and `options` and `code` to
-    the options and the digest of tvmflow's code.
+    limit. `weights` says where the packed weights come from that `main` and the variants use: `inside` means constants
+    of the library; `apart` means the bundle's file `mod.params`; `unpacked` means that the library's function
+    `pack_weights` packs the weights that the library holds. With `apart` and `unpacked`, a call passes the packed
+    weights after the inputs. `threads` is the number of threads that the code was chosen for; `max_threads` is the most
+    threads to run on by default, None as many as there are cores. `fresh_outputs` is true where every call writes all
+    outputs to memory that nothing else uses, so that a caller may keep them without a copy. `provenance` maps the
+    inputs of the build to their SHA-256, and `options` and `code` to the options and the digest of tvmflow's code.
     """
 
     name: str
@@ -95,14 +95,14 @@ class Manifest:
 
     @property
     def format(self) -> int:
-        """The number of the oldest format that can say what the manifest says."""
+        """The number of the oldest format that can express this manifest."""
         return 2 if self.weights == "unpacked" else 1
 
     def to_json(self) -> bytes:
         """Return canonical JSON: equal manifests give equal bytes. Raises ValueError for NaN or infinity.
 
-        A limit that equals `threads` is left out, and so is `fresh_outputs` where it is false, as older manifests are
-        read.
+        `max_threads` is left out if it equals `threads`, and `fresh_outputs` if it is false: a reader takes these
+        values for missing keys.
         """
         document = {**asdict(self), "format": self.format}
         if self.max_threads == self.threads:

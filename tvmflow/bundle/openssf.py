@@ -26,9 +26,10 @@ def keygen(path: Path) -> Path:
 def sign(bundle: Path, key: Path, signature: Path) -> None:
     """Sign a bundle with the private key in a PEM file, on the curve P-256, P-384 or P-521, and write the signature.
 
-    Of a symbolic link, the file is signed to which it leads. The signature holds for the content under any name. Raises
-    BundleError for a file that is no bundle, and SettingsError for a key of another kind, a file that cannot be read or
-    written, and where the library `model-signing` is not installed.
+    `signature` is the file to write. If `bundle` is a symbolic link, the file that it points to is signed. The
+    signature is valid for the content under any name. Raises BundleError for a file that is no bundle, and
+    SettingsError for a key of another kind, a file that cannot be read or written, and if the library `model-signing`
+    is not installed.
     """
     require_library("model_signing", extra="openssf")
     from model_signing import signing

@@ -76,9 +76,9 @@ def public_key(path: Path) -> str:
 
 
 def signer(signature: bytes, source: str) -> str:
-    """Return the public key, in hexadecimal, that a signature names; `source` names the bundle in errors.
+    """Return the public key, in hexadecimal, that a signature names, without checking the signature.
 
-    Raises BundleError for a damaged signature.
+    Raises BundleError for a damaged signature; `source` names the bundle in the message.
     """
     form = _FORM.fullmatch(signature)
     if form is None:
@@ -94,7 +94,8 @@ def trusted_keys() -> tuple[Path, ...]:
 def check(manifest: bytes, signature: bytes | None, trusted: Sequence[Path], source: str) -> None:
     """Raise BundleError unless one of the `trusted` keys has signed the manifest; without trusted keys, do nothing.
 
-    `signature` is None for a bundle that is not signed. `source` names the bundle in the message.
+    `signature` is the content of `bundle.sig`, None for a bundle that is not signed. `trusted` are files with public
+    keys. `source` names the bundle in the message.
     """
     if not trusted:
         return
@@ -120,7 +121,7 @@ def check(manifest: bytes, signature: bytes | None, trusted: Sequence[Path], sou
 
 
 def require_library(name: str = "cryptography", extra: str = "sign") -> None:
-    """Raise SettingsError unless a library of an extra of tvmflow is installed."""
+    """Raise SettingsError unless the module `name` can be imported; the message names the `extra` that installs it."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -199,10 +199,10 @@ def load_model(
     """Load the bundle of a model for `target`, by default the best one that this host can run, after checking it.
 
     `model_uri` is a model URI of MLflow, `dst_path` a folder that keeps the download, None a temporary one. `threads`
-    is the number of worker threads of a call, by default TVM_NUM_THREADS, else one for each physical core, but not more
-    than the bundle's `max_threads`. `spin` is how many times an idle worker looks for work before it sleeps, by default
-    4000. Raises BundleError when no bundle runs here, or a file differs from the one that was logged; InputError for
-    a number of threads below 1 or a spin below 0.
+    is the number of worker threads of a call, by default TVM_NUM_THREADS; without that variable, one for each physical
+    core, at most the bundle's `max_threads`. `spin` is how many times an idle worker looks for work before it sleeps,
+    by default TVM_THREAD_POOL_SPIN_COUNT, else 4000. Raises BundleError when no bundle runs here, or a file differs
+    from the one that was logged; InputError for a number of threads below 1 or a spin below 0.
     """
     path = _download_artifact_from_uri(artifact_uri=model_uri, output_path=dst_path)
     return _load(path, target, threads, spin)[0]

@@ -73,10 +73,12 @@ class Runs(Connection):
         return datetime.datetime.fromtimestamp(milliseconds / 1000, datetime.UTC)
 
     def end_abandoned_runs(self, tags: Mapping[str, str]) -> list[str]:
-        """End as KILLED the experiment's open runs of steps and verdicts with all of these tags, and return their ids.
+        """End as KILLED the experiment's open runs that have all of these tags and wait for nobody; return their ids.
 
-        The runs nested in them end too; runs of promotions that wait for a person stay open. Call this while no such
-        step runs; the run of a verdict that is being written ends as its writer says. Raises RegistryError.
+        These are the runs that steps opened under a `key`, and those of the kinds (tag `tvmflow.kind`) retrain, retune,
+        failure and promotion, which are written at once. The runs nested in them end too. The run that a Prefect flow
+        opened for a promotion stays open, because it may wait for a person. Call this while no such step runs; a run
+        that is just being written still ends with the status that its writer gives it. Raises RegistryError.
         """
         with self._explained("end runs that nobody works on"):
             client, experiment = self._client(), self._experiment()
@@ -99,8 +101,8 @@ class Runs(Connection):
     ) -> str:
         """Open the run of a promotion and return its id; nest it in the release's run where that still exists.
 
-        A Prefect flow run, whose id is `flow_run`, gets the run that it opened before it was suspended, with `tags` set
-        on it; with None the run is new. Raises RegistryError.
+        `flow_run` is the id of the Prefect flow run that promotes. If it opened a run before it was suspended, that run
+        is returned, with `tags` set on it. With None as `flow_run`, the run is new. Raises RegistryError.
         """
         with self._explained(f"open the run {name!r}"):
             client = self._client()

@@ -56,9 +56,9 @@ class Versions(Connection):
         return str(min(versions)) if versions else None
 
     def find_tagged_version(self, name: str, key: str, value: str) -> str | None:
-        """Return the oldest version of a registered model with a tag of this value, None if there is none.
+        """Return the oldest version of a registered model whose tag `key` is `value`, None if there is none.
 
-        The latest hundred versions are looked at. Raises RegistryError.
+        Only the latest hundred versions are searched. Raises RegistryError.
         """
         tagged = [version.version for version in self.list_versions(name) if version.tags.get(key) == value]
         return tagged[-1] if tagged else None
@@ -137,10 +137,10 @@ class Versions(Connection):
             self._client().delete_registered_model_alias(name, alias)
 
     def connect_webhook(self, name: str, url: str, secret: str) -> bool:
-        """Make the server report every alias that is set to `url`, signed with `secret`.
+        """Create the webhook `name`: whenever an alias is set, the server calls `url` and signs the call with `secret`.
 
-        An existing webhook of that name is changed. Returns whether the webhook is new. Raises RegistryError when
-        MLflow fails, or the registry is a SQLite file.
+        An existing webhook of that name is changed and switched on. Returns whether the webhook is new. Raises
+        RegistryError when MLflow fails, or the registry is a SQLite file.
         """
         uri = self.config.uris[-1]
         if sqlite_file(uri) is not None:

@@ -48,8 +48,8 @@ def load(path_or_uri: Path | str, *, threads: int | None = None, spin: int | Non
     `release://NAME/VERSION`. Of a release's bundles, the best one that this machine can run is loaded and kept in a
     cache.
 
-    `threads` is the number of worker threads of a call: by default TVM_NUM_THREADS, else one for each physical core
-    that this process may use, but not more than the bundle's `max_threads`. `spin` is how many times an idle worker
+    `threads` is the number of worker threads of a call: by default TVM_NUM_THREADS; without that variable, one for each
+    physical core that this process may use, at most the bundle's `max_threads`. `spin` is how many times an idle worker
     looks for work before it sleeps: by default TVM_THREAD_POOL_SPIN_COUNT, else 4000, which is a millisecond or two; 0
     spares the processor and costs some microseconds per call.
 

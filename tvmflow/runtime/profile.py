@@ -27,7 +27,7 @@ MACHINE = "(virtual machine)"
 class Call:
     """A call of a run: the function's name, its seconds, and the shapes and bytes of its arrays, inputs first.
 
-    The seconds are without those of the calls within it.
+    `bytes` is the sum over all arrays. `seconds` leaves out the calls that the function itself makes.
     """
 
     name: str
@@ -71,7 +71,8 @@ def measure_functions(
 ) -> tuple[FunctionTime, ...]:
     """Time the functions that `run` calls in a virtual machine; return them, the slowest first.
 
-    Functions that are not in `names` are one entry, MACHINE; `measure_calls` describes the other arguments.
+    `names` are the compiled functions; all other functions are one entry, MACHINE. See `measure_calls` for the other
+    parameters.
     """
     return group_calls(measure_calls(machine, run, repeats, synchronize), names)
 
@@ -79,11 +80,12 @@ def measure_functions(
 def measure_calls(
     machine: Any, run: Callable[[], object], repeats: int, synchronize: Callable[[], object] = lambda: None
 ) -> tuple[Call, ...]:
-    """Time the calls that `run` makes in a virtual machine, also those of the machine's own functions, in their order.
+    """Time all calls that `run` makes in a virtual machine (TVM's `VirtualMachine`); return them in their order.
 
-    The time of a call, without that of calls within it, is the smallest of `repeats` runs, so that other work on the
-    machine hardly changes it. `synchronize` waits for a device that still works when a call has returned. The machine
-    has no instrument afterwards.
+    These are calls of compiled functions and of the virtual machine's own. `run` is called `repeats` times, and must
+    make the same calls each time. The time of a call is the smallest of these runs, so that other load hardly changes
+    it; it leaves out the calls within the call. `synchronize` is called after each call, to wait for a device that
+    still works then. An instrument that `machine` had before is removed.
     """
     recorder = _Recorder(synchronize)
     machine.set_instrument(recorder)
@@ -99,11 +101,12 @@ def measure_calls(
 def record_trace(
     machine: Any, run: Callable[[], object], name: str, synchronize: Callable[[], object] = lambda: None
 ) -> Trace:
-    """Run once and return the trace of the calls in the virtual machine, those of the machine's own functions too.
+    """Call `run` once; return the trace of all calls in the virtual machine, also of the machine's own functions.
 
-    Below the calling thread stands each worker: for how long it used a processor during a function that calls no other,
-    its search for work included. A curve shows the bytes that the machine has allocated in the run. `name` names the
-    trace; `measure_calls` describes the other arguments.
+    The trace shows the calls on the calling thread. For each other thread it shows how much processor time the thread
+    used during an innermost call, including the time in which it looked for work. A curve shows the bytes that the
+    virtual machine has allocated in the run so far. `name` is the name of the trace; see `measure_calls` for the other
+    parameters.
     """
     tracer = _Tracer(Trace(name), synchronize)
     machine.set_instrument(tracer)
@@ -158,7 +161,7 @@ def find_functions(lowered: Any) -> dict[str, CompiledFunction]:
 def estimate_operations(function: Any) -> float:
     """Return an estimate of the floating-point operations of a call of an unscheduled function (TVM's PrimFunc).
 
-    It is 0 where there is no count: for symbolic shapes, and for loops that only an instruction describes.
+    It is 0 if TVM cannot count them, for example with symbolic shapes, or in a tensor intrinsic.
     """
     import tvm
 
@@ -264,7 +267,10 @@ def tensors_of(args: Sequence[Any]) -> list[Any]:
 
 
 def group_calls(calls: Sequence[Call], names: Collection[str]) -> tuple[FunctionTime, ...]:
-    """Add up the calls of each function in `names`, the slowest first; all others are one entry, MACHINE."""
+    """Add up the calls of each function and return the sums, the slowest first.
+
+    All functions that are not in `names` are one entry, MACHINE, with 0 bytes and no shapes.
+    """
     groups: dict[str, list[Call]] = {}
     for call in calls:
         groups.setdefault(call.name if call.name in names else MACHINE, []).append(call)

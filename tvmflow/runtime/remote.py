@@ -18,11 +18,13 @@ T = TypeVar("T")
 
 
 def run(bundle: Path, host: str, port: int, key: str, timeout: float, work: Callable[[CompiledModel], T]) -> T:
-    """Load a bundle on a server with `key` of the tracker at `host` and `port`, call `work`, and return its result.
+    """Load a bundle on another machine, call `work` with the loaded model on this one, and return its result.
 
-    The bundle's files are checked on this machine; the CPU features of the server's machine are not. The whole call
-    takes `timeout` seconds at most, while TVM itself would wait for ever for a busy or silent server. Raises
-    BundleError for a damaged bundle, RemoteError when there is no tracker, no such server, or no answer in time.
+    The model runs on an RPC server that has `key` at the tracker at `host` and `port`. The bundle's files are checked
+    on this machine; the CPU features of the server's machine are not. The whole call takes `timeout` seconds at most,
+    while TVM itself would wait for ever for a busy or silent server. Raises BundleError for a damaged bundle, and
+    RemoteError when there is no tracker, no such server, or no answer in time. A TvmflowError of `work` is raised
+    unchanged, any other exception as a RemoteError.
     """
 
     def run_remotely() -> T:

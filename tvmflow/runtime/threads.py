@@ -53,10 +53,11 @@ are_mixed = False
 
 
 def choose_count(requested: int | None, most: int | None) -> int:
-    """Return the number of threads of a model's calls, with the thread of the caller.
+    """Return the number of threads of a model's calls, the thread of the caller included.
 
-    The number is `requested`, else the user's TVM_NUM_THREADS, else the number of cores that this process may use, but
-    not above `most`. Raises InputError for `requested` below 1 and for a TVM_NUM_THREADS that is no positive integer.
+    The number is `requested`, else the user's TVM_NUM_THREADS, else the smaller of `most` and the number of cores that
+    this process may use (`most` None: the number of cores). `most` does not limit the first two. Raises InputError for
+    `requested` below 1 and for a TVM_NUM_THREADS that is no positive integer.
     """
     global _user_count
     _check("threads", requested, 1)
@@ -117,11 +118,11 @@ def start(library: Any, threads: int, looks: int) -> "Callable[[], None] | None"
 
 
 def reserve(size: int, spin: int | None) -> None:
-    """Set the environment of TVM's later pools for a model of `size` workers that is being loaded.
+    """Set TVM's environment variables so that pools which TVM starts later suit a model of `size` workers.
 
-    `spin` is how many times a worker looks for work before it sleeps; None leaves the value that this process has or
-    the user's TVM_THREAD_POOL_SPIN_COUNT, else it is `SPIN`. Warns if the process has workers already and so ignores
-    `spin`.
+    `spin` is how many times a worker looks for work before it sleeps. None keeps the number that is set by the user's
+    TVM_THREAD_POOL_SPIN_COUNT or an earlier model, else it is `SPIN`. Once the process has workers, `spin` has no
+    effect, and a RuntimeWarning says so if it differs.
     """
     global _own_count, are_mixed
     with _lock:

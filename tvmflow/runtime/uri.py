@@ -15,8 +15,9 @@ def locate(path_or_uri: Path | str) -> Generator[Path, None, None]:
     """Yield the paths of the bundles at a path or URI.
 
     URIs are `file://`, `s3://BUCKET/KEY`, `release://NAME@CHANNEL` and `release://NAME/VERSION`. A release has several
-    bundles: the best for this machine comes first, and each is fetched only when the caller asks for it. A file outside
-    the cache is removed when the generator is closed. Raises BundleError for another kind of address, StoreError when a
+    bundles: the best for this machine comes first, and each is fetched only when the caller asks for it. Bundles of a
+    release, and blobs of a release store, are kept in a cache. Another object on S3 is fetched into a temporary file,
+    which is removed when the generator is closed. Raises BundleError for another kind of address, StoreError when a
     bundle cannot be fetched.
     """
     text = str(path_or_uri)

@@ -57,12 +57,12 @@ class Service:
 
     @property
     def is_live(self) -> bool:
-        """Whether the batcher's thread works: no batch has been running for too long."""
+        """Whether the batcher is idle, or has been running its present batch for at most `limits.hang` seconds."""
         return self.batcher.busy_seconds <= self.limits.hang
 
     @property
     def is_ready(self) -> bool:
-        """Whether the server takes requests: it is live and not about to end."""
+        """Whether the server takes requests: it is live, and has not begun to shut down."""
         return not self.is_draining and self.is_live
 
     def find(self, name: str, version: str | None = None) -> ServedModel:
@@ -79,9 +79,9 @@ class Service:
         return model
 
     def swap(self, following: ServedModel) -> None:
-        """Serve another version, which is loaded and warm, from the next request on.
+        """Serve `following` in place of the version of the same model that is served now, from the next request on.
 
-        The previous version is closed after its last request.
+        The new version must be loaded, and have run once. The previous version is closed after its last request.
         """
         previous, self.models[following.name] = self.models[following.name], following
         self.problems.pop(following.name, None)
@@ -92,11 +92,11 @@ class Service:
         self.batcher.call(previous.model.close)
 
     async def run(self, model: ServedModel, inputs: "Arrays") -> "Arrays":
-        """Run a model on inputs, in a batch with others, and return the outputs.
+        """Run a model on arrays by name, perhaps in a batch with other requests, and return the outputs by name.
 
-        A caller that is cancelled, because its time is over, takes its request out of the queue; a batch that runs
-        already runs to its end. Raises InputError for inputs that do not fit the model, OverloadedError when too many
-        requests wait.
+        If the call is cancelled, for example at its timeout, its request is taken out of the queue; a batch that is
+        running already runs to its end. Raises InputError for inputs that do not fit the model, OverloadedError when
+        too many requests wait.
         """
         future = self.batcher.submit(model.model, model.model.check_inputs(inputs))
         try:

@@ -55,9 +55,10 @@ class _Request:
 class Batcher:
     """A thread that runs models, and joins requests into batches where the batch dimension is symbolic.
 
-    With a `max_delay` of 0 seconds, a request starts as soon as the thread is free: a batch has the requests that
-    arrived during the batch before. Otherwise the first request of a batch waits up to `max_delay` for others. A batch
-    has at most `max_batch` rows, unless a single request has more. `on_batch` gets the number of rows of each batch.
+    With a `max_delay` of 0 seconds, a batch starts as soon as the thread is free, with the requests that arrived while
+    the batch before it ran. Otherwise the first request of a batch waits up to `max_delay` for others. A batch of
+    several requests has at most `max_batch` rows, and no more than the model's batch dimension allows. `on_batch` gets
+    the number of rows of each batch.
     """
 
     def __init__(self, *, max_batch: int, max_delay: float, on_batch: Callable[[int], object]) -> None:
@@ -91,7 +92,7 @@ class Batcher:
 
     @property
     def busy_seconds(self) -> float:
-        """How long the batch that runs has been running; 0 where none runs."""
+        """The seconds for which the present batch, or function of `call`, has been running; 0 if the thread is idle."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 

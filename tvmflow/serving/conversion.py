@@ -37,7 +37,7 @@ class Converter:
         self._pool: ProcessPoolExecutor | None = None
 
     async def parse(self, body: bytes, header_length: str | None, outputs: Sequence[TensorSpec]) -> InferRequest:
-        """Parse the body of a request for a model with these outputs.
+        """Parse the body of a request for a model with these outputs, as `protocol.parse` does.
 
         `header_length` is the number of bytes of JSON, None for a body without binary data. Raises InputError for a
         body that breaks the protocol or names another output.
@@ -58,9 +58,10 @@ class Converter:
         return await self._run(numbers * _BYTES_PER_NUMBER, protocol.render, answered, name, version, results)
 
     def close(self) -> None:
-        """End the process, and wait for what it is converting.
+        """End the process after the conversion that it is running.
 
-        Those who wait for their turn get `CancelledError`. The converter cannot be used afterwards.
+        Calls of `parse` and `render` that wait for the process raise `CancelledError`. The converter cannot be used
+        afterwards.
         """
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)

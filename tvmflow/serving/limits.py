@@ -13,9 +13,9 @@ class OverloadedError(Exception):
 class Limits:
     """The server's limits; sizes are in bytes, times in seconds.
 
-    A request is refused whose body is larger than `body`, and one whose body has no room in `waiting` beside those of
-    all requests that are not answered yet. It is answered within `timeout`, or ends. A batch that runs for longer than
-    `hang` makes the server not live.
+    A request is refused if its body is larger than `body`, or if all requests that are not answered yet would hold more
+    bytes than `waiting` (or than twice `body`, if that is more). A request that is not answered within `timeout` fails.
+    While a batch has been running for longer than `hang`, the server reports that it is not live.
     """
 
     body: int = 64 * 2**20
@@ -25,7 +25,7 @@ class Limits:
 
 
 class Room:
-    """The bytes that requests may hold together; one thread uses it."""
+    """A budget of `capacity` bytes, which all requests share; it is not safe for use by several threads."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -34,9 +34,10 @@ class Room:
 
     @contextmanager
     def hold(self) -> Iterator[Callable[[int], int]]:
-        """Yield a function that takes so many bytes more, and returns how many it has taken in all.
+        """Yield a function that reserves a number of bytes; the bytes are given back when the `with` block ends.
 
-        The body's end gives them back. The function raises OverloadedError when there are not so many left.
+        The function takes the number of bytes, and returns how many it has reserved in all. It raises OverloadedError
+        when fewer bytes are left.
         """
         body_bytes = 0
 

@@ -34,7 +34,7 @@ _LOSSLESS_KINDS = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}
 
 @dataclass(frozen=True)
 class OutputRequest:
-    """An output that a request asks for, and whether its values follow the JSON as bytes."""
+    """An output that a request asks for, and whether its values follow the JSON of the response as bytes."""
 
     name: str
     is_binary: bool
@@ -105,7 +105,7 @@ def parse(body: bytes, header_length: str | None, outputs: Sequence[TensorSpec])
 
 
 def header_size(header_length: str) -> int:
-    """Return the value of the header HEADER_LENGTH as a number of bytes. Raises InputError when it is none."""
+    """Parse the value of the header HEADER_LENGTH, a number of bytes. Raises InputError for any other text."""
     # No body's length has more digits, and Python refuses to read numbers with thousands of digits.
     if not (header_length.isascii() and header_length.isdigit() and len(header_length) < 20):
         raise InputError(f"{HEADER_LENGTH} is {header_length!r}, expected the length in bytes of the JSON")
@@ -143,7 +143,8 @@ def render(request: InferRequest, name: str, version: str, results: "Mapping[str
 def read_tensor(entry: Mapping[str, Any], rest: memoryview) -> "tuple[str, Array, memoryview]":
     """Return the name and the array of one input, and the binary data that remains for the inputs after it.
 
-    `entry` is the input as in the JSON of a request; `rest` the binary data from its own on. Raises InputError.
+    `entry` is the input's object in the JSON of a request. `rest` is the binary data of the request that no earlier
+    input has read. Raises InputError when the input breaks the protocol.
     """
     name, datatype, shape = entry.get("name"), entry.get("datatype"), entry.get("shape")
     if not isinstance(name, str):

@@ -16,8 +16,8 @@ from tvmflow.verification import verify
 class Source:
     """A model to serve, by name.
 
-    `desired_version` returns the version to serve now, which can change with `is_channel`. `bundles` yields the paths
-    of a version's bundles, the best for this machine first. Both raise StoreError when the store cannot be read.
+    `desired_version` returns the version to serve now; it can change only if `is_channel` is true. `bundles` yields the
+    paths of a version's bundles, the best for this machine first. Both raise StoreError when the store cannot be read.
     """
 
     name: str

@@ -6,7 +6,7 @@ from tvmflow.store.objects import ObjectStore
 
 
 def open_objects(config: StoreConfig) -> ObjectStore:
-    """Return the objects that a configuration names: those of its folder on this machine, else those of its server.
+    """Return the object store that `config` names: its folder on this machine if it has one, else its S3 server.
 
     Raises StoreError when the connection to a server cannot be prepared.
     """

@@ -85,9 +85,10 @@ class BlobStore:
                 partial.unlink(missing_ok=True)
 
     def find_fault(self, sha256: str, sizes: Collection[int]) -> str | None:
-        """Read a complete blob and compare its digest, and its size in bytes with each of `sizes`.
+        """Read a whole blob, and check that its digest is `sha256` and its size in bytes equals each of `sizes`.
 
-        Returns the fault as the end of a sentence, None if there is none. Raises StoreError when the server fails.
+        Returns the first fault as the end of a sentence, such as "is missing", or None if there is none. Raises
+        StoreError when the server fails.
         """
         length = 0
 

@@ -2,11 +2,12 @@
 
 channels/<name>/<channel>.json
 
-A wish asks for a release. It is granted, which moves the channel, or ends: refused, withdrawn, or superseded by a newer
-one. Whoever changes a document reads it, and writes it only if it has not changed meanwhile.
+A wish asks that the channel hold a certain release. A wish is either granted, which moves the channel, or it ends as
+refused, withdrawn, or superseded by a newer one. A writer reads the document first, and writes it only if it has not
+changed meanwhile.
 
-Where a key signs, a document carries a signed statement on what the channel holds, its policy and the versions that it
-has held. A wish needs no signature: anybody may ask.
+Where a key signs, a document carries a signed statement on the version that the channel holds, its policy and the
+versions that it has held. A wish needs no signature: anybody may ask.
 """
 
 import datetime
@@ -65,9 +66,9 @@ class PolicyChange(Event):
 
 
 class WishEnd(Event):
-    """The end of a wish for `version` that was not granted; the wish gives it its id, `why` names the reason.
+    """The end of a wish for `version` that was not granted; `id` is that of the wish, and `why` is the reason.
 
-    `who` refused it, withdrew it, or made the wish or the rollback that supersedes it.
+    `who` refused the wish, withdrew it, or made the newer wish or the rollback that supersedes it.
     """
 
     kind: Literal["wish"] = "wish"
@@ -99,7 +100,8 @@ def _read_unsigned(document: Mapping[str, Any]) -> Mapping[str, Any]:
 class ChannelClaim(Claim):
     """The version that a channel holds, its policy and the versions that it has held, the oldest first.
 
-    `number` is the channel's own after the last of these changed. The claim is valid until `expires` (UTC, ISO 8601).
+    `number` is the number of the channel's document with which the claim was signed. The claim is valid until `expires`
+    (UTC, ISO 8601).
     """
 
     predicate_type = "urn:tvmflow:channel:1"
@@ -113,11 +115,11 @@ class ChannelClaim(Claim):
 
 
 class Channel(Document):
-    """A channel; without a release (`version` None), policy and wish where it has none of them.
+    """A channel: the release `version` that it holds, its policy and its open wish, each None where there is none.
 
-    `shown` is the version that the channel's alias in MLflow was last set to: it lags behind `version` for the moment
-    between the two. `number` grows with every change. `statement` is the signed ChannelClaim on it, None where nobody
-    signs.
+    `shown` is the version that the channel's alias in MLflow was last set to; after a move it is the earlier version
+    until the alias is set. `number` grows with every change. `statement` is the signed ChannelClaim on the channel,
+    None where no key signs.
     """
 
     older: ClassVar[Mapping[int, Reader]] = {1: _read_first, 2: _read_unsigned}
@@ -179,9 +181,10 @@ class Channel(Document):
 
     @property
     def kept_versions(self) -> frozenset[str]:
-        """The versions whose releases have to stay: the one held, the one wished for, and the last within the policy.
+        """The versions whose releases must not be removed: the one held, the one wished for, and some earlier ones.
 
-        The last are those that the channel held last, and those to which the next rollbacks return.
+        With the policy's `keep` as n, these are the last n distinct versions that the channel moved to, and the last n
+        of `rollback_stack`.
         """
         depth = (self.policy or Policy()).keep
         latest = list(dict.fromkeys(move.to_version for move in reversed(self.moves)))[:depth]
@@ -207,7 +210,11 @@ def find_checked(store: ReleaseStore, name: str, channel: str) -> Channel:
 
 
 def read(store: ReleaseStore, name: str, channel: str) -> Channel:
-    """Read a channel. Raises StoreError for one that was never used; the message names the others."""
+    """Read a channel that is in use.
+
+    Raises StoreError for a damaged document, and for a channel that was never used; the message then lists the channels
+    of `name`.
+    """
     document = find(store, name, channel)
     if not document.exists:
         others = ", ".join(_list_channels(store, name)) or "none"
@@ -234,11 +241,13 @@ def read_version(store: ReleaseStore, name: str, channel: str, trusted: Sequence
 
 
 def check_statement(store: ReleaseStore, document: Channel, trusted: Sequence[Path]) -> ChannelClaim | None:
-    """Check that a trusted key has signed the statement on a channel, and that it holds; return its claim.
+    """Check the statement on a channel, and return its claim.
 
-    A channel that was never used needs no statement: the result is None. `trusted` are files with public keys. Raises
-    StatementError for a channel that is not signed, was changed since, is another one, has expired, is older than one
-    that this host has seen, or holds a release that was changed since. Whether the release is signed is not checked.
+    One of the public keys in the files `trusted` must have signed the statement, and the statement must agree with the
+    channel and with the release that the channel holds; whether the release itself is signed is not checked. An empty
+    channel that this host has never seen in use needs no statement: the result is None. Raises StatementError when the
+    statement is missing, has expired, is about another channel, or is older than one that this host has seen, and when
+    the channel or its release was changed after the statement was signed.
     """
     highest = Highest.of(store.config, document.name, document.channel)
     if document.signed_content == Channel(name="", channel="").signed_content and document.statement is None:
@@ -270,23 +279,26 @@ def check_statement(store: ReleaseStore, document: Channel, trusted: Sequence[Pa
 
 
 def read_claim(document: Channel) -> ChannelClaim | None:
-    """Return the claim of the statement on a channel, unchecked; None without one, or where it is no such claim."""
+    """Return the claim of a channel's statement without checking it; None if it has none or one of another kind."""
     return None if document.statement is None else peek(document.statement, ChannelClaim)
 
 
 def sign_channel(store: ReleaseStore, name: str, channel: str) -> Channel:
-    """Sign what a channel holds, whoever has written it; return the channel.
+    """Sign a new statement on a channel as it is now, and return the channel.
 
-    Raises StoreError for a channel that was never used, SettingsError for a key that cannot be read.
+    An earlier statement is not checked: the signature covers what any writer has put there. Raises StoreError for a
+    channel that was never used, StatementError when this machine trusts keys and none of them has signed the channel's
+    release, SettingsError when no signing key is set or it cannot be read.
     """
     read(store, name, channel)
     return _update(store, name, channel, lambda before: _sign(store, before, before))
 
 
 def renew_statement(store: ReleaseStore, name: str, channel: str) -> bool:
-    """Sign the statement on a channel again when half of its time is over; return whether it was.
+    """Sign the statement on a channel again if at least half of its time is over; return whether it was signed.
 
-    Without a signing key, or a statement, nothing happens. Raises StatementError for a statement that does not hold.
+    Without a signing key, or a statement, nothing happens. Raises StatementError for a statement that does not pass
+    `check_statement`.
     """
     key = store.config.signing_key
     before = find(store, name, channel)
@@ -312,13 +324,13 @@ def list_all(store: ReleaseStore, name: str) -> list[Channel]:
 def wish(
     store: ReleaseStore, name: str, channel: str, version: str, *, who: str, why: str, id: str | None = None
 ) -> Channel:
-    """Ask for a published version; return the channel.
+    """Ask that a channel hold a published version; return the channel.
 
-    The newest wish wins: an open one for another version ends as superseded, and one for this version stays, with the
-    person who made it, who can give it a reason, or another one, by asking again. A wish for what the channel holds
-    ends an open one and is not kept. A call with the `id` of an earlier wish, open or ended, changes nothing; by
-    default the id is random. Raises StoreError for a version that is not published, or whose release is removed at this
-    moment, and when the server fails.
+    `who` asks, for the reason `why`. An open wish for another version ends as superseded. An open wish for the same
+    version stays; if `who` made it, a reason that is not empty replaces the earlier one. If the channel holds the
+    version already, no wish is made. A call with the `id` of a wish that has ended changes nothing; by default the id
+    is random. Raises StoreError for a version that is not published, or whose release is removed during the call, and
+    when the server fails.
     """
     _require_release(store, name, version)
     number = id or secrets.token_hex(8)
@@ -351,10 +363,10 @@ def end_wish(
     who: str,
     why: str,
 ) -> Channel:
-    """End a channel's open wish, which asks that it hold another release, and return the channel as it is then.
+    """End a channel's open wish if its id is `wish_id`, and return the channel.
 
-    The channel stays as it is unless its open wish has the id `wish_id`. `who` ended the wish with this `outcome`, and
-    `why`, are kept in its history. Raises StoreError when the server fails.
+    Without an open wish of that id, the channel stays as it is. The channel's history keeps the `outcome`, `who` ended
+    the wish, and `why`. Raises StoreError when the server fails.
     """
 
     def change(before: Channel) -> Channel:
@@ -375,12 +387,12 @@ def grant(
     policy: Policy,
     adoption: PolicyChange | None = None,
 ) -> Channel:
-    """Move a channel to the version of its open wish, if that has this id; return the channel.
+    """Move a channel to the version of its open wish, if the wish's id is `number`; return the channel.
 
-    A channel whose wish has another id by now, or has ended, stays as it is: `Channel.find_end` says how. The move is
-    made by whoever made the wish, and `why` says why. `policy` is the one that the release has met, and `adoption` the
-    change that gives a channel without a policy its first. Raises StoreError when the channel has another policy by
-    now, and when the server fails.
+    Without an open wish of that id, the channel stays as it is; `Channel.find_end` says how the wish ended. The move is
+    recorded as made by the author of the wish, with the reason `why`. `policy` is the policy that the release was
+    checked against. If the channel has none yet, `adoption` gives it its first; None leaves it without. Raises
+    StoreError when the channel has another policy than `policy` by now, and when the server fails.
     """
 
     def change(before: Channel) -> Channel:
@@ -405,10 +417,11 @@ def grant(
 
 
 def roll_back(store: ReleaseStore, before: Channel, version: str, *, who: str, why: str) -> Channel:
-    """Move a channel back to a version that it held; return the channel. An open wish ends as superseded.
+    """Move a channel back to a version that it held; return the channel.
 
-    Raises StoreError, which says who moved it, when the channel has moved since `before` was read, when the release is
-    removed at this moment, and when the server fails.
+    `before` is the channel as the caller has read it. An open wish ends as superseded. If the channel holds `version`
+    already, nothing changes. Raises StoreError when the channel has moved since `before` was read (the message says who
+    moved it), when the release is removed during the call, and when the server fails.
     """
     after = _move_back(store, before, version, who=who, why=why)
     if not _outlasts_sweep(store, before.name, version):
@@ -439,7 +452,10 @@ def _move(before: Channel, version: str, *, who: str, why: str, id: str, rollbac
 
 
 def set_policy(store: ReleaseStore, name: str, channel: str, policy: Policy, *, who: str, why: str) -> Channel:
-    """Give a channel a policy; return the channel. The same policy again changes nothing. Raises StoreError."""
+    """Give a channel a policy, recorded with `who` and `why` in its history; return the channel.
+
+    A channel that has this policy already stays as it is. Raises StoreError when the server fails.
+    """
 
     def change(before: Channel) -> Channel:
         if before.policy == policy:
@@ -456,7 +472,7 @@ def make_policy_change(before: Policy | None, after: Policy, *, who: str, why: s
 
 
 def mark_shown(store: ReleaseStore, name: str, channel: str, version: str) -> Channel:
-    """Say that the alias in MLflow names `version`, if the channel still holds it; return the channel.
+    """Record in a channel that its alias in MLflow names `version`, if it still holds that; return the channel.
 
     Raises StoreError when the server fails.
     """

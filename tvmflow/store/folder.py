@@ -19,8 +19,8 @@ PARTIAL = ".partial-"
 class FolderObjects(ObjectStore):
     """The objects in `folder`, which is the bucket. All writers are processes of this machine.
 
-    Each file is renamed into place when it is complete. `locks` and unfinished files lie beside the bucket, where no
-    listing shows them.
+    Each file is renamed into place when it is complete. The lock file and unfinished files lie beside the folder, where
+    no listing shows them.
     """
 
     def __init__(self, config: StoreConfig, folder: Path) -> None:
@@ -34,7 +34,7 @@ class FolderObjects(ObjectStore):
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def require_conditions(self) -> None:
-        """Do nothing: the lock decides between all processes of this machine."""
+        """Do nothing: all writers are processes of this machine, and `create` and `replace` hold a file lock."""
 
     def list_objects(self, prefix: str) -> Iterator[ObjectEntry]:
         """Yield the objects whose keys begin with `prefix`, sorted by key. Raises StoreError."""
@@ -65,7 +65,7 @@ class FolderObjects(ObjectStore):
     def stream(self, key: str, consume: Callable[[bytes], object]) -> str | None:
         """Pass an object's content to `consume` in chunks; return its SHA-256, None if there is no such object.
 
-        Raises StoreError when the object cannot be read; errors of `consume` pass.
+        Raises StoreError when the object cannot be read, and whatever `consume` raises.
         """
         hasher = hashlib.sha256()
         with self._explained(f"reading {key}"):
@@ -83,7 +83,11 @@ class FolderObjects(ObjectStore):
                 consume(chunk)
 
     def create(self, key: str, content: bytes) -> bool:
-        """Write a new document; return False if the object exists with other content. Raises StoreError."""
+        """Write an object unless there is one; return whether the object now has this content.
+
+        An object that exists stays as it is: the result is True if it has the same content, else False. Raises
+        StoreError when the folder cannot be read or written.
+        """
         with locked(self._lock):
             entry = self.read(key)
             if entry is None:
@@ -91,7 +95,11 @@ class FolderObjects(ObjectStore):
         return entry is None or entry.content == content
 
     def replace(self, key: str, content: bytes, tag: str) -> bool:
-        """Write a document in place of the one with `tag`; return False if it has changed. Raises StoreError."""
+        """Replace the object if its tag is still `tag`; return whether it was replaced.
+
+        An object that has changed or is gone stays as it is. Raises StoreError when the folder cannot be read or
+        written.
+        """
         with locked(self._lock):
             entry = self.read(key)
             if entry is None or entry.tag != tag:
@@ -100,15 +108,18 @@ class FolderObjects(ObjectStore):
         return True
 
     def put(self, key: str, content: bytes, action: str) -> None:
-        """Write an object whatever was there. Raises StoreError."""
+        """Write an object, or replace it; `action` completes "while ..." in the StoreError."""
         self._write(key, [content], action)
 
     def put_in_parts(self, key: str, parts: Iterable[bytes], action: str) -> None:
-        """Write an object from parts of any size; when `parts` raises, there is none. Raises StoreError."""
+        """Write an object, or replace it, from parts of any size; when `parts` raises, nothing is written.
+
+        `action` completes "while ..." in the StoreError.
+        """
         self._write(key, parts, action)
 
     def delete(self, key: str, action: str) -> None:
-        """Delete an object, if it exists. Raises StoreError."""
+        """Delete an object, if it exists; `action` completes "while ..." in the StoreError."""
         with self._explained(action), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self._path(key).unlink()
 

@@ -1,8 +1,8 @@
 """Garbage of a release store: releases that nobody needs any more, and objects that no release refers to.
 
-Who removes it holds the lease `leases.sweep` meanwhile, so that nobody is about to refer to what goes; not for longer
-than some seconds, so that others publish in between. A release loses its document first: killed at any moment, every
-release that remains is whole.
+A process that removes garbage holds the lease `leases.sweep`, so that no other process refers to an object just as it
+is removed. It gives the lease back every few seconds, so that others can publish in between. The document of a release
+is removed before its other objects: if the process is killed at any moment, every release that remains is whole.
 """
 
 import datetime
@@ -39,7 +39,7 @@ Progress = Callable[[float, float, str], None]
 class Retention:
     """The releases that stay whatever the channels say: those of the last `days`, and the newest `releases` of a model.
 
-    Results in the shared workspace stay that a run has used in the last `days`.
+    In the shared workspace, the results that a run has used in the last `days` stay.
     """
 
     days: float
@@ -48,7 +48,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """An object that can go: of which kind it is, its key, and its size in bytes."""
+    """An object that can be removed: its kind (such as "releases" or "blobs"), its key, and its size in bytes."""
 
     kind: str
     key: str
@@ -56,13 +56,14 @@ class StoredPiece:
 
 
 class Garbage:
-    """The garbage of a store under a rule; documents that were read once are kept, because they never change.
+    """The garbage of a store under a rule for retention.
 
-    A release stays that a channel holds, held last within its policy's `keep`, or is wished for; that the rule keeps;
-    or whose registered version is among those that `list_named` returns for its registered model. Every release of a
-    name stays that has a channel which this machine would not follow. Objects stay that a release which stays refers
-    to. Nothing younger than a day goes. Methods raise StoreError when a document is damaged or of a newer format, and
-    when the server fails.
+    A release stays if a channel keeps it (`Channel.kept_versions`), if the rule keeps it, or if its registered version
+    is among those that `list_named` returns for the registered model. If a channel of a name lacks a statement that
+    this machine trusts, every release of that name stays. An object stays if a release that stays refers to it, or if
+    it is younger than a day. `on_progress` gets the progress.
+
+    Methods raise StoreError when a document is damaged or of a newer format, and when the server fails.
     """
 
     def __init__(
@@ -76,16 +77,16 @@ class Garbage:
         self._contents: dict[tuple[str, datetime.datetime], bytes] = {}
 
     def find(self) -> list[StoredPiece]:
-        """Return what can go, in the order in which it is to be removed, also of the shared workspace."""
+        """Return the objects that can be removed from the store and its shared workspace, in the order of removal."""
         return self._find(*self._list_blobs())
 
     def collect(self, who: str) -> list[StoredPiece]:
-        """Remove what `find` returns, and return it; `who` is this process, for others.
+        """Remove the objects that can be removed, and return them; `who` is the name of this process for other people.
 
-        It removes for some seconds at a time, in which nobody can publish: who wants to waits, and who does is waited
-        for. What can go is found before that, and looked at again each time. The shared workspace is left alone while a
-        run uses it. Killed at any moment, it leaves a store in which every release is whole; the next call removes the
-        rest.
+        It removes objects for a few seconds at a time, in which nobody can publish: it waits for those who publish, and
+        those who want to publish wait for it. Objects that were uploaded after the call began stay; whether the others
+        can be removed is checked again each time. The shared workspace is left alone while a run uses it. If the
+        process is killed at any moment, every release in the store is whole, and the next call removes the rest.
         """
         blobs, artifacts = self._list_blobs()
         total = len(self._find(blobs, artifacts))

@@ -20,7 +20,10 @@ class Highest:
 
     @classmethod
     def of(cls, config: StoreConfig, name: str, channel: str) -> Self:
-        """Return the number of a channel in one store, in the folder that the store's configuration names."""
+        """Return the object for a channel of the store that `config` names; its file is in the folder `config.memory`.
+
+        If that folder is None, the object keeps nothing. Raises StoreError for a name or channel that is not allowed.
+        """
         require_name("name", name)
         require_name("channel", channel)
         if config.memory is None:

@@ -27,7 +27,7 @@ def statement_key(name: str, version: str) -> str:
 
 
 def channel_key(name: str, channel: str) -> str:
-    """Return the key of a channel's pointer. Raises StoreError for a name or channel that is not allowed."""
+    """Return the key of a channel's document. Raises StoreError for a name or channel that is not allowed."""
     require_name("name", name)
     require_name("channel", channel)
     return f"channels/{name}/{channel}.json"

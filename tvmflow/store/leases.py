@@ -1,14 +1,15 @@
 """Leases: one process at a time registers and publishes the releases of a model, and none while the store is swept.
 
-leases/<name>.json         held by who registers and publishes the releases of a model
+leases/<name>.json         held by the process that registers and publishes the releases of a model
 leases/work/<id>.json      held by each run that uses the shared workspace
-sweep.json                 held by who removes objects that nothing refers to
+sweep.json                 held by the process that removes objects that nothing refers to
 
 A holder renews its lease while it works. A lease that is not renewed for its duration, or whose process has died on
-this machine, is free. Its number grows with every holder: who has lost a lease learns that before it writes.
+this machine, is free. Its number grows with every holder, so that a process that has lost its lease can see that before
+it writes.
 
-Who takes one of the leases in `leases/` looks at the sweep afterwards, and who sweeps looks at them after it has taken
-its own: at least one of the two sees the other.
+A process that takes a lease in `leases/` looks for a sweep afterwards. A process that sweeps takes its own lease first
+and looks at those in `leases/` afterwards. So at least one of the two sees the other.
 """
 
 import contextlib
@@ -35,9 +36,10 @@ _FOLDER, _WORK, _SWEEP = "leases/", "leases/work/", "sweep.json"
 
 
 class Lease(Document):
-    """A lease on the releases of a model; `number` grows with every holder, `beat` with every renewal.
+    """The document of a lease; `number` grows with every holder, `beat` with every renewal.
 
-    `holder` is a name for people, `process` identifies the holder's process, `seconds` is the lease's duration.
+    `name` is the lease's own, such as a model's name. `holder` is a name for people to read, `process` identifies the
+    holder's process, and `seconds` is how long the lease lasts without being renewed.
     """
 
     format: Literal[1] = 1
@@ -56,7 +58,10 @@ class Lease(Document):
 
 
 class HeldLease:
-    """A lease that this process holds and renews; `subject` is what it is on, for messages."""
+    """A lease that this process holds and renews until `end`.
+
+    `key` is the key of its object, `tag` the object's tag. `subject` says in messages what the lease is on.
+    """
 
     def __init__(self, store: ReleaseStore, key: str, subject: str, lease: Lease, tag: str) -> None:
         self._store, self._key, self._subject, self._lease, self._tag = store, key, subject, lease, tag
@@ -66,7 +71,7 @@ class HeldLease:
         self._renewal.start()
 
     def require(self) -> None:
-        """Raise StoreError unless this process still holds the lease; call this before a write that is made once."""
+        """Raise StoreError unless this process still holds the lease; call it before a write that needs the lease."""
         lease = _read(self._store, self._key)
         if lease is None or not lease[0].is_held or lease[0].number != self._lease.number:
             by = lease[0].holder if lease is not None else "somebody"
@@ -104,10 +109,10 @@ class HeldLease:
 
 @contextlib.contextmanager
 def hold(store: ReleaseStore, name: str, who: str, seconds: float = SECONDS) -> Iterator[HeldLease]:
-    """Be the only one who registers and publishes releases of a model while the body runs.
+    """Let no other process register or publish releases of the model `name` while the body runs; yield the lease.
 
-    Waits while a living process holds the lease or sweeps the store. Raises StoreError for a damaged lease, and when
-    the server fails.
+    `who` names the holder for people; `seconds` is how long the lease lasts without being renewed. Waits while a living
+    process holds the lease or sweeps the store. Raises StoreError for a damaged lease, and when the server fails.
     """
     lease = _acquire_unswept(store, _model_key(name), f"the releases of {name}", who, seconds)
     try:
@@ -117,20 +122,22 @@ def hold(store: ReleaseStore, name: str, who: str, seconds: float = SECONDS) -> 
 
 
 def use_work(store: ReleaseStore, who: str) -> HeldLease:
-    """Return a lease that keeps `tvmflow gc` from sweeping the shared workspace until the lease is released.
+    """Return a lease that keeps `tvmflow gc` from sweeping the shared workspace until the lease's `end` is called.
 
-    `who` is the user and host that others read in it. Waits while a living process sweeps the store. Raises StoreError
-    for a damaged lease, and when the server fails.
+    `who` names the holder for people. Waits while a living process sweeps the store. Raises StoreError for a damaged
+    lease, and when the server fails.
     """
     return _acquire_unswept(store, f"{_WORK}{secrets.token_hex(8)}.json", "the shared workspace", who, SECONDS)
 
 
 @contextlib.contextmanager
 def sweep(store: ReleaseStore, who: str, seconds: float = SECONDS) -> Iterator[HeldLease]:
-    """Let nobody register or publish a release, or begin to use the shared workspace, while the body runs.
+    """Let no process register or publish a release, or begin to use the shared workspace, while the body runs.
 
-    Waits for those who publish, first without keeping others from it, then for those who have begun meanwhile; not for
-    those who use the workspace: see `find_idle_work`. Raises StoreError for a damaged lease, and when the server fails.
+    Yields the lease. Before it takes the lease, it waits for processes that publish, and others may begin to publish
+    meanwhile; after it has taken the lease, it waits for those. It does not wait for runs that use the shared workspace
+    already: see `find_idle_work`. `who` names the holder for people; `seconds` is how long the lease lasts without
+    being renewed. Raises StoreError for a damaged lease, and when the server fails.
     """
     publishers: dict[str, _Watch] = {}
     _await_publishers(store, publishers)
@@ -152,7 +159,7 @@ def _await_publishers(store: ReleaseStore, watches: dict[str, "_Watch"]) -> None
 
 
 def let_others_in() -> None:
-    """Wait until those who wait for the end of a sweep have seen it: each looks once within this time."""
+    """Sleep so long that every process that waits for the end of a sweep looks at its lease at least once."""
     time.sleep(2 * _POLL_SECONDS)
 
 
@@ -164,8 +171,8 @@ def await_sweep(store: ReleaseStore) -> None:
 def find_idle_work(store: ReleaseStore) -> "IdleWork | None":
     """Return the leases on the shared workspace that dead runs have left, None when a living run uses it.
 
-    Takes as long as a lease lasts when a run has died on another machine. Raises StoreError for a damaged lease, and
-    when the server fails.
+    When a run has died on another machine, the call takes as long as that run's lease lasts. Raises StoreError for a
+    damaged lease, and when the server fails.
     """
     watches = {entry.key: _Watch(store, entry.key) for entry in store.objects.list_objects(_WORK)}
     while busy := [watch for watch in watches.values() if not watch.is_free()]:
@@ -176,18 +183,18 @@ def find_idle_work(store: ReleaseStore) -> "IdleWork | None":
 
 
 class IdleWork:
-    """A shared workspace that no living run used at some moment."""
+    """A shared workspace that no living run used when `find_idle_work` returned this object."""
 
     def __init__(self, store: ReleaseStore, watches: "dict[str, _Watch]") -> None:
         self._store, self._watches = store, watches
 
     @property
     def keys(self) -> list[str]:
-        """The leases that dead runs have left."""
+        """The keys of the leases that dead runs have left."""
         return list(self._watches)
 
     def is_idle(self) -> bool:
-        """Whether nobody has begun to use it since; within a sweep nobody can.
+        """Whether no run has begun to use the workspace since; during a `sweep` no run can begin.
 
         Raises StoreError for a damaged lease, and when the server fails.
         """

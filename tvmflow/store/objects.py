@@ -1,7 +1,7 @@
-"""The object store below releases, channels and records: small documents written under a condition, and files.
+"""The object store below releases, channels and records: objects, some of them written under a condition.
 
-`create` and `replace` decide between writers: of several that write one document exactly one succeeds. A server decides
-by conditional writes, a folder of this machine by a file lock.
+`create` and `replace` write under a condition: when several processes write different content to one object at once,
+exactly one succeeds. A server ensures that by conditional writes, a folder of this machine by a file lock.
 """
 
 import abc
@@ -31,9 +31,9 @@ class ObjectEntry:
 
 @dataclass(frozen=True)
 class Object:
-    """An object that was read: its content, the tag by which `replace` knows that it has not changed since, its time.
+    """An object as it was read: its content, its tag, and when it was written.
 
-    `last_modified` is when it was written.
+    The tag changes with the content: given to `replace`, it shows whether the object has changed since.
     """
 
     content: bytes
@@ -70,7 +70,7 @@ class ObjectStore(abc.ABC):
 
     @abc.abstractmethod
     def require_conditions(self) -> None:
-        """Raise StoreError unless `create` and `replace` decide between all writers of this store."""
+        """Raise StoreError unless `create` and `replace` let only one of several concurrent writers succeed."""
 
     @abc.abstractmethod
     def list_objects(self, prefix: str) -> Iterator[ObjectEntry]:
@@ -89,28 +89,30 @@ class ObjectStore(abc.ABC):
 
     @abc.abstractmethod
     def create(self, key: str, content: bytes) -> bool:
-        """Write a new document; return False, and write nothing, if the object exists with other content.
+        """Write an object unless there is one; return whether the object now has this content.
 
-        Raises StoreError.
+        An object that exists stays as it is: the result is True if it has the same content, else False. Raises
+        StoreError.
         """
 
     @abc.abstractmethod
     def replace(self, key: str, content: bytes, tag: str) -> bool:
-        """Write a document in place of the one that `read` returned with `tag`.
+        """Replace the object that `read` returned with `tag`; return whether it was replaced.
 
-        Returns False, and writes nothing, if the object has changed or is gone since. Raises StoreError.
+        Returns False, and writes nothing, if the object has changed or is gone since. If it has changed to just this
+        content, the result may be True. Raises StoreError.
         """
 
     @abc.abstractmethod
     def put(self, key: str, content: bytes, action: str) -> None:
-        """Write an object whatever was there; `action` completes "while ..." in the StoreError.
+        """Write an object, or replace it; `action` completes "while ..." in the StoreError.
 
-        For objects that have one writer, or the same content whoever writes them.
+        Use it only for objects that have one writer, or the same content whoever writes them.
         """
 
     @abc.abstractmethod
     def put_in_parts(self, key: str, parts: Iterable[bytes], action: str) -> None:
-        """Write an object like `put`, in parts of at least 5 MiB but the last; when `parts` raises, there is none."""
+        """Write an object like `put`, from parts of at least 5 MiB but the last; if `parts` raises, write nothing."""
 
     @abc.abstractmethod
     def delete(self, key: str, action: str) -> None:

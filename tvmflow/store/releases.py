@@ -19,7 +19,7 @@ _CHECK_READ_TIMEOUT = 4.0
 
 
 class ReleaseClaim(Claim):
-    """That a release has the document and the blobs which are the statement's subjects."""
+    """The claim that a release has the document and the blobs that the statement names as its subjects."""
 
     predicate_type = "urn:tvmflow:release:1"
     name: str
@@ -46,8 +46,8 @@ class ReleaseStore:
     def check(self) -> None:
         """Check that the store can be read and written, and create the bucket if it is missing.
 
-        Takes about ten seconds at most. Leaves two small objects in `checks/`, which are the same every time. Raises
-        StoreError when the store cannot be used, or does not decide between two writers.
+        Takes about ten seconds at most. Leaves up to two small objects in `checks/`, which are the same every time.
+        Raises StoreError when the store cannot be used, or lets two concurrent writers overwrite each other.
         """
         timeout = min(self.config.read_timeout, _CHECK_READ_TIMEOUT)
         objects = open_objects(replace(self.config, read_timeout=timeout, attempts=min(self.config.attempts, 2)))
@@ -138,8 +138,9 @@ class ReleaseStore:
         """Return one release.
 
         One of the keys in the files `trusted` must have signed a statement on it; if there are none, statements are
-        not checked. Raises StoreError for a version that is not published, with the versions that are;
-        for a document that is damaged, of another release or of a newer format; and when the server fails.
+        not checked. Raises StoreError for a version that is not published (the message lists those that are), for a
+        document that is damaged, of another release or of a newer format, and when the server fails; StatementError
+        when no trusted key has signed the statement, or the release was changed since.
         """
         return self._decode(name, version, self._read_checked(name, version, trusted))
 
@@ -205,8 +206,8 @@ class ReleaseStore:
     def verify_release(self, name: str, version: str) -> Release:
         """Read every blob of a release and compare size and digest; return the release.
 
-        Where this machine demands a signed statement on the release, that is checked. Raises StoreError when a blob is
-        missing or damaged, or the release is not published, not signed or changed.
+        If TVMFLOW_TRUSTED_KEYS names keys, one of them must have signed the statement on the release. Raises StoreError
+        when a blob is missing or damaged, or the release is not published, not signed by such a key, or changed since.
         """
         release = self.get_release(name, version, trusted=trusted_keys())
         if fault := self.find_fault(release):

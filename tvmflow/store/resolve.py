@@ -18,9 +18,10 @@ from tvmflow.store.releases import ReleaseStore
 def fetch_bundles(store: ReleaseStore, name: str, version: str, cache: Path) -> Iterator[Path]:
     """Fetch the bundles of a release that this machine can run; yield their paths, the most demanding bundle first.
 
-    Each is fetched into `cache` when the iterator reaches it. Raises StoreError when the store cannot be read, or has
-    no signed statement on the release where this machine demands one; BundleError when this machine can run none of
-    the bundles, or one is another model's.
+    Each is fetched into the folder `cache` when the iterator reaches it. If TVMFLOW_TRUSTED_KEYS names keys, one of
+    them must have signed the release. Raises StoreError when the store cannot be read, or the release is not signed by
+    such a key; BundleError when this machine can run none of the bundles, or a bundle names another model than the
+    release.
     """
     entries = TargetEntry.read_all(store.get_release(name, version, trusted=trusted_keys()))
     fitting, refusals = select_runnable((entry, entry) for entry in entries)
@@ -32,10 +33,11 @@ def fetch_bundles(store: ReleaseStore, name: str, version: str, cache: Path) -> 
 
 
 def fetch_target(store: ReleaseStore, entry: "TargetEntry", cache: Path) -> Path:
-    """Fetch the bundle of a release's target, and weights apart from it, into the folder `cache`; return its path.
+    """Fetch the bundle of a release's target, and the weights that it lacks, into the folder `cache`; return its path.
 
-    Files that the folder has undamaged are not fetched again. Raises StoreError when one cannot be fetched, BundleError
-    when the bundle is another model's: a signature covers a bundle's own name, not the place where somebody has put it.
+    Files that the folder has undamaged are not fetched again. Raises StoreError when a file cannot be fetched, and
+    BundleError when the bundle names another model than the release: a signature covers the name in the bundle, but not
+    where the bundle is stored.
     """
     path = fetch_bundle(store, entry.sha256, cache)
     owner = read_manifest(path).name

@@ -20,8 +20,9 @@ _READS = 3
 class S3Objects(ObjectStore):
     """The objects of an S3 server.
 
-    The server decides between writers by conditional writes (`If-None-Match`, `If-Match`), which are tried once. With a
-    `lock` in the configuration, all writers are processes of this machine, and the lock decides.
+    `create` and `replace` use conditional writes (`If-None-Match`, `If-Match`); before the first one, a probe checks
+    that the server supports them. With a `lock` in the configuration, all writers are processes of this machine, and
+    that file lock takes the place of conditional writes.
     """
 
     def __init__(self, config: StoreConfig) -> None:
@@ -105,9 +106,9 @@ class S3Objects(ObjectStore):
         return hasher.hexdigest()
 
     def require_conditions(self) -> None:
-        """Try conditional writes on an object of no meaning, once; with a lock there is nothing to try.
+        """Try conditional writes on a probe object; do nothing after a first success, or with a lock.
 
-        Raises StoreError when the server ignores or refuses them.
+        Raises StoreError when the server ignores or refuses conditional writes.
         """
         if self.config.lock is not None:
             return
@@ -121,23 +122,31 @@ class S3Objects(ObjectStore):
             self._has_conditions = True
 
     def create(self, key: str, content: bytes) -> bool:
-        """Write a new document; return False if the object exists with other content. Raises StoreError."""
+        """Write an object unless there is one; return whether the object now has this content.
+
+        An object that exists stays as it is: the result is True if it has the same content, else False. Raises
+        StoreError when the server fails.
+        """
         return self._decide(key, content, None)
 
     def replace(self, key: str, content: bytes, tag: str) -> bool:
-        """Write a document in place of the one with `tag`; return False if it has changed. Raises StoreError."""
+        """Replace the object if its tag is still `tag`; return whether the object now has this content.
+
+        An object that has changed or is gone stays as it is. The result is True if it has changed to the same content,
+        because a repeated request may find what it wrote itself. Raises StoreError when the server fails.
+        """
         return self._decide(key, content, tag)
 
     def put(self, key: str, content: bytes, action: str) -> None:
-        """Write an object whatever was there. Raises StoreError."""
+        """Write an object, or replace it; `action` completes "while ..." in the StoreError."""
         with explained(self.config, action):
             self.s3.put_object(Bucket=self.config.bucket, Key=self.full_key(key), Body=content)
 
     def put_in_parts(self, key: str, parts: Iterable[bytes], action: str) -> None:
         """Write an object as a multipart upload, which is visible only when the last part has been sent.
 
-        The parts are sent one after the other, because some servers write them out in the order of their arrival.
-        Raises StoreError.
+        The parts are sent one after the other, because some servers write them out in the order of their arrival. When
+        `parts` raises, nothing is written. `action` completes "while ..." in the StoreError.
         """
         bucket, full_key = self.config.bucket, self.full_key(key)
         with explained(self.config, action):

@@ -13,7 +13,7 @@ from tvmflow.workspace import Record
 
 
 class Signer(Record):
-    """A signed thing in words, as "release digits 3", and the public key in hexadecimal; None for an unsigned one."""
+    """The signer of `what`, such as "release digits 3": the public key in hexadecimal, or None if it is not signed."""
 
     what: str
     key: str | None
@@ -22,11 +22,12 @@ class Signer(Record):
 def list_signers(
     store: ReleaseStore, name: str, version: str | None, channel: str | None, cache: Path, trusted: Sequence[Path]
 ) -> Iterator[Signer]:
-    """Yield who signed the channel, where one is named, the release and each of its bundles; check all digests.
+    """Yield who signed the channel, the release and each of its bundles, and check the bundles' digests.
 
-    One of the `trusted` keys must have signed each; without such keys the signers are those that the statements name.
-    Without a `version`, the release is the one that the channel holds. Bundles are fetched into the folder `cache`.
-    Raises StoreError, StatementError and BundleError for what is missing, damaged or not signed.
+    The release is `version`; with None it is the one that `channel` holds, and only then is the channel's signer
+    yielded. One of the keys in the files `trusted` must have signed each; without such keys the signers are those that
+    the statements name, unchecked. Bundles are fetched into the folder `cache`. Raises StoreError, StatementError or
+    BundleError when one of them is missing, damaged or not signed.
     """
     if version is None:
         document = channels.read(store, name, str(channel))

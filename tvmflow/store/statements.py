@@ -23,7 +23,7 @@ class Subject(Record):
 
     @classmethod
     def of(cls, name: str, content: bytes) -> Self:
-        """Return the subject with this content."""
+        """Return the subject `name` with the SHA-256 of `content`."""
         return cls(name=name, digest={"sha256": hashlib.sha256(content).hexdigest()})
 
 
@@ -62,7 +62,7 @@ class Envelope(Record):
 
     @classmethod
     def parse(cls, content: bytes, topic: str) -> Self:
-        """Read an envelope; `topic` begins the message. Raises StatementError for a damaged one."""
+        """Parse an envelope from JSON. Raises StatementError for a damaged one; `topic` begins the message."""
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
@@ -96,7 +96,7 @@ def sign(claim: Claim, subjects: Iterable[Subject], key: Path) -> Envelope:
 
 
 def peek(envelope: Envelope, kind: type[Kind]) -> Kind | None:
-    """Return the claim of an envelope without a look at who has signed it; None where it is not of this kind."""
+    """Return the claim of an envelope without checking its signature; None if it is damaged or not of this kind."""
     try:
         statement = _Statement.model_validate_json(base64.b64decode(envelope.payload))
         return kind.model_validate(statement.predicate) if statement.predicate_type == kind.predicate_type else None
@@ -109,8 +109,9 @@ def check(
 ) -> tuple[Kind, dict[str, str]]:
     """Check that one of the `trusted` keys has signed an envelope; return its claim, and its subjects' SHA-256 by name.
 
-    `topic` begins the messages and names what the claim is about, `remedy` says how it is signed. Raises
-    StatementError when there is no envelope (None), none of the keys has signed it, or it holds another kind of claim.
+    `trusted` are files with public keys. `topic` begins the messages and names the subject of the claim; `remedy` says
+    in a message how to sign it. Raises StatementError when there is no envelope (None), none of the keys has signed it,
+    or it holds another kind of claim.
     """
     require_library("securesystemslib")
     from securesystemslib.dsse import Envelope as Dsse

@@ -1,6 +1,7 @@
 """The best records and decisions of one model as a file of JSON lines, which tuning hands to the build.
 
-A line without a `kind` is a record; a line of the kind `decision` has an option of the compiler for the site `key`.
+A line without a `kind` is a record. A line of the kind `decision` has the option that the compiler takes for the
+decision `key`, or the number of threads that the model runs on.
 """
 
 import hashlib
@@ -33,10 +34,10 @@ def best_lines(records: Iterable[Record], decisions: Iterable[Decision]) -> list
 
 
 def replace_lines(lines: Iterable[str], store: RecordStore, target: Target) -> list[str]:
-    """Return `lines` with the best records and the decisions that a store has for `target`, sorted.
+    """Return `lines` with the best records and the decisions that a store has for `target` added, all sorted.
 
-    They replace the lines with the same keys; other lines are kept. Returns an empty list when the store has no record
-    for the target.
+    A line of `lines` is kept unless the store has a record or a decision with its key. Returns an empty list when the
+    store has no record for the target.
     """
     records = sorted(store.records(target), key=lambda record: -record.seconds)
     if not records:
@@ -48,7 +49,7 @@ def replace_lines(lines: Iterable[str], store: RecordStore, target: Target) -> l
 
 
 def select_part(lines: Iterable[str], part: Part) -> list[str]:
-    """Return those of `lines` that belong to one part."""
+    """Return the decisions among `lines` if `part` is "decisions", the records if it is "records"."""
     return [line for line in lines if (json.loads(line).get("kind") == _DECISION) == (part == "decisions")]
 
 
@@ -59,7 +60,10 @@ def set_threads(lines: Iterable[str], threads: int) -> list[str]:
 
 
 def read_decisions(path: Path) -> dict[str, str]:
-    """Return the compiler's options that a file records, by the decision's key."""
+    """Return the option that a file records for each of the compiler's decisions, by the decision's key.
+
+    The number of threads is left out.
+    """
     options = _read_options(path)
     options.pop(_THREADS, None)
     return options
@@ -86,10 +90,11 @@ def read_schedules(path: Path) -> "Callable[[PrimFunc], PrimFunc | None]":
 
 
 def best_digest(store: RecordStore, target: Target, keys: Sequence[str]) -> str:
-    """Return the SHA-256 (hex) of what the store knows about these keys for a target.
+    """Return the SHA-256 (hex) of the best schedules and the options that a store has for `keys` and a target.
 
-    That is the best record of each workload, and each decision, whose key is among `keys`; a key that the store does
-    not have adds nothing. The order of the keys does not matter, nor does a key that occurs twice.
+    `keys` are workloads' and decisions' keys. The digest covers the trace of each workload's fastest record and the
+    option of each decision, but no times. A key that the store does not have adds nothing. The order of the keys does
+    not matter, nor does a key that occurs twice.
     """
     key_set, traces = set(keys), {}
     for record in sorted(store.records(target), key=lambda record: (-record.seconds, record.trace)):
@@ -100,10 +105,10 @@ def best_digest(store: RecordStore, target: Target, keys: Sequence[str]) -> str:
 
 
 def store_digest(store: RecordStore, target: Target) -> str:
-    """Return the SHA-256 (hex) of all that a store holds for a target, regardless of its files.
+    """Return the SHA-256 (hex) of all records, efforts and decisions that a store has for a target.
 
-    These are the measured schedules (records), the trials spent on each workload (efforts) and the choices of
-    algorithms and blocks (decisions).
+    Trials that did not become records are left out, and so are decisions that a newer one replaces. How the entries are
+    spread over the store's files, and their order there, does not change the digest.
     """
     entries: list[dict[str, Any]] = [
         *map(asdict, store.records(target)),

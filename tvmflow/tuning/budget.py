@@ -42,5 +42,5 @@ class Budget:
 
     @property
     def counts_earlier_runs(self) -> bool:
-        """Whether the trials of earlier runs count: they do unless the budget is of minutes alone."""
+        """Whether forecasts and early stopping take earlier runs' trials into account; false for minutes alone."""
         return self.minutes is None or self.until is not None

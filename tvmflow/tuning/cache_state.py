@@ -20,10 +20,11 @@ _MOST_MOVED_BYTES = 32 << 20
 
 
 def weight_bytes(calls: Sequence[tuple[Sequence[Argument], int]]) -> int:
-    """Return the bytes of a model's weights, from the arguments of each of its functions and its number of calls.
+    """Return the bytes of a model's weights.
 
-    An argument counts as a weight, once for each call, unless it is the first one, the last one, or has the shape and
-    type of the last one (see `warm_arguments`).
+    `calls` has, for each function of the model, its arguments and the number of times that a run calls it. An argument
+    counts as a weight, once for each call, unless it is the first one, the last one, or has the shape and type of the
+    last one (see `warm_arguments`).
     """
     total = 0
     for arguments, count in calls:
@@ -44,18 +45,19 @@ def warm_arguments(arguments: Sequence[tuple[Sequence[int], str]]) -> list[int]:
 
 
 def bytes_to_read(weights: int, target: Target) -> int:
-    """Return how many bytes of a model's `weights` to read before a sample: no more than the target's last cache has.
+    """Return how many bytes to read before a sample: `weights`, but at most the size of the target's last-level cache.
 
-    So many replace whatever the caches held. A target without a profile has no such limit.
+    `weights` is the number of bytes of a model's weights. Reading as many bytes as the cache has evicts all that it
+    held. A target without a processor profile has no limit.
     """
     profile = target.profile
     return weights if profile is None else min(weights, (profile.third or profile.second).size)
 
 
 def bytes_to_move(weights: int) -> int:
-    """Return the number of bytes to move through a device's caches, for a model of `weights` bytes of weights.
+    """Return how many bytes to move through a device's caches before a sample: `weights`, but at most 32 MiB.
 
-    It is at most 32 MiB.
+    `weights` is the number of bytes of a model's weights.
     """
     return min(weights, _MOST_MOVED_BYTES)
 

@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 class SearchOptions:
     """Options of the search for schedules, and the store of its results.
 
-    `baseline` schedules a function by the compiler's rules; `variants` returns the other schedules that these rules can
-    make. `threads` is the number of threads of the cost model.
+    `baseline` schedules a function by the compiler's rules; with None there is no such analytic schedule to beat.
+    `variants` returns the other schedules that these rules can make of a function; with None only MetaSchedule's rules
+    propose schedules. `threads` is the number of threads of the cost model.
     """
 
     target: Target
@@ -109,7 +110,7 @@ class Contest:
 
     @property
     def time_limit(self) -> float:
-        """The seconds of a call above which one rough sample of a candidate is enough."""
+        """Twice the best library's seconds: a candidate that takes longer is timed by one rough sample only."""
         return self.best_seconds * _HOPELESS
 
     def learn(self, proposals: Sequence[Proposal], seconds: Sequence[float | None]) -> None:
@@ -122,8 +123,9 @@ class Contest:
     ) -> float | None:
         """Judge a measured candidate, and return the seconds of its call; None if it failed or its results are wrong.
 
-        A candidate that is faster than the best becomes the best and a record; others may be stored for cost models to
-        learn from. `trial` is the number of the trial within the run.
+        `library` is the built candidate and `result` the seconds of its call; either is the error instead where that
+        step failed. A candidate that is faster than the best becomes the best and a record; others may be stored for
+        cost models to learn from. `trial` is the number of the trial within the run.
         """
         name = self.workload.task.name
         seconds: float | None = None

@@ -1,7 +1,7 @@
-"""The tuning of the compiler's own decisions: blocks or their parts, algorithms, rows of tiles, layout at the edge.
+"""The tuning of the compiler's own decisions, such as an operator's algorithm, or whether a block is one function.
 
-They decide which functions a model is lowered to, so that no search over one function's schedules can make them. To
-measure an option, the model is lowered with it, and the functions that change are measured.
+These decisions determine which functions a model is lowered to, so that a search over the schedules of one function
+cannot make them. To measure an option, the model is lowered with it, and the functions that change are measured.
 """
 
 import logging
@@ -51,7 +51,7 @@ class Site(Protocol):
 
     @property
     def subject(self) -> str:
-        """The subject of the functions that the decision affects."""
+        """The text that names the operator that the decision is about, such as a convolution's shapes."""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ class Site(Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The subjects of the operators that one option joins in a function and another does not."""
+        """The subjects of the operators that one option joins in one function and another leaves in separate ones."""
 
     @property
     def cycles(self) -> tuple[float, ...]:
@@ -68,10 +68,10 @@ class Site(Protocol):
 
 @dataclass(frozen=True)
 class Function:
-    """A function that the model is lowered to, unscheduled (`func`) and as the compiler's rules schedule it.
+    """A function that the model is lowered to: unscheduled (`func`), and scheduled by the compiler's rules.
 
-    `subject` is the subject of the decisions about it, empty where there are none; `calls` is the number of its call
-    sites.
+    `subject` is the `Site.subject` of the decisions about it, empty where there are none; `calls` is the number of its
+    call sites.
     """
 
     name: str
@@ -119,12 +119,16 @@ def decide(
     timeout: float = 20.0,
     measurer: Measurer | None = None,
 ) -> TrialCount:
-    """Measure the options of the decisions that the store has no measurement of, and add the results to the store.
+    """Find the fastest option of each decision that `store` has no measurement of, and add the results to `store`.
 
-    `trials` bounds the number of functions that are measured, together with earlier runs on the same decisions, and
-    `seconds` bounds the time; None means no bound. A single build or run is killed after `timeout` seconds. `measurer`
-    builds and measures in place of processes of this machine. Nothing is measured for a target that this machine cannot
-    run. Returns the number of measured functions.
+    An option is measured by lowering the model with it (`lower`) and timing the functions that result. `trials` bounds
+    the number of functions that this run and earlier runs on the same decisions measure in all; `seconds` bounds this
+    run's time; None means no bound. A function runs with `threads` threads; its build or run is killed after `timeout`
+    seconds. `on_progress` gets a text when a kind of decisions begins. `measurer` builds and times the functions; with
+    None, worker processes on this machine do so.
+
+    Returns how many functions this run and earlier runs have measured. For a target that this machine cannot run, and
+    for 0 `trials`, nothing is measured, and both numbers are 0.
     """
     if trials == 0 or why_not_measurable_here(target) is not None:
         return TrialCount(0, 0)
@@ -180,10 +184,11 @@ class Decider:
         on_decision: Callable[[MeasuredDecision], None],
         on_progress: Callable[[str], None],
     ) -> dict[str, str]:
-        """Return the option of each decision by its key; those of `options` are not measured again.
+        """Return `options` with the option found for each further decision, by the decision's key.
 
-        Each new decision is passed to `on_decision` at once. Where time or trials run out, the others keep the cost
-        model's default.
+        The decisions in `options` are not measured again. Each new decision is passed to `on_decision` at once, and
+        `on_progress` gets a text when a kind of decisions begins. Decisions that take too little of the model's time,
+        or that time or trials do not suffice for, are not in the result: the compiler takes the cost model's default.
         """
         options = dict(options)
         for kind in KINDS:
@@ -342,7 +347,7 @@ class Decider:
 
 
 def without(functions: Iterable[Function], others: Iterable[Function]) -> list[Function]:
-    """Return the functions that are not among the others, or are called another number of times."""
+    """Return the functions for which `others` has none with the same scheduled code and the same number of calls."""
     keys = {(workload_key(function.scheduled), function.calls) for function in others}
     return [function for function in functions if (workload_key(function.scheduled), function.calls) not in keys]
 

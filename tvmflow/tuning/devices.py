@@ -137,10 +137,11 @@ def status(state: Path) -> Status | None:
 
 
 def up(state: Path, config: DeviceConfig) -> Status:
-    """Start devices, wait until they are at their tracker, and return their status; the same devices may run already.
+    """Start devices, wait until their tracker lists them, and return their status.
 
-    Raises SettingsError when other devices run in the state folder or another command is at work there, RemoteError
-    when there is no tracker at `config.tracker`, and StackError when the devices do not start, after it has ended them.
+    If devices with the same `config` run already in the state folder `state`, only returns their status. Raises
+    SettingsError when other devices run there or another command is at work there, RemoteError when there is no tracker
+    at `config.tracker`, and StackError when the devices do not start, after it has ended them.
     """
     with _hold_lock(state):
         running = status(state)

@@ -28,7 +28,10 @@ _PAUSE_SECONDS = 0.2
 
 
 def run_tracker(channel: Channel, host: str, port: int) -> None:
-    """Run a tracker at `host` and `port` until it is killed. Raises OSError when it cannot listen there."""
+    """Run a tracker at `host` and `port` until it is killed; first send its port over `channel`.
+
+    Raises OSError when it cannot listen there.
+    """
     listening = _listen(channel, host, port)
     from tvm.rpc import tracker
 
@@ -37,9 +40,9 @@ def run_tracker(channel: Channel, host: str, port: int) -> None:
 
 
 def run_server(channel: Channel, host: str, tracker: tuple[str, int], key: str) -> None:
-    """Run a server with `key` of a tracker, at a free port of `host`, until it is killed.
+    """Run an RPC server at a free port of `host` until it is killed; first send its port over `channel`.
 
-    Raises OSError when it cannot listen there.
+    The server registers under `key` at `tracker` (host and port). Raises OSError when it cannot listen there.
     """
     listening = _listen(channel, host, 0)
     library.load()  # With its extras, which candidates may call.

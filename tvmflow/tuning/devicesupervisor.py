@@ -1,7 +1,7 @@
-"""The process that keeps the devices of `tvmflow devices up` running: a tracker and RPC servers, each started anew.
+"""The process that keeps the devices of `tvmflow devices up` running: it starts the tracker and RPC servers again.
 
-`python -m tvmflow.tuning.devicesupervisor STATE CONFIG` works until SIGTERM. CONFIG is a `DeviceConfig` as JSON; what
-runs is written to the status file of the state folder.
+`python -m tvmflow.tuning.devicesupervisor STATE CONFIG` works until SIGTERM. STATE is the state folder, CONFIG a
+`DeviceConfig` as JSON. The state of the tracker and the servers is written to the status file of the state folder.
 """
 
 import contextlib

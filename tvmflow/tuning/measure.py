@@ -28,23 +28,30 @@ class Measurer(Protocol):
         """Build all `candidates`, and return for each of them its library, or the error if it cannot be built."""
 
     def time(self, library: Library, limit: float = 1e9) -> float:
-        """Return the seconds of a call; above `limit` one rough sample is enough. Raises TrialError."""
+        """Return the seconds of a call of `library`; above `limit` seconds, one rough sample is enough.
+
+        Raises TrialError when the call fails.
+        """
 
     def times(
         self, libraries: Sequence[Library | TrialError], limit: Callable[[], float]
     ) -> Generator[float | TrialError]:
         """Yield for each library, in order, the seconds of a call, or the error if it cannot be built or run.
 
-        `limit` returns the `limit` of `time`; it is called when a library's turn comes.
+        `limit` is called right before a library is timed, and returns the `limit` of `time` for it.
         """
 
     def compare(self, *libraries: Library) -> list[float]:
-        """Return the seconds of a call of each library, measured in turn at one place. Raises TrialError."""
+        """Return the seconds of a call of each library, in order: the smallest of its samples.
+
+        One process or device samples the libraries alternately, so that other load slows all of them alike. Raises
+        TrialError when a call fails.
+        """
 
     def expect(self, reference: Library) -> None:
         """Run `reference` and keep its results for `check`, so that the time limit of `check` covers no second run.
 
-        Raises TrialError.
+        Raises TrialError when the run fails.
         """
 
     def check(self, library: Library, reference: Library) -> None:
@@ -64,9 +71,10 @@ def use_measurer(
     """Return a context that gives `measurer` or, if that is None, a MeasurePool for the target, closed at its end.
 
     The pool has a builder for each core of this machine, and measures on `device` or, if that is None, on this machine.
-    A candidate runs with `threads` threads; a build or run is killed after `timeout` seconds. `weights` are the bytes
-    of weights to read before each sample. No request outlives `deadline` (of `time.monotonic`). Raises RemoteError when
-    the devices' tracker does not answer or has no device of their key.
+    A candidate runs with `threads` threads; a build or run is killed after `timeout` seconds. `weights` is the number
+    of bytes of the model's weights; as many, up to the size of the target's last-level cache, are read before each
+    sample. No request outlives `deadline` (of `time.monotonic`). Raises RemoteError when the devices' tracker does not
+    answer or has no device of their key.
     """
     if measurer is not None:
         return nullcontext(measurer)
@@ -176,7 +184,7 @@ class MeasurePool:
     def time(self, library: Library, limit: float = 1e9) -> float:
         """Return the seconds of a call, the least of a few samples; a call longer than `limit` is sampled once.
 
-        Raises TrialError.
+        `limit` is in seconds. Raises TrialError when the call fails.
         """
         arguments = _plain(library.arguments)
         preparation = self._preparation
@@ -189,8 +197,8 @@ class MeasurePool:
     ) -> Generator[float | TrialError]:
         """Yield for each library, in order, its `time`, or the error if it cannot be built or run.
 
-        `limit` is called when a library's turn comes. On several devices libraries are measured side by side; on this
-        machine each is measured only when the caller takes its value.
+        `limit` is called right before a library is timed, and returns the `limit` of `time` for it. On several devices
+        libraries are measured side by side; on this machine each is measured only when the caller takes its value.
         """
 
         def time_one(library: Library | TrialError) -> float | TrialError:
@@ -213,9 +221,10 @@ class MeasurePool:
                 future.cancel()
 
     def compare(self, *libraries: Library) -> list[float]:
-        """Return the seconds of a call of each library: the least of samples that they take in turn on one device.
+        """Return the seconds of a call of each library, in order: the smallest of its samples.
 
-        Raises TrialError.
+        One worker process, or one device, samples the libraries alternately, so that other load slows all of them
+        alike. Raises TrialError when a call fails.
         """
         arguments = [_plain(library.arguments) for library in libraries]
         paths = [str(library.path) for library in libraries]
@@ -223,7 +232,7 @@ class MeasurePool:
         return [float(value) for value in seconds]
 
     def expect(self, reference: Library) -> None:
-        """Run `reference` and keep its results for `check`. Raises TrialError."""
+        """Run `reference` and keep its results for `check`. Raises TrialError when the run fails."""
         self._run("expect", reference=str(reference.path), arguments=_plain(reference.arguments))
 
     def check(self, library: Library, reference: Library) -> None:

@@ -35,13 +35,14 @@ _LEAST_MINUTES = 0.01
 class ModelReport:
     """The result of tuning a model.
 
-    `lines` are its best records and decisions as `best_records` writes them; `trials` counts those of this run on
-    decisions and functions together, and `decisions` the options other than the default. `untuned_ms` and `latency_ms`
-    are the model's estimated latency without tuning and now, None where no function has a time; `curve` is the latency
-    in ms after some of the trials. `lookup_keys` are the keys of all workloads and decisions of the model, and
-    `records_digest` is `best_digest` of them. `tuned` counts workloads with a record or with trials; `share_of_time` is
-    the part of the model's time, 0 to 1, that these take, None where no function has a time. `untimed` counts the
-    functions without a time, which `share_of_time` leaves out.
+    `functions` is the result for each function. `lines` are the model's best records and decisions as `best_records`
+    writes them. `trials` counts this run's trials on decisions and functions together; `decisions` counts the decisions
+    whose option is not the default. `untuned_ms` and `latency_ms` are the model's estimated latency without tuning and
+    now, None where no function has a time; `curve` has pairs of a number of trials and the latency in ms after them.
+    `lookup_keys` are the keys of all workloads and decisions of the model, and `records_digest` is `best_digest` of
+    them. `tuned` counts workloads with a record or with trials; `share_of_time` is the part of the model's time, 0 to
+    1, that these take, None where no function has a time. `untimed` counts the functions without a time, which
+    `share_of_time` leaves out.
     """
 
     functions: TuneReport
@@ -166,7 +167,7 @@ def describe(progress: Progress) -> tuple[float, float, str]:
 
 
 class Lowering:
-    """The model as the compiler lowers and schedules it with given options of its decisions."""
+    """A model, which the compiler lowers and schedules with given options of its decisions."""
 
     def __init__(self, imported: "compiler.Imported", target: Target, options: "compiler.BuildOptions") -> None:
         self._machine = machine(target)
@@ -177,7 +178,10 @@ class Lowering:
         self._lowered: dict[frozenset[tuple[str, str]], tuple[IRModule, compiler.Choices]] = {}
 
     def lower(self, options: Mapping[str, str]) -> "tuple[IRModule, compiler.Choices]":
-        """Return the module as lowered with `options`, by their decisions' keys, and the decisions met; cached."""
+        """Return the lowered module and the decisions that lowering met; the result is cached.
+
+        `options` maps a decision's key to the option to take; other decisions take the cost model's default.
+        """
         key = frozenset(options.items())
         if key not in self._lowered:
             choices = compiler.Choices(options)
@@ -199,7 +203,10 @@ class Lowering:
         return Variants(variants(func, self._machine)[1:], only=is_of_stages(func))
 
     def functions(self, options: Mapping[str, str]) -> tuple[Mapping[str, Site], Sequence[Function]]:
-        """Return the decisions that the model meets when lowered with `options`, and its functions of static shape."""
+        """Lower the model with `options` (see `lower`); return its decisions by key, and its functions of static shape.
+
+        This is the `Lower` of `decisions.decide`.
+        """
         module, choices = self.lower(options)
         functions = [
             Function(item.name, item.func, self.schedule(item.func), subject(item.func), item.calls)

@@ -34,9 +34,10 @@ class Record:
     """A schedule that was measured, gave the right results, and was faster than the best one before it.
 
     `key` is `workload_key` of the function; `workload` is the function as `tvm.ir.save_json` writes it; `trace` is the
-    schedule's trace in JSON; `seconds` and `baseline_seconds` are the least times of one call, measured in turn on one
-    machine (`baseline_seconds` is None where there was no analytic schedule); `target` is `Target.canonical`; `tuner`
-    names the search that proposed it; `trial` counts from 1 within the run; `created_at` is UTC in ISO 8601.
+    schedule's trace in JSON; `seconds` and `baseline_seconds` are the least times of one call with this schedule and
+    with the analytic one, sampled alternately on one machine (`baseline_seconds` is None where there was no analytic
+    schedule); `target` is `Target.canonical`; `tuner` names the search that proposed it; `trial` counts from 1 within
+    the run; `created_at` is UTC in ISO 8601.
     """
 
     key: str
@@ -152,9 +153,10 @@ def current_context(target: "Target") -> Context:
 
 
 def merge_efforts(efforts: Sequence[Effort]) -> Effort:
-    """Return one effort in place of several on one workload: the sum of their trials, and their newest baseline.
+    """Return one effort in place of several on one workload: the newest one, with the sum of all trials.
 
-    Its `seconds` are their sum, None where trials of one were not timed. Raises IndexError for no efforts.
+    Its `baseline_seconds` are the newest that are not None. Its `seconds` are the sum, or None if an effort with trials
+    has none. Raises IndexError if `efforts` is empty.
     """
     by_time = sorted(efforts, key=lambda effort: effort.created_at)
     baselines = [effort.baseline_seconds for effort in by_time if effort.baseline_seconds is not None]

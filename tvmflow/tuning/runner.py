@@ -40,7 +40,11 @@ class Runner(Protocol):
     """Runs the operations of a worker, one at a time."""
 
     def run(self, operation: str, arguments: Mapping[str, object], remaining: Callable[[], float]) -> Any:
-        """Run an operation of the worker within `remaining()` seconds, and return its value. Raises TrialError."""
+        """Run an operation of the worker, such as `time`, with these arguments, and return its value.
+
+        `remaining` returns the seconds that the operation may take. Raises TrialError when the operation fails or takes
+        longer.
+        """
 
 
 class LocalRunner:
@@ -52,7 +56,7 @@ class LocalRunner:
     def run(self, operation: str, arguments: Mapping[str, object], remaining: Callable[[], float]) -> Any:
         """Run an operation here, again in a new process if the first one dies, and return its value.
 
-        Raises TrialError.
+        Raises TrialError when the operation fails, or takes more than `remaining()` seconds.
         """
         return self._worker.request(operation, arguments, remaining())
 
@@ -137,9 +141,11 @@ class DeviceRunner:
         self._threads = threads
 
     def run(self, operation: str, arguments: Mapping[str, object], remaining: Callable[[], float]) -> Any:
-        """Run an operation on a device, again on others if that one is lost, and return its value.
+        """Run an operation on a free device and return its value; if that device is lost, try the next free one.
 
-        A timeout counts as the candidate's failure. Raises TrialError, and TuneError when all devices are lost.
+        There are three attempts at most. `remaining` returns the seconds that an attempt may take, and is called for
+        each. A timeout counts as the candidate's failure. Raises TrialError when the operation fails or too many
+        devices are lost while it runs, and TuneError when no device comes back.
         """
         for attempt in range(1, _ATTEMPTS + 1):
             match = self._connect(remaining)

@@ -101,10 +101,11 @@ class Sharing:
 
 @contextlib.contextmanager
 def sharing(store: RecordStore, shared: SharedRecords | None, context: str, *, interval: float = 5.0) -> Iterator[None]:
-    """Fetch the records of a context (`Context.digest`), then send new ones every `interval` seconds in the body.
+    """Fetch the records of a context (`Context.digest`); while the body runs and at its end, send this machine's.
 
-    Without a `shared` place it does nothing. When the place fails, one warning is logged, and the body runs with the
-    records that are here; the next run sends the others.
+    New records are sent every `interval` seconds. With None as the `shared` place it does nothing. When the place
+    fails, one warning is logged, and the body runs with the records that are on this machine; the next run sends what
+    was not sent.
     """
     if shared is None:
         yield

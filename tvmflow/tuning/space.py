@@ -41,10 +41,10 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Variants:
-    """The schedules that the compiler's rules can make of a function.
+    """The schedules (TVM's `Schedule`) that the compiler's rules can make of a function.
 
-    With `only`, no other schedules are searched: MetaSchedule's rules look at each loop by itself, take a kernel of
-    several stages apart, and find nothing faster.
+    With `only`, the search proposes no schedules of MetaSchedule's rules. It is set for a kernel of several stages:
+    MetaSchedule looks at each loop by itself, takes the kernel apart, and finds nothing faster.
     """
 
     schedules: Sequence[Any]

@@ -68,10 +68,11 @@ def apply(record: Record, func: "PrimFunc") -> "PrimFunc | None":
 
 
 def adapt_record(record: Record, func: "PrimFunc") -> Record:
-    """Return a record with its trace in the names of `func`, which is the record's workload under other names.
+    """Return `record` with the block names in its trace replaced by those of `func`.
 
-    A trace refers to blocks by name; blocks that it makes itself get names derived from those of blocks and buffers.
-    Raises TVM's own errors for a trace that does not fit the function.
+    `func` is the record's workload, perhaps under other names. A trace refers to blocks by name; a block that the trace
+    itself makes has a name derived from those of blocks and buffers. Raises TVM's own errors for a trace that does not
+    fit the function.
     """
     from tvm import ir
 

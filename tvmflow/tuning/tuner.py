@@ -57,10 +57,10 @@ def tune(
     """Search faster schedules for `tasks` and add them to `store`; candidates run on this machine, or on `device`.
 
     `baseline` returns the compiler's own schedule of a function, which is measured first. A candidate becomes a record
-    only if its results equal those of the unscheduled function and it is faster than the best schedule so far, measured
-    in turn: a function with a record is never slower than one without. Without `baseline`, candidates must be faster
-    than the unscheduled function. `variants` returns the other schedules that the compiler's rules can make of a
-    function; these are tried first. Trials go to the workload where another second is expected to save most of the
+    only if its results equal those of the unscheduled function and it is faster than the best schedule so far, both
+    sampled alternately: a function with a record is never slower than one without. Without `baseline`, candidates must
+    be faster than the unscheduled function. `variants` returns the other schedules that the compiler's rules can make
+    of a function; these are tried first. Trials go to the workload where another second is expected to save most of the
     model's time.
 
     A budget of trials is for the model, not for the run: trials of earlier runs in `store` count. So a second run, or

@@ -89,7 +89,8 @@ def load_workloads(
 ) -> list[Workload]:
     """Return the workloads of a model's functions; equal functions are one workload with the sum of their weights.
 
-    A `reason` other than None says why none of them can be tuned.
+    Each has what `store` knows about it for `target`. Its forecast starts from earlier runs if the `budget` counts them
+    (`counts_earlier_runs`). A `reason` other than None says why none of them can be tuned.
     """
     records: dict[str, list[Record]] = {}
     for record in sorted(store.records(target), key=lambda record: -record.seconds):
