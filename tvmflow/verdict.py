@@ -23,9 +23,9 @@ REBUILD = "rebuild"
 class Check(Record):
     """One check: its name, its outcome in a sentence, and whether the release passed it.
 
-    `value` is the figure that was compared with `bound`; both are None for a check without figures. For a measured
-    ratio of latencies, `interval` is the confidence interval, `comparison` the measurement, and `samples` the file with
-    the time of every run.
+    `value` is the figure that was compared with `bound`; both are None for a check without figures. `interval` is the
+    confidence interval of a ratio of latencies or of a drop of the metric. For a ratio, `comparison` is the measurement
+    and `samples` the file with the time of every run.
     """
 
     name: str
