@@ -17,7 +17,7 @@ Reader = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 Message = Annotated[str, Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")]
-"""A sentence about a value, for people. Its key in JSON is `told`; `message` is read as well."""
+"""A sentence about a value, for people; its key in JSON is `told`, as ever."""
 
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
@@ -122,6 +122,6 @@ R = TypeVar("R", bound=Record)
 def narrow(kind: type[R], value: R) -> R:
     """Return an instance of `kind`, a base class of the value's class, with the fields of this class.
 
-    So the result of a step loses its sources, for instance.
+    For example, the result of a step loses its `sources`.
     """
     return kind(**{name: getattr(value, name) for name in kind.model_fields})

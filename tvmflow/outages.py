@@ -21,7 +21,7 @@ T = TypeVar("T")
 def delays(outage: float) -> list[float]:
     """Return the pauses between attempts, in seconds, for an outage of `outage` seconds: 2, 4, 8, 16, then 30 each.
 
-    Their sum is the first one that is not less than `outage`; there are none for 0.
+    The list ends when their sum reaches `outage`; it is empty for 0.
     """
     pauses: list[float] = []
     for pause in _doubling():
