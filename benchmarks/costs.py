@@ -54,7 +54,7 @@ class Option(Record):
 class Decision(Record):
     """A decision with its options, the cost model's choice first.
 
-    `calls` is the number of times that a run of the model calls the functions that the decision changes.
+    The time of an option in a run of the model is `calls` times its seconds.
     """
 
     kind: str

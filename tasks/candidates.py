@@ -33,7 +33,7 @@ Build = tuple[TuneResult, Outcome[BuildResult]]
 
 
 def tunings_to_build(workspace: Workspace, tuned: TuneResult) -> tuple[TuneResult, ...]:
-    """Return `tuned` and a tuning without records, in this order; only the latter if `tuned` has no records either."""
+    """Return `tuned` and a tuning without records, in this order; only the latter if `tuned` itself has no records."""
     nothing = untuned(workspace)
     return (nothing,) if tuned.records.sha256 == nothing.records.sha256 else (tuned, nothing)
 
@@ -78,11 +78,12 @@ class TargetBuilder:
         """Return the candidate to ship, which may be a new one, and the choice that says why.
 
         The choice is None where there was nothing to choose. There are one or two `candidates`. Of two, the tuned one
-        comes first, and both are measured on this machine. If the tuned one is not faster, new candidates with a part
-        of the tuning are built and measured. If the release has a budget for tuning, the best candidate, also a single
-        one, is measured on half as many threads, and on half of these again as long as it gets faster; the choice then
-        gives its number of threads. Raises BuildError, BundleError for a build that does not run here, and StepError
-        for a process that is killed, crashes or takes too long.
+        comes first, and both are measured where this machine can run them and validation refused neither. If the tuned
+        one is then not faster, new candidates with a part of the tuning are built and measured. If the release has a
+        budget for tuning, the best candidate, also a single one, is measured on half as many threads, and on half of
+        these again as long as it gets faster; the choice then gives its number of threads. Raises BuildError,
+        BundleError for a build that does not run here, and StepError for a process that is killed, crashes or takes too
+        long.
         """
         best, choice = candidates[-1], None
         if len(candidates) > 1:
