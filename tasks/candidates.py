@@ -78,12 +78,12 @@ class TargetBuilder:
         """Return the candidate to ship, which may be a new one, and the choice that says why.
 
         The choice is None where there was nothing to choose. There are one or two `candidates`. Of two, the tuned one
-        comes first, and both are measured where this machine can run them and validation refused neither. If the tuned
-        one is then not faster, new candidates with a part of the tuning are built and measured. If the release has a
-        budget for tuning, the best candidate, also a single one, is measured on half as many threads, and on half of
-        these again as long as it gets faster; the choice then gives its number of threads. Raises BuildError,
-        BundleError for a build that does not run here, and StepError for a process that is killed, crashes or takes too
-        long.
+        comes first, and both are measured unless this machine cannot run them or validation refused just one. If the
+        measured tuned one is not faster, new candidates with a part of the tuning are built and measured. If the
+        release has a budget for tuning, the best candidate, also a single one, is measured on half as many threads, and
+        on half of these again as long as it gets faster; the choice then gives its number of threads. Raises
+        BuildError, BundleError for a build that does not run here, and StepError for a process that is killed, crashes
+        or takes too long.
         """
         best, choice = candidates[-1], None
         if len(candidates) > 1:
