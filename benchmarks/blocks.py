@@ -2,8 +2,8 @@
 
 The convolutions are bottlenecks (1x1, 3x3, 1x1) and inverted residuals (1x1, depthwise, 1x1), in the sizes of
 ResNet-50, of detectors on large images and of MobileNetV2. Each block is built as one function and as three, whatever
-the cost model says, and the two builds run in turn. `estimate` is the cost model's ratio of the two, `whole /
-apart` the measured one, from the smallest time of every function; `arrangement` is what a build does without tuning.
+the cost model says, and the two builds take turns. `estimate` is the cost model's ratio of the two, `whole / apart` the
+measured one, from the smallest time of every function; `built` is the arrangement that a build without tuning uses.
 """
 
 import json
@@ -44,7 +44,7 @@ _CONVOLUTIONS = 3
 class Block:
     """Three convolutions on images of `size` by `size` pixels, from `inputs` to `between` to `outputs` channels.
 
-    The middle one is 3x3, and depthwise if `depthwise`.
+    The middle one is 3x3, has the `stride`, and is depthwise if `depthwise` is set; the others are 1x1.
     """
 
     name: str
@@ -86,7 +86,10 @@ class Block:
         return Case(self.name, self.label, nodes, inputs, weights).model()
 
     def plan(self, machine: "Machine") -> tuple[int, float] | None:
-        """Return the lines of a strip and the cost model's ratio of whole to apart; None where there is no block."""
+        """Return the image lines of a strip, and the cost model's ratio of one function's time to three functions'.
+
+        Returns None where the compiler cannot compute the block as one function.
+        """
         from tvmflow.compiler import winograd
         from tvmflow.compiler.operators.blocks import Block, Convolution, plans
 
@@ -127,7 +130,10 @@ class BlockJob(Record):
 
 
 class BlockTime(Record):
-    """Microseconds of a block as three functions and as one (None where that is impossible), and what a build does."""
+    """Microseconds of a block as three functions and as one (None where that is impossible).
+
+    `arrangement` is the one that a build without tuning uses: `apart`, `whole` or `in part`.
+    """
 
     apart: float
     whole: float | None

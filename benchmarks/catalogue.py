@@ -33,8 +33,8 @@ class Model:
     """A model to measure; `factory` is `module:function` in `folder`.
 
     `goals` are ratios by the precision of our build and by peer: our latency over that of the peer, at batch 1 and
-    without tuning. `free` are the dimensions of every input that stay free in the ONNX file, by their place: the name
-    and the largest size.
+    without tuning. `free` are the axes of every input that have a symbolic size in the ONNX file: by axis, the name and
+    the largest size of the dimension.
     """
 
     name: str

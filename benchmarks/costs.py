@@ -52,7 +52,10 @@ class Option(Record):
 
 
 class Decision(Record):
-    """A decision with its options, the cost model's choice first; `calls` is how often the model computes it."""
+    """A decision with its options, the cost model's choice first.
+
+    The time of an option in a run of the model is `calls` times its seconds.
+    """
 
     kind: str
     subject: str
@@ -79,7 +82,10 @@ class Costs(Record):
 
     @property
     def loss(self) -> float | None:
-        """The share of time lost by taking the cost model's option of each decision rather than the fastest one."""
+        """The share of time lost by taking the cost model's option of each decision rather than the fastest one.
+
+        Decisions with an option that could not be measured do not count; None without any other decision.
+        """
         chosen = fastest = 0.0
         for decision in self.decisions:
             seconds = [option.seconds for option in decision.options]

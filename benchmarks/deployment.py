@@ -54,7 +54,10 @@ _PYTHON: dict[FromPython, str] = {
 
 
 class Row(Record):
-    """One way to run the model: milliseconds per run, or the `reason` why it was not run."""
+    """One way to run the model: the median and the least milliseconds per run, or the `reason` why it was not run.
+
+    `error` is the largest difference from ONNX Runtime's outputs over their largest value.
+    """
 
     title: str
     machine: str
@@ -80,15 +83,19 @@ class Unavailable(Exception):
 
 
 class CppRunner:
-    """The C++ runner on one bundle, measured once per call."""
+    """The C++ runner on one bundle; each call measures one turn.
+
+    `command` starts the runner. `job` has the inputs, the expected outputs, the threads and the seconds of a turn.
+    """
 
     def __init__(self, command: Sequence[str], bundle: Path, job: RunnerJob) -> None:
         self._command, self._bundle, self._job, self._repeat = command, bundle, job, _FEWEST_RUNS
 
     def __call__(self) -> Figures:
-        """Measure one turn and return its figures; the turn before sets the number of runs, the first turn is short.
+        """Measure one turn and return its figures.
 
-        Raises Unavailable with the runner's own sentence.
+        The first turn has ten runs; a later one has as many as fit into the job's `seconds`, by the mean time of the
+        turn before. Raises Unavailable with the runner's own sentence.
         """
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "out.npz"

@@ -67,9 +67,10 @@ def convolution() -> "PrimFunc":
 
 
 class Killer(threading.Thread):
-    """A thread's work that kills `kills` servers while they measure.
+    """A thread that kills `kills` servers while they measure, and counts them in `outcome`.
 
-    It also kills a session for every fifth server, and the tracker for every tenth.
+    It also kills a session for every fifth server, and the tracker for every tenth. Setting `over` ends it early.
+    `processes` are all processes of the devices that it has seen, by id.
     """
 
     def __init__(self, state: Path, kills: int, seed: int, outcome: Outcome) -> None:
@@ -108,7 +109,7 @@ class Killer(threading.Thread):
             self.over.wait(_PAUSE_SECONDS)
 
     def look(self, status: devices.Status) -> None:
-        """Remember every process of the devices."""
+        """Add the processes of the devices that run now to `processes`."""
         with suppress(psutil.NoSuchProcess):
             supervisor = psutil.Process(status.pid)
             self.processes.update(
@@ -142,7 +143,10 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def run(state: Path, kills: int, count: int, threads: int, seed: int) -> Outcome:
-    """Tune until enough servers were killed, and once more without disturbance; return the counts."""
+    """Tune on `count` RPC servers, in rounds, until `kills` of them were killed and the round has ended.
+
+    `threads` are divided among the servers. Returns the counts.
+    """
     outcome, start = Outcome(), time.monotonic()
     target = resolve("native")
     store = RecordStore(state / "records")

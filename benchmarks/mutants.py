@@ -50,8 +50,8 @@ ROOT = Path(__file__).parents[1]
 class Suite:
     """The tests that must kill the mutants of some modules, and the libraries that all of these tests import.
 
-    The libraries are imported once for all mutants. There should be no others: pydantic searches all modules for each
-    class.
+    The libraries are imported once for all mutants. List no library that only some of the tests need: pydantic searches
+    all imported modules for each class, and more modules make the tests slower.
     """
 
     tests: tuple[str, ...]

@@ -5,7 +5,7 @@ registers, and the bandwidth of each level of the memory. An operator takes at l
 the first peak, and at least that of its bytes, each read or written once, at the bandwidth of the level that holds
 them. The fraction of the peak is the larger of these two times over the time of the operator's functions. Operations
 are those of the textbook's algorithm, so Winograd may exceed one. The whole time includes changes of layout; it is
-compared with ONNX Runtime's time for the same model, in turn.
+compared with ONNX Runtime's time for the same model, and the two take turns.
 """
 
 import argparse
@@ -44,9 +44,10 @@ _CLASSICAL = "ai.onnx.ml"
 class Case:
     """A model of one operator (a few nodes where a framework has one) from the inputs to `y`.
 
-    `inputs` are standard normal numbers, `weights` the same and scaled down, `tables` whole numbers or sizes. `flops`
-    are the operations by definition, 0 where only bytes count. `moved` are the bytes of an operator that reads a part
-    of its inputs. `forest` are the number and the levels of decision trees on `x`, in place of nodes.
+    `inputs` and `weights` are the shapes of arrays by name, filled with standard normal numbers; weights are scaled
+    down. `tables` are other constant inputs, such as indices and axes. `flops` are the operations by definition, 0
+    where only bytes count. `bytes_moved` are the bytes of an operator that reads only a part of its inputs; 0 means all
+    inputs, weights and outputs. `forest` has the number and the levels of decision trees on `x`, in place of `nodes`.
     """
 
     kind: str
@@ -83,7 +84,7 @@ class Case:
         return model
 
     def bytes(self, model: onnx.ModelProto) -> int:
-        """Return the bytes that the operator reads and writes, each number once."""
+        """Return the bytes that the operator reads and writes, each number once; `model` is what `model` returns."""
         if self.bytes_moved:
             return self.bytes_moved
         output = [dim.dim_value for dim in model.graph.output[0].type.tensor_type.shape.dim]

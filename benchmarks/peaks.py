@@ -34,8 +34,8 @@ class Peaks(Turn):
     """The best figures of many short runs on all threads together.
 
     `gflops` is fp32 arithmetic in GFLOP/s, a multiply-add counting as two. `bandwidth` is GB/s, of reads and writes
-    together, by the level that holds the data. `capacity` is the number of bytes that a level holds for all threads;
-    memory has no bound.
+    together, by the level that holds the data: `L2`, `L3` or `memory`. `capacity` is the number of bytes that a cache
+    level holds for all threads; it has no entry for memory.
     """
 
     gflops: float

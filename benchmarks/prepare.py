@@ -41,7 +41,7 @@ class Completion(Record):
 class ExportJob(Record):
     """The job to export the factory's model with these example inputs, an `.npz`, to `output`.
 
-    `free` are the dimensions of every input that stay free, by their place: the name and the largest size.
+    `free` are the axes of every input that get a symbolic size: by axis, the dimension's name and its largest size.
     """
 
     source: Source
@@ -75,7 +75,10 @@ def sample(model: Model, batch: int, state: Path) -> Path:
 
 
 def save(place: Path, arrays: Mapping[str, Array]) -> Path:
-    """Write an `.npz` and put it in place at once: another benchmark may be reading the old one."""
+    """Write arrays to the `.npz` at `place` and return its path.
+
+    An old file is replaced in one step, because another benchmark may be reading it.
+    """
     with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
     return Path(stream.name).replace(place)

@@ -1,4 +1,4 @@
-"""Runs our bundle, ONNX Runtime, OpenVINO and PyTorch eager in turn, each in a process of its own.
+"""Measures our bundle, ONNX Runtime, OpenVINO and PyTorch eager, which take turns, each in a process of its own.
 
 A process stays alive between its rounds and is stopped meanwhile (SIGSTOP): the threads of a runner spin for a while
 after a call, and would take time from the runner whose turn it is.
@@ -81,8 +81,9 @@ class Round(Turn):
 class Figures(Record):
     """The figures of a runner over all its rounds, in milliseconds per run.
 
-    `medians` are those of the rounds, `noise` is their range over their median. `failure` is one sentence that says why
-    the runner was not measured; the figures are None then.
+    `medians` are those of the rounds, `noise` is their range over their median. `runs` is the number of timed runs, and
+    `error` the largest difference from ONNX Runtime's outputs over their largest value. `failure` is one sentence that
+    says why the runner was not measured; the figures are None then.
     """
 
     p50: float | None = None
@@ -116,7 +117,10 @@ class Turns:
         self._child = Child(function, log=log, paths=(_FOLDER, *paths), torch=torch)
 
     def call(self, job: Record, kind: type[T]) -> T:
-        """Let the process run one job and return its result; other processes are stopped meanwhile."""
+        """Continue the process, run one job in it, stop it again, and return the job's result as a `kind`.
+
+        Raises the TvmflowError of the job, and StepError for a process that crashes or takes longer than 20 minutes.
+        """
         return self._child.take_turn(job, kind, timeout=_TIMEOUT)
 
     def __enter__(self) -> "Turns":
@@ -137,9 +141,9 @@ class Contest:
     def measure(
         self, job: RunnerJob, runners: Sequence[Runner], rounds: int, show: Callable[[str], None]
     ) -> dict[Runner, Figures]:
-        """Measure the runners in turn, `rounds` times; one that fails takes no further part.
+        """Measure one round of each runner after the other, `rounds` times, and return the figures by runner.
 
-        `show` is called with a line of progress before each round.
+        A runner that fails takes no further part. `show` is called with a line of progress before each round.
         """
         failures = {name: reason for name, reason in available(runners).items() if reason is not None}
         results: dict[Runner, list[Round]] = {name: [] for name in RUNNERS if name in runners}
@@ -187,7 +191,10 @@ _loaded: dict[tuple[str, Path], tuple[Run, float, float, str]] = {}
 
 
 def work(job: RunnerJob, emit: Emit) -> Round:
-    """Run one round in the runner's own process, which loads the model before its first round."""
+    """Run one round of a runner in the runner's own process and return its times.
+
+    A process also loads the model before the first round with it, and compares its outputs with ONNX Runtime's.
+    """
     with np.load(job.sample) as archive:
         inputs = {name: _aligned(archive[name]) for name in archive.files}
     key = (job.runner, job.onnx)

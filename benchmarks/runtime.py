@@ -1,7 +1,7 @@
 """Prints what the runtime costs beside ONNX Runtime, on one model: `python benchmarks/runtime.py [MODEL]`.
 
-Each figure is the median over the rounds, and every round of either is a new process that does nothing else; the two
-take turns. A ratio is ours over ONNX Runtime's, so below one ours is less.
+Each figure is the median over the rounds. In a round each of the two runs in a new process, one after the other. A
+ratio is ours over ONNX Runtime's, so below one ours is less.
 
 import       the runtime and NumPy: TVM's runtime library here, the package onnxruntime there
 load         our bundle is unpacked and each of its files checked against its digest; ONNX Runtime optimises its graph
@@ -89,7 +89,7 @@ _ROWS = {
 
 
 class Cost(Record):
-    """The cost of one process: seconds, and bytes of memory."""
+    """The cost of one process: seconds to import, to load, and of the first and a steady call; bytes of memory."""
 
     imported: float
     load: float
@@ -109,7 +109,11 @@ class Document(Record):
 
 
 def measure(name: Name, path: Path, sample: Path, threads: int, calls: int) -> Cost:
-    """Measure in a new process. Raises StepError with the last line of its error output when it fails."""
+    """Measure a runtime in a new process and return its cost.
+
+    `path` is the bundle for `tvmflow`, the ONNX file for `onnxruntime`; `calls` is the number of steady calls. Raises
+    StepError with the last line of the process's error output when it fails.
+    """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TVM_")}
     process = subprocess.run(
         [sys.executable, "-c", _PROGRAM.format(**_PARTS[name]), str(path), str(sample), str(threads), str(calls)],

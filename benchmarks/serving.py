@@ -40,7 +40,10 @@ _BASELINE = "baseline"
 
 @dataclass
 class Server:
-    """A running server, the request to send it, and the seconds of its answers by number of clients."""
+    """A running server, and the request to send to it: a POST of `body`, which is JSON, to `path`.
+
+    `seconds` are the times of all answers, and `rates` the answers per second of each turn, by the number of clients.
+    """
 
     process: "subprocess.Popen[str]"
     address: str
@@ -137,9 +140,10 @@ def row(model: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], path: str, document: Any, threads: int, port: int = 0) -> Iterator[Server]:
-    """Start a server, wait for its first answer, and end it with the body; yield it.
+    """Start a server, wait for its first answer, stop it (SIGSTOP) and yield it; kill it when the body ends.
 
-    Without `port` it prints its address as JSON first.
+    `path` and `document` are those of a request. With a `port` of 0 the server's first line of output must be JSON with
+    its `address`. Raises InputError when the server does not answer.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     process = subprocess.Popen(
@@ -218,7 +222,7 @@ def saved_by_mlflow(model: Path, state: Path) -> Path:
 
 
 def compare(arguments: argparse.Namespace, state: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Run every server in turn; return the ratios by peer and number of clients."""
+    """Measure all servers, which take turns; return our rate, p50 and p99 over the peer's, by peer and clients."""
     from tvmflow.serving import protocol
 
     model = arguments.model or small_cnn(state / "serving.onnx")

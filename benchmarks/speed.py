@@ -47,10 +47,10 @@ _LARGEST_ERROR = {"fp32": 1e-3, "bf16": 0.5}
 
 
 class Ratio(Record):
-    """Our latency over a peer's, of the medians and of the minima, and what it says of the goal, if there is one.
+    """Our latency over a peer's, of the medians and of the minima, and whether it keeps the `goal`, if there is one.
 
-    `p50` is the median of the rounds' ratios, and `interval` its interval, which is unknown for fewer than eight. A
-    goal is "missed" where the whole interval is above it, "unclear" where only `p50` is.
+    `p50` is the median of the rounds' ratios, and `interval` its confidence interval, which goes from 0 to infinity for
+    fewer than eight rounds. A goal is "missed" where the whole interval is above it, "unclear" where only `p50` is.
     """
 
     p50: float

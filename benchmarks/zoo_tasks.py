@@ -1,8 +1,8 @@
-"""The tasks of the zoo's models: data whose answers we know, because they are made here or a package ships both, and
-metrics on outputs. The tasks of models that `examples/` has too are there.
+"""The tasks of the zoo's models: data with known answers, which are made here or come with a package, and metrics.
 
-A dataset returns (inputs by name, labels), a metric takes (outputs by name, labels); a higher metric is better. Both
-stand in the zoo's release files, beside which this file is copied.
+The tasks of models that are also in `examples/` are there. A dataset returns (inputs by name, labels), a metric takes
+(outputs by name, labels); a higher metric is better. The zoo's release files name both, and this file is copied beside
+them.
 """
 
 import bz2
@@ -40,7 +40,11 @@ def lines_to_turn(count: int = 32) -> Dataset:
 
 
 def sentences(tokenizer: str) -> Dataset:
-    """Return the tokenized sentences of `examples/embeddings`; labels are each paraphrase's place, then the mask."""
+    """Return the tokenized sentences of `examples/embeddings`.
+
+    A row of the labels is the index of the sentence's paraphrase, followed by the attention mask. `tokenizer` is the
+    path of the tokenizer's file.
+    """
     from data import paraphrases
 
     inputs, labels = paraphrases(tokenizer)
@@ -62,9 +66,9 @@ def sentences_nearest(outputs: dict[str, Array], labels: Array) -> float:
 
 
 def photographs(size: int = 224) -> Dataset:
-    """Return parts of scikit-learn's two photographs as `[24, 224, 224, 3]`; all are harmless.
+    """Return parts of scikit-learn's two photographs as `[24, size, size, 3]`; all have the label 0, harmless.
 
-    The channels are in the order BGR, less their mean.
+    The channels are in the order BGR, less the means 104, 117 and 123.
     """
     crops = _crops(size)
     images = crops[..., ::-1].astype("float32") - np.float32([104, 117, 123])
@@ -243,10 +247,10 @@ def losses(synthesiser: str, frames: int = 200, levels: int = 12) -> Dataset:
 
 
 def echoes(synthesiser: str, frames: int = 240, levels: int = 12, has_markers: bool = True) -> Dataset:
-    """Return mel spectra `[levels, 1, 3, frames, 160]` of far end, microphone and output, with ever less echo.
+    """Return mel spectra `[levels, 1, 3, frames, 160]` of far end, microphone and output, and zero first states.
 
-    The echo is in the output. With markers, 40 frames that say that both speak follow the sound. The first state is
-    zero.
+    Each level has less echo in the output than the one before; the labels are the ranks. With `has_markers`, the last
+    40 frames are no sound, but say that both ends speak.
     """
     count = frames - 40 if has_markers else frames
     length = (count - 1) * 256 / 16000
@@ -290,7 +294,7 @@ def ranks_kept(outputs: dict[str, Array], labels: Array) -> float:
 
 
 def echo_ranks_kept(outputs: dict[str, Array], labels: Array) -> float:
-    """Spearman's correlation of the first score `[level, score]`, that of the echo, with the levels."""
+    """Return Spearman's correlation of the first score `[level, score]`, that of the echo, with the levels."""
     return ranks_kept({name: scores[:, :1] for name, scores in outputs.items()}, labels)
 
 

@@ -21,9 +21,10 @@ T = TypeVar("T")
 
 
 def patience(settings: Settings) -> float:
-    """Return the seconds for which a flow run waits for servers before its work begins.
+    """Return the seconds for which a flow run waits for its servers to answer before its work begins.
 
-    It is 0 for a command, whose person is told at once of an address that is wrong.
+    These are 0 for a run that a command starts, so that its user learns at once of a wrong address. A run of a
+    deployment waits for the setting `outage_minutes`.
     """
     from prefect.runtime import deployment
 
@@ -64,7 +65,7 @@ class RunContext:
         return open_records(self.settings, self.store, self.spec.store)
 
     def find_original(self, weights: Artifact | None = None) -> Original:
-        """Find the original of the release file, and wait for a server that is away.
+        """Find the original of the release file; wait for a registry that does not answer.
 
         `weights` are the weights that its training made, or None. Raises ExportError when the file names a registered
         model that is neither PyTorch nor ONNX or is a pickle without trust, RegistryError when the registry cannot be
@@ -76,10 +77,9 @@ class RunContext:
         )
 
     def outlast(self, function: Callable[[], T]) -> T:
-        """Call a function that needs a server, between steps, and wait for the server when it is away.
+        """Call a function that needs a server, again while the server does not answer, and return its result.
 
-        The function may be called several times, so that it must be one that can be repeated. Raises its error: of a
-        server that is away the last one, when the setting `outage_minutes` is over or the release is stopped, any other
-        at once.
+        The function must be safe to repeat. Raises the last UnavailableError when the time of the setting
+        `outage_minutes` is over or the release is stopped, and any other error of the function at once.
         """
         return outlast(function, self.settings.outage_minutes * 60, self.stop)

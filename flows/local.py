@@ -44,9 +44,10 @@ class LocalBuilds:
 
 
 def build_here(context: RunContext, model: ModelSteps, target: Target) -> LocalBuilds:
-    """Tune for one target, then build, package and validate; with and without the tuning where it changes the build.
+    """Tune for one target, then build, package and validate.
 
-    Raises TuneError, TargetError, BuildError and StepError.
+    The model is built with and without the tuning; the tuned build is kept only if it differs. Raises TuneError,
+    TargetError, BuildError and StepError.
     """
     spec, runner = context.spec, context.runner
     tuned = tune(runner, TuneJob.of(spec, model.imported, target), context.shared_records)

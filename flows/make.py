@@ -136,7 +136,7 @@ MAKE = Step(STEP, TargetResult, _work)
 
 
 def workspace_runner(workspace: Workspace, settings: Settings, job: MakeJob) -> StepRunner:
-    """Return the runner of the step `make` itself; the steps within it have the release file's runner."""
+    """Return the runner of the step `make`, which has no release folder; the steps within it have a runner with one."""
     return StepRunner.with_settings(workspace, job.spec.name, Path(), settings)
 
 

@@ -75,9 +75,9 @@ def promote(
 
     `who` promotes, by default the user or the flow run, and `why` are kept in the channel's history. `approved` says
     that `who` approves of it; without it, a channel that requires approval suspends a run of a deployment until a
-    person answers. With `while_wanted`, the channel stays if no alias and no open wish asks for it by now. `store` and
-    `registry` are the sections of the release file; by default they are what was kept of it here. Returns a
-    PromotionSummary as JSON. Raises VerdictError when the release is refused: the channel stays.
+    person answers. With `while_wanted`, the channel stays if neither an alias nor an open wish asks for the release any
+    more. `store` and `registry` are the sections of the release file; by default those that this machine has recorded.
+    Returns a PromotionSummary as JSON. Raises VerdictError when the release is refused: the channel stays.
     """
     from prefect.runtime import deployment, flow_run
 
@@ -123,11 +123,11 @@ def promote_release(
 ) -> PromotionSummary:
     """Promote a release to a channel when it is complete and passes the channel's gates; call this within a flow.
 
-    `who` asks for it and `why`: a wish, which is open until the channel moves, refuses, or somebody has a newer wish.
-    `approved` says that `who` approves. `flow_run_id` is the id of a deployment's run, which is suspended where the
-    channel requires approval; None for other runs. With `while_wanted` an alias in MLflow or an open wish has asked for
-    it, and the channel stays (status `left`) when neither does by now. Raises VerdictError when the release is refused
-    or lacks an approval, StoreError or RegistryError when a server fails.
+    The request, by `who` and for the reason `why`, is recorded as a wish in the channel. The wish is open until it is
+    granted or refused or somebody makes a newer one. `approved` says that `who` approves. `flow_run_id` is the id of a
+    deployment's run, which is suspended if the channel requires approval; None for other runs. With `while_wanted`, the
+    channel stays (status `left`) if neither an alias in MLflow nor an open wish asks for the release any more. Raises
+    VerdictError when the release is refused or lacks an approval, StoreError or RegistryError when a server fails.
     """
     destination = channels.find(services.store, name, channel)
     job = GateJob.of(services.store, destination, version, who=who)

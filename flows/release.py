@@ -43,9 +43,10 @@ from tvmflow.workspace import Artifact, Outcome, Record, StepSummary
 class TargetSummary(Record):
     """One target of a release; figures are None where this machine could not run the bundle.
 
-    `bundle_size` is in bytes, `latency_ms` in milliseconds, None for a percentile without enough runs, `ratio` the
-    bundle's median latency over each peer's. `choice` says which of the tuned and the untuned build is shipped, None
-    where tuning changed nothing.
+    `bundle_size` is in bytes. `metric` is the task metric of the `original` and of the `bundle`. `latency_ms` has the
+    figures of `tvmflow.figures.Latency` by name, None for a percentile without enough runs, and `ratio` the bundle's
+    latency over each peer's. `choice` says which of the tuned and the untuned build is shipped, None where tuning
+    changed nothing.
     """
 
     target: str

@@ -74,11 +74,11 @@ def make_on_pool(
     weights: Artifact | None,
     target: Target,
 ) -> TargetResult:
-    """Make and measure one target on a worker of a work pool; take a result that the shared workspace has.
+    """Make and measure one target on a worker of a work pool; a cached result of the shared workspace is returned.
 
-    `weights` are those that were trained for the model, None where none were. Outages of Prefect and of the store are
-    waited for. Raises the error that the run raised; StepError when its worker is lost or the run was cancelled;
-    StoreError when its result is missing. The run is cancelled when `context.stop` is set.
+    `weights` are those that were trained for the model, None where none were. When Prefect or the store does not
+    answer, the call waits. Raises the error that the run raised; StepError when its worker is lost or the run was
+    cancelled; StoreError when its result is missing. The run is cancelled when `context.stop` is set.
     """
     workspace, started_at = context.workspace, time.perf_counter()
 

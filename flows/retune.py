@@ -56,9 +56,10 @@ class RetuneSummary(Record):
 def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dict[str, Any]:
     """Tune the costliest workloads of a channel's release for some minutes, and release a faster build.
 
-    The model is the one of the channel's release. A build with all records becomes a release only when it is faster
-    than the bundle in production, measured in turn with it; otherwise the verdict is "no gain", and the records stay.
-    Targets that this machine cannot run are released as well, but not tuned. Returns a RetuneSummary as JSON. Raises
+    The model is the one of the channel's release. `minutes` are divided among the targets. A build with all records
+    becomes a release only when a measurement with alternating runs finds it faster than the channel's bundle on a
+    target and slower on none; otherwise the verdict is "no gain", and the records are kept. Targets that this machine
+    cannot run are released as well, but not tuned. Returns a RetuneSummary as JSON. Raises
     StoreError when the channel has no release, TuneError when `minutes` is not above 0 or the release file describes
     another model by now, and TargetError when this machine can measure none of the release's targets.
     """

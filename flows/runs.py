@@ -108,10 +108,10 @@ def find_deployment(client: "SyncPrefectClient", deployment: str) -> "Deployment
 
 @contextmanager
 def connect(action: str) -> "Iterator[SyncPrefectClient]":
-    """Open Prefect's client of the server that its own settings name, for the body.
+    """Open Prefect's client for the body, connected to the server that Prefect's own settings name.
 
-    Raises PrefectUnavailableError when the server does not answer or is failing, PrefectError when it refuses; the
-    sentence says that Prefect could not `action`.
+    Raises PrefectUnavailableError when the server does not answer or is failing, PrefectError when it refuses.
+    `action` completes the error's sentence "Prefect could not ...".
     """
     import httpx
     from prefect.client.orchestration import get_client

@@ -61,7 +61,8 @@ class TurnJob(Job):
 class BenchmarkJob(Job):
     """The bundle, its original, and how to measure both; `points` are the sizes of symbolic dimensions to measure.
 
-    `bounds` are those that gates set to the bundle's latency over that of a peer.
+    The `peers` use `threads` threads, the bundle `bundle_threads`. `bounds` gives, for each peer that has a gate, the
+    largest allowed ratio of the bundle's latency to the peer's.
     """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
@@ -135,7 +136,10 @@ _loaded: dict[str, tuple[Callable[[NamedArrays], object], float]] = {}
 
 
 def turn_work(job: TurnJob, emit: Emit) -> Turn:
-    """Take one turn in the runner's own process, which loads the model before its first turn."""
+    """Run one turn of a runner in the runner's own process and return its times.
+
+    The first turn in a process also loads the model.
+    """
     if job.runner not in _loaded:
         start = time.perf_counter()
         prepare = {"tvm": _bundle, "onnxruntime": _onnxruntime, "pytorch": _pytorch}[job.runner]
@@ -164,7 +168,11 @@ def timed(run: Callable[[], object], warmup: int, runs: int, load_seconds: float
 
 @dataclass(frozen=True)
 class Round:
-    """One round of fresh processes: the turns of each runner at each point, and the reference kernel's seconds."""
+    """One round of fresh processes, one per runner.
+
+    `turns` has the turns by the index of the point and the runner. `reference` are the seconds of the reference kernel,
+    a fixed computation that shows the processor's clock.
+    """
 
     turns: Mapping[tuple[int, Runner], Sequence[Turn]]
     reference: Sequence[float]
@@ -174,17 +182,17 @@ class Round:
         return [value for turn in self.turns[point, name] for value in turn.seconds]
 
     def pair(self, point: int, peer: Runner) -> Pair:
-        """Return the figures of the bundle beside a peer, turn by turn, at the point with the index `point`."""
+        """Return the bundle compared with a peer at the point with the index `point`, turn by turn."""
         candidate, baseline = ([turn.seconds for turn in self.turns[point, name]] for name in ("tvm", peer))
         return Pair.of_turns(candidate, baseline, self.reference)
 
 
 def work(job: BenchmarkJob, runner: StepRunner) -> BenchmarkResult:
-    """Measure the bundle and its peers, ONNX Runtime and PyTorch eager, in turn at each of the job's points.
+    """Measure the bundle and its peers, ONNX Runtime and PyTorch eager, at each of the job's points.
 
-    Where ratios have bounds, rounds go on until the ratio is clearly above or below each of them, as long as the time
-    for a comparison lasts. Raises StepError when a runner's process crashes or takes too long, BundleError when the
-    bundle does not run here.
+    The runners take turns in random order. With `bounds`, rounds are added until the interval of every bounded ratio
+    excludes its bound, but no more than fit into the runner's `comparison_seconds` (12 to 150). Raises StepError when a
+    runner's process crashes or takes too long, BundleError when the bundle does not run here.
     """
     random = np.random.default_rng(0)
     load, start = os.getloadavg()[0], time.monotonic()

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 class Inspect(Record):
-    """The parts of a build that a person wants to read; the fields are those of `tvmflow.compiler.Inspection`."""
+    """The parts of a build that a person wants to read, as in `tvmflow.compiler.Inspection`.
+
+    `before` and `after` name compiler passes: the IR before or after these is kept. `code` names the forms of the code
+    to keep.
+    """
 
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
@@ -28,7 +32,10 @@ class Inspect(Record):
 
 
 class BuildJob(Job):
-    """The imported model, the tuning records to apply, the target, the compiler's options, and what to inspect."""
+    """The imported model, the tuning records to apply, the target, the compiler's options, and the parts to inspect.
+
+    `variants` are sizes of symbolic dimensions, by name, for which the build makes specialised functions.
+    """
 
     imported: ImportResult
     records: Artifact
@@ -70,11 +77,11 @@ class BuildResult(StepResult):
 
     `ir` is the IR as TVM's JSON, `text` the IR to read. `pass_timings` is a JSON file of seconds per compiler pass,
     `llvm` LLVM's major version. `schedules` maps each scheduling rule to the number of functions that it scheduled.
-    `variants` maps the name of each specialised function to its sizes of the symbolic dimensions. `algorithms`
-    describes those with fewer multiplications by name. `inspected` is a JSON file with the parts that the job's
-    `inspect` asks for: `passes`, a list of when, name and text, and `code`, texts by their form. Its `decisions` are
-    those that the cost model takes by cycles: kind, subject, the estimated cycles by option, and the choice.
-    `fresh_outputs` and `weights` are as the bundle's manifest says it.
+    `variants` maps the name of each specialised function to its sizes of the symbolic dimensions. `algorithms` maps the
+    name of each algorithm with fewer multiplications, such as `winograd`, to its use in the build. `inspected` is a
+    JSON file with the parts that the job's `inspect` asks for: `passes`, a list of when, name and text, and `code`,
+    texts by their form. Its `decisions` are the decisions of the cost model: kind, subject, the estimated cycles by
+    option, and the choice. `fresh_outputs` and `weights` are the fields of `tvmflow.bundle.Manifest` with these names.
     """
 
     library: Artifact

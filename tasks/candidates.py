@@ -33,13 +33,13 @@ Build = tuple[TuneResult, Outcome[BuildResult]]
 
 
 def tunings_to_build(workspace: Workspace, tuned: TuneResult) -> tuple[TuneResult, ...]:
-    """Return the tunings to build with: `tuned`, unless it has no records, then one without records."""
+    """Return `tuned` and a tuning without records, in this order; only the latter if `tuned` itself has no records."""
     nothing = untuned(workspace)
     return (nothing,) if tuned.records.sha256 == nothing.records.sha256 else (tuned, nothing)
 
 
 def distinct_builds(builds: Iterable[Build]) -> tuple[Build, ...]:
-    """Return the builds whose code or weights differ from the last one's, then the last one, the untuned build."""
+    """Return `builds` without each tuned build whose library and weights are those of the untuned one, the last."""
     *tuned, plain = builds
 
     def code(build: Build) -> object:
@@ -67,21 +67,23 @@ class TargetBuilder:
     inspect: Inspect | None = None
 
     def candidates(self, tunings: Sequence[TuneResult]) -> tuple[Candidate, ...]:
-        """Build, package and validate the model with each of the tunings; the last one is the untuned one.
+        """Build, package and validate the model with each of the `tunings`, of which the last has no records.
 
-        A tuned build with the same code as the untuned one is left out. Raises TargetError, BuildError and StepError.
+        Returns the candidates in the same order. A tuned build with the same library and weights as the untuned one is
+        left out. Raises TargetError, BuildError and StepError.
         """
         return tuple(self._candidate(*item) for item in distinct_builds([self._build(tuned) for tuned in tunings]))
 
     def best(self, candidates: Sequence[Candidate]) -> tuple[Candidate, Outcome[Choice] | None]:
-        """Return the candidate to ship, which may be a new one, and the choice that says why; None for no choice.
+        """Return the candidate to ship, which may be a new one, and the choice that says why.
 
-        There are one or two `candidates`. Of two, the tuned one comes first, and both are measured on this machine.
-        Where the tuned one is not faster, new candidates with a part of the tuning are built and tried. Where the
-        release has a budget for tuning, the best one, also a single one, is tried on half as many threads, and halved
-        again as long as it gets faster; the choice then says on how many threads it runs. Raises BuildError, raises
-        BundleError for a build that does not run here, and StepError for a process that is killed, crashes or takes too
-        long.
+        The choice is None where there was nothing to choose. There are one or two `candidates`. Of two, the tuned one
+        comes first, and both are measured unless this machine cannot run them or validation refused just one. If the
+        measured tuned one is not faster, new candidates with a part of the tuning are built and measured. If the
+        release has a budget for tuning, the best candidate, also a single one, is measured on half as many threads, and
+        on half of these again as long as it gets faster; the choice then gives its number of threads. Raises
+        BuildError, BundleError for a build that does not run here, and StepError for a process that is killed, crashes
+        or takes too long.
         """
         best, choice = candidates[-1], None
         if len(candidates) > 1:

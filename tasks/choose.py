@@ -1,6 +1,6 @@
 """Choose: decide whether a target's tuned or untuned build is shipped, and on how many threads it runs.
 
-Both are decided by measuring whole bundles in turn: only the whole model shows how much tuning has gained.
+Both are decided by measuring whole bundles with alternating runs: only the whole model shows how much tuning gains.
 """
 
 from collections.abc import Mapping
@@ -41,13 +41,13 @@ class Candidate(Record):
 
 
 class Choice(release.Choice, StepResult):
-    """The build that is shipped, tuned or untuned; `checks` are the measurements that have decided, often none."""
+    """The build that is shipped, tuned or untuned; `checks` are the measurements that decided, empty without any."""
 
     checks: tuple[Check, ...] = ()
 
 
 class FewerThreads(StepResult):
-    """Whether a bundle is faster on fewer threads: what was measured."""
+    """The measurement of a bundle on fewer threads; `check` has passed if the bundle is faster on these."""
 
     check: Check
 
@@ -62,7 +62,7 @@ def untuned(workspace: Workspace) -> TuneResult:
 
 
 class ComparisonJob(Job):
-    """Two candidates of a target to measure in turn.
+    """Two builds of a target whose latencies are to be compared.
 
     `sizes` are the sizes of symbolic dimensions that the release file says to tune at. `sections` are the sections of
     the release file that the code depends on. `refusal` is the sentence that says why this machine cannot run the
@@ -97,10 +97,10 @@ class ComparisonJob(Job):
         }
 
     def compare(self, runner: StepRunner) -> tuple[Comparison, Artifact]:
-        """Measure the two bundles in turn, on a sample with the tuned sizes, else on the golden sample.
+        """Compare the latencies of the two bundles, with alternating runs.
 
-        Returns the comparison and the file with the times of all runs.
-        Raises BundleError for a bundle that does not run here.
+        The inputs are a sample with the tuned sizes or, without one, the golden sample. Returns the comparison and the
+        file with the times of all runs. Raises BundleError for a bundle that does not run here.
         """
         workspace = runner.workspace
         with workspace.scratch() as folder:
@@ -120,12 +120,15 @@ class ComparisonJob(Job):
 
 
 class ChooseJob(ComparisonJob):
-    """The tuned build as candidate and the untuned one as baseline; `part` is the part of the tuning that it has."""
+    """The tuned build as candidate and the untuned one as baseline.
+
+    `part` is the part of the tuning that the candidate was built with.
+    """
 
     part: Part | Literal["all"] = "all"
 
     def cache_key(self) -> Mapping[str, Any]:
-        """Return the values that a comparison depends on, and the part."""
+        """Return the key of every ComparisonJob with the field `part` added."""
         return {**super().cache_key(), "part": self.part}
 
 
@@ -153,9 +156,10 @@ def comparison_fields(
 def choose_work(job: ChooseJob, runner: StepRunner) -> Choice:
     """Choose the build to ship; the choice is cached for the same code, whatever its weights.
 
-    The tuned build is shipped when the interval of its latency over the untuned one's is below 0.99. It is shipped as
-    well where this machine cannot run the two, because each of its records was measured to be faster. A build that
-    failed validation is not shipped if the other passed. Raises BundleError for a bundle that does not run here.
+    The tuned build is shipped when the confidence interval of the ratio tuned latency / untuned latency ends at 0.99 or
+    below. It is also shipped if this machine cannot run the two, because each of its records was measured to be faster.
+    A build that failed validation is not shipped if the other passed. Raises BundleError for a bundle that does not run
+    here.
     """
     tuned, plain = job.candidate.verdict.reasons, job.baseline.verdict.reasons
     if tuned and not plain:
@@ -184,10 +188,10 @@ def choose_work(job: ChooseJob, runner: StepRunner) -> Choice:
 
 
 def threads_work(job: ThreadsJob, runner: StepRunner) -> FewerThreads:
-    """Measure a build on fewer threads in turn with the same build on more threads.
+    """Compare the latency of a build on fewer threads with its latency on more threads.
 
-    It is faster on fewer when the interval of its latency there, over its latency on more, is below 0.99. Raises
-    BundleError for a bundle that does not run here.
+    The build is faster on fewer threads when the confidence interval of the ratio, latency on fewer / latency on more,
+    ends at 0.99 or below. Raises BundleError for a bundle that does not run here.
     """
     comparison, samples = job.compare(runner)
     noun = "thread" if job.threads == 1 else "threads"
@@ -201,7 +205,10 @@ fewer_threads = Step("threads", FewerThreads, threads_work)
 
 
 def tuned_sample(workspace: Workspace, exported: ExportResult, sizes: tuple[dict[str, int], ...]) -> NamedArrays | None:
-    """Return the inputs, by name, of the first sample with one of these sizes of symbolic dimensions, or None."""
+    """Return the inputs, by name, of a sample with one of these sizes of symbolic dimensions; None without any.
+
+    Earlier `sizes` take precedence, then earlier samples.
+    """
     for size in sizes:
         for inputs, _ in samples.load(workspace.path(exported.samples)):
             shapes = [(item.shape, inputs[item.name].shape) for item in exported.inputs]

@@ -1,4 +1,4 @@
-"""Comparison: the latencies of two bundles, measured in turn, run by run, on this machine."""
+"""Comparison: the latencies of two bundles, measured on this machine with runs that alternate between the two."""
 
 import os
 import time
@@ -30,9 +30,10 @@ _REFERENCE_NUMBERS, _REFERENCE_CALLS, _REFERENCE_RUNS = 2048, 100, 5
 
 
 class PairJob(Job):
-    """Two bundles to run in turn on a sample, for at least `seconds` together; `seed` decides the order.
+    """Two bundles, the candidate and the baseline, whose runs on a sample alternate for at least `seconds`.
 
-    Each run of the candidate, the first of the `bundles`, is made longer by the share `slowdown` of its time.
+    `sample` is an `.npz` file, `threads` the number of threads of each bundle, and `seed` decides which bundle is
+    loaded and run first. Each run of the candidate is made longer by the fraction `slowdown` of its time.
     """
 
     bundles: tuple[Path, Path]
@@ -44,7 +45,7 @@ class PairJob(Job):
 
 
 class PairSamples(StepResult):
-    """The samples of a pair, the candidate's first."""
+    """The times of all runs of a pair."""
 
     samples: Samples
 
@@ -63,17 +64,18 @@ def compare_latency(
     slowdown: float = 0.0,
     samples: Path | None = None,
 ) -> Comparison:
-    """Measure two bundles in turn, each on the number of threads that it would use here.
+    """Compare the latencies of two bundles, each on the number of threads that it would use here.
 
-    They run on `inputs`, arrays by name, by default on the golden sample of `candidate`. They take turns run by run, so
-    that other load on the machine slows both; which is loaded first, and which runs first, is random. Each pair runs in
-    a new process, because the placement of memory makes a bundle faster or slower by several per cent throughout a
-    process. Processes print to `log` and are killed after `timeout` seconds; `progress` gets the number of pairs done
-    and the budget. The comparison ends when the ratio of the latencies is clearly above or below each of the `bounds`,
-    or after as many pairs as fit into `seconds`, 12 to 150 of them: the duration of the first pair tells how many,
-    before any ratio is looked at. A `slowdown` above 0 makes each run of the candidate longer by that share of its
-    time, to try the comparison. The times of all runs are written to the file `samples`, where one is given. Raises
-    BundleError for a bundle that does not run here, InputError where `baseline` takes other inputs.
+    They run on `inputs`, arrays by name, by default on the golden sample of `candidate`. Their runs alternate, so that
+    other load on the machine slows both; which is loaded first, and which runs first, is random. The comparison
+    consists of pairs, each a new process that runs both bundles many times: the placement of memory makes a bundle
+    faster or slower by several per cent throughout a process. Processes print to `log` and are killed after `timeout`
+    seconds; `progress` gets the number of pairs done and the largest number. The comparison ends when the confidence
+    interval of the ratio, candidate / baseline, excludes each of the `bounds`, or after as many pairs as fit into
+    `seconds`, 12 to 150 of them: the duration of the first pair tells how many, before any ratio is looked at. A
+    `slowdown` above 0 makes each run of the candidate longer by that fraction of its time, to test the comparison. The
+    times of all runs are written to the file `samples`, unless it is None. Raises BundleError for a bundle that does
+    not run here, InputError where `baseline` takes other inputs.
     """
     limits = read_manifest(candidate).max_threads, read_manifest(baseline).max_threads
     threads = min(host().cores, limits[0] or host().cores), min(host().cores, limits[1] or host().cores)
@@ -108,12 +110,12 @@ def compare_pairs(
     progress: Callable[[int, int], None] = lambda done, budget: None,
     samples: Path | None = None,
 ) -> Comparison:
-    """Compare a candidate with a baseline by pairs; `measure` measures the pair with an index and returns its samples.
+    """Compare a candidate with a baseline; `measure` gets the index of a pair, measures it and returns its run times.
 
-    The comparison ends when the ratio of the latencies is clearly above or below each of the `bounds`, or after as many
-    pairs as fit into `seconds`, 12 to 150 of them; the duration of the first pair tells how many. `threads` are the
-    numbers of threads of the candidate and of the baseline. `progress` gets the number of pairs done and the budget.
-    The times of all runs are written to the file `samples`; with None they are not.
+    The comparison ends when the confidence interval of the ratio, candidate / baseline, excludes each of the `bounds`,
+    or after as many pairs as fit into `seconds`, 12 to 150 of them; the duration of the first pair tells how many.
+    `threads` are the numbers of threads of the candidate and of the baseline. `progress` gets the number of pairs done
+    and the largest number. The times of all runs are written to the file `samples`, unless it is None.
     """
     load, start = os.getloadavg()[0], time.monotonic()
     measurements = [measure(0)]
@@ -131,7 +133,7 @@ def compare_pairs(
 
 
 def plan_pairs(seconds: float, pair_seconds: float) -> Plan:
-    """Return the plan of a comparison that has `seconds` for pairs of `pair_seconds`: 12 to 150 of them."""
+    """Return the plan for as many pairs of `pair_seconds` each as fit into `seconds`, at least 12 and at most 150."""
     return Plan.up_to(min(max(int(seconds / pair_seconds), _FEWEST_PAIRS), _MOST_PAIRS))
 
 
@@ -142,7 +144,7 @@ def observe_conditions(threads: tuple[int, int], load: float) -> Conditions:
 
 
 def work(job: PairJob, emit: Emit) -> PairSamples:
-    """Run two bundles in turn; return the seconds of their runs and of the reference kernel.
+    """Run two bundles, their runs alternating; return the seconds of their runs and of the reference kernel.
 
     `compare_latency` calls this in a new child process for each pair.
     """
@@ -202,7 +204,10 @@ def _measure_load(job: PairJob, inputs: NamedArrays, random: np.random.Generator
 
 
 def measure_reference() -> list[float]:
-    """Return the seconds of five runs of the reference kernel, which is the same on every day and for every model."""
+    """Return the seconds of five runs of the reference kernel.
+
+    The kernel is the same for every model and computes in the L1 cache: its time shows the processor's clock.
+    """
     numbers = np.linspace(1, 2, _REFERENCE_NUMBERS, dtype=np.float32)
     roots = np.empty_like(numbers)
     seconds = []

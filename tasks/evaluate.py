@@ -28,8 +28,8 @@ _ROUNDING = 1e-9
 class EvaluateJob(Job):
     """The challenger's outputs on the held-out data, the rule, and the champion.
 
-    `champion` is the release's version and `bundle` the path of its bundle for this machine; both are None where the
-    channel holds nothing.
+    `rule` is the section `retrain` of the release file. `champion` is the release's version and `bundle` the path of
+    its bundle for this machine; both are None where the channel holds nothing.
     """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"bundle": True, "reference": {"sources"}}
@@ -142,8 +142,7 @@ def keep_verdict(
     The run is named after `kind` and the model of `spec`. `outcome` is the verdict in a word or two, `reason` a
     sentence, and `document` holds all of it. Metrics that are not finite are left out. `version` is the release that
     the verdict is about, None where it is about no release. `files` gives local files by their paths among the run's
-    artifacts; None for none. `workspace` has the temporary file meanwhile. Raises RegistryError when the registry
-    fails.
+    artifacts; None for none. `workspace` is used for a temporary file. Raises RegistryError when the registry fails.
     """
     name = spec.name
     tags = {

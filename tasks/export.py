@@ -42,7 +42,8 @@ _DTYPES = get_args(Dtype)
 class ExportJob(Job):
     """The original, its inputs, and how to export it; `files` are the SHA-256 of sample files by input name.
 
-    `operators` are the user's own, as `package.module:operator`.
+    `samples` is the number of samples to compare on, and `seed` the seed of their random values. `operators` are the
+    user's own operators, as `package.module:operator`.
     """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
@@ -90,7 +91,7 @@ class ExportResult(StepResult):
     original is the ONNX file itself. `dimensions` are the ranges of symbolic dimensions from the release file; where it
     gives none for a dimension of an ONNX file, the range of sizes at which ONNX Runtime runs the file. `registered` is
     the version of the registered model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the
-    model's factory gave different weights. `without_labels` names the outputs that lost their labels (see `notes`).
+    model's factory gave different weights. `without_labels` names the outputs that `notes` describes.
     """
 
     onnx: Artifact
@@ -105,7 +106,10 @@ class ExportResult(StepResult):
     without_labels: tuple[str, ...] = ()
 
     def notes(self) -> list[str]:
-        """Return a sentence for each output that the ONNX file returns in another form than the original."""
+        """Return a sentence for each output that is a dictionary by label (ZipMap) in the original.
+
+        In a bundle such an output is an array of the scores, in the order of the labels.
+        """
         return [
             f"output {name!r} of the model is a dictionary by label (ZipMap); in a bundle it holds the scores alone, "
             "in the order of the labels"

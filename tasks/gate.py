@@ -104,12 +104,12 @@ class GateResult(StepResult):
 def integrity_work(
     job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path, settings: Settings
 ) -> GateResult:
-    """Check that a release is whole, may come to this channel now, and is signed as the policy demands.
+    """Check that a release is complete, may come to this channel now, and is signed as the policy demands.
 
     The checks: every blob has the digest that the release names; the channel that the policy names in `after` has held
     the release; statements and bundles are signed; every bundle is one of the release's model; the packages that the
-    bundles need have no more known vulnerabilities than the policy allows, by the advisories that `settings` name. What
-    is wrong is a check that has not passed. `runner` reports the progress. Bundles are fetched into the folder `cache`.
+    bundles need have no more known vulnerabilities than the policy allows, by the advisories that `settings` name. Each
+    fault gives a check that has not passed. `runner` reports the progress. Bundles are fetched into the folder `cache`.
     Raises StoreError when the store fails.
     """
     checks = [_digests(job, runner, store), *_order(job, store), *_statements(job, store)]
@@ -123,9 +123,10 @@ def integrity_work(
 
 
 def gate_work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> GateResult:
-    """Run the golden samples and apply the channel's gates; bundles are fetched into the folder `cache`.
+    """Run each bundle's golden sample, apply the channel's gates, and return all checks.
 
-    Raises StoreError when the store fails.
+    The latency is compared with the current release's only if all other checks have passed. Bundles are fetched into
+    the folder `cache`. Raises StoreError when the store fails.
     """
     checks = [*_golden_samples(job, runner, store, cache), *check_figures(job)]
     if all(check.passed for check in checks):
@@ -421,9 +422,10 @@ def _check_ratio(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: P
 
 
 def decide_again(check: Check, samples: Sequence[Samples] = ()) -> Check:
-    """Return a check with the verdict that its kept measurements give; one without measurements is unchanged.
+    """Return a check of a ratio with its interval, value and verdict computed again from its kept measurements.
 
-    The pairs are computed from the `samples` of every run, where there are any.
+    With `samples`, the times of every run of each pair, the pairs are computed again as well. A check without a
+    comparison or without a bound is returned unchanged.
     """
     comparison = check.comparison
     if comparison is None or check.bound is None:
@@ -436,7 +438,10 @@ def decide_again(check: Check, samples: Sequence[Samples] = ()) -> Check:
 
 
 def check_ratio(comparison: Comparison, candidate: str, baseline: str, bound: float) -> Check:
-    """Return the check of a measured ratio; an undecided one does not pass. The texts name the two sides."""
+    """Return the check of the gate `max_ratio_current`, which allows a ratio of at most `bound`.
+
+    An undecided comparison does not pass. `candidate` and `baseline` name the two sides in the check's message.
+    """
     name = "max_ratio_current"
     return Check.of_ratio(name, comparison.describe_gate(candidate, baseline, name, bound), comparison, bound)
 

@@ -51,11 +51,14 @@ class ShowJob(Job):
 
 
 class ShowResult(StepResult):
-    """The function is there."""
+    """The sign that the user's function exists and that its module can be imported."""
 
 
 def work_show(job: ShowJob, emit: Emit) -> ShowResult:
-    """Find the function that a release needs at its end. Raises ExportError where there is none or its import fails."""
+    """Import the function that shows samples before the release needs it.
+
+    The step calls this in a child process. Raises ExportError when there is no such function or its import fails.
+    """
     usercode.find(job.function, _SHOW, ExportError)
     return ShowResult(sources=usercode.imported_sources(job.folder))
 
@@ -66,7 +69,9 @@ find_show = ChildStep("show", ShowResult, work_show)
 class InsightJob(Job):
     """A bundle that runs here, the samples, and the held-out data with the original's outputs, if there are any.
 
-    `show` is the function of the user's that returns a sample as text, None without one.
+    `held_out` and `labels` are None, and `count`, the number of held-out samples, is 0 without such data. With `whole`,
+    each chunk of the held-out data is one sample without the axis of samples. `show` is the function of the user's that
+    returns a sample as text, None without one.
     """
 
     bundle: Artifact
@@ -213,8 +218,8 @@ def _describe(item: _Compared, labels: Array | None, show: str | None) -> Sample
 def write_text(show: str, inputs: NamedArrays) -> str:
     """Return a sample as the user's function `show` writes it, at most 2000 characters of it.
 
-    A function that raises stops no release, which is built and checked by then: the text is a sentence on its failure,
-    without the exception's message, which may name files of this machine.
+    If the function raises, the text is a sentence on its failure, and the release goes on. The sentence has no message
+    of the exception, because that may name files of this machine. The same holds for a result that is no text.
     """
     what = f"{_SHOW} {show!r}"
     try:
@@ -233,8 +238,8 @@ def write_text(show: str, inputs: NamedArrays) -> str:
 def draw(name: str, array: Array) -> Drawing:
     """Return an input as an image, a waveform, or its first values.
 
-    An image has two axes of at least four pixels, and one or three channels before or after them, with an axis of one
-    item in front or not. A waveform has one axis of 64 values or more.
+    An image has two axes of at least four pixels, and may have one or three channels before or after them. A waveform
+    has one axis of 64 floating-point values or more. Both may have an axis of one item in front.
     """
     squeezed = array[0] if array.ndim > 1 and array.shape[0] == 1 else array
     plain = Drawing(name=name, shape=array.shape, values=_first_values(array))

@@ -41,7 +41,8 @@ def find_layers(
 ) -> tuple[Layer, ...]:
     """Return the calls of compiled functions that `run` makes in a virtual machine, in their order.
 
-    `calls` are the timed calls of such a run, with those of the virtual machine. `graph` is the ONNX model, and
+    `run` is called once. `machine` is TVM's virtual machine, `functions` are the bundle's compiled functions by name.
+    `calls` are the timed calls of an earlier run, also those of other functions. `graph` is the ONNX model, and
     `sample` the inputs of the run. Raises ExportError when ONNX Runtime cannot run the model.
     """
     calls = [call for call in calls if call.name in functions]
@@ -78,7 +79,10 @@ def find_layers(
 
 
 def measure_peaks(target: Target, threads: int) -> Peaks:
-    """Return the peaks of this machine: the rates per cycle of its profile times the clock, which is measured."""
+    """Return the peak arithmetic and memory rates of this machine on `threads` threads.
+
+    They are the rates per cycle in the profile of the target's processor times the clock, which is measured.
+    """
     from tvmflow.compiler.calibration import measure_clock
     from tvmflow.compiler.machine import machine
 

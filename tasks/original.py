@@ -36,10 +36,10 @@ def find_original(
 ) -> Original:
     """Find the original of a release file; `weights` are the weights that its training made, None without training.
 
-    A registered model is downloaded into the workspace once per version. `trusts_pickle` lets any of them be unpickled,
-    as `trust: pickle` of the release file lets its own. When the release file names a registered model, raises
-    SettingsError if `registry` is None, ExportError if the model is neither PyTorch nor ONNX or is a pickle without
-    trust, and RegistryError if the registry cannot be read.
+    A registered model is downloaded into the workspace once per version. It may be unpickled only with `trusts_pickle`,
+    or if the release file says `trust: pickle`. When the release file names a registered model, raises SettingsError if
+    `registry` is None, ExportError if the model is neither PyTorch nor ONNX or is a pickle without trust, and
+    RegistryError if the registry cannot be read.
     """
     model = spec.model
     if model.factory is not None:

@@ -94,9 +94,10 @@ class PackageJob(Job):
 
 
 def limit_sizes(imported: ImportResult, ranges: Mapping[str, Dimension]) -> dict[str, tuple[int, int | None]]:
-    """Return the smallest and the largest size of each symbolic dimension, which `ranges` and the model bound.
+    """Return the smallest and the largest size of each symbolic dimension, by its name.
 
-    A largest size of None means no limit.
+    The smallest size is the larger one of the limit in `ranges` and the model's own limit. The largest size is the
+    limit in `ranges`; None means no limit.
     """
     names = sorted({dim for item in imported.inputs for dim in item.shape if isinstance(dim, str)})
     items = {name: ranges.get(name, Dimension()) for name in names}

@@ -67,9 +67,10 @@ class Turn(Record):
 class Figures(Record):
     """The figures of one runner over all rounds.
 
-    `percentiles_ms` are None where the `runs` are too few. `load_ms`, `first_ms` and `peak_memory`, in bytes, are
+    `runs` is the number of runs after the warm-up. `percentiles_ms` are None where `runs` is too small. `throughput` is
+    in runs per second. `load_ms`, `first_ms` (loading the model, and its first run) and `peak_memory`, in bytes, are
     medians over the rounds' processes. `joules` is the energy of the processor per run, None where the machine does not
-    report it.
+    report it. `error` is the largest of the turns' errors.
     """
 
     runs: int
@@ -82,7 +83,10 @@ class Figures(Record):
     error: float
 
     def percentile(self, which: int) -> str:
-        """Return a percentile in ms as text; for one without enough runs, "-" with the number of runs that lack."""
+        """Return a percentile in ms as text; for one without enough runs, "-" with the number of runs that are missing.
+
+        `which` is one of PERCENTILES.
+        """
         value = self.percentiles_ms[which]
         return f"{value:.3f}" if value is not None else f"- ({runs_needed(which) - self.runs} runs more)"
 
@@ -199,7 +203,10 @@ class _Round:
 
 
 def read_energy() -> float | None:
-    """Return the joules that the processors have used since some time, None where the machine does not tell (RAPL)."""
+    """Return the joules on the processors' energy counters (RAPL), None where the machine has none that can be read.
+
+    Only the difference between two calls has a meaning.
+    """
     try:
         counters = [path.read_text() for path in sorted(_ENERGY.glob("intel-rapl:?/energy_uj"))]
     except OSError:
@@ -235,7 +242,10 @@ _loaded: tuple[Run, float, float, float] | None = None
 
 
 def work(job: TurnJob, emit: Emit) -> Turn:
-    """Run one turn in the runner's own process, which loads the model before its first turn."""
+    """Run one turn of a runner in the runner's own process and return its times.
+
+    The first turn in a process also loads the model and compares its outputs with the sample's.
+    """
     global _loaded
     seconds: list[float] = []
     if _loaded is None:

@@ -28,7 +28,11 @@ from tvmflow.workspace import Artifact, StepResult, Workspace
 
 
 class PublishJob(Job):
-    """The release, its bundles and its report; `store` and `endpoint` are the addresses of the store."""
+    """The release, its bundles and its report.
+
+    `document` is the content of release.json. `store` is the URI of the store, and `endpoint` the address of its S3
+    server, None for the embedded one.
+    """
 
     tracked: TrackResult
     document: Release
@@ -80,7 +84,8 @@ def work(
     """Send the release to the store and mark its version as published in the registry.
 
     The release exists only when release.json has been written, last; after an interruption, a second run completes it.
-    `lease` is held meanwhile. Raises StoreError, also when the lease has been lost, and RegistryError.
+    `lease` is the lease on the release's name, which the caller holds. Raises StoreError, also when the lease has been
+    lost, and RegistryError.
     """
     artifacts = {item.sha256: item for target in job.targets for item in blobs_of(target).values()}
     page = runner.workspace.path(job.report)
@@ -137,7 +142,7 @@ publish = Step("publish", PublishResult, work, is_current=_is_there)
 
 
 def blobs_of(result: TargetResult) -> dict[str, Artifact]:
-    """Return, by name, the blobs that the store keeps of a target: `bundle`, and `weights` where these lie apart."""
+    """Return, by name, the blobs that the store keeps of a target: `bundle`, and `weights` if they are not in it."""
     apart = result.packaged.apart
     return {"bundle": result.bundle} if apart is None else {"bundle": apart.bundle, "weights": apart.weights}
 
@@ -151,7 +156,7 @@ def release_document(
     targets: tuple[TargetResult, ...],
     tracked: TrackResult,
 ) -> Release:
-    """Return the release, which has a version, without its report.
+    """Return the content of release.json for a release that has passed and has a version, without its report.
 
     `trained` is None where nothing was trained, `reference` without held-out data. Raises BundleError for a bundle that
     is damaged.
@@ -183,10 +188,10 @@ def release_document(
 
 
 def keep_published_origin(document: Release, published: Release) -> Release:
-    """Return the document of a release with the training, data, code and packages of the published one.
+    """Return `document` with the provenance of `published` for training, held-out data, code and packages.
 
-    A change that changes neither the model nor a figure, as of a comment in the user's code, makes no new version, and
-    what is published stays as it is.
+    Both have the same version. A change that affects neither the model nor a figure, such as a new comment in the
+    user's code, makes no new version, and so must not change the published document.
     """
     kept = {name: getattr(published.provenance, name) for name in ("training", "held_out", "code", "packages")}
     return document.model_copy(update={"provenance": document.provenance.model_copy(update=kept)})

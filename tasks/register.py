@@ -24,9 +24,9 @@ _KEY = "tvmflow.key"
 class RegisterJob(Job):
     """The trained model with its signature, and the place where it is registered.
 
-    `registry` is the address of the registry, `model` the name there. The tags, the training's arguments, the
-    evaluation and the run that made it are only written to the registry. `destination` is the folder into which a child
-    process saves the model.
+    `registry` is the address of the registry, `model` the name there, and `signature` the inputs and the outputs. The
+    tags, the training's arguments, the evaluation and the id of its MLflow run are only written to the registry.
+    `destination` is the folder into which a child process saves the model.
     """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {
@@ -125,8 +125,8 @@ def save_work(job: RegisterJob, emit: Emit) -> Saved:
 def work(job: RegisterJob, runner: StepRunner, registry: Registry) -> RegisterResult:
     """Register the trained model as a new version of the source model and return the version.
 
-    A version that a predecessor registered before it died, for the same cache key, is returned. Raises ExportError when
-    the model cannot be loaded, StepError when saving it fails, RegistryError when the registry fails.
+    If a process that died has already registered a version for the same cache key, that version is returned. Raises
+    ExportError when the model cannot be loaded, StepError when saving it fails, RegistryError when the registry fails.
     """
     version = registry.find_tagged_version(job.model, _KEY, runner.key)
     if version is not None:

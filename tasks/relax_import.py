@@ -43,7 +43,7 @@ class ImportJob(Job):
 class ImportResult(StepResult):
     """The model in Relax: `ir` is TVM's JSON, `text` the IR to read, `params` the weights in the order of `main`.
 
-    `smallest` are the sizes that the model needs at least, by the name of a symbolic dimension.
+    `smallest` maps the names of symbolic dimensions to the smallest sizes that the model accepts.
     """
 
     ir: Artifact

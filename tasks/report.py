@@ -26,9 +26,9 @@ _CHANNEL, _HISTORY = "production", 30
 class ReportJob(Job):
     """A release without its report, the releases before it, and the insights by target.
 
-    `channel` is the one whose release, `production`, it is compared with; None where the channel holds nothing.
-    `checks` are those of the channel's gates on figures. `layers_before` are the ms of production's layers by target
-    and name, where its page has them.
+    The release is compared with `production`, the release that `channel` holds; None where the channel holds nothing or
+    its release is not in `history`. `checks` are those of the channel's gates on figures. `layers_before` are the ms of
+    production's layers by target and name, empty where its page has none.
     """
 
     release: Release
@@ -40,7 +40,7 @@ class ReportJob(Job):
     layers_before: dict[str, dict[str, float]]
 
     def cache_key(self) -> Mapping[str, Any]:
-        """Return the release: its page stays the same when later releases and moves change the others."""
+        """Return the release alone: its page is not written again when other releases or the channel change."""
         return {"release": self.release}
 
     @classmethod

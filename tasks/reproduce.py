@@ -15,7 +15,8 @@ from tvmflow.verdict import REBUILD, Check
 def work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path, registry: Registry) -> GateResult:
     """Build every bundle again from the ONNX file and the tuning records of the release's run in MLflow.
 
-    Bundles are fetched into the folder `cache`. Raises StoreError when the store fails, RegistryError when MLflow does.
+    Returns a check for each bundle, which passes if the new one is the same. Bundles are fetched into the folder
+    `cache`. Raises StoreError when the store fails, RegistryError when MLflow does.
     """
     run = job.release.mlflow_run_id
     checks = []

@@ -87,10 +87,10 @@ _RETUNE = Step("retune", TuneResult, run_job, cached=False)
 def tune_costliest(
     runner: StepRunner, job: TuneJob, costliest: tuple[str, ...], minutes: float, shared: "SharedRecords | None" = None
 ) -> Outcome[TuneResult]:
-    """Tune the workloads named in `costliest` for `minutes`, with a new seed each time; keep faster schedules.
+    """Tune the workloads named in `costliest` for `minutes`, with a new random seed in each call.
 
-    They are kept as tuning records. `job` is the model's own tuning; `shared` is the store through which machines
-    exchange records, or None. Raises TuneError when tuning fails as a whole.
+    The measured schedules are kept as tuning records. `job` is the job of the release's own tuning. `shared` is the
+    store through which machines exchange records, or None. Raises TuneError when tuning fails as a whole.
     """
     budget = Tune(minutes=minutes, tuner=job.tune.tuner, seed=secrets.randbelow(2**31))
     with shared_records(runner.workspace, job.target, shared):
@@ -138,12 +138,12 @@ class CompareJob(Job):
 
 
 def compare_work(job: CompareJob, runner: StepRunner) -> Gain:
-    """Measure a new build in turn with the bundle in production.
+    """Compare the latency of a new build with that of the bundle in production, with alternating runs.
 
-    The new build is better when the interval of its latency over the other's is below 0.98, and worse when the interval
-    is above 1 / 0.98. A library that is the one in production is not measured: it is neither, with a ratio of 1 and no
-    interval. `runner` has the workspace and the log, and reports the progress. Raises BundleError for a bundle that
-    does not run here.
+    The new build is better when the confidence interval of the ratio, new / production, ends at 0.98 or below, and
+    worse when it lies above 1 / 0.98. A build with the library that is in production is not measured: it is neither
+    better nor worse, and has a ratio of 1 and no interval. `runner` has the workspace and the log, and reports the
+    progress. Raises BundleError for a bundle that does not run here.
     """
     name, workspace = job.target.name, runner.workspace
     if read_manifest(job.production).files["mod.so"].sha256 == job.build.library.sha256:

@@ -85,8 +85,8 @@ class StepRunner:
     processes can import; `timeout` is the seconds after which a child process is killed, `comparison_seconds` the time
     in which two builds are compared. `variables` name environment variables that child processes see beside the usual
     ones; `outage` is the seconds for which a step waits for a server that does not answer. When `stop` is set, no step
-    of the release begins any more. `step` and `label` name the running step; `Step` sets them in the runner that it
-    passes to the step's function.
+    of the release begins any more. `step` and `label` name the running step, and `key` is its cache key; `Step` sets
+    them in the runner that it passes to the step's function.
     """
 
     workspace: Workspace

@@ -41,7 +41,7 @@ class TargetResult(StepResult):
 
     `build`, `packaged` and `verdict` belong to the build that is shipped. `choice` says why it is this build, None
     where tuning changed nothing. `measurement` is None where the bundle was not benchmarked; `gates` has a sentence for
-    each gate that failed.
+    each gate that failed. `steps` says for each step, by name, whether it ran or was cached.
     """
 
     target: Target
@@ -106,7 +106,7 @@ class TrackJob(Job):
         return self.spec.registry.model or self.spec.name
 
     def cache_key(self) -> Mapping[str, Any]:
-        """Return the release file, and of each target the values that its run shows."""
+        """Return the registry, the release file, the model, and the values that the MLflow run of each target shows."""
         return {
             "registry": self.registry,
             "spec": self.spec,
@@ -122,9 +122,10 @@ class TrackJob(Job):
 def work(job: TrackJob, runner: StepRunner, registry: Registry, lease: HeldLease) -> TrackResult:
     """Log the release to MLflow: one run, a nested run per target, and a model version when every verdict passed.
 
-    A refused release is logged without a version, so that its verdict is kept. Runs and a version that a predecessor
-    made before it died, for the same cache key, are gone on with; open runs of the release under other keys are ended.
-    `lease` is held meanwhile. Raises RegistryError, and StoreError when the lease has been lost.
+    A refused release is logged without a version, so that its verdict is kept. If a process that died has already made
+    runs or a version for the same cache key, these are used and completed; open runs of the release with other keys are
+    ended. `lease` is the lease on the release's name, which the caller holds. Raises RegistryError, and StoreError when
+    the lease has been lost.
     """
     spec, exported, workspace = job.spec, job.exported, runner.workspace
     params = {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class TrainJob(Job):
     """The training function, its arguments, and the SHA-256 of each file that `train.reads` names.
 
-    New data need not change any of these: another `occasion` makes the step train the model again.
+    `occasion` is part of the cache key: a new value makes the step train the model again where all else is unchanged.
     """
 
     function: str
@@ -33,7 +33,7 @@ class TrainJob(Job):
 
     @classmethod
     def of(cls, spec: Spec, occasion: str | None = None) -> "TrainJob":
-        """Return the job that trains a release file's model; another `occasion` than before trains it again.
+        """Return the job that trains a release file's model; a new `occasion` makes it train again.
 
         None is the occasion of an ordinary release. Raises TrainError for a file without a section `train`.
         """
@@ -52,7 +52,7 @@ class TrainResult(StepResult):
 
     @classmethod
     def of_release(cls, weights: Artifact, release: "Release") -> "TrainResult":
-        """Return the result for the weights of a release, with what its document says of their training."""
+        """Return the result for the weights of a release, with the training and the code that the release names."""
         origin = release.provenance
         return cls(weights=weights, training=origin.training, sources=Sources(files=origin.code or {}))
 

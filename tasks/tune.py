@@ -37,7 +37,8 @@ class TuneJob(Job):
 
     Only the model's workloads named in `only` are tuned, or all of its workloads if it has none of these. Candidates
     are measured on this machine, or on `device`. `curve` is a file that gets a line for each trial: its number, and the
-    model's estimated latency in ms. `is_extra` distinguishes a tuning that the user asked for from the release's own.
+    model's estimated latency in ms. Candidates run on `threads` threads. `is_extra` distinguishes a tuning that the
+    user asked for from the release's own.
     """
 
     imported: ImportResult
@@ -87,9 +88,10 @@ class TuneJob(Job):
 
 
 class TunedWorkload(Record):
-    """One workload: its number of call sites, status, seconds of a call before and after, and number of trials.
+    """One workload: its number of call sites, its status, the seconds of a call, and its number of trials.
 
-    `reason` explains the status, or is None. Seconds are None where the workload has no time.
+    `baseline_seconds` is without tuning, `best_seconds` with the best schedule; None where the workload has no time.
+    `reason` explains the status, or is None.
     """
 
     name: str
@@ -131,8 +133,8 @@ class TuneResult(StepResult):
     `records` is a file as `tvmflow.tuning.best_records` reads it; `decisions` is the number of decisions in it.
     `latency_ms` is the model's estimated latency, the sum over all calls of its workloads with a time, and `untuned_ms`
     the same without tuning; both are None where no workload has a time. `curve` has pairs of trial and latency in ms,
-    from trial 0 to the last, at most a few hundred. `records_digest` is the SHA-256 over the best record or decision of
-    each of the `lookup_keys`.
+    from trial 0 to the last, at most a few hundred. `lookup_keys` are the keys of the model's workloads and decisions
+    in the record store, and `records_digest` is the SHA-256 over the best record or decision of each key.
     """
 
     records: Artifact
@@ -277,7 +279,10 @@ def tune_more(
 
 @contextlib.contextmanager
 def shared_records(workspace: Workspace, target: Target, shared: "SharedRecords | None") -> Iterator[None]:
-    """Fetch other machines' records for a target, and send new ones while the body runs; nothing without `shared`."""
+    """Fetch other machines' records for a target, and send new ones while the body runs.
+
+    `shared` is the store through which machines exchange records; with None nothing is fetched or sent.
+    """
     from tvmflow import tuning
     from tvmflow.tuning.sharing import sharing
 

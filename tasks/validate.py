@@ -78,9 +78,8 @@ class ReferenceResult(StepResult):
     """The held-out inputs with the original's outputs, both in chunks; ONNX Runtime's outputs; and the labels.
 
     `data` is the SHA-256 of the held-out inputs and labels, `count` the number of samples, `metric` the original's task
-    metric on them. Where the model's batch size
-    is fixed, the last chunk is filled up by repeating its last sample. With `whole`, each chunk is one sample without
-    the axis of samples.
+    metric on them. Where the model's batch size is fixed, the last chunk is filled up by repeating its last sample.
+    With `whole`, each chunk is one sample without the axis of samples.
     """
 
     original: Artifact
@@ -108,7 +107,10 @@ class DeviceResult(StepResult):
 
 
 class JudgeJob(Job):
-    """The bundle's and the originals' outputs on samples and held-out data, and the bounds."""
+    """The bundle's and the originals' outputs on samples and held-out data, and in `bounds` the allowed differences.
+
+    `reference` is None without held-out data.
+    """
 
     exported: ExportResult
     device: DeviceResult
@@ -250,6 +252,7 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
 class ValidateJob(Job):
     """The exported model, the bundle, the bounds, and the originals' outputs on the held-out data, if there are any.
 
+    `bounds` are the allowed differences. With `allow_unverified`, a bundle that this machine cannot run passes.
     `refusal` is the sentence that says why this machine cannot run the bundle; None when it can.
     """
 
@@ -268,7 +271,11 @@ class ValidateJob(Job):
         return self.target.name
 
     def cache_key(self) -> Mapping[str, Any]:
-        """Return the artifacts and the bounds; the user's own modules no longer matter."""
+        """Return the digests of the bundle, the ONNX file and the samples, and the fields that decide the verdict.
+
+        These are `bounds`, `precision`, `allow_unverified`, `refusal` and `reference`, the last without the digests of
+        the user's modules: a changed module counts only if it changes the outputs on the held-out data.
+        """
         fields = {"bounds", "precision", "allow_unverified", "refusal", "reference"}
         return {
             **self.model_dump(mode="json", include=fields, exclude={"reference": {"sources"}}),

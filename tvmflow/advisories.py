@@ -114,7 +114,11 @@ class Advisories(NamedTuple):
         return cls(entries, newest)
 
     def find(self, packages: Mapping[str, str]) -> tuple[Vulnerability, ...]:
-        """Return the vulnerabilities of packages, given as versions by name; of several that are one, the first."""
+        """Return the known vulnerabilities of `packages`, which maps names to versions.
+
+        Advisories that share an id or an alias describe the same vulnerability: only the first of them counts.
+        Withdrawn advisories do not count.
+        """
         vulnerabilities: list[Vulnerability] = []
         ids: set[str] = set()
         for entry in self.entries:

@@ -47,11 +47,12 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Bisection:
-    """The result of a search: the first node with a result out of bounds though all values that it reads are in bounds.
+    """The result of a search: a node whose result is out of bounds though all values that it reads are within them.
 
-    `error` is the largest absolute error of its output `output`; infinite where the shapes differ. `reproduction` is a
-    model of `nodes` nodes whose error on `inputs` is out of bounds, where ONNX Runtime returns `expected`. The search
-    compiled `builds` models.
+    `operator` and `node` name it. `error` is the largest absolute error of its output `output`; infinite where the
+    shapes differ. `reproduction` is a small model of `nodes` nodes that shows the error: on `inputs` ONNX Runtime
+    returns `expected`, and the compiled model differs from this by more than the bounds. The search compiled `builds`
+    models.
     """
 
     operator: str
@@ -86,9 +87,9 @@ def bisect(
     `inputs` are arrays by name. The search compiles parts of the model that end at one node, about twice the logarithm
     of the number of nodes. It follows one output that is out of bounds; `report` gets a line for each part. `options`
     of the build are by default those of `BuildOptions`. `operators` are converters of the caller's own, by domain and
-    operator as in `org.example.Twice`. Returns None if all outputs are within the bounds, or no node computes the first
-    that is not. Raises ExportError where ONNX Runtime cannot run the model, and the compiler's errors where the whole
-    model cannot be compiled.
+    operator as in `org.example.Twice`. Returns None if all outputs are within the bounds, or if the first output beyond
+    them is no node's result. Raises ExportError where ONNX Runtime cannot run the model, and the compiler's errors
+    where the whole model cannot be compiled.
     """
     search = _Search(model, inputs, target, bounds, options or BuildOptions(), report, operators or {})
     outputs = search.errors(range(len(search.nodes)), search.graph_outputs)

@@ -41,7 +41,10 @@ def count_physical(cpus: Iterable[int], folder: Path = _CPUS) -> int:
 
 
 def read_quota(membership: Path = _MEMBERSHIP, groups: Path = _GROUPS) -> float | None:
-    """Return the cores that the process's control group and those around it may use; None without a quota."""
+    """Return the CPU quota of the process in cores, such as 2.5; None without a quota.
+
+    It is the smallest quota of the process's control group and of the groups around it, by versions 1 and 2 of cgroups.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:

@@ -24,10 +24,11 @@ def find_dimensions(
 ) -> dict[str, Dimension] | None:
     """Return the ranges of the dimensions that `stated` lacks; None where the model runs at no size that is tried.
 
-    `runs` says whether the model runs at these sizes of all symbolic dimensions. A range begins with the smallest size
-    at which the model runs while the other dimensions stay; dimensions that must be equal, as those of one batch in two
-    inputs, shrink together. The size to measure is that of the first run that succeeded, or the smallest one of those
-    that shrank together. The search ends after 300 runs or 60 seconds.
+    `runs` says whether the model runs at these sizes of all symbolic dimensions. The search first looks for sizes at
+    which the model runs. It then reduces one dimension at a time while the others stay: a range begins with the
+    smallest size at which the model still runs. Dimensions that must be equal, such as the batch of two inputs, are
+    reduced together. The size to measure is the first one that was found; for dimensions that were reduced together it
+    is the smallest one. The search ends after 300 runs or 60 seconds.
     """
     symbols = {size for item in inputs for size in item.shape if isinstance(size, str)}
     names = sorted(symbols - stated.keys())
@@ -90,9 +91,10 @@ def _smallest(names: Sequence[str], sizes: Sizes, runs: Runs, end: float) -> int
 
 
 def alternatives(sizes: Sizes, dimensions: Mapping[str, Dimension], typical: Sizes) -> Iterator[Sizes]:
-    """Yield the sizes themselves, then others within the ranges that a model may accept, and the typical ones last.
+    """Yield `sizes`, then other sizes that a model may accept where it refuses these, and `typical` last.
 
-    The others are multiples of powers of two; then each dimension in turn gets its typical size, or all others do.
+    The others are: all sizes rounded up to a multiple of 2, 4, ..., 64, where a dimension whose range this exceeds gets
+    its typical size; `sizes` with one dimension at its typical size; and `typical` with one dimension from `sizes`.
     """
     yield sizes
     for step in (2, 4, 8, 16, 32, 64):

@@ -120,5 +120,8 @@ R = TypeVar("R", bound=Record)
 
 
 def narrow(kind: type[R], value: R) -> R:
-    """Return the part of a value that its base class `kind` has, such as a step's result without its sources."""
+    """Return an instance of `kind`, a base class of the value's class, with the fields of this class.
+
+    For example, the result of a step loses its `sources`.
+    """
     return kind(**{name: getattr(value, name) for name in kind.model_fields})

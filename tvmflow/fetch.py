@@ -26,8 +26,8 @@ def bundles(uri: str) -> Iterator[Path]:
 
     A URI `release://NAME@CHANNEL` or `release://NAME/VERSION` has the bundles that this machine can run, the best
     first; `s3://BUCKET/KEY` is one bundle. The settings (`TVMFLOW_*`) name the store's server, its credentials and the
-    folder of fetched bundles. Raises StoreError for another text, when no store is named, and when it cannot be read or
-    has no such bundle; raises BundleError when this machine can run none of a release's bundles.
+    folder of fetched bundles. Raises StoreError for a URI of another form, when no store is named, and when the store
+    cannot be read or has no such bundle; raises BundleError when this machine can run none of a release's bundles.
     """
     configuration = settings.load()
     yield from _of_release(configuration, uri) if uri.startswith("release://") else _of_object(configuration, uri)

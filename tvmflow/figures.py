@@ -50,7 +50,7 @@ class Measurement(Record):
 
 
 class Point(Record):
-    """The runners measured in turn at one choice of the symbolic dimensions' sizes.
+    """The measurements of all runners at the same `sizes` of the symbolic dimensions; the runners took turns.
 
     `ratio` is the bundle's latency over each peer's, the median over the rounds: below one, the bundle is faster.
     `noise` is the largest difference between the bundle's round medians, divided by their median.
@@ -130,10 +130,10 @@ _MOST_ANSWERS = 1 << 17
 
 
 class Answers(Record):
-    """Which labels of the held-out data a model answered rightly.
+    """Which labels of the held-out data a model predicted correctly.
 
-    `data` is the SHA-256 of the data, `count` the number of labels. `bits` has a bit for each of them in order, the
-    highest of a byte first, compressed (zlib) and in base 64.
+    `data` is the SHA-256 of the data, `count` the number of labels. `bits` has one bit per label, in order, packed into
+    bytes with the highest bit first, compressed with zlib, in base64.
     """
 
     data: str
@@ -147,14 +147,17 @@ class Answers(Record):
 
     @classmethod
     def of(cls, is_right: npt.NDArray[np.bool_], data: str) -> "Answers | None":
-        """Return the answers of an array with an entry for each label; None for more than 131,072 of them."""
+        """Return the answers for an array with one entry per label; None for more than 131,072 labels.
+
+        `data` is the SHA-256 of the held-out data.
+        """
         if is_right.size > _MOST_ANSWERS:
             return None
         bits = b64encode(zlib.compress(np.packbits(is_right).tobytes(), 9)).decode()
         return cls(data=data, count=is_right.size, bits=bits)
 
     def is_right(self) -> npt.NDArray[np.bool_]:
-        """Return an entry for each label. Raises ValueError when the bits are damaged."""
+        """Return for each label whether it was predicted correctly. Raises ValueError when the bits are damaged."""
         try:
             packed = zlib.decompressobj().decompress(b64decode(self.bits, validate=True), _MOST_ANSWERS)
         except zlib.error as error:
@@ -175,7 +178,8 @@ class Validation(Record):
     one in which the bundle's products are computed. `max_relative_error` is the bound that replaces the tolerances for
     each element, or None. `verified` is False for a target that this machine cannot run, whose outputs were not
     compared. `metric_original` and `metric_bundle` are the task metric on the held-out data; None without such data.
-    `answers` are the bundle's there; None for another metric than accuracy.
+    `answers` says which held-out labels the bundle predicted correctly; None without such data, for another metric than
+    accuracy, and for too many labels.
     """
 
     passed: bool

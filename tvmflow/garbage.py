@@ -1,4 +1,4 @@
-"""Garbage of a state folder: what no run has used for a while and any run can make or fetch again."""
+"""Garbage of a state folder: files that no run has used for a while and any run can make or fetch again."""
 
 import contextlib
 import fcntl
@@ -18,7 +18,7 @@ _DIGEST = re.compile(rb"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Piece:
-    """A file or folder that can go: of which kind it is, where, and its size in bytes."""
+    """A file or folder that can be removed; `kind` says in words what it is, and `size` is in bytes."""
 
     kind: str
     path: Path
@@ -27,9 +27,9 @@ class Piece:
 
 @contextlib.contextmanager
 def alone_in(state: Path) -> Iterator[None]:
-    """Hold off all runs of a state folder while the body runs: those that start meanwhile wait.
+    """Lock a state folder for the body; a run or command that starts there meanwhile waits until the body ends.
 
-    Raises StepError when a run is at work there: it may be about to use anything.
+    Raises StepError when a run or a command is at work there, because it may use any file.
     """
     state.mkdir(parents=True, exist_ok=True)
     lock = os.open(state, os.O_RDONLY | os.O_DIRECTORY)
@@ -45,11 +45,11 @@ def alone_in(state: Path) -> Iterator[None]:
 
 
 def find_garbage(state: Path, bundles: Path, days: float) -> list[Piece]:
-    """Return what nothing in a state folder has used for so many days, in the order in which it is to be removed.
+    """Return the files of a state folder that were not used for `days` days, in the order in which to remove them.
 
-    These are results of steps, artifacts that no other result names, downloaded models, compiled code and logs; files
-    of runs that were killed; and bundles in the folder `bundles`, where devices and servers keep those they fetched.
-    Releases, the registry and tuning records are not looked at. Call it within `alone_in`.
+    These are results of steps, artifacts that no kept result names, downloaded models, compiled code and logs, and
+    bundles in the folder `bundles`, where devices and servers keep those they fetched. Temporary files of killed runs
+    do not wait for `days`. Releases, the registry and tuning records are not looked at. Call it within `alone_in`.
     """
     before = time.time() - days * 86400
     records = list((state / "steps").glob("*/*.json"))

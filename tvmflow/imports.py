@@ -8,7 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Pause the garbage collector while the body imports modules; it ignores their objects afterwards, too."""
+    """Pause the garbage collector while the body imports modules.
+
+    Afterwards the collector ignores all objects that exist by then (`gc.freeze`).
+    """
     gc.disable()
     try:
         yield

@@ -12,10 +12,11 @@ _FIRST_LAYER_NORM = 17
 
 
 def with_own_domain(model: "onnx.ModelProto") -> "onnx.ModelProto":
-    """Return the model with ONNX Runtime's norms moved to its domain com.microsoft; the same object if it has none.
+    """Return a copy of the model with ONNX Runtime's own normalizations in the domain com.microsoft.
 
-    ONNX Runtime's optimizer writes them into the standard's domain, and finds them only there. The standard lacks
-    SimplifiedLayerNormalization, and before opset 17 LayerNormalization.
+    These are SimplifiedLayerNormalization and, before opset 17, LayerNormalization. ONNX Runtime's optimizer writes
+    them into the standard's domain, which does not define them, and ONNX Runtime finds them only there. A model without
+    them is returned itself.
     """
     import onnx
 

@@ -1,4 +1,4 @@
-"""Forms of an ONNX file that readers must take, brought to the usual one: sparse weights, outputs without a shape."""
+"""Rare forms of an ONNX file, brought to the usual one: sparse weights, and outputs without a shape."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 def bring_to_usual_form(model: "onnx.ModelProto") -> None:
-    """Write the model's sparse weights as dense ones, and the shapes that are inferred for outputs without, in place.
+    """Replace the model's sparse weights by dense ones, and give each output without a shape an inferred one, in place.
 
-    An output whose shape cannot be inferred gets an empty one, which says nothing: the checker wants one.
+    An output whose shape cannot be inferred gets an empty shape, because ONNX's checker requires the field.
     """
     import onnx
 

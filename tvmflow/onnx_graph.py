@@ -12,14 +12,14 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def nodes_of(graph: "onnx.GraphProto") -> "Iterator[onnx.NodeProto]":
-    """Return the nodes of a graph and of the graphs within them."""
+    """Yield the nodes of a graph, each followed by the nodes of the graphs in its attributes, at any depth."""
     for node in graph.node:
         yield node
         yield from inner_nodes(node)
 
 
 def inner_nodes(node: "onnx.NodeProto") -> "Iterator[onnx.NodeProto]":
-    """Return the nodes of the graphs in a node's attributes, and of the graphs within those."""
+    """Yield the nodes of the graphs in a node's attributes, at any depth."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield from nodes_of(attribute.g)
@@ -53,7 +53,7 @@ def names_read(node: "onnx.NodeProto") -> set[str]:
 
 
 def explain_order(graph: "onnx.GraphProto") -> str | None:
-    """Return which node reads a value that no node before it computes; None where there is none."""
+    """Return a clause on the first node that reads a value before it is computed; None for a graph in a valid order."""
     known = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     known |= {tensor.values.name for tensor in graph.sparse_initializer}
     writers = {name: node for node in graph.node for name in node.output}

@@ -19,10 +19,10 @@ def graph_inputs(graph: "onnx.GraphProto") -> "list[onnx.ValueInfoProto]":
 def fix_shapes(graph: "onnx.GraphProto", shapes: Mapping[str, tuple[int | str, ...]]) -> None:
     """Give inputs other shapes, in place: sizes, and names for dimensions that may have any size.
 
-    `shapes` are the new shapes by input name. A dimension that gets another name gets it in all values of the graph.
-    Where it gets a size, other values lose theirs: exporters call dimensions of other sizes by the same name, and
-    shapes are inferred anew. Raises ExportError for a name that is no input, and for a shape that the input cannot
-    have.
+    `shapes` are the new shapes by input name. A dimension with a new name is renamed in all values of the graph. When a
+    dimension gets a fixed size, outputs and inner values lose its name and have an unknown size there: exporters may
+    use one name for dimensions of several sizes, and shapes are inferred again later. Raises ExportError for a name
+    that is no input, and for a shape that the input cannot have.
     """
     inputs = {value.name: value for value in graph_inputs(graph)}
     new_sizes: dict[str, int | str] = {}

@@ -34,7 +34,7 @@ class OwnOperator:
 
 
 def operator(function: str) -> Callable[[Callable[[Any], Any]], OwnOperator]:
-    """Return the decorator that makes an operator of its converter.
+    """Return the decorator that turns a converter, as in `OwnOperator.convert`, into an OwnOperator.
 
     `function` is the operator's definition in ONNX's textual syntax, with its domain:
     `<domain: "org.example", opset_import: ["": 18]> Twice (x) => (y) { y = Add (x, x) }`.
@@ -58,7 +58,10 @@ def operator(function: str) -> Callable[[Callable[[Any], Any]], OwnOperator]:
 
 
 def load_operators(addresses: Iterable[str]) -> dict[str, OwnOperator]:
-    """Import operators, each `package.module:operator`, and return them by name. Raises ExportError."""
+    """Import operators, each named as `package.module:operator`, and return them by name, as `org.example.Twice`.
+
+    Raises ExportError when an import fails, and for a function that is not decorated with `operator`.
+    """
     operators = {}
     for address in addresses:
         value = usercode.find(address, "operator", ExportError)
@@ -69,7 +72,10 @@ def load_operators(addresses: Iterable[str]) -> dict[str, OwnOperator]:
 
 
 def define(model: "onnx.ModelProto", operators: Mapping[str, OwnOperator]) -> None:
-    """Add the functions of operators to a model, in place, unless it defines them itself."""
+    """Add the functions of those `operators` that a model uses and does not define itself, in place.
+
+    `operators` are by name with the domain, as `load_operators` returns them.
+    """
     import onnx
 
     own = {f"{function.domain}.{function.name}" for function in model.functions}

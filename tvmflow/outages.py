@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 def delays(outage: float) -> list[float]:
-    """Return the pauses, in seconds, between attempts during an outage of so many seconds: each twice the one before.
+    """Return the pauses between attempts, in seconds, for an outage of `outage` seconds: 2, 4, 8, 16, then 30 each.
 
-    No pause is longer than half a minute; together they are as long as the outage, or a little longer.
+    The list ends when their sum reaches `outage`; it is empty for 0.
     """
     pauses: list[float] = []
     for pause in _doubling():
@@ -32,9 +32,10 @@ def delays(outage: float) -> list[float]:
 
 
 def outlast(function: Callable[[], T], outage: float, stop: Event | None = None) -> T:
-    """Call a function, again after each UnavailableError for `outage` seconds, and return its result.
+    """Call a function, again after each UnavailableError for about `outage` seconds, and return its result.
 
-    Raises the last error; at once when `stop` is set. With None nobody stops the waiting.
+    The attempts are separated by the pauses of `delays`, varied at random by JITTER. Raises the last UnavailableError
+    when the time is over or `stop` is set, and any other error of the function at once.
     """
     stop = stop or Event()
     for pause in delays(outage):

@@ -1,8 +1,8 @@
 """Promotion: wishes for a channel, its policy, and its moves together with the registry's alias of its name.
 
-The channel's document in the release store is the truth, and the alias of its name shows it to MLflow's readers: it
-follows the document, never leads it. Somebody asks for a release by an alias CHANNEL-wanted. One who sets the channel's
-own alias by hand has asked in the wrong place: the alias goes back.
+The channel's document in the release store decides what the channel holds. The alias in MLflow with the channel's name
+only shows it to MLflow's readers. To ask for a release in MLflow, set the alias CHANNEL-wanted; the channel's own alias
+is set back when somebody changes it by hand.
 """
 
 import getpass
@@ -64,7 +64,7 @@ class ChannelState:
 
     @property
     def hand_set_version(self) -> str | None:
-        """The version that somebody has set the channel's own alias to by hand, None if nobody has."""
+        """The version to which somebody has set the channel's own alias by hand, None if nobody has."""
         is_followed = self.channel.version == self.channel.shown
         is_elsewhere = self.alias_version not in (None, self.channel.version)
         return self.alias_version if is_elsewhere and is_followed else None
@@ -93,8 +93,8 @@ def read_refusal(services: Services, model: str, version: str, channel: str) -> 
 class EffectivePolicy:
     """The policy that applies to a release in a channel.
 
-    `adoption` is the change that makes it the channel's own, None where it is that already or nobody proposes one.
-    `proposal` is another policy that the release proposes, None if it proposes none or the same.
+    `adoption` is the change that gives the channel this policy; None where the channel has it already or no release
+    proposes one. `proposal` is the policy that the release proposes if that is another one, else None.
     """
 
     policy: Policy
@@ -105,9 +105,10 @@ class EffectivePolicy:
 def find_policy(channel: Channel, release: Release, current: Release | None, *, who: str) -> EffectivePolicy:
     """Find the policy that applies to a release in a channel.
 
-    A channel without one adopts what the release that it holds (`current`) proposes, else what the release proposes,
-    unless that is nothing; else it has no conditions. Raises SpecError for a channel that nobody has used, and that is
-    not among those of the release file.
+    It is the channel's own policy. A channel without one adopts the policy that `current`, the release that it holds,
+    proposes, or else the one that `release` proposes; a proposal without conditions is not adopted. Without either, the
+    policy has no conditions. `who` is recorded as the author of the adoption. Raises SpecError for a channel that does
+    not exist yet and is not among the channels of the release file.
     """
     proposal = release.channels.get(channel.channel)
     if channel.policy is not None:
@@ -131,9 +132,8 @@ def find_policy(channel: Channel, release: Release, current: Release | None, *, 
 def read_policy(store: ReleaseStore, channel: Channel, version: str) -> Policy:
     """Return the policy that applies to a release in a channel: the channel's own, or the one that it would adopt.
 
-    A channel without one adopts what the release that it holds proposes, else what the release proposes, else a policy
-    without conditions. Raises SpecError for a channel that nobody has used, and that is not among those of the release
-    file; StoreError when the release does not exist or the server fails.
+    `find_policy` has the rules of the adoption. Raises SpecError for a channel that does not exist yet and is not among
+    the channels of the release file; StoreError when the release does not exist or the server fails.
     """
     release = store.get_release(channel.name, version)
     return find_policy(channel, release, read_current(store, channel), who=identify_user()).policy
@@ -177,12 +177,13 @@ def is_same_person(one: str, other: str) -> bool:
 def make_wish(
     services: Services, name: str, version: str, channel: str, *, who: str, why: str, id: str | None = None
 ) -> Channel:
-    """Make a wish for a published release in a channel, which ends an older one, and return the channel.
+    """Record the wish that a channel hold a published release, and return the channel.
 
-    A call with the `id` of an earlier wish, open or ended, changes nothing; with None the id is random. MLflow's
-    aliases follow: the channel's own goes back where somebody has set it, and a CHANNEL-wanted that asks for another
-    version, which is older, is deleted. Raises StoreError for a version that is not published or a server that fails,
-    RegistryError when MLflow fails.
+    The new wish ends an open one for another version; an open one for this version stays. No wish is made for the
+    version that the channel holds, nor for the `id` of an earlier wish; with None the id is random. The aliases in
+    MLflow are corrected: the channel's own alias is set to the version that the channel holds, and an alias
+    CHANNEL-wanted for another version is deleted. Raises StoreError for a version that is not published or a server
+    that fails, RegistryError when MLflow fails.
     """
     model, number = services.store.get_release(name, version).registered_version
     document = channels.wish(services.store, name, channel, version, who=who, why=why, id=id)
@@ -193,11 +194,11 @@ def make_wish(
 
 
 def show(services: Services, name: str, channel: str, model: str) -> Channel:
-    """Make the channel's alias in MLflow name what the channel holds; return the channel.
+    """Set the alias in MLflow with the channel's name to the version that the channel holds; return the channel.
 
-    `model` is the registered model on which the alias is deleted when the channel holds nothing. Whoever moves the
-    channel calls this afterwards: of several, the last one sees the last move. An alias of a release that is gone from
-    the store stays as it is. Raises StoreError, also for a channel whose signed statement does not hold where this
+    If the channel holds nothing, the alias is deleted from the registered model `model`. If the release is gone from
+    the store, the alias stays as it is. Call this after each move of a channel: it repeats until the channel has not
+    moved meanwhile. Raises StoreError, also for a channel whose signed statement does not hold where this
     machine demands one, and RegistryError.
     """
     registry = services.registry
@@ -219,11 +220,11 @@ def show(services: Services, name: str, channel: str, model: str) -> Channel:
 
 
 def grant(services: Services, name: str, channel: str, wish: str, *, why: str, policy: EffectivePolicy) -> Channel:
-    """Move a channel to the version of its open wish, if that still is the one with the id `wish`; return the channel.
+    """Move a channel to the version of its open wish if that wish has the id `wish`; return the channel.
 
-    `policy` is the one that the release has met. The alias in MLflow follows. Otherwise nothing moves, and the history
-    of the channel says how the wish has ended. Raises StoreError, also when the policy has changed meanwhile, and
-    RegistryError.
+    The aliases in MLflow are set accordingly. If the wish is no longer open, nothing moves, and the history of the
+    channel says how the wish ended. `policy` is the policy that the release has met. Raises StoreError, also when the
+    channel's policy has changed meanwhile, and RegistryError.
     """
     after = channels.grant(services.store, name, channel, wish, why=why, policy=policy.policy, adoption=policy.adoption)
     move = after.find_end(wish)
@@ -240,10 +241,9 @@ def grant(services: Services, name: str, channel: str, wish: str, *, why: str, p
 def refuse(services: Services, release: Release, channel: str, wish: str, *, who: str, reason: str) -> None:
     """End the wish with this id as refused, and tag the registered version with the reason.
 
-    The alias `CHANNEL-wanted` of the registered model, which asked for the version, is deleted.
-    The channel's history keeps the `reason` and `who` refused. A wish with another id, or one that has ended, stays as
-    it is, while tag and alias change all the same. Raises StoreError or RegistryError when the store or MLflow does not
-    answer or refuses.
+    An alias `CHANNEL-wanted` of the registered model for this version is deleted. The channel's history keeps the
+    `reason` and `who` refused. If the wish has ended already, only tag and alias change. Raises StoreError or
+    RegistryError when the store or MLflow does not answer or refuses.
     """
     model, number = release.registered_version
     services.registry.set_version_tag(model, number, format_refusal_tag(channel), reason[:_LONGEST_TAG])

@@ -192,7 +192,10 @@ class Release(Document):
 
     @property
     def blobs(self) -> dict[str, set[int]]:
-        """The digests of the files that the release consists of, each with its size in bytes: one, if it is whole."""
+        """The digests of the release's files, each with the sizes in bytes that the document gives for it.
+
+        Several sizes for one digest mean that the document is damaged.
+        """
         blobs = [blob for item in self.targets for blob in (item.bundle, item.weights)]
         sizes: dict[str, set[int]] = {}
         for blob in (*blobs, self.report):

@@ -12,10 +12,10 @@ from tvmflow.store.garbage import Garbage, Retention, StoredPiece
 
 
 def collect(settings: Settings, rule: Retention, *, dry_run: bool = False) -> list[StoredPiece]:
-    """Remove what nobody needs from the release stores that this machine knows; return what went, or with `dry_run`
-    would go.
+    """Remove the releases and files that `rule` does not keep from the release stores that this machine knows.
 
-    A version with an alias in MLflow keeps its release. Raises StoreError, RegistryError and SettingsError.
+    Returns the removed pieces; with `dry_run` nothing is removed, and they are those that would be. A version with an
+    alias in MLflow keeps its release. Raises StoreError, RegistryError and SettingsError.
     """
     pieces: list[StoredPiece] = []
     places: set[tuple[str, str]] = set()

@@ -18,7 +18,8 @@ NamedArrays = dict[str, Array]
 def measured_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension]) -> list[dict[str, int]]:
     """Return the sizes of the symbolic dimensions, by name, at each point to measure.
 
-    Static shapes give one point without sizes.
+    A point takes the size at its index from the list `measure` of each dimension, the last one of a shorter list, and
+    the typical size of a dimension without such a list. Static shapes give one point without sizes.
     """
     symbols = sorted({size for item in inputs for size in item.shape if isinstance(size, str)})
     ranges = {name: dimensions.get(name, Dimension()) for name in symbols}
@@ -37,8 +38,9 @@ def measured_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension])
 def choose_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], index: int) -> dict[str, int]:
     """Return the sizes of the symbolic dimensions, by name, for sample `index`.
 
-    The first samples have the sizes to measure. The others go through the size to tune for, an odd one and the ends of
-    the range, so that a size that was built into the model by mistake shows.
+    The first samples have the sizes to measure. The others cycle through the size to tune for, the typical size plus 3,
+    the smallest size, and the largest one if it is not much larger than the typical size. These reveal a size that was
+    built into the model by mistake.
     """
     points = measured_sizes(inputs, dimensions)
     if index < len(points):

@@ -48,9 +48,10 @@ class Sections(Document):
 
 
 def record_sections(settings: Settings, spec: Spec) -> None:
-    """Keep the places that a release file names for commands that name only its releases, in the state folder.
+    """Record a release file's sections `store` and `registry` in the state folder.
 
-    Raises StoreError when the state folder cannot be written.
+    Commands that get only the name of a release find its store and registry by them. Raises StoreError when the state
+    folder cannot be written.
     """
     sections = Sections(store=spec.store, registry=spec.registry)
     place = _sections_file(settings, spec.name)
@@ -64,10 +65,11 @@ def record_sections(settings: Settings, spec: Spec) -> None:
 
 
 def read_sections(settings: Settings, name: str) -> Sections:
-    """Return the places of the releases of a name: what was kept when its file was released or deployed here.
+    """Return the sections `store` and `registry` of the release file with the name `name`.
 
-    Otherwise they are those of the release file of that name in the setting models, else the defaults. Raises
-    SpecError for a release file of that setting that is wrong, StoreError for a damaged record.
+    They are those that were recorded when the file was released or deployed on this machine; else those of the file
+    with this name in the setting `models`; else the defaults. Raises SpecError for an invalid release file in that
+    setting, StoreError for a damaged record.
     """
     place = _sections_file(settings, name)
     try:
@@ -85,10 +87,10 @@ def read_sections(settings: Settings, name: str) -> Sections:
 
 
 def list_sections(settings: Settings) -> list[Sections]:
-    """Return the places of releases that this machine knows, each once, the defaults first.
+    """Return all sections `store` and `registry` that this machine knows, each pair once, the defaults first.
 
-    The others are those of releases that were made or deployed here, and of the release files in the setting models.
-    Raises SpecError for a release file of that setting that is wrong, StoreError for a damaged record.
+    The others are those of release files that were released or deployed here, and of the files in the setting `models`.
+    Raises SpecError for an invalid release file in that setting, StoreError for a damaged record.
     """
     recent = [path.stem for path in sorted((settings.state / "models").glob("*.json"))]
     names = dict.fromkeys([*recent, *(release_file.load(file).name for file in settings.models)])
@@ -185,7 +187,7 @@ def open_registry(settings: Settings, section: RegistrySection | None = None) ->
 def open_services(
     settings: Settings, store: Store, registry: RegistrySection, outage: float = 0.0
 ) -> Iterator[Services]:
-    """Open store and registry, and check both before any work begins; wait `outage` seconds for one that is away.
+    """Open store and registry and check both; wait up to `outage` seconds for a server that does not answer.
 
     Raises StoreError, RegistryError or SettingsError.
     """

@@ -21,10 +21,11 @@ _Shapes = Mapping[str, Sequence[int]]
 
 
 class SizeLimits:
-    """Limits of a model's free dimensions, by the shapes that ONNX infers for its tensors.
+    """Limits of a model's free dimensions, found by the shapes that ONNX infers for its tensors.
 
-    ONNX Runtime computes a pooling even where the window is larger than the data. It repeats a tensor whose size is one
-    because an input is small, as that of an image which was reduced and enlarged; a bundle takes it for the other size.
+    A bundle does not run in two cases that ONNX Runtime accepts. In the first, the window of a pooling is larger than
+    its data. In the second, an axis has size 1 only because an input is small, and is then broadcast to a larger size;
+    the compiler assumes that the two sizes are equal.
     """
 
     def __init__(self, model: "onnx.ModelProto") -> None:
@@ -46,7 +47,7 @@ class SizeLimits:
                 graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
 
     def explain(self, sizes: Mapping[str, int]) -> str | None:
-        """Return why a bundle would not run at these sizes of the free dimensions; None where nothing is known."""
+        """Return why a bundle would not run at these sizes of the free dimensions; None if no reason is found."""
         shapes = self._shapes(sizes)
         if not all(_fits(node, shapes.get(node.input[0], ())[2:]) for node in self._poolings):
             return "a pooling is larger than its data"

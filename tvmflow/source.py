@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Source(Record):
-    """The original model on this machine: `path` is a weights file, a .pt2, an ONNX file or the folder of a flavor.
+    """The original model on this machine.
 
-    `path` is None for a factory without a weights file. `trusts_pickle` says whether a registered PyTorch model may be
-    unpickled, which can run any code.
+    `path` is a weights file, a .pt2, an ONNX file or the folder of an MLflow model; None for a factory without a
+    weights file. `trusts_pickle` says whether a registered PyTorch model may be unpickled, which can run any code.
     """
 
     kind: Literal["factory", "pt2", "onnx", "mlflow-pytorch"]

@@ -23,8 +23,9 @@ REBUILD = "rebuild"
 class Check(Record):
     """One check: its name, its outcome in a sentence, and whether the release passed it.
 
-    `value` is the figure that was compared with `bound`; both are None for a check without figures. `interval` is that
-    of a measured figure, `comparison` what was measured, and `samples` the file with the time of every run of it.
+    `value` is the figure that was compared with `bound`; both are None for a check without figures. `interval` is the
+    confidence interval of a ratio of latencies or of a drop of the metric. For a ratio, `comparison` is the measurement
+    and `samples` the file with the time of every run.
     """
 
     name: str
@@ -40,9 +41,10 @@ class Check(Record):
     def of_ratio(
         cls, name: str, message: str, comparison: Comparison, bound: float, samples: Artifact | None = None
     ) -> "Check":
-        """Return the check that the ratio of a comparison is below a bound; an undecided one does not pass.
+        """Return the check that the interval of a comparison's ratio ends at `bound` or below.
 
-        `samples` is the file with the times of all runs, None where they were not kept.
+        An undecided comparison does not pass. `samples` is the file with the times of all runs, None where they were
+        not kept.
         """
         return cls(
             name=name,
@@ -62,7 +64,7 @@ class Check(Record):
 
 
 def samples_of(workspace: Workspace, checks: Iterable[Check]) -> dict[str, Path]:
-    """Return the files with the times of all runs that checks rest on, by the artifact path of each."""
+    """Return the files with the run times of the checks, by the path of each among the MLflow run's artifacts."""
     return {check.samples_file: workspace.path(check.samples) for check in checks if check.samples is not None}
 
 
@@ -222,8 +224,8 @@ class Gain(Record):
     """A comparison of a new build with the bundle in production, on one target; `message` gives it in one sentence.
 
     `ratios` are the new build's latency over the other's in each pair, empty where both have the same library; `ratio`
-    is their median, 1 without any, and `interval` the median's interval. `better` and `worse` say which of the two is
-    faster; both may be False. `check` has what was measured, None without a measurement.
+    is their median, 1 without any, and `interval` the median's confidence interval. `better` and `worse` say whether
+    the new build is faster or slower; both may be False. `check` has the measurement, None without one.
     """
 
     target: str

@@ -59,7 +59,12 @@ class Status:
 
 @dataclass(frozen=True)
 class StackOptions:
-    """The options of a start: new ports by server, release files, the work pool, PostgreSQL's address."""
+    """The options of a start.
+
+    `state` is the state folder. `ports` are new ports by server; other servers keep theirs. `models` are release files;
+    without any, those of the last start are used. `pool` is the work pool's name. `database_url` is the address of a
+    PostgreSQL server with user and password, None for SQLite.
+    """
 
     state: Path
     ports: Mapping[str, int]

@@ -84,9 +84,10 @@ def folder(state: Path) -> Path:
 
 
 def read(state: Path) -> StackRecord:
-    """Read the record; an empty one where no stack was ever started, or it belongs to another user.
+    """Read the record of a state folder.
 
-    Raises SettingsError for a damaged record.
+    Returns an empty record where no stack was ever started, or where the stack belongs to another user. Raises
+    SettingsError for a damaged record.
     """
     path = folder(state) / _RECORD
     try:

@@ -65,14 +65,14 @@ class ManagedModel:
         return None if alias is None else Alias(*alias)
 
     def has_channel(self, channel: str) -> bool:
-        """Whether this is one of the file's channels; every name is one when the file names none."""
+        """Whether the release file names this channel, or names none at all."""
         return not self.spec.channels or channel in self.spec.channels
 
     def request_release(self, version: str) -> RunRequest:
-        """Return the request to release that version of the source model.
+        """Return the request to release version `version` of the source model.
 
-        The flow releases the version that the alias in `model.mlflow` names when the flow starts, even if the alias has
-        moved on. Of a model that is retrained it releases this version.
+        For a model that is retrained, the flow releases this version. For a model from an alias in `model.mlflow`, it
+        releases the version that the alias names when the flow starts, which may be a newer one.
         """
         source = f"{self.source_alias.model if self.source_alias else ''}/{version}"
         parameters = {"file": str(self.file), **({"source": source} if self.spec.source_alias else {})}
@@ -119,8 +119,8 @@ def load(files: Iterable[Path]) -> Catalogue:
     """Read the release files and return the catalogue of them.
 
     Raises SpecError for a file that is missing or wrong. Raises SettingsError, which names both files, when two of them
-    have the same name, registered model or source, or when the model that one releases is the
-    registered model to which another adds its releases.
+    have the same name, registered model or source, or when the source model of one is the registered model of another's
+    releases.
     """
     entries = tuple(ManagedModel(file.absolute(), release_file.load(file)) for file in dict.fromkeys(files))
     owners: dict[tuple[str, str], ManagedModel] = {}

@@ -22,7 +22,7 @@ Submit = Callable[[RunRequest, str], str]
 
 
 def application(secret: str, catalogue: Callable[[], Catalogue], submit: Submit) -> FastAPI:
-    """Create the application.
+    """Create the FastAPI application that receives MLflow's webhooks and starts the runs that they ask for.
 
     It calls `catalogue` for every delivery, so that changed release files take effect at once. `secret` is the key of
     the deliveries' signatures; `submit` starts a requested run. Answers 202 when a flow run was started, 200 for an
