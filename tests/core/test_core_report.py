@@ -14,7 +14,8 @@ from support import scale
 from support.releases import make_compared, make_measurements, make_release, make_target, make_verdict
 from support.reports import data_of, figures_of, measure_overflow, unexplained_figures, unmarked_figures
 from support.skips import needs
-from tasks.insight import draw, write_text
+from tasks.insight import draw
+from tasks.show import Text, write_text
 from tvmflow.comparison import Interval
 from tvmflow.documents import decode, encode
 from tvmflow.release import Making, Provenance, Release, Tuning
@@ -468,29 +469,36 @@ def test_a_sample_is_shown_as_the_text_of_the_user_s_function(tmp_path: Path, mo
     (tmp_path / "words_of_a_report.py").write_text(words)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def shown(function: str, count: int = 3) -> str:
+    def shown(function: str, count: int = 3) -> Text:
         return write_text(f"words_of_a_report:{function}", {"ids": np.arange(count)})
 
     texts = [shown(name) for name in ("show", "half", "number", "broken", "gone", "ends")]
     failure = "function that shows a sample 'words_of_a_report:{}' {}".format
-    assert texts == [
-        "<0> <1> <2>",
-        "?",
-        failure("number", "returned a int, not a text"),
-        failure("broken", "raised KeyError"),
-        failure("gone", "raised AttributeError"),
-        failure("ends", "raised SystemExit"),
+    assert [(text.text, text.failed) for text in texts] == [
+        ("<0> <1> <2>", False),
+        ("?", False),
+        (failure("number", "returned a int, not a text"), True),
+        (failure("broken", "raised KeyError"), True),
+        (failure("gone", "raised AttributeError"), True),
+        (failure("ends", "raised SystemExit"), True),
     ]
-    long = shown("show", 1000)
+    long = shown("show", 1000).text
     assert (len(long), long[-1]) == (2001, "…")
     ids = np.arange(3)
     write_text("words_of_a_report:changes", {"ids": ids})
     assert ids.tolist() == [0, 1, 2]
-    sample = _sample(7, 3).model_copy(update={"text": texts[0]})
+    sample = _sample(7, 3).model_copy(update={"text": texts[0].text})
     insight = _INSIGHT.model_copy(update={"worst": (sample,), "flipped": ()})
     text = write_page(make_data(_release("1", 1.0), "production", None, (), {"native": insight}, ()))
     assert "<blockquote>&lt;0&gt; &lt;1&gt; &lt;2&gt;</blockquote>" in text
     assert "<details><summary>inputs</summary><p><code>x: 1, 2, 3</code></p></details><figcaption>sample" in text
+
+
+def test_the_page_says_why_no_sample_is_shown_as_text() -> None:
+    insight = _INSIGHT.model_copy(update={"problem": "The samples are not shown as text: it <ended>."})
+    text = write_page(make_data(_release("1", 1.0), "production", None, (), {"native": insight}, ()))
+    section = text.partition('<h2 id="worst-samples">')[2].partition("</section>")[0]
+    assert '<p class="verdict undecided">The samples are not shown as text: it &lt;ended&gt;.</p>' in section
 
 
 def test_token_ids_are_shown_as_numbers() -> None:

@@ -86,6 +86,7 @@ class Insight(Record):
     """The slowest functions, the layers, the machine's peaks, and the samples that differ most.
 
     `flipped` are samples whose answer is not the original's, at most ten of `flips`. `samples` were looked at.
+    `problem` says in one sentence why no sample has a text though the release file names a function for it, else None.
     """
 
     functions: tuple[FunctionTime, ...]
@@ -95,3 +96,4 @@ class Insight(Record):
     flipped: tuple[SampleInsight, ...]
     flips: int
     samples: int
+    problem: str | None = None

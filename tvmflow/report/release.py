@@ -282,6 +282,8 @@ def _samples(data: PageData) -> Iterator[Markup]:
         else:
             sentence = f"{count} samples were compared with the original; this model gives no single answer."
         yield page.paragraph(Markup(f"{page.text(target)}: {sentence}"))
+        if insight.problem is not None:
+            yield page.paragraph(insight.problem, "verdict undecided")
         for title, samples in (("Another answer", insight.flipped), ("Largest differences", insight.worst)):
             if samples:
                 cards = "".join(_card(sample) for sample in samples)
