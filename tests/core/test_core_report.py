@@ -174,6 +174,8 @@ def test_the_page_names_the_data_the_code_the_packages_and_the_records_that_chan
         "code file model.py": ("555555555555…", "777777777777…"),
         "code file old.py": ("666666666666…", "-"),
         "package numpy": ("2.3", "2.4"),
+        "processor": ("not recorded", "not recorded"),
+        "threads": ("not recorded", "not recorded"),
         "tuning records": ("aaaaaaaaaaaa…", "bbbbbbbbbbbb…"),
         "bundle": ("111111111111…", "222222222222…"),
     }
@@ -185,6 +187,55 @@ def test_the_page_names_the_data_the_code_the_packages_and_the_records_that_chan
         ("not recorded", "999999999999…"),
     )
     assert "package numpy" not in old
+
+
+_UNRECORDED = {
+    *("training function", "training arguments", "training files", "held-out data", "code files", "packages"),
+    *("processor", "threads", "tuning records", "build options", "compiler", "compiler's code"),
+}
+
+
+def test_what_both_releases_do_not_record_is_not_the_same() -> None:
+    old = _release("1", 1.0)
+    older = old.model_copy(update={"targets": tuple(item.model_copy(update={"tuning": None}) for item in old.targets)})
+    for release, names in ((old, _UNRECORDED), (older, {*_UNRECORDED, "tuning"})):
+        page = write_difference(release, release)
+        rows = re.findall(r'<tr><th scope="row">[^<]*</th><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td></tr>', page)
+        assert {name.replace("&#x27;", "'"): values for name, *values in rows} == {
+            name: ["not recorded", "not recorded"] for name in names
+        }
+        assert "are the same" not in page
+        assert {change["name"] for change in data_of(page)["changes"] if change["now"] == "not recorded"} == names
+    assert {change.name: change.same for change in compare_releases(old, old)} == {
+        **dict.fromkeys((change.name for change in compare_releases(old, old)), True),
+        **dict.fromkeys(_UNRECORDED),
+        # These were not measured.
+        **dict.fromkeys(("p99 latency, ms", "reference kernel, us")),
+    }
+
+
+def test_a_release_that_trained_nothing_says_so() -> None:
+    trained = _made("1", records="a", lr=0.1, data="1", code={"model.py": "5" * 64}, numpy="2.3")
+    origin = trained.provenance.model_copy(update={"training": None})
+    changes = compare_releases(trained.model_copy(update={"provenance": origin}), trained)
+    assert {change.name: change.now for change in changes if change.name.startswith("training")} == {
+        "training function": "-",
+        "training arguments": "-",
+        "training file data.csv": "-",
+    }
+
+
+def test_a_target_of_one_release_alone_is_named_on_both_pages() -> None:
+    one = make_release("net", "1", make_target("native"))
+    both = make_release("net", "2", make_target("native"), make_target("other", measurements=make_measurements(2.0)))
+    bundle, p50 = "000000000000…", '<data value="2.0">2</data>'
+    for page, facts, figures in (
+        (write_difference(both, one), ("-", bundle), ("-", p50)),
+        (write_difference(one, both), (bundle, "-"), (p50, "-")),
+    ):
+        assert '<th scope="row">other</th><td>bundle</td><td>{}</td><td>{}</td>'.format(*facts) in page
+        figure = re.findall(r'<th scope="row">other</th><td>p50 latency, ms</td>(.*?)</tr>', page)
+        assert re.findall(r"<td[^>]*>(.*?)</td>", figure[0]) == [*figures, "-"]
 
 
 def test_loading_has_the_values_of_all_rounds_beside_production_s() -> None:

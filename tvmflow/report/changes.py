@@ -10,6 +10,8 @@ from tvmflow.release import Release, ReleaseTarget
 from tvmflow.workspace import Record
 
 Value = float | int | str | None
+NOT_RECORDED = "not recorded"
+"""A fact that a release does not tell, because it was made before it was recorded."""
 REFERENCE = "reference kernel, us"
 """The name of the figure that is the same for every model: it shows whether the machine itself was slower."""
 # Times are longer than others where chance makes them so with at most this probability: 1 in 20 for three beside three.
@@ -19,7 +21,8 @@ _CHANCE = 0.0501
 class Change(Record):
     """A figure or a fact of a target, or of the whole release where `target` is "", now and before; None is unknown.
 
-    `ratio` is the figure over the one before; None for a fact, and where one of the two is missing or zero.
+    `ratio` is the figure over the one before; None for a fact, and where one of the two is missing or zero. `same` says
+    whether the two are equal, None where one of them is unknown or not recorded.
     """
 
     target: str
@@ -27,6 +30,12 @@ class Change(Record):
     now: Value
     before: Value
     ratio: float | None
+    same: bool | None
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether a list of what differs has it: what is equal, or unknown in both releases, is left out."""
+        return not self.same and (self.now, self.before) != (None, None)
 
 
 class PeerRatio(Record):
@@ -228,7 +237,7 @@ def facts(release: Release) -> dict[str, str]:
     origin = release.provenance
     training = origin.training
     # An older release does not say whether there was any.
-    absent = "not recorded" if origin.code is None else "-"
+    absent = NOT_RECORDED if origin.code is None else "-"
     return {
         "model (ONNX)": origin.onnx,
         "operator set": str(origin.opset),
@@ -246,23 +255,24 @@ def parts(release: Release) -> dict[str, Mapping[str, str] | None]:
     A kind is None where it was not recorded.
     """
     origin = release.provenance
-    files = None if origin.training is None else origin.training.files
+    untrained: Mapping[str, str] | None = None if origin.code is None else {}
+    files = untrained if origin.training is None else origin.training.files
     return {"training file": files, "code file": origin.code, "package": origin.packages}
 
 
 def target_facts(target: ReleaseTarget) -> dict[str, str]:
     """Return what a target's bundle was built with, and measured on, by name."""
-    comparison, making = _comparison(target), target.making
+    comparison, making, tuning = _comparison(target), target.making, target.tuning
     compiler = {} if making is None else making.compiler
     return {
-        "processor": "-" if comparison is None else comparison.conditions.processor,
-        "threads": "-" if comparison is None else str(comparison.conditions.threads[0]),
+        "processor": NOT_RECORDED if comparison is None else comparison.conditions.processor,
+        "threads": NOT_RECORDED if comparison is None else str(comparison.conditions.threads[0]),
         "precision": target.verdict.precision,
-        "tuning": "-" if target.tuning is None else f"{target.tuning.shipped}, {target.tuning.coverage}",
-        "tuning records": "not recorded" if making is None else making.records,
-        "build options": "not recorded" if making is None else making.options,
-        "compiler": ", ".join(f"{name} {compiler[name]}" for name in sorted(compiler)) or "not recorded",
-        "compiler's code": "not recorded" if making is None else making.code,
+        "tuning": NOT_RECORDED if tuning is None else f"{tuning.shipped}, {tuning.coverage}",
+        "tuning records": NOT_RECORDED if making is None else making.records,
+        "build options": NOT_RECORDED if making is None else making.options,
+        "compiler": ", ".join(f"{name} {compiler[name]}" for name in sorted(compiler)) or NOT_RECORDED,
+        "compiler's code": NOT_RECORDED if making is None else making.code,
         "algorithms": ", ".join(sorted(target.verdict.algorithms)) or "-",
         "bundle": target.bundle.sha256,
     }
@@ -271,7 +281,8 @@ def target_facts(target: ReleaseTarget) -> dict[str, str]:
 def compare_releases(now: Release, before: Release) -> Iterator[Change]:
     """Yield the facts and figures of two releases, those of the whole release first; equal ones as well.
 
-    Of the files and packages, only those that differ, where both releases name theirs.
+    Of the files and packages, only those that differ, where both releases name theirs. The values of a target that only
+    one of the releases has are None in the other.
     """
     old_facts, old_parts = facts(before), parts(before)
     for name, fact in facts(now).items():
@@ -279,25 +290,29 @@ def compare_releases(now: Release, before: Release) -> Iterator[Change]:
     for kind, items in parts(now).items():
         old_items = old_parts[kind]
         if items is None or old_items is None:
-            if items is not old_items:
-                yield _compare(
-                    "", f"{kind}s", *("not recorded" if each is None else "recorded" for each in (items, old_items))
-                )
+            yield _compare(
+                "", f"{kind}s", *(NOT_RECORDED if each is None else "recorded" for each in (items, old_items))
+            )
             continue
         for name in sorted({*items, *old_items}):
             if items.get(name) != old_items.get(name):
                 yield _compare("", f"{kind} {name}", items.get(name, "-"), old_items.get(name, "-"))
-    old_targets = {item.target: item for item in before.targets}
-    for target in now.targets:
-        old = old_targets.get(target.target)
-        old_values: Mapping[str, Value] = {} if old is None else {**target_facts(old), **figures(old)}
-        values: Mapping[str, Value] = {**target_facts(target), **figures(target)}
-        for name, value in values.items():
-            yield _compare(target.target, name, value, old_values.get(name))
+    values, old_values = _target_values(now), _target_values(before)
+    for target in {**values, **old_values}:
+        ours, theirs = values.get(target, {}), old_values.get(target, {})
+        for name in {**ours, **theirs}:
+            yield _compare(target, name, ours.get(name), theirs.get(name))
+
+
+def _target_values(release: Release) -> dict[str, Mapping[str, Value]]:
+    """The facts and figures of each target."""
+    return {item.target: {**target_facts(item), **figures(item)} for item in release.targets}
 
 
 def _compare(target: str, name: str, now: Value, before: Value) -> Change:
     ratio = None
     if isinstance(now, int | float) and isinstance(before, int | float) and before != 0:
         ratio = now / before
-    return Change(target=target, name=name, now=now, before=before, ratio=ratio)
+    is_known = not {now, before} & {None, NOT_RECORDED}
+    same = now == before if is_known else None
+    return Change(target=target, name=name, now=now, before=before, ratio=ratio, same=same)
