@@ -156,7 +156,10 @@ class ChildProcess:
             return "closed its pipes and went on"
 
     def describe_end(self) -> str:
-        """Return how the child ended, as `name_end` does, and the last line of its log."""
+        """Return how the child ended, as "ended with exit code 7, last output 'no model'", where it has output.
+
+        Call this after the child has closed its pipes. If it still runs `_END_SECONDS` later, the text says so.
+        """
         end, line = self.name_end(), last_line(self.log)
         return f"{end}, last output {line!r}" if line else end
 
