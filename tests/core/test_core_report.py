@@ -238,6 +238,25 @@ def test_a_target_of_one_release_alone_is_named_on_both_pages() -> None:
         assert re.findall(r"<td[^>]*>(.*?)</td>", figure[0]) == [*figures, "-"]
 
 
+def test_the_latency_at_every_size_stands_beside_production_s() -> None:
+    def release(version: str, *latencies: float) -> Release:
+        (first, *others) = (make_measurements(latency).typical for latency in latencies)
+        sizes = [{"batch": 64, "length": 8}, {"batch": 7}][: len(others)]
+        points = (first, *(point.model_copy(update={"sizes": size}) for point, size in zip(others, sizes, strict=True)))
+        measurements = make_measurements(1.0).model_copy(update={"points": points})
+        return make_release("net", version, make_target(measurements=measurements))
+
+    before, now = release("1", 1.0, 4.0), release("2", 1.0, 5.0, 6.0)
+    text = write_page(make_data(now, "production", before, (before,), {}, ()))
+    rows = re.findall(r'<tr><th scope="row">native</th><td>(p50[^<]*)</td>(.*?)</tr>', text)
+    assert {name: re.sub("<[^>]*>", " ", cells).split() for name, cells in rows} == {
+        "p50 latency, ms": ["1", "1", "1.000"],
+        "p50 at batch 64 and length 8, ms": ["4", "5", "1.250"],
+        "p50 at batch 7, ms": ["-", "6", "-"],
+    }
+    assert unexplained_figures(text) == []
+
+
 def test_loading_has_the_values_of_all_rounds_beside_production_s() -> None:
     before, now = _release("1", 1.0), _release("2", 1.0)
     text = write_page(make_data(now, "production", before, (before,), {}, ()))
@@ -347,7 +366,8 @@ def test_a_slower_machine_shows_by_its_processor_and_the_reference_kernel() -> N
         (1.3, 1.3, "a", "The machine was slower"),
         (1.3, 1.0, "b", "The machine was slower"),
         (1.0, 1.28, "a", "Other work held the processors"),
-        (1.0, 1.28, "b", "The machine does not explain it"),
+        (1.0, 1.28, "b", "The model, which is another one, or other work on the machine explains it"),
+        (1.0, 1.05, "b", "The machine does not explain it"),
         (1.0, 1.0, "a", "The machine does not explain it"),
         (1.04, 1.05, "a", "The machine does not explain it"),
     ],
@@ -363,8 +383,9 @@ def test_the_page_says_whether_the_machine_or_the_build_is_slower(
     sentence = re.findall(r'<p class="verdict undecided">(native takes.*?)</p>', text)
     assert sentence == [
         f"native takes 1.30 times as long as in 1. {conclusion}: the reference kernel, which is the same for every "
-        f"release, took {reference:.2f} times as long, and onnxruntime with "
-        f"{'the same model' if onnx == 'a' else 'this release&#x27;s model, which is another one'} {peer:.2f} times."
+        f"release, took {reference:.2f} times as long, and with "
+        f"{'the same model' if onnx == 'a' else 'this release&#x27;s model, which is another one'}, "
+        f"onnxruntime {peer:.2f} times."
     ]
     assert data_of(text)["slowdowns"][0]["bundle"] == pytest.approx(1.3)
     assert sentence[0] in write_difference(now, before)
@@ -388,9 +409,13 @@ def test_the_ratio_to_a_peer_has_its_interval_or_the_rounds_that_it_lacks(rounds
 
 
 def test_a_gate_on_a_figure_shows_the_interval_of_its_check() -> None:
-    checks = (_CHECK.model_copy(update={"interval": Interval(low=-0.0125, high=0.0375)}), _CHECK)
-    text = write_page(make_data(_release("1", 1.0), "production", None, (), {}, checks))
-    assert '<data value="-0.0125">-0.013</data> to <data value="0.0375">0.037</data>' in text
+    interval = {"interval": Interval(low=-0.0125, high=0.0375)}
+    checks = (_CHECK.model_copy(update=interval), _CHECK.model_copy(update={**interval, "name": "max_ratio_current"}))
+    text = write_page(make_data(_release("1", 1.0), "production", None, (), {}, (*checks, _CHECK)))
+    shown = '<data value="-0.0125">-0.013</data> to <data value="0.0375">0.037</data>'
+    rows = re.findall(r'<tr><th scope="row">max_(?:metric_drop|ratio_current)</th>.*?</tr>', text)
+    # The figure of the first is a metric, and its interval that of the drop.
+    assert [re.findall(r"<td[^>]*>(.*?)</td>", row)[-1] for row in rows] == [f"a drop of {shown}", shown, "-"]
     assert unexplained_figures(text) == []
 
 

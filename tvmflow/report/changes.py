@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from tvmflow.comparison import Comparison, Interval, Pair
+from tvmflow.figures import Point
 from tvmflow.release import Release, ReleaseTarget
 from tvmflow.workspace import Record
 
@@ -93,22 +94,30 @@ class Slowdown(Record):
     @property
     def share(self) -> float:
         """The share of the slowdown that the machine explains, on a logarithmic scale; it may be above 1."""
-        ratios = {REFERENCE: self.reference, **(self.peers if self.same_model else {})}
+        return self._share({REFERENCE: self.reference, **(self.peers if self.same_model else {})})
+
+    @property
+    def share_of_peers(self) -> float:
+        """The share that the peers' times explain: the machine's and, where it is another one, the model's together."""
+        return self._share(self.peers)
+
+    def _share(self, ratios: Mapping[str, float]) -> float:
         explained = max((ratios[name] for name in self.slower if name in ratios), default=1.0)
         return math.log(explained) / math.log(self.bundle)
 
     def __str__(self) -> str:
         model = "the same model" if self.same_model else "this release's model, which is another one"
-        peers = "".join(f", and {name} with {model} {ratio:.2f} times" for name, ratio in self.peers.items())
+        peers = " and ".join(f"{name} {ratio:.2f} times" for name, ratio in self.peers.items())
         kernel = f"the reference kernel, which is the same for every release, took {self.reference:.2f} times as long"
-        if self.share < 0.5:
-            conclusion = "The machine does not explain it"
-        elif REFERENCE in self.slower:
-            conclusion = "The machine was slower"
+        if self.share >= 0.5:
+            conclusion = "The machine was slower" if REFERENCE in self.slower else "Other work held the processors"
+        elif not self.same_model and self.share_of_peers >= 0.5:
+            conclusion = "The model, which is another one, or other work on the machine explains it"
         else:
-            conclusion = "Other work held the processors"
+            conclusion = "The machine does not explain it"
         return (
-            f"{self.target} takes {self.bundle:.2f} times as long as in {self.before}. {conclusion}: {kernel}{peers}."
+            f"{self.target} takes {self.bundle:.2f} times as long as in {self.before}. {conclusion}: {kernel}, "
+            f"and with {model}, {peers}."
         )
 
 
@@ -165,13 +174,17 @@ def _is_longer(times: Sequence[float], before: Sequence[float]) -> bool:
 
 
 def figures(target: ReleaseTarget) -> dict[str, float | None]:
-    """Return the figures of a release's target, by name with the unit; None where they were not measured."""
+    """Return the figures of a release's target, by name with the unit; None where they were not measured.
+
+    They are those at the typical sizes of the symbolic dimensions, and the median latency at each other choice of them.
+    """
     speed: tuple[float | None, ...] = (None,) * 6
     if target.measurements is not None:
         bundle = target.measurements.typical.bundle
         latency = bundle.latency_ms
         speed = (latency.p50, latency.p90, latency.p99, latency.throughput, bundle.peak_memory, bundle.load_seconds)
     p50, p90, p99, throughput, peak_memory, load_seconds = speed
+    others = () if target.measurements is None else target.measurements.points[1:]
     comparison = _comparison(target)
     deviation = target.verdict.original
     return {
@@ -179,6 +192,7 @@ def figures(target: ReleaseTarget) -> dict[str, float | None]:
         "p90 latency, ms": p90,
         "p99 latency, ms": p99,
         "runs per second": throughput,
+        **{f"p50 at {_name_sizes(point)}, ms": point.bundle.latency_ms.p50 for point in others},
         "task metric": target.verdict.metric_bundle,
         "largest error": None if deviation is None else deviation.max_abs_error,
         "top-1 agreement": None if deviation is None else deviation.top1_agreement,
@@ -187,6 +201,10 @@ def figures(target: ReleaseTarget) -> dict[str, float | None]:
         "load, s": load_seconds,
         REFERENCE: None if comparison is None else median(pair.reference for pair in comparison.pairs) * 1e6,
     }
+
+
+def _name_sizes(point: Point) -> str:
+    return " and ".join(f"{name} {size}" for name, size in sorted(point.sizes.items()))
 
 
 class Spread(Record):
