@@ -17,10 +17,11 @@ from flows.promote import PromotionSummary, promote_automatically
 from flows.remote import make_on_pool, pools_of
 from flows.runs import one_at_a_time
 from tasks.export import ExportJob, ExportResult, export
-from tasks.insight import InsightJob, ShowJob, find_show, insight
+from tasks.insight import Insight, InsightJob, insight
 from tasks.publish import PublishJob, PublishResult, keep_published_origin, publish, release_document
 from tasks.relax_import import ImportJob, relax_import
 from tasks.report import PAGE, ReportJob, report
+from tasks.show import ShowJob, TextsJob, find_show, texts
 from tasks.step import slug
 from tasks.track import TargetResult, TrackJob, TrackResult, track
 from tasks.train import TrainJob, TrainResult, train
@@ -225,14 +226,19 @@ def release_model(
 def _report(context: RunContext, model: ModelSteps, results: tuple[TargetResult, ...], document: Release) -> Artifact:
     """Return a new page of a release."""
     insights = {
-        item.target.name: insight(
-            context.runner, InsightJob.of(context.spec, model.exported, model.reference, item.bundle, item.target)
-        ).result
+        item.target.name: _look_into(context, model, item)
         for item in results
         if item.verdict.verified and item.target.tvm.get("kind") == "llvm"
     }
     job = context.outlast(lambda: ReportJob.of(context.spec, context.store, document, insights))
     return report(context.runner, job).result.page
+
+
+def _look_into(context: RunContext, model: ModelSteps, item: TargetResult) -> Insight:
+    """Return the insight into a bundle, with its samples as text where the release file names a function for that."""
+    job = InsightJob.of(model.exported, model.reference, item.bundle, item.target)
+    found, show = insight(context.runner, job).result, context.spec.validation.show
+    return found if show is None else texts(context.runner, TextsJob.of(show, job, found)).result.add_to(found)
 
 
 def _find_release(store: ReleaseStore, name: str, version: str) -> Release | None:

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,64 +13,28 @@ from tasks.export import ExportResult
 from tasks.layers import find_layers, measure_peaks
 from tasks.step import ChildStep, Job
 from tasks.validate import ReferenceResult
-from tvmflow import samples, usercode
-from tvmflow.errors import ExportError
+from tvmflow import samples
 from tvmflow.process import Emit
 from tvmflow.report import insight as report
 from tvmflow.report.insight import Drawing, FunctionTime, SampleInsight
 from tvmflow.samples import Array, NamedArrays
-from tvmflow.spec import Spec
 from tvmflow.target import Target
 from tvmflow.tolerance import largest_error
 from tvmflow.workspace import Artifact, StepResult
-
-logger = logging.getLogger(__name__)
 
 # How often functions are timed; how many of the slowest and of the worst samples are kept; how long samples are run.
 _REPEATS, _FUNCTIONS, _SAMPLES = 10, 40, 10
 _SECONDS = 60.0
 # The largest side of a picture, the fewest values of a waveform and the points that it is drawn with.
 _LARGEST_SIDE, _LEAST_WAVE, _WAVE_POINTS = 128, 64, 160
-_SHOWN_VALUES, _LONGEST_TEXT = 24, 2000
-
-
-# The role of the user's function in messages.
-_SHOW = "function that shows a sample"
-
-
-class ShowJob(Job):
-    """The user's function that returns a sample as text."""
-
-    function: str
-
-    @property
-    def needs_torch(self) -> bool:
-        """True: the function's module may import PyTorch."""
-        return True
-
-
-class ShowResult(StepResult):
-    """The sign that the user's function exists and that its module can be imported."""
-
-
-def work_show(job: ShowJob, emit: Emit) -> ShowResult:
-    """Import the function that shows samples before the release needs it.
-
-    The step calls this in a child process. Raises ExportError when there is no such function or its import fails.
-    """
-    usercode.find(job.function, _SHOW, ExportError)
-    return ShowResult(sources=usercode.imported_sources(job.folder))
-
-
-find_show = ChildStep("show", ShowResult, work_show)
+_SHOWN_VALUES = 24
 
 
 class InsightJob(Job):
     """A bundle that runs here, the samples, and the held-out data with the original's outputs, if there are any.
 
     `held_out` and `labels` are None, and `count`, the number of held-out samples, is 0 without such data. With `whole`,
-    each chunk of the held-out data is one sample without the axis of samples. `show` is the function of the user's that
-    returns a sample as text, None without one.
+    each chunk of the held-out data is one sample without the axis of samples.
     """
 
     bundle: Artifact
@@ -82,7 +45,6 @@ class InsightJob(Job):
     count: int
     whole: bool
     target: Target
-    show: str | None
 
     @property
     def label(self) -> str:
@@ -95,17 +57,22 @@ class InsightJob(Job):
         return True
 
     @property
-    def needs_torch(self) -> bool:
-        """Whether there is a function of the user's, whose module may import PyTorch."""
-        return self.show is not None
+    def data(self) -> Artifact:
+        """The data that is looked at: the held-out data, or the samples without such data."""
+        return self.samples if self.held_out is None else self.held_out
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the data is in chunks that have samples along the first axis."""
+        return self.held_out is not None and not self.whole
 
     def cache_key(self) -> Mapping[str, Any]:
-        """Return the digests of the bundle, of the model and of the data, and the function that shows samples."""
-        return self.model_dump(mode="json", include={"bundle", "onnx", "samples", "held_out", "labels", "show"})
+        """Return the digests of the bundle, of the model and of the data."""
+        return self.model_dump(mode="json", include={"bundle", "onnx", "samples", "held_out", "labels"})
 
     @classmethod
     def of(
-        cls, spec: Spec, exported: ExportResult, reference: ReferenceResult | None, bundle: Artifact, target: Target
+        cls, exported: ExportResult, reference: ReferenceResult | None, bundle: Artifact, target: Target
     ) -> "InsightJob":
         """Return the job that looks into one bundle; `reference` is None without held-out data."""
         return cls(
@@ -117,7 +84,6 @@ class InsightJob(Job):
             count=0 if reference is None else reference.count,
             whole=reference is not None and reference.whole,
             target=target,
-            show=spec.validation.show,
         )
 
 
@@ -156,11 +122,10 @@ def work(job: InsightJob, emit: Emit) -> Insight:
         ),
         layers=layers,
         peaks=peaks,
-        worst=tuple(_describe(item, labels, job.show) for item in worst),
-        flipped=tuple(_describe(item, labels, job.show) for item in flipped[:_SAMPLES]),
+        worst=tuple(_describe(item, labels) for item in worst),
+        flipped=tuple(_describe(item, labels) for item in flipped[:_SAMPLES]),
         flips=len(flipped),
         samples=len(comparisons),
-        sources=usercode.imported_sources(job.folder),
     )
 
 
@@ -171,22 +136,21 @@ _Compared = tuple[int, float, int | None, int | None, NamedArrays]
 
 
 def _compare(job: InsightJob, model: Any, labels: Array | None, emit: Emit) -> Iterator[_Compared]:
-    """Run the model on the data and yield every sample; chunks of held-out data have samples along the first axis."""
-    data = samples.load(job.workspace.path(job.samples if job.held_out is None else job.held_out))
-    is_chunked = job.held_out is not None and not job.whole
+    """Run the model on the data and yield every sample."""
+    data = samples.load(job.workspace.path(job.data))
     index, start = 0, time.monotonic()
     for number, (inputs, expected) in enumerate(data):
         emit(number, len(data), "samples")
         outputs = model(**inputs)
-        length = min(len(next(iter(expected.values()))), job.count - index) if is_chunked else 1
+        length = min(len(next(iter(expected.values()))), job.count - index) if job.is_chunked else 1
         for position in range(length):
-            place = slice(position, position + 1) if is_chunked else slice(None)
+            place = slice(position, position + 1) if job.is_chunked else slice(None)
             ours, theirs = (
                 {name: np.asarray(values[name])[place] for name in expected} for values in (outputs, expected)
             )
             error = max(largest_error(theirs[name], ours[name]) for name in expected)
             first = next(iter(expected))
-            part = {name: array[position] if is_chunked else array for name, array in inputs.items()}
+            part = {name: array[position] if job.is_chunked else array for name, array in inputs.items()}
             yield index, error, _answer(ours[first]), _answer(theirs[first]), part
             index += 1
         if time.monotonic() - start > _SECONDS:
@@ -200,7 +164,7 @@ def _answer(output: Array) -> int | None:
     return int(output.argmax())
 
 
-def _describe(item: _Compared, labels: Array | None, show: str | None) -> SampleInsight:
+def _describe(item: _Compared, labels: Array | None) -> SampleInsight:
     index, error, answer, original_answer, inputs = item
     label = None if labels is None or np.ndim(labels[index]) else str(labels[index])
     drawings = tuple(draw(name, np.asarray(array)) for name, array in inputs.items())
@@ -211,28 +175,7 @@ def _describe(item: _Compared, labels: Array | None, show: str | None) -> Sample
         original_answer=original_answer,
         label=label,
         inputs=drawings,
-        text=None if show is None else write_text(show, inputs),
     )
-
-
-def write_text(show: str, inputs: NamedArrays) -> str:
-    """Return a sample as the user's function `show` writes it, at most 2000 characters of it.
-
-    If the function raises, the text is a sentence on its failure, and the release goes on. The sentence has no message
-    of the exception, because that may name files of this machine. The same holds for a result that is no text.
-    """
-    what = f"{_SHOW} {show!r}"
-    try:
-        text = usercode.call(show, _SHOW, ExportError, {name: np.array(array) for name, array in inputs.items()})
-    except (ExportError, SystemExit) as error:
-        problem = error if error.__cause__ is None else error.__cause__
-        logger.warning("%s", error)
-        return f"{what} raised {type(problem).__name__}"
-    if not isinstance(text, str):
-        return f"{what} returned a {type(text).__name__}, not a text"
-    # Halves of surrogate pairs, which no file of UTF-8 can hold, become question marks.
-    text = text.encode("utf-8", "replace").decode()
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
 def draw(name: str, array: Array) -> Drawing:

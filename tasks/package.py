@@ -87,7 +87,7 @@ class PackageJob(Job):
                 # The numbers of the processor by which the compiler chose.
                 **({} if target.profile is None else {"machine": target.profile.to_json()}),
                 # The modules of the user's operators, with their digests.
-                **({"operators": json.dumps(imported.sources.files)} if spec.model.operators else {}),
+                **({"operators": json.dumps(imported.sources.portable)} if spec.model.operators else {}),
             },
         )
         return cls(manifest=manifest, build=build, samples=exported.samples, target=target, signer=signer)

@@ -163,7 +163,7 @@ def release_document(
     """
     code: dict[str, str] = {}
     for result in (trained, exported, reference):
-        code |= {} if result is None else result.sources.files
+        code |= {} if result is None else result.sources.portable
     return Release(
         name=spec.name,
         version=tracked.version or "",

@@ -40,8 +40,15 @@ class ReportJob(Job):
     layers_before: dict[str, dict[str, float]]
 
     def cache_key(self) -> Mapping[str, Any]:
-        """Return the release alone: its page is not written again when other releases or the channel change."""
-        return {"release": self.release}
+        """Return the release and the texts of its samples, which may fail in one run and not in the next.
+
+        The page stays the same when later releases and moves change all else.
+        """
+        texts = {
+            target: [item.problem, *(sample.text for sample in (*item.worst, *item.flipped))]
+            for target, item in self.insights.items()
+        }
+        return {"release": self.release, "texts": texts}
 
     @classmethod
     def of(cls, spec: Spec, store: ReleaseStore, release: Release, insights: Mapping[str, Insight]) -> "ReportJob":

@@ -143,6 +143,9 @@ class StackError(TvmflowError):
 class StepError(TvmflowError):
     """A step's process was killed, crashed or ran out of time."""
 
+    end: str = ""
+    """The end of a process that gave no result, as "was killed by SIGSEGV", without files and output; else ""."""
+
 
 class ErrorData(TypedDict):
     """An error as JSON.

@@ -6,6 +6,7 @@ new interpreter or, within `shared_imports`, a fork of a process that has import
 
 import contextlib
 import importlib
+import mmap
 import os
 import signal
 import sys
@@ -249,14 +250,19 @@ def _exchange(
                 return result.model_validate(reply["result"])
     except TimeoutError as error:
         process.close()
-        raise StepError(
-            f"{step} took longer than {timeout / 60:.3g} minutes and was ended; "
-            f"set TVMFLOW_STEP_TIMEOUT_MINUTES for more, its log is {process.log}"
-        ) from error
+        end = f"took longer than {timeout / 60:.3g} minutes"
+        advice = f"set TVMFLOW_STEP_TIMEOUT_MINUTES for more, its log is {process.log}"
+        raise _ended(f"{step} {end} and was ended; {advice}", end) from error
     except EOFError as error:
-        end = process.describe_end()
+        end, description = process.name_end(), process.describe_end()
         process.close()
-        raise StepError(f"the process of {step} {end}; its log is {process.log}") from error
+        raise _ended(f"the process of {step} {description}; its log is {process.log}", end) from error
+
+
+def _ended(message: str, end: str) -> StepError:
+    error = StepError(message)
+    error.end = end
+    return error
 
 
 def _environment(paths: Sequence[Path], additions: Mapping[str, str], torch: bool) -> dict[str, str]:
@@ -281,7 +287,7 @@ def _serve(function: str) -> None:
 
 
 def _serve_forks(imports: Sequence[str]) -> None:
-    """Fork for each job until the parent sends no more or a fork fails; this is the fork server's side."""
+    """Fork for each job until the parent sends no more or a fork gives no reply; this is the fork server's side."""
     channel = _take_channel()
     with importing():
         for module in imports:
@@ -289,7 +295,10 @@ def _serve_forks(imports: Sequence[str]) -> None:
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
     own = os.getpid()
+    # Shared with the forks: 1 when the job has a reply, without which also exit code 0 is a failure.
+    has_reply = mmap.mmap(-1, 1)
     while (message := channel.receive()) is not None:
+        has_reply[0] = 0
         pid = os.fork()
         if pid == 0:
             die_with_parent(own)
@@ -300,6 +309,7 @@ def _serve_forks(imports: Sequence[str]) -> None:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
             _work(channel, message["function"], message["job"])
+            has_reply[0] = 1
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code < 0:
@@ -307,7 +317,7 @@ def _serve_forks(imports: Sequence[str]) -> None:
             with contextlib.suppress(OSError):
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(own, -code)
-        if code:
+        if code or not has_reply[0]:
             os._exit(code)
 
 

@@ -33,9 +33,10 @@ class Provenance(Record):
 
     `source` is the version of the registered model that it was exported from, as MODEL/3; None for another origin.
     `training` is None where the release's flow trained nothing, `held_out` the SHA-256 of the held-out data, None
-    without such data. `code` has the SHA-256 of the user's modules by path, `packages` the versions of all Python
-    packages that were installed where the release was logged. These four are None in a release that was made before
-    they were recorded.
+    without such data. `code` has the SHA-256 of the user's modules, by the path in the folder of the release file or by
+    the name under which a module from elsewhere was imported; `packages` has the versions of all Python packages that
+    were installed where the release was logged. These four are None in a release that was made before they were
+    recorded.
     """
 
     onnx: str

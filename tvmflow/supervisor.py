@@ -145,16 +145,22 @@ class ChildProcess:
             time.sleep(min(_WAIT_SECONDS, seconds))
         return code
 
-    def describe_end(self) -> str:
-        """Return how the child ended, as "was killed by SIGSEGV", and the last line of its log.
+    def name_end(self) -> str:
+        """Return how the child ended, as "was killed by SIGSEGV".
 
         Call this after the child has closed its pipes. If it still runs `_END_SECONDS` later, the text says so.
         """
         try:
-            end = describe_exit(self.wait(time.monotonic() + _END_SECONDS))
+            return describe_exit(self.wait(time.monotonic() + _END_SECONDS))
         except TimeoutError:
-            end = "closed its pipes and went on"
-        line = last_line(self.log)
+            return "closed its pipes and went on"
+
+    def describe_end(self) -> str:
+        """Return how the child ended, as "ended with exit code 7, last output 'no model'", where it has output.
+
+        Call this after the child has closed its pipes. If it still runs `_END_SECONDS` later, the text says so.
+        """
+        end, line = self.name_end(), last_line(self.log)
         return f"{end}, last output {line!r}" if line else end
 
     def kill(self) -> None:

@@ -62,12 +62,14 @@ def imported_sources(folder: Path | None = None) -> Sources:
     """Return the user's modules that this process has imported, with their SHA-256.
 
     Modules of Python, of installed packages and of this project do not count. Paths in `folder` are relative to it, all
-    others absolute; without `folder` all are absolute.
+    others absolute and named; without `folder` all are absolute.
     """
     project = str(Path(__file__).resolve().parent.parent)
     base = folder.resolve() if folder is not None else None
-    digests = {}
-    for module in list(sys.modules.values()):
+    digests: dict[str, str] = {}
+    names: dict[str, str] = {}
+    # Of a module that has two names, the first in alphabetical order stays.
+    for imported_as, module in sorted(sys.modules.copy().items(), reverse=True):
         file = getattr(module, "__file__", None)
         if not file or not file.endswith(".py"):
             continue
@@ -76,6 +78,8 @@ def imported_sources(folder: Path | None = None) -> Sources:
         is_ours = package in ("tvmflow", "tasks", "flows") and str(path).startswith(project)
         is_installed = "site-packages" in path.parts or str(path).startswith(_INSTALLED)
         if not is_ours and not is_installed and module.__name__ != "__main__" and path.is_file():
-            name = path.relative_to(base) if base is not None and path.is_relative_to(base) else path
-            digests[str(name)] = sha256_file(path)
-    return Sources(files=dict(sorted(digests.items())))
+            if base is not None and path.is_relative_to(base):
+                digests[str(path.relative_to(base))] = sha256_file(path)
+            else:
+                digests[str(path)], names[str(path)] = sha256_file(path), imported_as
+    return Sources(files=dict(sorted(digests.items())), names=dict(sorted(names.items())))

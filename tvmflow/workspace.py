@@ -46,10 +46,23 @@ class Sources(Record):
     """The user's own modules that a step imported: paths with their SHA-256. When one changes, the step runs again.
 
     A module in the folder of the release file has a path relative to that folder, so that a copy of the folder gives
-    the same paths.
+    the same paths. `names` has, by path, the names under which the others were imported.
     """
 
     files: dict[str, str] = {}
+    names: dict[str, str] = {}
+
+    @property
+    def portable(self) -> dict[str, str]:
+        """The digests without paths of this machine, the same on each: by the path in the folder, else by the name.
+
+        A path outside the folder without a name, as older releases have it, is cut to the name of the file.
+        """
+        digests = {}
+        for path, digest in self.files.items():
+            is_inside = not Path(path).is_absolute()
+            digests[path if is_inside else self.names.get(path, Path(path).name)] = digest
+        return dict(sorted(digests.items()))
 
     def unchanged(self, folder: Path = Path()) -> bool:
         """Whether every file still has its digest; relative paths are looked up in `folder`."""

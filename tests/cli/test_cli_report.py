@@ -1,5 +1,7 @@
 """`tvmflow report` and `tvmflow diff`: a release's page with what became of it, and what differs between two."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from tvmflow.release import Blob, Provenance
 from tvmflow.report.page import write
 from tvmflow.report.release import make_data, write_page
 from tvmflow.services import open_store
-from tvmflow.store.keys import statement_key
+from tvmflow.store.keys import release_key, statement_key
 
 Command = Callable[..., CommandResult]
 NOBODY = "http://127.0.0.1:9"
@@ -71,9 +73,31 @@ def test_the_page_says_who_signed_and_moved_the_release_though_mlflow_is_away(
 
 def test_what_differs_is_printed_and_written(tvmflow: Command) -> None:
     result = _diff(tvmflow, "--json", "--html", "diff.html")
-    (row_of_change,) = [row for row in result.document["changes"] if row["now"] != row["before"]]
+    (row_of_change,) = [row for row in result.document["changes"] if row["same"] is False]
     assert (row_of_change["name"], row_of_change["before"], row_of_change["now"]) == ("operator set", "17", "18")
     assert "operator set" in Path("diff.html").read_text()
+
+
+@pytest.mark.parametrize(("newer", "code"), [("2", "not recorded"), ("3", "recorded")])
+def test_what_a_release_of_format_2_does_not_record_is_not_called_the_same(
+    tvmflow: Command, newer: str, code: str
+) -> None:
+    with open_store(machine.load()) as store:
+        provenance = Provenance(onnx="sha256:" + "0" * 64, opset=18, code={"model.py": "0" * 64}, packages={})
+        store.publish(make_release("net", "3", provenance=provenance), ())
+        for version in ("1", "2"):
+            # As an older tvmflow wrote it.
+            document = json.loads(store.objects.get(release_key("net", version)) or b"")
+            for name in ("training", "held_out", "code", "packages"):
+                del document["provenance"][name]
+            store.objects.put(release_key("net", version), json.dumps({**document, "format": 2}).encode(), "write it")
+    result = tvmflow("diff", "net", "1", newer, "--json", "--html", "diff.html")
+    rows = {row["name"]: (row["before"], row["now"], row["same"]) for row in result.document["changes"]}
+    assert rows["code files"] == rows["packages"] == ("not recorded", code, None)
+    assert rows["training function"] == ("not recorded", "-" if newer == "3" else code, None)
+    assert f"<td>code files</td><td>not recorded</td><td>{code}</td>" in Path("diff.html").read_text()
+    lines = tvmflow("diff", "net", "1", newer).stdout.splitlines()
+    assert ["all", "code files", "not recorded", code] in [re.split(" {2,}", line.strip()) for line in lines]
 
 
 def test_the_layers_that_lost_time_are_named(tvmflow: Command, tmp_path: Path) -> None:

@@ -86,6 +86,9 @@ def exits(job: Job, emit) -> Result:
     print("these are my last words")
     sys.exit(7)
 
+def goes_silently(job: Job, emit) -> Result:
+    os._exit(0)
+
 def asks(job: Job, emit) -> Result:
     return Result(value=float(input("a number, please: ")))
 
@@ -275,6 +278,9 @@ def test_a_child_that_exits_is_reported_with_its_code_and_last_output(call: Call
     message = refusal(call, "exits")
     assert "exit code 7" in message
     assert "'these are my last words'" in message
+    with pytest.raises(StepError) as caught:
+        call("exits")
+    assert caught.value.end == "ended with exit code 7"
 
 
 def test_a_question_to_the_user_ends_at_once(call: Call) -> None:
@@ -333,6 +339,14 @@ def test_a_fork_that_crashes_is_replaced(jobs: Path) -> None:
             with pytest.raises(StepError, match="exit code 7, last output 'these are my last words'"):
                 run("exits")
             assert run("double").value == 2
+
+
+def test_a_fork_that_ends_without_a_reply_is_not_waited_for(jobs: Path) -> None:
+    with process.shared_imports(), pytest.raises(StepError, match="ended with exit code 0; its log is") as caught:
+        process.call(
+            "jobs:goes_silently", Job(), Result, log=jobs / "log", timeout=30, paths=(jobs,), imports=("jobs",)
+        )
+    assert caught.value.end == "ended with exit code 0"
 
 
 def test_all_children_can_be_ended(call: Call) -> None:

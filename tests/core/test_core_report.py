@@ -14,7 +14,8 @@ from support import scale
 from support.releases import make_compared, make_measurements, make_release, make_target, make_verdict
 from support.reports import data_of, figures_of, measure_overflow, unexplained_figures, unmarked_figures
 from support.skips import needs
-from tasks.insight import draw, write_text
+from tasks.insight import draw
+from tasks.show import Text, write_text
 from tvmflow.comparison import Interval
 from tvmflow.documents import decode, encode
 from tvmflow.release import Making, Provenance, Release, Tuning
@@ -173,6 +174,8 @@ def test_the_page_names_the_data_the_code_the_packages_and_the_records_that_chan
         "code file model.py": ("555555555555…", "777777777777…"),
         "code file old.py": ("666666666666…", "-"),
         "package numpy": ("2.3", "2.4"),
+        "processor": ("not recorded", "not recorded"),
+        "threads": ("not recorded", "not recorded"),
         "tuning records": ("aaaaaaaaaaaa…", "bbbbbbbbbbbb…"),
         "bundle": ("111111111111…", "222222222222…"),
     }
@@ -184,6 +187,74 @@ def test_the_page_names_the_data_the_code_the_packages_and_the_records_that_chan
         ("not recorded", "999999999999…"),
     )
     assert "package numpy" not in old
+
+
+_UNRECORDED = {
+    *("training function", "training arguments", "training files", "held-out data", "code files", "packages"),
+    *("processor", "threads", "tuning records", "build options", "compiler", "compiler's code"),
+}
+
+
+def test_what_both_releases_do_not_record_is_not_the_same() -> None:
+    old = _release("1", 1.0)
+    older = old.model_copy(update={"targets": tuple(item.model_copy(update={"tuning": None}) for item in old.targets)})
+    for release, names in ((old, _UNRECORDED), (older, {*_UNRECORDED, "tuning"})):
+        page = write_difference(release, release)
+        rows = re.findall(r'<tr><th scope="row">[^<]*</th><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td></tr>', page)
+        assert {name.replace("&#x27;", "'"): values for name, *values in rows} == {
+            name: ["not recorded", "not recorded"] for name in names
+        }
+        assert "are the same" not in page
+        assert {change["name"] for change in data_of(page)["changes"] if change["now"] == "not recorded"} == names
+    assert {change.name: change.same for change in compare_releases(old, old)} == {
+        **dict.fromkeys((change.name for change in compare_releases(old, old)), True),
+        **dict.fromkeys(_UNRECORDED),
+        # These were not measured.
+        **dict.fromkeys(("p99 latency, ms", "reference kernel, us")),
+    }
+
+
+def test_a_release_that_trained_nothing_says_so() -> None:
+    trained = _made("1", records="a", lr=0.1, data="1", code={"model.py": "5" * 64}, numpy="2.3")
+    origin = trained.provenance.model_copy(update={"training": None})
+    changes = compare_releases(trained.model_copy(update={"provenance": origin}), trained)
+    assert {change.name: change.now for change in changes if change.name.startswith("training")} == {
+        "training function": "-",
+        "training arguments": "-",
+        "training file data.csv": "-",
+    }
+
+
+def test_a_target_of_one_release_alone_is_named_on_both_pages() -> None:
+    one = make_release("net", "1", make_target("native"))
+    both = make_release("net", "2", make_target("native"), make_target("other", measurements=make_measurements(2.0)))
+    bundle, p50 = "000000000000…", '<data value="2.0">2</data>'
+    for page, facts, figures in (
+        (write_difference(both, one), ("-", bundle), ("-", p50)),
+        (write_difference(one, both), (bundle, "-"), (p50, "-")),
+    ):
+        assert '<th scope="row">other</th><td>bundle</td><td>{}</td><td>{}</td>'.format(*facts) in page
+        figure = re.findall(r'<th scope="row">other</th><td>p50 latency, ms</td>(.*?)</tr>', page)
+        assert re.findall(r"<td[^>]*>(.*?)</td>", figure[0]) == [*figures, "-"]
+
+
+def test_the_latency_at_every_size_stands_beside_production_s() -> None:
+    def release(version: str, *latencies: float) -> Release:
+        (first, *others) = (make_measurements(latency).typical for latency in latencies)
+        sizes = [{"batch": 64, "length": 8}, {"batch": 7}][: len(others)]
+        points = (first, *(point.model_copy(update={"sizes": size}) for point, size in zip(others, sizes, strict=True)))
+        measurements = make_measurements(1.0).model_copy(update={"points": points})
+        return make_release("net", version, make_target(measurements=measurements))
+
+    before, now = release("1", 1.0, 4.0), release("2", 1.0, 5.0, 6.0)
+    text = write_page(make_data(now, "production", before, (before,), {}, ()))
+    rows = re.findall(r'<tr><th scope="row">native</th><td>(p50[^<]*)</td>(.*?)</tr>', text)
+    assert {name: re.sub("<[^>]*>", " ", cells).split() for name, cells in rows} == {
+        "p50 latency, ms": ["1", "1", "1.000"],
+        "p50 at batch 64 and length 8, ms": ["4", "5", "1.250"],
+        "p50 at batch 7, ms": ["-", "6", "-"],
+    }
+    assert unexplained_figures(text) == []
 
 
 def test_loading_has_the_values_of_all_rounds_beside_production_s() -> None:
@@ -295,7 +366,8 @@ def test_a_slower_machine_shows_by_its_processor_and_the_reference_kernel() -> N
         (1.3, 1.3, "a", "The machine was slower"),
         (1.3, 1.0, "b", "The machine was slower"),
         (1.0, 1.28, "a", "Other work held the processors"),
-        (1.0, 1.28, "b", "The machine does not explain it"),
+        (1.0, 1.28, "b", "The model, which is another one, or other work on the machine explains it"),
+        (1.0, 1.05, "b", "The machine does not explain it"),
         (1.0, 1.0, "a", "The machine does not explain it"),
         (1.04, 1.05, "a", "The machine does not explain it"),
     ],
@@ -311,8 +383,9 @@ def test_the_page_says_whether_the_machine_or_the_build_is_slower(
     sentence = re.findall(r'<p class="verdict undecided">(native takes.*?)</p>', text)
     assert sentence == [
         f"native takes 1.30 times as long as in 1. {conclusion}: the reference kernel, which is the same for every "
-        f"release, took {reference:.2f} times as long, and onnxruntime with "
-        f"{'the same model' if onnx == 'a' else 'this release&#x27;s model, which is another one'} {peer:.2f} times."
+        f"release, took {reference:.2f} times as long, and with "
+        f"{'the same model' if onnx == 'a' else 'this release&#x27;s model, which is another one'}, "
+        f"onnxruntime {peer:.2f} times."
     ]
     assert data_of(text)["slowdowns"][0]["bundle"] == pytest.approx(1.3)
     assert sentence[0] in write_difference(now, before)
@@ -336,9 +409,13 @@ def test_the_ratio_to_a_peer_has_its_interval_or_the_rounds_that_it_lacks(rounds
 
 
 def test_a_gate_on_a_figure_shows_the_interval_of_its_check() -> None:
-    checks = (_CHECK.model_copy(update={"interval": Interval(low=-0.0125, high=0.0375)}), _CHECK)
-    text = write_page(make_data(_release("1", 1.0), "production", None, (), {}, checks))
-    assert '<data value="-0.0125">-0.013</data> to <data value="0.0375">0.037</data>' in text
+    interval = {"interval": Interval(low=-0.0125, high=0.0375)}
+    checks = (_CHECK.model_copy(update=interval), _CHECK.model_copy(update={**interval, "name": "max_ratio_current"}))
+    text = write_page(make_data(_release("1", 1.0), "production", None, (), {}, (*checks, _CHECK)))
+    shown = '<data value="-0.0125">-0.013</data> to <data value="0.0375">0.037</data>'
+    rows = re.findall(r'<tr><th scope="row">max_(?:metric_drop|ratio_current)</th>.*?</tr>', text)
+    # The figure of the first is a metric, and its interval that of the drop.
+    assert [re.findall(r"<td[^>]*>(.*?)</td>", row)[-1] for row in rows] == [f"a drop of {shown}", shown, "-"]
     assert unexplained_figures(text) == []
 
 
@@ -468,29 +545,36 @@ def test_a_sample_is_shown_as_the_text_of_the_user_s_function(tmp_path: Path, mo
     (tmp_path / "words_of_a_report.py").write_text(words)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def shown(function: str, count: int = 3) -> str:
+    def shown(function: str, count: int = 3) -> Text:
         return write_text(f"words_of_a_report:{function}", {"ids": np.arange(count)})
 
     texts = [shown(name) for name in ("show", "half", "number", "broken", "gone", "ends")]
     failure = "function that shows a sample 'words_of_a_report:{}' {}".format
-    assert texts == [
-        "<0> <1> <2>",
-        "?",
-        failure("number", "returned a int, not a text"),
-        failure("broken", "raised KeyError"),
-        failure("gone", "raised AttributeError"),
-        failure("ends", "raised SystemExit"),
+    assert [(text.text, text.failed) for text in texts] == [
+        ("<0> <1> <2>", False),
+        ("?", False),
+        (failure("number", "returned a int, not a text"), True),
+        (failure("broken", "raised KeyError"), True),
+        (failure("gone", "raised AttributeError"), True),
+        (failure("ends", "raised SystemExit"), True),
     ]
-    long = shown("show", 1000)
+    long = shown("show", 1000).text
     assert (len(long), long[-1]) == (2001, "…")
     ids = np.arange(3)
     write_text("words_of_a_report:changes", {"ids": ids})
     assert ids.tolist() == [0, 1, 2]
-    sample = _sample(7, 3).model_copy(update={"text": texts[0]})
+    sample = _sample(7, 3).model_copy(update={"text": texts[0].text})
     insight = _INSIGHT.model_copy(update={"worst": (sample,), "flipped": ()})
     text = write_page(make_data(_release("1", 1.0), "production", None, (), {"native": insight}, ()))
     assert "<blockquote>&lt;0&gt; &lt;1&gt; &lt;2&gt;</blockquote>" in text
     assert "<details><summary>inputs</summary><p><code>x: 1, 2, 3</code></p></details><figcaption>sample" in text
+
+
+def test_the_page_says_why_no_sample_is_shown_as_text() -> None:
+    insight = _INSIGHT.model_copy(update={"problem": "The samples are not shown as text: it <ended>."})
+    text = write_page(make_data(_release("1", 1.0), "production", None, (), {"native": insight}, ()))
+    section = text.partition('<h2 id="worst-samples">')[2].partition("</section>")[0]
+    assert '<p class="verdict undecided">The samples are not shown as text: it &lt;ended&gt;.</p>' in section
 
 
 def test_token_ids_are_shown_as_numbers() -> None:

@@ -1,6 +1,7 @@
 """The user's own functions: imported, called, and refused in one sentence when they cannot be."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +22,12 @@ MODULES = {
 }
 LIST_SOURCES = """
 import sys
+from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tvmflow import usercode
 from tvmflow.errors import ExportError
 usercode.call("whole:create", "model factory", ExportError)
-print(usercode.imported_sources().model_dump_json())
+print(usercode.imported_sources(*map(Path, sys.argv[2:])).model_dump_json())
 """
 
 
@@ -77,3 +79,33 @@ def test_the_sources_are_the_users_own_modules_with_their_digests(modules: Path)
     assert Sources(files=files).unchanged()
     paths[0].write_text("changed = True\n")
     assert not Sources(files=files).unchanged()
+
+
+def test_a_module_beside_the_folder_of_the_release_file_goes_out_by_its_name(tmp_path: Path) -> None:
+    for path, text in {
+        "ours/whole.py": "import common.losses, helping\ndef create(): return 0\n",
+        "ours/helping.py": "",
+        "elsewhere/common/__init__.py": "",
+        "elsewhere/common/losses.py": "import sys\nsys.modules['zzz'] = sys.modules[__name__]\n",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    ours, elsewhere = tmp_path / "ours", tmp_path / "elsewhere"
+    process = subprocess.run(
+        [sys.executable, "-c", LIST_SOURCES, str(ours), str(ours)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(elsewhere), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    sources = Sources.model_validate_json(process.stdout)
+    assert sources.unchanged(ours)
+    assert sources.portable == {
+        "common": sha256_file(elsewhere / "common" / "__init__.py"),
+        "common.losses": sha256_file(elsewhere / "common" / "losses.py"),
+        "helping.py": sha256_file(ours / "helping.py"),
+        "whole.py": sha256_file(ours / "whole.py"),
+    }
+
+
+def test_a_path_of_an_older_release_is_cut_to_the_file() -> None:
+    older = Sources(files={"/home/somebody/common/losses.py": "1" * 64, "src/model.py": "2" * 64})
+    assert older.portable == {"losses.py": "1" * 64, "src/model.py": "2" * 64}

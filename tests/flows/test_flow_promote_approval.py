@@ -1,6 +1,9 @@
 """Approval: a promotion that a person must agree to waits, shows what was found, and goes on from the answer."""
 
+import getpass
+import html
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +12,22 @@ import requests
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.types.entrypoint import EntrypointType
 
+from support.reports import data_of
+
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory, machine: Any, make: Any) -> Any:
-    """A machine that released a model with two channels that need a person, and the deployment that asks for one."""
+    """A machine that released a model with two channels that need a person, and the deployment that asks for one.
+
+    The function that shows the model's samples ends its process.
+    """
     from flows.promote import promote
 
     folder = tmp_path_factory.mktemp("model")
     make.onnx(folder)
-    channels = {"yes": {"approval": "required"}, "no": {"approval": "required"}}
-    result = machine.release(make.file(folder, channels=channels))
+    (folder / "words.py").write_text("import os\n\n\ndef show(inputs):\n    os._exit(3)\n")
+    channels = {"yes": {"approval": "required", "rebuild": "required"}, "no": {"approval": "required"}}
+    result = machine.release(make.file(folder, channels=channels, validate={"show": "words:show"}))
     assert result.code == 0, result.stderr
     with temporary_settings({PREFECT_API_URL: _api(machine)}):
         promote.to_deployment("tiny", entrypoint_type=EntrypointType.MODULE_PATH).apply()
@@ -62,6 +71,19 @@ def _held(machine: Any, channel: str) -> tuple[str | None, str | None]:
     return pointer, None if alias is None else str(alias)
 
 
+def _page(machine: Any) -> str:
+    """The page of the release as `tvmflow report` writes it now."""
+    file = machine.home.parent / "page.html"
+    written = machine.run("report", "tiny", "1", "-o", file)
+    assert written.code == 0, written.stderr
+    return str(file.read_text())
+
+
+def _section(page: str, name: str) -> str:
+    """The text of a section, whose heading has the id `name`."""
+    return html.unescape(page.partition(f'<h2 id="{name}">')[2].partition("</section>")[0])
+
+
 def _verdict(machine: Any, flow_run: str) -> tuple[Any, dict[str, Any], str]:
     """The one run in MLflow of a flow run, its verdict and its report."""
     client = machine.mlflow
@@ -91,9 +113,27 @@ def test_an_approved_promotion_goes_on_and_moves_the_channel(released: Any) -> N
     assert run.info.status == "FINISHED"
     assert (run.data.tags["tvmflow.verdict"], verdict["approval"]["approve"]) == ("passed", True)
 
+    page = _page(released)
+    trust = _section(page, "trust")
+    assert f"approved by {verdict['approval']['who']} (fine)" in trust
+    assert verdict["approval"]["who"].startswith(f"{getpass.getuser()}@")
+    assert re.search(r"<li>target 'native' is the same when built again: ONNX file, .*mod\.so", trust)
+    (promotion,) = data_of(page)["standing"]["promotions"]
+    assert (promotion["channel"], promotion["approval"]["approve"]) == ("yes", True)
+    assert [check["passed"] for check in promotion["checks"] if check["name"] == "rebuild"] == [True]
+
     again = released.run("approve", waits["run"])
     assert again.code == 1
     assert "no promotion" in again.sentence
+
+
+def test_a_function_that_ends_its_process_costs_the_samples_their_texts_and_not_the_release(released: Any) -> None:
+    page = _page(released)
+    what = "function that shows a sample 'words:show' ended with exit code 3"
+    assert f"The samples are not shown as text: {what}." in _section(page, "worst-samples")
+    (insight,) = data_of(page)["insights"].values()
+    assert len(insight["worst"]) > 0
+    assert {sample["text"] for sample in insight["worst"]} == {None}
 
 
 @pytest.mark.long

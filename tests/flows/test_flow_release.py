@@ -176,7 +176,7 @@ def test_the_report_is_published_and_logged(digits: Any) -> None:
     assert insight["functions"][0]["ms"] > 0
     assert all(sample["inputs"][0]["image"] for sample in insight["worst"])
     assert all(re.fullmatch(r"brightest [01]\.\d\d", sample["text"]) for sample in insight["worst"])
-    assert digits.made("insight")["sources"]["files"].keys() == {"shown.py"}
+    assert digits.made("texts")["sources"]["files"].keys() == {"shown.py"}
 
 
 def test_the_release_names_its_data_its_code_its_packages_and_its_compiler(digits: Any) -> None:

@@ -1,5 +1,6 @@
 """Operators of the user's own in a release: they are compared with their definition, and belong to the cache keys."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 from onnx import helper
 
 from support.models import save_model
+from support.steps import compile_by_steps
 from tasks.export import ExportJob, ExportResult
 from tasks.original import find_original
 from tasks.relax_import import ImportJob, relax_import
 from tasks.step import StepRunner
+from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.errors import ExportError
 from tvmflow.spec import Spec, parse
 from tvmflow.workspace import Workspace
@@ -71,3 +74,20 @@ def test_an_operator_that_is_not_there_is_one_sentence(export_spec: Callable[[Sp
     absent = spec.model.model_copy(update={"operators": ("no_such_module:twice",)})
     with pytest.raises(ExportError, match=r"operator 'no_such_module:twice': there is no module 'no_such_module'"):
         export_spec(spec.model_copy(update={"model": absent}))
+
+
+def test_a_bundle_names_the_module_of_an_operator_and_no_path_of_this_machine(
+    tmp_path: Path, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "release"
+    folder.mkdir()
+    monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "state"))
+    module = spec.model.operators[0].partition(":")[0]
+    model = {"onnx": str(tmp_path / "model.onnx"), "operators": list(spec.model.operators)}
+    bundle = compile_by_steps({"name": "own", "model": model, "targets": ["native"]}, folder, tmp_path / "state")
+    provenance = read_manifest(bundle).provenance
+    # The steps ran in this process, which has imported the tests' own modules too.
+    operators = json.loads(provenance["operators"])
+    assert operators[module] == sha256_file(tmp_path / f"{module}.py")
+    assert [name for name in operators if "/" in name] == []
+    assert str(tmp_path) not in str(provenance)

@@ -27,7 +27,10 @@ def test_a_retuned_release_names_the_training_of_its_weights_and_the_code_as_it_
     trained = TrainResult.of_release(_FILE, before.model_copy(update={"provenance": origin}))
     exported = ExportResult(
         onnx=_FILE, samples=_FILE, inputs=(), outputs=(), max_abs_error=None, opset=18,
-        sources=Sources(files={"model.py": "2" * 64}),
+        sources=Sources(
+            files={"model.py": "2" * 64, "/home/me/own/layers.py": "3" * 64},
+            names={"/home/me/own/layers.py": "own.layers"},
+        ),
     )  # fmt: skip
     tracked = TrackResult(run_id="r", target_runs={}, model="net", version="2", created_at="", packages={"six": "1.17"})
     spec = parse(
@@ -36,7 +39,7 @@ def test_a_retuned_release_names_the_training_of_its_weights_and_the_code_as_it_
     document = release_document(spec, Workspace(tmp_path / "state"), exported, trained, None, (), tracked)
     made = document.provenance
     assert (made.training, made.held_out, made.packages) == (training, None, {"six": "1.17"})
-    assert made.code == {"model.py": "2" * 64, "train.py": "1" * 64}
+    assert made.code == {"model.py": "2" * 64, "own.layers": "3" * 64, "train.py": "1" * 64}
     assert TrainResult.of_release(_FILE, before) == TrainResult(weights=_FILE)
 
 

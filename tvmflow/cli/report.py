@@ -179,7 +179,7 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
     for column in ("target", "", before, now, "ratio"):
         table.add_column(column, no_wrap=True)
     for change in changes:
-        if change.now != change.before:
+        if change.is_shown:
             ratio = "" if change.ratio is None else f"{change.ratio:.3f}"
             table.add_row(change.target or "all", change.name, _cell(change.before), _cell(change.now), ratio)
     for target, layers in slower.items():

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from tvmflow.comparison import Comparison, Interval, Pair
+from tvmflow.figures import Point
 from tvmflow.release import Release, ReleaseTarget
 from tvmflow.workspace import Record
 
 Value = float | int | str | None
+NOT_RECORDED = "not recorded"
+"""A fact that a release does not tell, because it was made before it was recorded."""
 REFERENCE = "reference kernel, us"
 """The name of the figure that is the same for every model: it shows whether the machine itself was slower."""
 # Times are longer than others where chance makes them so with at most this probability: 1 in 20 for three beside three.
@@ -20,7 +23,8 @@ class Change(Record):
     """A figure or a fact of a target in two releases, `now` and `before`; None where it is unknown.
 
     `target` is "" for a fact of the whole release. `ratio` is `now` over `before`; it is None for a fact, where one of
-    the two is unknown, and where `before` is zero.
+    the two is unknown, and where `before` is zero. `same` says whether the two are equal, None where one of them is
+    unknown or not recorded.
     """
 
     target: str
@@ -28,6 +32,12 @@ class Change(Record):
     now: Value
     before: Value
     ratio: float | None
+    same: bool | None
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether a list of what differs has it: what is equal, or unknown in both releases, is left out."""
+        return not self.same and (self.now, self.before) != (None, None)
 
 
 class PeerRatio(Record):
@@ -94,22 +104,30 @@ class Slowdown(Record):
 
         The machine's slowdown is the largest of those in `slower` that tell about the machine, 1 without any.
         """
-        ratios = {REFERENCE: self.reference, **(self.peers if self.same_model else {})}
+        return self._share({REFERENCE: self.reference, **(self.peers if self.same_model else {})})
+
+    @property
+    def share_of_peers(self) -> float:
+        """The share that the peers' times explain: the machine's and, where it is another one, the model's together."""
+        return self._share(self.peers)
+
+    def _share(self, ratios: Mapping[str, float]) -> float:
         explained = max((ratios[name] for name in self.slower if name in ratios), default=1.0)
         return math.log(explained) / math.log(self.bundle)
 
     def __str__(self) -> str:
         model = "the same model" if self.same_model else "this release's model, which is another one"
-        peers = "".join(f", and {name} with {model} {ratio:.2f} times" for name, ratio in self.peers.items())
+        peers = " and ".join(f"{name} {ratio:.2f} times" for name, ratio in self.peers.items())
         kernel = f"the reference kernel, which is the same for every release, took {self.reference:.2f} times as long"
-        if self.share < 0.5:
-            conclusion = "The machine does not explain it"
-        elif REFERENCE in self.slower:
-            conclusion = "The machine was slower"
+        if self.share >= 0.5:
+            conclusion = "The machine was slower" if REFERENCE in self.slower else "Other work held the processors"
+        elif not self.same_model and self.share_of_peers >= 0.5:
+            conclusion = "The model, which is another one, or other work on the machine explains it"
         else:
-            conclusion = "Other work held the processors"
+            conclusion = "The machine does not explain it"
         return (
-            f"{self.target} takes {self.bundle:.2f} times as long as in {self.before}. {conclusion}: {kernel}{peers}."
+            f"{self.target} takes {self.bundle:.2f} times as long as in {self.before}. {conclusion}: {kernel}, "
+            f"and with {model}, {peers}."
         )
 
 
@@ -167,13 +185,17 @@ def _is_longer(times: Sequence[float], before: Sequence[float]) -> bool:
 
 
 def figures(target: ReleaseTarget) -> dict[str, float | None]:
-    """Return the figures of a release's target, by name with the unit; None where they were not measured."""
+    """Return the figures of a release's target, by name with the unit; None where they were not measured.
+
+    They are those at the typical sizes of the symbolic dimensions, and the median latency at each other choice of them.
+    """
     speed: tuple[float | None, ...] = (None,) * 6
     if target.measurements is not None:
         bundle = target.measurements.typical.bundle
         latency = bundle.latency_ms
         speed = (latency.p50, latency.p90, latency.p99, latency.throughput, bundle.peak_memory, bundle.load_seconds)
     p50, p90, p99, throughput, peak_memory, load_seconds = speed
+    others = () if target.measurements is None else target.measurements.points[1:]
     comparison = _comparison(target)
     deviation = target.verdict.original
     return {
@@ -181,6 +203,7 @@ def figures(target: ReleaseTarget) -> dict[str, float | None]:
         "p90 latency, ms": p90,
         "p99 latency, ms": p99,
         "runs per second": throughput,
+        **{f"p50 at {_name_sizes(point)}, ms": point.bundle.latency_ms.p50 for point in others},
         "task metric": target.verdict.metric_bundle,
         "largest error": None if deviation is None else deviation.max_abs_error,
         "top-1 agreement": None if deviation is None else deviation.top1_agreement,
@@ -189,6 +212,10 @@ def figures(target: ReleaseTarget) -> dict[str, float | None]:
         "load, s": load_seconds,
         REFERENCE: None if comparison is None else median(pair.reference for pair in comparison.pairs) * 1e6,
     }
+
+
+def _name_sizes(point: Point) -> str:
+    return " and ".join(f"{name} {size}" for name, size in sorted(point.sizes.items()))
 
 
 class Spread(Record):
@@ -242,7 +269,7 @@ def facts(release: Release) -> dict[str, str]:
     origin = release.provenance
     training = origin.training
     # An older release does not say whether there was any.
-    absent = "not recorded" if origin.code is None else "-"
+    absent = NOT_RECORDED if origin.code is None else "-"
     return {
         "model (ONNX)": origin.onnx,
         "operator set": str(origin.opset),
@@ -261,23 +288,24 @@ def parts(release: Release) -> dict[str, Mapping[str, str] | None]:
     package. A kind is None where it was not recorded.
     """
     origin = release.provenance
-    files = None if origin.training is None else origin.training.files
+    untrained: Mapping[str, str] | None = None if origin.code is None else {}
+    files = untrained if origin.training is None else origin.training.files
     return {"training file": files, "code file": origin.code, "package": origin.packages}
 
 
 def target_facts(target: ReleaseTarget) -> dict[str, str]:
     """Return what a target's bundle was built with, and measured on, by name."""
-    comparison, making = _comparison(target), target.making
+    comparison, making, tuning = _comparison(target), target.making, target.tuning
     compiler = {} if making is None else making.compiler
     return {
-        "processor": "-" if comparison is None else comparison.conditions.processor,
-        "threads": "-" if comparison is None else str(comparison.conditions.threads[0]),
+        "processor": NOT_RECORDED if comparison is None else comparison.conditions.processor,
+        "threads": NOT_RECORDED if comparison is None else str(comparison.conditions.threads[0]),
         "precision": target.verdict.precision,
-        "tuning": "-" if target.tuning is None else f"{target.tuning.shipped}, {target.tuning.coverage}",
-        "tuning records": "not recorded" if making is None else making.records,
-        "build options": "not recorded" if making is None else making.options,
-        "compiler": ", ".join(f"{name} {compiler[name]}" for name in sorted(compiler)) or "not recorded",
-        "compiler's code": "not recorded" if making is None else making.code,
+        "tuning": NOT_RECORDED if tuning is None else f"{tuning.shipped}, {tuning.coverage}",
+        "tuning records": NOT_RECORDED if making is None else making.records,
+        "build options": NOT_RECORDED if making is None else making.options,
+        "compiler": ", ".join(f"{name} {compiler[name]}" for name in sorted(compiler)) or NOT_RECORDED,
+        "compiler's code": NOT_RECORDED if making is None else making.code,
         "algorithms": ", ".join(sorted(target.verdict.algorithms)) or "-",
         "bundle": target.bundle.sha256,
     }
@@ -286,8 +314,8 @@ def target_facts(target: ReleaseTarget) -> dict[str, str]:
 def compare_releases(now: Release, before: Release) -> Iterator[Change]:
     """Yield the facts and figures of two releases, also equal ones; those of the whole release come first.
 
-    Of the files and packages, only those that differ are yielded. If only one of the releases recorded a kind of them,
-    one change says so.
+    Of the files and packages, only those that differ are yielded. Where a release did not record a kind of them, one
+    change says so. The values of a target that only one of the releases has are None in the other.
     """
     old_facts, old_parts = facts(before), parts(before)
     for name, fact in facts(now).items():
@@ -295,25 +323,29 @@ def compare_releases(now: Release, before: Release) -> Iterator[Change]:
     for kind, items in parts(now).items():
         old_items = old_parts[kind]
         if items is None or old_items is None:
-            if items is not old_items:
-                yield _compare(
-                    "", f"{kind}s", *("not recorded" if each is None else "recorded" for each in (items, old_items))
-                )
+            yield _compare(
+                "", f"{kind}s", *(NOT_RECORDED if each is None else "recorded" for each in (items, old_items))
+            )
             continue
         for name in sorted({*items, *old_items}):
             if items.get(name) != old_items.get(name):
                 yield _compare("", f"{kind} {name}", items.get(name, "-"), old_items.get(name, "-"))
-    old_targets = {item.target: item for item in before.targets}
-    for target in now.targets:
-        old = old_targets.get(target.target)
-        old_values: Mapping[str, Value] = {} if old is None else {**target_facts(old), **figures(old)}
-        values: Mapping[str, Value] = {**target_facts(target), **figures(target)}
-        for name, value in values.items():
-            yield _compare(target.target, name, value, old_values.get(name))
+    values, old_values = _target_values(now), _target_values(before)
+    for target in {**values, **old_values}:
+        ours, theirs = values.get(target, {}), old_values.get(target, {})
+        for name in {**ours, **theirs}:
+            yield _compare(target, name, ours.get(name), theirs.get(name))
+
+
+def _target_values(release: Release) -> dict[str, Mapping[str, Value]]:
+    """The facts and figures of each target."""
+    return {item.target: {**target_facts(item), **figures(item)} for item in release.targets}
 
 
 def _compare(target: str, name: str, now: Value, before: Value) -> Change:
     ratio = None
     if isinstance(now, int | float) and isinstance(before, int | float) and before != 0:
         ratio = now / before
-    return Change(target=target, name=name, now=now, before=before, ratio=ratio)
+    is_known = not {now, before} & {None, NOT_RECORDED}
+    same = now == before if is_known else None
+    return Change(target=target, name=name, now=now, before=before, ratio=ratio, same=same)

@@ -92,7 +92,8 @@ class Insight(Record):
     """The slowest functions, the layers, the machine's peaks, and the samples that differ most.
 
     `samples` is the number of samples that were compared. `flips` is the number of those whose answer is not the
-    original's, and `flipped` are at most ten of them. `worst` are the samples with the largest differences.
+    original's, and `flipped` are at most ten of them. `worst` are the samples with the largest differences. `problem`
+    says in one sentence why no sample has a text though the release file names a function for it, else it is None.
     """
 
     functions: tuple[FunctionTime, ...]
@@ -102,3 +103,4 @@ class Insight(Record):
     flipped: tuple[SampleInsight, ...]
     flips: int
     samples: int
+    problem: str | None = None

@@ -294,6 +294,8 @@ def _samples(data: PageData) -> Iterator[Markup]:
         else:
             sentence = f"{count} samples were compared with the original; this model gives no single answer."
         yield page.paragraph(Markup(f"{page.text(target)}: {sentence}"))
+        if insight.problem is not None:
+            yield page.paragraph(insight.problem, "verdict undecided")
         for title, samples in (("Another answer", insight.flipped), ("Largest differences", insight.worst)):
             if samples:
                 cards = "".join(_card(sample) for sample in samples)
@@ -373,11 +375,15 @@ def _changes(data: PageData) -> Iterator[Markup]:
 
 
 def facts_that_differ(changes: Sequence[Change], before: str, now: str) -> Iterator[Markup]:
-    """Yield a table of the facts that differ; `before` and `now` head its columns."""
+    """Yield a table of the facts that differ or are not recorded; `before` and `now` head its columns."""
     rows = [
-        (change.target or "all", change.name, shorten(change.before), shorten(change.now))
+        (
+            change.target or "all",
+            change.name,
+            *("-" if value is None else shorten(value) for value in (change.before, change.now)),
+        )
         for change in changes
-        if isinstance(change.now, str) and change.now != change.before
+        if change.is_shown and (isinstance(change.now, str) or isinstance(change.before, str))
     ]
     if rows:
         yield page.table("What differs", ("target", "fact", before, now), rows)

@@ -14,6 +14,8 @@ HEADING = "Trust"
 """The heading of the section, which `tvmflow report` writes anew."""
 # The hexadecimal digits by which a person tells keys apart.
 _DIGITS = 16
+# The check whose figure is a metric and whose interval is that of the metric's drop.
+_DROP = "max_metric_drop"
 
 
 class ChannelEvent(Record):
@@ -144,11 +146,18 @@ def show_checks(caption: str, checks: Sequence[Check]) -> Markup:
             "yes" if check.passed else "no",
             page.number(check.value),
             page.number(check.bound),
-            show_interval(None if check.interval is None or math.isinf(check.interval.high) else check.interval),
+            _show_interval_of(check),
         )
         for check in checks
     ]
     return page.table(caption, ("gate", "kept", "figure", "bound", "interval"), cells)
+
+
+def _show_interval_of(check: Check) -> Markup:
+    """The interval of a check's figure; that of a lower metric is of the drop, which the figure is not."""
+    interval = None if check.interval is None or math.isinf(check.interval.high) else check.interval
+    prefix = "" if interval is None or check.name != _DROP else "a drop of "
+    return Markup(prefix + show_interval(interval))
 
 
 def show_interval(interval: Interval | None, missing: int = 0) -> Markup:

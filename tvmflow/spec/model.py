@@ -76,7 +76,8 @@ class Train(Section):
     function: FunctionName
     """The function: `package.module:function`."""
     arguments: dict[str, Any] = Field(default={})
-    """Further keyword arguments of the function."""
+    """Further keyword arguments of the function. They stand in `release.json` and in the report as they are, so that no
+    secret belongs here: name its environment variable in the setting `child_variables`."""
     reads: tuple[Path, ...] = ()
     """Files that the function reads. When one of them changes, the model is trained again."""
 
