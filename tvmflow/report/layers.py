@@ -141,8 +141,7 @@ def show_layers(
 ) -> Iterator[Markup]:
     """Yield charts and tables of a target's layers; nothing where it has none.
 
-    `rows` are those of `layer_rows`, `slower` those of `find_slower`. `before` is the version that `slower` compares
-    with.
+    `rows` come from `layer_rows`, `slower` from `find_slower`. `before` is the version that `slower` compares with.
     """
     layers = insight.layers
     if not layers:

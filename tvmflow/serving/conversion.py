@@ -37,7 +37,7 @@ class Converter:
         self._pool: ProcessPoolExecutor | None = None
 
     async def parse(self, body: bytes, header_length: str | None, outputs: Sequence[TensorSpec]) -> InferRequest:
-        """Parse the body of a request for a model with these outputs, as `protocol.parse` does.
+        """Parse the body of a request for a model with these outputs, in another process where the body is large.
 
         `header_length` is the number of bytes of JSON, None for a body without binary data. Raises InputError for a
         body that breaks the protocol or names another output.

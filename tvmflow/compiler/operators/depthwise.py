@@ -22,7 +22,7 @@ from tvmflow.compiler.operators.common import (
 
 
 def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
-    """Pack weights `[C][1][KH][KW]` into float32 `[KH][KW][C]`, as `pack_array` does, and return the expression.
+    """Pack weights `[C][1][KH][KW]` into float32 `[KH][KW][C]`, and return the expression.
 
     It is a constant if the weights are constant, else the variable of a call that packs them.
     """
