@@ -80,8 +80,8 @@ def fits(size: float, machine: Machine) -> bool:
 def together(computing: float, written: float, read: float, size: float, machine: Machine) -> float:
     """Return the cycles of a core that computes for `computing` cycles and also moves bytes.
 
-    `written` and `read` are the bytes that it writes and reads, `size` the bytes of all its data, which decide the level
-    of memory. The larger of both costs counts if the data stays in caches of the core alone, their sum otherwise.
+    `written` and `read` are the bytes that it writes and reads. `size` is the bytes of all its data, which decides the
+    level of memory. The larger of both costs counts if the data stays in caches of the core alone, else their sum.
     """
     moves = moving(written, read, size, machine)
     own = machine.second.cores == 1 and fits(size, machine)
