@@ -115,17 +115,19 @@ def run_module(module: "torch.nn.Module", inputs: NamedArrays, names: tuple[str,
 
 
 def open_session(
-    path: Path, threads: int | None = None, *, prints_errors: bool = True
+    path: Path, threads: int | None = None, *, prints_errors: bool = True, optimizes: bool = True
 ) -> "onnxruntime.InferenceSession":
     """Load an ONNX file with ONNX Runtime on the CPU. Raises ExportError when ONNX Runtime cannot load it.
 
     `threads` is the number of threads of an operator, by default ONNX Runtime's choice. With `prints_errors`, ONNX
-    Runtime itself prints the error of a run that fails.
+    Runtime itself prints the error of a run that fails. Without `optimizes` it runs the graph as the file has it.
     """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3 if prints_errors else 4
+    if not optimizes:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if threads is not None:
         options.intra_op_num_threads = threads
     try:

@@ -200,6 +200,12 @@ def test_too_many_answers_are_not_kept() -> None:
 
 def test_percentiles_need_as_many_runs_as_mlperf_asks_for() -> None:
     assert [runs_needed(which) for which in (50, 90, 99)] == [11, 64, 662]
+
+
+@pytest.mark.parametrize("which", [-1, 100, 101])
+def test_a_percentile_that_no_number_of_runs_reaches_is_refused(which: float) -> None:
+    with pytest.raises(ValueError, match="percentile"):
+        runs_needed(which)
     assert percentile([1.0] * 63, 90) is None
     assert percentile([1.0] * 64, 90) == 1.0
 

@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx import helper
 
-from tasks.validate import _compare, _dataset, _reasons, join, score, split
+from support.arrays import normal
+from support.models import save_model
+from tasks.validate import _compare, _dataset, _explain, _reasons, join, score, split
 from tvmflow.errors import ExportError
 from tvmflow.spec import TaskMetric, Validate, parse
 
@@ -180,3 +183,20 @@ def test_reduced_precision_has_a_wider_bound_that_the_release_file_can_replace(t
     assert bounds("int8").max_relative_error == 0.05
     assert bounds("int8", max_relative_error=0.5).max_relative_error == 0.5
     assert bounds("bf16", rtol=1e-2).max_relative_error is None
+
+
+@pytest.mark.parametrize(("factor", "explains"), [(1.0, False), (1e7, True)])
+def test_a_model_that_amplifies_rounding_is_named_as_the_cause(tmp_path: Path, factor: float, explains: bool) -> None:
+    # ONNX Runtime folds the normalisation into the convolution, which rounds elsewhere.
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["h"]),
+        helper.make_node("BatchNormalization", ["h", "scale", "bias", "mean", "variance"], ["n"]),
+        helper.make_node("Mul", ["n", "factor"], ["m"]),
+        helper.make_node("Sin", ["m"], ["y"]),
+    ]
+    weights = {"w": normal(8, 8, 3, 3), "factor": np.array(factor, "float32"), "variance": np.full(8, 0.3, "float32")}
+    weights |= {name: normal(8, seed=seed) for seed, name in enumerate(("scale", "bias", "mean"))}
+    path = save_model(tmp_path / "model.onnx", nodes, [("x", [1, 8, 9, 9])], ["y"], weights)
+    text = _explain(path, [({"x": normal(1, 8, 9, 9)}, {})], _compare("onnxruntime", [_pair([0.0], [0.5])]))
+    assert ("amplifies rounding errors" in text) is explains
+    assert ("validate.max_relative_error" in text) is explains

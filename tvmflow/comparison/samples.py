@@ -30,9 +30,11 @@ def find_steady(times: Sequence[float]) -> int:
 def runs_needed(percentile: float) -> int:
     """Return the fewest runs whose percentile can be trusted: 11 for p50, 64 for p90, 662 for p99.
 
-    `percentile` is at least 0 and below 100; for 100 the function never returns. The rule is MLPerf's early stopping:
-    with a probability of 99 %, more than one of the runs is slower than the percentile.
+    The rule is MLPerf's early stopping: with a probability of 99 %, more than one of the runs is slower than the
+    percentile. Raises ValueError for a percentile below 0, and for one of 100 or more, which no number of runs reaches.
     """
+    if not 0 <= percentile < 100:
+        raise ValueError(f"a percentile is at least 0 and below 100, not {percentile:g}")
     slower = 1 - percentile / 100
     runs = 1
     while _few_slower(runs, slower) > 1 - _CONFIDENCE:
