@@ -62,6 +62,7 @@ def cycles(stmt: Any, threads: int, machine: "Machine") -> float:
     from tvm import tirx
     from tvm.s_tir import SBlockRealize
 
+    from tvmflow.compiler.schedules import transposes
     from tvmflow.compiler.schedules.common import walk
 
     def units(value: Any) -> float:
@@ -84,6 +85,9 @@ def cycles(stmt: Any, threads: int, machine: "Machine") -> float:
             return visit(node.block.body, threads)
         if isinstance(node, tirx.BufferStore):
             return units(node.value)
+        if isinstance(node, tirx.Evaluate):
+            rows, columns = transposes.find_tile(node) or (0, 0)
+            return rows * math.ceil(columns / machine.lanes) / machine.vectors.stores
         parts = [getattr(node, name, None) for name in ("body", "then_case", "else_case")]
         return sum(visit(part, threads) for part in parts if part is not None)
 

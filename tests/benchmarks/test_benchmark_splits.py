@@ -40,10 +40,11 @@ def test_the_bound_is_that_of_the_longest_share(module: Callable[[str], ModuleTy
 def test_a_file_is_judged_without_running_it(command: Command, tmp_path: Path) -> None:
     weight = np.ones((64, 32, 1, 1), "float32")
     model, figures = tmp_path / "convolution.onnx", tmp_path / "figures.json"
-    save_model(model, [helper.make_node("Conv", ["x", "w"], ["y"])], [("x", [1, 32, 28, 28])], ["y"], {"w": weight})
+    save_model(model, [helper.make_node("Conv", ["x", "w"], ["y"])], [("x", [1, 32, 31, 31])], ["y"], {"w": weight})
     process = command("splits", str(model), "--target", "aarch64-cortex-a72", "--json", str(figures), "--top", "1")
     assert process.returncode == 0, process.stderr
     assert "cortex-a72" in process.stdout
     (document,) = json.loads(figures.read_text()).values()
     assert document["bounds"]["1"] == 1
     assert 0 < document["bounds"]["64"] < 1
+    assert all(function["cycles"]["1"] > 0 for function in document["functions"])

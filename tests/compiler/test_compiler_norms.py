@@ -6,12 +6,13 @@ import pytest
 from onnx import TensorProto, helper
 
 from support import scale
-from support.arrays import normal
+from support.arrays import Array, normal
 from support.builds import rule_counts
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
+RunBuilt = Callable[..., list[Array]]
 
 
 _REDUCTIONS = ["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL2"]
@@ -221,3 +222,46 @@ def test_groups_of_a_free_number_of_channels_are_those_of_the_channels_alone(
     inputs = [("x", ["n", "channels", "high", 5]), ("scale", ["channels"]), ("bias", ["channels"])]
     feeds = {"x": normal(2, 4, 3, 5), "scale": normal(4), "bias": normal(4, seed=1)}
     assert_same_as_onnxruntime(make_model([node], inputs, ["y"], opset=21), feeds)
+
+
+@pytest.mark.parametrize(
+    ("operator", "attributes", "shape", "through_convolution"),
+    [
+        ("InstanceNormalization", {}, ["n", 32, "h", "w"], False),
+        ("InstanceNormalization", {}, ["n", 32, "h", 19], True),
+        ("InstanceNormalization", {}, ["n", 32, "l"], False),
+        ("InstanceNormalization", {}, ["n", "c", "h", "w"], False),
+        ("InstanceNormalization", {}, ["n", 32, 3, "h", "w"], False),
+        ("GroupNormalization", {"num_groups": 4}, ["n", 32, "h", "w"], True),
+        ("GroupNormalization", {"num_groups": 4}, ["n", 32, 13, "w"], False),
+    ],
+)
+def test_norms_of_free_sizes_keep_the_digits_of_data_whose_mean_is_far_from_zero(
+    operator: str,
+    attributes: dict[str, int],
+    shape: list[Any],
+    through_convolution: bool,
+    make_model: Any,
+    run_built: RunBuilt,
+    native: Target,
+) -> None:
+    sizes = {"n": 2, "c": 32, "h": 13, "w": 19, "l": 37}
+    x = normal(*(sizes.get(size, size) for size in shape)) / 10 + 100
+    weights = {"scale": normal(32, seed=1), "bias": normal(32, seed=2), "w": np.eye(32, dtype="f")[..., None, None]}
+    inputs: list[Any] = [("x", shape)]
+    if "c" in shape:
+        inputs += [("scale", ["c"]), ("bias", ["c"])]
+    operands = [weights[name] for name, *_ in inputs[1:]]
+    # A convolution takes the channels to the end.
+    nodes = [helper.make_node("Conv", ["x", "w"], ["h"])] if through_convolution else []
+    nodes.append(
+        helper.make_node(operator, [nodes[0].output[0] if nodes else "x", "scale", "bias"], ["y"], **attributes)
+    )
+    kept = {name: value for name, value in weights.items() if name not in dict.fromkeys(name for name, *_ in inputs)}
+    path = make_model(nodes, inputs, ["y"], kept, opset=21)
+    actual = run_built(build(import_onnx(path), native), x, *operands)[0]
+    wide = x.astype("float64").reshape(2, attributes.get("num_groups", 32), -1)
+    wide = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+    per_channel = (1, 32, *[1] * (len(shape) - 2))
+    expected = wide.reshape(x.shape) * weights["scale"].reshape(per_channel) + weights["bias"].reshape(per_channel)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=5e-3)

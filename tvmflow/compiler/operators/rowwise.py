@@ -1,8 +1,9 @@
 """Softmax and norms over the last dimensions, row by row."""
 
 import math
+import operator
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from tvm import relax, te, tirx, topi
@@ -145,14 +146,48 @@ def moments(
     A row is an index into dimensions of the sizes `rows`. `element(row, k)` returns the element k of the `size`
     elements of a row. `epsilon` is added to the variance.
     """
-    total = row_reduction(element, rows, size, reductions.SUM, "total", machine)
-    mean = te.compute(rows, lambda *row: total(row) / tirx.Cast("float32", size), name="mean")
 
-    def square(row: Sequence[Any], k: Any) -> Any:
-        centred = element(row, k) - mean[tuple(row)]
+    def total(value: Callable[[Sequence[Any], Any], Any], name: str) -> Row:
+        return row_reduction(value, rows, size, reductions.SUM, name, machine)
+
+    return _moments(element, total, rows, size, epsilon)
+
+
+def moments_of_image(
+    element: Callable[[Sequence[Any], Sequence[Any]], Any],
+    rows: Sequence[Any],
+    sizes: Sequence[Any],
+    epsilon: float,
+    machine: Machine,
+) -> tuple[Row, Row]:
+    """Return the mean and the inverse standard deviation of rows that are images, as functions of the row.
+
+    `sizes` are the dimensions of an image, of which some are symbolic. `element(row, place)` returns the element at an
+    index into them. `epsilon` is added to the variance.
+    """
+
+    def total(value: Callable[[Sequence[Any], Sequence[Any]], Any], name: str) -> Row:
+        return _image_reduction(value, rows, sizes, reductions.SUM, name, machine)
+
+    return _moments(element, total, rows, reduce(operator.mul, sizes), epsilon)
+
+
+def _moments(
+    element: Callable[[Sequence[Any], Any], Any],
+    total: Callable[[Callable[[Sequence[Any], Any], Any], str], Row],
+    rows: Sequence[Any],
+    size: Any,
+    epsilon: float,
+) -> tuple[Row, Row]:
+    """The moments of rows, of which `total(value, name)` sums the values of the elements."""
+    sums = total(element, "total")
+    mean = te.compute(rows, lambda *row: sums(row) / tirx.Cast("float32", size), name="mean")
+
+    def square(row: Sequence[Any], place: Any) -> Any:
+        centred = element(row, place) - mean[tuple(row)]
         return centred * centred
 
-    squares = row_reduction(square, rows, size, reductions.SUM, "squares", machine)
+    squares = total(square, "squares")
     scaling = te.compute(rows, lambda *row: _inverse_root(squares(row), size, epsilon), name="scaling")
     return (lambda row: mean[tuple(row)]), (lambda row: scaling[tuple(row)])
 
@@ -187,17 +222,39 @@ def row_reduction(
         row = reductions.rows(element, rows, number, kind, name, machine)
         result = te.compute(rows, lambda *at: row(at), name=name)
         return lambda at: result[tuple(at)]
-    lanes = machine.lanes
-    o = te.reduce_axis((0, topi.utils.simplify(size // lanes)), "o")
+    return _image_reduction(lambda row, place: element(row, place[0]), rows, [size], kind, name, machine)
+
+
+def _image_reduction(
+    element: Callable[[Sequence[Any], Sequence[Any]], Any],
+    rows: Sequence[Any],
+    sizes: Sequence[Any],
+    kind: reductions.Kind,
+    name: str,
+    machine: Machine,
+) -> Row:
+    """Reduce `element(row, place)` over places in dimensions of these `sizes`, of which the last is cut in vectors."""
+    lanes, size = machine.lanes, sizes[-1]
+
+    def lines() -> list[Any]:
+        return [te.reduce_axis((0, extent), "line") for extent in sizes[:-1] if static(extent) != 1]
+
+    def place(line: Sequence[Any], last: Any) -> list[Any]:
+        axes = iter(line)
+        return [*(0 if static(extent) == 1 else next(axes) for extent in sizes[:-1]), last]
+
+    line, o = lines(), te.reduce_axis((0, topi.utils.simplify(size // lanes)), "o")
     partial_results = te.compute(
         (*rows, lanes),
-        lambda *index: kind.reducer(element(index[:-1], o * lanes + index[-1]), axis=o),
+        lambda *index: kind.reducer(element(index[:-1], place(line, o * lanes + index[-1])), axis=[*line, o]),
         name=f"{name}_lanes",
     )
     v = te.reduce_axis((0, lanes), "v")
     vector = te.compute(rows, lambda *row: kind.reducer(partial_results[(*row, v)], axis=v), name=f"{name}_vector")
-    r = te.reduce_axis((0, topi.utils.simplify(size % lanes)), "r")
+    after, r = lines(), te.reduce_axis((0, topi.utils.simplify(size % lanes)), "r")
     rest = te.compute(
-        rows, lambda *row: kind.reducer(element(row, size // lanes * lanes + r), axis=r), name=f"{name}_rest"
+        rows,
+        lambda *row: kind.reducer(element(row, place(after, size // lanes * lanes + r)), axis=[*after, r]),
+        name=f"{name}_rest",
     )
     return lambda at: kind.combine(vector[tuple(at)], rest[tuple(at)])

@@ -44,14 +44,8 @@ def _vectorize(sch: Schedule, block: SBlockRV, rows: int, machine: Machine) -> N
         common.vectorize_last(sch, block, machine)
     elif KERNEL in sch.get(block).annotations:
         reductions.accumulate(sch, block)
+    elif sch.get(block).name_hint.endswith("_lanes"):
+        lane, *reduced = inner
+        registers.accumulate(sch, block, [lane], reduced)
     else:
-        _accumulate_symbolic(sch, block, len(inner) == 2)
-
-
-def _accumulate_symbolic(sch: Schedule, block: SBlockRV, vector: bool) -> None:
-    """Accumulate rows of symbolic size: with `vector` their whole vectors, else the remaining elements."""
-    *_, lane, reduced = sch.get_loops(block)
-    if vector:
-        registers.accumulate(sch, block, [lane], [reduced])
-    else:
-        sch.decompose_reduction(block, reduced)
+        sch.decompose_reduction(block, inner[0])

@@ -4,11 +4,13 @@ A schedule marks the loops over a tile by an annotation. `expand` replaces them 
 IR, which LLVM inlines.
 """
 
+import re
 from collections.abc import Sequence
 from functools import reduce
 from operator import mul
 from typing import Any
 
+import tvm
 import tvm_ffi
 from tvm import sym, tirx
 from tvm.ir import TensorLoad
@@ -90,6 +92,14 @@ def expand(func: PrimFunc) -> PrimFunc:
 
     body = tvm_ffi.structural_map(func.body, (For, replace))
     return func if not code else func.with_body(intrinsics.attach(body, "".join(code.values())))
+
+
+def find_tile(statement: tirx.Evaluate) -> tuple[int, int] | None:
+    """Return the rows and columns of the tile that a statement of `expand` transposes; None for other statements."""
+    call = statement.value
+    name = str(getattr(call.args[0], "value", "")) if isinstance(call, tvm.ir.Call) and len(call.args) else ""
+    match = re.fullmatch(r"tvmflow_transpose_(\d+)x(\d+)", name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _axis(indices: Sequence[Any], variable: tirx.Var) -> int:
