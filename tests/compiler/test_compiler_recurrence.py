@@ -119,6 +119,17 @@ def test_cores_that_share_the_units_of_each_step_equal_onnx_runtime(assert_all_s
     assert_all_same(cases)
 
 
+def test_operands_of_free_sizes_have_those_of_the_matrices(assert_all_same: Check) -> None:
+    cases: list[Case] = []
+    for operator in ("LSTM", "GRU"):
+        (nodes, _, outputs, weights), feeds = _recurrent(operator, 9, "bias", "h", "free", steps=3, batch=3)
+        # One symbol for steps and batch, and symbols of their own in the bias and the state.
+        free = [("x", ["n", "n", "inputs"]), ("bias", [1, "columns"]), ("h", [1, "m", "units"])]
+        feeds |= {"bias": weights.pop("bias")}
+        cases.append(((nodes, free, outputs, weights), {name: feeds[name] for name, _ in free}))
+    assert_all_same(cases)
+
+
 @pytest.mark.long
 def test_sequences_before_steps_equal_those_after(tmp_path: Path, target: Target) -> None:
     for place, case in enumerate(

@@ -39,6 +39,9 @@ def convert_recurrence(operator: str) -> Converter:
                 if name in present:
                     present[name] = node.emit(relax.op.permute_dims(present[name], [1, 0, 2]))
         directions = 2 if direction == "bidirectional" else 1
+        for name, shape in _shapes(operator, present, directions).items():
+            if name in present:
+                present[name] = node.with_sizes(present[name], shape)
         activations = list(_activations(node, _DEFAULTS[operator], directions))
         result = node.emit(
             recurrence(
@@ -96,6 +99,22 @@ def _check(operator: str, operands: dict[str, relax.Expr]) -> None:
     hidden = dims_of(operands["r"])[-1]  # type: ignore[index]
     if dims_of(operands["r"])[1] != GATES[operator.lower()] * hidden:  # type: ignore[index]
         raise UnsupportedFormError("a recurrence matrix whose sizes contradict each other")
+
+
+def _shapes(operator: str, operands: dict[str, relax.Expr], directions: int) -> dict[str, list[Any]]:
+    """The shape that each operand must have, by the sizes of the input and of the matrices."""
+    steps, batch, _ = dims_of(operands["x"])  # type: ignore[misc]
+    hidden, inputs = dims_of(operands["r"])[-1], dims_of(operands["w"])[-1]  # type: ignore[index]
+    columns = GATES[operator.lower()] * hidden
+    state = [directions, batch, hidden]
+    return {
+        "x": [steps, batch, inputs],
+        "bias": [directions, 2 * columns],
+        "lengths": [batch],
+        "initial_h": state,
+        "initial_c": state,
+        "peepholes": [directions, 3 * hidden],
+    }
 
 
 def _activations(node: Node, defaults: tuple[str, ...], directions: int) -> Iterator[tuple[str, float, float]]:
