@@ -67,7 +67,7 @@ class GateJob(Job):
         return f"{self.name} {self.version} to {self.channel}"
 
     def cache_key(self) -> Mapping[str, Any]:
-        """Return the digests of both releases, the channel, its policy, the trusted keys and this processor."""
+        """Return what decides the result: digests of the release and of the channel's current one, policy, keys, processor."""
         return {
             "release": promotion.hash_release(self.release),
             "current": self.current and promotion.hash_release(self.current),

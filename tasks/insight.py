@@ -53,7 +53,7 @@ class InsightJob(Job):
 
     @property
     def needs_compiler(self) -> bool:
-        """True: the names of the functions are in the bundle's IR."""
+        """True: the step reads the names of the functions from the bundle's IR, which only the compiler can load."""
         return True
 
     @property

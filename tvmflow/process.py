@@ -84,10 +84,11 @@ class Child:
         return _exchange(self._process, self.step, {"job": job.model_dump_json()}, result, timeout, emit)
 
     def take_turn(self, job: BaseModel, result: type[T], *, timeout: float) -> T:
-        """Send one job to the paused child, return its result as a `result`, and pause the child again.
+        """Let the paused child run one job, and pause it again. Returns the job's result, an object of class `result`.
 
-        Of several children that measure, the threads of all but one are paused: they would take its cores. Raises the
-        TvmflowError that the child raised, and StepError when the child crashed or took longer than `timeout` seconds.
+        Where several children measure, one runs at a time: the threads of the others would take cores from it. Raises
+        the TvmflowError that the child raised, and StepError when the child crashed or took longer than `timeout`
+        seconds.
         """
         self.resume()
         turn = self.call(job, result, timeout=timeout)

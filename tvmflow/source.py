@@ -39,7 +39,7 @@ class Source(Record):
 
 
 def load_module(source: Source) -> "torch.nn.Module":
-    """Load the original as a PyTorch module in evaluation mode. Raises ExportError when it cannot be loaded."""
+    """Load the user's model as a PyTorch module in evaluation mode. Raises ExportError when it cannot be loaded."""
     import torch
 
     module: Any

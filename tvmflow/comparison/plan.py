@@ -87,7 +87,7 @@ class Plan(Record):
 
     @property
     def budget(self) -> int:
-        """The largest number of pairs."""
+        """The number of pairs of measurements after which the comparison ends at the latest."""
         return self.looks[-1]
 
     def interval(self, ratios: Sequence[float]) -> Interval:
@@ -131,11 +131,12 @@ class Plan(Record):
 
 @cache
 def ranks(looks: tuple[int, ...], error: float) -> tuple[int, ...]:
-    """Return, for each look, the rank of the measured ratio that is the interval's lower end.
+    """Return, for each look, the rank of the ratio that is the lower end of the median's confidence interval.
 
-    `looks` are the numbers of pairs after which intervals are computed, ascending. Rank 1 is the smallest ratio; 0
-    means that there are too few pairs for an interval. The upper end has the same rank, counted from the largest ratio.
-    `error` is the largest probability that the interval of any look misses the true median, on either side.
+    Each pair of measurements gives one ratio of times. `looks` are the numbers of pairs after which an interval is
+    computed, ascending. Rank 1 is the smallest ratio; 0 means that there are too few pairs for an interval. The upper
+    end has the same rank, counted from the largest ratio. `error` bounds the probability that at least one of all these
+    intervals does not contain the true median: half of it for medians below the interval, half for those above.
     """
     # The probability of each number of ratios below the median, for the walks whose upper end has not missed it yet.
     walks = np.ones(1)

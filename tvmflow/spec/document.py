@@ -170,9 +170,9 @@ class Spec(Section):
 
     @property
     def source_alias(self) -> tuple[str, str] | None:
-        """The registered model and the alias that ask to release a retrained model; None without a section `retrain`.
+        """The model in MLflow to which a retraining adds a version, and the alias that asks to release that version.
 
-        The model is the one that retraining registers; the alias has the name of the retraining's channel.
+        The alias is named after the channel of the section `retrain`. None without such a section.
         """
         return None if self.retrain is None else (self.retrain.source or f"{self.name}-source", self.retrain.channel)
 

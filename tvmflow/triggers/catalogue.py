@@ -53,10 +53,10 @@ class ManagedModel:
 
     @property
     def source_alias(self) -> Alias | None:
-        """The alias in MLflow that names the model to release; None where the model does not come from an alias.
+        """The alias in MLflow that points to the version to release; None where no alias does.
 
-        It is the alias in `model.mlflow`. For a model that is retrained it is the alias with the name of the
-        retraining's channel, on the model that retraining registers.
+        It is the alias in the release file's `model.mlflow`. For a model that is retrained it is an alias of the
+        registered model to which the retraining adds versions, named after the channel of the section `retrain`.
         """
         match = _SOURCE.fullmatch(self.spec.model.mlflow or "")
         if match is not None:

@@ -49,9 +49,10 @@ class Measurer(Protocol):
         """
 
     def expect(self, reference: Library) -> None:
-        """Run `reference` and keep its results for `check`, so that the time limit of `check` covers no second run.
+        """Run `reference` and keep its results, with which `check` compares those of other libraries.
 
-        Raises TrialError when the run fails.
+        The time limit of `check` then applies to the run of the other library alone. Raises TrialError when the run
+        fails.
         """
 
     def check(self, library: Library, reference: Library) -> None:

@@ -158,7 +158,7 @@ class SizeEvaluator:
         return list(self._symbols)
 
     def declare(self, symbols: Iterable[tirx.Var]) -> None:
-        """Declare that each of these variables is a size, at least one or its bound in `smallest`."""
+        """Declare each of these variables as a size; its lower bound is that in `self.smallest`, or 1 without one there."""
         for symbol in symbols:
             self._declare(symbol, self.smallest.get(symbol.name, 1))
 

@@ -15,10 +15,11 @@ _TAPS_UNROLLED = 9
 
 
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule a block of convolutions; return False for other functions.
+    """Schedule a block, a chain of two or three convolutions in one function; return False for other functions.
 
-    In each strip, a depthwise convolution in the middle takes channels in chunks, and so does the first convolution
-    before it. A dense convolution in the middle, and the last convolution, read all channels at once.
+    A strip, some lines of the result, goes through the whole chain before the next one. A depthwise convolution in the
+    middle and the first convolution compute a strip for some channels at a time. A dense convolution in the middle and
+    the last convolution read all channels of the convolution before them, which has then computed the whole strip.
     """
     middles = {kind: common.find_kernel(sch, f"block.{kind}") for kind in _MIDDLES}
     kind, middle = next(((kind, block) for kind, block in middles.items() if block is not None), ("", None))
