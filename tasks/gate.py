@@ -67,7 +67,10 @@ class GateJob(Job):
         return f"{self.name} {self.version} to {self.channel}"
 
     def cache_key(self) -> Mapping[str, Any]:
-        """Return what decides the result: digests of the release and of the channel's current one, policy, keys, processor."""
+        """Return what decides the result: the digests of the release and of the channel's current one among it.
+
+        The others are the channel, its policy, the trusted keys and this processor.
+        """
         return {
             "release": promotion.hash_release(self.release),
             "current": self.current and promotion.hash_release(self.current),

@@ -158,7 +158,7 @@ class SizeEvaluator:
         return list(self._symbols)
 
     def declare(self, symbols: Iterable[tirx.Var]) -> None:
-        """Declare each of these variables as a size; its lower bound is that in `self.smallest`, or 1 without one there."""
+        """Declare each of these variables as a size, with the lower bound in `self.smallest`, or 1 without one."""
         for symbol in symbols:
             self._declare(symbol, self.smallest.get(symbol.name, 1))
 

@@ -56,7 +56,7 @@ class WinogradPacking:
         return winograd.transform_kernel(weight, self.size, self.lanes, self.stride)
 
     def define(self, weight: te.Tensor) -> te.Tensor:
-        """Define the weights in Winograd's form: a transform of the columns of each kernel, then of its rows, in float64."""
+        """Define the weights in Winograd's form, computed in float64: the columns of a kernel first, then its rows."""
         channels, depth, taps, _ = (int(size) for size in weight.shape)
         matrix = winograd.transforms(self.size, self.stride)[1].tolist()
         side, vectors = len(matrix), math.ceil(channels / self.lanes)
