@@ -144,7 +144,7 @@ def _compare(job: InsightJob, model: Any, labels: Array | None, emit: Emit) -> I
         outputs = model(**inputs)
         length = min(len(next(iter(expected.values()))), job.count - index) if job.is_chunked else 1
         for position in range(length):
-            place = slice(position, position + 1) if job.is_chunked else slice(None)
+            place: Any = slice(position, position + 1) if job.is_chunked else ...
             ours, theirs = (
                 {name: np.asarray(values[name])[place] for name in expected} for values in (outputs, expected)
             )
