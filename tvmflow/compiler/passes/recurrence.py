@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 from tvmflow.compiler import extensions
 from tvmflow.compiler.machine import Machine
@@ -37,6 +37,10 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Ex
     columns = cell.directions * gates * tile.units
     weights = emit(relax.op.permute_dims(weights, [5, 0, 1, 2, 3, 4]))
     weights = emit(relax.op.reshape(weights, [x.ty.shape.values[-1], columns]))
+    # Of two symbolic dimensions only one would become rows of the product, and the batch is often one sequence.
+    is_free = not isinstance(steps, tirx.IntImm) and not isinstance(batch, tirx.IntImm)
+    if is_free:
+        x = emit(relax.op.reshape(x, relax.ShapeExpr([steps * batch, x.ty.shape.values[-1]])))
     products = emit(relax.op.matmul(x, weights))
     extra = {name: operands[name] for name in names if name in operands}
     if bias is not None:
@@ -50,6 +54,8 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Ex
         total = emit(relax.op.expand_dims(emit(relax.op.add(of_inputs, of_states)), 2))
         total = emit(relax.op.reshape(pack_units(total, gates, tile, emit), [columns]))
         products = emit(relax.op.add(products, total))
+    if is_free:
+        products = emit(relax.op.reshape(products, relax.ShapeExpr([steps, batch, columns])))
     if "peepholes" in extra:
         peepholes = pack_units(emit(relax.op.expand_dims(extra["peepholes"], 2)), 3, tile, emit)
         shape = [cell.directions, tile.count, tile.blocks, 3, tile.lanes]
