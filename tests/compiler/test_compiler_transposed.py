@@ -1,12 +1,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from onnx import helper
 
 from support import scale
 from support.arrays import normal
 from support.builds import rule_counts
-from tvmflow.compiler import CompiledModel
+from tvmflow.compiler import CompiledModel, import_onnx, lower, workloads
+from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
 
@@ -92,3 +94,24 @@ def test_grouped_convolutions_of_three_dimensions_equal_onnx_runtime(
     node = helper.make_node("Conv", ["x", "w"], ["y"], group=2, pads=[1] * 6)
     path = make_model([node], [("x", [1, 4, 5, 6, 7])], ["y"], {"w": normal(6, 2, 3, 3, 3)})
     assert_same_as_onnxruntime(path, {"x": normal(1, 4, 5, 6, 7)})
+
+
+@pytest.mark.parametrize("high", [61, "high"])
+def test_convolutions_of_images_of_one_column_run_along_a_line(
+    high: Any, make_model: Any, assert_same_as_onnxruntime: Check, native: Target
+) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w", "b"], ["c"], pads=[2, 0, 1, 0], strides=[2, 1], dilations=[2, 1]),
+        helper.make_node("Relu", ["c"], ["r"]),
+        helper.make_node("Conv", ["r", "v"], ["y"], group=24),
+    ]
+    weights = {"w": normal(24, 16, 5, 1), "b": normal(24), "v": normal(24, 1, 3, 1)}
+    path = make_model(nodes, [("x", [2, 16, high, 1])], ["y"], weights)
+    assert_same_as_onnxruntime(path, {"x": normal(2, 16, 61, 1)})
+    # The dimensions of a convolution's data are the batch, the height, the width and the channels.
+    heights = [
+        int(item.func.params[0].shape[1])
+        for item in workloads(lower(import_onnx(path), native))
+        if "conv2d" in item.name
+    ]
+    assert set(heights) == {1}

@@ -7,6 +7,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from tvmflow.compiler.operators.common import static
 from tvmflow.compiler.passes.rewrite import Array, Rewriter, constant, dtype, rewriting, sizes
 
 # With more groups, the convolution of each group is too small.
@@ -14,14 +15,36 @@ _MOST_GROUPS = 8
 
 
 def in_two_dimensions() -> tvm.transform.Pass:
-    """Return the pass that writes transposed 1D convolutions and 3D convolutions as two-dimensional ones."""
+    """Return the pass that writes transposed 1D convolutions and 3D convolutions as two-dimensional ones.
+
+    It also exchanges height and width of images of one column: a register tile is a part of a line.
+    """
     return rewriting(
         "InTwoDimensions",
         {
             "nn.conv1d_transpose": (_transposed_1d,),
+            "nn.conv2d": (_lay_column,),
             "nn.conv3d": (_conv3d,),
         },
     )
+
+
+def _lay_column(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    attrs, weight, dims = call.attrs, rewriter.constant(call.args[1]), sizes(call.args[0])
+    if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCHW", "OIHW", "NCHW") or weight is None:
+        return None
+    top, left, bottom, right = (int(size) for size in attrs.padding)
+    if dims is None or static(dims[3]) != 1 or static(dims[2]) == 1 or weight.shape[3] != 1 or left or right:
+        return None
+    image = relax.op.nn.conv2d(
+        rewriter.emit(relax.op.permute_dims(call.args[0], [0, 1, 3, 2])),
+        constant(np.ascontiguousarray(weight.swapaxes(2, 3))),
+        strides=list(attrs.strides)[::-1],
+        padding=[0, top, 0, bottom],
+        dilation=list(attrs.dilation)[::-1],
+        groups=int(attrs.groups),
+    )
+    return relax.op.permute_dims(rewriter.emit(image), [0, 1, 3, 2])
 
 
 def split_transposed() -> tvm.transform.Pass:
