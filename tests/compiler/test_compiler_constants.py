@@ -22,7 +22,7 @@ _REASONS = {
     "operators.convolution._MOST_STEPS": "shape of the graph",
     "operators.pooling._LONGEST": "size of the code",
     "operators.pooling._MOST_TAPS": "operations: columns first saves them from here on",
-    "operators.products._FEWEST_ROWS": "shape: known beside symbolic sizes",
+    "operators.products.FEWEST_ROWS": "shape: known beside symbolic sizes",
     "operators.products._TILES": "shape: divisors that padding makes possible",
     "operators.recurrence._MOST_PADDING": "share of wasted work",
     "operators.resize._MOST_TAPS": "size of the code",

@@ -8,6 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from support import scale
+from support.arrays import normal
 from tvmflow.compiler import import_onnx
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, SizeEvaluator, Sizes
 from tvmflow.errors import UnsupportedOperatorError
@@ -662,3 +663,24 @@ def test_same_padding_of_free_sizes_equals_onnx_runtime(make_model: Any, assert_
     weights = {"w": np.random.default_rng(0).standard_normal((5, 3, 3)).astype("float32")}
     path = make_model(nodes, [("x", [2, 3, "t"])], ["a", "b", "c", "d", "e"], weights)
     assert_same_as_onnxruntime(path, *_feeds((2, 3, 8), (2, 3, 9), (2, 3, 11), (2, 3, 2)))
+
+
+@pytest.mark.parametrize(
+    "shape", [["n", 24, 12, "w"], ["n", 24, "h", 7], ["n", 24, 3, "w"], ["n", 24, "h", "w"]], ids=str
+)
+def test_pointwise_convolutions_of_free_images_are_tiled_with_their_epilogue(
+    image: list[Any], make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    shape = ["n", 24, *image]
+    nodes = [
+        _node("Conv", ["x", "kernel", "bias"], ["c"]),
+        _node("Add", ["c", "shift"], ["a"]),
+        _node("HardSwish", ["a"], ["s"]),
+        _node("Mul", ["s", "scale"], ["m"]),
+        _node("Add", ["m", "c"], ["y"]),
+    ]
+    weights = {"kernel": normal(40, 24, 1, 1), "bias": normal(40), "shift": normal(1), "scale": normal(1, 1, 1, seed=1)}
+    path = make_model(nodes, [("x", shape)], ["y"], weights)
+    sizes = {"n": 2, "h": 5, "w": 13}
+    model = assert_same_as_onnxruntime(path, {"x": normal(*(sizes.get(size, size) for size in shape))})
+    assert [rule for name, rule in model.schedules if "conv2d" in name] == ["rows"]

@@ -29,7 +29,7 @@ from tvmflow.compiler.operators.common import (
     vector,
 )
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
-from tvmflow.compiler.operators.products import rows_product
+from tvmflow.compiler.operators.products import FEWEST_ROWS, rows_product
 
 # The transpose of NHWC images to NCHW.
 _CHANNELS_FIRST = [0, 3, 1, 2]
@@ -387,11 +387,26 @@ def pointwise_conv2d(
 ) -> te.Tensor:
     """Define a 1x1 convolution of NHWC data: the pixels of an image are the rows of a matrix product.
 
+    Where a size is symbolic, the pixels of a line are, because TVM cannot simplify divisions by symbolic sizes.
     It has strides of 1 and no padding. `weight` comes from `pack_array`; the `decisions` choose the product's register
     tile. The result is NHWC with `channels` channels.
     """
     batch, height, width, depth = data.shape
     vectors, _, _, _, lanes = (int(dim) for dim in weight.shape)
+    if static(height * width) is None and (static(width) is None or int(width) >= FEWEST_ROWS):
+        lines = rows_product(
+            [batch, height],
+            width,
+            depth,
+            lambda n, h, w, k: data[n, h, w, k],
+            lambda n, h, k, c: weight[c // lanes, 0, 0, k, c % lanes],
+            vectors * lanes,
+            lanes,
+            machine,
+            decisions,
+            shared=True,
+        )
+        return te.compute((batch, height, width, channels), lambda n, h, w, c: lines[n, h, w, c], name="unpack")
     product = rows_product(
         [batch],
         topi.utils.simplify(height * width),

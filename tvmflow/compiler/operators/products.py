@@ -26,7 +26,7 @@ from tvmflow.compiler.operators.common import (
 from tvmflow.compiler.operators.packing import StrassenPacking, pack_weights
 
 # The fewest rows that fill a tile of their own.
-_FEWEST_ROWS = 4
+FEWEST_ROWS = 4
 # The vectors of columns that a register tile may have.
 _TILES = (2, 3, 4)
 
@@ -174,13 +174,16 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, d
 def row_dimensions(sizes: Sequence[Any]) -> list[int]:
     """Choose which leading dimensions of a dense layer's input become rows; return their places in `sizes`.
 
-    If all sizes are known, all dimensions become rows. Otherwise those do whose size is known and at least 4, or the
-    last dimension alone if there is none.
+    If all sizes are known, all dimensions become rows. Of an image, which has a batch, a height and a width, a symbolic
+    width does, because its pixels are neighbours in memory. Otherwise those dimensions do whose size is known and at
+    least 4, or the last dimension alone if there is none.
     """
     numbers = [static(size) for size in sizes]
     if None not in numbers:
         return list(range(len(sizes)))
-    return [place for place, size in enumerate(numbers) if (size or 0) >= _FEWEST_ROWS] or [len(sizes) - 1]
+    if len(sizes) > 2 and numbers[-1] is None:
+        return [len(sizes) - 1]
+    return [place for place, size in enumerate(numbers) if (size or 0) >= FEWEST_ROWS] or [len(sizes) - 1]
 
 
 def _broadcasts(sizes: Sequence[Any], batch: Sequence[Any]) -> bool:
