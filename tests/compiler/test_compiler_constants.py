@@ -20,6 +20,7 @@ _REASONS = {
     "operators.blocks._CHOICES": "scope of tuning",
     "operators.blocks._EPILOGUE": "operations of an epilogue",
     "operators.convolution._MOST_STEPS": "shape of the graph",
+    "operators.norms._IMAGE": "rank of a batch of images",
     "operators.pooling._LONGEST": "size of the code",
     "operators.pooling._MOST_TAPS": "operations: columns first saves them from here on",
     "operators.products.FEWEST_ROWS": "shape: known beside symbolic sizes",
