@@ -188,7 +188,7 @@ def from_data(data: Mapping[str, Any]) -> TvmflowError:
 
 @contextmanager
 def naming_model(label: str) -> Iterator[None]:
-    """Make every TvmflowError from the body name the model: `model 'LABEL': ` precedes a message without the label."""
+    """Put `model 'LABEL': ` before the message of each TvmflowError of the body, unless the message has the label."""
     try:
         yield
     except TvmflowError as error:

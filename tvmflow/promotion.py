@@ -71,10 +71,10 @@ class ChannelState:
 
 
 def read_state(services: Services, name: str, channel: str, model: str | None = None) -> ChannelState:
-    """Read a channel and its aliases.
+    """Read the channel `channel` of the releases of `name`, and the aliases of their registered model in MLflow.
 
-    `model` is the registered model of the releases. By default it is taken from the release that the channel holds, or
-    from the latest release. Raises StoreError or RegistryError when a server fails.
+    `model` is the name of the registered model. By default it is the one that the release in the channel names, or the
+    latest release if the channel is empty. Raises StoreError or RegistryError when a server fails.
     """
     document = channels.find(services.store, name, channel)
     if model is None:

@@ -48,7 +48,10 @@ class Trace:
         self._counts.append(_Count(name, time, value))
 
     def write(self, path: Path) -> None:
-        """Write the file, in the format of its suffix. Raises OSError, ImportError without the package it needs."""
+        """Write the trace to `path` in the format of its suffix.
+
+        Raises OSError when the file cannot be written, ImportError when the package for the format is not installed.
+        """
         if path.suffix in PERFETTO_SUFFIXES:
             path.write_bytes(self._perfetto())
         else:

@@ -41,9 +41,10 @@ def find(path: str, what: str, error: type[TvmflowError]) -> Callable[..., Any]:
 
 
 def call(path: str, what: str, error: type[TvmflowError], /, *args: object, **arguments: object) -> Any:
-    """Call the function `package.module:function` and return its result.
+    """Call the function that `path` (`package.module:function`) names with the other arguments; return its result.
 
-    Raises `error` when `find` does, and when the function raises an exception, with its type and message.
+    `what` says in messages what the function is for. Raises `error` when there is no such function or its module cannot
+    be imported, and when the function raises an exception, whose type and message the error gives.
     """
     function = find(path, what, error)
     try:

@@ -118,7 +118,7 @@ class Shared(Protocol):
         """Return the record of a step as JSON; None if there is none."""
 
     def write_record(self, step: str, key: str, record: bytes) -> None:
-        """Write the record of a step; all artifacts of its result must have been sent before."""
+        """Write the record of a step under its cache key `key`; the artifacts of its result must be there already."""
 
     def fetch(self, sha256: str, place: Path) -> bool:
         """Write an artifact into the new file `place`; return False when the artifact is missing or damaged."""

@@ -92,7 +92,7 @@ class Batcher:
 
     @property
     def busy_seconds(self) -> float:
-        """The seconds for which the present batch, or function of `call`, has been running; 0 if the thread is idle."""
+        """The seconds for which the thread has run its batch, or the function given to `call`; 0 if it is idle."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 

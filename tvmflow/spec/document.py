@@ -182,7 +182,10 @@ class Spec(Section):
         return tuple({target.name: target for target in targets}.values())
 
     def automatic_channels(self) -> tuple[str, ...]:
-        """Return the channels to which every release is promoted: in the file's order, but each after its `after`."""
+        """Return the names of the channels to which every release is promoted.
+
+        They are in the file's order, except that a channel stands after the one that its key `after` names.
+        """
         order: list[str] = []
         waiting = [name for name, channel in self.channels.items() if channel.automatic]
         while waiting:

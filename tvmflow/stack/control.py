@@ -123,7 +123,10 @@ def up(options: StackOptions) -> list[Status]:
 
 
 def status(state: Path) -> list[Status]:
-    """Return the status of each server of the stack; empty when no stack was ever started. Raises SettingsError."""
+    """Return the status of each server of the stack; empty when no stack was ever started.
+
+    Raises SettingsError when the file that records the servers is damaged.
+    """
     stack = record.read(state)
     if not stack.ports:
         return []

@@ -34,7 +34,10 @@ class RecordObjects:
         return self._objects.uri(_FOLDER.rstrip("/"))
 
     def sizes(self, context: str | None = None) -> dict[str, int]:
-        """Return the sizes in bytes of the files of one `context`, or of all (None), by name. Raises StoreError."""
+        """Return the size in bytes of each file of a context, or of all contexts (None), by its name in the store.
+
+        `context` is the digest of a `Context`. Raises StoreError when the server fails.
+        """
         prefix = _FOLDER if context is None else f"{_FOLDER}{context}/"
         sizes = {
             entry.key.removeprefix(_FOLDER).replace("/", "-", 1): entry.size

@@ -112,7 +112,7 @@ def log_file(state: Path, name: str) -> Path:
 
 
 def status(state: Path) -> Status | None:
-    """Return the devices that run in a state folder, None where there are none.
+    """Return the status of the tuning devices that were started with this state folder and run; None without any.
 
     Raises SettingsError when the status file is damaged.
     """

@@ -83,11 +83,12 @@ ACTIVATIONS: dict[str, Activation] = {
 def recurrence(operands: Mapping[str, relax.Expr], **attrs: Any) -> relax.Call:
     """Return a Relax call that stands for an LSTM, GRU or RNN until a pass lowers it.
 
-    `operands` are ONNX's, without those that are absent: `x` [steps, batch, inputs], `w` [directions, gates * units,
-    inputs], `r` [directions, gates * units, units], `bias`, `lengths`, `initial_h`, `initial_c`, `peepholes`. `attrs`
-    are the fields of `Cell`, but with three lists `activations` (names), `alphas` and `betas`. The result is a float32
-    tuple: all outputs [steps, directions, batch, units], the outputs of the last step [directions, batch, units] and,
-    of an LSTM, the last cell state.
+    `operands` are those of the ONNX operator, without absent ones, by name: `x` [steps, batch, inputs], `w`
+    [directions, gates * units, inputs], `r` [directions, gates * units, units], and `bias`, `lengths`, `initial_h`,
+    `initial_c` and `peepholes` in ONNX's shapes. `attrs` are the fields of `Cell`; in the place of its `activations`
+    stand three lists: `activations` with the names, `alphas` and `betas`. The result is a float32 tuple: all outputs
+    [steps, directions, batch, units], those of the last step [directions, batch, units] and, of an LSTM, the last cell
+    state of the same shape.
     """
     return extensions.call("recurrence", list(operands.values()), operands=list(operands), **attrs)
 

@@ -39,7 +39,8 @@ class PackAtLoad:
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module in which no Relax function but `pack_weights` packs weights.
 
-        Each packing was moved to `pack_weights`, which is added if there is one to move, or replaced by its result.
+        A packing that makes the weights larger by 16 KiB or more is moved to `pack_weights`, which is added to the
+        module if any is moved. Another packing is replaced by its result.
         """
         functions = {variable: func for variable, func in mod.functions_items() if isinstance(func, relax.Function)}
         called = {call.op for function in functions.values() for call in calls_of(function, functions)}

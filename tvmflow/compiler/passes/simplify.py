@@ -360,7 +360,11 @@ def _one_batch_dimension(rewriter: Rewriter, call: relax.Call) -> relax.Expr | N
 
 
 def matrices_of_vectors() -> tvm.transform.Pass:
-    """Return the pass that writes products with vectors as products of matrices, with constant weights on the right."""
+    """Return the pass that rewrites products of a matrix and a vector as products of two matrices.
+
+    Constant weights that multiply a column become the right operand, transposed; constant right operands lose batch
+    dimensions of 1.
+    """
     return rewriting("MatricesOfVectors", {"matmul": (_columns, _weights_on_the_right, _one_batch_dimension)})
 
 
