@@ -34,12 +34,13 @@ def alone_in(state: Path) -> Iterator[None]:
     state.mkdir(parents=True, exist_ok=True)
     lock = os.open(state, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StepError(
+                f"a command or a run is at work in the state folder {str(state)!r}; try again when it has ended"
+            ) from error
         yield
-    except BlockingIOError as error:
-        raise StepError(
-            f"a command or a run is at work in the state folder {str(state)!r}; try again when it has ended"
-        ) from error
     finally:
         os.close(lock)
 

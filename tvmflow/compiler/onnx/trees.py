@@ -144,7 +144,7 @@ def _ensemble(node: Node, prefix: str, targets: int, aggregate: str) -> tuple[re
     modes = [_decode(mode) for mode in attrs["nodes_modes"]]
     unknown = set(modes) - set(_MODES)
     if unknown:
-        raise FreeSizeError(f"node mode {min(unknown)!r}")
+        raise UnsupportedFormError(f"node mode {min(unknown)!r}")
     tree, number = (np.asarray(attrs[f"nodes_{name}ids"]) for name in ("tree", "node"))
     rows = _Rows(tree, number)
     mode = np.array([_MODES.index(item) for item in modes])

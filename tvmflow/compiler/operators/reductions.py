@@ -108,7 +108,7 @@ def _ravel(index: Sequence[Any], sizes: Sequence[Any]) -> Any:
     return place
 
 
-def _view(call: relax.Call, machine: Machine) -> View | None:
+def _view(call: relax.Call) -> View | None:
     """View a reduction's operand; None where the reduced dimensions are not neighbours or are symbolic."""
     shape = list(call.args[0].ty.shape.values)
     axes = call.attrs.axis
@@ -130,7 +130,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
     Other maxima and minima are left to `extremes`. Returns None for the other reductions.
     """
     name = call.op.name.rpartition(".")[2]
-    view = _view(call, machine) if is_float32(call.args[0]) and isinstance(call.ty.shape, relax.ShapeExpr) else None
+    view = _view(call) if is_float32(call.args[0]) and isinstance(call.ty.shape, relax.ShapeExpr) else None
     if view is None:
         return extremes.legalize(builder, call, machine, _SIGNS[name]) if name in _SIGNS else None
     compute = partial(_statistic, view=view, shape=list(call.ty.shape.values), name=name, machine=machine)

@@ -175,9 +175,8 @@ def _scheduled(
                 return trial, name
         except Exception as error:  # A schedule primitive refuses in many ways.
             shapes = ", ".join(shape_text(parameter.shape) for parameter in func.params if hasattr(parameter, "shape"))
-            message = (
-                f"schedule rule {name!r} failed on a function of {shapes}, another rule takes it: {shorten(error)}"
-            )
+            next_step = "it runs as TVM wrote it" if name == "fallback" else "another rule takes it"
+            message = f"schedule rule {name!r} failed on a function of {shapes}, {next_step}: {shorten(error)}"
             warnings.warn(message, ScheduleWarning, stacklevel=1)
     return None, "none"
 
