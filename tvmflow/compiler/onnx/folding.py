@@ -44,13 +44,10 @@ def evaluate_constants(node: onnx.NodeProto, values: Sequence[Array], opset: int
     largest = _LARGEST_FILTER if node.op_type == "MelWeightMatrix" else _LARGEST
     if _result_size(node, values) > largest:
         return None
-    names = [name for name in node.input if name]
-    try:
-        with np.errstate(all="ignore"):
-            results = run_reference(node, dict(zip(names, values, strict=True)), opset)
-    except Exception:  # The reference implementation has gaps; TVM's converter has its turn.
+    results = _run(node, values, opset)
+    if results is None or any(item.size > largest or item.dtype == object for item in results.values()):
         return None
-    return None if any(item.size > largest or item.dtype == object for item in results.values()) else results
+    return results
 
 
 def computes_weights(node: onnx.NodeProto) -> bool:
@@ -68,14 +65,21 @@ def evaluate_weights(node: onnx.NodeProto, values: Sequence[Array], opset: int) 
     kinds = {value.dtype for value in values if value.dtype.kind not in "iub"}
     if not kinds or not kinds <= _WEIGHTS:
         return None
+    results = _run(node, values, opset)
+    largest = sum(value.size for value in values)
+    if results is None or not all(item.dtype in _WEIGHTS and item.size <= largest for item in results.values()):
+        return None
+    return results
+
+
+def _run(node: onnx.NodeProto, values: Sequence[Array], opset: int) -> dict[str, Array] | None:
+    """The results of a node by name; None where ONNX's reference implementation, which has gaps, fails."""
     names = [name for name in node.input if name]
     try:
         with np.errstate(all="ignore"):
-            results = run_reference(node, dict(zip(names, values, strict=True)), opset)
-    except Exception:  # The reference implementation has gaps; TVM's converter has its turn.
+            return run_reference(node, dict(zip(names, values, strict=True)), opset)
+    except Exception:  # TVM's converter has its turn.
         return None
-    largest = sum(value.size for value in values)
-    return results if all(item.dtype in _WEIGHTS and item.size <= largest for item in results.values()) else None
 
 
 def _result_size(node: onnx.NodeProto, values: Sequence[Array]) -> float:
