@@ -73,9 +73,9 @@ class TextsJob(Job):
         return True
 
     @classmethod
-    def of(cls, function: str, job: InsightJob, found: Insight) -> "TextsJob":
+    def of(cls, function: str, job: InsightJob, profile: Insight) -> "TextsJob":
         """Return the job that shows the samples of an insight, which is the result of `job`."""
-        indices = sorted({sample.index for sample in (*found.worst, *found.flipped)})
+        indices = sorted({sample.index for sample in (*profile.worst, *profile.flipped)})
         return cls(
             function=function,
             data=job.data,
@@ -103,7 +103,7 @@ class Texts(StepResult):
         """Whether a text is missing."""
         return self.problem is not None or any(text.failed for text in self.texts.values())
 
-    def add_to(self, found: Insight) -> Insight:
+    def add_to(self, profile: Insight) -> Insight:
         """Return an insight with these texts."""
 
         def show(items: Sequence[SampleInsight]) -> Iterator[SampleInsight]:
@@ -111,8 +111,12 @@ class Texts(StepResult):
                 text = self.texts.get(item.index)
                 yield item.model_copy(update={"text": None if text is None else text.text})
 
-        changes = {"worst": tuple(show(found.worst)), "flipped": tuple(show(found.flipped)), "problem": self.problem}
-        return found.model_copy(update=changes)
+        changes = {
+            "worst": tuple(show(profile.worst)),
+            "flipped": tuple(show(profile.flipped)),
+            "problem": self.problem,
+        }
+        return profile.model_copy(update=changes)
 
 
 def work_texts(job: TextsJob, emit: Emit) -> Texts:

@@ -461,8 +461,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         else:
             values = [self._value_at_import(operand) for operand in operands]
         results = None if any(value is None for value in values) else evaluate_constants(node, values, self.opset)
-        constant = self._initial if node.op_type == "MelWeightMatrix" else lambda _, array: const(array)
-        self._nodes.update({name: constant(name, result) for name, result in (results or {}).items()})
+        self._nodes.update({name: const(result) for name, result in (results or {}).items()})
         return results is not None
 
     def _fold_weights(self, node: onnx.NodeProto) -> bool:

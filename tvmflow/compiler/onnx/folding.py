@@ -20,9 +20,9 @@ _FOLDED = {
 }
 # Operators by which models compute weights of weights, as standardised or normalised ones.
 _FOLDED_WEIGHTS = {
-    *("Abs", "Add", "BatchNormalization", "Concat", "Div", "Exp", "Flatten", "Gather", "Identity", "Max", "Min", "Mul"),
-    *("Neg", "Pow", "Reciprocal", "ReduceL1", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "Reshape"),
-    *("Slice", "Sqrt", "Squeeze", "Sub", "Sum", "Transpose", "Unsqueeze"),
+    *("Abs", "Add", "BatchNormalization", "Concat", "Div", "Exp", "Flatten", "Gather", "Identity", "Max"),
+    *("MelWeightMatrix", "Min", "Mul", "Neg", "Pow", "Reciprocal", "ReduceL1", "ReduceL2", "ReduceMean", "ReduceSum"),
+    *("ReduceSumSquare", "Reshape", "Slice", "Sqrt", "Squeeze", "Sub", "Sum", "Transpose", "Unsqueeze"),
 }
 # Larger results are data rather than sizes: they are computed when the model runs.
 _LARGEST = 4096
@@ -41,11 +41,8 @@ def evaluate_constants(node: onnx.NodeProto, values: Sequence[Array], opset: int
 
     Returns None where a result has more than 4096 elements, and where ONNX's reference implementation fails.
     """
-    largest = _LARGEST_FILTER if node.op_type == "MelWeightMatrix" else _LARGEST
-    if _result_size(node, values) > largest:
-        return None
-    results = _run(node, values, opset)
-    if results is None or any(item.size > largest or item.dtype == object for item in results.values()):
+    results = None if _result_size(node, values) > _LARGEST else _run(node, values, opset)
+    if results is None or any(item.size > _LARGEST or item.dtype == object for item in results.values()):
         return None
     return results
 
@@ -59,17 +56,18 @@ def evaluate_weights(node: onnx.NodeProto, values: Sequence[Array], opset: int) 
     """Return the results of a node that computes weights by name, from the values of its operands that are present.
 
     TVM would compile a function for each such node and run it once. None where a result is larger than the operands
-    together, where an operand or a result is of other floating point numbers than float32 and float64, or all operands
-    are integers, and where ONNX's reference implementation, which has gaps, fails.
+    together, or a filter bank larger than 16 million elements; where operands are of other floating point numbers than
+    float32 and float64, or all are integers; and where ONNX's reference implementation, which has gaps, fails.
     """
     kinds = {value.dtype for value in values if value.dtype.kind not in "iub"}
-    if not kinds or not kinds <= _WEIGHTS:
+    if node.op_type == "MelWeightMatrix":
+        largest = _LARGEST_FILTER
+    elif kinds and kinds <= _WEIGHTS:
+        largest = sum(value.size for value in values)
+    else:
         return None
-    results = _run(node, values, opset)
-    largest = sum(value.size for value in values)
-    if results is None or not all(item.dtype in _WEIGHTS and item.size <= largest for item in results.values()):
-        return None
-    return results
+    results = None if _result_size(node, values) > largest else _run(node, values, opset)
+    return None if results is None or any(item.size > largest for item in results.values()) else results
 
 
 def _run(node: onnx.NodeProto, values: Sequence[Array], opset: int) -> dict[str, Array] | None:
