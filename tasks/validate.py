@@ -232,8 +232,8 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
     comparisons.append(_compare("onnxruntime", peers))
     reasons = _reasons(bounds, comparisons[0], pairs)
     if reasons:
-        answers = [expected for expected, _ in peers]
-        cause = _explain(workspace.path(job.exported.onnx), originals, answers, comparisons[-1])
+        optimized = [expected for expected, _ in peers]
+        cause = _explain(workspace.path(job.exported.onnx), originals, optimized, comparisons[-1])
         reasons = [f"{reason}{cause}" for reason in reasons]
     if reference is not None and metric is not None and task is not None and metric < reference.metric - task.drop:
         reasons.append(
