@@ -19,6 +19,7 @@ from tvmflow.compiler.operators import winograd as winograd_stages
 from tvmflow.compiler.operators.common import (
     FOLLOWS,
     FUSABLE,
+    JoinedRows,
     constant,
     divides,
     is_float32,
@@ -391,36 +392,21 @@ def pointwise_conv2d(
     It has strides of 1 and no padding. `weight` comes from `pack_array`; the `decisions` choose the product's register
     tile. The result is NHWC with `channels` channels.
     """
-    batch, height, width, depth = data.shape
+    *outer, depth = data.shape
+    _, height, width = outer
     vectors, _, _, _, lanes = (int(dim) for dim in weight.shape)
-    if static(height * width) is None and (static(width) is None or int(width) >= FEWEST_ROWS):
-        lines = rows_product(
-            [batch, height],
-            width,
-            depth,
-            lambda n, h, w, k: data[n, h, w, k],
-            lambda n, h, k, c: weight[c // lanes, 0, 0, k, c % lanes],
-            vectors * lanes,
-            lanes,
-            machine,
-            decisions,
-            shared=True,
-        )
-        return te.compute((batch, height, width, channels), lambda n, h, w, c: lines[n, h, w, c], name="unpack")
+    is_by_line = static(height * width) is None and (static(width) is None or int(width) >= FEWEST_ROWS)
+    joined = JoinedRows(outer, [2] if is_by_line else [1, 2])
     product = rows_product(
-        [batch],
-        topi.utils.simplify(height * width),
+        joined.batch,
+        joined.rows,
         depth,
-        lambda n, m, k: data[n, m // width, m % width, k],
-        lambda n, k, c: weight[c // lanes, 0, 0, k, c % lanes],
+        lambda *index: data[joined.position(*index)],
+        lambda *index: weight[index[-1] // lanes, 0, 0, index[-2], index[-1] % lanes],
         vectors * lanes,
         lanes,
         machine,
         decisions,
         shared=True,
     )
-    return te.compute(
-        (batch, height, width, channels),
-        lambda n, h, w, c: product[n, h * width + w, c],
-        name="unpack",
-    )
+    return te.compute((*outer, channels), lambda *index: product[joined.row(*index)], name="unpack")

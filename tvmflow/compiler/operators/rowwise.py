@@ -237,16 +237,12 @@ def _image_reduction(
     lanes, size = machine.lanes, sizes[-1]
 
     def lines() -> list[Any]:
-        return [te.reduce_axis((0, extent), "line") for extent in sizes[:-1] if static(extent) != 1]
-
-    def place(line: Sequence[Any], last: Any) -> list[Any]:
-        axes = iter(line)
-        return [*(0 if static(extent) == 1 else next(axes) for extent in sizes[:-1]), last]
+        return [te.reduce_axis((0, extent), "line") for extent in sizes[:-1]]
 
     line, o = lines(), te.reduce_axis((0, topi.utils.simplify(size // lanes)), "o")
     partial_results = te.compute(
         (*rows, lanes),
-        lambda *index: kind.reducer(element(index[:-1], place(line, o * lanes + index[-1])), axis=[*line, o]),
+        lambda *index: kind.reducer(element(index[:-1], [*line, o * lanes + index[-1]]), axis=[*line, o]),
         name=f"{name}_lanes",
     )
     v = te.reduce_axis((0, lanes), "v")
@@ -254,7 +250,7 @@ def _image_reduction(
     after, r = lines(), te.reduce_axis((0, topi.utils.simplify(size % lanes)), "r")
     rest = te.compute(
         rows,
-        lambda *row: kind.reducer(element(row, place(after, size // lanes * lanes + r)), axis=[*after, r]),
+        lambda *row: kind.reducer(element(row, [*after, size // lanes * lanes + r]), axis=[*after, r]),
         name=f"{name}_rest",
     )
     return lambda at: kind.combine(vector[tuple(at)], rest[tuple(at)])
