@@ -1,8 +1,6 @@
 """Garbage of a state folder: files that no run has used for a while and any run can make or fetch again."""
 
 import contextlib
-import fcntl
-import os
 import re
 import shutil
 import time
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tvmflow.errors import StepError
+from tvmflow.files import exclusive
 from tvmflow.store.folder import PARTIAL
 
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
@@ -32,17 +31,9 @@ def alone_in(state: Path) -> Iterator[None]:
     Raises StepError when a run or a command is at work there, because it may use any file.
     """
     state.mkdir(parents=True, exist_ok=True)
-    lock = os.open(state, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StepError(
-                f"a command or a run is at work in the state folder {str(state)!r}; try again when it has ended"
-            ) from error
+    busy = f"a command or a run is at work in the state folder {str(state)!r}; try again when it has ended"
+    with exclusive(state, StepError(busy)):
         yield
-    finally:
-        os.close(lock)
 
 
 def find_garbage(state: Path, bundles: Path, days: float) -> list[Piece]:

@@ -1,7 +1,6 @@
 """The record of the local stack in the state folder: its processes, ports, settings and secrets."""
 
 import contextlib
-import fcntl
 import secrets
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pydantic import Field
 
 from tvmflow.documents import Document, decode, encode
 from tvmflow.errors import SettingsError, StoreError
-from tvmflow.files import write_whole
+from tvmflow.files import exclusive, write_whole
 from tvmflow.workspace import Record
 
 _RECORD = "stack.json"
@@ -147,13 +146,9 @@ def lock(state: Path) -> Iterator[None]:
     """
     place = folder(state)
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (place / _LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SettingsError(
-                f"another tvmflow up or down is at work on the stack in {state}; wait until it is done"
-            ) from error
+    (place / _LOCK).touch()
+    busy = f"another tvmflow up or down is at work on the stack in {state}; wait until it is done"
+    with exclusive(place / _LOCK, SettingsError(busy)):
         yield
 
 

@@ -5,7 +5,6 @@ nothing that it started outlives the supervisor.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from typing import Literal
 
 import tvmflow
 from tvmflow.errors import SettingsError, StackError
+from tvmflow.files import exclusive
 from tvmflow.runtime.tracker import Address, Tracker
 from tvmflow.stack.record import birth
 from tvmflow.supervisor import last_line, visible_environment
@@ -194,11 +194,9 @@ def down(state: Path) -> bool:
 def _hold_lock(state: Path) -> Iterator[None]:
     folder = device_folder(state)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SettingsError(f"another `tvmflow devices` is at work in {state}; wait until it is done") from error
+    (folder / "lock").touch()
+    busy = f"another `tvmflow devices` is at work in {state}; wait until it is done"
+    with exclusive(folder / "lock", SettingsError(busy)):
         yield
 
 
