@@ -7,12 +7,12 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-ATOL = 1e-4
+_ATOL = 1e-4
 # The kinds of integers and bools among NumPy's types.
 _WHOLE = "biu"
 
 
-def absolute_tolerance(expected: Array, atol: float = ATOL) -> float:
+def absolute_tolerance(expected: Array, atol: float = _ATOL) -> float:
     """Return the absolute tolerance of an output's elements: `atol`, times the output's scale where that is above 1.
 
     The scale is the root mean square of the finite elements: where an output has elements of hundreds, one that is near
