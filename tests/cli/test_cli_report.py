@@ -78,6 +78,14 @@ def test_what_differs_is_printed_and_written(tvmflow: Command) -> None:
     assert "operator set" in Path("diff.html").read_text()
 
 
+def test_releases_that_do_not_differ_are_said_not_to(tvmflow: Command) -> None:
+    with open_store(machine.load()) as store:
+        provenance = Provenance(onnx="sha256:" + "0" * 64, opset=18, code={"model.py": "0" * 64}, packages={})
+        for version in ("3", "4"):
+            store.publish(make_release("net", version, provenance=provenance), ())
+    assert tvmflow("diff", "net", "3", "4").stdout == "net 3 and 4 do not differ\n"
+
+
 @pytest.mark.parametrize(("newer", "code"), [("2", "not recorded"), ("3", "recorded")])
 def test_what_a_release_of_format_2_does_not_record_is_not_called_the_same(
     tvmflow: Command, newer: str, code: str

@@ -186,7 +186,10 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
         for row in layers[:_LAYERS]:
             if row.difference > 0:
                 table.add_row(target, f"layer {row.name}, ms", f"{row.before:.4g}", f"{row.ms:.4g}", "")
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    if table.row_count:
+        Console(width=None if sys.stdout.isatty() else 140).print(table)
+    else:
+        click.echo(f"{name} {before} and {now} do not differ")
     for slowdown in slowdowns:
         click.echo(str(slowdown))
 
