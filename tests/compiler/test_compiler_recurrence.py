@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper
+from tvm import tirx
 
 from support import builds, scale
 from support.arrays import normal
@@ -213,3 +214,19 @@ def test_recurrences_stay_within_their_buffers() -> None:
                 function = Recurrence(cell, 3, batch, units, extra, computer).function()
                 functions[f"{kind}_{direction}_{batch}_{units}_{shares_units}"] = complete(function)
     assert_within_buffers(functions, target)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_free_batch_of_fewer_sequences_than_cores_stays_within_its_buffers(batch: int) -> None:
+    target = resolve("".join(runnable_levels()[-1:]) or "native")
+    # No region pays for itself, so that each core computes whole sequences.
+    computer = replace(machine(target), cores=16, region=1 << 62)
+    functions = {}
+    for kind, direction, activations in (
+        ("lstm", "forward", [_SIGMOID, _TANH, _TANH]),
+        ("gru", "bidirectional", [_SIGMOID, _TANH] * 2),
+    ):
+        cell = Cell(kind, direction, activations, 0.0, False, False)
+        recurrence = Recurrence(cell, 3, tirx.Var("batch", "int64"), 21, ["lengths", "initial_h"], computer)
+        functions[kind] = complete(recurrence.function())
+    assert_within_buffers(functions, target, {"batch": batch})
