@@ -216,17 +216,18 @@ def test_recurrences_stay_within_their_buffers() -> None:
     assert_within_buffers(functions, target)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_free_batch_of_fewer_sequences_than_cores_stays_within_its_buffers(batch: int) -> None:
+@pytest.mark.parametrize(("batch", "cores", "is_free"), [(1, 16, True), (3, 16, True), (5, 4, False)])
+def test_the_last_parts_of_a_batch_may_be_empty(batch: int, cores: int, is_free: bool) -> None:
     target = resolve("".join(runnable_levels()[-1:]) or "native")
     # No region pays for itself, so that each core computes whole sequences.
-    computer = replace(machine(target), cores=16, region=1 << 62)
+    computer = replace(machine(target), cores=cores, region=1 << 62)
     functions = {}
     for kind, direction, activations in (
         ("lstm", "forward", [_SIGMOID, _TANH, _TANH]),
         ("gru", "bidirectional", [_SIGMOID, _TANH] * 2),
     ):
         cell = Cell(kind, direction, activations, 0.0, False, False)
-        recurrence = Recurrence(cell, 3, tirx.Var("batch", "int64"), 21, ["lengths", "initial_h"], computer)
+        size = tirx.Var("batch", "int64") if is_free else batch
+        recurrence = Recurrence(cell, 3, size, 21, ["lengths", "initial_h"], computer)
         functions[kind] = complete(recurrence.function())
     assert_within_buffers(functions, target, {"batch": batch})
