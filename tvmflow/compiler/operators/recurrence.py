@@ -302,7 +302,7 @@ class Recurrence:
         loop = T.parallel if self._machine.cores > 1 and parts * self.cell.directions > 1 else T.serial
         with loop(0, parts * self.cell.directions) as task:
             direction, part = task // parts, task % parts
-            # The last parts are empty where the others hold the whole batch, as five sequences in four parts of two.
+            # The last parts are empty where the others hold the whole batch, as one sequence in three parts of one.
             begin = tirx.min(part * rows, self._batch)
             end = tirx.min(begin + rows, self._batch)
             if parts == 1:
