@@ -465,7 +465,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return results is not None
 
     def _fold_weights(self, node: onnx.NodeProto) -> bool:
-        """Evaluate a node that computes weights of weights; return whether this was done."""
+        """Evaluate a node whose operands are weights and constants; return whether this was done."""
         operands = [self._nodes[name] for name in node.input if name]
         if not computes_weights(node) or not all(map(self._is_constant, operands)):
             return False

@@ -18,7 +18,7 @@ _FOLDED = {
     *("ReduceProd", "ReduceSum", "Reshape", "Round", "ScatterElements", "ScatterND", "Shape", "Sign", "Sin", "Size"),
     *("Slice", "Split", "Sqrt", "Squeeze", "Sub", "Sum", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor"),
 }
-# Operators by which models compute weights of weights, as standardised or normalised ones.
+# Operators by which models compute the weights that they use from stored ones, as by standardising them.
 _FOLDED_WEIGHTS = {
     *("Abs", "Add", "BatchNormalization", "Concat", "Div", "Exp", "Flatten", "Gather", "Identity", "Max"),
     *("MelWeightMatrix", "Min", "Mul", "Neg", "Pow", "Reciprocal", "ReduceL1", "ReduceL2", "ReduceMean", "ReduceSum"),
@@ -48,7 +48,7 @@ def evaluate_constants(node: onnx.NodeProto, values: Sequence[Array], opset: int
 
 
 def computes_weights(node: onnx.NodeProto) -> bool:
-    """Return whether a node whose operands are weights and constants is evaluated at import, to weights."""
+    """Return whether a node is evaluated at import if all its operands are weights or constants."""
     return node.op_type in _FOLDED_WEIGHTS and node.domain in ("", "ai.onnx") and bool(node.input)
 
 
