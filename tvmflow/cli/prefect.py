@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tvmflow.settings import Settings
 
 # How long a server that has work to do may take to answer.
-ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 60.0
 _START_SECONDS = 120.0
 _PAUSE_SECONDS = 0.5
 _STOP_SECONDS = 5.0
@@ -143,20 +143,26 @@ def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def answers(address: str, seconds: float) -> bool:
-    """Whether a Prefect server answers at `address`, which ends in /api, within `seconds`."""
+    """Whether a Prefect server answers at `address`, which ends in /api, within `seconds`.
+
+    A server that is busy is asked again: it sends an error of its own, or drops the connection. One that refuses the
+    connection does not run.
+    """
     end = time.monotonic() + seconds
     while (rest := end - time.monotonic()) > 0:
         try:
             with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=rest) as response:  # noqa: S310
                 return bool(response.read().strip() == b"true")
         except urllib.error.HTTPError as error:
-            if error.code != HTTPStatus.SERVICE_UNAVAILABLE:
+            if error.code < HTTPStatus.INTERNAL_SERVER_ERROR:
                 # A server that asks for a login answers as well.
                 return error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-            # A server says that it is busy; it may have an answer in a moment.
-            time.sleep(min(rest, _PAUSE_SECONDS))
-        except (OSError, ValueError):
+        except OSError as error:
+            if not isinstance(getattr(error, "reason", error), ConnectionResetError):
+                return False
+        except ValueError:
             return False
+        time.sleep(min(max(end - time.monotonic(), 0.0), _PAUSE_SECONDS))
     return False
 
 

@@ -1,0 +1,67 @@
+"""Whether a Prefect server answers: one that is busy is asked again, one that does not run is not waited for."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from tvmflow.cli.prefect import answers
+
+SECONDS = 60.0
+FINE = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\ntrue"
+BUSY = {
+    "dropped": b"",
+    "failed": b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+    "unavailable": b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+}
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        yield server
+
+
+def serve(server: socket.socket, *replies: bytes) -> threading.Thread:
+    """Send each request the next of the replies; an empty one drops the connection."""
+
+    def send() -> None:
+        for reply in replies:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(reply)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+def address(server: socket.socket) -> str:
+    return f"http://127.0.0.1:{server.getsockname()[1]}/api"
+
+
+@pytest.mark.parametrize("reply", BUSY.values(), ids=BUSY.keys())
+def test_a_busy_server_is_asked_again(listening: socket.socket, reply: bytes) -> None:
+    thread = serve(listening, reply, FINE)
+    assert answers(address(listening), SECONDS)
+    thread.join()
+
+
+def test_a_busy_server_is_not_asked_for_ever(listening: socket.socket) -> None:
+    serve(listening, *[BUSY["unavailable"]] * 100)
+    assert not answers(address(listening), 1.0)
+
+
+@pytest.mark.parametrize(("status", "expected"), [(401, True), (403, True), (404, False)])
+def test_a_server_that_asks_for_a_login_answers(listening: socket.socket, status: int, expected: bool) -> None:
+    serve(listening, f"HTTP/1.1 {status} No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+    assert answers(address(listening), SECONDS) is expected
+
+
+def test_a_server_that_does_not_run_is_not_waited_for() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        free = address(server)
+    assert not answers(free, SECONDS)
