@@ -65,8 +65,8 @@ class ComparisonJob(Job):
     """Two builds of a target whose latencies are to be compared.
 
     `sizes` are the sizes of symbolic dimensions that the release file says to tune at. `sections` are the sections of
-    the release file that the code depends on. `refusal` is the sentence that says why this machine cannot run the
-    bundles; None when it can.
+    the release file on which the code of the builds depends. `refusal` is the sentence that says why this machine
+    cannot run the builds; None when it can.
     """
 
     candidate: Candidate

@@ -33,8 +33,8 @@ _SHOWN_VALUES = 24
 class InsightJob(Job):
     """A bundle that runs here, the samples, and the held-out data with the original's outputs, if there are any.
 
-    `held_out` and `labels` are None, and `count`, the number of held-out samples, is 0 without such data. With `whole`,
-    each chunk of the held-out data is one sample without the axis of samples.
+    `held_out` and `labels` are None, and `count`, the number of held-out samples, is 0 without such data. The held-out
+    data is a file of chunks. If `whole` is true, each chunk is a single sample, and its arrays have no axis of samples.
     """
 
     bundle: Artifact

@@ -18,7 +18,7 @@ def as_options(section: Build, variants: tuple[dict[str, int], ...]) -> "BuildOp
 
 
 def variants(spec: Spec, inputs: tuple[TensorSpec, ...]) -> tuple[dict[str, int], ...]:
-    """Return the sizes of symbolic dimensions, by name, for which the build makes specialised functions.
+    """Return the sizes of the symbolic dimensions of `inputs`, by name, for which the build specialises functions.
 
     They are the sizes that the release file says to tune at: a tuple of one mapping, or an empty tuple where it names
     none.

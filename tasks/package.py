@@ -23,7 +23,10 @@ from tvmflow.workspace import Artifact, Record, StepResult, Workspace
 
 
 class PackageJob(Job):
-    """The manifest, the build, and the samples; `signer` is the public key that belongs to the signing key, or None."""
+    """The manifest, the build, and the samples, of which the first becomes the bundle's golden sample.
+
+    `signer` is the public key that belongs to the signing key, or None.
+    """
 
     manifest: Manifest
     build: BuildResult

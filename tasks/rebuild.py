@@ -32,14 +32,15 @@ _FILES = ("mod.json", "mod.params", "mod.so", _SAMPLE)
 
 
 def rebuild(bundle: Path, source: Path, trusted: Sequence[Path] | None = None) -> tuple[str, ...]:
-    """Make a bundle again from its release file or its ONNX file, in an empty workspace, and compare the two.
+    """Make a bundle again from its release file or its ONNX file, in a new, empty workspace, and compare the two.
 
-    Trained weights and tuning records are taken from this machine's workspace, and their digests compared; weights that
-    this machine lacks are trained again. If `source` is an ONNX file but the original was not, the golden sample is not
-    compared. `trusted` are files with public keys, of which one must have signed the bundle; None means the files that
-    TVMFLOW_TRUSTED_KEYS names. Without such files, signatures are not checked. Returns the names of the parts that are
-    the same. Raises VerdictError, which names the first part that differs, and BundleError when the bundle cannot be
-    made again here.
+    Only trained weights and tuning records are taken from this machine's own workspace, and their digests compared;
+    weights that this machine lacks are trained again. If `source` is an ONNX file but the original was not, the golden
+    sample is not compared. `trusted` are files with public keys, of which one must have signed the bundle; None means
+    the files that TVMFLOW_TRUSTED_KEYS names. Without such files, signatures are not checked. Returns the names of the
+    parts that are the same. Raises VerdictError, which names the first part that differs. Raises BundleError when no
+    trusted key has signed the bundle, and when it cannot be made again here: with other versions or code of tvmflow, or
+    without its tuning records. Raises SpecError for a release file that is not valid.
     """
     settings = machine.load()
     workspace = Workspace(settings.state)

@@ -82,7 +82,7 @@ class ReferenceResult(StepResult):
 
     `data` is the SHA-256 of the held-out inputs and labels, `count` the number of samples, `metric` the original's task
     metric on them. Where the model's batch size is fixed, the last chunk is filled up by repeating its last sample.
-    With `whole`, each chunk is one sample without the axis of samples.
+    If `whole` is true, each chunk is a single sample, and its arrays have no axis of samples.
     """
 
     original: Artifact

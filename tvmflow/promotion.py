@@ -292,9 +292,11 @@ def log_verdict(
 ) -> str:
     """Log the verdict on a promotion as a run in MLflow, inside the run of the release; return the run's id.
 
-    `verdict` becomes verdict.json, `report`, in Markdown, report.md, and each of the `files` its path. With a signing
-    key, a statement on the verdict lies beside it. A promotion that waits for a person leaves its run open; its flow
-    run uses it again when it logs the next time. Raises RegistryError.
+    The run gets `verdict` as verdict.json, `report` (Markdown) as report.md, and `files` by their paths in the run.
+    With a signing key, it also gets a signed statement on the verdict. A promotion that waits for a person leaves its
+    run open, and its flow run logs into the same run the next time. Raises RegistryError when MLflow fails. With a
+    signing key, raises StoreError when the release's document cannot be read, and SettingsError when the key cannot be
+    used.
     """
     tags = {
         **_promotion_tags(verdict.name, verdict.channel, verdict.version),

@@ -187,7 +187,7 @@ class Release(Document):
 
     @property
     def registered_version(self) -> RegisteredVersion:
-        """The version in MLflow that belongs to the release."""
+        """The version of the registered model in MLflow that belongs to the release, as `model` names it."""
         _, model, version = self.model.split("/")
         return RegisteredVersion(model, version)
 

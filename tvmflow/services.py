@@ -68,8 +68,9 @@ def read_sections(settings: Settings, name: str) -> Sections:
     """Return the sections `store` and `registry` of the release file with the name `name`.
 
     They are those that were recorded when the file was released or deployed on this machine; else those of the file
-    with this name in the setting `models`; else the defaults. Raises SpecError for an invalid release file in that
-    setting, StoreError for a damaged record.
+    with this name among the release files of the setting `models`; else the defaults. Raises StoreError for a name that
+    is not allowed, and for a record that is damaged or cannot be read. If there is no record, raises SpecError for an
+    invalid release file of that setting.
     """
     place = _sections_file(settings, name)
     try:

@@ -148,7 +148,7 @@ class ChildProcess:
     def name_end(self) -> str:
         """Return how the child ended, as "was killed by SIGSEGV".
 
-        Call this after the child has closed its pipes. If it still runs `_END_SECONDS` later, the text says so.
+        Call this after the child has closed its pipes. If it still runs 10 seconds later, the text says so.
         """
         try:
             return describe_exit(self.wait(time.monotonic() + _END_SECONDS))
@@ -158,7 +158,7 @@ class ChildProcess:
     def describe_end(self) -> str:
         """Return how the child ended, as "ended with exit code 7, last output 'no model'", where it has output.
 
-        Call this after the child has closed its pipes. If it still runs `_END_SECONDS` later, the text says so.
+        Call this after the child has closed its pipes. If it still runs 10 seconds later, the text says so.
         """
         end, line = self.name_end(), last_line(self.log)
         return f"{end}, last output {line!r}" if line else end

@@ -64,7 +64,10 @@ class Check(Record):
 
 
 def samples_of(workspace: Workspace, checks: Iterable[Check]) -> dict[str, Path]:
-    """Return the files with the run times of the checks, by the path of each among the MLflow run's artifacts."""
+    """Return the files with the run times of the checks, by their paths in the MLflow run to which they are logged.
+
+    A check without such a file is left out.
+    """
     return {check.samples_file: workspace.path(check.samples) for check in checks if check.samples is not None}
 
 
@@ -157,7 +160,7 @@ def _read_first_choices(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Choices(Document):
-    """The checks by which the build of each target was chosen, tuned or not and on fewer threads or not."""
+    """The checks that decided for each target whether its build is tuned, and whether it runs on fewer threads."""
 
     older: ClassVar[Mapping[int, Reader]] = {1: _read_first_choices}
 

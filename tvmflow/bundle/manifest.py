@@ -158,8 +158,8 @@ def check_machine(
 ) -> None:
     """Raise BundleError if this machine's processor cannot run a bundle with these requirements.
 
-    `name` and `target` name the bundle in the message. A bundle that uses AMX needs the kernel's permission: this
-    function requests it for the process.
+    `name` and `target` name the bundle in the message. For a bundle that uses AMX, the function requests the kernel's
+    permission for this process. A refusal raises BundleError as well.
     """
     machine = host()
     if arch == "cuda":

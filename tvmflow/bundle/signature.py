@@ -131,7 +131,10 @@ def require_library(name: str = "cryptography", extra: str = "sign") -> None:
 
 
 def load_private(path: Path) -> "Ed25519PrivateKey":
-    """Return the private key in a PEM file. Raises SettingsError for a file without an Ed25519 private key."""
+    """Return the private key in a PEM file.
+
+    Raises SettingsError for a file that cannot be read, or has no Ed25519 private key without a password.
+    """
     key = _load(path)
     if not hasattr(key, "sign"):
         raise SettingsError(f"{str(path)!r} holds a public key; sign with the private one")

@@ -27,7 +27,10 @@ def tracker_address(text: str) -> "Address":
 
 
 def own_tracker(state: Path) -> str:
-    """Return the address of the devices' tracker in a state folder. Raises RemoteError when no devices run there."""
+    """Return the address of the tracker of the devices that were started with this state folder.
+
+    Raises RemoteError when no such devices run, SettingsError when their status file is damaged.
+    """
     from tvmflow.errors import RemoteError
     from tvmflow.tuning import devices
 

@@ -59,10 +59,12 @@ def point_at_server(settings: "Settings") -> None:
 def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
     """Point Prefect at its server while the body runs; enter this before Prefect is imported.
 
-    Yields a function that waits until the server answers; the body calls it before it runs a flow, and imports modules
-    while an embedded server starts. Raises SettingsError when the server that settings name does not answer; the
-    function raises StepError when the embedded server does not start. Raises PrefectError when the server refuses the
-    login of the body's requests.
+    The server is the one that settings name or, if they name none, an embedded one. Yields a function that waits until
+    the server answers. The body imports modules while an embedded server starts, and calls the function before it runs
+    a flow. Before the body runs, raises SettingsError when the server that settings name does not answer, and StepError
+    when the folder of the embedded server cannot be written. The function raises StepError when the embedded server
+    does not start. After the body, raises PrefectError in place of the body's error when the server has refused its
+    login.
     """
     prepare_environment()
     if settings.prefect_api_url is not None:
@@ -145,8 +147,8 @@ def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 def answers(address: str, seconds: float) -> bool:
     """Whether a Prefect server answers at `address`, which ends in /api, within `seconds`.
 
-    A server that is busy is asked again: it sends an error of its own, or drops the connection. One that refuses the
-    connection does not run.
+    A server that sends an error of its own or drops the connection is busy, and is asked again. A server that refuses
+    the connection does not run: the answer is False at once.
     """
     end = time.monotonic() + seconds
     while (rest := end - time.monotonic()) > 0:

@@ -19,10 +19,10 @@ import click
 @click.option("--channel", default="production", show_default=True, help="The channel whose release to make faster.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def retune_command(file: Path, minutes: float, channel: str, as_json: bool) -> None:
-    """Tune the costliest workloads of the release of FILE's model in production, and release a faster build.
+    """Tune the costliest workloads of a channel's release of FILE's model, and release a faster build.
 
-    A build becomes a release only if it is measured faster than the one in production, in turn with it. Faster
-    schedules are kept as records in any case.
+    The new build and the channel's are measured alternately, and the new one becomes a release only if it is faster.
+    Faster schedules are kept as records in any case.
     """
     from rich.console import Console
 

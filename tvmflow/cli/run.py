@@ -155,8 +155,9 @@ class _Run:
 def fill_inputs(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> "dict[str, Array]":
     """Return arrays by input name for these sizes of the symbolic dimensions; `mode` is zeros, ones or random.
 
-    Random values lie between the smallest and the largest value of the golden sample's input, so that indices remain
-    valid; where these are equal, the values of a floating-point input lie between 0 and 1.
+    `sizes` must have the size of every symbolic dimension. Random numbers lie between the smallest and the largest
+    value that the input has in the bundle's golden sample, so that indices remain valid. If these are equal, random
+    numbers of a floating-point input lie between 0 and 1. A random bool is false or true, whatever the sample has.
     """
     import numpy as np
 

@@ -110,13 +110,15 @@ def diagnose(
     label: str | None = None,
     operators: Mapping[str, Converter] | None = None,
 ) -> Diagnosis:
-    """Import an ONNX file, lower each kind of node by itself, and report the rule that each gets.
+    """Import an ONNX file, lower each kind of node by itself, and report the schedule rule that each gets.
 
-    `shapes` fixes or renames symbolic dimensions of inputs by name: `{"x": (1, 3, 224, 224)}`, `{"x": ("batch", 10)}`.
+    Nodes with the same operator, attributes and operand shapes are of one kind. A node that cannot be compiled raises
+    nothing: it is in the report. `shapes` fixes or renames symbolic dimensions of inputs by name:
+    `{"x": (1, 3, 224, 224)}`, `{"x": ("batch", 10)}`.
     `sizes` are sizes of free dimensions to estimate times with, by default 1. The report calls the file `label`, by
     default its path. `operators` are converters of the caller's own, by domain and operator as in `org.example.Twice`.
-    Raises ModelImportError for a file that is damaged and for shapes that contradict the model, TargetError for a
-    precision that the target's processor has no instructions for.
+    Raises ModelImportError for a file that is missing or damaged and for shapes that contradict the model, TargetError
+    for a precision that the target's processor has no instructions for.
     """
     survey = survey_onnx(path, shapes, label, operators)
     sizes = {name: (sizes or {}).get(name, 1) for name in survey.free}

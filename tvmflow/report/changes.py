@@ -108,7 +108,11 @@ class Slowdown(Record):
 
     @property
     def share_of_peers(self) -> float:
-        """The share that the peers' times explain: the machine's and, where it is another one, the model's together."""
+        """The share of the slowdown that the peers explain: log(their slowdown) / log(`bundle`); it may be above 1.
+
+        The peers' slowdown is the largest of those in `slower`, 1 without any; the share is 0 then. If `same_model` is
+        false, the other model may be a reason for it as well as the machine.
+        """
         return self._share(self.peers)
 
     def _share(self, ratios: Mapping[str, float]) -> float:

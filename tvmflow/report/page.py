@@ -71,7 +71,7 @@ def paragraph(content: object, kind: str = "") -> Markup:
 def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
     """Return a table that scrolls by itself where the screen is too narrow for it; the first cell heads its row.
 
-    Columns with a cell that `number` wrote are aligned at the right. Every row has as many cells as there are headings.
+    Columns with a cell that `number` wrote are aligned at the right. Every row must have as many cells as headings.
     """
     cells = [[text(cell) for cell in row] for row in rows]
     has_figures = [any(cell.startswith("<data") for cell in column) for column in zip(*cells, strict=True)]
@@ -90,7 +90,7 @@ def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]
 
 
 def items(entries: Iterable[object]) -> Markup:
-    """Return a bulleted list."""
+    """Return a bulleted list with an item for each entry: `Markup` as it is, any other value as escaped text."""
     return Markup(f"<ul>{''.join(f'<li>{text(entry)}</li>' for entry in entries)}</ul>")
 
 

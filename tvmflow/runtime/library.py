@@ -56,7 +56,10 @@ def rewrap(library: Any) -> Any:
 
 @contextmanager
 def without_torch() -> Iterator[None]:
-    """Keep `tvm_ffi` from importing torch while the body runs; it would import an installed one, for seconds."""
+    """Keep `tvm_ffi` from importing torch while the body runs, because that import takes seconds.
+
+    Meanwhile torch cannot be imported in any thread. If it is imported already, nothing changes.
+    """
     if "torch" in sys.modules:
         yield
         return

@@ -72,7 +72,7 @@ def choose_spin(requested: int | None) -> int:
     """Return how many times an idle worker looks for work before it sleeps.
 
     The number is `requested`, else the user's TVM_THREAD_POOL_SPIN_COUNT, else `SPIN`. Raises InputError for
-    `requested` below 0, and for a variable that is no number.
+    `requested` below 0, and for a variable that is negative or no whole number.
     """
     _check("spin", requested, 0)
     variable = _parse(_SPIN, os.environ.get(_SPIN), 0)

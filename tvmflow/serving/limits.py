@@ -36,8 +36,8 @@ class Room:
     def hold(self) -> Iterator[Callable[[int], int]]:
         """Yield a function that reserves a number of bytes; the bytes are given back when the `with` block ends.
 
-        The function takes the number of bytes, and returns how many it has reserved in all. It raises OverloadedError
-        when fewer bytes are left.
+        The function takes the number of bytes, and returns how many it has reserved so far in this `with` block. It
+        raises OverloadedError when fewer bytes are left.
         """
         body_bytes = 0
 

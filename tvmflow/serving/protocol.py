@@ -76,8 +76,8 @@ def parse(body: bytes, header_length: str | None, outputs: Sequence[TensorSpec])
     """Parse the body of a request for a model with these outputs.
 
     `header_length` is the value of the header HEADER_LENGTH: the number of bytes of JSON, None for a body without
-    binary data. Raises InputError for a body that breaks the protocol or names another output; whether the inputs fit
-    the model is not checked.
+    binary data. Raises InputError for a header or a body that breaks the protocol, and for an output that the model
+    does not have. Whether the inputs fit the model is not checked.
     """
     length = len(body) if header_length is None else header_size(header_length)
     if length > len(body):

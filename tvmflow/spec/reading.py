@@ -16,7 +16,8 @@ from tvmflow.target import explain_missing_unit
 def load(path: Path) -> Spec:
     """Read and validate a release file.
 
-    Raises SpecError, whose sentence names the file, the key and, for an unknown key, the likely one.
+    Raises SpecError for a file that cannot be read or is not valid. Its sentence names the file, the key and, for an
+    unknown key, the likely one.
     """
     try:
         text = path.read_text(encoding="utf-8")

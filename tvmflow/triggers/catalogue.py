@@ -81,8 +81,8 @@ class ManagedModel:
     def request_promotion(self, channel: str, version: str, *, who: str, why: str) -> RunRequest:
         """Return the request for a run that promotes a release to a channel.
 
-        When the run begins, an alias in MLflow or an open wish must still ask for the release; otherwise the run leaves
-        the channel as it is. `who` asked for it, and `why`.
+        When the run begins, an alias in MLflow or a wish in the release store must still ask for the release; otherwise
+        the run leaves the channel as it is. `who` asked for it, and `why`.
         """
         parameters = {
             "name": self.name,

@@ -91,7 +91,8 @@ class Contest:
     def propose(self, batch: int, cost_model: object) -> list[Proposal]:
         """Return the next schedules to measure, about `batch` of them; an empty list when there are no more.
 
-        Raises MetaSchedule's own errors for a function that it has no rule for.
+        `cost_model` ranks schedules: a result of `make_warm_cost_model`. Only the first call reads `batch` and
+        `cost_model`. For a function that MetaSchedule has no rule for, TVM raises errors of many types.
         """
         if self._search is None:
             self._search = self._make_search(batch, cost_model)
@@ -260,9 +261,10 @@ def open_contest(
 ) -> Contest | None:
     """Build and measure the schedules that candidates must beat, and return the workload's contest.
 
-    These are the best record and the analytic schedule; the unscheduled function stands in where there is no analytic
-    schedule or nothing else can be measured. Returns None, with the workload's `reason` set, when none of them can be
-    built and measured. `is_over` tells whether the run's budget is spent.
+    These are the best record and the analytic schedule. The unscheduled function takes the place of an analytic
+    schedule that is missing, and of both where neither can be measured. Returns None, with the workload's `reason` set,
+    when none of them can be built and measured. A record that fails is removed from the workload, unless `is_over`
+    returns True: the run's budget is spent then, and the record may have failed for lack of time.
     """
     from tvm import ir
 

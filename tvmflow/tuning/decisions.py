@@ -127,8 +127,8 @@ def decide(
     seconds. `on_progress` gets a text when a kind of decisions begins. `measurer` builds and times the functions; with
     None, worker processes on this machine do so.
 
-    Returns how many functions this run and earlier runs have measured. For a target that this machine cannot run, and
-    for 0 `trials`, nothing is measured, and both numbers are 0.
+    Returns two numbers of measured functions: of this run, and of all earlier runs. For a target that this machine
+    cannot run, and for 0 `trials`, nothing is measured, and both numbers are 0.
     """
     if trials == 0 or why_not_measurable_here(target) is not None:
         return TrialCount(0, 0)

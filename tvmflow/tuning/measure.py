@@ -38,7 +38,7 @@ class Measurer(Protocol):
     ) -> Generator[float | TrialError]:
         """Yield for each library, in order, the seconds of a call, or the error if it cannot be built or run.
 
-        `limit` is called right before a library is timed, and returns the `limit` of `time` for it.
+        `limit` is called right before a library is timed, and returns the `limit` of `time` for it, in seconds.
         """
 
     def compare(self, *libraries: Library) -> list[float]:
@@ -196,10 +196,11 @@ class MeasurePool:
     def times(
         self, libraries: Sequence[Library | TrialError], limit: Callable[[], float]
     ) -> Generator[float | TrialError]:
-        """Yield for each library, in order, its `time`, or the error if it cannot be built or run.
+        """Yield for each library, in order, the seconds of a call, or the error if it cannot be built or run.
 
-        `limit` is called right before a library is timed, and returns the `limit` of `time` for it. On several devices
-        libraries are measured side by side; on this machine each is measured only when the caller takes its value.
+        `limit` is called right before a library is timed, and returns a number of seconds: a longer call is sampled
+        once. On several devices libraries are measured side by side; on this machine each is measured only when the
+        caller takes its value.
         """
 
         def time_one(library: Library | TrialError) -> float | TrialError:

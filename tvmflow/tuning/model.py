@@ -178,9 +178,10 @@ class Lowering:
         self._lowered: dict[frozenset[tuple[str, str]], tuple[IRModule, compiler.Choices]] = {}
 
     def lower(self, options: Mapping[str, str]) -> "tuple[IRModule, compiler.Choices]":
-        """Return the lowered module and the decisions that lowering met; the result is cached.
+        """Return the lowered module, and all decisions that occurred in its lowering; the result is cached.
 
-        `options` maps a decision's key to the option to take; other decisions take the cost model's default.
+        `options` maps a decision's key to the option to take; other decisions take the cost model's default. An
+        option that a decision does not have is ignored.
         """
         key = frozenset(options.items())
         if key not in self._lowered:

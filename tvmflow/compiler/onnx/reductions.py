@@ -42,10 +42,10 @@ _OF_FLOATS = ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp")
 def convert_reduction(operator: str) -> Converter:
     """Return a converter of the forms of the reduction `operator` that TVM's converter refuses or gets wrong.
 
-    It converts reductions of no elements, over no dimensions, of bool, and along axes that are not constant. It also
-    converts ReduceLogSumExp, and ReduceMean, ReduceL2 and ReduceLogSum of integers, whose results are rounded towards
-    zero. It returns None, which leaves the node to TVM's converter, for others. It raises FreeSizeError for data of
-    unknown shape along axes that are not constant.
+    These are reductions of no elements, over no dimensions, of bool, and along axes that are not constant; every
+    ReduceLogSumExp; and ReduceMean, ReduceL2 and ReduceLogSum of integers. Integer results are rounded towards zero.
+    For any other form the converter returns None, which leaves the node to TVM's converter. Where the axes are not
+    constant, the converter raises FreeSizeError if their number or the shape of the data is unknown.
     """
 
     def convert(node: Node) -> relax.Expr | None:

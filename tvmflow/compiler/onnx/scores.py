@@ -33,7 +33,8 @@ def class_labels(node: Node, name: str) -> Array:
 def classify(node: Node, scores: relax.Expr, labels: Array, post_transform: str) -> relax.Expr:
     """Return a tuple of the label of each row's largest score, and the scores after ONNX's `post_transform`.
 
-    `scores` have a row for each sample and a column for each of `labels`.
+    `scores` have a row for each sample and a column for each of `labels`. Raises UnsupportedFormError for an unknown
+    `post_transform`.
     """
     place = node.emit(relax.op.argmax(scores, axis=1))
     return relax.Tuple([take_labels(node, place, labels), transform(node, scores, post_transform)])

@@ -72,7 +72,7 @@ class Sizes:
 
 
 def materialise(builder: relax.BlockBuilder, sizes: Sizes, shape: tuple[int, ...] | None = None) -> relax.Expr:
-    """Return a tensor whose elements are these values, computed at run time; its element type is `sizes.dtype`.
+    """Return a tensor with the elements of `sizes`, computed at run time; its element type is `sizes.dtype`.
 
     Its shape is `shape` or, if that is None, that of `sizes.elements`.
     """
@@ -163,7 +163,7 @@ class SizeEvaluator:
             self._declare(symbol, self.smallest.get(symbol.name, 1))
 
     def require(self, size: Any) -> None:
-        """Raise the lower bound of the only symbol in `size` until `size` is at least one.
+        """Increase the lower bound of the only symbol in `size` until `size` is at least one.
 
         `size` must not fall when the symbol grows. Nothing changes if `size` has no symbol or several, or if no value
         of the symbol up to 2^20 suffices.

@@ -63,9 +63,10 @@ def attention(
 
     The result has the `shape` `[batch, queries, heads, channels]`. `query`, `key` and `value` return the element of an
     operand at a batch, position, head and channel. `keys` is the number of keys and of values; each query and key has
-    as many channels as the result. The `mask`, unless it is None, is added to the scaled scores and has the shape
-    `[batch or 1, heads or 1, queries or 1, keys]`. Every strip of queries goes through all stages at once, as in
-    "FlashAttention" (Dao et al., 2022), but with whole rows of scores, which fit the cache.
+    as many channels as the result. The scores are multiplied by `scale`. The `mask`, unless it is None, is added to the
+    scaled scores and has the shape `[batch or 1, heads or 1, queries or 1, keys]`. The schedule takes a strip of a few
+    queries at a time through all stages, as in "FlashAttention" (Dao et al., 2022), but with whole rows of scores,
+    which fit the cache.
     """
     batch, queries, heads, channels = shape
     depth = int(channels)

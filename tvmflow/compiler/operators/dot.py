@@ -75,8 +75,8 @@ def conv2d(
 ) -> te.Tensor:
     """Define a convolution of NHWC data of type `dot.data` with weights from `pack_conv2d`.
 
-    `padding` is top, left, bottom, right. Its elements have the value `zero`, a number or an expression. The result is
-    NHWC with `channels` channels of type `dot.accumulator`.
+    `padding` is the number of elements to add at the top, left, bottom and right. They have the value `zero`, a number
+    or an expression. The result is NHWC with `channels` channels of type `dot.accumulator`.
     """
     batch, in_h, in_w, in_c = data.shape
     vectors, kernel_h, kernel_w, steps, lanes, group = (int(dim) for dim in weight.shape)

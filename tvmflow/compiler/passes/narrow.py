@@ -13,7 +13,10 @@ class Numbers(Protocol):
     """A 16-bit float type, bfloat16 or float16, and how convolutions and matrix products compute in it."""
 
     def operands(self, call: relax.Call) -> list[relax.Expr]:
-        """Return the operands of a call to round, without constant weights; an empty list if it stays in float32."""
+        """Return the operands of a call that are to be rounded; constant weights are not among them.
+
+        The list is empty if the call stays in float32.
+        """
 
     def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
         """Return a float32 expression for the convolution `call` on rounded `data`."""

@@ -47,11 +47,11 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         return relax.analysis.remove_all_unused(result) if self.has_changed else function
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
-        """Return a call with the rules applied."""
+        """Return a call with the rules applied: each time the first that applies, until none does."""
         return self._apply(super().visit_call_(op))
 
     def visit_tuple_getitem_(self, op: relax.TupleGetItem) -> relax.Expr:
-        """Return an element of a tuple with the rules applied."""
+        """Return an element of a tuple with the rules applied: each time the first that applies, until none does."""
         return self._apply(super().visit_tuple_getitem_(op))
 
     def _apply(self, expr: relax.Expr) -> relax.Expr:

@@ -26,7 +26,7 @@ class StrassenProducts:
         self._choices = choices
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with the Relax functions that take one item rewritten."""
+        """Rewrite the Relax functions whose inputs all have 1 as their first dimension; return the module."""
         rewriter = _Rewriter(mod, self._machine, self._choices)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function) and takes_one_item(function):

@@ -318,7 +318,7 @@ def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
 def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Vectorise a block's innermost loop, with a separate loop for the remainder.
 
-    Call it last: afterwards no other block can be computed at the block's loops.
+    If another block is to be computed at the block's loops, do that before: afterwards it is not possible.
     """
     inner = sch.get_loops(block)[-1]
     size = extent(sch, inner)

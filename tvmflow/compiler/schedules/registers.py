@@ -95,11 +95,13 @@ def split_steps(sch: Schedule, reduction: LoopRV, choices: Choices, subject: str
 
 
 def choose_vectors(rows: int, vectors: int | None, machine: Machine, choices: Choices, tasks: int | None = None) -> int:
-    """Choose the number of vectors of a register tile of `rows` rows: by default the most that the registers hold.
+    """Choose the number of vectors in each of the `rows` rows of a register tile.
 
-    `vectors` is the number of vectors in a row of the result; where it is unknown (None) the tile has one vector.
-    `tasks` is the number of tiles that cover all rows of the result once. If it is given, and the tiles do not give the
-    cores even shares, the default is a smaller number, which makes more tiles. The `choices` may name another number.
+    `vectors` is the number of vectors in a row of the result; where it is unknown (None), the tile has one vector, and
+    there is no choice. Otherwise the number divides `vectors` and is at most 8; the default is the largest that
+    the registers hold. `tasks` is the number of tiles, one above the other, that cover all rows of the result. If it is
+    given, and the tiles do not give the cores even shares, the default is a smaller number, which makes more tiles. The
+    `choices` may name another of the numbers that fit.
     """
     if vectors is None:
         return 1
