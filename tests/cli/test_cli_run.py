@@ -247,6 +247,14 @@ def test_inputs_can_be_zeros_or_ones_of_any_size(tvmflow: Command, bundle: Path,
     np.testing.assert_allclose(_sum(), _weights(models).sum(0, keepdims=True) + 1, rtol=1e-5)
 
 
+def test_random_inputs_are_zeros_where_the_golden_sample_has_no_elements() -> None:
+    from tvmflow.cli.run import fill_inputs
+
+    spec = TensorSpec(name="x", dtype="float32", shape=("n", 2))
+    model: Any = SimpleNamespace(inputs=(spec,), sample=({"x": np.zeros((0, 2), "float32")}, {}))
+    np.testing.assert_array_equal(fill_inputs(model, "random", {"n": 3})["x"], np.zeros((3, 2), "float32"))
+
+
 def test_random_inputs_are_the_same_each_time_and_within_the_golden_samples_range(bundle: Path) -> None:
     from tvmflow.cli.run import fill_inputs
     from tvmflow.runtime import load

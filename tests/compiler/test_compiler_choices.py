@@ -140,6 +140,36 @@ def test_prefetching_weights_that_the_cache_cannot_hold_is_a_choice_with_the_sam
         np.testing.assert_allclose(_called(scheduled, target, arrays), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("width", [11, 12])
+def test_a_residual_that_the_cache_cannot_hold_is_fetched_before_its_tile_is_computed(
+    width: int, make_model: Any, target: Target
+) -> None:
+    weight = (np.random.default_rng(3).standard_normal((64, 32, 1, 1)) / 6).astype("float32")
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Add", ["c", "r"], ["y"])]
+    shapes = [("x", [1, 32, 5, width]), ("r", [1, 64, 5, width])]
+    lowered = lower(import_onnx(make_model(nodes, shapes, ["y"], {"w": weight})), target)
+    (func,) = (normalize(item.func) for item in workloads(lowered) if "conv" in item.name)
+    usual = machine(target)
+    # The residual and the result, a half of each on one of two cores, fill three quarters of the cache.
+    enough = -(-4 * 64 * 5 * width * 4 // 3)
+    large, small = (
+        replace(usual, cores=2, second=replace(usual.second, size=size, cores=1)) for size in (enough, enough - 64)
+    )
+    random = np.random.default_rng(4)
+    arrays = [random.standard_normal([int(size) for size in item.shape]).astype("float32") for item in func.params]
+    results = []
+    for cache, reads, writes in ((large, 0, 0), (small, 1, 1)):
+        scheduled, rule = schedule(func, cache)
+        lines = [line.strip() for line in scheduled.script().splitlines() if "T.prefetch" in line]
+        assert rule == "rows"
+        # The second argument of the intrinsic is 1 for a line that will be written.
+        assert [sum(line.endswith(f", {how}, 3, 1)") for line in lines) for how in (0, 1)] == [reads, writes], lines
+        results.append(_called(scheduled, target, arrays))
+    np.testing.assert_array_equal(*results)
+    fetching = [item for item in variants(func, large) if "T.prefetch" in complete(item.mod["main"]).script()]
+    assert fetching
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_rows_that_share_a_set_of_the_cache_may_be_packed_first(
     batch: int, make_model: Any, target: Target, run_built: Any

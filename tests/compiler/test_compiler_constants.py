@@ -42,6 +42,8 @@ _REASONS = {
     "schedules.fallback._MOST_PIECES": "size of the code",
     "schedules.prefetch._CHUNKS": "scope of tuning",
     "schedules.prefetch._HOW": "arguments of LLVM's intrinsic",
+    "schedules.prefetch._TO_READ": "arguments of LLVM's intrinsic",
+    "schedules.prefetch._TO_WRITE": "arguments of LLVM's intrinsic",
     "schedules.registers._SHORT": "scope of tuning",
     "schedules.registers._UNROLLED": "scope of tuning",
     "tiles.UNKNOWN_ROWS": "share of wasted work where rows are few",

@@ -489,6 +489,16 @@ def test_a_size_times_a_factor_that_float32_rounds_is_not_evaluated() -> None:
         _evaluate("Mul", floats, Sizes.of(np.array([0.1], "float32")))
 
 
+def test_the_least_size_that_suffices_may_be_the_largest_that_is_tried() -> None:
+    from tvm import tirx
+
+    largest, evaluator = 1 << 20, SizeEvaluator()
+    n = tirx.Var("n", "int64")
+    evaluator.declare([n])
+    evaluator.require(n - (largest - 1))
+    assert evaluator.smallest["n"] == largest
+
+
 def test_a_ratio_of_sizes_is_a_number_where_it_is_one() -> None:
     from tvm import tirx
 

@@ -158,6 +158,7 @@ def fill_inputs(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> 
     `sizes` must have the size of every symbolic dimension. Random numbers lie between the smallest and the largest
     value that the input has in the bundle's golden sample, so that indices remain valid. If these are equal, random
     numbers of a floating-point input lie between 0 and 1. A random bool is false or true, whatever the sample has.
+    Where the sample's array is empty, all random numbers are 0.
     """
     import numpy as np
 
@@ -167,7 +168,7 @@ def fill_inputs(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> 
     for spec in model.inputs:
         shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
         example = sample[spec.name]
-        if mode != "random":
+        if mode != "random" or example.size == 0:
             arrays[spec.name] = np.full(shape, mode == "ones", spec.dtype)
         elif example.dtype == bool:
             arrays[spec.name] = generator.integers(0, 2, shape).astype(bool)

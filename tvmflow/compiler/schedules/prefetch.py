@@ -1,26 +1,37 @@
-"""Software prefetch: while a tile works through one chunk of its weights, the next chunk is fetched into the cache.
+"""Software prefetch: a core fetches what it will read and write while it computes.
 
-A schedule marks the loop by an annotation, and `expand` writes the instructions. They stand outside the loops over a
-chunk: inside these, LLVM would keep the tile in memory rather than in registers.
+While a tile works through one chunk of its weights, the next chunk is fetched. Before a tile is computed, the lines of
+the result and of operands such as a residual are fetched. A schedule marks the loop by an annotation, and `expand`
+writes the instructions. They stand outside the loops over a chunk: inside these, LLVM would keep the tile in memory
+rather than in registers.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import tvm_ffi
 from tvm import sym, tirx
 from tvm.s_tir import SBlock, SBlockRealize, Schedule
-from tvm.s_tir.schedule import LoopRV
+from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
+from tvmflow.compiler import cost
 from tvmflow.compiler.choices import Choices
+from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common
 
 # The annotation of a loop over chunks of a reduction: fetch the part of the last operand that the next chunk reads.
 PREFETCH = "tvmflow.prefetch"
 # The steps of a reduction in one chunk, which is also the distance of the prefetch.
 _CHUNKS = (64, 16)
+# The annotation of the loops over a tile of the result: fetch what they read and write before the tile is computed.
+FETCH_RESULT = "tvmflow.fetch_result"
 # The arguments of the prefetch intrinsic: for reading, into the second-level cache, data.
 _HOW = (0, 2, 1)
+# The same for a line that is read soon, and for one that is written soon, into the first-level cache.
+_TO_READ = (0, 3, 1)
+_TO_WRITE = (1, 3, 1)
 
 
 def split_chunks(sch: Schedule, reduction: LoopRV, choices: Choices) -> list[LoopRV]:
@@ -38,21 +49,48 @@ def split_chunks(sch: Schedule, reduction: LoopRV, choices: Choices) -> list[Loo
     return [chunk, steps]
 
 
+def fetch_result(sch: Schedule, block: SBlockRV, rows: LoopRV, machine: Machine, choices: Choices) -> None:
+    """Fetch a tile's lines of the result, and of operands of its shape, before the tile's product is computed.
+
+    `block` writes the tile, and `rows` is the outermost of its loops. By default the lines are fetched where all of
+    them leave a core's own cache, or where their number is unknown; the `choices` may name the other option.
+    """
+    regions = [*sch.get(block).reads, *sch.get(block).writes]
+    parameters = list(sch.mod["main"].params)
+    buffers = [region.source for region in regions if any(region.source.same_as(item) for item in parameters)]
+    is_large = not common.is_static(sch) or not cost.fits(sum(map(_bytes, buffers)) / machine.cores, machine)
+    options = {"result": True, "none": False} if is_large else {"none": False, "result": True}
+    if choices.choose("fetch", "", options):
+        sch.annotate(rows, FETCH_RESULT, 1)
+
+
+def _bytes(buffer: Any) -> int:
+    """The bytes of a buffer whose sizes are known."""
+    return math.prod(int(size) for size in buffer.shape) * tvm_ffi.dtype(str(buffer.dtype)).itemsize
+
+
 def expand(func: PrimFunc) -> PrimFunc:
     """Return a function with the prefetches that its schedule's annotations request, or unchanged without any."""
-    body = _add_prefetches(func.body)
+    body = _add_prefetches(func.body, list(func.params))
     return func if body.same_as(func.body) else func.with_body(body)
 
 
-def _add_prefetches(stmt: Any) -> Any:
-    """Return a statement with its prefetches; one without prefetches is returned unchanged."""
+def _add_prefetches(stmt: Any, parameters: Sequence[Any]) -> Any:
+    """Return a statement with its prefetches; one without prefetches is returned unchanged.
+
+    `parameters` are the function's: tiles of these are fetched, because other functions wrote or will read them.
+    """
     if isinstance(stmt, SeqStmt):
-        parts = [_add_prefetches(part) for part in stmt.seq]
+        parts = [_add_prefetches(part, parameters) for part in stmt.seq]
+        tiles = [part for part in stmt.seq if isinstance(part, For) and FETCH_RESULT in part.annotations]
+        parts = [*(fetch for tile in tiles for fetch in _fetch_tile(tile, parameters)), *parts]
+        if len(parts) > len(stmt.seq):
+            return SeqStmt(parts)
         same = all(new.same_as(old) for new, old in zip(parts, stmt.seq, strict=True))
         return stmt if same else SeqStmt(parts)
     if isinstance(stmt, SBlockRealize):
         block = stmt.block
-        body = _add_prefetches(block.body)
+        body = _add_prefetches(block.body, parameters)
         if body.same_as(block.body):
             return stmt
         new_block = SBlock(
@@ -69,10 +107,11 @@ def _add_prefetches(stmt: Any) -> Any:
         return SBlockRealize(stmt.iter_values, stmt.predicate, new_block)
     if not isinstance(stmt, For):
         return stmt
-    body, annotations = _add_prefetches(stmt.body), dict(stmt.annotations)
+    body, annotations = _add_prefetches(stmt.body, parameters), dict(stmt.annotations)
+    is_tile = annotations.pop(FETCH_RESULT, None) is not None
     if annotations.pop(PREFETCH, None) is not None:
         body = SeqStmt([_fetch_next(stmt), body])
-    elif body.same_as(stmt.body):
+    elif body.same_as(stmt.body) and not is_tile:
         return stmt
     return For(stmt.loop_var, stmt.min, stmt.extent, stmt.kind, body, stmt.thread_binding, annotations)
 
@@ -105,6 +144,33 @@ def _fetch_next(chunks: For) -> Any:
     for variable, loop in reversed(fetch_loops):
         fetch = For(variable, loop.min, loop.extent, ForKind.SERIAL, fetch)
     return fetch
+
+
+def _fetch_tile(rows: For, parameters: Sequence[Any]) -> list[Any]:
+    """Prefetch the lines of a tile of the result, and of the operands that have an element for each of its elements."""
+    loops, stmt = [rows], rows.body
+    while isinstance(stmt, For):
+        loops.append(stmt)
+        stmt = stmt.body
+    if not isinstance(stmt, SBlockRealize):
+        raise TypeError("there is more than one block within the loop")
+    values = dict(zip((item.var for item in stmt.block.iter_vars), stmt.iter_values, strict=True))
+    *outer, lane = loops
+    fetches: list[Any] = []
+    for how, regions in ((_TO_READ, stmt.block.reads), (_TO_WRITE, stmt.block.writes)):
+        for region in regions:
+            index = [_replace(item.min, values) for item in region.region]
+            used = {variable.name for item in index for variable in tirx.analysis.undefined_vars(item)}
+            if rows.loop_var.name not in used or not any(region.source.same_as(item) for item in parameters):
+                continue
+            variables = [(tirx.Var(f"{loop.loop_var.name}_fetched", loop.loop_var.ty), loop) for loop in outer]
+            replacements = {loop.loop_var: variable for variable, loop in variables} | {lane.loop_var: lane.min}
+            place = tirx.BufferLoad(region.source, [_replace(item, replacements) for item in index])
+            fetch: Any = tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", tirx.address_of(place), *how))
+            for variable, loop in reversed(variables):
+                fetch = For(variable, loop.min, loop.extent, ForKind.SERIAL, fetch)
+            fetches.append(fetch)
+    return fetches
 
 
 def _replace(expr: Any, values: dict[Any, Any]) -> Any:

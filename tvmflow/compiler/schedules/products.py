@@ -125,6 +125,7 @@ def tile_product(
     inner = list(sch.get_loops(product))
     (row, column), reductions = inner[-reduced - 2 : -reduced], inner[-reduced:]
     tile = registers.split_tile(sch, row, column, rows, count, lanes)
+    prefetch.fetch_result(sch, out, near, machine, choices)
     return TiledProduct(product, task, tile, tuple(reductions), RegisterTile(near, pieces, lane), streams)
 
 
