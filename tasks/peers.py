@@ -70,7 +70,8 @@ class Figures(Record):
     `runs` is the number of runs after the warm-up. `percentiles_ms` are None where `runs` is too small. `throughput` is
     in runs per second. `load_ms`, `first_ms` (loading the model, and its first run) and `peak_memory`, in bytes, are
     medians over the rounds' processes. `joules` is the energy of the processor per run, None where the machine does not
-    report it. `error` is the largest of the turns' errors.
+    report it. `error` is the largest difference of an output from the sample's in any round, divided by the largest
+    value of that output in the sample.
     """
 
     runs: int

@@ -36,11 +36,12 @@ def rebuild(bundle: Path, source: Path, trusted: Sequence[Path] | None = None) -
 
     Only trained weights and tuning records are taken from this machine's own workspace, and their digests compared;
     weights that this machine lacks are trained again. If `source` is an ONNX file but the original was not, the golden
-    sample is not compared. `trusted` are files with public keys, of which one must have signed the bundle; None means
-    the files that TVMFLOW_TRUSTED_KEYS names. Without such files, signatures are not checked. Returns the names of the
-    parts that are the same. Raises VerdictError, which names the first part that differs. Raises BundleError when no
-    trusted key has signed the bundle, and when it cannot be made again here: with other versions or code of tvmflow, or
-    without its tuning records. Raises SpecError for a release file that is not valid.
+    sample and the manifest are not compared. `trusted` are files with public keys, of which one must have signed the
+    bundle; None means the files that TVMFLOW_TRUSTED_KEYS names. Without such files, signatures are not checked.
+    Returns the names of the parts that are the same. Raises VerdictError, which names the first part that differs.
+    Raises BundleError for a damaged bundle, when no trusted key has signed the bundle, and when it cannot be made again
+    here: with other versions or code of tvmflow, or without its tuning records. Raises SpecError for a release file
+    that is not valid. Raises StepError or another error of a step when a step fails.
     """
     settings = machine.load()
     workspace = Workspace(settings.state)

@@ -89,8 +89,11 @@ def tune_costliest(
 ) -> Outcome[TuneResult]:
     """Tune the workloads named in `costliest` for `minutes`, with a new random seed in each call.
 
-    The measured schedules are kept as tuning records. `job` is the job of the release's own tuning. `shared` is the
-    store through which machines exchange records, or None. Raises TuneError when tuning fails as a whole.
+    If the model has none of these workloads, all of its workloads are tuned. The measured schedules are kept as tuning
+    records. `job` is the job of the release's own tuning. `shared` is the store through which machines exchange
+    records, or None. Raises TuneError when tuning fails as a whole, and BuildError or TargetError when the model cannot
+    be lowered. Raises StepError when the process that tunes crashes or takes longer than the timeout of `runner`, even
+    if that is shorter than `minutes`.
     """
     budget = Tune(minutes=minutes, tuner=job.tune.tuner, seed=secrets.randbelow(2**31))
     with shared_records(runner.workspace, job.target, shared):

@@ -245,7 +245,9 @@ def tune(runner: StepRunner, job: TuneJob, shared: "SharedRecords | None" = None
     """Tune a model for a target within the job's budget; with 0 trials, look up the best records.
 
     A cached result is looked up again when the store has gained a better record. `shared` is the store through which
-    machines exchange records, or None. Raises TuneError when tuning fails as a whole; failed trials are normal.
+    machines exchange records, or None. Failed trials are normal. Raises TuneError when tuning fails as a whole, and
+    BuildError or TargetError when the model cannot be lowered. Raises StepError when the process that tunes crashes or
+    takes longer than the timeout of `runner`.
     """
     with shared_records(runner.workspace, job.target, shared):
         return _TUNE(runner, job)
@@ -265,7 +267,9 @@ def tune_more(
     `curve` is a file that gets a line for each trial: its number, and the model's estimated latency in ms; None means
     no file. The result is never cached, because the user asks for the work. It replaces the cached result of the
     release's own tuning, if there is one. `shared` is the store through which machines exchange records, or None.
-    Raises TuneError when tuning fails as a whole, RemoteError where there are no such devices.
+    Raises TuneError when tuning fails as a whole, RemoteError where there are no such devices, and BuildError or
+    TargetError when the model cannot be lowered. Raises StepError when the process that tunes crashes or takes longer
+    than the timeout of `runner`, even if the `budget` has more minutes.
     """
     with shared_records(runner.workspace, job.target, shared):
         own_key = _TUNE.key(runner, job)

@@ -36,7 +36,7 @@ class Document(Record):
 
     @property
     def label(self) -> str:
-        """The document in words, as "release digits 3"."""
+        """The words that name this document in messages, as "release digits 3"."""
         raise NotImplementedError
 
 

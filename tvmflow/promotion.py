@@ -293,10 +293,10 @@ def log_verdict(
     """Log the verdict on a promotion as a run in MLflow, inside the run of the release; return the run's id.
 
     The run gets `verdict` as verdict.json, `report` (Markdown) as report.md, and `files` by their paths in the run.
-    With a signing key, it also gets a signed statement on the verdict. A promotion that waits for a person leaves its
-    run open, and its flow run logs into the same run the next time. Raises RegistryError when MLflow fails. With a
-    signing key, raises StoreError when the release's document cannot be read, and SettingsError when the key cannot be
-    used.
+    With a signing key, it also gets a signed statement on the verdict. If the verdict is `waiting`, the run in MLflow
+    stays open. After a person has answered, the same flow run logs its next verdict, which goes into the same run in
+    MLflow. Raises RegistryError when MLflow fails. With a signing key, raises StoreError when the release's document
+    cannot be read, and SettingsError when the key cannot be used.
     """
     tags = {
         **_promotion_tags(verdict.name, verdict.channel, verdict.version),

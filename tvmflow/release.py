@@ -182,7 +182,7 @@ class Release(Document):
 
     @property
     def label(self) -> str:
-        """The document in words, as "release digits 3"."""
+        """The words that name this document in messages, as "release digits 3"."""
         return f"release {self.name} {self.version}"
 
     @property

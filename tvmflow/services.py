@@ -43,7 +43,7 @@ class Sections(Document):
 
     @property
     def label(self) -> str:
-        """The document in words."""
+        """The words that name this document in messages."""
         return "record of where a model's releases are"
 
 

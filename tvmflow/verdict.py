@@ -125,7 +125,7 @@ class Verdict(Document):
 
     @property
     def label(self) -> str:
-        """The document in words, as "verdict on digits 3 for production"."""
+        """The words that name this document in messages, as "verdict on digits 3 for production"."""
         return f"verdict on {self.name} {self.version} for {self.channel}"
 
 
@@ -150,7 +150,7 @@ class ReleaseVerdict(Document):
 
     @property
     def label(self) -> str:
-        """The document in words, as "verdict on a release for native"."""
+        """The words that name this document in messages, as "verdict on a release for native"."""
         return f"verdict on a release for {', '.join(self.targets)}"
 
 
@@ -169,7 +169,7 @@ class Choices(Document):
 
     @property
     def label(self) -> str:
-        """The document in words, as "choice of the builds for native"."""
+        """The words that name this document in messages, as "choice of the builds for native"."""
         return f"choice of the builds for {', '.join(self.targets)}"
 
 
@@ -219,7 +219,7 @@ class RetrainVerdict(Evaluation, Document):
 
     @property
     def label(self) -> str:
-        """The document in words, as "verdict on a retrained model for production"."""
+        """The words that name this document in messages, as "verdict on a retrained model for production"."""
         return f"verdict on a retrained model for {self.channel}"
 
 
@@ -273,5 +273,5 @@ class RetuneVerdict(Document):
 
     @property
     def label(self) -> str:
-        """The document in words, as "verdict on the retuning of 3 for production"."""
+        """The words that name this document in messages, as "verdict on the retuning of 3 for production"."""
         return f"verdict on the retuning of {self.version} for {self.channel}"

@@ -61,6 +61,11 @@ def test_a_server_that_asks_for_a_login_answers(listening: socket.socket, status
     assert answers(address(listening), SECONDS) is expected
 
 
+def test_a_server_that_does_not_speak_http_does_not_answer(listening: socket.socket) -> None:
+    serve(listening, b"SSH-2.0-OpenSSH_9.6\r\n")
+    assert not answers(address(listening), SECONDS)
+
+
 def test_a_server_that_does_not_run_is_not_waited_for() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         free = address(server)

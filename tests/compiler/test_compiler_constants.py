@@ -49,6 +49,8 @@ _REASONS = {
     "tiles.UNKNOWN_ROWS": "share of wasted work where rows are few",
     "tiles._CHOICES": "scope of tuning",
     "winograd._CAUTION": "rounding error",
+    "winograd.UNKNOWN_PIXELS": "shape: a multiple of the sides of all tiles",
+    "winograd.UNKNOWN_ROWS": "share of wasted work where rows are few",
     "winograd._LONG_LINE": "shape: lines of networks",
 }
 

@@ -16,7 +16,7 @@ from support import scale
 from support.guarded import assert_within_buffers
 from support.machines import require_level, runnable_levels
 from support.models import make_model
-from tvmflow.compiler import BuildOptions, import_onnx, lower, workloads
+from tvmflow.compiler import BuildOptions, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.machine import Machine, machine
 from tvmflow.compiler.operators.packing import packing_of
@@ -311,3 +311,22 @@ def test_a_triangle_of_a_free_width_stays_within_its_buffers(upper: int, tmp_pat
     function = schedule(workload.func, _always_parallel(_target("fp32"), 2))[0]
     for width in (1, 3, 9, 20):
         assert_within_buffers({"triangle": function}, _target("fp32"), {"width": width})
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_winograd_of_free_sizes_stays_within_its_buffers(
+    stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [4])
+    model, target = Drawn(np.random.default_rng(stride)), _target("fp32")
+    x = model.input(0, 32, 0, 0)
+    model.inputs = [(x, ["n", 32, "h", "w"])]
+    model.conv(x, 32, 48, 3, strides=[stride] * 2, pads=[1, 0, 2, 1])
+    onnx.save(model.proto(), tmp_path / "model.onnx")
+    lowered = lower(import_onnx(tmp_path / "model.onnx"), target)
+    (func,) = (item.func for item in workloads(lowered) if "winograd" in item.name)
+    schedules = variants(func, _always_parallel(target, 16), scale.count(normal=3, long=64))
+    functions = {f"winograd_{place}": complete(item.mod["main"]) for place, item in enumerate(schedules)}
+    for n, h, w in ((1, 2, 3), (3, 9, 34)):
+        sizes = {"n": n, "h": h, "w": w, "size0": h // stride + 1, "size1": (w - 2) // stride + 1}
+        assert_within_buffers(functions, target, sizes)

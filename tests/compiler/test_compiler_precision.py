@@ -21,7 +21,7 @@ from support.arrays import normal, onnxruntime_outputs
 from support.builds import rule_counts
 from support.models import join_models, joined_name
 from support.quantised import quantise
-from tvmflow.compiler import BuildOptions, build, import_onnx, lower, workloads
+from tvmflow.compiler import BuildOptions, build, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.dotproduct import round_bf16, use_rounding
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import complete, variants
@@ -131,11 +131,25 @@ def test_winograd_rounds_little_more_than_the_direct_way(
     imported, x = import_onnx(path), normal(1, channels, size, size)
     expected = _onnxruntime(path, x=x)
     errors = []
-    for winograd in (False, True):
-        model = build(imported, bf16, BuildOptions(precision="bf16", fast_algorithms=winograd))
+    for is_fast in (False, True):
+        model = build(imported, bf16, BuildOptions(precision="bf16", fast_algorithms=is_fast))
         errors.append(float(np.abs(run_built(model, x)[0] - expected).max() / np.abs(expected).max()))
-        assert (rule_counts(model)[rule] == 1) is winograd
+        assert (rule_counts(model)[rule] == 1) is is_fast
     assert errors[1] <= 2 * errors[0] <= 1e-2
+
+
+def test_winograd_of_free_sizes_multiplies_in_bfloat16(
+    make_model: MakeModel, run_built: RunBuilt, bf16: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [2])
+    weights = {"w": normal(64, 96, 3, 3), "b": normal(64)}
+    path = make_model([_conv(1, 3, 1, 1, 1)], [("x", ["n", 96, "h", "w"])], ["c"], weights)
+    model = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
+    assert rule_counts(model)["dot_winograd"] == 1
+    for shape in ((1, 96, 5, 3), (2, 96, 10, 21)):
+        x = normal(*shape)
+        expected = _onnxruntime(path, x=x)
+        assert np.abs(run_built(model, x)[0] - expected).max() <= 1e-2 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(("groups", "rule"), [(2, "conv2d"), (7, "depthwise"), (14, "depthwise")])

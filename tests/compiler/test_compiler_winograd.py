@@ -53,6 +53,49 @@ def test_winograd_equals_onnx_runtime(assert_all_same: Check) -> None:
     assert rule_counts(assert_all_same(cases))["winograd"] == len(cases)
 
 
+# Channels in and out, padding before (height, width) and after, strides, height and width ("h", "w": free).
+_FREE_CASES = [
+    (32, 48, 1, 1, 1, 1, 1, "h", "w"),
+    (64, 128, 1, 0, 2, 1, 2, "h", "w"),
+    (160, 160, 1, 1, 1, 1, 1, "h", 11),
+    (33, 64, 0, 1, 0, 1, 1, 9, "w"),
+]
+
+
+@pytest.mark.parametrize("size", scale.choose(normal=[4], long=[2, 4]))
+def test_winograd_of_free_sizes_equals_onnx_runtime(
+    size: int, assert_all_same: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [size])
+    cases = []
+    for channels, out, *pads, stride, height, width in _FREE_CASES:
+        (nodes, _, outputs, weights), *_ = _case((channels, out, 8, 8, *pads), [1], stride)
+        feeds = [
+            {"x": normal(count, channels, h if height == "h" else height, w if width == "w" else width)}
+            for count, h, w in ((1, 3, 3), (2, 9, 14), (1, 21, 40))
+        ]
+        cases.append(((nodes, [("x", ["n", channels, height, width])], outputs, weights), *feeds))
+    assert rule_counts(assert_all_same(cases))["winograd"] == len(cases)
+
+
+def test_sizes_that_a_model_computes_from_free_ones_are_convolved_by_winograd(
+    assert_all_same: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [4])
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["halves"], pads=[1] * 4, strides=[2, 2]),
+        helper.make_node("Conv", ["halves", "w"], ["valid"]),
+        helper.make_node("MaxPool", ["valid"], ["pooled"], kernel_shape=[3, 3], strides=[2, 2], pads=[1] * 4),
+        helper.make_node("Conv", ["pooled", "w"], ["narrow"], pads=[1] * 4),
+        helper.make_node("Resize", ["narrow", "", "scales"], ["wide"], mode="nearest"),
+        helper.make_node("Conv", ["wide", "w"], ["y"], pads=[1] * 4),
+    ]
+    weights = {"w": normal(32, 32, 3, 3) / 9, "scales": np.array([1, 1, 2, 2], "float32")}
+    feeds = [{"x": normal(1, 32, *size)} for size in ((11, 8), (30, 47))]
+    case = ((nodes, [("x", ["n", 32, "h", "w"])], ["y"], weights), *feeds)
+    assert rule_counts(assert_all_same([case]))["winograd"] == 4
+
+
 @pytest.mark.parametrize(
     ("stride", "size"), scale.choose(normal=[(1, 4), (2, 3)], long=[(1, 2), (1, 4), (2, 2), (2, 3), (2, 4)])
 )

@@ -1,5 +1,6 @@
 """The Prefect server of a command: the one that the settings name, or an embedded one that ends with the command."""
 
+import http.client
 import os
 import socket
 import subprocess
@@ -63,8 +64,8 @@ def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
     the server answers. The body imports modules while an embedded server starts, and calls the function before it runs
     a flow. Before the body runs, raises SettingsError when the server that settings name does not answer, and StepError
     when the folder of the embedded server cannot be written. The function raises StepError when the embedded server
-    does not start. After the body, raises PrefectError in place of the body's error when the server has refused its
-    login.
+    does not start. If the body fails because the server that settings name demands a login or refuses the given one,
+    raises PrefectError in place of the body's error.
     """
     prepare_environment()
     if settings.prefect_api_url is not None:
@@ -162,7 +163,7 @@ def answers(address: str, seconds: float) -> bool:
         except OSError as error:
             if not isinstance(getattr(error, "reason", error), ConnectionResetError):
                 return False
-        except ValueError:
+        except (ValueError, http.client.HTTPException):
             return False
         time.sleep(min(max(end - time.monotonic(), 0.0), _PAUSE_SECONDS))
     return False

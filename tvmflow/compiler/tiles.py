@@ -16,7 +16,8 @@ class Tile:
     vectors: int
 
 
-# The most rows of a tile for a product of a symbolic number of rows, most of which are wasted where there are few.
+# The most rows of a tile for a product of a symbolic number of rows, most of which are wasted where there are few. Two
+# vectors of this many rows, at most, fit the registers.
 UNKNOWN_ROWS = 8
 # The most heights of tiles that tuning measures.
 _CHOICES = 4
@@ -34,11 +35,18 @@ def choose(
 
 
 def rank(
-    rows: int | None, vectors: int, machine: Machine, row_bytes: int | None = None, *, exact: bool = False
+    rows: int | None,
+    vectors: int,
+    machine: Machine,
+    row_bytes: int | None = None,
+    *,
+    exact: bool = False,
+    unknown: int = UNKNOWN_ROWS,
 ) -> list[Tile]:
     """Rank the register tiles for a product of `rows` rows (None: symbolic) and `vectors` vectors of channels.
 
-    The fastest tile comes first, and there is at least one. No tile has more rows than the product.
+    The fastest tile comes first, and there is at least one. No tile has more rows than the product, and none more than
+    `unknown` where their number is symbolic.
 
     With `exact` the number of each tile's rows divides `rows`. `row_bytes` is the distance in memory from one row of
     the left operand to the next, None where it is unknown. If rows at this distance share one set of the first-level
@@ -61,7 +69,7 @@ def rank(
             continue
         for height in range(1, most + 1):
             if height * count + count + 1 > machine.registers or (
-                rows is None and height != min(_unknown(machine), most)
+                rows is None and height != min(unknown, (machine.registers - 3) // 2, most)
             ):
                 continue
             if exact and rows is not None and rows % height:
@@ -104,8 +112,3 @@ def choose_rows(tiles: Sequence[Tile], decisions: Decisions) -> int:
     """
     heights = list(dict.fromkeys(tile.rows for tile in tiles))[:_CHOICES]
     return decisions.choose("rows", {str(height): height for height in heights})
-
-
-def _unknown(machine: Machine) -> int:
-    """The rows of a tile for an unknown number of rows: as many as the registers hold beside two vectors, at most 8."""
-    return min(UNKNOWN_ROWS, (machine.registers - 3) // 2)

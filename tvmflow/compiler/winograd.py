@@ -32,6 +32,13 @@ _POINTS: dict[int, dict[int, tuple[float, ...]]] = {
 
 # The share of time that a tile must gain for each pixel of its side: the price of its larger rounding error.
 _CAUTION = 0.01
+# An output of unknown height or width counts as so many pixels: a multiple of the sides of all output tiles. Larger
+# images cost as much for each pixel.
+UNKNOWN_PIXELS = 48
+# The rows of a register tile where the number of output tiles in a line is unknown. The last tile of a line is
+# half empty on average, and a line of output tiles is a half to a quarter as long as a line of pixels: hence fewer than
+# `tiles.UNKNOWN_ROWS`.
+UNKNOWN_ROWS = 4
 # A line of at least so many output tiles divides into as good register tiles as all tiles of an image: networks have
 # lines of 7, 14 and 28. It is a property of such sizes.
 _LONG_LINE = 7

@@ -111,7 +111,7 @@ class Slowdown(Record):
         """The share of the slowdown that the peers explain: log(their slowdown) / log(`bundle`); it may be above 1.
 
         The peers' slowdown is the largest of those in `slower`, 1 without any; the share is 0 then. If `same_model` is
-        false, the other model may be a reason for it as well as the machine.
+        false, the peers may be slower because of the other model instead of the machine.
         """
         return self._share(self.peers)
 

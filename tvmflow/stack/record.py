@@ -57,7 +57,7 @@ class StackRecord(Document):
 
     @property
     def label(self) -> str:
-        """The document in words."""
+        """The words that name this document in messages."""
         return "record of the local stack"
 
 
@@ -73,7 +73,7 @@ class Secrets(Document):
 
     @property
     def label(self) -> str:
-        """The document in words."""
+        """The words that name this document in messages."""
         return "secrets of the local stack"
 
 

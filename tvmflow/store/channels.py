@@ -145,7 +145,7 @@ class Channel(Document):
 
     @property
     def label(self) -> str:
-        """The document in words, as "channel digits@production"."""
+        """The words that name this document in messages, as "channel digits@production"."""
         return f"channel {self.name}@{self.channel}"
 
     @property

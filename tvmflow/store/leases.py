@@ -53,7 +53,7 @@ class Lease(Document):
 
     @property
     def label(self) -> str:
-        """The document in words, as "lease digits"."""
+        """The words that name this document in messages, as "lease digits"."""
         return f"lease {self.name}"
 
 

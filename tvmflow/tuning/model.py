@@ -181,7 +181,8 @@ class Lowering:
         """Return the lowered module, and all decisions that occurred in its lowering; the result is cached.
 
         `options` maps a decision's key to the option to take; other decisions take the cost model's default. An
-        option that a decision does not have is ignored.
+        option that a decision does not have is ignored. Raises BuildError when a pass fails, OptionError for wrong
+        build options, and TargetError for a precision that the target's processor has no instructions for.
         """
         key = frozenset(options.items())
         if key not in self._lowered:

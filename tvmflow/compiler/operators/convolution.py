@@ -219,23 +219,27 @@ def winograd_size(
 
     `weight` has the layout `[CO][CI/groups][KH][KW]`. `geometry` has the lists `strides`, `padding` (top, left, bottom,
     right) and `dilation`. The `decisions` about the convolution choose among the sizes that apply. Without decisions
-    the cost model chooses. `group` is the number of products that one instruction adds up in a lane: 1 for float32.
+    the cost model chooses. A height or width that is unknown counts as `UNKNOWN_PIXELS` of the output. `group` is the
+    number of products that one instruction adds up in a lane: 1 for float32.
     """
     out_channels, channels, *kernel = (int(dim) for dim in weight.ty.shape.values)
     height, width = (static(dim) for dim in data.ty.shape.values[1:3])
     stride, *others = geometry["strides"]
     if (kernel, others, geometry["dilation"], groups) != ([3, 3], [stride], [1, 1], 1):
         return None
-    if height is None or width is None or not isinstance(weight, tvm.ir.GenericConst):
+    if not isinstance(weight, tvm.ir.GenericConst):
         return None
     top, left, bottom, right = geometry["padding"]
-    high, wide = ((size - 3) // stride + 1 for size in (height + top + bottom, width + left + right))
+    high, wide = (
+        winograd.UNKNOWN_PIXELS if size is None else (size + around - 3) // stride + 1
+        for size, around in ((height, top + bottom), (width, left + right))
+    )
     sizes = winograd.rank_sizes(high, wide, channels, out_channels, machine, stride, group)
     if decisions is None:
         return sizes[0]
     options = {"direct" if size is None else f"winograd {size}": size for size in sizes}
     images = (static(data.ty.shape.values[0]) or 1) / machine.cores
-    pixels_in, pixels_out = images * height * width, images * high * wide
+    pixels_in, pixels_out = images * (high * stride) * (wide * stride), images * high * wide
     moving = cost.images(4 * pixels_in * channels, 4 * pixels_out * out_channels, machine)
     cycles = {
         name: moving + images * winograd.cycles(size, high, wide, channels, out_channels, machine, stride, group)

@@ -10,7 +10,7 @@ from tvmflow.compiler import tiles, winograd
 from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.dotproduct import BF16, round_bf16
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import surrounded
+from tvmflow.compiler.operators.common import output_size, static, surrounded
 
 
 def conv2d(
@@ -25,54 +25,73 @@ def conv2d(
     decisions: Decisions | None = None,
     rows: int | None = None,
 ) -> te.Tensor:
-    """Define a convolution of NHWC data of known height and width by Winograd's algorithm.
+    """Define a convolution of NHWC data by Winograd's algorithm.
 
     The weights come from `transform_kernel` or `narrow_kernel` of `compiler.winograd`. `padding` is top, left, bottom,
     right. The output tiles are the rows of a matrix product. `annotations(rows, lanes, size)` returns the annotations
     of the product from the rows of its register tile, its lanes and the side of the output tiles in pixels.
 
     With `rows` the register tile has that many rows, and the product keeps the dimensions of the images: batch, lines
-    and columns of output tiles. `rows` must divide the number of output tiles in a line. Without `rows` all output
-    tiles are one dimension. The `decisions` about the convolution then choose the rows; without them the cost model
-    does.
+    and columns of output tiles. `rows` must divide the number of output tiles in a line. Without `rows` the `decisions`
+    about the convolution choose them; without decisions the cost model does. All output tiles are one dimension then,
+    if height and width are known. Else they are four: batch, lines, groups of `rows` output tiles of a line, and the
+    tiles of a group.
     """
     batch, in_h, in_w, depth = data.shape
     taps, vectors, steps, lanes, *group = (int(dim) for dim in weight.shape)
     side = math.isqrt(taps)
     size = (side - 3) // stride + 1
     top, left, bottom, right = padding
-    height = (int(in_h) + top + bottom - 3) // stride + 1
-    width = (int(in_w) + left + right - 3) // stride + 1
-    high, wide = -(-height // size), -(-width // size)
-    count = high * wide
+    height, width = (
+        output_size(extent, 3, stride, before, after, 1)
+        for extent, before, after in ((in_h, top, bottom), (in_w, left, right))
+    )
+    high, wide = (_parts(extent, size) for extent in (height, width))
+    count = topi.utils.simplify(high * wide)
     step = size * stride
-    in_images = rows is not None
+    keeps_images = rows is not None
+    in_groups = rows is None and static(count) is None
     if rows is None:
-        dimensions = [topi.utils.simplify(batch * count)]
-        ranked = winograd.rank_tiles(high, wide, taps, steps, vectors, machine)
+        if in_groups:
+            ranked = tiles.rank(static(wide), vectors, machine, 4 * steps, unknown=winograd.UNKNOWN_ROWS)
+        else:
+            ranked = winograd.rank_tiles(int(high), int(wide), taps, steps, vectors, machine)
         rows = ranked[0].rows
         if decisions is not None:
             rows = tiles.choose_rows(ranked, decisions.choices.about(f"winograd {size} of {decisions.subject}"))
-    else:
+    if in_groups:
+        groups = _parts(width, size * rows)
+        wide = topi.utils.simplify(groups * rows)
+        dimensions = [batch, high, groups, rows]
+    elif keeps_images:
         dimensions = [batch, high, wide]
+    else:
+        dimensions = [topi.utils.simplify(batch * count)]
 
     def image(*place: Any) -> tuple[Any, Any, Any]:
         """The image, line and column of an output tile."""
-        if not in_images:
-            (p,) = place
-            return p // count, p % count // wide, p % wide
-        n, y, x = place
-        return n, y, x
+        if in_groups:
+            n, y, group, row = place
+            return n, y, group * rows + row
+        if keeps_images:
+            n, y, x = place
+            return n, y, x
+        (p,) = place
+        return p // count, p % count // wide, p % wide
 
-    def number(n: Any, y: Any, x: Any) -> tuple[Any, ...]:
-        """The place of the output tile at line `y` and column `x` of an image."""
-        return (n, y, x) if in_images else (n * count + y * wide + x,)
+    def place_of(n: Any, h: Any, w: Any) -> tuple[Any, ...]:
+        """The place of the output tile that has the pixel in line `h` and column `w` of an image."""
+        if in_groups:
+            return (n, h // size, w // (size * rows), w % (size * rows) // size)
+        if keeps_images:
+            return (n, h // size, w // size)
+        return (n * count + h // size * wide + w // size,)
 
     inputs, _, outputs = (matrix.tolist() for matrix in winograd.transforms(size, stride))
-    required_size = (step * (high - 1) + side, step * (wide - 1) + side)
-    source = data
-    if any(padding) or int(in_h) < required_size[0] or int(in_w) < required_size[1]:
-        source = surrounded(data, top, left, *required_size)
+    required_size = tuple(topi.utils.simplify(step * (count - 1) + side) for count in (high, wide))
+    sizes = [(static(size), static(required)) for size, required in zip((in_h, in_w), required_size, strict=True)]
+    is_whole = all(size is not None and required is not None and size >= required for size, required in sizes)
+    source = data if is_whole and not any(padding) else surrounded(data, top, left, *required_size)
 
     def column(a: Any, j: Any, *index: Any) -> Any:
         n, y, x = image(*index[:-1])
@@ -108,10 +127,14 @@ def conv2d(
     )
 
     def element(n: Any, h: Any, w: Any, c: Any) -> Any:
-        place = number(n, h // size, w // size)
-        return combine(outputs, w % size, lambda j: back[(*place, h % size, j, c)])
+        return combine(outputs, w % size, lambda j: back[(*place_of(n, h, w), h % size, j, c)])
 
     return te.compute((batch, height, width, channels), element, name="unpack")
+
+
+def _parts(extent: Any, size: int) -> Any:
+    """The number of parts of `size` elements that cover `extent`, in the form from which TVM can prove that they do."""
+    return topi.utils.simplify((extent - 1) // size + 1)
 
 
 def combine(matrix: Sequence[Sequence[float]], row: Any, element: Callable[[int], Any]) -> Any:

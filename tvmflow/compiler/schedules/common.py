@@ -318,7 +318,9 @@ def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
 def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Vectorise a block's innermost loop, with a separate loop for the remainder.
 
-    If another block is to be computed at the block's loops, do that before: afterwards it is not possible.
+    A loop shorter than a vector, and a loop in a function with symbolic shapes, is treated as by `vectorize_inner`,
+    which leaves some of them as they are. If another block is to be computed at the block's loops, do that before:
+    afterwards it is not possible.
     """
     inner = sch.get_loops(block)[-1]
     size = extent(sch, inner)

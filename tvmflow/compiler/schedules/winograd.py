@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
@@ -65,46 +66,57 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         return False
     annotations = sch.get(product).annotations
     rows, lanes, size = (int(annotations[name]) for name in (TILE, LANES, WINOGRAD))
-    sizes = [variable.dom.extent for variable in sch.get(product).iter_vars]
-    side, channels, steps = int(sizes[0]), int(sizes[3]), int(sizes[4])
+    variables = sch.get(product).iter_vars
+    # Output tiles have one dimension, or four: images, lines, groups of tiles in a line, and tiles of a group.
+    places = sum(variable.iter_type == tirx.IterVar.DataPar for variable in variables) - 3
+    sizes = [variable.dom.extent for variable in variables]
+    side, channels, steps = int(sizes[0]), int(sizes[places + 2]), int(sizes[places + 3])
     (vertical,), (transformed,), (back,) = (
         common.find_blocks(sch, name) for name in ("input_vertical", "input", "output_vertical")
     )
     out = common.inline_epilogue(sch, back)
-    wide = -(-int(sch.get(out).iter_vars[2].dom.extent) // size)
-    stages = {"together": True, "apart": False} if wide % rows == 0 else {"apart": False}
+    stages = {"together": True, "apart": False}
+    if places == 1:
+        wide = -(-int(sch.get(out).iter_vars[2].dom.extent) // size)
+        if wide % rows:
+            del stages["together"]
+    elif kind == "dot_winograd" and not isinstance(sizes[places], tirx.IntImm):
+        # TVM would put a condition around the products of a line of unknown length, which the instruction cannot have.
+        del stages["together"]
     if 4 * side**2 * channels * steps > machine.own_cache:
         stages = dict(reversed(stages.items()))
     whole = choices.choose("stages", "", stages)
     result = sch.cache_write(product, 0, "global")
 
     n, h, w, c = sch.get_loops(out)
-    (high, h), (far, w) = sch.split(h, [None, size]), sch.split(w, [None, size])
+    high, h = sch.split(h, [None, size])
+    *far, w = sch.split(w, [None, size] if places == 1 else [None, rows, size])
     outer, pieces, lane = common.split_channels(sch, c, 1, lanes)
-    sch.reorder(n, high, far, outer, h, w, pieces, lane)
+    sch.reorder(n, high, *far, outer, h, w, pieces, lane)
     task = sch.fuse(n, high)
     common.parallel(sch, task, machine)
     transform_back(sch, back, outer, [h, w, pieces, lane])
 
     if whole:
         sch.compute_at(result, task, preserve_unit_loops=True)
-    a, b, p, c = list(sch.get_loops(result))[-4:]
+    a, b, *tiles, c = list(sch.get_loops(result))[-places - 3 :]
     count = registers.choose_vectors(rows, channels // lanes, machine, choices)
-    line, near = sch.split(p, [None, rows])
+    *line, near = sch.split(tiles[0], [None, rows]) if places == 1 else tiles
     outer, pieces, lane = sch.split(c, [None, count, lanes])
-    at = line
+    at = line[-1]
     # Either one core reads each weight once, or each core continues with the lines of tiles that it transformed.
     if whole or choices.choose("order", "", {"weights": True, "rows": False}):
-        sch.reorder(a, b, outer, line, near, pieces, lane)
+        sch.reorder(a, b, outer, *line, near, pieces, lane)
         if not whole:
             common.parallel(sch, sch.fuse(a, b, outer), machine)
     else:
-        sch.reorder(line, a, b, outer, near, pieces, lane)
-        common.parallel(sch, line, machine)
+        sch.reorder(*line, a, b, outer, near, pieces, lane)
+        common.parallel(sch, common.fuse(sch, line), machine)
         at = outer
     sch.compute_at(product, at, preserve_unit_loops=True)
     registers.keep_in_registers(sch, [near, pieces, lane])
-    *around, row, channel, k = list(sch.get_loops(product))[: 5 - len(sizes) or None]
+    grouped = len(sizes) - places - 4
+    *around, row, channel, k = list(sch.get_loops(product))[: -grouped or None]
     group = list(sch.get_loops(product))[len(around) + 3 :]
     tile = registers.split_tile(sch, row, channel, rows, count, lanes)
     reductions = [k]
@@ -115,9 +127,12 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
 
     if whole:
         sch.compute_at(transformed, task, preserve_unit_loops=True)
-    (place,) = transform_input(sch, vertical, transformed, machine)
+    tile_loops = transform_input(sch, vertical, transformed, machine)
     if not whole:
-        task, _ = sch.split(place, [None, wide])
+        if places == 1:
+            task, _ = sch.split(tile_loops[0], [None, wide])
+        else:
+            task = sch.fuse(*tile_loops[:-1])
         common.parallel(sch, task, machine)
     for pad in common.find_blocks(sch, "pad"):
         sch.compute_at(pad, task, preserve_unit_loops=True)
