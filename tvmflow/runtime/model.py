@@ -170,7 +170,8 @@ class CompiledModel:
         import tvm_ffi
 
         self._from_dlpack = tvm_ffi.from_dlpack
-        self._tensor_type = tvm_ffi.Tensor
+        self._tensor_type, self._array_type = tvm_ffi.Tensor, tvm_ffi.Array
+        self._item_of = tvm_ffi.get_global_func("ffi.ArrayGetItem")
         self._remote = session is not None
         # Whether arrays can share memory with tensors: not with another machine's, and not with a GPU's.
         self._on_cpu = manifest.arch != "cuda" and not self._remote
@@ -244,6 +245,10 @@ class CompiledModel:
             shapes = ", ".join(f"{name} {[*np.shape(array)]}" for name, array in zip(self._names, arrays, strict=True))
             reason = _one_line(error)
             raise InputError(f"the model does not run with inputs of the shapes {shapes}: {reason}") from error
+        if type(result) is self._array_type:
+            # The array's own iterator takes as long as a small model.
+            item_of, to_array = self._item_of, self._to_array
+            return {name: to_array(item_of(result, place)) for place, name in enumerate(self._output_names)}
         values = [result] if isinstance(result, self._tensor_type) else result
         return dict(zip(self._output_names, map(self._to_array, values), strict=True))
 
@@ -260,7 +265,7 @@ class CompiledModel:
         """The prepared call for inputs of these shapes; None if there is none, or one is no array of its dtype."""
         shapes = []
         for value, dtype in zip(values, self._dtypes, strict=True):
-            if type(value) is not np.ndarray or value.dtype != dtype:
+            if type(value) is not np.ndarray or (value.dtype is not dtype and value.dtype != dtype):
                 return None
             shapes.append(value.shape)
         return self._local.calls.get(tuple(shapes))
@@ -351,7 +356,7 @@ class CompiledModel:
         array = np.from_dlpack(tensor)
         # Without `fresh_outputs` an output may be memory of an input or a constant of the library. Versions of NumPy
         # differ in whether they may write to memory of others.
-        is_own = self.manifest.fresh_outputs and array.nbytes > _LARGEST_COPY and array.flags.writeable
+        is_own = array.nbytes > _LARGEST_COPY and self.manifest.fresh_outputs and array.flags.writeable
         return array if is_own else array.copy()
 
     def check_inputs(self, inputs: "Mapping[str, npt.ArrayLike]") -> "dict[str, Array]":
