@@ -34,14 +34,16 @@ _FILES = ("mod.json", "mod.params", "mod.so", _SAMPLE)
 def rebuild(bundle: Path, source: Path, trusted: Sequence[Path] | None = None) -> tuple[str, ...]:
     """Make a bundle again from its release file or its ONNX file, in a new, empty workspace, and compare the two.
 
-    Only trained weights and tuning records are taken from this machine's own workspace, and their digests compared;
-    weights that this machine lacks are trained again. If `source` is an ONNX file but the original was not, the golden
-    sample and the manifest are not compared. `trusted` are files with public keys, of which one must have signed the
-    bundle; None means the files that TVMFLOW_TRUSTED_KEYS names. Without such files, signatures are not checked.
-    Returns the names of the parts that are the same. Raises VerdictError, which names the first part that differs.
-    Raises BundleError for a damaged bundle, when no trusted key has signed the bundle, and when it cannot be made again
-    here: with other versions or code of tvmflow, or without its tuning records. Raises SpecError for a release file
-    that is not valid. Raises StepError or another error of a step when a step fails.
+    A `source` whose name ends in .yaml or .yml is a release file. Trained weights and tuning records alone are taken
+    from this machine's own workspace, and their digests must be those of the bundle's provenance. If that workspace
+    lacks the weights, the model is trained again, and the weights are kept there. If `source` is an ONNX file but the
+    original was not, the golden sample and the manifest are not compared. `trusted` are files with public keys, of
+    which one must have signed the bundle; None means the files that TVMFLOW_TRUSTED_KEYS names. Without such files,
+    signatures are not checked. Returns the names of the parts that are the same. Raises VerdictError, which names the
+    first part that differs. Raises BundleError for a damaged bundle, when no trusted key has signed the bundle, and
+    when it cannot be made again here: with other versions or code of tvmflow, or without its tuning records. Raises
+    SpecError for a release file that is not valid, and SettingsError for one that names a model of MLflow. Raises
+    StepError or another error of a step when a step fails.
     """
     settings = machine.load()
     workspace = Workspace(settings.state)

@@ -87,13 +87,15 @@ _RETUNE = Step("retune", TuneResult, run_job, cached=False)
 def tune_costliest(
     runner: StepRunner, job: TuneJob, costliest: tuple[str, ...], minutes: float, shared: "SharedRecords | None" = None
 ) -> Outcome[TuneResult]:
-    """Tune the workloads named in `costliest` for `minutes`, with a new random seed in each call.
+    """Tune the workloads named in `costliest`, with a new random seed in each call.
 
-    If the model has none of these workloads, all of its workloads are tuned. The measured schedules are kept as tuning
-    records. `job` is the job of the release's own tuning. `shared` is the store through which machines exchange
-    records, or None. Raises TuneError when tuning fails as a whole, and BuildError or TargetError when the model cannot
-    be lowered. Raises StepError when the process that tunes crashes or takes longer than the timeout of `runner`, even
-    if that is shorter than `minutes`.
+    `minutes` is the budget. On a CPU up to half of it goes to those decisions of the compiler, for the whole model,
+    that have not been measured yet. If the model has none of the named workloads, all of its workloads are tuned. The
+    measured schedules are kept as tuning records; the result has those of the tuned workloads only, and all decisions.
+    `job` is the job of the release's own tuning. `shared` is the store through which machines exchange records, or
+    None; a store that fails costs a warning. Raises TuneError when tuning fails as a whole, and BuildError, OptionError
+    or TargetError when the model cannot be lowered. Raises StepError when the process that tunes crashes or takes
+    longer than the timeout of `runner`, which larger `minutes` do not extend.
     """
     budget = Tune(minutes=minutes, tuner=job.tune.tuner, seed=secrets.randbelow(2**31))
     with shared_records(runner.workspace, job.target, shared):

@@ -294,9 +294,9 @@ def log_verdict(
 
     The run gets `verdict` as verdict.json, `report` (Markdown) as report.md, and `files` by their paths in the run.
     With a signing key, it also gets a signed statement on the verdict. If the verdict is `waiting`, the run in MLflow
-    stays open. After a person has answered, the same flow run logs its next verdict, which goes into the same run in
-    MLflow. Raises RegistryError when MLflow fails. With a signing key, raises StoreError when the release's document
-    cannot be read, and SettingsError when the key cannot be used.
+    stays open. A later call whose verdict has the same `flow_run`, an id of Prefect's, goes on with that run. Raises
+    RegistryError when MLflow fails or one of the `files` is missing. With a signing key, raises StoreError when the
+    release's document cannot be read, and SettingsError when the key cannot be used.
     """
     tags = {
         **_promotion_tags(verdict.name, verdict.channel, verdict.version),

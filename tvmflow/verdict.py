@@ -160,7 +160,7 @@ def _read_first_choices(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Choices(Document):
-    """The checks that decided for each target whether its build is tuned, and whether it runs on fewer threads."""
+    """The measurements that decided for each target which build is shipped: tuned or not, on fewer threads or not."""
 
     older: ClassVar[Mapping[int, Reader]] = {1: _read_first_choices}
 

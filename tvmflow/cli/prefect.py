@@ -58,14 +58,15 @@ def point_at_server(settings: "Settings") -> None:
 
 @contextmanager
 def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
-    """Point Prefect at its server while the body runs; enter this before Prefect is imported.
+    """Point Prefect at its server, and keep an embedded one running while the body runs; enter this once per process.
 
-    The server is the one that settings name or, if they name none, an embedded one. Yields a function that waits until
-    the server answers. The body imports modules while an embedded server starts, and calls the function before it runs
-    a flow. Before the body runs, raises SettingsError when the server that settings name does not answer, and StepError
-    when the folder of the embedded server cannot be written. The function raises StepError when the embedded server
-    does not start. If the body fails because the server that settings name demands a login or refuses the given one,
-    raises PrefectError in place of the body's error.
+    Enter it before Prefect is imported. The server is the one that settings name or, if they name none, an embedded
+    one. The environment variables that this sets, such as PREFECT_API_URL, stay set afterwards. Yields a function that
+    waits until the server answers. The body imports modules while an embedded server starts, and calls the function
+    before it runs a flow. Before the body runs, raises SettingsError when the server that settings name does not
+    answer, and StepError when the folder of the embedded server cannot be written. The function raises StepError when
+    the embedded server does not start. Raises PrefectError in place of an error of the body that is no TvmflowError, if
+    the server that settings name demands a login or refuses the given one.
     """
     prepare_environment()
     if settings.prefect_api_url is not None:

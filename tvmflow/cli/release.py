@@ -74,8 +74,8 @@ def release_command(
 def tracing(path: Path | None, name: str, reporter: "Reporter") -> "Iterator[None]":
     """Write a trace of the steps that the body runs to `path`, even if the body fails; do nothing if `path` is None.
 
-    `name` is the title of the trace. `reporter` gets the events of the steps as well. After the body, raises InputError
-    when `path` cannot be written.
+    `name` is the title of the trace. Meanwhile `reporter` takes the place of the current reporter and gets the steps'
+    events, too. After the body, raises InputError when `path` cannot be written, even in place of the body's error.
     """
     from tvmflow.cli.options import naming_output
     from tvmflow.progress import TracingReporter, reporting_to

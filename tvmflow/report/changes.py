@@ -110,8 +110,9 @@ class Slowdown(Record):
     def share_of_peers(self) -> float:
         """The share of the slowdown that the peers explain: log(their slowdown) / log(`bundle`); it may be above 1.
 
-        The peers' slowdown is the largest of those in `slower`, 1 without any; the share is 0 then. If `same_model` is
-        false, the peers may be slower because of the other model instead of the machine.
+        Their slowdown is the largest of those in `peers` whose name is in `slower`. The reference kernel does not
+        count. If no peer is in `slower`, the share is 0. If `same_model` is false, the peers may be slower because of
+        the other model instead of the machine.
         """
         return self._share(self.peers)
 

@@ -167,7 +167,7 @@ def describe(progress: Progress) -> tuple[float, float, str]:
 
 
 class Lowering:
-    """A model, which the compiler lowers and schedules with given options of its decisions."""
+    """A model that the compiler can lower and schedule repeatedly, each time with other options for its decisions."""
 
     def __init__(self, imported: "compiler.Imported", target: Target, options: "compiler.BuildOptions") -> None:
         self._machine = machine(target)

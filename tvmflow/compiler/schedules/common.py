@@ -318,9 +318,10 @@ def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
 def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Vectorise a block's innermost loop, with a separate loop for the remainder.
 
-    A loop shorter than a vector, and a loop in a function with symbolic shapes, is treated as by `vectorize_inner`,
-    which leaves some of them as they are. If another block is to be computed at the block's loops, do that before:
-    afterwards it is not possible.
+    In a function with symbolic shapes, `vectorize_inner` does the work instead, and leaves a loop that TVM would
+    partition wrongly. So it does with a loop shorter than a vector: that becomes one vector if its extent is a power of
+    two, else it stays as it is. The loop must run over elements that lie side by side in memory. If another block is to
+    be computed at the block's loops, do that before: afterwards it is not possible.
     """
     inner = sch.get_loops(block)[-1]
     size = extent(sch, inner)
