@@ -330,3 +330,13 @@ def test_winograd_of_free_sizes_stays_within_its_buffers(
     for n, h, w in ((1, 2, 3), (3, 9, 34)):
         sizes = {"n": n, "h": h, "w": w, "size0": h // stride + 1, "size1": (w - 2) // stride + 1}
         assert_within_buffers(functions, target, sizes)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0)])
+def test_a_transpose_of_free_sizes_stays_within_its_buffers(order: tuple[int, ...], tmp_path: Path) -> None:
+    node = helper.make_node("Transpose", ["x"], ["y"], perm=order)
+    onnx.save(make_model([node], [("x", ["a", "b", "c"])], ["y"]), tmp_path / "model.onnx")
+    (workload,) = workloads(lower(import_onnx(tmp_path / "model.onnx"), _target("fp32")))
+    function = schedule(workload.func, _always_parallel(_target("fp32"), 2))[0]
+    for sizes in ((1, 1, 3), (2, 5, 7), (33, 18, 20)):
+        assert_within_buffers({"transpose": function}, _target("fp32"), dict(zip("abc", sizes, strict=True)))

@@ -66,6 +66,28 @@ def test_tiles_of_numbers_of_32_bits_are_transposed_by_shuffles(make_model: Any,
         np.testing.assert_array_equal(result, feed[place // len(orders)].transpose(orders[place % len(orders)]))
 
 
+@pytest.mark.parametrize(
+    ("free", "order"),
+    [
+        (["n", 24, "h", "w"], (0, 2, 3, 1)),
+        (["n", "h", "w", 24], (0, 3, 1, 2)),
+        (["n", "h", "w", 5], (0, 3, 2, 1)),
+        (["n", "h", "w"], (0, 2, 1)),
+    ],
+)
+def test_transposes_of_free_sizes_shuffle_whole_tiles_or_small_ones(
+    free: list[str | int], order: tuple[int, ...], make_model: Any, native: Target
+) -> None:
+    path = make_model([helper.make_node("Transpose", ["x"], ["y"], perm=order)], [("x", free)], ["y"])
+    (item,) = workloads(lower(import_onnx(path), native))
+    assert "tvmflow_transpose_" in schedule(item.func, machine(native))[0].script()
+    sizes = [(1, 1, 1), (2, 3, 2), (1, 4, 4), (2, 5, 7), (1, 16, 16), (2, 17, 35)]
+    by_name = [dict(zip("nhw", item, strict=True)) for item in sizes]
+    feeds = [[normal(*(dim if isinstance(dim, int) else names[dim] for dim in free))] for names in by_name]
+    for (x,), (result,) in zip(feeds, run_in_memory(build(import_onnx(path), native), feeds), strict=True):
+        np.testing.assert_array_equal(result, x.transpose(order))
+
+
 def test_padding_before_an_activation_equals_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
     for operator in ("Sigmoid", "Tanh", "Elu"):

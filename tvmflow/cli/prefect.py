@@ -65,8 +65,8 @@ def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
     waits until the server answers. The body imports modules while an embedded server starts, and calls the function
     before it runs a flow. Before the body runs, raises SettingsError when the server that settings name does not
     answer, and StepError when the folder of the embedded server cannot be written. The function raises StepError when
-    the embedded server does not start. Raises PrefectError in place of an error of the body that is no TvmflowError, if
-    the server that settings name demands a login or refuses the given one.
+    the embedded server does not start. If the server that settings name refuses the login of a request, the error of
+    that request ends the body, and PrefectError is raised in its place.
     """
     prepare_environment()
     if settings.prefect_api_url is not None:

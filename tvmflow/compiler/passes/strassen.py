@@ -14,13 +14,14 @@ from tvmflow.compiler.operators.common import static
 class StrassenProducts:
     """Replaces dense layers and 1x1 convolutions by Strassen's algorithm where the cost model says that it is faster.
 
-    The choices of tuning may name the direct product instead. The algorithm adds pairs of rows of its left operand. A
-    NaN in one row therefore makes the other row NaN. Where one row has large numbers, the result of the other row has
-    only few correct digits. The rows of one product may belong to several items of a batch, which a server joins from
-    several clients, and one client's input must not change another's answer. After reshapes and transposes the compiler
-    cannot tell which row belongs to which item. So the pass changes only functions that take a single item: all
-    parameters are tensors with a known first dimension of 1, or scalars. A weight that is a parameter counts as well,
-    so weights must be constants.
+    Where the choices of tuning name one of the two ways for a product, that one is taken.
+
+    The algorithm adds pairs of rows of its left operand. A NaN in one row therefore makes the other row NaN. Where one
+    row has large numbers, the result of the other row has only few correct digits. The rows of one product may belong
+    to several items of a batch, which a server joins from several clients, and one client's input must not change
+    another's answer. After reshapes and transposes the compiler cannot tell which row belongs to which item. So the
+    pass changes only functions that take a single item: all parameters are tensors with a known first dimension of 1,
+    or scalars. A weight that is a parameter counts as well, so weights must be constants.
     """
 
     def __init__(self, machine: Machine, choices: Choices) -> None:

@@ -64,7 +64,7 @@ def _schedule_transpose(sch: Schedule, block: SBlockRV, machine: Machine) -> boo
     places = (across[0], len(others))
     by_shuffles = transposes.fits(sch, block, places)
     edges = [
-        min(machine.lanes, 1 << ((extent or 1).bit_length() - 1))
+        min(machine.lanes, machine.lanes if extent is None else 1 << (extent.bit_length() - 1))
         if by_shuffles
         else math.gcd(extent or 1, machine.lanes)
         for extent in extents
@@ -76,7 +76,7 @@ def _schedule_transpose(sch: Schedule, block: SBlockRV, machine: Machine) -> boo
     )
     tasks = [loop for place, loop in enumerate(loops[:-1]) if place != across[0]]
     # A line of the cache is read to its end before the next one.
-    line = math.gcd(extents[0] or 1, machine.first.line // machine.number)
+    line = math.gcd(extents[0] or edges[0], machine.first.line // machine.number)
     far, within = sch.split(far, [None, max(1, line // edges[0])])
     sch.reorder(*tasks, far, outer, within, near, lane)
     if by_shuffles:

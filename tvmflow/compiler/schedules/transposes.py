@@ -14,16 +14,18 @@ import tvm
 import tvm_ffi
 from tvm import sym, tirx
 from tvm.ir import TensorLoad
-from tvm.s_tir import Schedule
+from tvm.s_tir import SBlockRealize, Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
-from tvm.tirx import For, PrimFunc
+from tvm.tirx import For, ForKind, PrimFunc
 
 from tvmflow.compiler import intrinsics
+from tvmflow.compiler.machine import NARROWEST
 
 # The annotation of a loop along the source's last dimension: the places of its variable, and of that of the loop inside
 # it, along the result's last dimension, among the variables of the one block in both.
 _TRANSPOSE = "tvmflow.transpose"
 _TYPES = ("float32", "int32", "uint32")
+_SERIAL = ForKind.SERIAL
 
 
 def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
@@ -53,7 +55,7 @@ def use(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
     `near` is the outer one of the two and runs along the source's last dimension. The inner one runs along the result's
     last dimension. `places` are the positions of both among the block's iteration variables, in this order (`fits`).
     The loops' extents must be powers of two. Where they do not divide the dimensions, the last tile begins earlier and
-    writes some numbers again.
+    writes some numbers again. Where a dimension of unknown size is shorter than its loop, the loops stay.
     """
     sch.annotate(near, _TRANSPOSE, list(places))
 
@@ -63,35 +65,86 @@ def expand(func: PrimFunc) -> PrimFunc:
     code: dict[str, str] = {}
 
     def replace(loop: For) -> Any:
-        if _TRANSPOSE not in loop.annotations:
-            return loop
-        lane, realize = loop.body, loop.body.body
-        columns, rows = int(loop.extent), int(lane.extent)
-        name = f"tvmflow_transpose_{rows}x{columns}"
-        code[name] = _write_code(name, rows, columns)
-        store, variables = realize.block.body, [item.var for item in realize.block.iter_vars]
-        near, last = (variables[int(place)] for place in loop.annotations[_TRANSPOSE])
-        first = {loop.loop_var: loop.min, lane.loop_var: lane.min}
-        values = {
-            item.var: _bind(value, first)
-            for item, value in zip(realize.block.iter_vars, realize.iter_values, strict=True)
+        return _Tile(loop, code).replacement() if _TRANSPOSE in loop.annotations else loop
+
+    body = tvm_ffi.structural_map(func.body, (For, replace))
+    return func if not code else func.with_body(intrinsics.attach(body, "".join(code.values())))
+
+
+class _Tile:
+    """A tile to transpose, from the loops that `use` marked; `code` gets the functions that it calls, by name."""
+
+    def __init__(self, loop: For, code: dict[str, str]) -> None:
+        self._loop, self._lane, self._code = loop, loop.body, code
+        self._realize = self._lane.body
+        self._variables = [item.var for item in self._realize.block.iter_vars]
+        places = [int(place) for place in loop.annotations[_TRANSPOSE]]
+        self._axes = [self._variables[place] for place in places]
+        self._extents = [self._realize.block.iter_vars[place].dom.extent for place in places]
+        self._lengths = [int(loop.extent), int(self._lane.extent)]
+        first = {loop.loop_var: loop.min, self._lane.loop_var: self._lane.min}
+        self._starts = {
+            variable: _bind(value, first)
+            for variable, value in zip(self._variables, self._realize.iter_values, strict=True)
         }
+
+    def replacement(self) -> Any:
+        """The tile's code: by shuffles of the whole tile, else of small tiles, else by plain loops.
+
+        A dimension of unknown size chooses when the function runs.
+        """
+        unknown = [not isinstance(extent, tirx.IntImm) for extent in self._extents]
+        whole = self._shuffle(self._lengths)
+        if not any(unknown):
+            return whole
+        small = [NARROWEST if item else length for item, length in zip(unknown, self._lengths, strict=True)]
+        return tirx.IfThenElse(
+            self._holds(self._lengths),
+            whole,
+            tirx.IfThenElse(self._holds(small), self._shuffle_parts(small), self._write_plainly()),
+        )
+
+    def _holds(self, lengths: list[int]) -> Any:
+        """Whether both dimensions are at least as long as a tile of these lengths."""
+        return tirx.all(*(extent >= length for extent, length in zip(self._extents, lengths, strict=True)))
+
+    def _shuffle_parts(self, lengths: list[int]) -> Any:
+        """Transpose the tile by parts of these lengths."""
+        variables = [tirx.Var(f"part{place}", "int64") for place in range(2)]
+        offsets = [variable * length for variable, length in zip(variables, lengths, strict=True)]
+        statement = self._shuffle(lengths, offsets)
+        for variable, length, part in zip(variables, self._lengths, lengths, strict=True):
+            statement = For(variable, tirx.IntImm("int64", 0), tirx.IntImm("int64", length // part), _SERIAL, statement)
+        return statement
+
+    def _shuffle(self, lengths: list[int], offsets: Sequence[Any] = (0, 0)) -> Any:
+        """Transpose a tile of these lengths that begins `offsets` after this one, or earlier at a dimension's end."""
+        columns, rows = lengths
+        name = f"tvmflow_transpose_{rows}x{columns}"
+        self._code[name] = _write_code(name, rows, columns)
+        values = dict(self._starts)
         # The last tile begins earlier in both tensors, of which the source may be the larger one.
-        for variable, length in ((near, columns), (last, rows)):
-            extent = realize.block.iter_vars[variables.index(variable)].dom.extent
-            values[variable] = _bind(tirx.min(values[variable], extent - length), {})
+        for axis, extent, length, offset in zip(self._axes, self._extents, lengths, offsets, strict=True):
+            values[axis] = _bind(tirx.min(values[axis] + offset, extent - length), {})
+        store = self._realize.block.body
         operands = []
         for tensor, indices, across in (
-            (store.buffer, store.indices, near),
-            (store.value.source, store.value.indices, last),
+            (store.buffer, store.indices, self._axes[0]),
+            (store.value.source, store.value.indices, self._axes[1]),
         ):
             start = [_bind(index, values) for index in indices]
             row = _product(tensor.shape[_axis(indices, across) + 1 :])
             operands += [tirx.address_of(tirx.BufferLoad(tensor, start)), row]
         return tirx.Evaluate(tirx.call_extern("void", name, *operands))
 
-    body = tvm_ffi.structural_map(func.body, (For, replace))
-    return func if not code else func.with_body(intrinsics.attach(body, "".join(code.values())))
+    def _write_plainly(self) -> Any:
+        """Copy the tile's numbers one by one, up to the ends of both dimensions."""
+        statement: Any = SBlockRealize(self._realize.iter_values, True, self._realize.block)
+        loops = zip((self._loop, self._lane), self._axes, self._extents, strict=True)
+        for loop, axis, extent in reversed(list(loops)):
+            count = tirx.min(loop.extent, extent - self._starts[axis])
+            statement = For(loop.loop_var, loop.min, _bind(count, {}), _SERIAL, statement)
+        return statement
 
 
 def find_tile(statement: tirx.Evaluate) -> tuple[int, int] | None:
