@@ -20,7 +20,7 @@ from tvmflow.workspace import Artifact, Workspace
 T = TypeVar("T")
 
 
-def patience(settings: Settings) -> float:
+def outage_seconds(settings: Settings) -> float:
     """Return the seconds for which a flow run waits for its servers to answer before its work begins.
 
     These are 0 for a run that a command starts, so that its user learns at once of a wrong address. A run of a

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from prefect import flow
 from prefect.input import RunInput
 
-from flows.context import RunContext, patience
+from flows.context import RunContext, outage_seconds
 from flows.logs import keeping_logs
 from tasks.gate import GateJob, gate, integrity
 from tasks.reproduce import reproduce
@@ -84,7 +84,7 @@ def promote(
     settings = machine.load()
     sections = read_sections(settings, name)
     who = who or (f"flow run {flow_run.name}" if deployment.id else promotion.identify_user())
-    run_id, outage = flow_run.id if deployment.id else None, patience(settings)
+    run_id, outage = flow_run.id if deployment.id else None, outage_seconds(settings)
     with open_services(settings, store or sections.store, registry or sections.registry, outage) as services:
         workspace = open_workspace(settings, services.store)
 
@@ -146,7 +146,7 @@ def promote_release(
     state = promotion.read_state(services, name, channel, model)
     if while_wanted and (reason := _why_not_wanted(state, job.policy.policy, version)) is not None:
         if version in (before, state.hand_set_version):
-            promotion.show(services, name, channel, model)
+            promotion.update_alias(services, name, channel, model)
         return summary if before == version else summary.model_copy(update={"status": "left", "message": reason})
     document = promotion.make_wish(services, name, version, channel, who=who, why=why, id=flow_run_id)
     if document.version == version:

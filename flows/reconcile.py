@@ -14,7 +14,7 @@ from prefect.states import Failed
 from flows.runs import is_registered, list_active, list_ended, start
 from tvmflow import settings as machine
 from tvmflow.errors import TvmflowError, VerdictError
-from tvmflow.promotion import ChannelState, make_wish, read_policy, read_refusal, read_state, show
+from tvmflow.promotion import ChannelState, make_wish, read_policy, read_refusal, read_state, update_alias
 from tvmflow.services import Services, open_services
 from tvmflow.store import channels
 from tvmflow.store.channels import WANTED
@@ -140,10 +140,10 @@ def _reconcile_channel(services: Services, entry: ManagedModel, channel: str) ->
             reason = f"it was set by hand, and {asking.alias} asks for a release"
         if reason is None:
             return _start_promotion(services, entry, state, own_alias, version)
-        show(services, entry.name, channel, model)
+        update_alias(services, entry.name, channel, model)
         return Finding(name=entry.name, alias=str(own_alias), version=version, what=reason, done="alias put back")
     if state.alias_version != held_version:
-        show(services, entry.name, channel, model)
+        update_alias(services, entry.name, channel, model)
         what = f"the alias names {state.alias_version or 'nothing'}, the channel holds this version"
         return Finding(name=entry.name, alias=str(own_alias), version=held_version or "", what=what, done="alias set")
     wish = state.channel.wish

@@ -10,7 +10,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.context import RunContext, patience
+from flows.context import RunContext, outage_seconds
 from flows.local import LocalBuilds, ModelSteps, build_here, measure_here, refuse_unverifiable
 from flows.logs import keeping_logs
 from flows.promote import PromotionSummary, promote_automatically
@@ -103,7 +103,7 @@ def release(
     settings = machine.load()
     with (
         one_at_a_time(spec.name),
-        open_services(settings, spec.store, spec.registry, patience(settings)) as services,
+        open_services(settings, spec.store, spec.registry, outage_seconds(settings)) as services,
         shared_imports(),
     ):
         record_sections(settings, spec)

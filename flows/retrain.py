@@ -7,7 +7,7 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.context import RunContext, patience
+from flows.context import RunContext, outage_seconds
 from flows.logs import keeping_logs
 from flows.release import ReleaseSummary, release_model
 from flows.runs import one_at_a_time
@@ -56,7 +56,7 @@ def retrain(file: str, arguments: dict[str, Any] | None = None, why: str = "", w
     settings = machine.load()
     with (
         one_at_a_time(spec.name),
-        open_services(settings, spec.store, spec.registry, patience(settings)) as services,
+        open_services(settings, spec.store, spec.registry, outage_seconds(settings)) as services,
         shared_imports(),
     ):
         record_sections(settings, spec)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from prefect import flow
 
-from flows.context import RunContext, patience
+from flows.context import RunContext, outage_seconds
 from flows.local import ModelSteps, build_here, choose_here
 from flows.logs import keeping_logs
 from flows.release import ReleaseSummary, override, release_model
@@ -69,7 +69,7 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
     settings = machine.load()
     with (
         one_at_a_time(spec.name),
-        open_services(settings, spec.store, spec.registry, patience(settings)) as services,
+        open_services(settings, spec.store, spec.registry, outage_seconds(settings)) as services,
         shared_imports(),
     ):
         version = channels.find_checked(services.store, spec.name, channel).version

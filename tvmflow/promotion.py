@@ -187,13 +187,13 @@ def make_wish(
     """
     model, number = services.store.get_release(name, version).registered_version
     document = channels.wish(services.store, name, channel, version, who=who, why=why, id=id)
-    show(services, name, channel, model)
+    update_alias(services, name, channel, model)
     if services.registry.get_alias_version(model, channel + WANTED) not in (None, number):
         services.registry.delete_alias(model, channel + WANTED)
     return document
 
 
-def show(services: Services, name: str, channel: str, model: str) -> Channel:
+def update_alias(services: Services, name: str, channel: str, model: str) -> Channel:
     """Set the alias in MLflow with the channel's name to the version that the channel holds; return the channel.
 
     If the channel holds nothing, the alias is deleted from the registered model `model`. If the release is gone from
@@ -231,7 +231,7 @@ def grant(services: Services, name: str, channel: str, wish: str, *, why: str, p
     if not isinstance(move, channels.Move):
         return after
     model, number = services.store.get_release(name, move.to_version).registered_version
-    after = show(services, name, channel, model)
+    after = update_alias(services, name, channel, model)
     _forget_alias(services, model, channel, number)
     if read_refusal(services, model, number, channel) is not None:
         services.registry.delete_version_tag(model, number, format_refusal_tag(channel))
@@ -281,7 +281,7 @@ def roll_back(
         )
     model = services.store.verify_release(name, to).registered_version.model
     channels.roll_back(services.store, before, to, who=who, why=why)
-    after = show(services, name, channel, model)
+    after = update_alias(services, name, channel, model)
     if services.registry.get_alias_version(model, channel + WANTED) is not None:
         services.registry.delete_alias(model, channel + WANTED)
     return before, after

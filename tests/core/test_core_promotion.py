@@ -156,7 +156,7 @@ def test_an_alias_that_is_set_by_hand_goes_back_and_one_that_lags_is_completed(
     _grant(services, document)
     services.registry.set_alias(name, "production", "2")
     assert promotion.read_state(services, name, "production").hand_set_version == "2"
-    promotion.show(services, name, "production", name)
+    promotion.update_alias(services, name, "production", name)
     assert _where(services, name) == ("1", "1")
     # A mover that died between the channel and the alias.
     wish = channels.wish(services.store, name, "production", "2", who="ann", why="").wish
@@ -164,7 +164,7 @@ def test_an_alias_that_is_set_by_hand_goes_back_and_one_that_lags_is_completed(
     channels.grant(services.store, name, "production", wish.id, why="", policy=Policy())
     state = promotion.read_state(services, name, "production")
     assert (state.alias_version, state.channel.version, state.hand_set_version) == ("1", "2", None)
-    promotion.show(services, name, "production", name)
+    promotion.update_alias(services, name, "production", name)
     assert promotion.read_state(services, name, "production").is_settled
     services.registry.delete_alias(name, "production")
     assert promotion.read_state(services, name, "production").hand_set_version is None
@@ -575,5 +575,5 @@ def test_the_alias_does_not_follow_a_channel_that_was_moved_without_a_key(
         services.registry.set_alias(name, "production", "1")
     services.store.objects.put(f"channels/{name}/production.json", encode(planted), "planting a channel")
     with pytest.raises(StatementError, match="was changed after it was signed"):
-        promotion.show(services, name, "production", name)
+        promotion.update_alias(services, name, "production", name)
     assert _where(services, name) == ("1", "2")

@@ -137,7 +137,7 @@ class ChannelHistory:
     def refuse(self, version: str, writes: int | None) -> None:
         wish = self.state().channel.wish
         release = self.services.store.get_release(self.name, self.wish or "")
-        promotion.show(self.services, self.name, CHANNEL, self.name)
+        promotion.update_alias(self.services, self.name, CHANNEL, self.name)
         self.do(
             lambda: promotion.refuse(self.services, release, CHANNEL, wish.id, who="gates", reason="slow"),
             self.stack,

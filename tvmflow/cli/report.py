@@ -146,14 +146,14 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
     """
     from tvmflow import settings as machine
     from tvmflow.report.changes import compare_releases, find_slowdowns
-    from tvmflow.report.layers import fetch_times, find_slower
+    from tvmflow.report.layers import compare_layers, fetch_times
     from tvmflow.report.release import write_difference
     from tvmflow.services import open_store_of
 
     with open_store_of(machine.load(), name) as store:
         old, new = (store.get_release(name, version) for version in (before, now))
         old_times, new_times = (fetch_times(release.report, store.get_blob) for release in (old, new))
-    slower = {target: find_slower(times, old_times.get(target, {})) for target, times in new_times.items()}
+    slower = {target: compare_layers(times, old_times.get(target, {})) for target, times in new_times.items()}
     changes, slowdowns = list(compare_releases(new, old)), list(find_slowdowns(new, old))
     if html is not None:
         with naming_output(html):

@@ -211,15 +211,15 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._construct_nodes(graph)
         return [self.value(output.name) for output in graph.output]
 
-    def attempt(self) -> Callable[[], None]:
+    def checkpoint(self) -> Callable[[], None]:
         """Return a function that undoes an import: it removes records, refusals and functions added after this call."""
         nodes, refusals, functions = len(self.records), len(self.refusals), dict(self._functions)
 
-        def forget() -> None:
+        def undo() -> None:
             del self.records[nodes:], self.refusals[refusals:]
             self._functions = functions
 
-        return forget
+        return undo
 
     def add_function(self, variable: tvm.ir.GlobalVar, function: relax.Function) -> None:
         """Add a function to the module that `import_model` returns; it replaces one with the same `variable`."""

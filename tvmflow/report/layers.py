@@ -108,7 +108,7 @@ def fetch_times(report: Blob | None, fetch: Callable[[str, Path], object]) -> di
         return times_of(page.read_data(path.read_text()))
 
 
-def find_slower(now: Mapping[str, float], before: Mapping[str, float]) -> tuple[SlowerLayer, ...]:
+def compare_layers(now: Mapping[str, float], before: Mapping[str, float]) -> tuple[SlowerLayer, ...]:
     """Return all layers of two releases, sorted by the difference of their times: the largest increase comes first.
 
     `now` and `before` are the milliseconds of a release's layers by name. A layer that only one release has takes 0 ms
@@ -124,7 +124,7 @@ def find_slower(now: Mapping[str, float], before: Mapping[str, float]) -> tuple[
 def show_losses(target: str, slower: Sequence[SlowerLayer], before: str) -> Iterator[Markup]:
     """Yield a table of at most ten layers that take longer than in the version `before`, if there are any.
 
-    `slower` are the layers of the target in the order of `find_slower`.
+    `slower` are the layers of the target in the order of `compare_layers`.
     """
     losses = [
         (row.name, page.number(row.before), page.number(row.ms), page.number(row.difference, "{:+.4g}"))
@@ -141,7 +141,7 @@ def show_layers(
 ) -> Iterator[Markup]:
     """Yield charts and tables of a target's layers; nothing where it has none.
 
-    `rows` come from `layer_rows`, `slower` from `find_slower`. `before` is the version that `slower` compares with.
+    `rows` come from `layer_rows`, `slower` from `compare_layers`. `before` is the version that `slower` compares with.
     """
     layers = insight.layers
     if not layers:

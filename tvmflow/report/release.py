@@ -16,7 +16,7 @@ from tvmflow.report.changes import (
 )
 from tvmflow.report.drift import Drift, Step, find_drifts, find_steps
 from tvmflow.report.insight import Drawing, FunctionTime, Insight, SampleInsight
-from tvmflow.report.layers import LayerRow, SlowerLayer, find_slower, layer_rows, show_layers, show_losses, times_of
+from tvmflow.report.layers import LayerRow, SlowerLayer, compare_layers, layer_rows, show_layers, show_losses, times_of
 from tvmflow.report.page import Markup
 from tvmflow.verdict import Check
 from tvmflow.workspace import Record
@@ -106,7 +106,7 @@ def make_data(
         insights=dict(insights),
         functions={name: _function_rows(insight.functions) for name, insight in insights.items()},
         layers={name: layer_rows(insight) for name, insight in insights.items()},
-        slower={name: find_slower(now.get(name, {}), before.get(name, {})) for name, insight in insights.items()},
+        slower={name: compare_layers(now.get(name, {}), before.get(name, {})) for name, insight in insights.items()},
         slowdowns=() if production is None else tuple(find_slowdowns(release, production)),
         ratios=() if production is None else tuple(peer_ratios(release, production)),
         spreads=tuple(spreads(release, production)),
@@ -118,7 +118,7 @@ def make_data(
 def write_difference(now: Release, before: Release, slower: Mapping[str, Sequence[SlowerLayer]] | None = None) -> str:
     """Return an HTML page with the facts and figures that differ between two releases.
 
-    `slower` are their layers by target, in the order of `find_slower`; None where there are none.
+    `slower` are their layers by target, in the order of `compare_layers`; None where there are none.
     """
     changes, slowdowns = tuple(compare_releases(now, before)), tuple(find_slowdowns(now, before))
     versions = f"{now.name} {before.version}", f"{now.name} {now.version}"

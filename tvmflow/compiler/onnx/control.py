@@ -69,8 +69,8 @@ class Importer(Protocol):
     def import_graph(self, graph: onnx.GraphProto, inputs: Sequence[Value]) -> list[Value]:
         """Import the nodes of an inner graph, whose inputs get the values `inputs`; return its outputs."""
 
-    def attempt(self) -> Callable[[], None]:
-        """Return a function that makes the importer forget all nodes and functions added after this call."""
+    def checkpoint(self) -> Callable[[], None]:
+        """Return a function that makes the importer undo all nodes and functions added after this call."""
 
     def add_function(self, variable: tvm.ir.GlobalVar, function: relax.Function) -> None:
         """Add a function to the module under this variable."""
@@ -98,7 +98,7 @@ def convert_if(importer: Importer, node: onnx.NodeProto) -> bool:
             values = importer.import_graph(then_graph if elements.reshape(-1)[0] else else_graph, [])
         _set_results(importer, node, values)
         return True
-    forget, scope, name = importer.attempt(), importer.evaluator.symbols(), importer.unique_name("if")
+    undo, scope, name = importer.checkpoint(), importer.evaluator.symbols(), importer.unique_name("if")
     equality = importer.equal_sizes(node.input[0])
 
     def import_then() -> list[Value]:
@@ -116,7 +116,7 @@ def convert_if(importer: Importer, node: onnx.NodeProto) -> bool:
         branches.append(_outline(importer, f"{name}_else", [], scope, lambda: _tensors(importer, import_else())))
     pairs = list(zip(branches[0].results, branches[1].results, strict=True))
     if any(len(one.dims) != len(other.dims) for one, other in pairs):
-        forget()
+        undo()
         with importer.scope():
             # Exporters remove a dimension that may be one; the rest of a model takes one number of dimensions only.
             if not _make_equal(importer, then_graph, equality):
@@ -299,7 +299,7 @@ def _unroll(importer: Importer, loop: _Loop) -> list[Value] | None:
     is_limited = isinstance(loop.limit, int)
     if loop.condition is not None or (loop.limit > most if is_limited else loop.limit is not None):
         return None
-    forget = importer.attempt()
+    undo = importer.checkpoint()
     carried, rows = list(loop.initial), []
     for trip in range(loop.limit if is_limited else most):
         again, carried, row = loop.iterate(const(np.array(trip, "int64")), carried)
@@ -307,11 +307,11 @@ def _unroll(importer: Importer, loop: _Loop) -> list[Value] | None:
         if again is not None and importer.elements(again) is not None:
             break
         if again is not None:
-            forget()
+            undo()
             return None
     else:
         if not is_limited:
-            forget()
+            undo()
             return None
     if loop.axes and not rows:
         return None
@@ -374,7 +374,7 @@ def _outline_step(
     types = [_type_of(importer, value, scope) for value in initial]
     index = relax.Var("index", relax.TensorType([], "int64"))
     while True:
-        forget = importer.attempt()
+        undo = importer.checkpoint()
         carried = [relax.Var(f"carried_{place}", item.with_symbols(importer)) for place, item in enumerate(types)]
         is_counted = True
 
@@ -404,7 +404,7 @@ def _outline_step(
         if wider == types:
             return step, carried, is_counted
         types = wider
-        forget()
+        undo()
 
 
 def _outline_repetition(

@@ -56,7 +56,7 @@ def convert_gather(node: Node) -> relax.Expr | None:
     extent = int(data.ty.shape.values[axis]) if is_static(data.ty.shape.values[axis]) else None
     values = indices.value.numpy() if isinstance(indices, tvm.ir.GenericConst) else None
     if extent is None and (values is None or (values < 0).any()):
-        node.inputs[1] = keep_within(node, indices, [data.ty.shape.values[axis]])
+        node.inputs[1] = clamp_indices(node, indices, [data.ty.shape.values[axis]])
         return None
     if values is not None:
         positive = np.asarray(np.where(values < 0, values + (extent or 0), values), dtype=values.dtype)
@@ -68,7 +68,7 @@ def convert_gather(node: Node) -> relax.Expr | None:
     return relax.op.take(data, indices, axis, mode="clip")
 
 
-def keep_within(node: Node, indices: relax.Expr, sizes: Sequence[Any]) -> relax.Expr:
+def clamp_indices(node: Node, indices: relax.Expr, sizes: Sequence[Any]) -> relax.Expr:
     """Return indices clamped to dimensions of these sizes, from -size to size - 1; negative ones count from the end.
 
     `sizes` has one size, or one for each element along the last dimension of the indices. ONNX Runtime raises an error
@@ -96,7 +96,7 @@ def convert_gather_elements(node: Node) -> None:
     """
     dims = dims_of(node.inputs[0])
     if dims is not None:
-        node.inputs[1] = keep_within(node, node.inputs[1], [dims[int(node.attrs.get("axis", 0))]])
+        node.inputs[1] = clamp_indices(node, node.inputs[1], [dims[int(node.attrs.get("axis", 0))]])
 
 
 def convert_gather_nd(node: Node) -> None:
@@ -109,7 +109,7 @@ def convert_gather_nd(node: Node) -> None:
     if places and not isinstance(places[-1], int):
         raise FreeSizeError("indices whose last dimension is symbolic")
     if dims is not None and places:
-        node.inputs[1] = keep_within(node, node.inputs[1], dims[first : first + places[-1]])
+        node.inputs[1] = clamp_indices(node, node.inputs[1], dims[first : first + places[-1]])
 
 
 def convert_compress(node: Node) -> None:
@@ -434,7 +434,7 @@ def convert_scatter_elements(node: Node) -> relax.Expr:
     if dims is None or reach is None:
         raise FreeSizeError("data or indices of unknown shape")
     axis = int(node.attrs.get("axis", 0)) % len(dims)
-    indices = keep_within(node, indices, [dims[axis]])
+    indices = clamp_indices(node, indices, [dims[axis]])
     rests = []
     for place, (size, count) in enumerate(zip(dims, reach, strict=True)):
         if place == axis or node.evaluator.are_equal(size, count):
@@ -463,7 +463,7 @@ def convert_scatter_nd(node: Node) -> None:
     data, indices, updates = ([] if shape is None else shape for shape in shapes)
     if not indices or not isinstance(indices[-1], int):
         raise FreeSizeError("indices whose last dimension is symbolic")
-    node.inputs[1] = keep_within(node, node.inputs[1], data[: indices[-1]])
+    node.inputs[1] = clamp_indices(node, node.inputs[1], data[: indices[-1]])
     if len(updates) != len(indices) - 1 + len(data) - indices[-1]:
         return
     rows, whole = indices[:-1], data[indices[-1] :]

@@ -6,7 +6,7 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
-from tvmflow.compiler.onnx.indexing import keep_within
+from tvmflow.compiler.onnx.indexing import clamp_indices
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import dims_of, dtype_of
 
@@ -97,7 +97,7 @@ def convert_max_unpool(node: Node) -> relax.Expr:
     # One element more takes what lies beyond.
     more = evaluator.add(total, 1)
     places = node.emit(relax.op.reshape(node.with_sizes(places, dims), [-1]))
-    places = keep_within(node, places, [more])
+    places = clamp_indices(node, places, [more])
     zeros = node.emit(relax.op.zeros(relax.ShapeExpr([more]), dtype_of(data)))
     flat = node.emit(relax.op.scatter_elements(zeros, places, node.emit(relax.op.reshape(data, [-1])), 0))
 
