@@ -88,6 +88,18 @@ def test_transposes_of_free_sizes_shuffle_whole_tiles_or_small_ones(
         np.testing.assert_array_equal(result, x.transpose(order))
 
 
+def test_computed_sizes_that_are_never_short_are_transposed(assert_all_same: Check) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], strides=[4, 4]),
+        helper.make_node("Resize", ["a", "", "s"], ["y"], mode="nearest"),
+    ]
+    weights = {"w": normal(24, 3, 1, 1), "s": np.array([1, 1, 4, 4], "float32")}
+    feeds = [{"x": normal(1, 3, *size)} for size in ((1, 2), (7, 30))]
+    model = assert_all_same([((nodes, [("x", ["n", 3, "h", "w"])], ["y"], weights), *feeds)])
+    # Height and width of the result are multiples of four, at least four. A schedule that does not compile is replaced.
+    assert "none" not in rule_counts(model)
+
+
 def test_padding_before_an_activation_equals_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
     for operator in ("Sigmoid", "Tanh", "Elu"):

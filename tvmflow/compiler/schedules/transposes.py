@@ -16,7 +16,7 @@ from tvm import sym, tirx
 from tvm.ir import TensorLoad
 from tvm.s_tir import SBlockRealize, Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
-from tvm.tirx import For, ForKind, PrimFunc
+from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
 from tvmflow.compiler import intrinsics
 from tvmflow.compiler.machine import NARROWEST
@@ -98,11 +98,13 @@ class _Tile:
         if not any(unknown):
             return whole
         small = [NARROWEST if item else length for item, length in zip(unknown, self._lengths, strict=True)]
-        return tirx.IfThenElse(
-            self._holds(self._lengths),
-            whole,
-            tirx.IfThenElse(self._holds(small), self._shuffle_parts(small), self._write_plainly()),
+        holds_whole, holds_small = self._holds(self._lengths), self._holds(small)
+        ways = (
+            (holds_whole, whole),
+            (tirx.And(holds_small, tirx.Not(holds_whole)), self._shuffle_parts(small)),
+            (tirx.Not(holds_small), self._write_plainly()),
         )
+        return SeqStmt([_run_if(condition, statement) for condition, statement in ways])
 
     def _holds(self, lengths: list[int]) -> Any:
         """Whether both dimensions are at least as long as a tile of these lengths."""
@@ -153,6 +155,16 @@ def find_tile(statement: tirx.Evaluate) -> tuple[int, int] | None:
     name = str(getattr(call.args[0], "value", "")) if isinstance(call, tvm.ir.Call) and len(call.args) else ""
     match = re.fullmatch(r"tvmflow_transpose_(\d+)x(\d+)", name)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def _run_if(condition: Any, statement: Any) -> Any:
+    """Run a statement under a condition on sizes, by a loop.
+
+    Of an `if`, TVM's simplifier would take the condition for true about the sizes in its branch. Where that contradicts
+    what it knows of them, as in a branch that never runs, it finds divisions by zero.
+    """
+    once = tirx.Var("once", "int64")
+    return For(once, tirx.IntImm("int64", 0), condition.astype("int64"), _SERIAL, statement)
 
 
 def _axis(indices: Sequence[Any], variable: tirx.Var) -> int:
