@@ -24,6 +24,15 @@ def test_results_in_flight_hide_the_latency_of_a_multiply_add() -> None:
     assert cost.results(1, 10_000, 4 * enough, machine) == pytest.approx(many, rel=0.01)
 
 
+def test_lines_at_a_distance_share_the_sets_of_the_first_cache() -> None:
+    machine = _machine("zen4")
+    span, line = machine.first.span, machine.first.line
+    # At a multiple of the span all lines share one set; at half of it, two sets; next to each other, none.
+    assert [cost.lines_in_set(36, distance, machine) for distance in (0, span, 3 * span)] == [36] * 3
+    assert [cost.lines_in_set(36, distance, machine) for distance in (span // 2, span // 4 * 3)] == [18, 9]
+    assert cost.lines_in_set(36, span + line, machine) == 1
+
+
 def test_half_the_multiply_adds_take_twice_the_cycles() -> None:
     zen4, zen5 = (cost.step(14, 2, _machine(name)) for name in ("zen4", "zen5"))
     assert zen4 == 2 * zen5

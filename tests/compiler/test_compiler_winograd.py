@@ -13,6 +13,7 @@ from support.builds import rule_counts
 from support.machines import AVX2, AVX512, on_two_cores
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.schedules import schedule
 from tvmflow.target import resolve
 
 Check = Callable[..., CompiledModel]
@@ -145,6 +146,20 @@ def test_residuals_fuse_into_winograd(make_model: Any, assert_same_as_onnxruntim
 def test_other_processors_get_winograd(name: str, make_model: Any) -> None:
     imported = import_onnx(_convolution(make_model, (64, 64, 28, 28, 1, 1, 1, 1)))
     assert any("winograd" in item.name for item in workloads(lower(imported, resolve(name))))
+
+
+@pytest.mark.parametrize(("width", "is_moved"), [(64, True), (56, False), ("w", True)])
+def test_taps_that_would_share_one_set_of_the_cache_are_moved_apart(
+    width: int | str, is_moved: bool, make_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [4])
+    weights = {"w": normal(64, 64, 3, 3)}
+    node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)
+    imported = import_onnx(make_model([node], [("x", [1, 64, 64, width])], ["y"], weights))
+    target = resolve("llvm -mcpu=x86-64-v4 -num-cores=2")
+    (func,) = (item.func for item in workloads(lower(imported, target)) if "winograd" in item.name)
+    # A line of 16 tiles with 64 channels of float32 is as long as a way of the cache, and one of 14 tiles is not.
+    assert ("buffer_dim_align" in schedule(func, AVX512)[0].script()) is is_moved
 
 
 @pytest.mark.parametrize("machine", [AVX512, AVX2], ids=["avx512", "avx2"])

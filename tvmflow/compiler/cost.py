@@ -45,6 +45,12 @@ def rows_in_set(machine: Machine) -> int:
     return machine.first.ways - 1
 
 
+def lines_in_set(count: int, distance: int, machine: Machine) -> int:
+    """Return how many of `count` lines, each `distance` bytes after the one before, share a set of the first cache."""
+    span = machine.first.span
+    return math.ceil(count / (span // math.gcd(distance, span)))
+
+
 def step(rows: float, vectors: float, machine: Machine) -> float:
     """Return the cycles of one step of a product's reduction for a register tile of `rows` by `vectors` vectors."""
     numbers = machine.vectors

@@ -7,6 +7,7 @@ from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from tvmflow.compiler import cost
 from tvmflow.compiler.annotations import LANES, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import BF16, use
@@ -134,6 +135,11 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         else:
             task = sch.fuse(*tile_loops[:-1])
         common.parallel(sch, task, machine)
+    if kind == "winograd":
+        # The output tiles from one tap to the next: those of a line or of all images.
+        count = wide if whole and places == 1 else _count(sizes[2 : places + 2])
+        for stage, depth in ((transformed, steps), (result, channels)):
+            _separate_taps(sch, stage, 4 * count * depth, side**2, machine)
     for pad in common.find_blocks(sch, "pad"):
         sch.compute_at(pad, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, pad, machine)
@@ -141,6 +147,21 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         # This comes last, because no stage can be moved to a block that an instruction has replaced.
         use(sch, BF16, lanes, around[0], tile.lane)
     return True
+
+
+def _count(sizes: Sequence[tirx.Expr]) -> int:
+    """The product of sizes; 0 where one is unknown."""
+    return math.prod(int(size) if isinstance(size, tirx.IntImm) else 0 for size in sizes)
+
+
+def _separate_taps(sch: Schedule, block: SBlockRV, distance: int, taps: int, machine: Machine) -> None:
+    """Move the taps of a tile in a block's result to different sets of the first-level cache, if too many share one.
+
+    `taps` is their number, and `distance` the bytes from one to the next; 0: unknown. A transform reads or writes
+    all of them at a time, and in a set without room they would evict each other.
+    """
+    if cost.lines_in_set(taps, distance, machine) > cost.rows_in_set(machine):
+        sch.storage_align(block, 0, 1, machine.first.span // machine.number, machine.first.line // machine.number)
 
 
 def bound(sch: Schedule) -> float | None:
