@@ -88,10 +88,8 @@ def cycles(stmt: Any, threads: int, machine: "Machine") -> float:
         if isinstance(node, tirx.Evaluate):
             rows, columns = transposes.find_tile(node) or (0, 0)
             return rows * math.ceil(columns / machine.lanes) / machine.vectors.stores
-        if isinstance(node, tirx.IfThenElse):
-            return max(visit(part, threads) for part in (node.then_case, node.else_case) if part is not None)
-        body = getattr(node, "body", None)
-        return 0.0 if body is None else visit(body, threads)
+        parts = [getattr(node, name, None) for name in ("body", "then_case", "else_case")]
+        return sum(visit(part, threads) for part in parts if part is not None)
 
     return visit(stmt, threads)
 

@@ -171,7 +171,8 @@ class CompiledModel:
 
         self._from_dlpack = tvm_ffi.from_dlpack
         self._tensor_type, self._array_type = tvm_ffi.Tensor, tvm_ffi.Array
-        self._item_of = tvm_ffi.get_global_func("ffi.ArrayGetItem")
+        # The array's own iterator takes as long as a small model.
+        self._item_of, self._size_of = map(tvm_ffi.get_global_func, ("ffi.ArrayGetItem", "ffi.ArraySize"))
         self._remote = session is not None
         # Whether arrays can share memory with tensors: not with another machine's, and not with a GPU's.
         self._on_cpu = manifest.arch != "cuda" and not self._remote
@@ -245,8 +246,7 @@ class CompiledModel:
             shapes = ", ".join(f"{name} {[*np.shape(array)]}" for name, array in zip(self._names, arrays, strict=True))
             reason = _one_line(error)
             raise InputError(f"the model does not run with inputs of the shapes {shapes}: {reason}") from error
-        if type(result) is self._array_type:
-            # The array's own iterator takes as long as a small model.
+        if type(result) is self._array_type and self._size_of(result) == len(self._output_names):
             item_of, to_array = self._item_of, self._to_array
             return {name: to_array(item_of(result, place)) for place, name in enumerate(self._output_names)}
         values = [result] if isinstance(result, self._tensor_type) else result

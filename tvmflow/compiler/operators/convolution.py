@@ -239,7 +239,8 @@ def winograd_size(
         return sizes[0]
     options = {"direct" if size is None else f"winograd {size}": size for size in sizes}
     images = (static(data.ty.shape.values[0]) or 1) / machine.cores
-    pixels_in, pixels_out = images * (high * stride) * (wide * stride), images * high * wide
+    pixels_in = images * (height or high * stride) * (width or wide * stride)
+    pixels_out = images * high * wide
     moving = cost.images(4 * pixels_in * channels, 4 * pixels_out * out_channels, machine)
     cycles = {
         name: moving + images * winograd.cycles(size, high, wide, channels, out_channels, machine, stride, group)

@@ -88,10 +88,12 @@ def conv2d(
         return (n * count + h // size * wide + w // size,)
 
     inputs, _, outputs = (matrix.tolist() for matrix in winograd.transforms(size, stride))
-    required_size = tuple(topi.utils.simplify(step * (count - 1) + side) for count in (high, wide))
-    sizes = [(static(size), static(required)) for size, required in zip((in_h, in_w), required_size, strict=True)]
-    is_whole = all(size is not None and required is not None and size >= required for size, required in sizes)
-    source = data if is_whole and not any(padding) else surrounded(data, top, left, *required_size)
+    required_size = [topi.utils.simplify(step * (number - 1) + side) for number in (high, wide)]
+    needs_padding = any(padding) or not all(
+        static(extent) is not None and static(required) is not None and int(extent) >= int(required)
+        for extent, required in zip((in_h, in_w), required_size, strict=True)
+    )
+    source = surrounded(data, top, left, *required_size) if needs_padding else data
 
     def column(a: Any, j: Any, *index: Any) -> Any:
         n, y, x = image(*index[:-1])

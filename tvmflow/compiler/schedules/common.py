@@ -1,7 +1,7 @@
 """Helpers that the schedule rules share: to find blocks and loops, to inline, to vectorise."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -111,6 +111,14 @@ def walk(expr: Any) -> Iterator[Any]:
     for part in (*fields, *getattr(expr, "args", ()), *getattr(expr, "indices", ())):
         if isinstance(part, tvm.ir.Expr):
             yield from walk(part)
+
+
+def substitute(expr: Any, values: Mapping[Any, Any]) -> Any:
+    """Return an expression, simplified, with `values` in the place of the variables that are its keys."""
+    analyzer = tvm.sym.Analyzer()
+    for variable, value in values.items():
+        analyzer.bind(variable, value)
+    return analyzer.simplify(expr)
 
 
 def chooses_along_last(sch: Schedule, block: SBlockRV) -> bool:

@@ -118,66 +118,71 @@ def _add_prefetches(stmt: Any, parameters: Sequence[Any]) -> Any:
 
 def _fetch_next(chunks: For) -> Any:
     """Prefetch the part of the last operand of the block in a loop that the next iteration reads."""
-    loops, stmt = [], chunks.body
-    while isinstance(stmt, For):
-        loops.append(stmt)
-        stmt = stmt.body
-    if not isinstance(stmt, SBlockRealize):
-        raise TypeError("there is more than one block within the loop")
-    operand = stmt.block.reads[-1]
-    values = dict(zip((item.var for item in stmt.block.iter_vars), stmt.iter_values, strict=True))
-    index = [_replace(item.min, values) for item in operand.region]
+    loops, realize = _loops_and_block(chunks.body)
+    operand = realize.block.reads[-1]
+    index = _start(operand, realize)
     # Replace in two steps, because the expression that replaces a loop variable must not contain it.
     after = tirx.Var("after", chunks.loop_var.ty)
     replacements: dict[Any, Any] = {chunks.loop_var: after}
     fetch_loops: list[tuple[Any, For]] = []
     for loop in loops:
         replacements[loop.loop_var] = loop.min
-        moves = not _is_same(index, [_replace(item, {loop.loop_var: loop.min}) for item in index])
+        moves = not _is_same(index, [common.substitute(item, {loop.loop_var: loop.min}) for item in index])
         if moves and loop.kind != ForKind.VECTORIZED:
             variable = replacements[loop.loop_var] = tirx.Var(f"{loop.loop_var.name}_next", loop.loop_var.ty)
             fetch_loops.append((variable, loop))
-    index = [_replace(item, replacements) for item in index]
+    index = [common.substitute(item, replacements) for item in index]
     following = {after: tirx.min(chunks.loop_var + 1, chunks.extent - 1)}
-    place = tirx.BufferLoad(operand.source, [_replace(item, following) for item in index])
-    fetch: Any = tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", tirx.address_of(place), *_HOW))
-    for variable, loop in reversed(fetch_loops):
-        fetch = For(variable, loop.min, loop.extent, ForKind.SERIAL, fetch)
-    return fetch
+    return _fetch(operand.source, [common.substitute(item, following) for item in index], fetch_loops, _HOW)
 
 
 def _fetch_tile(rows: For, parameters: Sequence[Any]) -> list[Any]:
     """Prefetch the lines of a tile of the result, and of the operands that have an element for each of its elements."""
-    loops, stmt = [rows], rows.body
+    loops, realize = _loops_and_block(rows)
+    *outer, lane = loops
+    fetches: list[Any] = []
+    for how, regions in ((_TO_READ, realize.block.reads), (_TO_WRITE, realize.block.writes)):
+        for region in regions:
+            index = _start(region, realize)
+            used = [variable for item in index for variable in tirx.analysis.undefined_vars(item)]
+            has_rows = any(variable.same_as(rows.loop_var) for variable in used)
+            if not has_rows or not any(region.source.same_as(item) for item in parameters):
+                continue
+            fetch_loops = [(tirx.Var(f"{loop.loop_var.name}_fetched", loop.loop_var.ty), loop) for loop in outer]
+            replacements = {loop.loop_var: variable for variable, loop in fetch_loops} | {lane.loop_var: lane.min}
+            place = [common.substitute(item, replacements) for item in index]
+            fetches.append(_fetch(region.source, place, fetch_loops, how))
+    return fetches
+
+
+def _loops_and_block(stmt: Any) -> tuple[list[For], SBlockRealize]:
+    """The loops of a nest, the outermost first, and the one block in it. Raises TypeError for a nest without one."""
+    loops = []
     while isinstance(stmt, For):
         loops.append(stmt)
         stmt = stmt.body
     if not isinstance(stmt, SBlockRealize):
         raise TypeError("there is more than one block within the loop")
-    values = dict(zip((item.var for item in stmt.block.iter_vars), stmt.iter_values, strict=True))
-    *outer, lane = loops
-    fetches: list[Any] = []
-    for how, regions in ((_TO_READ, stmt.block.reads), (_TO_WRITE, stmt.block.writes)):
-        for region in regions:
-            index = [_replace(item.min, values) for item in region.region]
-            used = {variable.name for item in index for variable in tirx.analysis.undefined_vars(item)}
-            if rows.loop_var.name not in used or not any(region.source.same_as(item) for item in parameters):
-                continue
-            variables = [(tirx.Var(f"{loop.loop_var.name}_fetched", loop.loop_var.ty), loop) for loop in outer]
-            replacements = {loop.loop_var: variable for variable, loop in variables} | {lane.loop_var: lane.min}
-            place = tirx.BufferLoad(region.source, [_replace(item, replacements) for item in index])
-            fetch: Any = tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", tirx.address_of(place), *how))
-            for variable, loop in reversed(variables):
-                fetch = For(variable, loop.min, loop.extent, ForKind.SERIAL, fetch)
-            fetches.append(fetch)
-    return fetches
+    return loops, stmt
 
 
-def _replace(expr: Any, values: dict[Any, Any]) -> Any:
-    analyzer = sym.Analyzer()
-    for variable, value in values.items():
-        analyzer.bind(variable, value)
-    return analyzer.simplify(expr)
+def _start(region: Any, realize: SBlockRealize) -> list[Any]:
+    """The index at which a region of a block begins, by the variables of the loops around the block."""
+    values = dict(zip((item.var for item in realize.block.iter_vars), realize.iter_values, strict=True))
+    return [common.substitute(item.min, values) for item in region.region]
+
+
+def _fetch(tensor: Any, index: Sequence[Any], loops: Sequence[tuple[Any, For]], how: tuple[int, int, int]) -> Any:
+    """Prefetch the lines of `tensor` at an index.
+
+    Each pair in `loops` is a variable of the index and the loop that it runs along. `how` are the arguments of LLVM's
+    intrinsic.
+    """
+    place = tirx.address_of(tirx.BufferLoad(tensor, index))
+    fetch: Any = tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", place, *how))
+    for variable, loop in reversed(loops):
+        fetch = For(variable, loop.min, loop.extent, ForKind.SERIAL, fetch)
+    return fetch
 
 
 def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:

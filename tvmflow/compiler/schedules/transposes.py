@@ -12,7 +12,7 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import sym, tirx
+from tvm import tirx
 from tvm.ir import TensorLoad
 from tvm.s_tir import SBlockRealize, Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
@@ -20,6 +20,7 @@ from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
 from tvmflow.compiler import intrinsics
 from tvmflow.compiler.machine import NARROWEST
+from tvmflow.compiler.schedules.common import substitute
 
 # The annotation of a loop along the source's last dimension: the places of its variable, and of that of the loop inside
 # it, along the result's last dimension, among the variables of the one block in both.
@@ -55,7 +56,8 @@ def use(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
     `near` is the outer one of the two and runs along the source's last dimension. The inner one runs along the result's
     last dimension. `places` are the positions of both among the block's iteration variables, in this order (`fits`).
     The loops' extents must be powers of two. Where they do not divide the dimensions, the last tile begins earlier and
-    writes some numbers again. Where a dimension of unknown size is shorter than its loop, the loops stay.
+    writes some numbers again. A dimension of unknown size may be shorter than its loop: then smaller tiles are
+    transposed, and below the smallest tile the numbers are copied one by one.
     """
     sch.annotate(near, _TRANSPOSE, list(places))
 
@@ -77,15 +79,13 @@ class _Tile:
     def __init__(self, loop: For, code: dict[str, str]) -> None:
         self._loop, self._lane, self._code = loop, loop.body, code
         self._realize = self._lane.body
-        self._variables = [item.var for item in self._realize.block.iter_vars]
-        places = [int(place) for place in loop.annotations[_TRANSPOSE]]
-        self._axes = [self._variables[place] for place in places]
-        self._extents = [self._realize.block.iter_vars[place].dom.extent for place in places]
+        variables = list(self._realize.block.iter_vars)
+        across = [variables[int(place)] for place in loop.annotations[_TRANSPOSE]]
+        self._axes, self._extents = [item.var for item in across], [item.dom.extent for item in across]
         self._lengths = [int(loop.extent), int(self._lane.extent)]
         first = {loop.loop_var: loop.min, self._lane.loop_var: self._lane.min}
         self._starts = {
-            variable: _bind(value, first)
-            for variable, value in zip(self._variables, self._realize.iter_values, strict=True)
+            item.var: substitute(value, first) for item, value in zip(variables, self._realize.iter_values, strict=True)
         }
 
     def replacement(self) -> Any:
@@ -127,14 +127,14 @@ class _Tile:
         values = dict(self._starts)
         # The last tile begins earlier in both tensors, of which the source may be the larger one.
         for axis, extent, length, offset in zip(self._axes, self._extents, lengths, offsets, strict=True):
-            values[axis] = _bind(tirx.min(values[axis] + offset, extent - length), {})
+            values[axis] = substitute(tirx.min(values[axis] + offset, extent - length), {})
         store = self._realize.block.body
         operands = []
         for tensor, indices, across in (
             (store.buffer, store.indices, self._axes[0]),
             (store.value.source, store.value.indices, self._axes[1]),
         ):
-            start = [_bind(index, values) for index in indices]
+            start = [substitute(index, values) for index in indices]
             row = _product(tensor.shape[_axis(indices, across) + 1 :])
             operands += [tirx.address_of(tirx.BufferLoad(tensor, start)), row]
         return tirx.Evaluate(tirx.call_extern("void", name, *operands))
@@ -145,7 +145,7 @@ class _Tile:
         loops = zip((self._loop, self._lane), self._axes, self._extents, strict=True)
         for loop, axis, extent in reversed(list(loops)):
             count = tirx.min(loop.extent, extent - self._starts[axis])
-            statement = For(loop.loop_var, loop.min, _bind(count, {}), _SERIAL, statement)
+            statement = For(loop.loop_var, loop.min, substitute(count, {}), _SERIAL, statement)
         return statement
 
 
@@ -169,13 +169,6 @@ def _run_if(condition: Any, statement: Any) -> Any:
 
 def _axis(indices: Sequence[Any], variable: tirx.Var) -> int:
     return next(axis for axis, index in enumerate(indices) if index.same_as(variable))
-
-
-def _bind(expr: Any, values: dict[Any, Any]) -> Any:
-    analyzer = sym.Analyzer()
-    for variable, value in values.items():
-        analyzer.bind(variable, value)
-    return analyzer.simplify(expr)
 
 
 def _product(sizes: Any) -> Any:
