@@ -52,8 +52,9 @@ def split_chunks(sch: Schedule, reduction: LoopRV, choices: Choices) -> list[Loo
 def fetch_result(sch: Schedule, block: SBlockRV, rows: LoopRV, machine: Machine, choices: Choices) -> None:
     """Fetch a tile's lines of the result, and of operands of its shape, before the tile's product is computed.
 
-    `block` writes the tile, and `rows` is the outermost of its loops. By default the lines are fetched where all of
-    them leave a core's own cache, or where their number is unknown; the `choices` may name the other option.
+    `block` writes the tile, and `rows` is the outermost of its loops. By default the lines are fetched where the whole
+    result and these operands do not fit a core's own cache, or where their size is unknown; the `choices` may name the
+    other option.
     """
     regions = [*sch.get(block).reads, *sch.get(block).writes]
     parameters = list(sch.mod["main"].params)
