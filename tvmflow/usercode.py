@@ -15,6 +15,10 @@ _INSTALLED = tuple(
     {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 
+# The folders of the standard library. A file in them may be a link to another place: Debian's sitecustomize.py leads to
+# /etc.
+_STANDARD = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
+
 
 def find(path: str, what: str, error: type[TvmflowError]) -> Callable[..., Any]:
     """Import `package.module:function` and return the function.
@@ -77,7 +81,8 @@ def imported_sources(folder: Path | None = None) -> Sources:
         path = Path(file).resolve()
         package = module.__name__.partition(".")[0]
         is_ours = package in ("tvmflow", "tasks", "flows") and str(path).startswith(project)
-        is_installed = "site-packages" in path.parts or str(path).startswith(_INSTALLED)
+        is_standard = Path(file).parent.resolve() in _STANDARD
+        is_installed = is_standard or "site-packages" in path.parts or str(path).startswith(_INSTALLED)
         if not is_ours and not is_installed and module.__name__ != "__main__" and path.is_file():
             if base is not None and path.is_relative_to(base):
                 digests[str(path.relative_to(base))] = sha256_file(path)

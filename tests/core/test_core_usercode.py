@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -79,6 +80,24 @@ def test_the_sources_are_the_users_own_modules_with_their_digests(modules: Path)
     assert Sources(files=files).unchanged()
     paths[0].write_text("changed = True\n")
     assert not Sources(files=files).unchanged()
+
+
+def test_a_link_in_the_folder_of_the_standard_library_is_no_module_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standard, elsewhere = tmp_path / "standard", tmp_path / "elsewhere"
+    for folder in (standard, elsewhere):
+        folder.mkdir()
+    target = elsewhere / "customized.py"
+    target.write_text("")
+    (standard / "customized.py").symlink_to(target)
+    module = ModuleType("customized")
+    monkeypatch.setitem(sys.modules, "customized", module)
+    monkeypatch.setattr(usercode, "_STANDARD", {standard.resolve()})
+    module.__file__ = str(target)
+    assert str(target.resolve()) in usercode.imported_sources().files
+    module.__file__ = str(standard / "customized.py")
+    assert str(target.resolve()) not in usercode.imported_sources().files
 
 
 def test_a_module_beside_the_folder_of_the_release_file_goes_out_by_its_name(tmp_path: Path) -> None:
