@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
+import numpy as np
 from pydantic import Field
 
 from tasks.original import Original
@@ -20,13 +21,14 @@ from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import explain_order, standard_opset
 from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
+from tvmflow.onnx_ties import Ties
 from tvmflow.operators import define, load_operators
 from tvmflow.process import Emit
 from tvmflow.samples import NamedArrays
 from tvmflow.size_limits import SizeLimits
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
 from tvmflow.spec import Dimension, Dtype, Export, Input, Spec
-from tvmflow.tolerance import are_close, describe_bounds, largest_error
+from tvmflow.tolerance import Bounds, are_close, describe_bounds, largest_error
 from tvmflow.usercode import describe
 from tvmflow.workspace import Artifact, StepResult
 
@@ -91,11 +93,13 @@ class ExportResult(StepResult):
     original is the ONNX file itself. `dimensions` are the ranges of symbolic dimensions from the release file; where it
     gives none for a dimension of an ONNX file, the range of sizes at which ONNX Runtime runs the file. `registered` is
     the version of the registered model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the
-    model's factory gave different weights. `without_labels` names the outputs that `notes` describes.
+    model's factory gave different weights. `without_labels` names the outputs that `notes` describes. `undecided` has,
+    for the first sample, the masks of the integers and bools that rounding decides, by the outputs' names.
     """
 
     onnx: Artifact
     samples: Artifact
+    undecided: Artifact
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_abs_error: float | None
@@ -149,11 +153,15 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         session = open_session(path, prints_errors=False)
         limits = SizeLimits(model) if module is None else None
         dimensions = _find_dimensions(session, limits, inputs, job) if limits else job.dimensions
-        pairs, error = _compare(session, module, limits, inputs, dimensions, job)
+        ties = Ties(path)
+        pairs, error = _compare(session, module, limits, inputs, dimensions, ties, job)
         samples.save(folder / "samples.npz", pairs)
+        masks = ties.undecided(*pairs[0], _bounds(job.export))
+        np.savez(folder / "undecided.npz", **masks)  # type: ignore[arg-type]
         return ExportResult(
             onnx=workspace.keep(path),
             samples=workspace.keep(folder / "samples.npz"),
+            undecided=workspace.keep(folder / "undecided.npz"),
             inputs=tuple(TensorSpec(item.name, item.shape, item.dtype) for item in inputs),
             outputs=_signature(model.graph.output, pairs[0][1]),
             max_abs_error=error,
@@ -399,6 +407,7 @@ def _compare(
     limits: SizeLimits | None,
     inputs: tuple[Input, ...],
     dimensions: dict[str, Dimension],
+    ties: Ties,
     job: ExportJob,
 ) -> tuple[list[tuple[NamedArrays, NamedArrays]], float | None]:
     """Return the samples with the original's outputs, and ONNX Runtime's largest absolute error on them.
@@ -427,6 +436,7 @@ def _compare(
             raise
         except Exception as error:
             raise ExportError(f"the model fails on sample {index} ({describe(error)})") from error
+        outputs = ties.settle(sample, expected, outputs, _bounds(job.export))
         worst = max(worst, _largest_error(expected, outputs, index, job.export))
         pairs.append((sample, expected))
     return pairs, None if module is None else worst
@@ -452,6 +462,10 @@ def _first_run(
         except ExportError as error:
             failure = failure or error
     raise failure or ExportError("the model has no sizes to run at")
+
+
+def _bounds(export: Export) -> Bounds:
+    return Bounds(export.rtol, export.atol)
 
 
 def _largest_error(expected: NamedArrays, outputs: NamedArrays, index: int, bounds: Export) -> float:

@@ -12,7 +12,7 @@ from tasks.export import ExportResult
 from tasks.relax_import import ImportResult
 from tasks.step import Job, Step, StepRunner
 from tasks.tune import TuneResult
-from tvmflow import samples
+from tvmflow import npz, samples
 from tvmflow.bundle import Manifest, Variant, installed_versions, pack
 from tvmflow.figures import Algorithm
 from tvmflow.reach import code_digest
@@ -25,12 +25,14 @@ from tvmflow.workspace import Artifact, Record, StepResult, Workspace
 class PackageJob(Job):
     """The manifest, the build, and the samples, of which the first becomes the bundle's golden sample.
 
-    `signer` is the public key that belongs to the signing key, or None.
+    `undecided` has masks of that sample's outputs, as in the result of the export. `signer` is the public key that
+    belongs to the signing key, or None.
     """
 
     manifest: Manifest
     build: BuildResult
     samples: Artifact
+    undecided: Artifact
     target: Target
     signer: str | None
 
@@ -42,7 +44,12 @@ class PackageJob(Job):
     def cache_key(self) -> Mapping[str, Any]:
         """Return the manifest, which names every other input by its digest, the build, and the signer."""
         build = self.build.model_dump(mode="json", exclude={"pass_timings", "inspected"})
-        return {"manifest": self.manifest.to_json().decode(), "build": build, "signer": self.signer}
+        return {
+            "manifest": self.manifest.to_json().decode(),
+            "build": build,
+            "signer": self.signer,
+            "undecided": self.undecided.sha256,
+        }
 
     @classmethod
     def of(
@@ -93,7 +100,14 @@ class PackageJob(Job):
                 **({"operators": json.dumps(imported.sources.portable)} if spec.model.operators else {}),
             },
         )
-        return cls(manifest=manifest, build=build, samples=exported.samples, target=target, signer=signer)
+        return cls(
+            manifest=manifest,
+            build=build,
+            samples=exported.samples,
+            undecided=exported.undecided,
+            target=target,
+            signer=signer,
+        )
 
 
 def limit_sizes(imported: ImportResult, ranges: Mapping[str, Dimension]) -> dict[str, tuple[int, int | None]]:
@@ -134,7 +148,7 @@ def work(job: PackageJob, runner: StepRunner, key: Path | None) -> PackageResult
     workspace, build = runner.workspace, job.build
     with workspace.scratch() as folder:
         sample = folder / "sample.npz"
-        _golden_sample(workspace.path(job.samples), sample)
+        _golden_sample(workspace.path(job.samples), workspace.path(job.undecided), sample)
         files = {"mod.so": workspace.path(build.library), "mod.json": workspace.path(build.ir), "sample.npz": sample}
         if build.params is not None:
             files["mod.params"] = workspace.path(build.params)
@@ -165,10 +179,11 @@ def options(spec: Spec) -> str:
     return json.dumps(sections, sort_keys=True)
 
 
-def _golden_sample(samples_file: Path, path: Path) -> None:
-    """Write the first of the samples into `path` in the bundle's own form."""
+def _golden_sample(samples_file: Path, masks: Path, path: Path) -> None:
+    """Write the first of the samples, with the masks of its outputs, into `path` in the bundle's own form."""
     inputs, outputs = samples.load(samples_file)[0]
     arrays = {f"input:{name}": array for name, array in inputs.items()}
     arrays.update({f"output:{name}": array for name, array in outputs.items()})
+    arrays.update({f"undecided:{name}": mask for name, mask in npz.read(masks).items()})
     with path.open("wb") as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]

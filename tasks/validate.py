@@ -19,12 +19,13 @@ from tasks.step import ChildStep, Job, Step, StepRunner
 from tvmflow import samples, usercode
 from tvmflow.errors import ExportError
 from tvmflow.figures import Algorithm, Answers, Deviation, Validation
+from tvmflow.onnx_ties import Ties
 from tvmflow.process import Emit
 from tvmflow.samples import Array, NamedArrays
 from tvmflow.source import load_module, open_session, run_module, run_session
 from tvmflow.spec import Spec, TaskMetric, Validate
 from tvmflow.target import Precision, Target, host, missing_features, needed_features
-from tvmflow.tolerance import are_close, describe_bounds, largest_error
+from tvmflow.tolerance import Bounds, are_close, describe_bounds, largest_error
 from tvmflow.usercode import describe
 from tvmflow.workspace import Artifact, StepResult
 
@@ -211,19 +212,26 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
     originals = samples.load(workspace.path(job.exported.samples))
     bundle_outputs = outputs_of(job.device.samples)
     session = open_session(workspace.path(job.exported.onnx))
+    ties = Ties(workspace.path(job.exported.onnx))
+    errors = Bounds(bounds.rtol, bounds.atol, bounds.max_relative_error)
     pairs, peers = [], []
     for (inputs, expected), outputs in zip(originals, bundle_outputs, strict=True):
-        pairs.append((expected, outputs))
-        peers.append((run_session(session, inputs), outputs))
+        pairs.append((expected, ties.settle(inputs, expected, outputs, errors)))
+        peer = run_session(session, inputs)
+        peers.append((peer, ties.settle(inputs, peer, outputs, errors)))
     metric: float | None = None
     answers: Answers | None = None
     if reference is not None and job.device.held_out is not None and task is not None:
-        outputs, *references = (
-            join(outputs_of(artifact), reference.count, whole=reference.whole)
-            for artifact in (job.device.held_out, reference.original, reference.onnxruntime)
-        )
-        pairs.append((references[0], outputs))
-        peers.append((references[1], outputs))
+        chunks = [chunk for chunk, _ in samples.load(workspace.path(reference.original))]
+        held_out = outputs_of(job.device.held_out)
+        outputs = join(held_out, reference.count, whole=reference.whole)
+        for artifact, compared in ((reference.original, pairs), (reference.onnxruntime, peers)):
+            expected_chunks = outputs_of(artifact)
+            settled = [ties.settle(*arrays, errors) for arrays in zip(chunks, expected_chunks, held_out, strict=True)]
+            expected, actual = (
+                join(items, reference.count, whole=reference.whole) for items in (expected_chunks, settled)
+            )
+            compared.append((expected, actual))
         labels = np.load(workspace.path(reference.labels))
         metric = score(task, outputs, labels)
         if task.metric == "accuracy":

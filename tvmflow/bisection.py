@@ -18,31 +18,11 @@ from tvmflow.errors import TvmflowError
 from tvmflow.onnx_graph import names_read, node_name, operator_name
 from tvmflow.source import compute_values
 from tvmflow.target import Target
-from tvmflow.tolerance import are_close, largest_error
+from tvmflow.tolerance import Bounds, largest_error
 
 Array = npt.NDArray[Any]
 # Values that the importer reads must be constants: shapes and axes, which have one dimension and few elements.
 _LARGEST_SHAPE = 64
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The errors that a result may have, as in the section `validate` of a release file.
-
-    Without `atol` it follows the scale of the expected values, as `tolerance.absolute_tolerance` says.
-    With `max_relative_error`, a bound relative to the largest expected value replaces `rtol` and `atol`.
-    """
-
-    rtol: float
-    atol: float | None
-    max_relative_error: float | None = None
-
-    def is_met(self, expected: Array, actual: Array) -> bool:
-        """Whether `actual` has the shape of `expected` and differs from it by no more than the bounds."""
-        if self.max_relative_error is None:
-            return are_close(actual, expected, rtol=self.rtol, atol=self.atol)
-        largest = float(np.max(np.abs(expected.astype(np.float64)), initial=0.0))
-        return largest_error(expected, actual) <= self.max_relative_error * largest
 
 
 @dataclass(frozen=True)

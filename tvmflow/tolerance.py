@@ -1,5 +1,6 @@
 """The rule by which the outputs of two programs for one model count as equal: they may differ by rounding."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,36 @@ def are_close(actual: Array, expected: Array, *, rtol: float, atol: float | None
     tolerance = absolute_tolerance(expected) if atol is None else atol
     wide, reference = actual.astype(np.float64), expected.astype(np.float64)
     return bool(np.allclose(wide, reference, rtol=rtol, atol=tolerance, equal_nan=True))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The errors that a result may have, as in the section `validate` of a release file.
+
+    Without `atol` it follows the scale of the expected values, as `absolute_tolerance` says. With `max_relative_error`,
+    a bound relative to the largest expected value replaces `rtol` and `atol`.
+    """
+
+    rtol: float
+    atol: float | None
+    max_relative_error: float | None = None
+
+    def is_met(self, expected: Array, actual: Array) -> bool:
+        """Whether `actual` has the shape of `expected` and differs from it by no more than the bounds."""
+        if self.max_relative_error is None:
+            return are_close(actual, expected, rtol=self.rtol, atol=self.atol)
+        return largest_error(expected, actual) <= self.max_relative_error * _largest(expected)
+
+    def tolerance(self, values: Array, whole: Array) -> Array:
+        """Return the largest error of each of `values`, which are elements of the tensor `whole` of floats."""
+        if self.max_relative_error is not None:
+            return np.full(values.shape, self.max_relative_error * _largest(whole))
+        atol = absolute_tolerance(whole) if self.atol is None else self.atol
+        return np.asarray(atol + self.rtol * np.abs(values.astype(np.float64)))
+
+
+def _largest(array: Array) -> float:
+    return float(np.max(np.abs(array.astype(np.float64)), initial=0.0))
 
 
 def largest_error(expected: Array, actual: Array) -> float:

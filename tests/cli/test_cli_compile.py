@@ -56,6 +56,24 @@ def test_a_model_whose_dimensions_have_no_names_compiles(tvmflow: Command) -> No
     assert item.shape == ("x_0", "x_1", 4)
 
 
+def test_a_class_that_rounding_decides_is_right_either_way(tvmflow: Command) -> None:
+    """Every class has the same score, a sum of the same numbers in another order: the largest is chance."""
+    generator = np.random.default_rng(0)
+    terms = generator.standard_normal(500).astype("float32") * 100
+    weights = np.stack([generator.permutation(terms) for _ in range(64)], axis=1)
+    nodes = [
+        helper.make_node("ReduceMean", ["x"], ["mean"], keepdims=1, axes=[1]),
+        helper.make_node("Mul", ["mean", "ones"], ["row"]),
+        helper.make_node("MatMul", ["row", "weights"], ["scores"]),
+        helper.make_node("ArgMax", ["scores"], ["label"], axis=1, keepdims=0),
+    ]
+    outputs = [("label", [16], onnx.TensorProto.INT64), ("scores", [16, 64])]
+    constants = {"weights": weights, "ones": np.ones((1, 500), "float32")}
+    path = save_model(Path("chance.onnx"), nodes, [("x", [16, 9])], outputs, constants, opset=17)
+    _compiled(tvmflow, path)
+    assert tvmflow("verify", "b.tar.gz").code == 0
+
+
 def test_a_bundle_asks_for_sizes_at_which_poolings_have_data(tvmflow: Command) -> None:
     # ONNX Runtime pools a row of one as well: it rounds the number of windows towards zero.
     node = helper.make_node("MaxPool", ["x"], ["y"], kernel_shape=[2, 3], strides=[2, 3], pads=[0, 1, 0, 1])

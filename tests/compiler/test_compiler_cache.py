@@ -101,7 +101,7 @@ def test_the_library_is_the_same_with_and_without_the_cache(
 def test_each_part_of_a_library_is_an_entry_of_the_cache(
     model: Imported, uncached: CompiledModel, native: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tvmflow.compiler.codegen._PART", 1)
+    monkeypatch.setattr("tvmflow.compiler.codegen.PART", 1)
     cache = tmp_path / "cache"
     plain, filled = (build(model, native, cache=place) for place in (None, cache))
     entries = sorted(cache.iterdir())

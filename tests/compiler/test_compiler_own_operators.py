@@ -12,12 +12,13 @@ from tvm import relax, te
 
 from support.arrays import normal, onnxruntime_outputs
 from support.models import make_model
-from tvmflow.bisection import Bounds, bisect
+from tvmflow.bisection import bisect
 from tvmflow.compiler import build, import_onnx
 from tvmflow.compiler.onnx import Node, UnsupportedFormError
 from tvmflow.errors import ExportError, ModelImportError, UnsupportedOperatorError
 from tvmflow.operators import OwnOperator, define, load_operators, operator
 from tvmflow.target import Target
+from tvmflow.tolerance import Bounds
 
 Array = np.ndarray[Any, Any]
 

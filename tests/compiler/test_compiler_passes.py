@@ -437,6 +437,21 @@ CASES = [
         {"f": normal(7), "g": normal(9), "w": normal(7, 9)},
         [(1, 3, 7), (4, 3, 7)],
     ),
+    *(
+        Case(
+            f"several channels of one before a {kind}",
+            "FoldScales",
+            f"a = Mul(x, f)\n b = Add(a, f)\n y = {operator}(b, w)",
+            shape,
+            ["multiply", relaxed, "add"],
+            [],
+            {"f": factor, "w": weight},
+        )
+        for kind, operator, relaxed, shape, factor, weight in (
+            ("convolution", "Conv", "nn.conv2d", (2, 1, 6, 5), normal(3, 1, 1), normal(4, 3, 3, 3)),
+            ("product", "MatMul", "matmul", (4, 1), normal(1, 7), normal(7, 9)),
+        )
+    ),
     Case(
         "padding before a convolution",
         "FoldPadding",

@@ -2,7 +2,9 @@
 
 from tvmflow.bundle.archive import extract, missing_weights, pack, read_manifest, read_signer, sha256_file, sign
 from tvmflow.bundle.manifest import (
+    DIRECT_MAIN,
     FORMAT,
+    MAIN_CONSTANTS,
     PACK_WEIGHTS,
     FileEntry,
     Manifest,
@@ -15,7 +17,9 @@ from tvmflow.bundle.manifest import (
 from tvmflow.bundle.signature import keygen, public_key
 
 __all__ = [
+    "DIRECT_MAIN",
     "FORMAT",
+    "MAIN_CONSTANTS",
     "PACK_WEIGHTS",
     "FileEntry",
     "Manifest",

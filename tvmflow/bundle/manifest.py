@@ -21,6 +21,9 @@ _DTYPES = frozenset(
 # whose function `pack_weights` packs them.
 Weights = Literal["inside", "apart", "unpacked"]
 PACK_WEIGHTS = "pack_weights"
+# The functions of a library whose `main` runs without the virtual machine: its direct form, and what returns the
+# constants that the direct form takes (`compiler.direct`).
+DIRECT_MAIN, MAIN_CONSTANTS = "direct_main", "main_constants"
 # The largest size that a tensor of TVM can have.
 _LARGEST_SIZE = (1 << 63) - 1
 # The most letters of a wrong value that a message shows.

@@ -74,10 +74,11 @@ def bisect_command(
     from rich.console import Console
 
     from tasks.export import read_onnx
-    from tvmflow.bisection import Bounds, bisect
+    from tvmflow.bisection import bisect
     from tvmflow.compiler import BuildOptions
     from tvmflow.onnx_inputs import fix_shapes
     from tvmflow.operators import define
+    from tvmflow.tolerance import Bounds
 
     own = load_own_operators(operators)
     original = read_onnx(model)

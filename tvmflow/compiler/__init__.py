@@ -1,6 +1,6 @@
 """Compiles ONNX models to libraries: import into Relax, lowering, CPU schedules, build."""
 
-from tvmflow.compiler.build import BuildOptions, CompiledModel, build, can_build, list_passes, lower
+from tvmflow.compiler.build import BuildOptions, CompiledModel, LoadedModel, build, can_build, list_passes, lower
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.graph import Workload, workloads
 from tvmflow.compiler.importer import Imported, import_onnx
@@ -14,6 +14,7 @@ __all__ = [
     "Imported",
     "Inspected",
     "Inspection",
+    "LoadedModel",
     "PassIR",
     "Workload",
     "build",

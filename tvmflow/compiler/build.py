@@ -21,9 +21,10 @@ from tvm.support import cc
 from tvm.tirx import PrimFunc
 
 from tvmflow.bundle import PACK_WEIGHTS, Weights
-from tvmflow.compiler import outputs
+from tvmflow.compiler import codegen, outputs
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.codegen import compile_module
+from tvmflow.compiler.codegen import code_target, compile_module
+from tvmflow.compiler.direct import add_direct_main
 from tvmflow.compiler.graph import hoist_weights, lower_module, variant_name
 from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.inspection import Inspected, Inspection, KeepIR, code_of
@@ -81,10 +82,11 @@ class Algorithm:
 class LoadedModel:
     """A compiled model in this process, for programs that run it once or time its functions.
 
-    `machine` is TVM's virtual machine on the CPU. `weights` are the packed weights, as tensors, that `main` and each
-    variant take after their inputs.
+    `library` has the model's functions, and `machine` is TVM's virtual machine on the CPU. `weights` are the packed
+    weights, as tensors, that `main` and each variant take after their inputs.
     """
 
+    library: Any
     machine: Any
     weights: tuple[Any, ...]
 
@@ -129,11 +131,12 @@ class CompiledModel:
 
     def load(self) -> LoadedModel:
         """Load a model for this machine's CPU into this process without linking it, and pack its weights."""
-        machine = relax.VirtualMachine(self.executable.jit(), tvm.cpu())
+        library = self.executable.jit()
+        machine = relax.VirtualMachine(library, tvm.cpu())
         weights = (
             machine[PACK_WEIGHTS]() if self.weights == "unpacked" else map(tvm.runtime.tensor, self.params.values())
         )
-        return LoadedModel(machine, tuple(weights))
+        return LoadedModel(library, machine, tuple(weights))
 
     def export(self, path: Path) -> None:
         """Link the shared library and write it to `path`. Equal models, targets and options give equal bytes.
@@ -263,7 +266,9 @@ def build(
         bare, weights = hoist_weights(lowered)
         apart = options.weights == "apart"
         scheduled, schedules = _schedule(bare if apart else lowered, target, tuned)
-        native = tvm.target.Target(target.tvm)
+        if target.arch != "cuda":
+            scheduled = add_direct_main(scheduled, codegen.PART)
+        native = code_target(target.tvm)
         pipeline = _finalize(target, native)
         try:
             executable = compile_module(scheduled, native, pipeline, options.exec_mode, cache)
@@ -352,7 +357,7 @@ def _replace_refused(
     scheduled: tvm.IRModule, lowered: tvm.IRModule, schedules: list[tuple[str, str]], target: Target
 ) -> list[tuple[str, str]] | None:
     """Replace, in `scheduled`, the schedules that do not compile by simpler ones; return the rules, None if all do."""
-    native, cpu = tvm.target.Target(target.tvm), machine(target)
+    native, cpu = code_target(target.tvm), machine(target)
     rules = dict(schedules)
     for name, rule in schedules:
         variable = scheduled.get_global_var(name)

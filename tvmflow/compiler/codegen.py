@@ -2,7 +2,7 @@
 
 import hashlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,25 @@ from tvm.tirx import PrimFunc
 from tvm.tirx.build import codegen_build
 
 from tvmflow import cores
+from tvmflow.bundle import DIRECT_MAIN
+from tvmflow.compiler.short_loops import run_short_loops_alone
 
 _DIGEST_SIZE = hashlib.sha256().digest_size
 # The functions of one part of a library: parts are generated side by side, and each is an entry of the cache. The
 # number changes the library's bytes, so that it cannot depend on the machine that builds.
-_PART = 16
+PART = 16
+
+
+def code_target(options: Mapping[str, Any]) -> tvm.target.Target:
+    """Return TVM's target of these options (`tvmflow.target.Target.tvm`), with which code is generated for it.
+
+    On x86-64 loads from unrelated places stay single loads, unless the options say something of gathers. LLVM would
+    join such loads to one instruction that is no faster on any processor, and takes several times as long on AMD's.
+    """
+    attributes = [str(item) for item in options.get("mattr", ())]
+    if not str(options.get("mtriple", "")).startswith("x86_64") or any("gather" in item for item in attributes):
+        return tvm.target.Target(dict(options))
+    return tvm.target.Target({**options, "mattr": [*attributes, "+prefer-no-gather"]})
 
 
 def compile_module(
@@ -49,8 +63,9 @@ def compile_module(
     functions = vm_build._filter_tir(vm_build._vmcodegen(builder, mod, exec_mode))
     library = None
     if functions is not None:
-        # Functions of compiled code call others by their symbols, which are known within a part alone.
-        parts = _parts(functions, _PART if exec_mode == "bytecode" else len(functions.functions))
+        # Compiled code and the direct form of `main` call functions by their symbols, known within a part alone.
+        calls_by_symbols = exec_mode != "bytecode" or DIRECT_MAIN in _symbols(functions)
+        parts = _parts(functions, len(functions.functions) if calls_by_symbols else PART)
         library, *others = _generate(parts, target, cache)
         for other in others:
             library.import_module(other)
@@ -92,7 +107,7 @@ def _lower(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
     """Run the passes of tvm.tirx.build, which end before code is generated, in this thread's pass context."""
     pipeline, finalize, _ = tvm.tirx.get_default_tir_pipeline(target)
     bound = tvm.tirx.transform.BindTarget(target.with_host(target))(functions)
-    lowered = finalize()(pipeline(bound))
+    lowered = run_short_loops_alone(finalize()(pipeline(bound)))
     # TVM's code generator reads this option itself, but the pass context of another thread.
     if tvm.transform.PassContext.current().config.get("tirx.disable_assert", False):
         lowered = tvm.tirx.transform.SkipAssert()(lowered)

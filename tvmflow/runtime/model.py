@@ -1,5 +1,6 @@
 """A bundle loaded into this process: a model to call with arrays."""
 
+import math
 import operator
 import statistics
 import tempfile
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tvmflow import npz
-from tvmflow.bundle import PACK_WEIGHTS, Manifest, TensorSpec, extract
+from tvmflow.bundle import DIRECT_MAIN, MAIN_CONSTANTS, PACK_WEIGHTS, Manifest, TensorSpec, extract
 from tvmflow.errors import BundleError, InputError
 from tvmflow.runtime import library
 from tvmflow.runtime import threads as pools
@@ -95,10 +96,28 @@ def _arrays(path: Path, bundle: str) -> "dict[str, Array]":
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call for inputs of certain shapes: the library's function, and for each input one that makes its tensor."""
+    """A call for inputs of certain shapes: the library's function, and for each input one that makes its tensor.
+
+    `others` are the function's arguments after the inputs.
+    """
 
     function: "Callable[..., Any]"
     inputs: "tuple[Callable[[Array], Any], ...]"
+    others: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _DirectCall:
+    """A call of the direct form of `main` for small inputs of certain shapes, with memory of its own.
+
+    The inputs are copied to `inputs`. `arguments` are tensors with the memory of `inputs`, the other arguments, and
+    tensors with the memory of `outputs`, which are by name.
+    """
+
+    function: "Callable[..., Any]"
+    inputs: "tuple[Array, ...]"
+    arguments: tuple[Any, ...]
+    outputs: "tuple[tuple[str, Array], ...]"
 
 
 class _PerThread(threading.local):
@@ -107,7 +126,7 @@ class _PerThread(threading.local):
     def __init__(self) -> None:
         self.machine: Any = None
         self.functions: dict[str, Callable[..., Any]] = {}
-        self.calls: dict[tuple[tuple[int, ...], ...], _Call] = {}
+        self.calls: dict[tuple[tuple[int, ...], ...], _Call | _DirectCall] = {}
 
 
 @dataclass(frozen=True)
@@ -197,7 +216,9 @@ class CompiledModel:
         self._stop_threads = None if stop_threads is None else weakref.finalize(self, stop_threads)
         self._sample = _arrays(folder / "sample.npz", manifest.name)
         self._local = _PerThread()
+        self._has_direct_main = self._on_cpu and self._library.implements_function(DIRECT_MAIN, query_imports=True)
         self._params = self._weights(folder)
+        self._direct, self._constants = self._find_direct_main()
         self._names = tuple(spec.name for spec in self.inputs)
         self._dtypes = tuple(np.dtype(spec.dtype) for spec in self.inputs)
         self._output_names = tuple(spec.name for spec in self.outputs)
@@ -215,10 +236,18 @@ class CompiledModel:
     @property
     def sample(self) -> "tuple[dict[str, Array], dict[str, Array]]":
         """The golden sample: inputs by name, and the outputs, by name, that the original model gives for them."""
-        return tuple(  # type: ignore[return-value]
-            {name.removeprefix(prefix): array for name, array in self._sample.items() if name.startswith(prefix)}
-            for prefix in ("input:", "output:")
-        )
+        return self._sample_arrays("input:"), self._sample_arrays("output:")
+
+    @property
+    def undecided(self) -> "dict[str, Array]":
+        """Masks of the golden outputs by name: the integers and bools that rounding decides, as equal scores do.
+
+        An output without a mask has none.
+        """
+        return self._sample_arrays("undecided:")
+
+    def _sample_arrays(self, prefix: str) -> "dict[str, Array]":
+        return {name.removeprefix(prefix): array for name, array in self._sample.items() if name.startswith(prefix)}
 
     def __call__(self, /, *args: "npt.ArrayLike", **kwargs: "npt.ArrayLike") -> "dict[str, Array]":
         """Run the model once and return its outputs by name, as new arrays.
@@ -238,8 +267,13 @@ class CompiledModel:
             call = self._find_call(arrays) or self._prepare_call(arrays, sizes)
         if pools.are_mixed and self._uses_tvms_pool:
             pools.use_workers(self.threads)
+        if isinstance(call, _DirectCall):
+            for buffer, array in zip(call.inputs, arrays):  # noqa: B905
+                buffer[...] = array
+            call.function(*call.arguments)
+            return {name: output.copy() for name, output in call.outputs}
         try:
-            result = call.function(*map(operator.call, call.inputs, arrays), *self._params)
+            result = call.function(*map(operator.call, call.inputs, arrays), *call.others)
         except RuntimeError as error:
             if _CONTRADICTION not in str(error):
                 raise
@@ -261,29 +295,68 @@ class CompiledModel:
             return tuple(self._functions()[PACK_WEIGHTS]())
         return ()
 
-    def _find_call(self, values: Sequence[Any]) -> _Call | None:
+    def _find_direct_main(self) -> "tuple[Callable[..., Any] | None, tuple[Any, ...]]":
+        """The direct form of `main` and the constants that it takes; None where the library has no such form."""
+        if not self._has_direct_main:
+            return None, ()
+        direct = self._library.get_function(DIRECT_MAIN, query_imports=True)
+        return direct, tuple(self._functions()[MAIN_CONSTANTS]())
+
+    def _find_call(self, values: Sequence[Any]) -> _Call | _DirectCall | None:
         """The prepared call for inputs of these shapes; None if there is none, or one is no array of its dtype."""
+        # Every step of this loop counts in a call of a few microseconds.
         shapes = []
-        for value, dtype in zip(values, self._dtypes, strict=True):
+        for value, dtype in zip(values, self._dtypes):  # noqa: B905
             if type(value) is not np.ndarray or (value.dtype is not dtype and value.dtype != dtype):
                 return None
             shapes.append(value.shape)
         return self._local.calls.get(tuple(shapes))
 
-    def _prepare_call(self, arrays: "Sequence[Array]", sizes: Mapping[str, int]) -> _Call:
+    def _prepare_call(self, arrays: "Sequence[Array]", sizes: Mapping[str, int]) -> _Call | _DirectCall:
         """Prepare this thread's call for inputs of these shapes, which have been checked, and cache it."""
         if self._uses_tvms_pool:
             self._start_pool()
-        inputs = tuple(
-            self._copier(array) if self._on_cpu and array.nbytes <= _LARGEST_COPY else self._to_tensor
-            for array in arrays
-        )
-        call = _Call(self._functions()[self._function_for(sizes)], inputs)
+        name = self._function_for(sizes)
+        direct = self._prepare_direct(arrays, sizes) if name == "main" else None
+        call = direct or self._prepare_function(name, arrays)
         calls = self._local.calls
         if len(calls) >= _CALL_CACHE_SIZE:
             calls.clear()
         calls[tuple(array.shape for array in arrays)] = call
         return call
+
+    def _prepare_function(self, name: str, arrays: "Sequence[Array]") -> _Call:
+        """Prepare a call of a function of the virtual machine."""
+        inputs = (
+            self._copier(array) if self._on_cpu and array.nbytes <= _LARGEST_COPY else self._to_tensor
+            for array in arrays
+        )
+        return _Call(self._functions()[name], tuple(inputs), self._params)
+
+    def _prepare_direct(self, arrays: "Sequence[Array]", sizes: Mapping[str, int]) -> _DirectCall | None:
+        """Prepare a call of the direct form of `main`; None without such a form, and for a large input or output.
+
+        Large ones are not copied, and the virtual machine makes memory for them. It runs all calls of a thread that
+        observes it by TVM's instruments.
+        """
+        if self._direct is None or self._local.machine is not None:
+            return None
+        outputs = {}
+        for spec in self.outputs:
+            shape = tuple(sizes.get(size, -1) if isinstance(size, str) else size for size in spec.shape)
+            if min(shape, default=0) < 0:
+                return None
+            outputs[spec.name] = _aligned_empty(shape, np.dtype(spec.dtype))
+        if any(array.nbytes > _LARGEST_COPY for array in (*arrays, *outputs.values())):
+            return None
+        inputs = tuple(map(_aligned_copy, arrays))
+        arguments = (
+            *map(self._from_dlpack, inputs),
+            *self._params,
+            *self._constants,
+            *map(self._from_dlpack, outputs.values()),
+        )
+        return _DirectCall(self._direct, inputs, arguments, tuple(outputs.items()))
 
     def _start_pool(self) -> None:
         workers = pools.use_workers(self.threads)
@@ -340,10 +413,12 @@ class CompiledModel:
         return partial(_stateful, machine) if self._remote else machine.__getitem__
 
     def _find_functions(self, find: "Callable[[str], Callable[..., Any]]") -> "dict[str, Callable[..., Any]]":
-        """Look up `main`, the variants and `pack_weights`. Raises BundleError for one that the library lacks."""
+        """Look up `main`, the variants and what loading calls. Raises BundleError for a function that is not there."""
         names = ["main", *(item.function for item in self.manifest.variants)]
         if self.manifest.weights == "unpacked":
             names.append(PACK_WEIGHTS)
+        if self._has_direct_main:
+            names.append(MAIN_CONSTANTS)
         try:
             return {name: find(name) for name in names}
         except AttributeError as error:
@@ -475,7 +550,7 @@ class CompiledModel:
 
     @property
     def machine(self) -> Any:
-        """The calling thread's `tvm.runtime.vm.VirtualMachine`, for TVM's own instruments.
+        """The calling thread's `tvm.runtime.vm.VirtualMachine`, for TVM's own instruments; it runs the thread's calls.
 
         Raises ImportError without TVM's Python package, ValueError when the model is closed.
         """
@@ -507,8 +582,8 @@ class CompiledModel:
         if self._stop_threads is not None:
             self._stop_threads()
         self._local = _PerThread()
-        self._library = None
-        self._params = ()
+        self._library = self._direct = None
+        self._params = self._constants = ()
 
     def __enter__(self) -> Self:
         return self
@@ -561,8 +636,14 @@ def _address(array: "Array") -> int:
 
 def _aligned_copy(array: "Array") -> "Array":
     """A copy whose memory is aligned as TVM aligns its own."""
-    buffer = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
-    start = -_address(buffer) % _ALIGNMENT
-    copy = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy = _aligned_empty(array.shape, array.dtype)
     copy[...] = array
     return copy
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> "Array":
+    """An array without content whose memory is aligned as TVM aligns its own."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -_address(buffer) % _ALIGNMENT
+    return buffer[start : start + size].view(dtype).reshape(shape)

@@ -46,8 +46,10 @@ class Validate(Section):
     """The rule by which a bundle counts as equal to the original model, on `samples` samples.
 
     `rtol` and `atol` bound the error of every element; integers and bools must be equal, or differ by no more than an
-    `atol` that is set. `max_relative_error`, where it is set, replaces both: it bounds
-    the largest error of an output relative to the output's largest magnitude.
+    `atol` that is set. Where an integer is the place of the largest or smallest score, or a label of it, the place of a
+    score that is equal within the bounds is as right, and so is either answer of a comparison of two such numbers.
+    `max_relative_error`, where it is set, replaces `rtol` and `atol`: it bounds the largest error of an output relative
+    to the output's largest magnitude.
     """
 
     samples: PositiveInt = 4

@@ -50,6 +50,7 @@ class _Operations:
         """
         import tvm
 
+        from tvmflow.compiler.codegen import code_target
         from tvmflow.tuning.traces import replay
 
         prim_func = tvm.ir.load_json(func)
@@ -57,7 +58,7 @@ class _Operations:
             prim_func = replay(trace, prim_func)
         prim_func = prim_func.with_attr("global_symbol", "main").with_attr("tirx.is_scheduled", True)
         module = tvm.IRModule({"main": prim_func})
-        executable = tvm.compile(module, tvm.target.Target(json.loads(target)))
+        executable = tvm.compile(module, code_target(json.loads(target)))
         executable.export_library(library, **({"fcompile": _linker(cross_compiler)} if cross_compiler else {}))
 
     def connect(self, host: str, port: int, match_key: str, seconds: float, threads: int) -> None:

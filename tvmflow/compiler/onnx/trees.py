@@ -230,9 +230,11 @@ def _grow(
     score = "float64" if numbers.dtype == np.float64 and dtype == "float64" else "float32"
     nodes = _as_at_most(nodes, dtype)
     thresholds, features, flags, left, order = _lay_out(nodes, roots)
+    depths = _depths(left, order.roots, thresholds, flags)
+    by_depth = np.argsort(depths, kind="stable")
+    thresholds, features, flags, left, order = _lay_out(nodes, roots[by_depth])
     if len(features) and not 0 <= features.min() <= features.max() < dims[1]:
         raise UnsupportedFormError(f"feature {features.max()} of rows with {dims[1]}")
-    depth = _depth(left, order.roots, thresholds, flags)
     has_missing = bool(flags.any())
     bits = max(1, (dims[1] - 1).bit_length())
     shift = bits + has_missing
@@ -251,7 +253,7 @@ def _grow(
     forest = Forest(
         trees=len(roots),
         nodes=len(left),
-        depth=depth,
+        depth=int(depths.max(initial=0)),
         features=dims[1],
         targets=targets,
         dtype=dtype,
@@ -263,7 +265,8 @@ def _grow(
         entries=len(tables[0]),
         aggregate=aggregate,
     )
-    arrays = [thresholds, links, order.roots.astype("int32"), *tables, base_values]
+    places_of_nodes = [np.column_stack([thresholds.view("int32"), links])] if forest.is_joint else [thresholds, links]
+    arrays = [*places_of_nodes, order.roots.astype("int32"), depths[by_depth].astype("int32"), *tables, base_values]
     return node.emit(trees(x, [const(array) for array in arrays], forest))
 
 
@@ -390,17 +393,17 @@ def _lay_out(nodes: _Nodes, roots: Array) -> tuple[Array, Array, Array, Array, _
     return threshold[order], feature[order], flag[order], left[order], _Order(place, rank[: len(roots)])
 
 
-def _depth(left: Array, roots: Array, thresholds: Array, flags: Array) -> int:
-    """The steps of the longest path."""
-    depth, places = 0, roots
-    goes_right = ~np.isnan(thresholds) | flags
+def _depths(left: Array, roots: Array, thresholds: Array, flags: Array) -> Array:
+    """The steps of the longest path of each tree."""
+    goes_right, is_leaf = ~np.isnan(thresholds) | flags, left == np.arange(len(left))
+    right = np.where(goes_right, left + 1, left)
+    # The steps from each node to its deepest leaf: of leaves first, and then level by level upwards.
+    steps = np.zeros(len(left), "int64")
     while True:
-        right = left[places[goes_right[places]]] + 1
-        onward = left[places]
-        places = np.unique(np.concatenate([onward[onward != places], right]))
-        if not len(places):
-            return depth
-        depth += 1
+        longer = np.where(is_leaf, 0, np.maximum(steps[left], steps[np.minimum(right, len(left) - 1)]) + 1)
+        if np.array_equal(longer, steps):
+            return np.asarray(steps[roots])
+        steps = longer
 
 
 def _leaves(
@@ -413,10 +416,13 @@ def _leaves(
     sequence = np.lexsort((ids, position))
     position, ids, numbers = position[sequence], ids[sequence], numbers[sequence]
     leaf_places, counts = np.unique(position, return_counts=True)
-    if targets == 1 and (counts == 1).all():
+    tree = np.searchsorted(order.roots, position, side="right") - 1
+    target = np.zeros(len(order.roots), "int32")
+    target[tree] = ids
+    if (counts == 1).all() and (target[tree] == ids).all():
         scores = np.zeros(total, numbers.dtype)
         scores[position] = numbers
-        return "single", [scores], len(leaf_places)
+        return "single", [scores, target], len(leaf_places)
     leaf = np.zeros(total, "int64")
     if (counts == targets).all() and (ids.reshape(-1, targets) == np.arange(targets)).all():
         leaf[leaf_places] = np.arange(len(leaf_places))

@@ -16,6 +16,8 @@ from tvmflow.compiler.passes.rewrite import (
     dtype,
     rank,
     rewriting,
+    same_shape,
+    sizes,
     static_sizes,
 )
 
@@ -188,7 +190,8 @@ def _before(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     if linear is None or change is None or operands is None or not rewriter.used_once(linear.data):
         return None
     data, value = operands
-    if rank(data) != rank(change):
+    # A scale for each channel may also make several channels of one.
+    if not same_shape(sizes(data), sizes(change)):
         return None
     values = by_channel(value, linear.rank, linear.data_channel, linear.inputs)
     if values is None:

@@ -39,6 +39,7 @@ from tvmflow.compiler.schedules import (
     transposes,
     winograd,
 )
+from tvmflow.compiler.short_loops import PARALLEL_CYCLES
 
 # TVM checks the types of a schedule primitive's arguments at each call, and each time it takes the annotations apart
 # again: the answers for one annotation are always the same.
@@ -88,7 +89,7 @@ def schedule(
     this project defines it, with the name `none` if TVM does, such as sorting.
     """
     scheduled, name = _scheduled(func, machine, rules, Choices(), _cycles(func, machine))
-    return _finish(func if scheduled is None else scheduled.mod["main"], func), name
+    return _finish(func if scheduled is None else scheduled.mod["main"], func, machine), name
 
 
 def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule]:
@@ -233,8 +234,10 @@ def complete(scheduled: PrimFunc) -> PrimFunc:
     return tvm.tirx.transform.ConvertSSA()(tvm.IRModule({"main": completed}))["main"]
 
 
-def _finish(scheduled: PrimFunc, func: PrimFunc) -> PrimFunc:
+def _finish(scheduled: PrimFunc, func: PrimFunc, machine: Machine) -> PrimFunc:
     scheduled = complete(scheduled).with_attr("tirx.is_scheduled", True)
     if "global_symbol" in (func.attrs or {}):
         scheduled = scheduled.with_attr("global_symbol", func.attrs["global_symbol"])
+    if machine.parallel_cycles > 0 and not common.has_fixed_sizes(func):
+        scheduled = scheduled.with_attr(PARALLEL_CYCLES, machine.parallel_cycles)
     return scheduled

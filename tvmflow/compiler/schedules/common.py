@@ -279,11 +279,12 @@ def join_dimensions(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> No
 
 def is_static(sch: Schedule) -> bool:
     """Whether the function has no symbolic shape."""
-    return all(
-        isinstance(size, tirx.IntImm)
-        for parameter in sch.mod["main"].params
-        for size in getattr(parameter, "shape", ())
-    )
+    return has_fixed_sizes(sch.mod["main"])
+
+
+def has_fixed_sizes(func: tirx.PrimFunc) -> bool:
+    """Whether no parameter of the function has a symbolic size."""
+    return all(isinstance(size, tirx.IntImm) for parameter in func.params for size in getattr(parameter, "shape", ()))
 
 
 def cycles(func: tirx.PrimFunc, machine: Machine) -> float:

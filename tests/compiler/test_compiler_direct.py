@@ -1,0 +1,175 @@
+"""The direct form of `main`, and parallel loops of free length; every comparison with ONNX Runtime runs the former."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from onnx import TensorProto, helper
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from support import builds
+from support.models import save_model
+from tvmflow.bundle import DIRECT_MAIN
+from tvmflow.compiler import CompiledModel, build, import_onnx, lower
+from tvmflow.compiler.codegen import PART, code_target
+from tvmflow.compiler.direct import add_direct_main
+from tvmflow.compiler.machine import machine
+from tvmflow.compiler.operators.common import buffer
+from tvmflow.compiler.schedules import schedule
+from tvmflow.compiler.schedules.common import substitute
+from tvmflow.compiler.short_loops import PARALLEL_CYCLES, run_short_loops_alone
+from tvmflow.target import Target
+
+Array = np.ndarray[Any, Any]
+Check = Callable[..., CompiledModel]
+
+# One vector: on the stack, TVM would give it half of the alignment that its kernels rely on.
+_VECTOR = 16
+
+
+def node(kind: str, inputs: str, outputs: str, **attributes: Any) -> Any:
+    return helper.make_node(kind, inputs.split(), outputs.split(), **attributes)
+
+
+def chain(count: int) -> list[Any]:
+    """Nodes from x to y that no fusion joins: a softmax and a cumulated sum in turn."""
+    names = ["x", *(f"t{place}" for place in range(count - 1)), "y"]
+    return [
+        node("CumSum", f"{before} axis", after) if place % 2 else node("Softmax", before, after, axis=1)
+        for place, (before, after) in enumerate(pairwise(names))
+    ]
+
+
+AXIS = {"axis": np.array(1, "int64")}
+
+
+@pytest.mark.parametrize("rows", [[1], ["rows"], [3]], ids=str)
+def test_results_in_between_have_memory_of_their_own(rows: list[Any], assert_all_same: Check) -> None:
+    several = [
+        node("Softmax", "x", "a", axis=1),
+        node("CumSum", "a axis", "y"),
+        node("ReduceMax", "y axes", "z", keepdims=0),
+        node("ArgMax", "y", "label", axis=1, keepdims=0),
+        node("Greater", "z limit", "above"),
+    ]
+    outputs = [("y", [*rows, _VECTOR]), ("label", rows, TensorProto.INT64), ("above", rows, TensorProto.BOOL)]
+    feeds = [
+        {"x": np.random.default_rng(count).standard_normal((count, _VECTOR), "float32")}
+        for count in ((1, 2, 40) if rows == ["rows"] else rows)
+    ]
+    model = assert_all_same(
+        [
+            (
+                (
+                    several,
+                    [("x", [*rows, _VECTOR])],
+                    outputs,
+                    {**AXIS, "axes": np.array([1], "int64"), "limit": np.array(0.7, "float32")},
+                ),
+                *feeds,
+            ),
+            ((chain(4), [("x", [*rows, _VECTOR])], [("y", [*rows, _VECTOR])], AXIS), *feeds),
+        ]
+    )
+    assert builds.has_direct_main(model.load().library)
+
+
+def test_memory_that_no_later_function_reads_is_used_again(tmp_path: Path, native: Target) -> None:
+    path = save_model(tmp_path / "model.onnx", chain(7), [("x", ["rows", _VECTOR])], [("y", ["rows", _VECTOR])], AXIS)
+    direct = add_direct_main(lower(import_onnx(path), native), PART)[DIRECT_MAIN]
+    calls = [item for item in direct.body.seq if isinstance(item, tirx.Evaluate)]
+    allocations = [item for item in direct.body.seq if isinstance(item, tirx.AllocBuffer)]
+    assert (len(calls), len(allocations)) == (7, 2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "inputs", "outputs"),
+    [
+        ([node("NonZero", "x", "y")], ["x"], [("y", [2, None], TensorProto.INT64)]),
+        ([node("Relu", "x", "y"), node("Identity", "x", "z")], ["x"], ["y", "z"]),
+        (
+            [node("Softmax", f"x{place}", f"y{place}") for place in range(PART)],
+            [f"x{place}" for place in range(PART)],
+            [],
+        ),
+    ],
+    ids=["sizes of data", "an input as an output", "many functions"],
+)
+def test_a_main_that_only_the_virtual_machine_can_run_has_no_direct_form(
+    nodes: Sequence[Any], inputs: Sequence[str], outputs: list[Any], tmp_path: Path, native: Target
+) -> None:
+    shapes = [(name, ["rows", 2 + place]) for place, name in enumerate(inputs)]
+    results = outputs or [item.output[0] for item in nodes]
+    path = save_model(tmp_path / "model.onnx", nodes, shapes, results)
+    loaded = build(import_onnx(path), native).load()
+    assert not builds.has_direct_main(loaded.library)
+    feed = [np.ones((2, size), "float32") for _, (_, size) in shapes]
+    assert len(loaded.run(*feed)) == len(results)
+
+
+def loops(length: Any, inner: Callable[[Any], Any] | None = None) -> tirx.PrimFunc:
+    """A function whose parallel loop of `length` adds 1 to x, perhaps in an inner loop of `inner(index)`."""
+    size = tirx.Var("size", "int64") if length is None else length
+    x, y = buffer("x", (size,)), buffer("y", (size,))
+    with IRBuilder() as builder, T.seq_scope(), T.parallel(0, size) as index:
+        if inner is None:
+            T.buffer_store(y, x[index] + tirx.const(1, "float32"), [index])
+        else:
+            with T.serial(0, inner(index)) as place:
+                T.buffer_store(y, x[place] + tirx.const(1, "float32"), [place])
+    attributes = {"global_symbol": "main", PARALLEL_CYCLES: 1000}
+    return tirx.PrimFunc([x, y], builder.get().body).with_attr(attributes)
+
+
+def forms(function: tirx.PrimFunc) -> Any:
+    """The statement that a function consists of, after `run_short_loops_alone`."""
+    body = run_short_loops_alone(tvm.IRModule({"main": function}))["main"].body
+    return body.seq[0] if isinstance(body, tirx.SeqStmt) else body
+
+
+def test_a_loop_of_free_length_is_parallel_where_it_is_long() -> None:
+    function = loops(None)
+    branch = forms(function)
+    kinds = [int(case.kind) for case in (branch.then_case, branch.else_case)]
+    assert kinds == [tirx.ForKind.SERIAL, tirx.ForKind.PARALLEL]
+    size = function.params[0].shape[0]
+    for length, is_short in ((0, True), (3, True), (10**6, False)):
+        assert bool(substitute(branch.condition, {size: tirx.const(length, "int64")})) == is_short
+    changed = run_short_loops_alone(tvm.IRModule({"main": function}))
+    main = tvm.tirx.build(changed, target=tvm.target.Target("llvm"))["main"]
+    for length in (0, 3, 10**5):
+        x, y = np.arange(length, dtype="float32"), tvm.runtime.tensor(np.zeros(length, "float32"))
+        main(tvm.runtime.tensor(x), y)
+        np.testing.assert_array_equal(y.numpy(), x + 1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [loops(64), loops(None, lambda index: index + 1), loops(None).without_attr(PARALLEL_CYCLES)],
+    ids=["fixed length", "lengths that change", "no number of cycles"],
+)
+def test_other_loops_stay_as_they_are(function: tirx.PrimFunc) -> None:
+    assert isinstance(forms(function), tirx.For)
+
+
+def test_only_functions_of_free_sizes_ask_for_both_forms(native: Target, tmp_path: Path) -> None:
+    cpu = replace(machine(native), cores=2)
+    for rows, has_both in ((["rows"], True), ([4096], False)):
+        path = save_model(tmp_path / "model.onnx", [node("Relu", "x", "y")], [("x", [*rows, 64])], ["y"])
+        lowered = lower(import_onnx(path), native)
+        functions = [item for _, item in lowered.functions_items() if isinstance(item, tirx.PrimFunc)]
+        assert [PARALLEL_CYCLES in schedule(item, cpu)[0].attrs for item in functions] == [has_both]
+
+
+def test_code_for_x86_keeps_single_loads_unless_the_target_says_otherwise() -> None:
+    x86 = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v4"}
+    assert list(code_target({**x86, "mattr": ["+avx512vnni"]}).attrs["mattr"]) == ["+avx512vnni", "+prefer-no-gather"]
+    assert list(code_target({**x86, "mattr": ["-prefer-no-gather"]}).attrs["mattr"]) == ["-prefer-no-gather"]
+    assert "mattr" not in code_target({"kind": "llvm", "mtriple": "aarch64-linux-gnu"}).attrs

@@ -1,0 +1,179 @@
+"""The direct form of `main`: one function of the library that calls the functions of `main` in order.
+
+TVM's virtual machine allocates each result of a call and interprets bytecode, which takes longer than the arithmetic of
+a small model. The direct form writes the outputs to memory of its caller, and has its own for the results in between.
+Its parameters are the inputs, the packed weights, the constants of `main` and the outputs. The function
+`main_constants` of the virtual machine returns the constants as a tuple.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx, topi
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from tvmflow.bundle import DIRECT_MAIN, MAIN_CONSTANTS
+from tvmflow.compiler.operators.common import buffer, static
+from tvmflow.compiler.passes.calls import ConstantKey, key_of_constant
+
+# Bytes; TVM puts less on the stack, which is not aligned for its vectors.
+_LEAST_MEMORY = 1024
+_CALL_TIR = tvm.ir.Op.get("relax.call_tir")
+
+
+class _NoDirectFormError(Exception):
+    """`main` holds something that the virtual machine alone can run."""
+
+
+def add_direct_main(scheduled: tvm.IRModule, most: int) -> tvm.IRModule:
+    """Return the module with the direct form of its `main` and with `main_constants`, or as it is where there is none.
+
+    There is none for a `main` that does more than to call TIR functions and to return results of theirs, as control
+    flow does, and none where the size of a result follows from more than the sizes of the inputs. `most` is the largest
+    number of TIR functions that the module may have with the direct form: machine code for all of them is generated
+    together.
+    """
+    if sum(isinstance(function, tirx.PrimFunc) for _, function in scheduled.functions_items()) >= most:
+        return scheduled
+    try:
+        plan = _Plan(scheduled["main"])
+    except _NoDirectFormError:
+        return scheduled
+    mod = tvm.IRModule(dict(scheduled.functions_items()), attrs=scheduled.attrs)
+    mod[DIRECT_MAIN] = _function_of(plan)
+    mod[MAIN_CONSTANTS] = _constants_function([constant for constant, _ in plan.constants.values()])
+    return mod
+
+
+@dataclass(eq=False)
+class _Tensor:
+    """A tensor of `main`, and the place of the last step that reads or writes it."""
+
+    name: str
+    type: relax.TensorType
+    last: int = -1
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A call of the TIR function `symbol`."""
+
+    symbol: str
+    arguments: Sequence[_Tensor]
+    results: Sequence[_Tensor]
+
+
+@dataclass(init=False)
+class _Plan:
+    """What a Relax function does: its parameters, constants by their values, steps in order, and outputs.
+
+    Raises _NoDirectFormError for a function that has no direct form.
+    """
+
+    parameters: list[_Tensor]
+    outputs: list[_Tensor]
+    steps: list[_Step] = field(default_factory=list)
+    constants: dict[ConstantKey, tuple[relax.Expr, _Tensor]] = field(default_factory=dict)
+
+    def __init__(self, main: relax.Function) -> None:
+        self.steps, self.constants = [], {}
+        self._sizes = {size for param in main.params for size in relax.analysis.definable_tir_vars_in_type(param.ty)}
+        self.parameters = [self._tensor(str(param.name), param.ty) for param in main.params]
+        # The tensors that a variable stands for: one, or those of a tuple.
+        self._values = {param: [tensor] for param, tensor in zip(main.params, self.parameters, strict=True)}
+        for block in main.body.blocks:
+            for binding in block.bindings:
+                if not isinstance(binding, relax.VarBinding):
+                    raise _NoDirectFormError
+                self._values[binding.var] = self._evaluate(str(binding.var.name), binding.value)
+        self.outputs = self._evaluate("output", main.body.body)
+        written = [result for step in self.steps for result in step.results]
+        if len(set(self.outputs)) < len(self.outputs) or not set(self.outputs) <= set(written):
+            raise _NoDirectFormError
+
+    def _evaluate(self, name: str, value: relax.Expr) -> list[_Tensor]:
+        """The tensors that an expression stands for; a call becomes a step."""
+        if isinstance(value, relax.Var):
+            # Other variables are sizes that a function takes as numbers.
+            if value not in self._values:
+                raise _NoDirectFormError
+            return self._values[value]
+        if isinstance(value, tvm.ir.GenericConst):
+            tensor = self._tensor(f"constant_{len(self.constants)}", value.ty)
+            return [self.constants.setdefault(key_of_constant(value), (value, tensor))[1]]
+        if isinstance(value, relax.Tuple):
+            return [tensor for item in value.fields for tensor in self._evaluate(name, item)]
+        if isinstance(value, relax.TupleGetItem):
+            return [self._evaluate(name, value.tuple_value)[value.index]]
+        # A third argument would be sizes, too.
+        if not isinstance(value, relax.Call) or value.op != _CALL_TIR or len(value.args) != 2:
+            raise _NoDirectFormError
+        types = value.ty.fields if isinstance(value.ty, relax.TupleType) else [value.ty]
+        arguments, results = self._evaluate(name, value.args[1]), [self._tensor(name, item) for item in types]
+        for tensor in (*arguments, *results):
+            tensor.last = len(self.steps)
+        self.steps.append(_Step(value.args[0].name_hint, arguments, results))
+        return results
+
+    def _tensor(self, name: str, type_of: relax.Type) -> _Tensor:
+        is_tensor = isinstance(type_of, relax.TensorType) and isinstance(type_of.shape, relax.ShapeExpr)
+        if not is_tensor or not self._sizes.issuperset(relax.analysis.tir_vars_in_type(type_of)):
+            raise _NoDirectFormError
+        return _Tensor(name, type_of)
+
+
+def _function_of(plan: _Plan) -> tirx.PrimFunc:
+    """The TIR function that runs the steps of a plan."""
+    tensors = [*plan.parameters, *(tensor for _, tensor in plan.constants.values()), *plan.outputs]
+    parameters = [buffer(tensor.name, tensor.type.shape.values, str(tensor.type.dtype)) for tensor in tensors]
+    memory, kept = {tensor: item.data for tensor, item in zip(tensors, parameters, strict=True)}, set(tensors)
+    # Memory that no later step reads, with its size in bytes.
+    free: list[tuple[Any, Any]] = []
+    with IRBuilder() as builder, T.seq_scope():
+        for place, step in enumerate(plan.steps):
+            used = dict.fromkeys((*step.arguments, *step.results))
+            for tensor in step.results:
+                if tensor not in memory:
+                    memory[tensor] = _allocate(_size(tensor), free)
+            T.evaluate(
+                T.call_cpacked(step.symbol, *(_array(memory[item], item) for item in (*step.arguments, *step.results)))
+            )
+            free += [(_size(item), memory[item]) for item in used if item.last == place and item not in kept]
+    function = tirx.PrimFunc(parameters, builder.get().body)
+    return function.with_attr({"global_symbol": DIRECT_MAIN, "tirx.noalias": True, "tirx.is_scheduled": True})
+
+
+def _size(tensor: _Tensor) -> Any:
+    """The bytes of a tensor, an integer or a symbolic size."""
+    bytes_of_element = -(-tvm.DataType(str(tensor.type.dtype)).bits // 8)
+    return topi.utils.simplify(math.prod(tensor.type.shape.values, start=bytes_of_element))
+
+
+def _allocate(size: Any, free: list[tuple[Any, Any]]) -> Any:
+    """Memory of `size` bytes: taken from the list `free` where that has some, else new memory."""
+    for place, (bytes_of_item, item) in enumerate(free):
+        if tvm_ffi.structural_equal(bytes_of_item, size):
+            free.pop(place)
+            return item
+    number = static(size)
+    shape = (size if number is None else max(number, _LEAST_MEMORY),)
+    return T.alloc_buffer(shape, "uint8", scope="global", layout=None).data
+
+
+def _array(memory: Any, tensor: _Tensor) -> Any:
+    """The tensor as an argument of a TIR function."""
+    shape, zero = tensor.type.shape.values, tirx.const(0, str(tensor.type.dtype))
+    return T.tvm_stack_make_array(memory, T.tvm_stack_make_shape(*shape), 0, len(shape), zero, tirx.const(0, "int64"))
+
+
+def _constants_function(constants: Sequence[relax.Expr]) -> relax.Function:
+    """The Relax function that returns the constants as a tuple."""
+    builder = relax.BlockBuilder()
+    with builder.function(MAIN_CONSTANTS, []):
+        builder.emit_func_output(builder.normalize(relax.Tuple(constants)))
+    return builder.get()[MAIN_CONSTANTS]

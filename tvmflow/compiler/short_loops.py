@@ -1,0 +1,94 @@
+"""Parallel loops of free length, which run on the caller's thread where they are short.
+
+Whether a loop is worth a parallel region is decided at the build where its length is known. A loop of free length gets
+both forms, and a test of its length chooses one when the function runs.
+"""
+
+from functools import partial
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.tirx import For, PrimFunc
+
+PARALLEL_CYCLES = "tvmflow.parallel_cycles"
+"""The attribute of a function whose loops may have both forms: the fewest cycles that are worth a parallel region."""
+
+_renew = tvm_ffi.get_global_func("s_tir.RenewDefs")
+# The operations of a lowered expression that a core runs in one cycle.
+_OPERATIONS = 4
+# The most nodes of the body of a loop that is in the code twice: a longer one would make the build much longer.
+_MOST_NODES = 4000
+
+
+def run_short_loops_alone(mod: tvm.IRModule) -> tvm.IRModule:
+    """Return a lowered module whose parallel loops of free length run on the caller's thread where they are short.
+
+    Only functions with the attribute `PARALLEL_CYCLES` change, and of these only loops whose work follows from sizes
+    that are known before the loop.
+    """
+    functions = dict(mod.functions_items())
+    for variable, function in functions.items():
+        cycles = (function.attrs or {}).get(PARALLEL_CYCLES) if isinstance(function, PrimFunc) else None
+        if cycles is not None:
+            body = tvm_ffi.structural_map(function.body, (For, partial(_with_both_forms, cycles=int(cycles))))
+            functions[variable] = function.with_body(body)
+    return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def _with_both_forms(loop: For, cycles: int) -> Any:
+    """Return a loop, or the branch between its serial and its parallel form."""
+    if loop.kind != tirx.ForKind.PARALLEL or isinstance(loop.extent, tirx.IntImm) or _count(loop.body) > _MOST_NODES:
+        return loop
+    work = _Work().of(loop)
+    if work is None:
+        return loop
+    serial = For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
+    # A variable has one definition: the serial form gets variables of its own.
+    serial = _renew(tirx.PrimFunc([], serial)).body
+    return tirx.IfThenElse(tvm.sym.Analyzer().simplify(work < _OPERATIONS * cycles), serial, loop)
+
+
+class _Work:
+    """Counts the operations of statements; the numbers of iterations may be symbolic sizes."""
+
+    def __init__(self) -> None:
+        self._inner: set[Any] = set()
+
+    def of(self, statement: Any) -> Any:
+        """Return the number of operations, an integer or an expression of int64; None where it is not known before."""
+        parts: list[Any] = []
+        if isinstance(statement, For):
+            # A length that changes from iteration to iteration is not known before.
+            is_known = self._inner.isdisjoint(tirx.analysis.undefined_vars(statement.extent))
+            self._inner.add(statement.loop_var)
+            work = self.of(statement.body) if is_known else None
+            return None if work is None else work * statement.extent.astype("int64")
+        if isinstance(statement, tirx.While):
+            return None
+        if isinstance(statement, tirx.SeqStmt):
+            parts = list(statement.seq)
+        elif isinstance(statement, tirx.IfThenElse):
+            parts = [part for part in (statement.then_case, statement.else_case) if part is not None]
+        elif isinstance(statement, tirx.AttrStmt):
+            parts = [statement.body]
+        else:
+            if isinstance(statement, tirx.Bind):
+                self._inner.add(statement.var)
+            return tirx.const(_count(statement), "int64")
+        total: Any = tirx.const(0, "int64")
+        for part in parts:
+            work = self.of(part)
+            if work is None:
+                return None
+            total = total + work
+        return total
+
+
+def _count(statement: Any) -> int:
+    """The number of expressions in a statement."""
+    nodes: list[Any] = []
+    tvm_ffi.structural_walk(statement, (Expr, nodes.append))
+    return len(nodes)
