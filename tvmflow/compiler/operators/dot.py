@@ -239,8 +239,8 @@ def _rows_product(
     `shared` is true where the whole batch has the same right operand. `joined` are the dimensions of the result that
     are its rows; None means all that follow the batch. `in_line` is true where the rows are one dimension of the left
     operand. `pointwise` is true where the right operand is packed as the weights of a 1x1 convolution. The product has
-    whole tiles of rows and a depth of whole groups. Where `rows` or `depth` is no such multiple, the left operand is
-    copied, with its last row repeated and zeros after its depth.
+    whole tiles of rows and a depth of whole groups. Where `rows` is no such multiple, the last row is repeated. Where
+    `depth` is none, the left operand is copied, with zeros after its depth; AMX's tiles need a copy in both cases.
     """
     columns = static(channels)
     group, steps = dot.group, -(-depth // dot.group)
@@ -251,7 +251,15 @@ def _rows_product(
     tile = tile or tiles.choose(static(rows), columns // lanes if columns else 2, machine, 4 // group * depth).rows
     source = left
     tiled_rows = rows
-    if not divides(tile, rows) or depth % group or (by_tiles and not in_line):
+    is_clamped = not divides(tile, rows) and not depth % group and not by_tiles
+    if is_clamped:
+        tiled_rows = round_up(rows, tile)
+
+        def source(*index: Any) -> Any:
+            *place, row, k = index
+            return left(*place, tirx.min(row, rows - 1), k)
+
+    elif not divides(tile, rows) or depth % group or (by_tiles and not in_line):
         tiled_rows = round_up(rows, tile)
 
         def value(*index: Any) -> Any:

@@ -289,14 +289,10 @@ def rows_product(
                 return packed_rows[(*place, row // tile, k, row % tile)]
     else:
         tiled_rows = round_up(rows, tile)
-        panel = te.compute(
-            (*batch, tiled_rows, depth),
-            lambda *index: left(*index[:-2], tirx.min(index[-2], rows - 1), index[-1]),
-            name="panel",
-        )
 
         def source(*index: Any) -> Any:
-            return panel[index]
+            *place, row, k = index
+            return left(*place, tirx.min(row, rows - 1), k)
 
     k = te.reduce_axis((0, depth), "k")
     return te.compute(

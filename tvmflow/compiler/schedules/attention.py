@@ -50,9 +50,6 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     sch.compute_at(scores, outer, preserve_unit_loops=True)
     registers.keep_in_registers(sch, [near, pieces, lane])
     _tile(sch, scores, rows, key_vectors, lanes)
-    for panel in common.find_blocks(sch, "panel"):
-        sch.compute_at(panel, task, preserve_unit_loops=True)
-        common.vectorize_inner(sch, panel, machine)
     for name in _PACKED:
         for block in common.find_blocks(sch, name):
             common.parallel_vectorized(sch, block, machine)

@@ -114,7 +114,7 @@ def tile_product(
     for block in common.find_blocks(sch, "pad"):
         sch.compute_at(block, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, block, machine)
-    # One copy of the left operand serves all tiles of channels, one of the right operand all tiles of rows.
+    # One copy of the left operand (`dot`) serves all tiles of channels, one of the right operand all tiles of rows.
     for name in ("panel", "pack"):
         for block in common.find_blocks(sch, name):
             copied = common.fuse(sch, list(sch.get_loops(block))[:-1])
