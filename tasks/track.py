@@ -210,6 +210,9 @@ def _log_target(registry: Registry, parent: str, item: TargetResult, key: str) -
         "bundle_sha256": item.bundle.sha256,
     }
     tags = {"tvmflow.verdict": "refused" if item.reasons else "passed", "tvmflow.shipped": item.shipped}
+    busyness = None if item.measurement is None else item.measurement.describe_busyness()
+    if busyness is not None:
+        tags["tvmflow.machine"] = busyness
     run_id = registry.start_target_run(parent, item.target.name, params, tags, key=f"{key}/{item.target.name}")
     with _closing(registry, run_id):
         registry.log_metrics(run_id, metrics(item))
@@ -265,6 +268,10 @@ def metrics(item: TargetResult) -> dict[str, float]:
     verdict = item.verdict
     if verdict.metric_bundle is not None and verdict.metric_original is not None:
         figures |= {"task_metric": verdict.metric_bundle, "task_metric_original": verdict.metric_original}
+    if item.measurement is not None:
+        figures["noise"] = item.measurement.noise
+        if item.measurement.unevenness is not None:
+            figures["unevenness"] = item.measurement.unevenness
     for index, point in enumerate(item.measurement.points if item.measurement is not None else ()):
         # The typical sizes have the plain names; the others name their sizes.
         suffix = "" if index == 0 else "".join(f"_{name}{size}" for name, size in point.sizes.items())

@@ -15,6 +15,9 @@ from tvmflow.workspace import Record
 
 Runner = Literal["tvm", "onnxruntime", "pytorch"]
 
+# When round medians differ by more than this share, the machine was too busy for good measurements.
+_NOISY = 0.2
+
 
 class Latency(Record):
     """Milliseconds per run over all rounds; `throughput` is runs per second at the median.
@@ -95,6 +98,36 @@ class Measurements(Record):
     def typical(self) -> Point:
         """The point at the typical sizes, which the gates check."""
         return self.points[0]
+
+    @property
+    def noise(self) -> float:
+        """The largest `noise` of all points."""
+        return max(point.noise for point in self.points)
+
+    @property
+    def unevenness(self) -> float | None:
+        """The largest `unevenness` of the comparisons with peers, None without any."""
+        return max((comparison.unevenness for comparison in self.comparisons.values()), default=None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other work took a part of the machine while it was measured, so that its times are less sure.
+
+        So it was where the bundle's medians differ by more than 20 % between the rounds, or where the reference kernel,
+        which is the same all the time, took more than 5 % longer in slow rounds than in fast ones.
+        """
+        return self.noise > _NOISY or any(comparison.is_uneven for comparison in self.comparisons.values())
+
+    def describe_busyness(self) -> str | None:
+        """Return a sentence on other work on the machine while it was measured, None where `is_busy` is false."""
+        if not self.is_busy:
+            return None
+        reasons = []
+        if self.noise > _NOISY:
+            reasons.append(f"rounds differ by {self.noise:.0%}")
+        if (unevenness := self.unevenness) is not None and any(item.is_uneven for item in self.comparisons.values()):
+            reasons.append(f"a fixed kernel took {1 + unevenness:.2f} times as long at times")
+        return f"the machine was busy while it was measured: {', and '.join(reasons)}"
 
 
 class Deviation(Record):

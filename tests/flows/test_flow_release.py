@@ -14,6 +14,7 @@ import pytest
 from mlflow.entities import ViewType
 
 from support.reports import data_of, read_table, unexplained_figures
+from tvmflow.figures import Measurements
 from tvmflow.release import Blob
 from tvmflow.report.pictures import draw_png, find_charts
 from tvmflow.services import open_store
@@ -139,6 +140,12 @@ def test_mlflow_has_a_run_with_a_nested_run_per_target(digits: Any, target: dict
     assert nested.data.metrics["tvm_latency_ms_p50"] == target["latency_ms"]["p50"]
     assert nested.data.metrics["ratio_onnxruntime"] == target["ratio"]["onnxruntime"]
     assert nested.data.metrics["max_abs_error"] == target["max_abs_error"]
+    # Whether the machine is busy is for the machine to say; all places say the same.
+    measurements = digits.machine.releases("digits")[0]["targets"][0]["measurements"]
+    measured = Measurements.model_validate(measurements)
+    assert nested.data.metrics["noise"] == measured.noise
+    assert nested.data.metrics["unevenness"] == measured.unevenness
+    assert nested.data.tags.get("tvmflow.machine") == target["busyness"] == measured.describe_busyness()
 
 
 def test_mlflow_has_the_files_of_the_run(digits: Any) -> None:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from html import escape, unescape
 from typing import Any
 
 from tvmflow.report import charts
@@ -29,7 +29,11 @@ _STYLE = (
     "table{border-collapse:collapse;font-size:.9rem}"
     "th,td{padding:.3rem .7rem;text-align:left;font-weight:normal;white-space:nowrap;"
     "border-bottom:1px solid color-mix(in srgb,CanvasText 20%,Canvas)}thead th{font-weight:bold}"
-    ".number{text-align:right}caption{text-align:left;padding:.3rem 0}"
+    ".number{text-align:right}caption{text-align:left;padding:.3rem 0}data{white-space:nowrap}"
+    # On a phone words of a cell stand below each other, so that most tables need no scrolling.
+    "@media(max-width:40rem){th,td{white-space:normal;padding:.3rem .25rem}"
+    "th:first-child{padding-left:0}table{font-size:.8rem}tbody th,td:not(.number){overflow-wrap:anywhere}"
+    "tbody th{min-width:4.5rem}td:not(.number){min-width:3.5rem}}"
     "pre,code{font-size:.85rem}pre{overflow-x:auto;padding:.7rem;"
     "background:color-mix(in srgb,CanvasText 7%,Canvas)}"
     ".verdict{padding:.8rem 1rem;border-left:.5rem solid;font-size:1.1rem}"
@@ -71,9 +75,14 @@ def paragraph(content: object, kind: str = "") -> Markup:
 def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
     """Return a table that scrolls by itself where the screen is too narrow for it; the first cell heads its row.
 
-    Columns with a cell that `number` wrote are aligned at the right. Every row must have as many cells as headings.
+    Columns with a cell that `number` wrote are aligned at the right. Every row must have as many cells as headings. A
+    first column called "target" with the same target in all rows moves into the caption, which leaves a phone's width
+    to the figures.
     """
     cells = [[text(cell) for cell in row] for row in rows]
+    if headings[0] == "target" and len({row[0] for row in cells}) == 1:
+        caption, headings = f"{caption}, {unescape(cells[0][0])}", headings[1:]
+        cells = [row[1:] for row in cells]
     has_figures = [any(cell.startswith("<data") for cell in column) for column in zip(*cells, strict=True)]
     kinds = [' class="number"' if numeric else "" for numeric in has_figures or [False] * len(headings)]
 
