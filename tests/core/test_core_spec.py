@@ -167,6 +167,9 @@ RULES: list[tuple[str, object, str, list[str]]] = [
     ("gates.max_latency_ms", 0, "gates.max_latency_ms", ["0"]),
     ("gates.unverified_targets", "skip", "gates.unverified_targets", ["'refuse'", "'allow'"]),
     ("train", {"function": "train"}, "train.function", ["'train'"]),
+    ("train", {"function": "a:b", "arguments": {"db_password": "x1"}}, "train.arguments", ["'db_password'", "child_"]),
+    ("train", {"function": "a:b", "arguments": {"hub": {"hf_token": 1}}}, "train.arguments", ["'hf_token'"]),
+    ("model.arguments", {"API_KEY": "x1"}, "model.arguments", ["'API_KEY'"]),
     ("channels", {"two words": {}}, "channel 'two words'", []),
     ("channels", {"latest": {}}, "channel 'latest'", ["MLflow"]),
     ("channels", {"v2": {}}, "channel 'v2'", ["MLflow"]),
@@ -728,6 +731,15 @@ def test_a_precision_that_a_target_lacks_is_refused(tmp_path: Path) -> None:
     message = refusal(document, tmp_path)
     assert "build.precision" in message
     assert "'x86-64-v3'" in message
+
+
+def test_a_secret_among_the_arguments_is_not_repeated_and_other_names_are_none(tmp_path: Path) -> None:
+    secret = {"secret": "correct horse battery staple"}
+    assert "horse" not in refusal({**GOOD, "train": {"function": "a:b", "arguments": secret}}, tmp_path)
+    names = ("pad_token", "max_tokens", "token_dropout", "key", "keys", "passes", "secretary", "learning_rate")
+    arguments = dict.fromkeys(names, 1)
+    document = {**GOOD, "model": {"factory": "a:b", "arguments": arguments}}
+    assert parse(document, tmp_path, "release.yaml").model.arguments == (arguments)
 
 
 @pytest.mark.parametrize("value", ['"\\uD800"', '{"\\uD800": 1}', "!!binary gIGC"])

@@ -1,10 +1,11 @@
 """The sections on the checks of a release: equal outputs, a task metric, times, and bounds on these."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
 from tvmflow.spec.fields import (
+    Arguments,
     FunctionName,
     NonNegativeFloat,
     NonNegativeInt,
@@ -27,7 +28,7 @@ class TaskMetric(Section):
 
     dataset: FunctionName
     """A function that returns the data."""
-    arguments: dict[str, Any] = Field(default={})
+    arguments: Arguments = Field(default={})
     """Keyword arguments of `dataset`."""
     metric: str = "accuracy"
     """`accuracy`, or a function."""
