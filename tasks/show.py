@@ -201,9 +201,10 @@ def write_text(show: str, inputs: NamedArrays) -> Text:
     try:
         text = usercode.call(show, _SHOW, ExportError, {name: np.array(array) for name, array in inputs.items()})
     except (ExportError, SystemExit) as error:
-        problem = error if error.__cause__ is None else error.__cause__
         logger.warning("%s", error)
-        return Text(text=f"{what} raised {type(problem).__name__}", failed=True)
+        if isinstance(error, ExportError) and error.__cause__ is None:
+            return Text(text=str(error), failed=True)
+        return Text(text=f"{what} raised {type(error.__cause__ or error).__name__}", failed=True)
     if not isinstance(text, str):
         return Text(text=f"{what} returned a {type(text).__name__}, not a text", failed=True)
     # Halves of surrogate pairs, which no file of UTF-8 can hold, become question marks.

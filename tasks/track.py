@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from tasks.benchmark import BenchmarkResult
@@ -281,7 +282,15 @@ def metrics(item: TargetResult) -> dict[str, float]:
                 figures[f"{runner}_{figure}{suffix}"] = value
             figures[f"{runner}_load_seconds"] = measurement.load_seconds
             figures[f"{runner}_peak_memory_bytes"] = measurement.peak_memory
+            if measurement.firsts and index == 0:
+                figures[f"{runner}_first_seconds"] = median(measurement.firsts)
+            if measurement.joules:
+                figures[f"{runner}_joules"] = median(measurement.joules)
         figures |= {f"ratio_{peer}{suffix}": value for peer, value in point.ratio.items()}
+    for concurrency in item.measurement.concurrency if item.measurement is not None else ():
+        for runner, latency in concurrency.runners.items():
+            figures[f"{runner}_throughput_callers{concurrency.callers}"] = latency.throughput
+            figures[f"{runner}_latency_ms_p50_callers{concurrency.callers}"] = latency.p50
     return figures
 
 

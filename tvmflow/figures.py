@@ -20,7 +20,7 @@ _NOISY = 0.2
 
 
 class Latency(Record):
-    """Milliseconds per run over all rounds; `throughput` is runs per second at the median.
+    """Milliseconds per run over all rounds; `throughput` is runs per second, at the median where one caller runs.
 
     p90 and p99 are None where there are fewer runs than they need, 64 and 662.
     """
@@ -38,9 +38,10 @@ class Measurement(Record):
     """The figures of one runner at one point.
 
     `latency_ms` is in milliseconds, `total_seconds` the sum of all timed runs, `load_seconds` the median time to
-    load the model. `peak_memory` is in bytes, as is `size`, the size of the runner's model file. `loads` and `peaks`
-    are the seconds to load the model and the peak memory in bytes of each round, whose process is a fresh one; empty
-    where they were not recorded.
+    load the model. `peak_memory` is in bytes, as is `size`, the size of the runner's model file. `loads`, `firsts` and
+    `peaks` are the seconds to load the model, the seconds of the first run and the peak memory in bytes of each round,
+    whose process is a fresh one; empty where they were not recorded. `joules` is the energy of the processor for a run
+    in each round, empty where the machine does not tell it.
     """
 
     latency_ms: Latency
@@ -49,7 +50,9 @@ class Measurement(Record):
     peak_memory: int
     size: int
     loads: tuple[float, ...] = ()
+    firsts: tuple[float, ...] = ()
     peaks: tuple[int, ...] = ()
+    joules: tuple[float, ...] = ()
 
 
 class Point(Record):
@@ -82,16 +85,29 @@ class Point(Record):
         return ", ".join(f"{name} {size}" for name, size in self.sizes.items())
 
 
+class Concurrency(Record):
+    """The figures of all runners at the typical sizes while `callers` threads of one process call the model at once.
+
+    The latency is that of single runs, which wait for each other's processors. `throughput` is the runs per second of
+    all callers together, the median over the rounds. `runs` is the number of timed runs of each runner.
+    """
+
+    callers: int
+    runs: int
+    runners: dict[Runner, Latency]
+
+
 class Measurements(Record):
     """The measured points, the typical sizes first; `runs` is the number of timed runs of each runner at each point.
 
     `threads` is the number of threads of the peers. `comparisons` has the bundle's comparison with each peer at the
-    typical sizes, by the peer's name.
+    typical sizes, by the peer's name. `concurrency` has the numbers of callers that the release file lists.
     """
 
     runs: int
     threads: int
     points: Annotated[tuple[Point, ...], Field(min_length=1)]
+    concurrency: tuple[Concurrency, ...] = ()
     comparisons: dict[Runner, Comparison] = Field(default={})
 
     @property

@@ -535,6 +535,7 @@ DEFAULTS: Document = {
         "warmup": 10,
         "threads": None,
         "peers": ["onnxruntime", "pytorch"],
+        "callers": [],
     },
     "gates": {
         "max_latency_ms": None,

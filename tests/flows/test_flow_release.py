@@ -140,9 +140,14 @@ def test_mlflow_has_a_run_with_a_nested_run_per_target(digits: Any, target: dict
     assert nested.data.metrics["tvm_latency_ms_p50"] == target["latency_ms"]["p50"]
     assert nested.data.metrics["ratio_onnxruntime"] == target["ratio"]["onnxruntime"]
     assert nested.data.metrics["max_abs_error"] == target["max_abs_error"]
+    assert nested.data.metrics["tvm_first_seconds"] > 0
     # Whether the machine is busy is for the machine to say; all places say the same.
     measurements = digits.machine.releases("digits")[0]["targets"][0]["measurements"]
     measured = Measurements.model_validate(measurements)
+    (together,) = measured.concurrency
+    assert (together.callers, together.runs) == (3, 2 * 5 * 3)
+    assert together.runners.keys() == {"tvm", "onnxruntime", "pytorch"}
+    assert nested.data.metrics["tvm_throughput_callers3"] == together.runners["tvm"].throughput
     assert nested.data.metrics["noise"] == measured.noise
     assert nested.data.metrics["unevenness"] == measured.unevenness
     assert nested.data.tags.get("tvmflow.machine") == target["busyness"] == measured.describe_busyness()

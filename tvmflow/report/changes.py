@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from tvmflow.comparison import Comparison, Interval, Pair
-from tvmflow.figures import Point
+from tvmflow.figures import Concurrency, Point
 from tvmflow.release import Release, ReleaseTarget
 from tvmflow.workspace import Record
 
@@ -193,13 +193,17 @@ def figures(target: ReleaseTarget) -> dict[str, float | None]:
     """Return the figures of a release's target, by name with the unit; None where they were not measured.
 
     They are those at the typical sizes of the symbolic dimensions, and the median latency at each other choice of them.
+    Energy is left out where the machine does not tell it.
     """
-    speed: tuple[float | None, ...] = (None,) * 6
+    speed: tuple[float | None, ...] = (None,) * 8
+    concurrency: tuple[Concurrency, ...] = ()
     if target.measurements is not None:
-        bundle = target.measurements.typical.bundle
+        bundle, concurrency = target.measurements.typical.bundle, target.measurements.concurrency
         latency = bundle.latency_ms
-        speed = (latency.p50, latency.p90, latency.p99, latency.throughput, bundle.peak_memory, bundle.load_seconds)
-    p50, p90, p99, throughput, peak_memory, load_seconds = speed
+        first, joules = (median(each) if each else None for each in (bundle.firsts, bundle.joules))
+        speed = (latency.p50, latency.p90, latency.p99, latency.throughput)
+        speed += (bundle.peak_memory, bundle.load_seconds, first, joules)
+    p50, p90, p99, throughput, peak_memory, load_seconds, first_seconds, energy = speed
     others = () if target.measurements is None else target.measurements.points[1:]
     comparison = _comparison(target)
     deviation = target.verdict.original
@@ -209,12 +213,15 @@ def figures(target: ReleaseTarget) -> dict[str, float | None]:
         "p99 latency, ms": p99,
         "runs per second": throughput,
         **{f"p50 at {_name_sizes(point)}, ms": point.bundle.latency_ms.p50 for point in others},
+        **{f"runs per second of {item.callers} callers": item.runners["tvm"].throughput for item in concurrency},
         "task metric": target.verdict.metric_bundle,
         "largest error": None if deviation is None else deviation.max_abs_error,
         "top-1 agreement": None if deviation is None else deviation.top1_agreement,
         "bundle, bytes": target.bundle.size,
         "peak memory, bytes": peak_memory,
         "load, s": load_seconds,
+        "first run, s": first_seconds,
+        **({} if energy is None else {"energy of a run, J": energy}),
         REFERENCE: None if comparison is None else median(pair.reference for pair in comparison.pairs) * 1e6,
     }
 
@@ -239,7 +246,7 @@ class Spread(Record):
 
 
 def spreads(now: Release, before: Release | None) -> Iterator[Spread]:
-    """Yield the loading time and the peak memory of each target of a release, as far as they were recorded.
+    """Yield the times of loading and of the first run, and the peak memory, of each target, as far as recorded.
 
     Those of the same target in the release `before` come first; it is None where there is no such release.
     """
@@ -248,7 +255,7 @@ def spreads(now: Release, before: Release | None) -> Iterator[Spread]:
         items = [(now.version, target)]
         if before is not None and target.target in old_targets:
             items.insert(0, (before.version, old_targets[target.target]))
-        for figure, name in (("load, s", "loads"), ("peak memory, MB", "peaks")):
+        for figure, name in (("load, s", "loads"), ("first run, s", "firsts"), ("peak memory, MB", "peaks")):
             for version, item in items:
                 values = [] if item.measurements is None else getattr(item.measurements.typical.bundle, name)
                 scale = 1e-6 if name == "peaks" else 1.0

@@ -280,6 +280,7 @@ def _against(data: PageData) -> Iterator[Markup]:
             yield _show_ratios(data.ratios)
     if data.spreads:
         yield _show_spreads(data.spreads)
+    yield from _show_concurrency(data.release)
     latencies: dict[str, list[tuple[float, float]]] = {}
     for row in data.history:
         if row.p50 is not None:
@@ -339,6 +340,23 @@ def _show_spreads(spreads: Sequence[Spread]) -> Markup:
     ]
     headings = ("target", "figure", "release", "median", "least to most", "rounds")
     return page.table("Loading, in a fresh process for each round", headings, rows)
+
+
+def _show_concurrency(release: Release) -> Iterator[Markup]:
+    for item in release.targets:
+        rows = [
+            (
+                page.number(each.callers, "{:d}"),
+                runner,
+                page.number(latency.throughput),
+                *(page.number(value, "{:.3f}") for value in (latency.p50, latency.p90, latency.p99)),
+            )
+            for each in (() if item.measurements is None else item.measurements.concurrency)
+            for runner, latency in each.runners.items()
+        ]
+        if rows:
+            headings = ("callers", "runner", "runs per second", "p50 ms", "p90 ms", "p99 ms")
+            yield page.table(f"{item.target}: several callers at once", headings, rows)
 
 
 def _show_slowdown(slowdown: Slowdown) -> Markup:

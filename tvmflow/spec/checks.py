@@ -92,6 +92,9 @@ class Benchmark(Section):
     """Threads of each runner; the target's unless given."""
     peers: tuple[Literal["onnxruntime", "pytorch"], ...] = ("onnxruntime", "pytorch")
     """The runners with which the bundle is compared."""
+    callers: tuple[PositiveInt, ...] = ()
+    """Numbers of threads that call the model at once, as in `[2, 8]`: for each, throughput and latency of all runners
+    at the typical sizes, over all rounds. Every caller makes `repeats` runs in a round."""
 
 
 class Gates(Section):

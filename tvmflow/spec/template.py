@@ -95,6 +95,7 @@ validate:
 #   warmup: 10
 #   threads: 2                  # default: the target's
 #   peers: [onnxruntime, pytorch]
+#   callers: []                 # as [2, 8]: numbers of threads that call the model at once
 
 # gates:                        # a release out of bounds is not published
 #   max_latency_ms: 20
