@@ -222,7 +222,7 @@ def test_what_both_releases_do_not_record_is_not_the_same() -> None:
         **dict.fromkeys((change.name for change in compare_releases(old, old)), True),
         **dict.fromkeys(_UNRECORDED),
         # These were not measured.
-        **dict.fromkeys(("p99 latency, ms", "first run, s", "reference kernel, us")),
+        **dict.fromkeys(("p99 latency, ms", "first run, ms", "reference kernel, us")),
     }
 
 
@@ -393,7 +393,9 @@ def test_the_page_says_whether_the_machine_or_the_build_is_slower(
     provenance = Provenance(onnx="sha256:" + onnx * 64, opset=18)
     now = make_compared("2", 1.3, reference=reference, peer=peer, rounds=rounds, provenance=provenance)
     text = write_page(make_data(now, "production", before, (before,), {}, ()))
-    sentence = re.findall(r'<p class="verdict undecided">(native takes.*?)</p>', text)
+    sentence = re.findall(r'<p class="verdict undecided">(native takes \d.*?)</p>', text)
+    verdict = text.partition('<h2 id="verdict">')[2].partition("</section>")[0]
+    assert "native takes 1.30 times as long as in 1, which production holds." in re.sub("<[^>]*>", "", verdict)
     assert sentence == [
         f"native takes 1.30 times as long as in 1. {conclusion}: the reference kernel, which is the same for every "
         f"release, took {reference:.2f} times as long, and with "
@@ -436,8 +438,8 @@ def test_a_gate_on_a_figure_shows_the_interval_of_its_check() -> None:
     ("reference", "noise", "sentence"),
     [
         ((1.0, 1.0, 1.02), 0.1, ""),
-        ((1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.5), 0.1, "by 10.0%, a fixed kernel's times by 15.0%"),
-        ((1.0, 1.0, 1.02), 0.25, "by 25.0%, a fixed kernel's times by 1.6%"),
+        ((1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.5), 0.1, "by 10.0%, and a fixed kernel's times by 15.0%"),
+        ((1.0, 1.0, 1.02), 0.25, "by 25.0%, and a fixed kernel's times by 1.6%"),
     ],
 )
 def test_the_page_says_that_the_machine_was_busy(reference: tuple[float, ...], noise: float, sentence: str) -> None:
@@ -465,6 +467,24 @@ def test_the_page_says_that_the_machine_was_busy(reference: tuple[float, ...], n
     assert sentence in plain
     assert data_of(text)["quietness"]["native"]["busyness"] == busyness
     assert unexplained_figures(text) == []
+
+
+def test_a_percentile_that_is_not_shown_lacks_runs(page: str) -> None:
+    assert data_of(page)["quietness"]["native"]["missing"] == {"p99": 662 - 64}
+    assert "64 runs in rounds, whose medians differ by 0.0%; p99 needs 598 runs more" in re.sub("<[^>]*>", "", page)
+
+
+def test_a_long_name_keeps_its_end() -> None:
+    names = [f"model.encoder.layers.{index}.attention.self.projection" for index in range(2)]
+    rows = [charts.GraphRow(name, "", (), 1.0, None) for name in names]
+    shown = re.findall(r"<text [^>]*>([^<]*…[^<]*)<", charts.graph("layers", rows))
+    assert [name.partition("…")[2] in names[index] for index, name in enumerate(shown)] == [True, True]
+    assert shown[0] != shown[1]
+    assert all(name.endswith(".self.projection") for name in shown)
+
+
+def test_a_table_of_nothing_says_so() -> None:
+    assert table("Drifts", ("model", "figure"), []) == "<p>Drifts: none.</p>"
 
 
 def test_the_first_release_has_its_figures() -> None:

@@ -220,7 +220,7 @@ def figures(target: ReleaseTarget) -> dict[str, float | None]:
         "bundle, bytes": target.bundle.size,
         "peak memory, bytes": peak_memory,
         "load, s": load_seconds,
-        "first run, s": first_seconds,
+        "first run, ms": None if first_seconds is None else first_seconds * 1e3,
         **({} if energy is None else {"energy of a run, J": energy}),
         REFERENCE: None if comparison is None else median(pair.reference for pair in comparison.pairs) * 1e6,
     }
@@ -255,10 +255,13 @@ def spreads(now: Release, before: Release | None) -> Iterator[Spread]:
         items = [(now.version, target)]
         if before is not None and target.target in old_targets:
             items.insert(0, (before.version, old_targets[target.target]))
-        for figure, name in (("load, s", "loads"), ("first run, s", "firsts"), ("peak memory, MB", "peaks")):
+        for figure, name, scale in (
+            ("load, s", "loads", 1.0),
+            ("first run, ms", "firsts", 1e3),
+            ("peak memory, MB", "peaks", 1e-6),
+        ):
             for version, item in items:
                 values = [] if item.measurements is None else getattr(item.measurements.typical.bundle, name)
-                scale = 1e-6 if name == "peaks" else 1.0
                 if values:
                     yield Spread(
                         target=target.target,

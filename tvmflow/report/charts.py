@@ -140,7 +140,7 @@ def bars(title: str, rows: Mapping[str, float], form: str = "{:.3g}") -> str:
     parts = []
     for index, (name, value) in enumerate(rows.items()):
         top, width = index * _BAR, value * scale
-        parts.append(f"<g><title>{escape(name)}</title>{_text(0, top + 13, _shorten(name, 56))}")
+        parts.append(f"<g><title>{escape(name)}</title>{_text(0, top + 13, _cut(name, 56, 0.4))}")
         parts.append(f'<rect x="0" y="{top + 18}" width="{width:.1f}" height="12" fill="{COLOURS[0]}"/></g>')
         parts.append(_figure(width + 6, top + 28, value, form.format(value)))
     texts = ", ".join(f"{name} {form.format(value)}" for name, value in rows.items())
@@ -191,7 +191,7 @@ def graph(title: str, rows: Sequence[GraphRow]) -> str:
                 parts.append(f'<path class="axis" d="{curve}"/>')
         parts.append(f"<g><title>{escape(row.description)}</title>")
         parts.append(f'<circle cx="{spine:.0f}" cy="{y:.0f}" r="4" fill="{COLOURS[0]}"/>')
-        parts.append(_text(left, y + 4, _shorten(row.name, int((290 - left) / 6.8))))
+        parts.append(_text(left, y + 4, _cut(row.name, int((290 - left) / 6.4), 0.0)))
         width = 110 * row.ms / longest
         parts.append(f'<rect x="300" y="{y - 6:.0f}" width="{width:.1f}" height="12" fill="{COLOURS[0]}"/>')
         parts.append(_figure(304 + width, y + 4, row.ms, f"{row.ms:.3g}"))
@@ -314,6 +314,14 @@ def _picture(title: str, description: str, height: float, parts: Sequence[str], 
 
 def _shorten(name: str, length: int) -> str:
     return name if len(name) <= length else f"{name[: max(1, length - 1)]}…"
+
+
+def _cut(name: str, length: int, share: float) -> str:
+    """A name of at most `length` letters, of which `share` are its first ones; its end tells neighbours apart."""
+    if len(name) <= length:
+        return name
+    first = int((length - 1) * share)
+    return f"{name[:first]}…{name[len(name) - max(1, length - 1 - first) :]}"
 
 
 def _figure(x: float, y: float, value: float, text: str, anchor: str = "start") -> str:

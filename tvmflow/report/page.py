@@ -62,6 +62,11 @@ def number(value: float | None, form: str = "") -> Markup:
     return Markup(f'<data value="{value!r}">{escape(form.format(value) if form else format_number(value))}</data>')
 
 
+def moment(when: str) -> Markup:
+    """Return a time (UTC, ISO 8601) as a reader sees it, to the minute, in an HTML element that holds it exactly."""
+    return Markup(f'<time datetime="{escape(when)}">{escape(when[:16].replace("T", " "))}</time>')
+
+
 def text(value: object) -> str:
     """Return a value as HTML: `Markup` as it is, any other value as escaped text."""
     return value if isinstance(value, Markup) else escape(str(value))
@@ -77,14 +82,16 @@ def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]
 
     Columns with a cell that `number` wrote are aligned at the right. Every row must have as many cells as headings. A
     first column called "target" with the same target in all rows moves into the caption, which leaves a phone's width
-    to the figures.
+    to the figures. Without rows it is a paragraph that says so.
     """
     cells = [[text(cell) for cell in row] for row in rows]
+    if not cells:
+        return paragraph(f"{caption}: none.")
     if headings[0] == "target" and len({row[0] for row in cells}) == 1:
         caption, headings = f"{caption}, {unescape(cells[0][0])}", headings[1:]
         cells = [row[1:] for row in cells]
     has_figures = [any(cell.startswith("<data") for cell in column) for column in zip(*cells, strict=True)]
-    kinds = [' class="number"' if numeric else "" for numeric in has_figures or [False] * len(headings)]
+    kinds = [' class="number"' if numeric else "" for numeric in has_figures]
 
     def write_row(row: Sequence[str]) -> str:
         first, *others = (f"{kind}>{cell}" for kind, cell in zip(kinds, row, strict=True))

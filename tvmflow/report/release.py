@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from tvmflow.figures import Measurements
+from tvmflow.comparison import runs_needed
+from tvmflow.figures import Measurements, Runner
 from tvmflow.release import Release
 from tvmflow.report import charts, page, trust
 from tvmflow.report.changes import (
@@ -27,6 +28,9 @@ from tvmflow.workspace import Record
 # The functions that the page shows by themselves, and a digest with the digits that tell bundles apart.
 _SHOWN_FUNCTIONS = 12
 _DIGEST = re.compile(r"((?:sha256:)?[0-9a-f]{12})[0-9a-f]{52}")
+
+
+_RUNNERS: Mapping[Runner, str] = {"tvm": "the bundle", "onnxruntime": "ONNX Runtime", "pytorch": "PyTorch"}
 
 
 class HistoryRow(Record):
@@ -67,13 +71,16 @@ class ProfileSum(Record):
 
 
 class Quietness(Record):
-    """How quiet the machine was while a target was measured, in `rounds` rounds.
+    """How quiet the machine was while a target was measured, in `runs` timed runs of `rounds` rounds.
 
     `noise` is the largest difference between the bundle's medians of the rounds, as a share of their median, and
     `unevenness` how much longer the reference kernel took in slow rounds than in fast ones, as a share; None where no
-    peer was measured. `busyness` is a sentence where these are too large for sure times, else None.
+    peer was measured. `busyness` is a sentence where these are too large for sure times, else None. `missing` is the
+    number of runs that a percentile lacks, as by "p99"; it has only those that lack some.
     """
 
+    runs: int
+    missing: dict[str, int]
     rounds: int | None
     noise: float
     unevenness: float | None
@@ -163,7 +170,10 @@ def _profile_sums(release: Release, insights: Mapping[str, Insight]) -> Iterator
 
 def _quietness(measurements: Measurements) -> Quietness:
     comparison = next(iter(measurements.comparisons.values()), None)
+    lacks = {f"p{which}": runs_needed(which) - measurements.runs for which in (90, 99)}
     return Quietness(
+        runs=measurements.runs,
+        missing={name: lack for name, lack in lacks.items() if lack > 0},
         rounds=None if comparison is None else len(comparison.pairs),
         noise=measurements.noise,
         unevenness=measurements.unevenness,
@@ -229,6 +239,15 @@ def _verdict(data: PageData) -> Iterator[Markup]:
         yield page.paragraph(f"{data.channel} would refuse it: " + "; ".join(refusals), "verdict fail")
     else:
         yield page.paragraph("Every target passed its validation and its gates.", "verdict pass")
+    for slowdown in data.slowdowns:
+        ratio = page.number(slowdown.bundle, "{:.2f}")
+        yield page.paragraph(
+            Markup(
+                f"{page.text(slowdown.target)} takes {ratio} times as long as in {page.text(slowdown.before)}, which "
+                f"{page.text(data.channel)} holds."
+            ),
+            "verdict undecided",
+        )
     for target, quietness in data.quietness.items():
         if quietness.busyness is not None:
             yield _show_quietness(target, quietness)
@@ -294,17 +313,19 @@ def _against(data: PageData) -> Iterator[Markup]:
 
 
 def _show_quietness(target: str, quietness: Quietness) -> Markup:
-    noise = f"the bundle's medians differ by {page.number(quietness.noise, '{:.1%}')}"
-    rounds = "" if quietness.rounds is None else f" of {page.number(quietness.rounds, '{:d}')} rounds"
-    kernel = ""
+    rounds = "in rounds" if quietness.rounds is None else f"in {page.number(quietness.rounds, '{:d}')} rounds"
+    words = f"{page.number(quietness.runs, '{:d}')} runs {rounds}, whose medians differ by "
+    words += page.number(quietness.noise, "{:.1%}")
     if quietness.unevenness is not None:
-        kernel = f", a fixed kernel's times by {page.number(quietness.unevenness, '{:.1%}')}"
+        words += f", and a fixed kernel's times by {page.number(quietness.unevenness, '{:.1%}')}"
+    for name, lack in quietness.missing.items():
+        words += f"; {name} needs {page.number(lack, '{:d}')} runs more"
     if quietness.busyness is None:
-        return page.paragraph(Markup(f"{page.text(target)}: in the measurement{rounds} {noise}{kernel}."))
+        return page.paragraph(Markup(f"{page.text(target)}: {words}."))
     return page.paragraph(
         Markup(
-            f"{page.text(target)}: the machine was busy while it was measured: in the measurement{rounds} {noise}"
-            f"{kernel}. Its times may be those of other work."
+            f"{page.text(target)}: the machine was busy while it was measured: {words}. "
+            "Its times may be those of other work."
         ),
         "verdict undecided",
     )
@@ -346,8 +367,8 @@ def _show_concurrency(release: Release) -> Iterator[Markup]:
     for item in release.targets:
         rows = [
             (
+                _RUNNERS[runner],
                 page.number(each.callers, "{:d}"),
-                runner,
                 page.number(latency.throughput),
                 *(page.number(value, "{:.3f}") for value in (latency.p50, latency.p90, latency.p99)),
             )
@@ -355,7 +376,7 @@ def _show_concurrency(release: Release) -> Iterator[Markup]:
             for runner, latency in each.runners.items()
         ]
         if rows:
-            headings = ("callers", "runner", "runs per second", "p50 ms", "p90 ms", "p99 ms")
+            headings = ("runner", "callers", "runs per second", "p50 ms", "p90 ms", "p99 ms")
             yield page.table(f"{item.target}: several callers at once", headings, rows)
 
 
