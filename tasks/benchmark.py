@@ -66,8 +66,8 @@ class TurnJob(Job):
 class BenchmarkJob(Job):
     """The bundle, its original, and how to measure both; `points` are the sizes of symbolic dimensions to measure.
 
-    The `peers` use `threads` threads, the bundle `bundle_threads`. `bounds` gives, for each peer that has a gate, the
-    largest allowed ratio of the bundle's latency to the peer's.
+    The `peers` use `threads` threads, the bundle `bundle_threads`. `bounds` gives, for each peer that has gates, the
+    largest ratios of the bundle's latency to the peer's that they allow.
     """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
@@ -82,7 +82,7 @@ class BenchmarkJob(Job):
     points: tuple[dict[str, int], ...]
     threads: int
     bundle_threads: int
-    bounds: dict[Literal["onnxruntime", "pytorch"], float]
+    bounds: dict[Literal["onnxruntime", "pytorch"], tuple[float, ...]]
 
     @property
     def label(self) -> str:
@@ -108,7 +108,6 @@ class BenchmarkJob(Job):
         limit = read_manifest(workspace.path(packaged.bundle)).max_threads
         inputs = [Input(name=item.name, shape=item.shape, samples=Samples(kind="ones")) for item in exported.inputs]
         peers = tuple(peer for peer in section.peers if peer != "pytorch" or original.source.framework == "pytorch")
-        gates = {peer: getattr(spec.gates, f"max_ratio_{peer}") for peer in peers}
         return cls(
             original=original,
             onnx=exported.onnx,
@@ -120,7 +119,7 @@ class BenchmarkJob(Job):
             points=tuple(samples.measured_sizes(inputs, exported.dimensions)),
             threads=threads,
             bundle_threads=min(limit or threads, threads),
-            bounds={peer: bound for peer, bound in gates.items() if bound is not None},
+            bounds={peer: bounds for peer in peers if (bounds := spec.ratio_bounds(peer))},
         )
 
 
@@ -252,8 +251,7 @@ def work(job: BenchmarkJob, runner: StepRunner) -> BenchmarkResult:
             rounds.append(_measure_round(job, runner, random))
         return {peer: rounds[index].pair(0, peer) for peer in job.peers}
 
-    bounds: dict[Runner, tuple[float, ...]] = dict.fromkeys(job.peers, ())
-    bounds |= {peer: (bound,) for peer, bound in job.bounds.items()}
+    bounds: dict[Runner, tuple[float, ...]] = {peer: job.bounds.get(peer, ()) for peer in job.peers}
     pairs = compare(plan, bounds, measure, lambda done, budget: runner.emit(done, budget, "in turn"))
     conditions = observe_conditions((job.bundle_threads, job.threads), load)
     size: dict[Runner, int] = {"tvm": job.bundle.size, "onnxruntime": job.onnx.size, "pytorch": job.onnx.size}
