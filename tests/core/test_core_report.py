@@ -362,7 +362,8 @@ def test_the_page_answers_why_it_is_slower(page: str) -> None:
 
 
 def test_a_slower_machine_shows_by_its_processor_and_the_reference_kernel() -> None:
-    now, before = make_compared("2", 1.0, reference=150e-6), make_compared("1", 1.0, reference=100e-6)
+    now = make_compared("2", 1.0, reference=150e-6, processor="processor 2")
+    before = make_compared("1", 1.0, reference=100e-6, processor="processor 1")
     changes = {change.name: change for change in compare_releases(now, before)}
     assert changes["reference kernel, us"].ratio == pytest.approx(1.5)
     assert changes["reference kernel, us"].now == pytest.approx(150)
@@ -404,6 +405,52 @@ def test_the_page_says_whether_the_machine_or_the_build_is_slower(
     ]
     assert data_of(text)["slowdowns"][0]["bundle"] == pytest.approx(1.3)
     assert sentence[0] in write_difference(now, before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "peer", "onnx", "conclusion"),
+    [
+        (
+            {"threads": (2, 2)},
+            1.3,
+            "a",
+            "It was measured on other terms (threads of the peers 1 to 2), which explains it",
+        ),
+        (
+            {"threads": (1, 1)},
+            1.3,
+            "a",
+            "Other work held the processors, and it was measured on other terms (threads 2 to 1)",
+        ),
+        (
+            {"threads": (1, 2), "processor": "slow"},
+            1.3,
+            "a",
+            "It was measured on other terms (processor processor to slow, threads 2 to 1, threads of the peers 1 to "
+            "2), which explains it",
+        ),
+        (
+            {"threads": (1, 1)},
+            1.0,
+            "a",
+            "The machine does not explain it, and it was measured on other terms (threads 2 to 1)",
+        ),
+        (
+            {"threads": (1, 1)},
+            1.3,
+            "b",
+            "The model, which is another one, or other work on the machine explains it, and it was measured on other "
+            "terms (threads 2 to 1)",
+        ),
+    ],
+)
+def test_a_slowdown_by_fewer_threads_or_another_processor_is_not_that_of_other_work(
+    changes: dict[str, Any], peer: float, onnx: str, conclusion: str
+) -> None:
+    before = make_compared("1", 1.0, provenance=Provenance(onnx="sha256:" + "a" * 64, opset=18))
+    provenance = Provenance(onnx="sha256:" + onnx * 64, opset=18)
+    (slowdown,) = find_slowdowns(make_compared("2", 1.3, peer=peer, provenance=provenance, **changes), before)
+    assert f"native takes 1.30 times as long as in 1. {conclusion}: the reference kernel" in str(slowdown)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from tvmflow.comparison import Comparison, Interval, Pair
+from tvmflow.comparison import Comparison, Conditions, Interval, Pair
 from tvmflow.figures import Concurrency, Point
 from tvmflow.release import Release, ReleaseTarget
 from tvmflow.workspace import Record
@@ -86,13 +86,17 @@ class Slowdown(Record):
 
     `bundle`, `reference` and `peers` are the median times of the bundle, of the reference kernel and of the peers by
     name, each divided by its median time in the release before. `slower` names the peers, and the reference kernel
-    (`REFERENCE`), whose times have become longer than chance explains. The time of a peer tells about the machine only
-    if `same_model` is true: both releases are of the same ONNX model.
+    (`REFERENCE`), whose times have become longer than chance explains. `terms` are the changes of processor, cores and
+    threads, as "threads 2 to 1"; "" where there are none. The time of a peer tells about the machine only where both
+    releases are of the same ONNX model (`same_model`) and `same_terms` is true: processor, cores and the threads of the
+    peers are the same.
     """
 
     target: str
     before: str
     same_model: bool
+    same_terms: bool
+    terms: str
     bundle: float
     reference: float
     peers: dict[str, float]
@@ -104,7 +108,7 @@ class Slowdown(Record):
 
         The machine's slowdown is the largest of those in `slower` that tell about the machine, 1 without any.
         """
-        return self._share({REFERENCE: self.reference, **(self.peers if self.same_model else {})})
+        return self._share({REFERENCE: self.reference, **(self.peers if self.same_model and self.same_terms else {})})
 
     @property
     def share_of_peers(self) -> float:
@@ -126,10 +130,14 @@ class Slowdown(Record):
         kernel = f"the reference kernel, which is the same for every release, took {self.reference:.2f} times as long"
         if self.share >= 0.5:
             conclusion = "The machine was slower" if REFERENCE in self.slower else "Other work held the processors"
+        elif not self.same_terms and self.same_model and self.share_of_peers >= 0.5:
+            conclusion = f"It was measured on other terms ({self.terms}), which explains it"
         elif not self.same_model and self.share_of_peers >= 0.5:
             conclusion = "The model, which is another one, or other work on the machine explains it"
         else:
             conclusion = "The machine does not explain it"
+        if self.terms and self.terms not in conclusion:
+            conclusion += f", and it was measured on other terms ({self.terms})"
         return (
             f"{self.target} takes {self.bundle:.2f} times as long as in {self.before}. {conclusion}: {kernel}, "
             f"and with {model}, {peers}."
@@ -159,15 +167,35 @@ def find_slowdowns(now: Release, before: Release) -> Iterator[Slowdown]:
         slower = [name for name, (new, old) in times.items() if _is_longer(new, old)]
         if "" in slower:
             ratios = {name: median(new) / median(old) for name, (new, old) in times.items()}
+            conditions = [_comparisons(item)[first].conditions for item in (target, old_targets[target.target])]
             yield Slowdown(
                 target=target.target,
                 before=before.version,
                 same_model=now.provenance.onnx == before.provenance.onnx,
+                same_terms=not _compare_terms(*conditions, with_bundle=False),
+                terms=_compare_terms(*conditions, with_bundle=True),
                 bundle=ratios[""],
                 reference=ratios[REFERENCE],
                 peers={name: ratios[name] for name in peers},
                 slower=tuple(name for name in slower if name),
             )
+
+
+def _compare_terms(now: Conditions, before: Conditions, *, with_bundle: bool) -> str:
+    """The changes of the terms on which a target was measured, in words; "" where there are none.
+
+    The bundle's own threads count `with_bundle` only.
+    """
+    figures = {
+        "processor": (now.processor, before.processor),
+        "threads": (now.threads[0], before.threads[0]),
+        "threads of the peers": (now.threads[1], before.threads[1]),
+        "cores": (len(now.cores), len(before.cores)),
+    }
+    if not with_bundle:
+        del figures["threads"]
+    changes = {name: pair for name, pair in figures.items() if pair[0] != pair[1]}
+    return ", ".join(f"{name} {theirs} to {ours}" for name, (ours, theirs) in changes.items())
 
 
 def _pairs(target: ReleaseTarget) -> dict[str, tuple[Pair, ...]]:
