@@ -238,7 +238,8 @@ def _report(context: RunContext, model: ModelSteps, results: tuple[TargetResult,
 
 def _look_into(context: RunContext, model: ModelSteps, item: TargetResult) -> Insight:
     """Return the insight into a bundle, with its samples as text where the release file names a function for that."""
-    job = InsightJob.of(model.exported, model.reference, item.bundle, item.target)
+    threads = None if item.measurement is None else item.measurement.threads
+    job = InsightJob.of(model.exported, model.reference, item.bundle, item.target, threads)
     profile, show = insight(context.runner, job).result, context.spec.validation.show
     return profile if show is None else texts(context.runner, TextsJob.of(show, job, profile)).result.add_to(profile)
 

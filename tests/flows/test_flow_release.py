@@ -183,6 +183,8 @@ def test_the_report_is_published_and_logged(digits: Any) -> None:
     ]
     assert standing["faults"] == []
     assert unexplained_figures(text) == []
+    # The layers are timed on as many threads as the bundle was measured with.
+    assert data_of(text)["insights"]["native"]["peaks"]["threads"] == 1
     (insight,) = data_of(content.decode())["insights"].values()
     assert (insight["samples"], len(insight["worst"])) == (360, 10)
     assert insight["functions"][0]["ms"] > 0

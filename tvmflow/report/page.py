@@ -33,7 +33,7 @@ _STYLE = (
     # On a phone words of a cell stand below each other, so that most tables need no scrolling.
     "@media(max-width:40rem){th,td{white-space:normal;padding:.3rem .25rem}"
     "th:first-child{padding-left:0}table{font-size:.8rem}tbody th,td:not(.number){overflow-wrap:anywhere}"
-    "tbody th{min-width:4.5rem}td:not(.number){min-width:3.5rem}}"
+    "tbody th{min-width:4.5rem}td:not(.number){min-width:2.5rem}pre{white-space:pre-wrap}}"
     "pre,code{font-size:.85rem}pre{overflow-x:auto;padding:.7rem;"
     "background:color-mix(in srgb,CanvasText 7%,Canvas)}"
     ".verdict{padding:.8rem 1rem;border-left:.5rem solid;font-size:1.1rem}"
