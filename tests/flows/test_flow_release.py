@@ -141,6 +141,13 @@ def test_mlflow_has_a_run_with_a_nested_run_per_target(digits: Any, target: dict
     assert nested.data.metrics["ratio_onnxruntime"] == target["ratio"]["onnxruntime"]
     assert nested.data.metrics["max_abs_error"] == target["max_abs_error"]
     assert nested.data.metrics["tvm_first_seconds"] > 0
+    description = run.data.tags["mlflow.note.content"]
+    assert description.startswith("Passed; `report.html` says more.\n\n- native: p50 ")
+    assert (
+        f"{target['latency_ms']['p50']:.4g} ms, {target['ratio']['onnxruntime']:.3g} of the latency of ONNX"
+        in description
+    )
+    assert (target["busyness"] or "") in description
     # Whether the machine is busy is for the machine to say; all places say the same.
     measurements = digits.machine.releases("digits")[0]["targets"][0]["measurements"]
     measured = Measurements.model_validate(measurements)
