@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import requests
 from mlflow.entities import ViewType
 
 from support.reports import data_of, read_table, unexplained_figures
@@ -279,6 +280,15 @@ def test_releasing_again_finds_every_step_done(digits: Any) -> None:
         ("production", "unchanged"),
     ]
     assert len(digits.machine.releases("digits")) == len(digits.machine.versions("digits")) == 1
+    # Prefect's UI shows a table and the way to the report.
+    api = digits.machine.settings["TVMFLOW_PREFECT_API_URL"]
+    query = {"artifacts": {"key": {"any_": ["release"]}}, "sort": "CREATED_DESC"}
+    artifacts = requests.post(f"{api}/artifacts/filter", json=query, timeout=60).json()
+    (artifact,) = [item for item in artifacts if item["description"] == "digits 1"]
+    (entry,) = digits.first.document["targets"]
+    assert f"| native | {entry['latency_ms']['p50']:.4g} | {entry['ratio']['onnxruntime']:.4g} |" in artifact["data"]
+    assert "`tvmflow report digits 1 --open`" in artifact["data"]
+    assert (entry["busyness"] or "") in artifact["data"]
 
 
 def test_a_lost_artifact_is_made_again_and_nothing_else(digits: Any) -> None:
