@@ -191,7 +191,7 @@ def graph(title: str, rows: Sequence[GraphRow]) -> str:
                 parts.append(f'<path class="axis" d="{curve}"/>')
         parts.append(f"<g><title>{escape(row.description)}</title>")
         parts.append(f'<circle cx="{spine:.0f}" cy="{y:.0f}" r="4" fill="{COLOURS[0]}"/>')
-        parts.append(_text(left, y + 4, _cut(row.name, int((290 - left) / 6.4), 0.0)))
+        parts.append(_text(left, y + 4, _cut(row.name, int((290 - left) / 6.9), 0.0)))
         width = 110 * row.ms / longest
         parts.append(f'<rect x="300" y="{y - 6:.0f}" width="{width:.1f}" height="12" fill="{COLOURS[0]}"/>')
         parts.append(_figure(304 + width, y + 4, row.ms, f"{row.ms:.3g}"))
