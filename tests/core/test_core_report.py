@@ -629,6 +629,25 @@ def test_the_layers_of_a_page_are_read_again(page: str) -> None:
     assert times_of(read_data("<html>")) == {}
 
 
+def test_the_page_names_all_that_the_channels_ask_for() -> None:
+    gates = ChannelGates(max_metric_drop=0.01, max_latency_ms=2.5)
+    strict = Policy(after="staging", approval="another", signature="required", rebuild="required", gates=gates)
+    release = make_release("net", "1", make_target(), channels={"staging": Policy(), "production": strict})
+    text = write_page(make_data(release, "production", None, (), {}, ()))
+    (rules,) = re.findall(r"only when its policy is kept:</p><ul>(.*?)</ul>", text)
+    assert re.findall("<li>(.*?)</li>", rules) == [
+        f"production: {rule}"
+        for rule in (
+            "after staging",
+            "approval another",
+            "signature required",
+            "rebuild required",
+            "max_latency_ms 2.5",
+            "max_metric_drop 0.01",
+        )
+    ]
+
+
 def test_a_refusal_stands_first() -> None:
     refused = _release("1", 1.0, reasons=("target 'native': it is <wrong>",))
     text = write_page(make_data(refused, "production", None, (), {}, ()))

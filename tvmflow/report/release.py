@@ -22,6 +22,7 @@ from tvmflow.report.drift import Drift, Step, find_drifts, find_steps
 from tvmflow.report.insight import Drawing, FunctionTime, Insight, SampleInsight
 from tvmflow.report.layers import LayerRow, SlowerLayer, compare_layers, layer_rows, show_layers, show_losses, times_of
 from tvmflow.report.page import Markup
+from tvmflow.spec import Policy
 from tvmflow.verdict import Check
 from tvmflow.workspace import Record
 
@@ -266,17 +267,26 @@ def _verdict(data: PageData) -> Iterator[Markup]:
         )
     headings = ("target", "checked", "largest error", "same top-1", "metric, original", "metric, bundle")
     yield page.table("What was checked", headings, rows)
-    conditions = [
-        f"{channel}: {gate} {bound}"
-        for channel, policy in release.channels.items()
-        for gate, bound in policy.gates
-        if bound is not None
-    ]
+    conditions = [f"{channel}: {rule}" for channel, policy in release.channels.items() for rule in _list_rules(policy)]
     if conditions:
-        yield page.paragraph("A channel refuses it when a gate of its policy is not kept:")
+        yield page.paragraph("A channel takes it only when its policy is kept:")
         yield page.items(conditions)
     if data.checks:
         yield trust.show_checks(f"Gates of {data.channel} on figures", data.checks)
+
+
+def _list_rules(policy: Policy) -> Iterator[str]:
+    """Yield what a policy asks of a release, in the words of a release file."""
+    if policy.after is not None:
+        yield f"after {policy.after}"
+    if policy.approval != "none":
+        yield f"approval {policy.approval}"
+    for name in ("signature", "rebuild"):
+        if getattr(policy, name) == "required":
+            yield f"{name} required"
+    for gate, bound in policy.gates:
+        if bound is not None:
+            yield f"{gate} {bound}"
 
 
 def _against(data: PageData) -> Iterator[Markup]:
