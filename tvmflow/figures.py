@@ -15,7 +15,7 @@ from tvmflow.workspace import Record
 
 Runner = Literal["tvm", "onnxruntime", "pytorch"]
 
-# When round medians differ by more than this share, the machine was too busy for good measurements.
+# When medians of rounds differ by more than this share, the machine was too busy for good measurements.
 _NOISY = 0.2
 
 
@@ -117,8 +117,12 @@ class Measurements(Record):
 
     @property
     def noise(self) -> float:
-        """The largest `noise` of all points."""
-        return max(point.noise for point in self.points)
+        """The difference of the bundle's medians at the typical sizes between slow rounds and fast ones, as a share.
+
+        It is between the 90th and the 10th percentile, so that it does not grow with the number of rounds. Without a
+        comparison it is the `noise` of the point.
+        """
+        return max((comparison.spread for comparison in self.comparisons.values()), default=self.typical.noise)
 
     @property
     def unevenness(self) -> float | None:
@@ -129,8 +133,8 @@ class Measurements(Record):
     def is_busy(self) -> bool:
         """Whether other work took a part of the machine while it was measured, so that its times are less sure.
 
-        So it was where the bundle's medians differ by more than 20 % between the rounds, or where the reference kernel,
-        which is the same all the time, took more than 5 % longer in slow rounds than in fast ones.
+        So it was where `noise` is more than 20 %, or where the reference kernel, which is the same all the time, took
+        more than 5 % longer in slow rounds than in fast ones.
         """
         return self.noise > _NOISY or any(comparison.is_uneven for comparison in self.comparisons.values())
 

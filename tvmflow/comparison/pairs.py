@@ -134,6 +134,12 @@ class Comparison(Record):
         return float(slow / fast) - 1
 
     @property
+    def spread(self) -> float:
+        """The 90th percentile of the candidate's time over the pairs, divided by the 10th, minus one."""
+        fast, slow = np.percentile([pair.candidate for pair in self.pairs], (10, 90))
+        return float(slow / fast) - 1
+
+    @property
     def is_uneven(self) -> bool:
         """Whether the machine was uneven: `unevenness` is more than 0.05."""
         return self.unevenness > _UNEVEN

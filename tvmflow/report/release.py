@@ -74,10 +74,10 @@ class ProfileSum(Record):
 class Quietness(Record):
     """How quiet the machine was while a target was measured, in `runs` timed runs of `rounds` rounds.
 
-    `noise` is the largest difference between the bundle's medians of the rounds, as a share of their median, and
-    `unevenness` how much longer the reference kernel took in slow rounds than in fast ones, as a share; None where no
-    peer was measured. `busyness` is a sentence where these are too large for sure times, else None. `missing` is the
-    number of runs that a percentile lacks, as by "p99"; it has only those that lack some.
+    `noise` is how much longer the bundle's median was in slow rounds than in fast ones, as a share, and `unevenness`
+    the same of the reference kernel, None where no peer was measured. `busyness` is a sentence where these are too
+    large for sure times, else None. `missing` is the number of runs that a percentile lacks, as by "p99"; it has only
+    those that lack some.
     """
 
     runs: int
@@ -324,7 +324,7 @@ def _against(data: PageData) -> Iterator[Markup]:
 
 def _show_quietness(target: str, quietness: Quietness) -> Markup:
     rounds = "in rounds" if quietness.rounds is None else f"in {page.number(quietness.rounds, '{:d}')} rounds"
-    words = f"{page.number(quietness.runs, '{:d}')} runs {rounds}, whose medians differ by "
+    words = f"{page.number(quietness.runs, '{:d}')} runs {rounds}; slow rounds differ from fast ones by "
     words += page.number(quietness.noise, "{:.1%}")
     if quietness.unevenness is not None:
         words += f", and a fixed kernel's times by {page.number(quietness.unevenness, '{:.1%}')}"
