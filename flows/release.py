@@ -46,8 +46,9 @@ class TargetSummary(Record):
 
     `bundle_size` is in bytes. `metric` is the task metric of the `original` and of the `bundle`. `latency_ms` has the
     figures of `tvmflow.figures.Latency` by name, None for a percentile without enough runs, and `ratio` the bundle's
-    latency over each peer's. `choice` says which of the tuned and the untuned build is shipped, None where tuning
-    changed nothing.
+    latency over each peer's. `busyness` is a sentence on other work on the machine while it was measured, None where
+    nothing was noticed. `choice` says which of the tuned and the untuned build is shipped, None where tuning changed
+    nothing.
     """
 
     target: str
@@ -62,6 +63,7 @@ class TargetSummary(Record):
     ratio: dict[str, float]
     runs: int | None
     measurements: tuple[Point, ...]
+    busyness: str | None = None
     tuning: str
     choice: Choice | None
     schedules: dict[str, int]
@@ -236,7 +238,8 @@ def _report(context: RunContext, model: ModelSteps, results: tuple[TargetResult,
 
 def _look_into(context: RunContext, model: ModelSteps, item: TargetResult) -> Insight:
     """Return the insight into a bundle, with its samples as text where the release file names a function for that."""
-    job = InsightJob.of(model.exported, model.reference, item.bundle, item.target)
+    threads = None if item.measurement is None else item.measurement.threads
+    job = InsightJob.of(model.exported, model.reference, item.bundle, item.target, threads)
     profile, show = insight(context.runner, job).result, context.spec.validation.show
     return profile if show is None else texts(context.runner, TextsJob.of(show, job, profile)).result.add_to(profile)
 
@@ -264,6 +267,7 @@ def _post_artifact(summary: ReleaseSummary) -> None:
             " | ".join([f"| {item.target}", *("-" if value is None else f"{value:.4g}" for value in figures), ""])
         )
     title = f"{summary.name} {summary.version}"
+    lines += ["", *(f"- {item.target}: {item.busyness}" for item in summary.targets if item.busyness is not None)]
     lines += [
         "",
         f"`tvmflow report {title} --open` shows its report, which is {PAGE} of MLflow run {summary.mlflow_run_id}.",
@@ -359,6 +363,7 @@ def _target_summary(
         ratio={str(peer): value for peer, value in figures.typical.ratio.items()} if figures is not None else {},
         runs=figures.runs if figures is not None else None,
         measurements=figures.points if figures is not None else (),
+        busyness=figures.describe_busyness() if figures is not None else None,
         tuning=str(result.tuned.coverage),
         choice=result.choice and narrow(Choice, result.choice),
         schedules=result.build.schedules,

@@ -7,8 +7,10 @@ import os
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Barrier, BrokenBarrierError
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -21,10 +23,11 @@ from tasks.step import Job, Step, StepRunner, path_of
 from tvmflow import samples
 from tvmflow.bundle import read_manifest
 from tvmflow.comparison import Comparison, Pair, Plan, compare, percentile
+from tvmflow.energy import joules_between, read_counters
 from tvmflow.errors import VerdictError
-from tvmflow.figures import Latency, Measurement, Measurements, Point, Runner
+from tvmflow.figures import Concurrency, Latency, Measurement, Measurements, Point, Runner
 from tvmflow.process import Child, Emit
-from tvmflow.samples import NamedArrays
+from tvmflow.samples import Array, NamedArrays
 from tvmflow.source import load_module, open_session, run_session
 from tvmflow.spec import Benchmark, Gates, Input, Samples, Spec
 from tvmflow.target import Target, host
@@ -38,7 +41,8 @@ _TURNS, _UNTIMED = 5, 1
 class TurnJob(Job):
     """One turn of one runner: `warmup` untimed runs, then `runs` timed ones, on the sample with the index `point`.
 
-    The peers use `threads` threads. The bundle uses `bundle_threads`: fewer where its build was faster on fewer.
+    The peers use `threads` threads. The bundle uses `bundle_threads`: fewer where its build was faster on fewer. So
+    many threads as `callers` says make these runs each, all at once.
     """
 
     runner: Runner
@@ -51,6 +55,7 @@ class TurnJob(Job):
     bundle_threads: int
     warmup: int
     runs: int
+    callers: int = 1
 
     @property
     def needs_torch(self) -> bool:
@@ -61,8 +66,8 @@ class TurnJob(Job):
 class BenchmarkJob(Job):
     """The bundle, its original, and how to measure both; `points` are the sizes of symbolic dimensions to measure.
 
-    The `peers` use `threads` threads, the bundle `bundle_threads`. `bounds` gives, for each peer that has a gate, the
-    largest allowed ratio of the bundle's latency to the peer's.
+    The `peers` use `threads` threads, the bundle `bundle_threads`. `bounds` gives, for each peer that has gates, the
+    largest ratios of the bundle's latency to the peer's that they allow.
     """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
@@ -77,7 +82,7 @@ class BenchmarkJob(Job):
     points: tuple[dict[str, int], ...]
     threads: int
     bundle_threads: int
-    bounds: dict[Literal["onnxruntime", "pytorch"], float]
+    bounds: dict[Literal["onnxruntime", "pytorch"], tuple[float, ...]]
 
     @property
     def label(self) -> str:
@@ -103,7 +108,6 @@ class BenchmarkJob(Job):
         limit = read_manifest(workspace.path(packaged.bundle)).max_threads
         inputs = [Input(name=item.name, shape=item.shape, samples=Samples(kind="ones")) for item in exported.inputs]
         peers = tuple(peer for peer in section.peers if peer != "pytorch" or original.source.framework == "pytorch")
-        gates = {peer: getattr(spec.gates, f"max_ratio_{peer}") for peer in peers}
         return cls(
             original=original,
             onnx=exported.onnx,
@@ -115,55 +119,91 @@ class BenchmarkJob(Job):
             points=tuple(samples.measured_sizes(inputs, exported.dimensions)),
             threads=threads,
             bundle_threads=min(limit or threads, threads),
-            bounds={peer: bound for peer, bound in gates.items() if bound is not None},
+            bounds={peer: bounds for peer in peers if (bounds := spec.ratio_bounds(peer))},
         )
 
 
 class Turn(StepResult):
-    """The times of one turn: seconds of each run, seconds to load the model, and the process's peak memory (bytes)."""
+    """The times of one turn: seconds of each run, seconds to load the model, and the process's peak memory (bytes).
+
+    `first_seconds` is the time of the first run after the model was loaded, and `wall_seconds` that of all timed runs
+    from the first one's start to the last one's end.
+    """
 
     seconds: tuple[float, ...]
     load_seconds: float
     peak_memory: int
+    first_seconds: float = 0.0
+    wall_seconds: float = 0.0
 
 
 class BenchmarkResult(Measurements, StepResult):
     """The measurements of a bundle and its peers."""
 
 
-# The models that a runner's process has loaded, and the seconds that took.
-_loaded: dict[str, tuple[Callable[[NamedArrays], object], float]] = {}
+# The models that a runner's process has loaded, the seconds that took, and those of the first run.
+_loaded: dict[str, tuple[Callable[[NamedArrays], object], float, float]] = {}
 
 
 def turn_work(job: TurnJob, emit: Emit) -> Turn:
     """Run one turn of a runner in the runner's own process and return its times.
 
-    The first turn in a process also loads the model.
+    The first turn in a process also loads the model and makes its first run.
     """
+    inputs = samples.load(job.workspace.path(job.samples))[job.point][0]
     if job.runner not in _loaded:
         start = time.perf_counter()
         prepare = {"tvm": _bundle, "onnxruntime": _onnxruntime, "pytorch": _pytorch}[job.runner]
         run = prepare(job)
-        _loaded[job.runner] = run, time.perf_counter() - start
-    run, load_seconds = _loaded[job.runner]
-    inputs = samples.load(job.workspace.path(job.samples))[job.point][0]
-    return timed(lambda: run(inputs), job.warmup, job.runs, load_seconds)
+        ready = time.perf_counter()
+        run(inputs)
+        _loaded[job.runner] = run, ready - start, time.perf_counter() - ready
+    run, load_seconds, first_seconds = _loaded[job.runner]
+    turn = timed(lambda: run(inputs), job.warmup, job.runs, load_seconds, job.callers)
+    return turn.model_copy(update={"first_seconds": first_seconds})
 
 
-def timed(run: Callable[[], object], warmup: int, runs: int, load_seconds: float) -> Turn:
+def timed(run: Callable[[], object], warmup: int, runs: int, load_seconds: float, callers: int = 1) -> Turn:
     """Call `run` `warmup` times untimed, then `runs` times timed; return the times in seconds as one turn.
 
-    `load_seconds` is passed on to the turn.
+    Where `callers` is above one, so many threads do so, and begin their timed runs together. `load_seconds` is passed
+    on to the turn. Raises what `run` raises.
     """
-    for _ in range(warmup):
-        run()
-    seconds = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Turn(seconds=tuple(seconds), load_seconds=load_seconds, peak_memory=peak)
+    barrier = Barrier(callers)
+    spans: list[tuple[float, float]] = []
+
+    def call() -> list[float]:
+        try:
+            for _ in range(warmup):
+                run()
+            barrier.wait()
+            begin, seconds = time.perf_counter(), []
+            for _ in range(runs):
+                start = time.perf_counter()
+                run()
+                seconds.append(time.perf_counter() - start)
+        except BaseException:
+            # The others would wait for this one for ever.
+            barrier.abort()
+            raise
+        spans.append((begin, time.perf_counter()))
+        return seconds
+
+    if callers == 1:
+        series = [call()]
+    else:
+        with ThreadPoolExecutor(callers) as pool:
+            futures = [pool.submit(call) for _ in range(callers)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
+            raise error
+        series = [future.result() for future in futures]
+    return Turn(
+        seconds=tuple(value for each in series for value in each),
+        load_seconds=load_seconds,
+        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        wall_seconds=max(end for _, end in spans) - min(begin for begin, _ in spans),
+    )
 
 
 @dataclass(frozen=True)
@@ -171,11 +211,14 @@ class Round:
     """One round of fresh processes, one per runner.
 
     `turns` has the turns by the index of the point and the runner. `reference` are the seconds of the reference kernel,
-    a fixed computation that shows the processor's clock.
+    a fixed computation that shows the processor's clock. `joules` are those of a run at the typical sizes by runner,
+    where the machine tells them. `together` has the turn of several callers by their number and the runner.
     """
 
     turns: Mapping[tuple[int, Runner], Sequence[Turn]]
     reference: Sequence[float]
+    joules: Mapping[Runner, float] = field(default_factory=dict)
+    together: Mapping[tuple[int, Runner], Turn] = field(default_factory=dict)
 
     def seconds(self, point: int, name: Runner) -> list[float]:
         """Return the seconds of all runs of a runner at the point with the index `point`."""
@@ -208,8 +251,7 @@ def work(job: BenchmarkJob, runner: StepRunner) -> BenchmarkResult:
             rounds.append(_measure_round(job, runner, random))
         return {peer: rounds[index].pair(0, peer) for peer in job.peers}
 
-    bounds: dict[Runner, tuple[float, ...]] = dict.fromkeys(job.peers, ())
-    bounds |= {peer: (bound,) for peer, bound in job.bounds.items()}
+    bounds: dict[Runner, tuple[float, ...]] = {peer: job.bounds.get(peer, ()) for peer in job.peers}
     pairs = compare(plan, bounds, measure, lambda done, budget: runner.emit(done, budget, "in turn"))
     conditions = observe_conditions((job.bundle_threads, job.threads), load)
     size: dict[Runner, int] = {"tvm": job.bundle.size, "onnxruntime": job.onnx.size, "pytorch": job.onnx.size}
@@ -217,6 +259,7 @@ def work(job: BenchmarkJob, runner: StepRunner) -> BenchmarkResult:
         runs=len(rounds) * job.section.repeats,
         threads=job.threads,
         points=tuple(_point(sizes, index, rounds, job.peers, size) for index, sizes in enumerate(job.points)),
+        concurrency=tuple(_concurrency(callers, rounds, ("tvm", *job.peers)) for callers in job.section.callers),
         comparisons={peer: Comparison(plan=plan, pairs=each, conditions=conditions) for peer, each in pairs.items()},
     )
 
@@ -226,7 +269,9 @@ benchmark = Step("benchmark", BenchmarkResult, work)
 
 def _measure_round(job: BenchmarkJob, runner: StepRunner, random: np.random.Generator) -> Round:
     turns: dict[tuple[int, Runner], list[Turn]] = {}
+    together: dict[tuple[int, Runner], Turn] = {}
     reference: list[float] = []
+    energies: dict[Runner, list[tuple[float, int]]] = {}
     names: list[Runner] = ["tvm", *job.peers]
     jobs = {name: _turn_job(job, runner, name) for name in names}
     with ExitStack() as stack:
@@ -239,10 +284,24 @@ def _measure_round(job: BenchmarkJob, runner: StepRunner, random: np.random.Gene
                 for index in random.permutation(len(names)):
                     name = names[index]
                     turn = jobs[name].model_copy(update={"point": point, "warmup": warmup, "runs": runs})
+                    before = read_counters()
                     result = children[name].take_turn(turn, Turn, timeout=runner.timeout)
+                    joules = joules_between(before, read_counters())
                     turns.setdefault((point, name), []).append(result)
+                    # The first turn loads the model.
+                    if joules is not None and point == 0 and len(turns[point, name]) > 1:
+                        energies.setdefault(name, []).append((joules, warmup + runs))
                 warmup = _UNTIMED
-    return Round(turns, reference)
+        for callers in job.section.callers:
+            for index in random.permutation(len(names)):
+                name = names[index]
+                update = {"point": 0, "warmup": _UNTIMED, "runs": job.section.repeats, "callers": callers}
+                turn = jobs[name].model_copy(update=update)
+                together[callers, name] = children[name].take_turn(turn, Turn, timeout=runner.timeout)
+    joules_of_run = {
+        name: sum(item[0] for item in each) / sum(item[1] for item in each) for name, each in energies.items()
+    }
+    return Round(turns, reference, joules_of_run, together)
 
 
 def _start(runner: StepRunner, job: TurnJob) -> Child:
@@ -286,6 +345,31 @@ def _point(
         runners={name: _summary(name, index, rounds, size[name]) for name in ("tvm", *peers)},
         ratio={peer: float(np.median([each.pair(index, peer).ratio for each in rounds])) for peer in peers},
         noise=(max(medians) - min(medians)) / float(np.median(medians)),
+    )
+
+
+def _concurrency(callers: int, rounds: Sequence[Round], runners: Sequence[Runner]) -> Concurrency:
+    latencies = {}
+    for name in runners:
+        turns = [each.together[callers, name] for each in rounds]
+        milliseconds = np.array([value for turn in turns for value in turn.seconds]) * 1e3
+        throughput = float(np.median([len(turn.seconds) / turn.wall_seconds for turn in turns]))
+        latencies[name] = _latency(milliseconds, throughput)
+    return Concurrency(callers=callers, runs=len(milliseconds), runners=latencies)
+
+
+def _latency(milliseconds: Array, throughput: float | None = None) -> Latency:
+    """The figures of runs; `throughput` is that at the median unless it is given."""
+    p50 = float(np.median(milliseconds))
+    p90, p99 = (percentile(milliseconds, which) for which in (90, 99))
+    return Latency(
+        mean=float(milliseconds.mean()),
+        std=float(milliseconds.std()),
+        p50=p50,
+        p90=p90,
+        p99=p99,
+        min=float(milliseconds.min()),
+        throughput=1e3 / p50 if throughput is None else throughput,
     )
 
 
@@ -350,22 +434,14 @@ def _summary(name: Runner, point: int, rounds: Sequence[Round], size: int) -> Me
     turns = [each.turns[point, name] for each in rounds]
     loads = tuple(each[0].load_seconds for each in turns)
     peaks = tuple(max(turn.peak_memory for turn in each) for each in turns)
-    p50 = float(np.median(seconds)) * 1e3
-    p90, p99 = (percentile(seconds * 1e3, which) for which in (90, 99))
     return Measurement(
-        latency_ms=Latency(
-            mean=float(seconds.mean()) * 1e3,
-            std=float(seconds.std()) * 1e3,
-            p50=p50,
-            p90=p90,
-            p99=p99,
-            min=float(seconds.min()) * 1e3,
-            throughput=1e3 / p50,
-        ),
+        latency_ms=_latency(seconds * 1e3),
         total_seconds=float(seconds.sum()),
         load_seconds=float(np.median(loads)),
         peak_memory=max(peaks),
         size=size,
         loads=loads,
+        firsts=tuple(each[0].first_seconds for each in turns),
         peaks=peaks,
+        joules=tuple(each.joules[name] for each in rounds if name in each.joules) if point == 0 else (),
     )

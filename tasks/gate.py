@@ -17,7 +17,7 @@ from tvmflow.bundle.signature import trusted_keys
 from tvmflow.comparison import Comparison, Pair, find_drop
 from tvmflow.comparison.pairs import Samples
 from tvmflow.errors import BundleError, InputError, SettingsError, StatementError, VerdictError
-from tvmflow.figures import Answers, Measurement, Validation
+from tvmflow.figures import Answers, Measurement, Runner, Validation
 from tvmflow.release import Release, ReleaseTarget
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, channels
@@ -291,6 +291,10 @@ def check_figures(job: GateJob) -> Iterator[Check]:
         bound = getattr(gates, figure.gate)
         if bound is not None:
             yield from _check_figure(job.release, figure, bound)
+    for peer, whose in _PEERS.items():
+        bound = getattr(gates, f"max_ratio_{peer}")
+        if bound is not None:
+            yield from _check_peer(job.release, peer, whose, bound)
     worst = _worst(job.release)
     metric = None if worst is None else worst.metric_bundle
     if gates.min_metric is not None:
@@ -367,6 +371,12 @@ _FIGURES = (
     ),
     _Figure("max_bundle_mb", _read_megabytes, "the bundle has {:.4g} MB", "it has no target"),
     _Figure(
+        "max_relative_error",
+        lambda target: None if target.verdict.original is None else target.verdict.original.max_rel_error,
+        "an output is off by {:.2e} of its largest value",
+        "no target was compared",
+    ),
+    _Figure(
         "min_top1_agreement",
         _read_agreement,
         "the largest output was the original's in {:.4%} of the samples",
@@ -386,6 +396,24 @@ def _check_figure(release: Release, figure: _Figure, bound: float) -> Iterator[C
         message = f"target {target!r}: {figure.words.format(value)}, {wish}"
         passed = value >= bound if is_least else value <= bound
         yield Check(name=figure.gate, message=message, passed=passed, value=value, bound=bound)
+
+
+_PEERS: Mapping[Runner, str] = {"onnxruntime": "ONNX Runtime's", "pytorch": "PyTorch's"}
+
+
+def _check_peer(release: Release, peer: Runner, whose: str, bound: float) -> Iterator[Check]:
+    """Check the ratio of each target's latency to a peer's, which were measured in turn when the release was made."""
+    name, is_measured = f"max_ratio_{peer}", False
+    for target in release.targets:
+        comparison = None if target.measurements is None else target.measurements.comparisons.get(peer)
+        if comparison is None:
+            continue
+        is_measured = True
+        message = comparison.describe_gate(f"target {target.target!r}:", whose, name, bound)
+        yield Check.of_ratio(name, message, comparison, bound)
+    if not is_measured:
+        message = f"gate {name} cannot be checked: no target was measured beside it; add {peer} to benchmark.peers"
+        yield Check(name=name, message=message, passed=False, bound=bound)
 
 
 def _worst(release: Release) -> Validation | None:

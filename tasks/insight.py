@@ -14,6 +14,7 @@ from tasks.layers import find_layers, measure_peaks
 from tasks.step import ChildStep, Job
 from tasks.validate import ReferenceResult
 from tvmflow import samples
+from tvmflow.bundle import read_manifest
 from tvmflow.process import Emit
 from tvmflow.report import insight as report
 from tvmflow.report.insight import Drawing, FunctionTime, SampleInsight
@@ -35,6 +36,8 @@ class InsightJob(Job):
 
     `held_out` and `labels` are None, and `count`, the number of held-out samples, is 0 without such data. The held-out
     data is a file of chunks. If `whole` is true, each chunk is a single sample, and its arrays have no axis of samples.
+    The bundle runs on `threads` threads, those of its measurement, and on its own number where that is lower; None
+    stands for its own number.
     """
 
     bundle: Artifact
@@ -45,6 +48,7 @@ class InsightJob(Job):
     count: int
     whole: bool
     target: Target
+    threads: int | None
 
     @property
     def label(self) -> str:
@@ -67,14 +71,22 @@ class InsightJob(Job):
         return self.held_out is not None and not self.whole
 
     def cache_key(self) -> Mapping[str, Any]:
-        """Return the digests of the bundle, of the model and of the data."""
-        return self.model_dump(mode="json", include={"bundle", "onnx", "samples", "held_out", "labels"})
+        """Return the digests of the bundle, of the model and of the data, and the number of threads."""
+        return self.model_dump(mode="json", include={"bundle", "onnx", "samples", "held_out", "labels", "threads"})
 
     @classmethod
     def of(
-        cls, exported: ExportResult, reference: ReferenceResult | None, bundle: Artifact, target: Target
+        cls,
+        exported: ExportResult,
+        reference: ReferenceResult | None,
+        bundle: Artifact,
+        target: Target,
+        threads: int | None,
     ) -> "InsightJob":
-        """Return the job that looks into one bundle; `reference` is None without held-out data."""
+        """Return the job that looks into one bundle; `reference` is None without held-out data.
+
+        `threads` is the number of threads with which the bundle was measured, None where it was not.
+        """
         return cls(
             bundle=bundle,
             onnx=exported.onnx,
@@ -84,6 +96,7 @@ class InsightJob(Job):
             count=0 if reference is None else reference.count,
             whole=reference is not None and reference.whole,
             target=target,
+            threads=threads,
         )
 
 
@@ -104,7 +117,9 @@ def work(job: InsightJob, emit: Emit) -> Insight:
 
     bundle = job.workspace.path(job.bundle)
     labels = None if job.labels is None else np.load(job.workspace.path(job.labels))
-    with runtime.load(bundle) as model:
+    limit = read_manifest(bundle).max_threads
+    threads = job.threads if job.threads is None or limit is None else min(job.threads, limit)
+    with runtime.load(bundle, threads=threads) as model:
         sample = model.sample[0]
         functions = compiled_functions(bundle, model.manifest)
         run = partial(model, **sample)

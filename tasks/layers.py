@@ -70,7 +70,7 @@ def find_layers(
             reads=result.reads,
             shape=call.shapes[-1] if call.shapes else (),
             ms=call.seconds * 1e3,
-            gflop=functions[call.name].operations / 1e9,
+            gflop=functions[call.name].estimate_operations(call.shapes) / 1e9,
             megabytes=call.bytes / 1e6,
             error=result.error,
         )

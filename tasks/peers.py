@@ -17,6 +17,7 @@ from tasks.comparison import measure_reference, observe_conditions
 from tvmflow import npz
 from tvmflow.bundle import read_manifest
 from tvmflow.comparison import Comparison, Pair, Plan, find_steady, percentile, runs_needed
+from tvmflow.energy import joules_between, read_counters
 from tvmflow.errors import InputError
 from tvmflow.process import Child, Emit
 from tvmflow.samples import NamedArrays
@@ -35,7 +36,6 @@ _INSTALL = {"openvino": "pip install openvino", "onnx2pytorch": "pip install --n
 # The rounds of a benchmark: fewer have no interval, more change nothing. Each runner takes so many turns in a round.
 _FEWEST_ROUNDS, _MOST_ROUNDS, _TURNS = 8, 100, 5
 _TURN_SECONDS, _LEAST_RUNS = 0.06, 3
-_ENERGY = Path("/sys/class/powercap")
 
 Run = Callable[[], Sequence[Any]]
 
@@ -159,14 +159,14 @@ def hold_contest(
 
 
 class _Round:
-    """One round: `turns` has the turns of every runner that did not fail, `joules` the energy of each per run."""
+    """One round: `turns` has the turns of every runner that did not fail, `energies` the joules of its counted ones."""
 
     def __init__(
         self, job: TurnJob, runners: Sequence[Runner], log: Path, timeout: float, random: np.random.Generator
     ) -> None:
         self.turns: dict[Runner, list[Turn]] = {}
         self.failures: dict[Peer, str] = {}
-        self.joules: dict[Runner, float] = {}
+        self.energies: dict[Runner, list[float]] = {}
         self.reference: list[float] = []
         names = [runners[index] for index in random.permutation(len(runners))]
         with contextlib.ExitStack() as stack:
@@ -195,24 +195,22 @@ class _Round:
         return Pair.of_turns(candidate, baseline, self.reference)
 
     def _take(self, child: Child, job: TurnJob, timeout: float, counted: bool) -> None:
-        before = read_energy()
+        before = read_counters()
         turn = child.take_turn(job, Turn, timeout=timeout)
-        after = read_energy()
+        joules = joules_between(before, read_counters())
         self.turns.setdefault(job.runner, []).append(turn)
-        if counted and before is not None and after is not None and after > before:
-            self.joules[job.runner] = (after - before) / len(turn.seconds)
+        if counted and joules is not None:
+            self.energies.setdefault(job.runner, []).append(joules)
 
+    def joules(self, runner: Runner) -> float | None:
+        """Return the joules of a run of a runner over all of its counted turns, None where they were not measured.
 
-def read_energy() -> float | None:
-    """Return the joules on the processors' energy counters (RAPL), None where the machine has none that can be read.
-
-    Only the difference between two calls has a meaning.
-    """
-    try:
-        counters = [path.read_text() for path in sorted(_ENERGY.glob("intel-rapl:?/energy_uj"))]
-    except OSError:
-        return None
-    return sum(map(int, counters)) * 1e-6 if counters else None
+        A turn has one run that is not timed.
+        """
+        energies, turns = self.energies.get(runner, []), self.turns[runner][1:]
+        if not turns or len(energies) != len(turns):
+            return None
+        return sum(energies) / sum(len(turn.seconds) + 1 for turn in turns)
 
 
 def _seconds(turns: Sequence[Turn]) -> tuple[float, ...]:
@@ -222,7 +220,7 @@ def _seconds(turns: Sequence[Turn]) -> tuple[float, ...]:
 def _figures(turns: Sequence[Sequence[Turn]], rounds: Sequence[_Round], runner: Runner) -> Figures:
     series = [_seconds(each[1:]) for each in turns]
     steady = np.concatenate([each[find_steady(each) :] for each in series])
-    joules = [item.joules[runner] for item in rounds if runner in item.joules]
+    joules = [value for item in rounds if (value := item.joules(runner)) is not None]
     return Figures(
         runs=len(steady),
         percentiles_ms={

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tasks.insight import Insight, InsightJob
-from tasks.step import ChildStep, Job, Step, StepRunner
+from tasks.step import Job, Step, StepRunner
 from tvmflow import samples, usercode
 from tvmflow.errors import ExportError, StepError
 from tvmflow.process import Emit
@@ -18,9 +18,10 @@ from tvmflow.workspace import Artifact, Record, StepResult
 
 logger = logging.getLogger(__name__)
 
-# The role of the user's function in messages; the seconds for all samples of a target; the letters of one.
+# The role of the user's function in messages; the seconds to find it, and for all samples of a target; the letters of
+# one.
 _SHOW = "function that shows a sample"
-_SECONDS = 300.0
+_FIND_SECONDS, _SECONDS = 60.0, 300.0
 _LONGEST_TEXT = 2000
 
 
@@ -36,16 +37,50 @@ class ShowJob(Job):
 
 
 class ShowResult(StepResult):
-    """The function is there."""
+    """The function is there; `problem` says in one sentence why nobody knows, else it is None."""
+
+    problem: str | None = None
 
 
 def work_show(job: ShowJob, emit: Emit) -> ShowResult:
-    """Find the function that a release needs at its end. Raises ExportError where there is none or its import fails."""
-    usercode.find(job.function, _SHOW, ExportError)
-    return ShowResult(sources=usercode.imported_sources(job.folder))
+    """Look for the function that a release needs at its end; the step calls this in a child process.
+
+    Raises ExportError where the module, one that it imports or the function is missing, which no later try will change.
+    An import that raises another exception, as without a network, is the `problem` of the result.
+    """
+    problem = None
+    try:
+        usercode.find(job.function, _SHOW, ExportError)
+    except ExportError as error:
+        if error.__cause__ is None or isinstance(error.__cause__, ModuleNotFoundError):
+            raise
+        problem = str(error)
+    return ShowResult(problem=problem, sources=usercode.imported_sources(job.folder))
 
 
-find_show = ChildStep("show", ShowResult, work_show)
+def find(job: ShowJob, runner: StepRunner) -> ShowResult:
+    """Look for the function in a child process, in a minute at most.
+
+    Raises ExportError where there is no such function. A process that crashes or hangs while it imports the module
+    stops no release: the result has a `problem`, and the step `texts` tries again at the release's end.
+    """
+    try:
+        result = replace(runner, timeout=min(runner.timeout, _FIND_SECONDS)).call(work_show, job, ShowResult)
+    except StepError as error:
+        if not error.end:
+            raise
+        module = job.function.partition(":")[0]
+        result = ShowResult(problem=f"{_SHOW} {job.function!r}: the process that imports {module!r} {error.end}")
+    if result.problem is not None:
+        logger.warning("%s; the release goes on, and its report may lack texts", result.problem)
+    return result
+
+
+def _is_there(result: ShowResult, job: ShowJob) -> bool:
+    return result.problem is None
+
+
+find_show = Step("show", ShowResult, find, is_current=_is_there)
 
 
 class TextsJob(Job):
@@ -166,9 +201,10 @@ def write_text(show: str, inputs: NamedArrays) -> Text:
     try:
         text = usercode.call(show, _SHOW, ExportError, {name: np.array(array) for name, array in inputs.items()})
     except (ExportError, SystemExit) as error:
-        problem = error if error.__cause__ is None else error.__cause__
         logger.warning("%s", error)
-        return Text(text=f"{what} raised {type(problem).__name__}", failed=True)
+        if isinstance(error, ExportError) and error.__cause__ is None:
+            return Text(text=str(error), failed=True)
+        return Text(text=f"{what} raised {type(error.__cause__ or error).__name__}", failed=True)
     if not isinstance(text, str):
         return Text(text=f"{what} returned a {type(text).__name__}, not a text", failed=True)
     # Halves of surrogate pairs, which no file of UTF-8 can hold, become question marks.

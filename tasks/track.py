@@ -1,9 +1,10 @@
 """Track: log the release in MLflow, with parameters, metrics, artifacts and, when it passed, a model version."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from tasks.benchmark import BenchmarkResult
@@ -20,7 +21,7 @@ from tvmflow import __version__, release, samples
 from tvmflow.advisories import list_installed
 from tvmflow.documents import encode, narrow
 from tvmflow.errors import RegistryError
-from tvmflow.figures import Validation
+from tvmflow.figures import Runner, Validation
 from tvmflow.promotion import VERDICT
 from tvmflow.registry import Registry
 from tvmflow.release import TargetVerdict
@@ -34,6 +35,11 @@ CHOICES = "choices.json"
 """The artifact of a release's run that holds its `Choices`, the checks which have decided on the builds."""
 WEIGHTS = "weights.pt"
 """The artifact of a release's run that holds the weights which were trained for it."""
+
+
+# The tag that MLflow's UI shows as the description of a run.
+_DESCRIPTION = "mlflow.note.content"
+_PEERS: Mapping[Runner, str] = {"onnxruntime": "ONNX Runtime", "pytorch": "PyTorch"}
 
 
 class TargetResult(StepResult):
@@ -135,7 +141,12 @@ def work(job: TrackJob, runner: StepRunner, registry: Registry, lease: HeldLease
         "onnx_sha256": exported.onnx.sha256,
         "tvmflow": __version__,
     }
-    tags = {**spec.registry.tags, "tvmflow.name": spec.name, "tvmflow.verdict": "passed" if job.passed else "refused"}
+    tags = {
+        _DESCRIPTION: describe(job.targets),
+        **spec.registry.tags,
+        "tvmflow.name": spec.name,
+        "tvmflow.verdict": "passed" if job.passed else "refused",
+    }
     if exported.registered is not None:
         tags["tvmflow.source"] = exported.registered
     registry.end_abandoned_runs({"tvmflow.name": spec.name})
@@ -210,6 +221,9 @@ def _log_target(registry: Registry, parent: str, item: TargetResult, key: str) -
         "bundle_sha256": item.bundle.sha256,
     }
     tags = {"tvmflow.verdict": "refused" if item.reasons else "passed", "tvmflow.shipped": item.shipped}
+    busyness = None if item.measurement is None else item.measurement.describe_busyness()
+    if busyness is not None:
+        tags["tvmflow.machine"] = busyness
     run_id = registry.start_target_run(parent, item.target.name, params, tags, key=f"{key}/{item.target.name}")
     with _closing(registry, run_id):
         registry.log_metrics(run_id, metrics(item))
@@ -236,6 +250,23 @@ def _register(registry: Registry, run_id: str, job: TrackJob, workspace: Workspa
     tags = {**job.spec.registry.tags, "tvmflow.status": "unpublished"}
     lease.require()
     return registry.register(job.model, reference, run_id, tags)
+
+
+def describe(targets: Sequence[TargetResult]) -> str:
+    """Return a release in words, in Markdown: its verdict, and the figures and the reasons of each target."""
+    passed = not any(item.reasons for item in targets)
+    lines = ["Passed; `report.html` says more." if passed else "Refused; `verdict.json` says more.", ""]
+    for item in targets:
+        words = list(item.reasons)
+        if item.measurement is not None:
+            point = item.measurement.typical
+            words.append(f"p50 {point.bundle.latency_ms.p50:.4g} ms")
+            words += [f"{ratio:.3g} of the latency of {_PEERS[peer]}" for peer, ratio in point.ratio.items()]
+        if item.verdict.metric_bundle is not None:
+            words.append(f"task metric {item.verdict.metric_bundle:.4f}")
+        busyness = None if item.measurement is None else item.measurement.describe_busyness()
+        lines.append(f"- {item.target.name}: {', '.join(words)}{'' if busyness is None else f'; {busyness}'}")
+    return "\n".join(lines)
 
 
 def metrics(item: TargetResult) -> dict[str, float]:
@@ -265,6 +296,10 @@ def metrics(item: TargetResult) -> dict[str, float]:
     verdict = item.verdict
     if verdict.metric_bundle is not None and verdict.metric_original is not None:
         figures |= {"task_metric": verdict.metric_bundle, "task_metric_original": verdict.metric_original}
+    if item.measurement is not None:
+        figures["noise"] = item.measurement.noise
+        if item.measurement.unevenness is not None:
+            figures["unevenness"] = item.measurement.unevenness
     for index, point in enumerate(item.measurement.points if item.measurement is not None else ()):
         # The typical sizes have the plain names; the others name their sizes.
         suffix = "" if index == 0 else "".join(f"_{name}{size}" for name, size in point.sizes.items())
@@ -274,7 +309,15 @@ def metrics(item: TargetResult) -> dict[str, float]:
                 figures[f"{runner}_{figure}{suffix}"] = value
             figures[f"{runner}_load_seconds"] = measurement.load_seconds
             figures[f"{runner}_peak_memory_bytes"] = measurement.peak_memory
+            if measurement.firsts and index == 0:
+                figures[f"{runner}_first_seconds"] = median(measurement.firsts)
+            if measurement.joules:
+                figures[f"{runner}_joules"] = median(measurement.joules)
         figures |= {f"ratio_{peer}{suffix}": value for peer, value in point.ratio.items()}
+    for concurrency in item.measurement.concurrency if item.measurement is not None else ():
+        for runner, latency in concurrency.runners.items():
+            figures[f"{runner}_throughput_callers{concurrency.callers}"] = latency.throughput
+            figures[f"{runner}_latency_ms_p50_callers{concurrency.callers}"] = latency.p50
     return figures
 
 

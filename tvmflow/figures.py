@@ -15,9 +15,12 @@ from tvmflow.workspace import Record
 
 Runner = Literal["tvm", "onnxruntime", "pytorch"]
 
+# When medians of rounds differ by more than this share, the machine was too busy for good measurements.
+_NOISY = 0.2
+
 
 class Latency(Record):
-    """Milliseconds per run over all rounds; `throughput` is runs per second at the median.
+    """Milliseconds per run over all rounds; `throughput` is runs per second, at the median where one caller runs.
 
     p90 and p99 are None where there are fewer runs than they need, 64 and 662.
     """
@@ -35,9 +38,10 @@ class Measurement(Record):
     """The figures of one runner at one point.
 
     `latency_ms` is in milliseconds, `total_seconds` the sum of all timed runs, `load_seconds` the median time to
-    load the model. `peak_memory` is in bytes, as is `size`, the size of the runner's model file. `loads` and `peaks`
-    are the seconds to load the model and the peak memory in bytes of each round, whose process is a fresh one; empty
-    where they were not recorded.
+    load the model. `peak_memory` is in bytes, as is `size`, the size of the runner's model file. `loads`, `firsts` and
+    `peaks` are the seconds to load the model, the seconds of the first run and the peak memory in bytes of each round,
+    whose process is a fresh one; empty where they were not recorded. `joules` is the energy of the processor for a run
+    in each round, empty where the machine does not tell it.
     """
 
     latency_ms: Latency
@@ -46,7 +50,9 @@ class Measurement(Record):
     peak_memory: int
     size: int
     loads: tuple[float, ...] = ()
+    firsts: tuple[float, ...] = ()
     peaks: tuple[int, ...] = ()
+    joules: tuple[float, ...] = ()
 
 
 class Point(Record):
@@ -79,22 +85,69 @@ class Point(Record):
         return ", ".join(f"{name} {size}" for name, size in self.sizes.items())
 
 
+class Concurrency(Record):
+    """The figures of all runners at the typical sizes while `callers` threads of one process call the model at once.
+
+    The latency is that of single runs, which wait for each other's processors. `throughput` is the runs per second of
+    all callers together, the median over the rounds. `runs` is the number of timed runs of each runner.
+    """
+
+    callers: int
+    runs: int
+    runners: dict[Runner, Latency]
+
+
 class Measurements(Record):
     """The measured points, the typical sizes first; `runs` is the number of timed runs of each runner at each point.
 
     `threads` is the number of threads of the peers. `comparisons` has the bundle's comparison with each peer at the
-    typical sizes, by the peer's name.
+    typical sizes, by the peer's name. `concurrency` has the numbers of callers that the release file lists.
     """
 
     runs: int
     threads: int
     points: Annotated[tuple[Point, ...], Field(min_length=1)]
+    concurrency: tuple[Concurrency, ...] = ()
     comparisons: dict[Runner, Comparison] = Field(default={})
 
     @property
     def typical(self) -> Point:
         """The point at the typical sizes, which the gates check."""
         return self.points[0]
+
+    @property
+    def noise(self) -> float:
+        """The difference of the bundle's medians at the typical sizes between slow rounds and fast ones, as a share.
+
+        It is between the 90th and the 10th percentile, so that it does not grow with the number of rounds. Without a
+        comparison it is the `noise` of the point.
+        """
+        return max((comparison.spread for comparison in self.comparisons.values()), default=self.typical.noise)
+
+    @property
+    def unevenness(self) -> float | None:
+        """The largest `unevenness` of the comparisons with peers, None without any."""
+        return max((comparison.unevenness for comparison in self.comparisons.values()), default=None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other work took a part of the machine while it was measured, so that its times are less sure.
+
+        So it was where `noise` is more than 20 %, or where the reference kernel, which is the same all the time, took
+        more than 5 % longer in slow rounds than in fast ones.
+        """
+        return self.noise > _NOISY or any(comparison.is_uneven for comparison in self.comparisons.values())
+
+    def describe_busyness(self) -> str | None:
+        """Return a sentence on other work on the machine while it was measured, None where `is_busy` is false."""
+        if not self.is_busy:
+            return None
+        reasons = []
+        if self.noise > _NOISY:
+            reasons.append(f"rounds differ by {self.noise:.0%}")
+        if (unevenness := self.unevenness) is not None and any(item.is_uneven for item in self.comparisons.values()):
+            reasons.append(f"a fixed kernel took {1 + unevenness:.2f} times as long at times")
+        return f"the machine was busy while it was measured: {', and '.join(reasons)}"
 
 
 class Deviation(Record):

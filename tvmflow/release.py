@@ -156,6 +156,11 @@ def _read_second(document: Mapping[str, Any]) -> Mapping[str, Any]:
     return document
 
 
+def _read_third(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document of format 3, which has no first runs, no energy and no figures of several callers."""
+    return document
+
+
 class Release(Document):
     """A release. It is written once and never changed.
 
@@ -164,9 +169,9 @@ class Release(Document):
     channel. `report` is its page, None in a release that was made before there were pages.
     """
 
-    older: ClassVar[Mapping[int, Reader]] = {1: _read_first, 2: _read_second}
+    older: ClassVar[Mapping[int, Reader]] = {1: _read_first, 2: _read_second, 3: _read_third}
 
-    format: Literal[3] = 3
+    format: Literal[4] = 4
     name: str
     version: str
     created_at: str

@@ -23,22 +23,24 @@ _STANDARD = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "pl
 def find(path: str, what: str, error: type[TvmflowError]) -> Callable[..., Any]:
     """Import `package.module:function` and return the function.
 
-    Raises `error` when there is no such module or function, its import fails, or it cannot be called; `what` names the
-    function's role in the message, such as "model factory".
+    Raises `error` when there is no such module or function, its import fails, or it cannot be called; where an import
+    failed, its exception is the cause of the error. `what` names the function's role in the message, such as "model
+    factory".
     """
     module, _, name = path.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
+        content = importlib.import_module(module)
     except ModuleNotFoundError as problem:
         if problem.name and (module == problem.name or module.startswith(problem.name + ".")):
             raise error(
                 f"{what} {path!r}: there is no module {module!r} beside the release file or among the installed"
             ) from problem
         raise error(f"{what} {path!r} imports {problem.name!r}, which is not installed") from problem
-    except AttributeError as problem:
-        raise error(f"{what} {path!r}: module {module!r} has no {name!r}") from problem
     except Exception as problem:
         raise error(f"{what} {path!r}: importing {module!r} raised {describe(problem)}") from problem
+    function = getattr(content, name, None)
+    if function is None:
+        raise error(f"{what} {path!r}: module {module!r} has no {name!r}")
     if not callable(function):
         raise error(f"{what} {path!r} is a {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]

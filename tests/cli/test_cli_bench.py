@@ -76,6 +76,7 @@ def test_every_figure_of_the_page_is_in_its_data() -> None:
     document = {"figures": {"tvmflow": figures, "openvino": figures}, "ratios": {"openvino": ratio}}
     page = write_page("a <b>.onnx", document, ["our latency is 0.75 of openvino's"])
     assert unexplained_figures(page) == []
-    assert len(figures_of(page)) == 2 * 7 + 1  # those of two runtimes, and the bar of one ratio
+    assert len(figures_of(page)) == 2 * 8 + 1  # those of two runtimes, and the bar of one ratio
+    assert '-, runs missing: <data value="562">562</data>' in page
     assert "a &lt;b&gt;.onnx" in page
     assert "openvino 0.750, between 0.700 and 0.800" in page

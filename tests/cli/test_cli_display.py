@@ -4,7 +4,40 @@ from io import StringIO
 
 from rich.console import Console
 
+from flows.release import ReleaseSummary, TargetSummary
+from support.releases import make_measurements
 from tvmflow.cli.display import RichReporter
+from tvmflow.cli.release import show
+from tvmflow.settings import Settings
+
+
+def test_the_summary_of_a_release_says_that_the_machine_was_busy() -> None:
+    sentence = "the machine was busy while it was measured: rounds differ by 28%"
+    target = TargetSummary(
+        target="native",
+        bundle_uri="",
+        bundle_sha256="",
+        bundle_path="bundle.tar.gz",
+        bundle_size=8,
+        max_abs_error=None,
+        top1_agreement=None,
+        metric=None,
+        latency_ms=None,
+        ratio={},
+        runs=64,
+        measurements=make_measurements(1.0).points,
+        busyness=sentence,
+        tuning="0 of 1 workloads tuned",
+        choice=None,
+        schedules={},
+        steps={},
+    )
+    summary = ReleaseSummary(
+        name="net", version="1", release_uri="", mlflow_run_id="", mlflow_model="", targets=(target,)
+    )
+    output = StringIO()
+    show(summary, Settings(), Console(file=output, width=120))
+    assert f"native: {sentence}" in output.getvalue().splitlines()
 
 
 def test_a_step_that_tells_more_than_a_line_shows_it_below_the_bars_while_it_runs() -> None:

@@ -103,7 +103,7 @@ def test_what_a_release_of_format_2_does_not_record_is_not_called_the_same(
     rows = {row["name"]: (row["before"], row["now"], row["same"]) for row in result.document["changes"]}
     assert rows["code files"] == rows["packages"] == ("not recorded", code, None)
     assert rows["training function"] == ("not recorded", "-" if newer == "3" else code, None)
-    assert f"<td>code files</td><td>not recorded</td><td>{code}</td>" in Path("diff.html").read_text()
+    assert re.search(f">code files</t[dh]><td>not recorded</td><td>{code}</td>", Path("diff.html").read_text())
     lines = tvmflow("diff", "net", "1", newer).stdout.splitlines()
     assert ["all", "code files", "not recorded", code] in [re.split(" {2,}", line.strip()) for line in lines]
 

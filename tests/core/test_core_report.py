@@ -1,5 +1,6 @@
 """The page of a release: what it says, that its data has every figure, and that nothing overflows a phone."""
 
+import html
 import io
 import itertools
 import re
@@ -12,7 +13,14 @@ from PIL import Image
 
 from support import scale
 from support.releases import make_compared, make_measurements, make_release, make_target, make_verdict
-from support.reports import data_of, figures_of, measure_overflow, unexplained_figures, unmarked_figures
+from support.reports import (
+    data_of,
+    figures_of,
+    measure_hidden,
+    measure_overflow,
+    unexplained_figures,
+    unmarked_figures,
+)
 from support.skips import needs
 from tasks.insight import draw
 from tasks.show import Text, write_text
@@ -26,7 +34,7 @@ from tvmflow.report.insight import Drawing, FunctionTime, Insight, Layer, Level,
 from tvmflow.report.layers import layer_rows, times_of
 from tvmflow.report.page import number, read_data, table
 from tvmflow.report.pictures import draw_png, find_charts
-from tvmflow.report.release import make_data, update_page, write_difference, write_page
+from tvmflow.report.release import make_data, shorten, update_page, write_difference, write_page
 from tvmflow.report.trust import ChannelEvent, Promotion, Standing
 from tvmflow.spec import Policy
 from tvmflow.spec.channels import ChannelGates
@@ -142,10 +150,14 @@ def test_the_sections_are_in_the_order_of_a_decision(page: str) -> None:
     ]
 
 
+# A row of three or four cells, as the first of four is the target.
+_FACT = r'<tr><th scope="row">(?:[^<]*</th><td>)?([^<]*)</t[hd]><td>([^<]*)</td><td>([^<]*)</td></tr>'
+
+
 def _facts(page: str) -> dict[str, tuple[str, str]]:
     """The facts that the page says have changed, with their values in production and now."""
     section = page.partition('<h2 id="what-changed-since-production">')[2].partition("</section>")[0]
-    rows = re.findall(r'<tr><th scope="row">[^<]*</th><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td></tr>', section)
+    rows = re.findall(_FACT, section)
     return {name: (before, now) for name, before, now in rows}
 
 
@@ -200,7 +212,7 @@ def test_what_both_releases_do_not_record_is_not_the_same() -> None:
     older = old.model_copy(update={"targets": tuple(item.model_copy(update={"tuning": None}) for item in old.targets)})
     for release, names in ((old, _UNRECORDED), (older, {*_UNRECORDED, "tuning"})):
         page = write_difference(release, release)
-        rows = re.findall(r'<tr><th scope="row">[^<]*</th><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td></tr>', page)
+        rows = re.findall(_FACT, page)
         assert {name.replace("&#x27;", "'"): values for name, *values in rows} == {
             name: ["not recorded", "not recorded"] for name in names
         }
@@ -210,7 +222,7 @@ def test_what_both_releases_do_not_record_is_not_the_same() -> None:
         **dict.fromkeys((change.name for change in compare_releases(old, old)), True),
         **dict.fromkeys(_UNRECORDED),
         # These were not measured.
-        **dict.fromkeys(("p99 latency, ms", "reference kernel, us")),
+        **dict.fromkeys(("p99 latency, ms", "first run, ms", "reference kernel, us")),
     }
 
 
@@ -248,7 +260,8 @@ def test_the_latency_at_every_size_stands_beside_production_s() -> None:
 
     before, now = release("1", 1.0, 4.0), release("2", 1.0, 5.0, 6.0)
     text = write_page(make_data(now, "production", before, (before,), {}, ()))
-    rows = re.findall(r'<tr><th scope="row">native</th><td>(p50[^<]*)</td>(.*?)</tr>', text)
+    rows = re.findall(r'<tr><th scope="row">(p50[^<]*)</th>(.*?)</tr>', text)
+    assert "<caption>Figures, native</caption>" in text
     assert {name: re.sub("<[^>]*>", " ", cells).split() for name, cells in rows} == {
         "p50 latency, ms": ["1", "1", "1.000"],
         "p50 at batch 64 and length 8, ms": ["4", "5", "1.250"],
@@ -260,10 +273,10 @@ def test_the_latency_at_every_size_stands_beside_production_s() -> None:
 def test_loading_has_the_values_of_all_rounds_beside_production_s() -> None:
     before, now = _release("1", 1.0), _release("2", 1.0)
     text = write_page(make_data(now, "production", before, (before,), {}, ()))
-    (table,) = re.findall(r"<caption>Loading, in a fresh process for each round</caption>.*?</table>", text)
+    (table,) = re.findall(r"<caption>Loading, in a fresh process for each round, native</caption>.*?</table>", text)
     rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table)[1:]]
     assert [[re.sub("<[^>]*>", "", value) for value in row] for row in rows] == [
-        ["native", figure, version, *values, "3"]
+        [figure, version, *values, "3"]
         for figure, values in {
             "load, s": ("0.25", "0.21 to 0.375"),
             "peak memory, MB": ("121", "120 to 123.5"),
@@ -349,7 +362,8 @@ def test_the_page_answers_why_it_is_slower(page: str) -> None:
 
 
 def test_a_slower_machine_shows_by_its_processor_and_the_reference_kernel() -> None:
-    now, before = make_compared("2", 1.0, reference=150e-6), make_compared("1", 1.0, reference=100e-6)
+    now = make_compared("2", 1.0, reference=150e-6, processor="processor 2")
+    before = make_compared("1", 1.0, reference=100e-6, processor="processor 1")
     changes = {change.name: change for change in compare_releases(now, before)}
     assert changes["reference kernel, us"].ratio == pytest.approx(1.5)
     assert changes["reference kernel, us"].now == pytest.approx(150)
@@ -380,7 +394,9 @@ def test_the_page_says_whether_the_machine_or_the_build_is_slower(
     provenance = Provenance(onnx="sha256:" + onnx * 64, opset=18)
     now = make_compared("2", 1.3, reference=reference, peer=peer, rounds=rounds, provenance=provenance)
     text = write_page(make_data(now, "production", before, (before,), {}, ()))
-    sentence = re.findall(r'<p class="verdict undecided">(native takes.*?)</p>', text)
+    sentence = re.findall(r'<p class="verdict undecided">(native takes \d.*?)</p>', text)
+    verdict = text.partition('<h2 id="verdict">')[2].partition("</section>")[0]
+    assert "native takes 1.30 times as long as in 1, which production holds." in re.sub("<[^>]*>", "", verdict)
     assert sentence == [
         f"native takes 1.30 times as long as in 1. {conclusion}: the reference kernel, which is the same for every "
         f"release, took {reference:.2f} times as long, and with "
@@ -392,18 +408,64 @@ def test_the_page_says_whether_the_machine_or_the_build_is_slower(
 
 
 @pytest.mark.parametrize(
+    ("changes", "peer", "onnx", "conclusion"),
+    [
+        (
+            {"threads": (2, 2)},
+            1.3,
+            "a",
+            "It was measured on other terms (threads of the peers 1 to 2), which explains it",
+        ),
+        (
+            {"threads": (1, 1)},
+            1.3,
+            "a",
+            "Other work held the processors, and it was measured on other terms (threads 2 to 1)",
+        ),
+        (
+            {"threads": (1, 2), "processor": "slow"},
+            1.3,
+            "a",
+            "It was measured on other terms (processor processor to slow, threads 2 to 1, threads of the peers 1 to "
+            "2), which explains it",
+        ),
+        (
+            {"threads": (1, 1)},
+            1.0,
+            "a",
+            "The machine does not explain it, and it was measured on other terms (threads 2 to 1)",
+        ),
+        (
+            {"threads": (1, 1)},
+            1.3,
+            "b",
+            "The model, which is another one, or other work on the machine explains it, and it was measured on other "
+            "terms (threads 2 to 1)",
+        ),
+    ],
+)
+def test_a_slowdown_by_fewer_threads_or_another_processor_is_not_that_of_other_work(
+    changes: dict[str, Any], peer: float, onnx: str, conclusion: str
+) -> None:
+    before = make_compared("1", 1.0, provenance=Provenance(onnx="sha256:" + "a" * 64, opset=18))
+    provenance = Provenance(onnx="sha256:" + onnx * 64, opset=18)
+    (slowdown,) = find_slowdowns(make_compared("2", 1.3, peer=peer, provenance=provenance, **changes), before)
+    assert f"native takes 1.30 times as long as in 1. {conclusion}: the reference kernel" in str(slowdown)
+
+
+@pytest.mark.parametrize(
     ("rounds", "cell"),
     [(3, "-, rounds missing: 5"), (7, "-, rounds missing: 1"), (8, "{0} to {0}"), (25, "{0} to {0}")],
 )
 def test_the_ratio_to_a_peer_has_its_interval_or_the_rounds_that_it_lacks(rounds: int, cell: str) -> None:
     now, before = make_compared("2", 1.3, rounds=rounds), make_compared("1", 1.0, rounds=rounds)
     text = write_page(make_data(now, "production", before, (before,), {}, ()))
-    (table,) = re.findall(r"<caption>Latency over a peer&#x27;s, measured in turn</caption>.*?</table>", text)
+    (table,) = re.findall(r"<caption>Latency over a peer&#x27;s, measured in turn, native</caption>.*?</table>", text)
     rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table)[1:]]
     shown = [[re.sub("<[^>]*>", "", value) for value in row] for row in rows]
     ratios = {"1": "1.000", "2": "1.300"}
     assert shown == [
-        ["native", "onnxruntime", version, ratio, cell.format(ratio), str(rounds)] for version, ratio in ratios.items()
+        ["onnxruntime", version, ratio, cell.format(ratio), str(rounds)] for version, ratio in ratios.items()
     ]
     assert unexplained_figures(text) == []
 
@@ -417,6 +479,91 @@ def test_a_gate_on_a_figure_shows_the_interval_of_its_check() -> None:
     # The figure of the first is a metric, and its interval that of the drop.
     assert [re.findall(r"<td[^>]*>(.*?)</td>", row)[-1] for row in rows] == [f"a drop of {shown}", shown, "-"]
     assert unexplained_figures(text) == []
+
+
+@pytest.mark.parametrize(
+    ("noise", "unevenness", "sentence"),
+    [
+        (0.125, 0.03125, ""),
+        (0.125, 0.25, "by 12.5%, and a fixed kernel's times by 25.0%"),
+        (0.25, 0.03125, "by 25.0%, and a fixed kernel's times by 3.1%"),
+    ],
+)
+def test_the_page_says_that_the_machine_was_busy(noise: float, unevenness: float, sentence: str) -> None:
+    release = make_compared("1", 1.0, rounds=21)
+    measurements = release.targets[0].measurements
+    assert measurements is not None
+    comparison = measurements.comparisons["onnxruntime"]
+    # One round in twenty is far slower, which is no sign of a busy machine.
+    slow = [0.0] * 17 + [1.0] * 3
+    pairs = (
+        pair.model_copy(update={"candidate": 1.0 + noise * share, "reference": 1.0 + unevenness * share})
+        for pair, share in zip(comparison.pairs, [*slow, 32.0], strict=True)
+    )
+    comparisons = {"onnxruntime": comparison.model_copy(update={"pairs": tuple(pairs)})}
+    measurements = measurements.model_copy(update={"comparisons": comparisons})
+    busyness = measurements.describe_busyness()
+    assert measurements.is_busy is (busyness is not None) is (sentence != "")
+    release = make_release("net", "1", make_target(measurements=measurements))
+    text = write_page(make_data(release, "production", None, (), {}, ()))
+    verdict = text.partition('<h2 id="verdict">')[2].partition("</section>")[0]
+    plain = re.sub("<[^>]*>", "", html.unescape(verdict))
+    assert ("the machine was busy while it was measured" in plain) is (sentence != "")
+    assert sentence in plain
+    assert data_of(text)["quietness"]["native"]["busyness"] == busyness
+    assert unexplained_figures(text) == []
+
+
+def test_a_percentile_that_is_not_shown_lacks_runs(page: str) -> None:
+    assert data_of(page)["quietness"]["native"]["missing"] == {"p99": 662 - 64}
+    assert "64 runs in rounds; slow rounds differ from fast ones by 0.0%; p99 needs 598 runs more" in re.sub(
+        "<[^>]*>", "", page
+    )
+
+
+def test_a_long_name_keeps_its_end() -> None:
+    names = [f"model.encoder.layers.{index}.attention.self.projection" for index in range(2)]
+    rows = [charts.GraphRow(name, "", (), 1.0, None) for name in names]
+    shown = re.findall(r"<text [^>]*>([^<]*…[^<]*)<", charts.graph("layers", rows))
+    assert [name.partition("…")[2] in names[index] for index, name in enumerate(shown)] == [True, True]
+    assert shown[0] != shown[1]
+    assert all(name.endswith(".self.projection") for name in shown)
+
+
+def test_a_table_of_nothing_says_so() -> None:
+    assert table("Drifts", ("model", "figure"), []) == "<p>Drifts: none.</p>"
+
+
+def test_the_first_release_has_its_figures() -> None:
+    text = write_page(make_data(_release("1", 1.25), "production", None, (), {}, ()))
+    figure = re.findall(r'<th scope="row">p50 latency, ms</th><td[^>]*>(.*?)</td></tr>', text)
+    assert figure == ['<data value="1.25">1.25</data>']
+    assert unexplained_figures(text) == []
+
+
+def test_the_sum_of_a_profile_stands_beside_the_median_of_a_run(page: str) -> None:
+    assert data_of(page)["profiles"]["native"] == {"ms": 4.0, "calls": 3, "p50": 2.5}
+    plain = re.sub("<[^>]*>", "", page)
+    assert "native: these 3 calls take 4.0000 ms together, while a run takes 2.5000 ms (p50)" in plain
+    unmeasured = make_release("net", "1", make_target())
+    text = write_page(make_data(unmeasured, "production", None, (), {"native": _INSIGHT}, ()))
+    assert "calls take <data" in text
+    assert "(p50)" not in text
+
+
+@pytest.mark.parametrize(
+    ("fact", "text"),
+    [
+        ("1f" * 32, "1f1f1f1f1f1f…"),
+        ("sha256:" + "1f" * 32, "sha256:1f1f1f1f1f1f…"),
+        ("s3://bucket/" + "a" * 80, "s3://bucket/" + "a" * 80),
+        ("g" * 64, "g" * 64),
+        ("1f" * 33, "1f" * 33),
+        (7, "7"),
+    ],
+)
+def test_only_a_digest_is_cut(fact: object, text: str) -> None:
+    assert shorten(fact) == text
 
 
 @pytest.mark.parametrize("bundle", [1.0, 0.8, 1.005])
@@ -480,6 +627,25 @@ def test_the_layers_of_a_page_are_read_again(page: str) -> None:
     assert times["native"]["stage0.block0.conv0"] == 0.05
     assert len(times["native"]) == 200
     assert times_of(read_data("<html>")) == {}
+
+
+def test_the_page_names_all_that_the_channels_ask_for() -> None:
+    gates = ChannelGates(max_metric_drop=0.01, max_latency_ms=2.5)
+    strict = Policy(after="staging", approval="another", signature="required", rebuild="required", gates=gates)
+    release = make_release("net", "1", make_target(), channels={"staging": Policy(), "production": strict})
+    text = write_page(make_data(release, "production", None, (), {}, ()))
+    (rules,) = re.findall(r"only when its policy is kept:</p><ul>(.*?)</ul>", text)
+    assert re.findall("<li>(.*?)</li>", rules) == [
+        f"production: {rule}"
+        for rule in (
+            "after staging",
+            "approval another",
+            "signature required",
+            "rebuild required",
+            "max_latency_ms 2.5",
+            "max_metric_drop 0.01",
+        )
+    ]
 
 
 def test_a_refusal_stands_first() -> None:
@@ -555,7 +721,7 @@ def test_a_sample_is_shown_as_the_text_of_the_user_s_function(tmp_path: Path, mo
         ("?", False),
         (failure("number", "returned a int, not a text"), True),
         (failure("broken", "raised KeyError"), True),
-        (failure("gone", "raised AttributeError"), True),
+        (failure("gone", "").rstrip() + ": module 'words_of_a_report' has no 'gone'", True),
         (failure("ends", "raised SystemExit"), True),
     ]
     long = shown("show", 1000).text
@@ -673,6 +839,14 @@ def test_charts_of_nothing_are_charts(rows: dict[str, float]) -> None:
 @needs("chromium")
 def test_nothing_overflows_a_phone_or_a_desk(page: str, tmp_path: Path) -> None:
     assert measure_overflow(page, tmp_path) == [0, 0]
+
+
+@needs("chromium")
+def test_a_phone_shows_the_ratios_and_the_verdict_without_scrolling(page: str, tmp_path: Path) -> None:
+    hidden = measure_hidden(page, tmp_path, 390)
+    for caption in ("What was checked, native", "Figures, native", "Latency of the releases", "the slowest functions"):
+        (pixels,) = (pixels for name, pixels in hidden.items() if name.endswith(caption))
+        assert pixels == 0, caption
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ UNKNOWN = [
     ("export.opst", "export.opst", "opset"),
     ("channels.staging.automatc", "channels.staging.automatc", "automatic"),
     ("channels.gates.aprovals", "channels.gates.aprovals", "approval"),
-    ("channels.staging.gates.max_ratio", "channels.staging.gates.max_ratio", "max_ratio_current"),
+    ("channels.staging.gates.max_ratio_cur", "channels.staging.gates.max_ratio_cur", "max_ratio_current"),
     ("retrain.min_gains", "retrain.min_gains", "min_gain"),
     ("train.functon", "train.functon", "function"),
 ]
@@ -167,6 +167,9 @@ RULES: list[tuple[str, object, str, list[str]]] = [
     ("gates.max_latency_ms", 0, "gates.max_latency_ms", ["0"]),
     ("gates.unverified_targets", "skip", "gates.unverified_targets", ["'refuse'", "'allow'"]),
     ("train", {"function": "train"}, "train.function", ["'train'"]),
+    ("train", {"function": "a:b", "arguments": {"db_password": "x1"}}, "train.arguments", ["'db_password'", "child_"]),
+    ("train", {"function": "a:b", "arguments": {"hub": {"hf_token": 1}}}, "train.arguments", ["'hf_token'"]),
+    ("model.arguments", {"API_KEY": "x1"}, "model.arguments", ["'API_KEY'"]),
     ("channels", {"two words": {}}, "channel 'two words'", []),
     ("channels", {"latest": {}}, "channel 'latest'", ["MLflow"]),
     ("channels", {"v2": {}}, "channel 'v2'", ["MLflow"]),
@@ -487,14 +490,24 @@ def _models(annotation: Any) -> list[type[Any]]:
         ({"onnx": "m.onnx"}, {}, "ONNX"),
     ],
 )
+@pytest.mark.parametrize("channel", [None, "production"])
 def test_a_ratio_gate_without_its_peer_is_refused(
-    model: dict[str, str], extra: dict[str, object], name: str, tmp_path: Path
+    model: dict[str, str], extra: dict[str, object], name: str, channel: str | None, tmp_path: Path
 ) -> None:
     gate = "max_ratio_onnxruntime" if "factory" in model else "max_ratio_pytorch"
-    document = {"name": "x", "model": model, "inputs": [{"name": "a", "shape": [1]}], "gates": {gate: 1.0}, **extra}
+    gates: Document = {"gates": {gate: 1.0}}
+    sections = gates if channel is None else {"channels": {channel: gates}}
+    document = {"name": "x", "model": model, "inputs": [{"name": "a", "shape": [1]}], **sections, **extra}
     with pytest.raises(SpecError, match=name) as caught:
         parse(document, tmp_path)
-    assert gate in str(caught.value)
+    assert ("gates" if channel is None else f"channels.{channel}.gates") + f".{gate}" in str(caught.value)
+
+
+def test_a_ratio_is_measured_until_all_of_its_gates_are_decided(tmp_path: Path) -> None:
+    channels = {"a": {"gates": {"max_ratio_onnxruntime": 0.9}}, "b": {"gates": {"max_ratio_onnxruntime": 1.5}}, "c": {}}
+    spec = parse({**GOOD, "gates": {"max_ratio_onnxruntime": 1.5}, "channels": channels}, tmp_path)
+    assert spec.ratio_bounds("onnxruntime") == (0.9, 1.5)
+    assert spec.ratio_bounds("pytorch") == ()
 
 
 DEFAULTS: Document = {
@@ -532,6 +545,7 @@ DEFAULTS: Document = {
         "warmup": 10,
         "threads": None,
         "peers": ["onnxruntime", "pytorch"],
+        "callers": [],
     },
     "gates": {
         "max_latency_ms": None,
@@ -588,6 +602,9 @@ def test_what_a_release_file_does_not_say_is_as_documented(tmp_path: Path) -> No
         "gates": dict.fromkeys(
             (
                 "max_ratio_current",
+                "max_ratio_onnxruntime",
+                "max_ratio_pytorch",
+                "max_relative_error",
                 "max_latency_ms",
                 "min_throughput",
                 "max_load_ms",
@@ -627,6 +644,9 @@ LIMITS: list[tuple[str, list[object], list[object]]] = [
     ("gates.max_ratio_pytorch", [0.1], [0]),
     ("gates.max_bundle_mb", [0.1], [0]),
     ("channels.c.gates.max_ratio_current", [0.1], [0]),
+    ("channels.c.gates.max_ratio_onnxruntime", [0.1], [0]),
+    ("channels.c.gates.max_ratio_pytorch", [0.1], [0]),
+    ("channels.c.gates.max_relative_error", [0, 0.1], [-0.1]),
     ("channels.c.gates.max_latency_ms", [0.1], [0]),
     ("channels.c.gates.min_throughput", [0.1], [0]),
     ("channels.c.gates.max_load_ms", [0.1], [0]),
@@ -728,6 +748,15 @@ def test_a_precision_that_a_target_lacks_is_refused(tmp_path: Path) -> None:
     message = refusal(document, tmp_path)
     assert "build.precision" in message
     assert "'x86-64-v3'" in message
+
+
+def test_a_secret_among_the_arguments_is_not_repeated_and_other_names_are_none(tmp_path: Path) -> None:
+    secret = {"secret": "correct horse battery staple"}
+    assert "horse" not in refusal({**GOOD, "train": {"function": "a:b", "arguments": secret}}, tmp_path)
+    names = ("pad_token", "max_tokens", "token_dropout", "key", "keys", "passes", "secretary", "learning_rate")
+    arguments = dict.fromkeys(names, 1)
+    document = {**GOOD, "model": {"factory": "a:b", "arguments": arguments}}
+    assert parse(document, tmp_path, "release.yaml").model.arguments == (arguments)
 
 
 @pytest.mark.parametrize("value", ['"\\uD800"', '{"\\uD800": 1}', "!!binary gIGC"])

@@ -11,6 +11,7 @@ import pytest
 from support.traces import read_perfetto
 from tvmflow.cli.release import release_command, tracing
 from tvmflow.cli.run import run_command
+from tvmflow.errors import BuildError, InputError
 from tvmflow.progress import Status, reporter, reporting_to
 from tvmflow.trace import Trace
 
@@ -72,6 +73,23 @@ def test_a_release_that_fails_leaves_its_trace(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it failed"):
         fail()
     assert _slices(tmp_path / "steps.json")["export"]["args"] == {"status": "failed"}
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_trace_that_cannot_be_written_does_not_replace_the_error_of_the_steps(tmp_path: Path, fails: bool) -> None:
+    place = tmp_path / "absent" / "steps.json"
+
+    def run() -> None:
+        with tracing(place, "digits", _Events()):
+            if fails:
+                raise BuildError("it failed")
+
+    with pytest.raises(BuildError if fails else InputError) as raised:
+        run()
+    sentences = [str(raised.value), *getattr(raised.value, "__notes__", [])]
+    expected = f"{str(place)!r} cannot be written"
+    assert [sentence for sentence in sentences if expected in sentence] == sentences[-1:]
+    assert (sentences[0] == "it failed") is fails
 
 
 @pytest.mark.parametrize("suffix", [".pftrace", ".perfetto-trace"])

@@ -172,7 +172,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory, prefect_server: str, comman
     )
     document = yaml.safe_load((example / "release.yaml").read_text())
     document["train"]["arguments"] = {"epochs": 2, "seed": 0}
-    document["benchmark"] |= {"repeats": 5, "rounds": 2}
+    document["benchmark"] |= {"repeats": 5, "rounds": 2, "callers": [3], "threads": 1}
     document["validate"]["show"] = "shown:show"
     (example / "shown.py").write_text("def show(inputs):\n    return f'brightest {inputs[\"image\"].max():.2f}'\n")
     (example / "release.yaml").write_text(yaml.safe_dump(document))

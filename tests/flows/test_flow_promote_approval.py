@@ -19,13 +19,13 @@ from support.reports import data_of
 def released(tmp_path_factory: pytest.TempPathFactory, machine: Any, make: Any) -> Any:
     """A machine that released a model with two channels that need a person, and the deployment that asks for one.
 
-    The function that shows the model's samples ends its process.
+    The module of the function that shows the model's samples ends the process that imports it.
     """
     from flows.promote import promote
 
     folder = tmp_path_factory.mktemp("model")
     make.onnx(folder)
-    (folder / "words.py").write_text("import os\n\n\ndef show(inputs):\n    os._exit(3)\n")
+    (folder / "words.py").write_text("import os\n\nos._exit(3)\n")
     channels = {"yes": {"approval": "required", "rebuild": "required"}, "no": {"approval": "required"}}
     result = machine.release(make.file(folder, channels=channels, validate={"show": "words:show"}))
     assert result.code == 0, result.stderr

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import requests
 from mlflow.entities import ViewType
 
 from support.reports import data_of, read_table, unexplained_figures
+from tvmflow.figures import Measurements
 from tvmflow.release import Blob
 from tvmflow.report.pictures import draw_png, find_charts
 from tvmflow.services import open_store
@@ -139,6 +141,24 @@ def test_mlflow_has_a_run_with_a_nested_run_per_target(digits: Any, target: dict
     assert nested.data.metrics["tvm_latency_ms_p50"] == target["latency_ms"]["p50"]
     assert nested.data.metrics["ratio_onnxruntime"] == target["ratio"]["onnxruntime"]
     assert nested.data.metrics["max_abs_error"] == target["max_abs_error"]
+    assert nested.data.metrics["tvm_first_seconds"] > 0
+    description = run.data.tags["mlflow.note.content"]
+    assert description.startswith("Passed; `report.html` says more.\n\n- native: p50 ")
+    assert (
+        f"{target['latency_ms']['p50']:.4g} ms, {target['ratio']['onnxruntime']:.3g} of the latency of ONNX"
+        in description
+    )
+    assert (target["busyness"] or "") in description
+    # Whether the machine is busy is for the machine to say; all places say the same.
+    measurements = digits.machine.releases("digits")[0]["targets"][0]["measurements"]
+    measured = Measurements.model_validate(measurements)
+    (together,) = measured.concurrency
+    assert (together.callers, together.runs) == (3, 2 * 5 * 3)
+    assert together.runners.keys() == {"tvm", "onnxruntime", "pytorch"}
+    assert nested.data.metrics["tvm_throughput_callers3"] == together.runners["tvm"].throughput
+    assert nested.data.metrics["noise"] == measured.noise
+    assert nested.data.metrics["unevenness"] == measured.unevenness
+    assert nested.data.tags.get("tvmflow.machine") == target["busyness"] == measured.describe_busyness()
 
 
 def test_mlflow_has_the_files_of_the_run(digits: Any) -> None:
@@ -171,6 +191,8 @@ def test_the_report_is_published_and_logged(digits: Any) -> None:
     ]
     assert standing["faults"] == []
     assert unexplained_figures(text) == []
+    # The layers are timed on as many threads as the bundle was measured with.
+    assert data_of(text)["insights"]["native"]["peaks"]["threads"] == 1
     (insight,) = data_of(content.decode())["insights"].values()
     assert (insight["samples"], len(insight["worst"])) == (360, 10)
     assert insight["functions"][0]["ms"] > 0
@@ -258,6 +280,15 @@ def test_releasing_again_finds_every_step_done(digits: Any) -> None:
         ("production", "unchanged"),
     ]
     assert len(digits.machine.releases("digits")) == len(digits.machine.versions("digits")) == 1
+    # Prefect's UI shows a table and the way to the report.
+    api = digits.machine.settings["TVMFLOW_PREFECT_API_URL"]
+    query = {"artifacts": {"key": {"any_": ["release"]}}, "sort": "CREATED_DESC"}
+    artifacts = requests.post(f"{api}/artifacts/filter", json=query, timeout=60).json()
+    (artifact,) = [item for item in artifacts if item["description"] == "digits 1"]
+    (entry,) = digits.first.document["targets"]
+    assert f"| native | {entry['latency_ms']['p50']:.4g} | {entry['ratio']['onnxruntime']:.4g} |" in artifact["data"]
+    assert "`tvmflow report digits 1 --open`" in artifact["data"]
+    assert (entry["busyness"] or "") in artifact["data"]
 
 
 def test_a_lost_artifact_is_made_again_and_nothing_else(digits: Any) -> None:

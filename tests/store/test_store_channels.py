@@ -119,6 +119,13 @@ def test_a_wish_for_what_the_channel_holds_ends_an_open_one(store: ReleaseStore)
     assert end.outcome == "superseded"
 
 
+def test_the_id_of_an_open_wish_asks_for_no_other_version(store: ReleaseStore) -> None:
+    first = _wish(store, "1", id="run-1")
+    with pytest.raises(StoreError, match="run-1 on resnet@production asks for 1, not for 2"):
+        _wish(store, "2", id="run-1")
+    assert channels.find(store, "resnet", "production") == first
+
+
 def test_a_wish_of_a_known_id_is_made_once(store: ReleaseStore) -> None:
     older = _wish(store, "1", id="run-1")
     assert _wish(store, "1", id="run-1") == older

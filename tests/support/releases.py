@@ -100,6 +100,8 @@ def make_compared(
     peer: float = 1.0,
     rounds: int = 3,
     sha256: str = "0" * 64,
+    processor: str = "processor",
+    threads: tuple[int, int] = (2, 1),
     **fields: Any,
 ) -> Release:
     """A release whose bundle, reference kernel and peer took these times in rounds that differ by up to 2 %."""
@@ -114,7 +116,7 @@ def make_compared(
         )
         for way in np.linspace(0.99, 1.01, rounds)
     )
-    conditions = Conditions(processor=f"processor {version}", cores=(0, 1), threads=(2, 1), load=(0.0, 0.0))
+    conditions = Conditions(processor=processor, cores=(0, 1), threads=threads, load=(0.0, 0.0))
     comparison = Comparison(plan=Plan.up_to(rounds), pairs=pairs, conditions=conditions)
     measurements = make_measurements(1.0).model_copy(update={"comparisons": {"onnxruntime": comparison}})
     return make_release("net", version, make_target(sha256=sha256, measurements=measurements), **fields)

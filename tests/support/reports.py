@@ -4,7 +4,7 @@ import html
 import json
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,29 @@ def read_table(client: Any, run_id: str, place: str) -> list[dict[str, Any]]:
 
 def measure_overflow(page: str, folder: Path) -> list[int]:
     """By how many pixels a page is wider than a phone and than a desk, in a headless browser; `folder` is its own."""
+    wide: list[int] = _ask_browser(page, folder, (360, 1280), "e.scrollWidth-e.clientWidth")
+    return wide
+
+
+def measure_hidden(page: str, folder: Path, width: int) -> dict[str, int]:
+    """By how many pixels each table and chart of a page is wider than its place, by its name; `folder` is its own."""
+    regions = "Object.fromEntries([...e.querySelectorAll('.scroll')].map(s=>[s.ariaLabel,s.scrollWidth-s.clientWidth]))"
+    (hidden,) = _ask_browser(page, folder, (width,), regions)
+    return {str(name): int(pixels) for name, pixels in hidden.items()}
+
+
+def _ask_browser(page: str, folder: Path, widths: Sequence[int], question: str) -> list[Any]:
+    """The values of a JavaScript expression on the root element `e` of a page, at each width in pixels."""
     frames = "".join(
         f'<iframe style="width:{width}px;height:600px;border:0" srcdoc="{html.escape(page)}"></iframe>'
-        for width in (360, 1280)
+        for width in widths
     )
     measure = (
-        "onload=()=>{document.title=[...document.querySelectorAll('iframe')]"
-        ".map(f=>f.contentDocument.documentElement).map(e=>e.scrollWidth-e.clientWidth).join(' ')}"
+        "onload=()=>{document.title=JSON.stringify([...document.querySelectorAll('iframe')]"
+        f".map(f=>f.contentDocument.documentElement).map(e=>{question}))}}"
     )
-    (folder / "frames.html").write_text(f"<!DOCTYPE html><body>{frames}<script>{measure}</script></body>")
+    style = '<!DOCTYPE html><meta charset="utf-8">'
+    (folder / "frames.html").write_text(f"{style}<body>{frames}<script>{measure}</script></body>")
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
     dumped = subprocess.run(
         [*command, f"--user-data-dir={folder}", (folder / "frames.html").as_uri()],
@@ -59,8 +73,9 @@ def measure_overflow(page: str, folder: Path) -> list[int]:
         timeout=120,
         check=True,
     )
-    (title,) = re.findall(r"<title>([\d ]+)</title>", dumped.stdout)
-    return [int(pixels) for pixels in title.split()]
+    (title,) = re.findall(r"<title>(\[.*?\])</title>", dumped.stdout)
+    values: list[Any] = json.loads(html.unescape(title))
+    return values
 
 
 def _numbers(value: Any) -> Iterator[float]:

@@ -1,12 +1,25 @@
 """The figures of a benchmark, and gates: what the release file allows against what was measured."""
 
+import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.benchmark import BenchmarkResult, Measurement, Round, Runner, Turn, _point, _split, gate_failures
+from tasks.benchmark import (
+    BenchmarkResult,
+    Measurement,
+    Round,
+    Runner,
+    Turn,
+    _concurrency,
+    _point,
+    _split,
+    gate_failures,
+    timed,
+)
 from tvmflow.comparison import Comparison, Conditions, Plan
 from tvmflow.errors import VerdictError
 from tvmflow.spec import parse
@@ -72,6 +85,44 @@ def test_the_figures_are_over_all_rounds() -> None:
 def test_a_percentile_needs_enough_runs(runs: int, has_p90: bool, has_p99: bool) -> None:
     latency = _bundle_alone(_turn(*(1,) * runs)).latency_ms
     assert (latency.p90, latency.p99) == (1.0 if has_p90 else None, 1.0 if has_p99 else None)
+
+
+def test_a_first_run_and_the_energy_of_a_round_are_kept() -> None:
+    turns = [_turn(1.0).model_copy(update={"first_seconds": seconds}) for seconds in (0.5, 0.75)]
+    rounds = [
+        Round({(0, "tvm"): [turn]}, (1.0,), joules)
+        for turn, joules in zip(turns, ({"tvm": 0.25}, dict[Runner, float]()), strict=True)
+    ]
+    measurement = _point({}, 0, rounds, (), _SIZE).runners["tvm"]
+    assert (measurement.firsts, measurement.joules) == ((0.5, 0.75), (0.25,))
+
+
+def test_callers_run_at_once_and_their_throughput_is_that_of_all() -> None:
+    meeting = threading.Barrier(3)
+
+    def run() -> None:
+        # It is left when all three are within the same run.
+        meeting.wait(60)
+
+    turn = timed(run, 1, 4, 1.0, callers=3)
+    assert len(turn.seconds) == 12
+    rounds = [
+        Round({}, (), {}, {(3, "tvm"): turn.model_copy(update={"wall_seconds": wall})}) for wall in (2.0, 4.0, 3.0)
+    ]
+    together = _concurrency(3, rounds, ("tvm",))
+    assert (together.callers, together.runs, together.runners["tvm"].throughput) == (3, 36, 4.0)
+    assert 0 < max(turn.seconds) <= turn.wall_seconds <= sum(turn.seconds)
+
+
+def test_a_caller_that_fails_ends_the_others() -> None:
+    names = itertools.count()
+
+    def run() -> None:
+        if next(names) == 1:
+            raise ValueError("it fails in one of them")
+
+    with pytest.raises(ValueError, match="in one of them"):
+        timed(run, 1, 1, 1.0, callers=3)
 
 
 @pytest.mark.parametrize(("repeats", "turns"), [(1, [1]), (4, [1, 1, 1, 1]), (5, [1] * 5), (52, [11, 11, 10, 10, 10])])

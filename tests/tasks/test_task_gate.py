@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.releases import make_measurements, make_release, make_target, make_verdict
+from support.releases import make_compared, make_measurements, make_release, make_target, make_verdict
 from tasks.gate import GateJob, check_figures, check_ratio, decide_again
 from tvmflow.comparison import Comparison, Conditions, Interval, Pair, Plan, find_drop
 from tvmflow.comparison.pairs import Samples
@@ -99,6 +99,12 @@ FIGURES = [
     ("max_memory_mb", 124.0, 123.0, "its process took 123.5 MB, gate max_memory_mb allows 123"),
     ("max_bundle_mb", 8e-6, 7e-6, "the bundle has 8e-06 MB, gate max_bundle_mb allows 7e-06"),
     (
+        "max_relative_error",
+        1e-5,
+        1e-9,
+        "an output is off by 1.00e-06 of its largest value, gate max_relative_error allows 1e-09",
+    ),
+    (
         "min_top1_agreement",
         0.996,
         0.997,
@@ -117,8 +123,35 @@ def test_a_figure_is_that_of_the_release(gate: str, enough: float, short: float,
 
 
 def test_every_gate_on_a_figure_is_checked() -> None:
-    decided_elsewhere = {"max_ratio_current", "max_metric_drop", "min_metric", "max_vulnerabilities"}
+    decided_elsewhere = {
+        "max_ratio_onnxruntime",
+        "max_ratio_pytorch",
+        "max_ratio_current",
+        "max_metric_drop",
+        "min_metric",
+        "max_vulnerabilities",
+    }
     assert {gate for gate, *_ in FIGURES} == ChannelGates.model_fields.keys() - decided_elsewhere
+
+
+@pytest.mark.parametrize(
+    ("rounds", "bound", "passed", "words"),
+    [
+        (25, 0.92, True, "latency is 0.900 (0.900 to 0.900) of ONNX Runtime's"),
+        (25, 0.88, False, "gate max_ratio_onnxruntime allows 0.88"),
+        (3, 2.0, False, "undecided"),
+    ],
+)
+def test_a_ratio_to_a_peer_is_decided_by_its_interval(rounds: int, bound: float, passed: bool, words: str) -> None:
+    check = judged(make_compared("2", 0.9, rounds=rounds), None, max_ratio_onnxruntime=bound)
+    assert (check.passed, check.value, check.bound) == (passed, pytest.approx(0.9), bound)
+    assert words in check.message
+
+
+def test_a_ratio_to_a_peer_that_was_not_measured_does_not_pass() -> None:
+    check = judged(make_compared("2", 0.9), None, max_ratio_pytorch=9.0)
+    assert not check.passed
+    assert "cannot be checked: no target was measured beside it; add pytorch" in check.message
 
 
 def test_weights_that_are_kept_apart_count_as_size() -> None:

@@ -110,6 +110,17 @@ def test_a_wrong_layer_shows_and_those_before_it_do_not(network: onnx.ModelProto
     assert wrong > 1e-3
 
 
+@pytest.mark.parametrize("length", [7, 40])
+def test_the_operations_of_free_sizes_are_those_of_the_run(length: int, tmp_path: Path) -> None:
+    weights = np.random.default_rng(3).normal(size=(64, 32)).astype("float32")
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], "/product")]
+    model = make_model(nodes, [("x", ["n", 64])], ["y"], {"w": weights})
+    x = np.random.default_rng(2).normal(size=(length, 64)).astype("float32")
+    layers = _layers(model, model, {"x": x}, tmp_path)
+    # Rows are computed in tiles, which a number of rows need not fill.
+    assert 2 * length * 64 * 32 <= sum(layer.gflop for layer in layers) * 1e9 <= 2 * (length + 16) * 64 * 32
+
+
 @pytest.mark.parametrize("length", [3, 0])
 def test_layers_of_free_sizes_lie_in_branches_and_read_those_before_them(length: int, tmp_path: Path) -> None:
     branches = {

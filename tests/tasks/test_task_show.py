@@ -9,9 +9,10 @@ import pytest
 from support.releases import make_release
 from tasks.insight import Insight
 from tasks.report import ReportJob
-from tasks.show import Text, Texts, TextsJob, texts, work_texts
+from tasks.show import ShowJob, Text, Texts, TextsJob, find_show, texts, work_texts
 from tasks.step import StepRunner
 from tvmflow import samples
+from tvmflow.errors import ExportError
 from tvmflow.report.insight import SampleInsight
 from tvmflow.workspace import Workspace
 
@@ -84,6 +85,47 @@ def test_a_function_that_raises_is_called_again_by_the_next_run(
     sentence = f"function that shows a sample {function!r} raised KeyError"
     assert [texts(runner, job).status for _ in range(2)] == ["ran", "ran"]
     assert texts(runner, job).result.texts == {0: Text(text=sentence, failed=True)}
+
+
+_IMPORT_ENDS = {
+    "the process that imports {module!r} ended with exit code 3": "import os; os._exit(3)",
+    "the process that imports {module!r} took longer than 0.1 minutes": "import time; time.sleep(600)",
+    "importing {module!r} raised ConnectionError: no network": "raise ConnectionError('no network')",
+    "importing {module!r} raised AttributeError: no attribute": "raise AttributeError('no attribute')",
+}
+
+
+@pytest.mark.parametrize(("end", "statement"), _IMPORT_ENDS.items())
+def test_an_import_that_fails_stops_no_release_and_is_tried_again(
+    workspace: Workspace, tmp_path: Path, user_code: UserCode, end: str, statement: str
+) -> None:
+    marker = tmp_path / "mended"
+    condition = f"from pathlib import Path\nif not Path({str(marker)!r}).exists():"
+    module = user_code(f"{condition}\n    {statement}\ndef show(inputs): return ''")
+    runner = StepRunner(workspace, "net", tmp_path, timeout=6)
+    job = ShowJob(function=f"{module}:show")
+    expected = f"function that shows a sample '{module}:show': {end.format(module=module)}"
+    assert find_show(runner, job).result.problem == expected
+    marker.touch()
+    again = find_show(runner, job)
+    assert (again.status, again.result.problem) == ("ran", None)
+    assert find_show(runner, job).status == "cached"
+
+
+@pytest.mark.parametrize(
+    ("code", "function", "reason"),
+    [
+        ("def show(inputs): return ''", "shwo", "has no 'shwo'"),
+        ("import a_module_of_nobody", "show", "imports 'a_module_of_nobody', which is not installed"),
+        ("show = 1", "show", "is a int, not a function"),
+    ],
+)
+def test_a_function_that_no_later_try_will_find_is_refused(
+    workspace: Workspace, tmp_path: Path, user_code: UserCode, code: str, function: str, reason: str
+) -> None:
+    job = ShowJob(function=f"{user_code(code)}:{function}")
+    with pytest.raises(ExportError, match=reason):
+        find_show(StepRunner(workspace, "net", tmp_path, timeout=60), job)
 
 
 def _insight(problem: str | None = None) -> Insight:

@@ -120,7 +120,8 @@ def main() -> None:
     try:
         cli.main(prog_name="tvmflow", standalone_mode=False)
     except TvmflowError as error:
-        _fail(str(error), type(error).__name__, error.exit_code)
+        notes = getattr(error, "__notes__", [])
+        _fail("; ".join([str(error), *notes]), type(error).__name__, error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)

@@ -66,6 +66,7 @@ def _show_figures(name: str, as_json: bool) -> None:
     from tvmflow import settings as machine
     from tvmflow.errors import StoreError
     from tvmflow.report.drift import find_drifts, find_steps, list_figures
+    from tvmflow.report.numbers import format_number
     from tvmflow.services import open_store
 
     with open_store(machine.load()) as store:
@@ -92,7 +93,7 @@ def _show_figures(name: str, as_json: bool) -> None:
         table.add_column(column, no_wrap=True)
     for (target, figure), points in series.items():
         values = dict(points)
-        table.add_row(target, figure, *(f"{values[each]:.4g}" if each in values else "-" for each in versions))
+        table.add_row(target, figure, *(format_number(values[each]) if each in values else "-" for each in versions))
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     for change in (*drifts, *steps):
         click.echo(str(change))

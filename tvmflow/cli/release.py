@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from tvmflow.progress import Reporter
     from tvmflow.settings import Settings
 
-# When round medians differ by more than this, the machine was too busy for good measurements.
-NOISY = 0.2
-
 
 @click.command("release")
 @click.argument("file", type=click.Path(path_type=Path))
@@ -75,9 +72,11 @@ def tracing(path: Path | None, name: str, reporter: "Reporter") -> "Iterator[Non
     """Write a trace of the steps that the body runs to `path`, even if the body fails; do nothing if `path` is None.
 
     `name` is the title of the trace. Meanwhile `reporter` takes the place of the current reporter and gets the steps'
-    events, too. After the body, raises InputError when `path` cannot be written, even in place of the body's error.
+    events, too. Raises InputError when `path` cannot be written; where the body fails, its error stays and
+    gets this as a note.
     """
     from tvmflow.cli.options import naming_output
+    from tvmflow.errors import InputError
     from tvmflow.progress import TracingReporter, reporting_to
     from tvmflow.trace import Trace
 
@@ -88,9 +87,15 @@ def tracing(path: Path | None, name: str, reporter: "Reporter") -> "Iterator[Non
     try:
         with reporting_to(TracingReporter(trace, reporter)):
             yield
-    finally:
-        with naming_output(path):
-            trace.write(path)
+    except BaseException as error:
+        try:
+            with naming_output(path):
+                trace.write(path)
+        except InputError as second:
+            error.add_note(str(second))
+        raise
+    with naming_output(path):
+        trace.write(path)
 
 
 def show(summary: "ReleaseSummary", settings: "Settings", console: "Console") -> None:
@@ -168,9 +173,8 @@ def _lines(item: "TargetSummary") -> "Iterator[str]":
     yield f"{item.runs} runs: " + ", ".join(
         f"{name} {seconds[key]:.3f} s" for key, name in names.items() if key in seconds
     )
-    noise = max(point.noise for point in item.measurements)
-    if noise > NOISY:
-        yield f"the machine was busy while it was measured: rounds differ by {noise:.0%}"
+    if item.busyness is not None:
+        yield item.busyness
 
 
 def _megabytes(item: "TargetSummary") -> str:

@@ -133,6 +133,17 @@ class Comparison(Record):
         fast, slow = np.percentile([pair.reference for pair in self.pairs], (10, 90))
         return float(slow / fast) - 1
 
+    @property
+    def spread(self) -> float:
+        """The 90th percentile of the candidate's time over the pairs, divided by the 10th, minus one."""
+        fast, slow = np.percentile([pair.candidate for pair in self.pairs], (10, 90))
+        return float(slow / fast) - 1
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the machine was uneven: `unevenness` is more than 0.05."""
+        return self.unevenness > _UNEVEN
+
     def describe(self, candidate: str, baseline: str) -> str:
         """Return the comparison in words; the arguments name the two sides.
 
@@ -141,7 +152,7 @@ class Comparison(Record):
         """
         times = f"{self.candidate_ms:.3f} ms beside {self.baseline_ms:.3f} ms, {len(self.pairs)} pairs"
         note = ""
-        if self.unevenness > _UNEVEN:
+        if self.is_uneven:
             note = f"; the machine was uneven: a fixed kernel took {1 + self.unevenness:.2f} times as long at times"
         return f"{candidate} latency is {self.ratio:.3f} ({self.interval}) of {baseline} ({times}{note})"
 

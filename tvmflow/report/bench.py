@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tvmflow.comparison import runs_needed
 from tvmflow.report import charts, page
+from tvmflow.report.page import Markup
 
 
 def write_page(name: str, contest: Mapping[str, Any], sentences: Sequence[str]) -> str:
@@ -13,10 +15,18 @@ def write_page(name: str, contest: Mapping[str, Any], sentences: Sequence[str]) 
     `sentences` say these ratios in words.
     """
     ratios: Mapping[str, Mapping[str, float]] = contest["ratios"]
+    missing: dict[str, dict[str, int]] = {
+        runner: {
+            which: runs_needed(int(which)) - item["runs"]
+            for which, value in item["percentiles_ms"].items()
+            if value is None
+        }
+        for runner, item in contest["figures"].items()
+    }
     rows = [
         (
             runner,
-            *(page.number(item["percentiles_ms"][which], "{:.3f}") for which in item["percentiles_ms"]),
+            *(_show_percentile(value, missing[runner].get(which)) for which, value in item["percentiles_ms"].items()),
             page.number(item["throughput"], "{:.1f}"),
             page.number(item["load_ms"], "{:.0f}"),
             page.number(item["first_ms"], "{:.1f}"),
@@ -36,4 +46,11 @@ def write_page(name: str, contest: Mapping[str, Any], sentences: Sequence[str]) 
         "Ratios": [*chart, page.items(sentences)],
         "Figures": [page.table("Every runner on the same sample", headings, rows)],
     }
-    return page.write(f"{name} beside other runtimes", sections, contest)
+    return page.write(f"{name} beside other runtimes", sections, {**contest, "missing_runs": missing})
+
+
+def _show_percentile(value: float | None, missing: int | None) -> Markup:
+    """A percentile in ms, or the number of runs that it lacks."""
+    if value is not None or missing is None:
+        return page.number(value, "{:.3f}")
+    return Markup(f"-, runs missing: {page.number(missing, '{:d}')}")

@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from tvmflow.comparison import Comparison, Interval, Pair
-from tvmflow.figures import Point
+from tvmflow.comparison import Comparison, Conditions, Interval, Pair
+from tvmflow.figures import Concurrency, Point
 from tvmflow.release import Release, ReleaseTarget
 from tvmflow.workspace import Record
 
@@ -86,13 +86,17 @@ class Slowdown(Record):
 
     `bundle`, `reference` and `peers` are the median times of the bundle, of the reference kernel and of the peers by
     name, each divided by its median time in the release before. `slower` names the peers, and the reference kernel
-    (`REFERENCE`), whose times have become longer than chance explains. The time of a peer tells about the machine only
-    if `same_model` is true: both releases are of the same ONNX model.
+    (`REFERENCE`), whose times have become longer than chance explains. `terms` are the changes of processor, cores and
+    threads, as "threads 2 to 1"; "" where there are none. The time of a peer tells about the machine only where both
+    releases are of the same ONNX model (`same_model`) and `same_terms` is true: processor, cores and the threads of the
+    peers are the same.
     """
 
     target: str
     before: str
     same_model: bool
+    same_terms: bool
+    terms: str
     bundle: float
     reference: float
     peers: dict[str, float]
@@ -104,7 +108,7 @@ class Slowdown(Record):
 
         The machine's slowdown is the largest of those in `slower` that tell about the machine, 1 without any.
         """
-        return self._share({REFERENCE: self.reference, **(self.peers if self.same_model else {})})
+        return self._share({REFERENCE: self.reference, **(self.peers if self.same_model and self.same_terms else {})})
 
     @property
     def share_of_peers(self) -> float:
@@ -126,10 +130,14 @@ class Slowdown(Record):
         kernel = f"the reference kernel, which is the same for every release, took {self.reference:.2f} times as long"
         if self.share >= 0.5:
             conclusion = "The machine was slower" if REFERENCE in self.slower else "Other work held the processors"
+        elif not self.same_terms and self.same_model and self.share_of_peers >= 0.5:
+            conclusion = f"It was measured on other terms ({self.terms}), which explains it"
         elif not self.same_model and self.share_of_peers >= 0.5:
             conclusion = "The model, which is another one, or other work on the machine explains it"
         else:
             conclusion = "The machine does not explain it"
+        if self.terms and self.terms not in conclusion:
+            conclusion += f", and it was measured on other terms ({self.terms})"
         return (
             f"{self.target} takes {self.bundle:.2f} times as long as in {self.before}. {conclusion}: {kernel}, "
             f"and with {model}, {peers}."
@@ -159,15 +167,35 @@ def find_slowdowns(now: Release, before: Release) -> Iterator[Slowdown]:
         slower = [name for name, (new, old) in times.items() if _is_longer(new, old)]
         if "" in slower:
             ratios = {name: median(new) / median(old) for name, (new, old) in times.items()}
+            conditions = [_comparisons(item)[first].conditions for item in (target, old_targets[target.target])]
             yield Slowdown(
                 target=target.target,
                 before=before.version,
                 same_model=now.provenance.onnx == before.provenance.onnx,
+                same_terms=not _compare_terms(*conditions, with_bundle=False),
+                terms=_compare_terms(*conditions, with_bundle=True),
                 bundle=ratios[""],
                 reference=ratios[REFERENCE],
                 peers={name: ratios[name] for name in peers},
                 slower=tuple(name for name in slower if name),
             )
+
+
+def _compare_terms(now: Conditions, before: Conditions, *, with_bundle: bool) -> str:
+    """The changes of the terms on which a target was measured, in words; "" where there are none.
+
+    The bundle's own threads count `with_bundle` only.
+    """
+    figures = {
+        "processor": (now.processor, before.processor),
+        "threads": (now.threads[0], before.threads[0]),
+        "threads of the peers": (now.threads[1], before.threads[1]),
+        "cores": (len(now.cores), len(before.cores)),
+    }
+    if not with_bundle:
+        del figures["threads"]
+    changes = {name: pair for name, pair in figures.items() if pair[0] != pair[1]}
+    return ", ".join(f"{name} {theirs} to {ours}" for name, (ours, theirs) in changes.items())
 
 
 def _pairs(target: ReleaseTarget) -> dict[str, tuple[Pair, ...]]:
@@ -193,13 +221,17 @@ def figures(target: ReleaseTarget) -> dict[str, float | None]:
     """Return the figures of a release's target, by name with the unit; None where they were not measured.
 
     They are those at the typical sizes of the symbolic dimensions, and the median latency at each other choice of them.
+    Energy is left out where the machine does not tell it.
     """
-    speed: tuple[float | None, ...] = (None,) * 6
+    speed: tuple[float | None, ...] = (None,) * 8
+    concurrency: tuple[Concurrency, ...] = ()
     if target.measurements is not None:
-        bundle = target.measurements.typical.bundle
+        bundle, concurrency = target.measurements.typical.bundle, target.measurements.concurrency
         latency = bundle.latency_ms
-        speed = (latency.p50, latency.p90, latency.p99, latency.throughput, bundle.peak_memory, bundle.load_seconds)
-    p50, p90, p99, throughput, peak_memory, load_seconds = speed
+        first, joules = (median(each) if each else None for each in (bundle.firsts, bundle.joules))
+        speed = (latency.p50, latency.p90, latency.p99, latency.throughput)
+        speed += (bundle.peak_memory, bundle.load_seconds, first, joules)
+    p50, p90, p99, throughput, peak_memory, load_seconds, first_seconds, energy = speed
     others = () if target.measurements is None else target.measurements.points[1:]
     comparison = _comparison(target)
     deviation = target.verdict.original
@@ -209,12 +241,15 @@ def figures(target: ReleaseTarget) -> dict[str, float | None]:
         "p99 latency, ms": p99,
         "runs per second": throughput,
         **{f"p50 at {_name_sizes(point)}, ms": point.bundle.latency_ms.p50 for point in others},
+        **{f"runs per second of {item.callers} callers": item.runners["tvm"].throughput for item in concurrency},
         "task metric": target.verdict.metric_bundle,
         "largest error": None if deviation is None else deviation.max_abs_error,
         "top-1 agreement": None if deviation is None else deviation.top1_agreement,
         "bundle, bytes": target.bundle.size,
         "peak memory, bytes": peak_memory,
         "load, s": load_seconds,
+        "first run, ms": None if first_seconds is None else first_seconds * 1e3,
+        **({} if energy is None else {"energy of a run, J": energy}),
         REFERENCE: None if comparison is None else median(pair.reference for pair in comparison.pairs) * 1e6,
     }
 
@@ -239,7 +274,7 @@ class Spread(Record):
 
 
 def spreads(now: Release, before: Release | None) -> Iterator[Spread]:
-    """Yield the loading time and the peak memory of each target of a release, as far as they were recorded.
+    """Yield the times of loading and of the first run, and the peak memory, of each target, as far as recorded.
 
     Those of the same target in the release `before` come first; it is None where there is no such release.
     """
@@ -248,10 +283,13 @@ def spreads(now: Release, before: Release | None) -> Iterator[Spread]:
         items = [(now.version, target)]
         if before is not None and target.target in old_targets:
             items.insert(0, (before.version, old_targets[target.target]))
-        for figure, name in (("load, s", "loads"), ("peak memory, MB", "peaks")):
+        for figure, name, scale in (
+            ("load, s", "loads", 1.0),
+            ("first run, ms", "firsts", 1e3),
+            ("peak memory, MB", "peaks", 1e-6),
+        ):
             for version, item in items:
                 values = [] if item.measurements is None else getattr(item.measurements.typical.bundle, name)
-                scale = 1e-6 if name == "peaks" else 1.0
                 if values:
                     yield Spread(
                         target=target.target,

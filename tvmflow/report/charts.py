@@ -11,13 +11,14 @@ STYLE = (
     "svg.chart{width:100%;height:auto;min-width:30rem;max-width:48rem;font:12px system-ui,sans-serif;color:#222}"
     "svg.chart text{fill:currentColor}svg.chart .axis{stroke:currentColor;stroke-opacity:.6;fill:none}"
     "svg.chart .grid{stroke:currentColor;stroke-opacity:.15}"
-    "svg.small{min-width:0}svg.chart .tick{opacity:.7}svg.chart .on{fill:#fff}"
+    "svg.narrow{min-width:0;max-width:30rem}svg.small{min-width:0}svg.chart .tick{opacity:.7}svg.chart .on{fill:#fff}"
     "@media(prefers-color-scheme:dark){svg.chart{color:#ddd}}"
 )
 """The style sheet of the charts, for the head of a page."""
 
-_WIDTH = 640
-_LEFT, _RIGHT, _ROW = 150, 20, 30
+# The width of a chart with many names, which scrolls on a phone, and of one that fits there.
+_WIDTH, _NARROW = 640, 400
+_LEFT, _RIGHT, _ROW = 130, 20, 30
 # The height of a row of a graph, of a bar of an icicle, and of a bar with its name.
 _LINE, _STEP, _BAR = 18, 24, 38
 # The smallest error that a bar shows, and the rows that the text of a chart names.
@@ -30,7 +31,7 @@ def shares(title: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping
     The shares of a row add up to one. `colours` has the colour of each kind, in the order in which they are stacked;
     the legend names them.
     """
-    scale = _WIDTH - _LEFT - _RIGHT
+    scale = _NARROW - _LEFT - _RIGHT
     parts, texts = [], []
     for index, (name, row) in enumerate(rows.items()):
         top, left = 30 + index * _ROW, float(_LEFT)
@@ -46,7 +47,7 @@ def shares(title: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping
         parts.append(f'<rect x="{left:.0f}" y="{bottom + 6}" width="12" height="12" fill="{colour}"/>')
         parts.append(_text(left + 18, bottom + 16, kind))
         left += 30 + 8 * len(kind)
-    return _picture(title, "; ".join(texts), bottom + 28, parts)
+    return _picture(title, "; ".join(texts), bottom + 28, parts, _NARROW)
 
 
 def intervals(title: str, rows: Mapping[str, tuple[float, float, float]], line: float, unit: str = "") -> str:
@@ -61,7 +62,7 @@ def intervals(title: str, rows: Mapping[str, tuple[float, float, float]], line: 
     low, high = low - margin, high + margin
 
     def place(value: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (value - low) / (high - low)
+        return _LEFT + (_NARROW - _LEFT - _RIGHT) * (value - low) / (high - low)
 
     parts, texts = [], []
     for index, (name, (least, value, most)) in enumerate(rows.items()):
@@ -76,7 +77,7 @@ def intervals(title: str, rows: Mapping[str, tuple[float, float, float]], line: 
     bottom = 40 + len(rows) * _ROW
     parts.append(f'<path class="axis" d="M{place(line):.1f} 24V{bottom - 8}" stroke-dasharray="4 3"/>')
     parts.append(_tick(place(line), bottom + 6, f"{line:g}{unit}", "middle"))
-    return _picture(title, "; ".join(texts), bottom + 14, parts)
+    return _picture(title, "; ".join(texts), bottom + 14, parts, _NARROW)
 
 
 def points(
@@ -87,7 +88,7 @@ def points(
     A line joins the points of a series. Both axes begin at zero. With `is_count`, x are whole numbers, and the x axis
     covers only the range of the points.
     """
-    height, left, top, bottom, right = 280, 60, 30, 240, _WIDTH - 20
+    height, left, top, bottom, right = 280, 60, 30, 240, _NARROW - 20
     xs = [x for values in series.values() for x, _ in values] or [1.0]
     low_x, high_x = (min(xs) - 0.5, max(xs) + 0.5) if is_count else (0.0, max(xs) * 1.08 or 1.0)
     high_y = max((y for values in series.values() for _, y in values), default=1.0) * 1.08 or 1.0
@@ -121,9 +122,9 @@ def points(
         while any(abs(line - other_y) < 13 and abs(x - other_x) < 200 for other_x, other_y in taken):
             line += 13
         taken.append((x, line))
-        is_right = x > _WIDTH * 0.75
+        is_right = x > _NARROW * 0.5
         parts.append(_text(x - 8 if is_right else x + 8, line, name, "end" if is_right else "start"))
-    return _picture(title, f"{across} across, {up} up. " + "; ".join(texts), height, parts)
+    return _picture(title, f"{across} across, {up} up. " + "; ".join(texts), height, parts, _NARROW)
 
 
 def _ticks(low: float, high: float, least: float = 0.0) -> list[float]:
@@ -135,15 +136,15 @@ def _ticks(low: float, high: float, least: float = 0.0) -> list[float]:
 
 def bars(title: str, rows: Mapping[str, float], form: str = "{:.3g}") -> str:
     """Return a chart of horizontal bars from zero, each below its name; `form` is the format string of the values."""
-    scale = (_WIDTH - 70) / (max(rows.values(), default=1.0) or 1.0)
+    scale = (_NARROW - 70) / (max(rows.values(), default=1.0) or 1.0)
     parts = []
     for index, (name, value) in enumerate(rows.items()):
         top, width = index * _BAR, value * scale
-        parts.append(f"<g><title>{escape(name)}</title>{_text(0, top + 13, _shorten(name, 88))}")
+        parts.append(f"<g><title>{escape(name)}</title>{_text(0, top + 13, _cut(name, 56, 0.4))}")
         parts.append(f'<rect x="0" y="{top + 18}" width="{width:.1f}" height="12" fill="{COLOURS[0]}"/></g>')
         parts.append(_figure(width + 6, top + 28, value, form.format(value)))
     texts = ", ".join(f"{name} {form.format(value)}" for name, value in rows.items())
-    return _picture(title, texts, 4 + len(rows) * _BAR, parts)
+    return _picture(title, texts, 4 + len(rows) * _BAR, parts, _NARROW)
 
 
 class GraphRow(NamedTuple):
@@ -176,7 +177,7 @@ def graph(title: str, rows: Sequence[GraphRow]) -> str:
     spine = 16 + step * len(lanes)
     longest = max((row.ms for row in rows), default=1.0) or 1.0
     left = spine + 14
-    parts = [_tick(left, 14, "layer"), _tick(330, 14, "ms"), _tick(530, 14, "error")]
+    parts = [_tick(left, 14, "layer"), _tick(300, 14, "ms"), _tick(500, 14, "error")]
     for index, row in enumerate(rows):
         y = 32.0 + index * _LINE
         for source in row.reads:
@@ -190,14 +191,14 @@ def graph(title: str, rows: Sequence[GraphRow]) -> str:
                 parts.append(f'<path class="axis" d="{curve}"/>')
         parts.append(f"<g><title>{escape(row.description)}</title>")
         parts.append(f'<circle cx="{spine:.0f}" cy="{y:.0f}" r="4" fill="{COLOURS[0]}"/>')
-        parts.append(_text(left, y + 4, _shorten(row.name, int((320 - left) / 6.8))))
-        width = 120 * row.ms / longest
-        parts.append(f'<rect x="330" y="{y - 6:.0f}" width="{width:.1f}" height="12" fill="{COLOURS[0]}"/>')
-        parts.append(_figure(334 + width, y + 4, row.ms, f"{row.ms:.3g}"))
+        parts.append(_text(left, y + 4, _cut(row.name, int((290 - left) / 6.9), 0.0)))
+        width = 110 * row.ms / longest
+        parts.append(f'<rect x="300" y="{y - 6:.0f}" width="{width:.1f}" height="12" fill="{COLOURS[0]}"/>')
+        parts.append(_figure(304 + width, y + 4, row.ms, f"{row.ms:.3g}"))
         if row.error is not None:
             width = 50 * max(0.0, min(1.0, 1 + math.log10(row.error or _LEAST_ERROR) / -math.log10(_LEAST_ERROR)))
-            parts.append(f'<rect x="530" y="{y - 6:.0f}" width="{width:.1f}" height="12" fill="{COLOURS[1]}"/>')
-            parts.append(_figure(534 + width, y + 4, row.error, f"{row.error:.1e}"))
+            parts.append(f'<rect x="500" y="{y - 6:.0f}" width="{width:.1f}" height="12" fill="{COLOURS[1]}"/>')
+            parts.append(_figure(504 + width, y + 4, row.error, f"{row.error:.1e}"))
         parts.append("</g>")
     texts = "; ".join(f"{row.name}: {row.ms:.3g} ms" for row in sorted(rows, key=lambda row: -row.ms)[:_DESCRIBED])
     return _picture(title, f"{len(rows)} layers; the slowest: {texts}", 40 + len(rows) * _LINE, parts)
@@ -258,26 +259,26 @@ def roofline(
     low_y, high_y = 10 ** math.floor(math.log10(min(up))), 10 ** math.ceil(math.log10(max(up)) + 0.01)
 
     def x_of(value: float) -> float:
-        return left + (_WIDTH - left - 20) * math.log(value / low_x) / math.log(high_x / low_x)
+        return left + (_NARROW - left - 20) * math.log(value / low_x) / math.log(high_x / low_x)
 
     def y_of(value: float) -> float:
         return bottom - (bottom - 20) * math.log(value / low_y) / math.log(high_y / low_y)
 
-    parts = [f'<path class="axis" d="M{left} 20V{bottom}H{_WIDTH - 20}"/>']
-    parts += [_tick(left, 14, "GFLOP/s"), _tick(_WIDTH - 20, bottom + 32, "operations per byte", "end")]
+    parts = [f'<path class="axis" d="M{left} 20V{bottom}H{_NARROW - 20}"/>']
+    parts += [_tick(left, 14, "GFLOP/s"), _tick(_NARROW - 20, bottom + 32, "operations per byte", "end")]
     for value in _powers(low_x, high_x):
         parts.append(_tick(x_of(value), bottom + 16, f"{value:g}", "middle"))
     for value in _powers(low_y, high_y):
         parts.append(_tick(left - 6, y_of(value) + 4, f"{value:g}", "end"))
     for index, (name, rate) in enumerate(rates.items()):
         start = max(low_x, low_y / rate)
-        path = f"M{x_of(start):.1f} {y_of(start * rate):.1f}L{x_of(peak / rate):.1f} {y_of(peak):.1f}H{_WIDTH - 20}"
+        path = f"M{x_of(start):.1f} {y_of(start * rate):.1f}L{x_of(peak / rate):.1f} {y_of(peak):.1f}H{_NARROW - 20}"
         colour = COLOURS[index + 1]
         parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<rect x="{left}" y="{legend - 10 + 18 * index}" width="12" height="12" fill="{colour}"/>')
         parts.append(_text(left + 18, legend + 18 * index, name))
         parts.append(_figure(left + 200, legend + 18 * index, rate, f"{rate:.3g} GB/s", "end"))
-    parts.append(_figure(_WIDTH - 20, y_of(peak) - 6, peak, f"{peak:.3g} GFLOP/s", "end"))
+    parts.append(_figure(_NARROW - 20, y_of(peak) - 6, peak, f"{peak:.3g} GFLOP/s", "end"))
     for name, (intensity, gflops, share) in rows.items():
         radius = max(2.0, 20 * math.sqrt(share))
         parts.append(
@@ -288,9 +289,8 @@ def roofline(
     slowest = sorted(rows.items(), key=lambda item: -item[1][2])[:_DESCRIBED]
     texts = [f"{name} {gflops:.3g} GFLOP/s at {intensity:.3g}" for name, (intensity, gflops, _) in slowest]
     roofs = [f"{name} {rate:.3g} GB/s" for name, rate in rates.items()]
-    return _picture(
-        title, f"peak {peak:.3g} GFLOP/s; {', '.join(roofs)}; {'; '.join(texts)}", legend + 18 * len(rates), parts
-    )
+    description = f"peak {peak:.3g} GFLOP/s; {', '.join(roofs)}; {'; '.join(texts)}"
+    return _picture(title, description, legend + 18 * len(rates), parts, _NARROW)
 
 
 def _powers(low: float, high: float) -> list[float]:
@@ -304,15 +304,24 @@ def standalone(chart: str) -> str:
     return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{rest}\n'
 
 
-def _picture(title: str, description: str, height: float, parts: Sequence[str]) -> str:
+def _picture(title: str, description: str, height: float, parts: Sequence[str], width: int = _WIDTH) -> str:
+    kind = "chart narrow" if width == _NARROW else "chart"
     return (
-        f'<svg class="chart" role="img" viewBox="0 0 {_WIDTH} {height:.0f}"><title>{escape(title)}</title>'
+        f'<svg class="{kind}" role="img" viewBox="0 0 {width} {height:.0f}"><title>{escape(title)}</title>'
         f"<desc>{escape(description)}</desc>{''.join(parts)}</svg>"
     )
 
 
 def _shorten(name: str, length: int) -> str:
     return name if len(name) <= length else f"{name[: max(1, length - 1)]}…"
+
+
+def _cut(name: str, length: int, share: float) -> str:
+    """A name of at most `length` letters, of which `share` are its first ones; its end tells neighbours apart."""
+    if len(name) <= length:
+        return name
+    first = int((length - 1) * share)
+    return f"{name[:first]}…{name[len(name) - max(1, length - 1 - first) :]}"
 
 
 def _figure(x: float, y: float, value: float, text: str, anchor: str = "start") -> str:

@@ -174,16 +174,16 @@ def write_fleet(fleet: Fleet) -> str:
         ]
     channels = page.table(
         "What the channels hold",
-        ("channel", "version", "days", "p50 ms", "newer", "waits", "last verdict"),
+        ("channel", "version", "last verdict", "waits", "newer", "p50 ms", "days"),
         (
             (
                 item.label if item.channel is not None else item.name,
                 item.version or "-",
-                page.number(item.days, "{:.0f}"),
-                page.number(item.p50_ms, "{:.3f}"),
-                ", ".join(item.newer) or "-",
-                "-" if item.wish is None else item.wish.version,
                 "-" if item.verdict is None else f"{item.verdict.version} {item.verdict.verdict}",
+                "-" if item.wish is None else item.wish.version,
+                ", ".join(item.newer) or "-",
+                page.number(item.p50_ms, "{:.3f}"),
+                page.number(item.days, "{:.0f}"),
             )
             for item in fleet.channels
         ),

@@ -81,13 +81,17 @@ def list_operators(data: Any) -> dict[str, list[dict[str, Any]]]:
         tables[target] = [
             {
                 "layer": row["name"],
+                # MLflow shows the first columns without scrolling.
+                "ms": layer["ms"],
+                "share": row["share"],
+                "error": layer["error"],
                 "operators": ", ".join(layer["operators"]),
-                "nodes": ", ".join(layer["nodes"]),
+                **{name: layer[name] for name in ("gflop", "megabytes")},
+                **{name: row[name] for name in ("intensity", "gflops", "of_roof")},
                 "function": layer["function"],
                 "rule": layer["rule"],
                 "result": "x".join(map(str, layer["shape"])),
-                **{name: layer[name] for name in ("ms", "gflop", "megabytes", "error")},
-                **{name: row[name] for name in ("share", "intensity", "gflops", "of_roof")},
+                "nodes": ", ".join(layer["nodes"]),
             }
             for layer, row in zip(layers, rows, strict=True)
         ]

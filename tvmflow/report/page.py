@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from html import escape, unescape
 from typing import Any
 
 from tvmflow.report import charts
@@ -29,7 +29,11 @@ _STYLE = (
     "table{border-collapse:collapse;font-size:.9rem}"
     "th,td{padding:.3rem .7rem;text-align:left;font-weight:normal;white-space:nowrap;"
     "border-bottom:1px solid color-mix(in srgb,CanvasText 20%,Canvas)}thead th{font-weight:bold}"
-    ".number{text-align:right}caption{text-align:left;padding:.3rem 0}"
+    ".number{text-align:right}caption{text-align:left;padding:.3rem 0}data{white-space:nowrap}"
+    # On a phone words of a cell stand below each other, so that most tables need no scrolling.
+    "@media(max-width:40rem){th,td{white-space:normal;padding:.3rem .25rem}"
+    "th:first-child{padding-left:0}table{font-size:.8rem}tbody th,td:not(.number){overflow-wrap:anywhere}"
+    "tbody th{min-width:4.5rem}td:not(.number){min-width:2.5rem}pre{white-space:pre-wrap}}"
     "pre,code{font-size:.85rem}pre{overflow-x:auto;padding:.7rem;"
     "background:color-mix(in srgb,CanvasText 7%,Canvas)}"
     ".verdict{padding:.8rem 1rem;border-left:.5rem solid;font-size:1.1rem}"
@@ -58,6 +62,11 @@ def number(value: float | None, form: str = "") -> Markup:
     return Markup(f'<data value="{value!r}">{escape(form.format(value) if form else format_number(value))}</data>')
 
 
+def moment(when: str) -> Markup:
+    """Return a time (UTC, ISO 8601) as a reader sees it, to the minute, in an HTML element that holds it exactly."""
+    return Markup(f'<time datetime="{escape(when)}">{escape(when[:16].replace("T", " "))}</time>')
+
+
 def text(value: object) -> str:
     """Return a value as HTML: `Markup` as it is, any other value as escaped text."""
     return value if isinstance(value, Markup) else escape(str(value))
@@ -71,11 +80,18 @@ def paragraph(content: object, kind: str = "") -> Markup:
 def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
     """Return a table that scrolls by itself where the screen is too narrow for it; the first cell heads its row.
 
-    Columns with a cell that `number` wrote are aligned at the right. Every row must have as many cells as headings.
+    Columns with a cell that `number` wrote are aligned at the right. Every row must have as many cells as headings. A
+    first column called "target" with the same target in all rows moves into the caption, which leaves a phone's width
+    to the figures. Without rows it is a paragraph that says so.
     """
     cells = [[text(cell) for cell in row] for row in rows]
+    if not cells:
+        return paragraph(f"{caption}: none.")
+    if headings[0] == "target" and len({row[0] for row in cells}) == 1:
+        caption, headings = f"{caption}, {unescape(cells[0][0])}", headings[1:]
+        cells = [row[1:] for row in cells]
     has_figures = [any(cell.startswith("<data") for cell in column) for column in zip(*cells, strict=True)]
-    kinds = [' class="number"' if numeric else "" for numeric in has_figures or [False] * len(headings)]
+    kinds = [' class="number"' if numeric else "" for numeric in has_figures]
 
     def write_row(row: Sequence[str]) -> str:
         first, *others = (f"{kind}>{cell}" for kind, cell in zip(kinds, row, strict=True))

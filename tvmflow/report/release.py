@@ -1,7 +1,10 @@
 """The page of a release, for the person who decides whether it may go out."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from tvmflow.comparison import runs_needed
+from tvmflow.figures import Measurements, Runner
 from tvmflow.release import Release
 from tvmflow.report import charts, page, trust
 from tvmflow.report.changes import (
@@ -10,6 +13,7 @@ from tvmflow.report.changes import (
     Slowdown,
     Spread,
     compare_releases,
+    figures,
     find_slowdowns,
     peer_ratios,
     spreads,
@@ -18,11 +22,16 @@ from tvmflow.report.drift import Drift, Step, find_drifts, find_steps
 from tvmflow.report.insight import Drawing, FunctionTime, Insight, SampleInsight
 from tvmflow.report.layers import LayerRow, SlowerLayer, compare_layers, layer_rows, show_layers, show_losses, times_of
 from tvmflow.report.page import Markup
+from tvmflow.spec import Policy
 from tvmflow.verdict import Check
 from tvmflow.workspace import Record
 
-# The functions that the page shows by themselves, and the hexadecimal digits of a digest that tell bundles apart.
-_SHOWN_FUNCTIONS, _DIGITS = 12, 12
+# The functions that the page shows by themselves, and a digest with the digits that tell bundles apart.
+_SHOWN_FUNCTIONS = 12
+_DIGEST = re.compile(r"((?:sha256:)?[0-9a-f]{12})[0-9a-f]{52}")
+
+
+_RUNNERS: Mapping[Runner, str] = {"tvm": "the bundle", "onnxruntime": "ONNX Runtime", "pytorch": "PyTorch"}
 
 
 class HistoryRow(Record):
@@ -51,6 +60,34 @@ class FunctionRow(Record):
     gigabytes_per_second: float
 
 
+class ProfileSum(Record):
+    """The ms of the calls of a profiled run together, beside `p50`, the median ms of a run that is not profiled.
+
+    `calls` is the number of the calls. `p50` is None where the bundle was not measured.
+    """
+
+    ms: float
+    calls: int
+    p50: float | None
+
+
+class Quietness(Record):
+    """How quiet the machine was while a target was measured, in `runs` timed runs of `rounds` rounds.
+
+    `noise` is how much longer the bundle's median was in slow rounds than in fast ones, as a share, and `unevenness`
+    the same of the reference kernel, None where no peer was measured. `busyness` is a sentence where these are too
+    large for sure times, else None. `missing` is the number of runs that a percentile lacks, as by "p99"; it has only
+    those that lack some.
+    """
+
+    runs: int
+    missing: dict[str, int]
+    rounds: int | None
+    noise: float
+    unevenness: float | None
+    busyness: str | None
+
+
 class PageData(Record):
     """All data that a release's page shows; the page embeds it as JSON.
 
@@ -59,7 +96,9 @@ class PageData(Record):
     `insights` and the rows of `functions` and `layers` are by target. `slower` are the layers by target, sorted by the
     change of their time since `production`. `slowdowns` are the targets that are slower than in `production`. `ratios`
     are the latencies over those of the peers, and `spreads` the loading times and peak memory, both in `production` and
-    in the release. `drifts` and `steps` are those of the figures in the history.
+    in the release. `drifts` and `steps` are those of the figures in the history. `figures` are those of the release by
+    target, with their units, `profiles` the sums of the functions' times, and `quietness` tells how quiet the machine
+    was, each by target.
     """
 
     release: Release
@@ -77,6 +116,9 @@ class PageData(Record):
     spreads: tuple[Spread, ...]
     drifts: tuple[Drift, ...]
     steps: tuple[Step, ...]
+    figures: dict[str, dict[str, float | None]]
+    profiles: dict[str, ProfileSum]
+    quietness: dict[str, Quietness]
 
 
 def make_data(
@@ -112,6 +154,31 @@ def make_data(
         spreads=tuple(spreads(release, production)),
         drifts=tuple(find_drifts((*history, release))),
         steps=tuple(find_steps((*history, release))),
+        figures={item.target: figures(item) for item in release.targets},
+        profiles=dict(_profile_sums(release, insights)),
+        quietness={
+            item.target: _quietness(item.measurements) for item in release.targets if item.measurements is not None
+        },
+    )
+
+
+def _profile_sums(release: Release, insights: Mapping[str, Insight]) -> Iterator[tuple[str, ProfileSum]]:
+    medians = {item.target: item.p50 for item in release.targets}
+    for target, insight in insights.items():
+        calls, ms = (sum(getattr(item, name) for item in insight.functions) for name in ("calls", "ms"))
+        yield target, ProfileSum(ms=ms, calls=calls, p50=medians.get(target))
+
+
+def _quietness(measurements: Measurements) -> Quietness:
+    comparison = next(iter(measurements.comparisons.values()), None)
+    lacks = {f"p{which}": runs_needed(which) - measurements.runs for which in (90, 99)}
+    return Quietness(
+        runs=measurements.runs,
+        missing={name: lack for name, lack in lacks.items() if lack > 0},
+        rounds=None if comparison is None else len(comparison.pairs),
+        noise=measurements.noise,
+        unevenness=measurements.unevenness,
+        busyness=measurements.describe_busyness(),
     )
 
 
@@ -173,6 +240,18 @@ def _verdict(data: PageData) -> Iterator[Markup]:
         yield page.paragraph(f"{data.channel} would refuse it: " + "; ".join(refusals), "verdict fail")
     else:
         yield page.paragraph("Every target passed its validation and its gates.", "verdict pass")
+    for slowdown in data.slowdowns:
+        ratio = page.number(slowdown.bundle, "{:.2f}")
+        yield page.paragraph(
+            Markup(
+                f"{page.text(slowdown.target)} takes {ratio} times as long as in {page.text(slowdown.before)}, which "
+                f"{page.text(data.channel)} holds."
+            ),
+            "verdict undecided",
+        )
+    for target, quietness in data.quietness.items():
+        if quietness.busyness is not None:
+            yield _show_quietness(target, quietness)
     rows = []
     for item in release.targets:
         verdict, deviation = item.verdict, item.verdict.original
@@ -186,24 +265,43 @@ def _verdict(data: PageData) -> Iterator[Markup]:
                 page.number(verdict.metric_bundle, "{:.4f}"),
             )
         )
-    headings = ("target", "checked", "largest error", "top-1 agreement", "metric, original", "metric, bundle")
+    headings = ("target", "checked", "largest error", "same top-1", "metric, original", "metric, bundle")
     yield page.table("What was checked", headings, rows)
-    conditions = [
-        f"{channel}: {gate} {bound}"
-        for channel, policy in release.channels.items()
-        for gate, bound in policy.gates
-        if bound is not None
-    ]
+    conditions = [f"{channel}: {rule}" for channel, policy in release.channels.items() for rule in _list_rules(policy)]
     if conditions:
-        yield page.paragraph("A channel refuses it when a gate of its policy is not kept:")
+        yield page.paragraph("A channel takes it only when its policy is kept:")
         yield page.items(conditions)
     if data.checks:
         yield trust.show_checks(f"Gates of {data.channel} on figures", data.checks)
 
 
+def _list_rules(policy: Policy) -> Iterator[str]:
+    """Yield what a policy asks of a release, in the words of a release file."""
+    if policy.after is not None:
+        yield f"after {policy.after}"
+    if policy.approval != "none":
+        yield f"approval {policy.approval}"
+    for name in ("signature", "rebuild"):
+        if getattr(policy, name) == "required":
+            yield f"{name} required"
+    for gate, bound in policy.gates:
+        if bound is not None:
+            yield f"{gate} {bound}"
+
+
 def _against(data: PageData) -> Iterator[Markup]:
+    for target, quietness in data.quietness.items():
+        if quietness.busyness is None:
+            yield _show_quietness(target, quietness)
     if data.production is None:
         yield page.paragraph(f"{data.channel} holds nothing: there is no release to compare with.")
+        rows = [
+            (target, name, page.number(value))
+            for target, figures_of in data.figures.items()
+            for name, value in figures_of.items()
+            if value is not None
+        ]
+        yield page.table("Figures", ("target", "figure", "this release"), rows)
     else:
         yield from map(_show_slowdown, data.slowdowns)
         yield from figures_beside(data.changes, data.production, "this release")
@@ -211,6 +309,7 @@ def _against(data: PageData) -> Iterator[Markup]:
             yield _show_ratios(data.ratios)
     if data.spreads:
         yield _show_spreads(data.spreads)
+    yield from _show_concurrency(data.release)
     latencies: dict[str, list[tuple[float, float]]] = {}
     for row in data.history:
         if row.p50 is not None:
@@ -221,6 +320,25 @@ def _against(data: PageData) -> Iterator[Markup]:
     if data.steps or data.drifts:
         yield page.paragraph("Over the last releases:")
         yield page.items(str(change) for change in (*data.steps, *data.drifts))
+
+
+def _show_quietness(target: str, quietness: Quietness) -> Markup:
+    rounds = "in rounds" if quietness.rounds is None else f"in {page.number(quietness.rounds, '{:d}')} rounds"
+    words = f"{page.number(quietness.runs, '{:d}')} runs {rounds}; slow rounds differ from fast ones by "
+    words += page.number(quietness.noise, "{:.1%}")
+    if quietness.unevenness is not None:
+        words += f", and a fixed kernel's times by {page.number(quietness.unevenness, '{:.1%}')}"
+    for name, lack in quietness.missing.items():
+        words += f"; {name} needs {page.number(lack, '{:d}')} runs more"
+    if quietness.busyness is None:
+        return page.paragraph(Markup(f"{page.text(target)}: {words}."))
+    return page.paragraph(
+        Markup(
+            f"{page.text(target)}: the machine was busy while it was measured: {words}. "
+            "Its times may be those of other work."
+        ),
+        "verdict undecided",
+    )
 
 
 def _show_ratios(ratios: Sequence[PeerRatio]) -> Markup:
@@ -253,6 +371,23 @@ def _show_spreads(spreads: Sequence[Spread]) -> Markup:
     ]
     headings = ("target", "figure", "release", "median", "least to most", "rounds")
     return page.table("Loading, in a fresh process for each round", headings, rows)
+
+
+def _show_concurrency(release: Release) -> Iterator[Markup]:
+    for item in release.targets:
+        rows = [
+            (
+                _RUNNERS[runner],
+                page.number(each.callers, "{:d}"),
+                page.number(latency.throughput),
+                *(page.number(value, "{:.3f}") for value in (latency.p50, latency.p90, latency.p99)),
+            )
+            for each in (() if item.measurements is None else item.measurements.concurrency)
+            for runner, latency in each.runners.items()
+        ]
+        if rows:
+            headings = ("runner", "callers", "runs per second", "p50 ms", "p90 ms", "p99 ms")
+            yield page.table(f"{item.target}: several callers at once", headings, rows)
 
 
 def _show_slowdown(slowdown: Slowdown) -> Markup:
@@ -363,8 +498,22 @@ def _time(data: PageData) -> Iterator[Markup]:
                 for row in rows
             ],
         )
+        yield _explain_sum(target, data.profiles[target])
     if not data.functions:
         yield page.paragraph("No target was run on the machine that built it.")
+
+
+def _explain_sum(target: str, profile: ProfileSum) -> Markup:
+    median = "" if profile.p50 is None else f", while a run takes {page.number(profile.p50, '{:.4f}')} ms (p50)"
+    return page.paragraph(
+        Markup(
+            f"{page.text(target)}: these {page.number(profile.calls, '{:d}')} calls take "
+            f"{page.number(profile.ms, '{:.4f}')} ms together{median}. The two differ because the profile is "
+            "of other runs: each call is timed by itself, one after the other, and its shortest time counts; and the "
+            "clock that is read around every call takes time too, most of all in a model of short calls. Shares tell "
+            "more than the sum."
+        )
+    )
 
 
 def _changes(data: PageData) -> Iterator[Markup]:
@@ -378,7 +527,7 @@ def facts_that_differ(changes: Sequence[Change], before: str, now: str) -> Itera
     """Yield a table of the facts that differ or are not recorded; `before` and `now` head its columns."""
     rows = [
         (
-            change.target or "all",
+            change.target or "all targets",
             change.name,
             *("-" if value is None else shorten(value) for value in (change.before, change.now)),
         )
@@ -420,7 +569,7 @@ def _function_rows(functions: Sequence[FunctionTime]) -> tuple[FunctionRow, ...]
 
 
 def shorten(value: object) -> str:
-    """Return a fact as text; a digest is cut to its first 12 digits."""
+    """Return a fact as text; a SHA-256, also one behind "sha256:", is cut to its first 12 hexadecimal digits."""
     text = str(value)
-    is_digest = len(text) >= 64 and " " not in text
-    return f"{text[: text.find(':') + 1 + _DIGITS]}…" if is_digest else text
+    digest = _DIGEST.fullmatch(text)
+    return text if digest is None else f"{digest[1]}…"

@@ -78,7 +78,8 @@ def show(release: Release, standing: Standing | None) -> Iterator[Markup]:
         for item in release.targets
     ]
     yield page.table("Bundles", ("target", "bytes", "signature", "SHA-256"), rows)
-    yield page.paragraph(f"Made at {release.created_at} by tvmflow {release.tvmflow}.")
+    made = page.moment(release.created_at)
+    yield page.paragraph(Markup(f"Made at {made} (UTC) by tvmflow {page.text(release.tvmflow)}."))
     if standing is None:
         yield page.paragraph(
             "This page was written while the release was made, when nobody had promoted it or built it again. It is "
@@ -90,11 +91,15 @@ def show(release: Release, standing: Standing | None) -> Iterator[Markup]:
     for fault in standing.faults:
         yield page.paragraph(fault, "verdict fail")
     note = "" if standing.signer is None or standing.is_checked else " (not checked: no key is trusted here)"
-    yield page.paragraph(f"At {standing.when} the release is {_name_signature(standing.signer)}{note}.")
+    yield page.paragraph(
+        Markup(f"At {page.moment(standing.when)} (UTC) the release is {_name_signature(standing.signer)}{note}.")
+    )
     yield from _show_rebuilds(standing.rebuilds)
     if standing.events:
-        cells = [(item.channel, item.when, item.what, item.who, item.why or "-") for item in standing.events]
-        yield page.table("In the channels", ("channel", "when", "what", "who", "why"), cells)
+        cells = [
+            (item.channel, page.moment(item.when), item.what, item.who, item.why or "-") for item in standing.events
+        ]
+        yield page.table("In the channels", ("channel", "when (UTC)", "what", "who", "why"), cells)
         yield page.paragraph(
             "A signature on a channel covers what it holds and has held, but not who moved it and why. "
             "One on a verdict covers all of it."

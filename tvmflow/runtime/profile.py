@@ -3,9 +3,9 @@
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,19 @@ class Call:
 class CompiledFunction:
     """A compiled function of a bundle: the rule that scheduled it ("" for none), and how many arrays it reads.
 
-    `operations` estimates the floating-point operations of a call; 0 where they cannot be counted.
+    `function` is the function before it was scheduled, TVM's PrimFunc.
     """
 
     rule: str
     inputs: int
-    operations: float
+    function: Any = field(repr=False, compare=False)
+
+    def estimate_operations(self, shapes: Sequence[Sequence[int]]) -> float:
+        """Return an estimate of the floating-point operations of a call whose arrays have these shapes, inputs first.
+
+        It is 0 where they cannot be counted.
+        """
+        return estimate_operations(self.function, shapes)
 
 
 @dataclass(frozen=True)
@@ -151,24 +158,65 @@ def find_functions(lowered: Any) -> dict[str, CompiledFunction]:
         name: CompiledFunction(
             str((function.attrs or {}).get(RULE, "")),
             inputs.get(name, len(function.params) - 1),
-            estimate_operations(function),
+            function,
         )
         for name, function in functions.items()
         if isinstance(function, tvm.tirx.PrimFunc)
     }
 
 
-def estimate_operations(function: Any) -> float:
+def estimate_operations(function: Any, shapes: Sequence[Sequence[int]] = ()) -> float:
     """Return an estimate of the floating-point operations of a call of an unscheduled function (TVM's PrimFunc).
 
-    It is 0 if TVM cannot count them, for example with symbolic shapes, or in a tensor intrinsic.
+    `shapes` are those of the arrays of the call, in the order of the function's parameters; they give symbolic sizes.
+    Without them a loop of symbolic length counts as one iteration. The estimate is 0 if TVM cannot count the
+    operations, as in a tensor intrinsic, and where a loop's length does not follow from the shapes.
     """
     import tvm
 
+    arrays = [parameter for parameter in function.params if hasattr(parameter, "shape")]
+    sizes = {
+        dimension: size
+        for array, shape in zip(arrays, shapes, strict=False)
+        for dimension, size in zip(array.shape, shape, strict=False)
+        if isinstance(dimension, tvm.tirx.Var)
+    }
     try:
-        return float(tvm.s_tir.analysis.estimate_tir_flops(tvm.IRModule({"main": function})))
+        body = _bind_sizes(function.body, sizes) if sizes else function.body
+        return float(tvm.s_tir.analysis.estimate_tir_flops(tvm.IRModule({"main": function.with_body(body)})))
     except Exception:  # TVM raises many types for operations that it cannot count.
         return 0.0
+
+
+def _bind_sizes(stmt: Any, sizes: Mapping[Any, int]) -> Any:
+    """A statement whose loops have the lengths that follow from these values of variables; raises ValueError else."""
+    from tvm import sym, tirx
+    from tvm.s_tir import SBlock, SBlockRealize
+
+    analyzer = sym.Analyzer()
+    for variable, size in sizes.items():
+        analyzer.bind(variable, tirx.const(size, variable.ty.dtype))
+
+    def bind(stmt: Any) -> Any:
+        if isinstance(stmt, tirx.SeqStmt):
+            return tirx.SeqStmt([bind(part) for part in stmt.seq])
+        if isinstance(stmt, tirx.For):
+            extent = analyzer.simplify(stmt.extent)
+            if not isinstance(extent, tirx.IntImm):
+                raise ValueError(f"a loop of unknown length {stmt.extent}")
+            return tirx.For(stmt.loop_var, stmt.min, extent, stmt.kind, bind(stmt.body), stmt.thread_binding)
+        if isinstance(stmt, SBlockRealize):
+            block = stmt.block
+            parts = (block.iter_vars, block.reads, block.writes, block.name_hint, bind(block.body), block.init)
+            return SBlockRealize(
+                stmt.iter_values, stmt.predicate, SBlock(*parts, block.alloc_buffers, block.match_buffers)
+            )
+        if isinstance(stmt, tirx.IfThenElse):
+            other = None if stmt.else_case is None else bind(stmt.else_case)
+            return tirx.IfThenElse(stmt.condition, bind(stmt.then_case), other)
+        return stmt
+
+    return bind(stmt)
 
 
 @dataclass

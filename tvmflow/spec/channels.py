@@ -18,6 +18,11 @@ class ChannelGates(Section):
 
     max_ratio_current: PositiveFloat | None = None
     """Median latency over the current release's, with the whole interval: one plus the slowdown that is accepted."""
+    max_ratio_onnxruntime: PositiveFloat | None = None
+    """Median latency over ONNX Runtime's in the release's own measurement, with the whole interval, of each target that
+    was measured. The release measures until it is decided where its file proposes the gate."""
+    max_ratio_pytorch: PositiveFloat | None = None
+    """The same over PyTorch's."""
     max_latency_ms: PositiveFloat | None = None
     """Median latency in milliseconds of each target that was measured."""
     min_throughput: PositiveFloat | None = None
@@ -28,6 +33,8 @@ class ChannelGates(Section):
     """Most megabytes of memory that the process took which measured the bundle."""
     max_bundle_mb: PositiveFloat | None = None
     """Size of the bundle of each target in megabytes, with weights that are kept apart."""
+    max_relative_error: NonNegativeFloat | None = None
+    """Largest error of an output over its largest magnitude, beside the original's, of each target that was run."""
     min_top1_agreement: Share | None = None
     """Least share of samples whose largest output has the same index as the original's, of each target that was run."""
     max_metric_drop: NonNegativeFloat | None = None

@@ -1,10 +1,11 @@
 """The sections on the checks of a release: equal outputs, a task metric, times, and bounds on these."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
 from tvmflow.spec.fields import (
+    Arguments,
     FunctionName,
     NonNegativeFloat,
     NonNegativeInt,
@@ -27,7 +28,7 @@ class TaskMetric(Section):
 
     dataset: FunctionName
     """A function that returns the data."""
-    arguments: dict[str, Any] = Field(default={})
+    arguments: Arguments = Field(default={})
     """Keyword arguments of `dataset`."""
     metric: str = "accuracy"
     """`accuracy`, or a function."""
@@ -93,6 +94,9 @@ class Benchmark(Section):
     """Threads of each runner; the target's unless given."""
     peers: tuple[Literal["onnxruntime", "pytorch"], ...] = ("onnxruntime", "pytorch")
     """The runners with which the bundle is compared."""
+    callers: tuple[PositiveInt, ...] = ()
+    """Numbers of threads that call the model at once, as in `[2, 8]`: for each, throughput and latency of all runners
+    at the typical sizes, over all rounds. Every caller makes `repeats` runs in a round."""
 
 
 class Gates(Section):

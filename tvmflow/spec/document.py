@@ -2,11 +2,11 @@
 
 import re
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tvmflow.spec.channels import ChannelSection, Retrain
+from tvmflow.spec.channels import ChannelGates, ChannelSection, Retrain
 from tvmflow.spec.checks import Benchmark, Gates, Validate
 from tvmflow.spec.fields import NAME_RULE, Section, is_name, likely_name
 from tvmflow.spec.inputs import Dimension, Input
@@ -112,16 +112,26 @@ class Spec(Section):
 
     @model_validator(mode="after")
     def _measures_what_gates_compare(self) -> Self:
+        sections: dict[str, Gates | ChannelGates] = {"gates": self.gates}
+        sections |= {f"channels.{name}.gates": channel.gates for name, channel in self.channels.items()}
         for peer in ("onnxruntime", "pytorch"):
-            if getattr(self.gates, f"max_ratio_{peer}") is None:
-                continue
-            if peer not in self.benchmark.peers:
-                raise ValueError(f"gates.max_ratio_{peer} needs {peer} among benchmark.peers")
-            if peer == "pytorch" and self.model.onnx is not None:
-                raise ValueError(
-                    "gates.max_ratio_pytorch cannot be checked for an ONNX file; use max_ratio_onnxruntime"
-                )
+            gates = [f"{place}.max_ratio_{peer}" for place in sections if self._bound_ratio(sections[place], peer)]
+            if gates and peer not in self.benchmark.peers:
+                raise ValueError(f"{gates[0]} needs {peer} among benchmark.peers")
+            if gates and peer == "pytorch" and self.model.onnx is not None:
+                raise ValueError(f"{gates[0]} cannot be checked for an ONNX file; use max_ratio_onnxruntime")
         return self
+
+    @staticmethod
+    def _bound_ratio(gates: Gates | ChannelGates, peer: str) -> float | None:
+        bound: float | None = getattr(gates, f"max_ratio_{peer}")
+        return bound
+
+    def ratio_bounds(self, peer: Literal["onnxruntime", "pytorch"]) -> tuple[float, ...]:
+        """Return the distinct bounds on the ratio to a peer, of the release's gates and of those of its channels."""
+        gates: list[Gates | ChannelGates] = [self.gates, *(channel.gates for channel in self.channels.values())]
+        bounds = (self._bound_ratio(each, peer) for each in gates)
+        return tuple(sorted({bound for bound in bounds if bound is not None}))
 
     @model_validator(mode="after")
     def _has_an_order_of_channels(self) -> Self:

@@ -3,12 +3,18 @@
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+# Names of secrets; "pad_token" and "max_tokens" are none.
+_SECRET = re.compile(
+    r"(?:^|_)(?:passw(?:or)?d|secrets?|credentials?|api_?key|access_?key|secret_?key|private_?key"
+    r"|(?:access|api|auth|bearer|hf|github|refresh|session)_?token)(?:_|$)",
+    re.IGNORECASE,
+)
 NAME_RULE = "must consist of letters, digits, dots, dashes and underscores"
 
 
@@ -40,12 +46,29 @@ def parse_fraction(value: object) -> object:
     return value
 
 
+def check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return `arguments` unchanged. Raises ValueError for one whose name, also within a mapping, says it is a secret.
+
+    Arguments are kept with the release, for everybody who may read it. The error names no value.
+    """
+    for name, value in arguments.items():
+        if _SECRET.search(str(name)):
+            raise ValueError(
+                f"argument {name!r} looks like a secret, and arguments are kept with the release: put it into an "
+                "environment variable, name that in the setting child_variables, and let the function read it"
+            )
+        if isinstance(value, dict):
+            check_arguments(value)
+    return arguments
+
+
 def likely_name(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" with the member of `names` that is most like `name`, or "" if none is like it."""
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+Arguments = Annotated[dict[str, Any], AfterValidator(check_arguments)]
 FunctionName = Annotated[str, AfterValidator(check_function)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

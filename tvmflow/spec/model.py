@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from tvmflow.spec.fields import (
+    Arguments,
     Fraction,
     FunctionName,
     NonNegativeFloat,
@@ -26,7 +27,7 @@ class Model(Section):
 
     factory: str | None = None
     """A function that returns the module: `package.module:function`."""
-    arguments: dict[str, Any] = Field(default={})
+    arguments: Arguments = Field(default={})
     """Keyword arguments of the factory."""
     weights: Path | None = None
     """A state dict for the module: a `.safetensors` file, or one of `torch.save`, read with `weights_only=True`."""
@@ -75,9 +76,10 @@ class Train(Section):
 
     function: FunctionName
     """The function: `package.module:function`."""
-    arguments: dict[str, Any] = Field(default={})
+    arguments: Arguments = Field(default={})
     """Further keyword arguments of the function. They stand in `release.json` and in the report as they are, so that no
-    secret belongs here: name its environment variable in the setting `child_variables`."""
+    secret belongs here: name its environment variable in the setting `child_variables`. A name that says that it is a
+    secret, such as `password` or `api_key`, is refused."""
     reads: tuple[Path, ...] = ()
     """Files that the function reads. When one of them changes, the model is trained again."""
 

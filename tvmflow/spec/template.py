@@ -95,6 +95,7 @@ validate:
 #   warmup: 10
 #   threads: 2                  # default: the target's
 #   peers: [onnxruntime, pytorch]
+#   callers: []                 # as [2, 8]: numbers of threads that call the model at once
 
 # gates:                        # a release out of bounds is not published
 #   max_latency_ms: 20
@@ -115,7 +116,9 @@ validate:
 #     after: staging            # the channel that must have held the release before
 #     gates:                    # a release out of bounds is not promoted
 #       max_ratio_current: 1.1  # latency over that of the release which the channel holds, measured side by side
-#       max_latency_ms: 20      # also min_throughput, max_load_ms, max_memory_mb, max_bundle_mb, min_top1_agreement
+#       max_ratio_onnxruntime: 1.0   # latency over ONNX Runtime's when the release was made; also max_ratio_pytorch
+#       max_latency_ms: 20      # also min_throughput, max_load_ms, max_memory_mb, max_bundle_mb
+#       max_relative_error: 1e-3     # of an output over its largest value; also min_top1_agreement
 #       max_metric_drop: 0.01   # how much lower than that release's the task metric may be
 #       min_metric: 0.9
 #       max_vulnerabilities: 0  # of the packages that its bundles need, by the setting advisories

@@ -329,8 +329,8 @@ def wish(
     `who` asks, for the reason `why`. An open wish for another version ends as superseded. An open wish for the same
     version stays; if `who` made it, a reason that is not empty replaces the earlier one. If the channel holds the
     version already, no wish is made. A call with the `id` of a wish that has ended changes nothing; by default the id
-    is random. Raises StoreError for a version that is not published, or whose release is removed during the call, and
-    when the server fails.
+    is random. Raises StoreError for a version that is not published, or whose release is removed during the call, for
+    the `id` of an open wish for another version, and when the server fails.
     """
     _require_release(store, name, version)
     number = id or secrets.token_hex(8)
@@ -338,6 +338,12 @@ def wish(
     def change(before: Channel) -> Channel:
         if before.find_end(number) is not None:
             return before
+        if before.wish is not None and before.wish.id == number and before.wish.version != version:
+            # The end of the one would be taken for the end of the other.
+            raise StoreError(
+                f"The open wish {number} on {name}@{channel} asks for {before.wish.version}, not for {version}: "
+                "ask with another id."
+            )
         if before.wish is not None and before.wish.version == version:
             has_reason = why != "" and who == before.wish.who and why != before.wish.why
             return _with(before, wish=before.wish.model_copy(update={"why": why})) if has_reason else before
