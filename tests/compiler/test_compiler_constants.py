@@ -36,6 +36,7 @@ _REASONS = {
     "passes.int8._SHIFT": "range of the numbers",
     "schedules._CLOSE": "scope of tuning",
     "schedules.blocks._TAPS_UNROLLED": "size of the code",
+    "schedules.products._SHORT_TILE": "operations: divisions beside multiply-adds",
     "schedules.common._IMAGE": "rank of a batch of images",
     "schedules.common._LARGEST_COPIES": "size of the code",
     "schedules.depthwise._TAPS_UNROLLED": "size of the code",

@@ -125,6 +125,25 @@ def test_rows_that_no_tile_divides_are_read_in_place(
     assert_same_as_onnxruntime(path, {"x": normal(53 if isinstance(rows, str) else rows, 40)})
 
 
+@pytest.mark.parametrize(("channels", "is_line"), [(16, True), (512, False)])
+def test_a_line_of_an_image_of_free_sizes_is_one_task_where_its_tiles_are_short(
+    channels: int, is_line: bool, make_model: Any, assert_same_as_onnxruntime: Any, target: Target
+) -> None:
+    path: Path = make_model(
+        [helper.make_node("Conv", ["x", "w"], ["y"])],
+        [("x", [1, channels, "height", "width"])],
+        ["y"],
+        {"w": normal(96, channels, 1, 1)},
+    )
+    functions = [item.func for item in workloads(lower(import_onnx(path), target))]
+    (func,) = (func for func in functions if kernels_of(func) == ["rows"])
+    sch, *_ = variants(func, machine(target), most=1)
+    task, *_ = (sch.get(loop) for loop in sch.get_loops(sch.get_sblock("product_update")))
+    sizes = {variable.name for variable in tvm.tirx.analysis.undefined_vars(task.extent)}
+    assert sizes == ({"height"} if is_line else {"height", "width"})
+    assert_same_as_onnxruntime(path, {"x": normal(1, channels, 5, 21)}, {"x": normal(1, channels, 1, 3)})
+
+
 @pytest.mark.parametrize("columns", [5, 21, 77, 197])
 def test_columns_that_no_vector_divides_are_copied_once_for_all_rows(
     columns: int, make_model: Any, assert_same_as_onnxruntime: Any, target: Target

@@ -8,11 +8,16 @@ from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from tvmflow.compiler import cost
 from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, prefetch, registers
 from tvmflow.compiler.schedules.registers import RegisterTile
+
+
+# The cycles of a tile of which two divisions of 64-bit integers are a twentieth.
+_SHORT_TILE = 800
 
 
 def apply_rows(sch: Schedule, machine: Machine, choices: Choices) -> bool:
@@ -98,8 +103,11 @@ def tile_product(
         count = choose_vectors(rows, vectors or 1)
     outer, pieces, lane = common.split_channels(sch, channel, count, lanes)
     far, near = sch.split(loops[-2], [None, rows])
-    tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions else (loops[:-2], [far])
     weights = [_static(size) or 1 for size in sizes[-reduced : len(sizes) - grouped]]
+    # To find a tile in an image of free height and width takes divisions, unless a line is one task.
+    is_free_image = len(lead) > 1 and all(common.extent(sch, loop) is None for loop in (lead[-1], far))
+    by_lines = is_free_image and math.prod(weights) * cost.step(rows, count, machine) < _SHORT_TILE
+    tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions and not by_lines else (loops[:-2], [far])
     by_weights = [outer, *tiles_outer] if annotations[SHARED] else [*lead, outer, *tiles_outer[lead_count:]]
     # Small weights stay in the cache while each core works through its rows; large weights are read by one core once.
     orders = {"rows": [*tiles_outer, outer], "weights": by_weights}
