@@ -1,11 +1,13 @@
 """Sizes of free dimensions that a model can take, found by trial, where the release file gives none.
 
-An audio network may need more than one frame, an image network a multiple of its stride.
+An audio network may need more than one frame, an image network a multiple of its stride, a decoder with the keys and
+values of earlier tokens a mask of one more.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
+from math import prod
 
 from tvmflow.spec import Dimension, Input
 
@@ -14,9 +16,15 @@ Runs = Callable[[Sizes], bool]
 
 _TRIED = (2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 512, 576, 640, 768, 1024, 2048, 4096)
 _TRIED_TOGETHER = (1, 8, 16, 32, 48, 64, 96, 128, 224, 256, 320, 512)
+# Sizes beside which one dimension is tried that is larger by one, or twice as large.
+_TRIED_BESIDE = (16, 1)
 # A search ends after so many sizes or seconds.
 _MOST_TRIES = 300
 _MOST_SECONDS = 60.0
+# Of more dimensions that cannot shrink alone, only all of one size are reduced together: there are too many groups.
+_MOST_GROUPED = 8
+# Sizes at which the inputs have more elements are not tried: they would take memory and time for nothing.
+_MOST_ELEMENTS = 1 << 24
 
 
 def find_dimensions(
@@ -27,8 +35,8 @@ def find_dimensions(
     `runs` says whether the model runs at these sizes of all symbolic dimensions. The search first looks for sizes at
     which the model runs. It then reduces one dimension at a time while the others stay: a range begins with the
     smallest size at which the model still runs. Dimensions that must be equal, such as the batch of two inputs, are
-    reduced together. The size to measure is the first one that was found; for dimensions that were reduced together it
-    is the smallest one. The search ends after 300 runs or 60 seconds.
+    reduced together, and so are those that differ by a constant. The size to measure is the first one that was found;
+    for batches that were reduced together it is the smallest one. The search ends after 300 runs or 60 seconds.
     """
     symbols = {size for item in inputs for size in item.shape if isinstance(size, str)}
     names = sorted(symbols - stated.keys())
@@ -39,32 +47,71 @@ def find_dimensions(
     batches = sorted({size for item in inputs for size in item.shape[:1] if isinstance(size, str) and size in names})
     others = [name for name in names if name not in batches]
     end = time.monotonic() + _MOST_SECONDS
-    for count, sizes in enumerate(_candidates(others, batches)):
+
+    def runs_beside(sizes: Sizes) -> bool:
+        return runs(fixed | sizes)
+
+    candidates = (sizes for sizes in _candidates(others, batches) if _elements(inputs, fixed | sizes) <= _MOST_ELEMENTS)
+    for count, sizes in enumerate(candidates):
         if count >= _MOST_TRIES or time.monotonic() > end:
             return None
-        if runs(fixed | sizes):
-            least = {name: _smallest((name,), fixed | sizes, runs, end) for name in names}
-            together = _smallest_together(sizes, least, lambda tried: runs(fixed | tried), end)
-            sizes, least = sizes | together, least | together
-            return {name: Dimension(min=least[name], measure=(sizes[name],)) for name in names}
+        if runs_beside(sizes):
+            least = {name: _smallest((name,), sizes, runs_beside, end) for name in names}
+            together = _smallest_together(sizes, least, runs_beside, end)
+            least |= together
+            least |= _smallest_apart(sizes, least, runs_beside, end)
+            of_batches = {name: size for name, size in together.items() if name in batches}
+            typical = sizes | (of_batches if runs_beside(sizes | of_batches) else together)
+            return {name: Dimension(min=least[name], measure=(typical[name],)) for name in names}
     return None
+
+
+def _elements(inputs: Sequence[Input], sizes: Mapping[str, int]) -> int:
+    return sum(prod(sizes[size] if isinstance(size, str) else size for size in item.shape) for item in inputs)
 
 
 def _smallest_together(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Sizes:
     """Return smaller sizes of those dimensions that cannot shrink alone but in pairs or larger groups of one size."""
     smaller: Sizes = {}
     held = [name for name, size in sizes.items() if least[name] == size > 1]
-    for count in range(2, len(held) + 1):
-        for group in combinations(held, count):
-            if smaller.keys().isdisjoint(group) and len({sizes[name] for name in group}) == 1:
-                size = _smallest(group, sizes | smaller, runs, end)
-                if size < sizes[group[0]]:
-                    smaller |= dict.fromkeys(group, size)
+    if len(held) > _MOST_GROUPED:
+        of_size = {sizes[name] for name in held}
+        groups = [tuple(name for name in held if sizes[name] == size) for size in sorted(of_size)]
+    else:
+        groups = [group for count in range(2, len(held) + 1) for group in combinations(held, count)]
+    for group in groups:
+        if smaller.keys().isdisjoint(group) and len({sizes[name] for name in group}) == 1:
+            size = _smallest(group, sizes | smaller, runs, end)
+            if size < sizes[group[0]]:
+                smaller |= dict.fromkeys(group, size)
+    return smaller
+
+
+def _smallest_apart(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Sizes:
+    """Return smaller sizes of those dimensions that cannot shrink alone, but by one amount or once others are small."""
+    smaller: Sizes = {}
+    held = [name for name, size in sizes.items() if least[name] == size > 1]
+    if len({sizes[name] for name in held}) > 1:
+        first = min(held, key=lambda name: sizes[name])
+
+        def runs_lowered(lowered: Sizes) -> bool:
+            return runs(sizes | {name: sizes[name] - sizes[first] + lowered[first] for name in held})
+
+        size = _smallest((first,), {first: sizes[first]}, runs_lowered, end)
+        smaller = {name: sizes[name] - sizes[first] + size for name in held if size < sizes[first]}
+    for name in held:
+        small = least | smaller
+        if small[name] == sizes[name] and time.monotonic() < end and runs(small):
+            smaller[name] = _smallest((name,), small, runs, end)
     return smaller
 
 
 def _candidates(others: Sequence[str], batches: Sequence[str]) -> Iterator[Sizes]:
-    """Yield sizes to try: all ones; one size for all dimensions but batches; one for all; then one for each."""
+    """Yield sizes to try.
+
+    All ones; one size for all dimensions but batches; one for all; one for all but batches and another dimension that
+    is larger by one, or twice as large; then one for each.
+    """
     names = [*others, *batches]
     yield dict.fromkeys(names, 1)
     if others:
@@ -73,6 +120,10 @@ def _candidates(others: Sequence[str], batches: Sequence[str]) -> Iterator[Sizes
     if batches:
         for size in _TRIED:
             yield dict.fromkeys(names, size)
+    for size in _TRIED_BESIDE:
+        for larger in dict.fromkeys((size + 1, 2 * size)):
+            for name in others:
+                yield dict.fromkeys(names, 1) | dict.fromkeys(others, size) | {name: larger}
     if 1 < len(others) < 4:
         for sizes in sorted(product(_TRIED_TOGETHER, repeat=len(others)), key=sum):
             yield dict(zip(others, sizes, strict=True)) | dict.fromkeys(batches, 1)

@@ -1,5 +1,6 @@
 """Operands that a model computes where most have constants, and free sizes beside fixed ones."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from onnx import TensorProto, helper
 
 from support.arrays import normal
 from tvmflow.compiler import CompiledModel, build, import_onnx
-from tvmflow.errors import UnsupportedOperatorError
+from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
@@ -209,3 +210,36 @@ def test_a_slice_that_starts_beyond_the_end_is_nothing(assert_all_same: Check) -
         (([node], [("x", [3, 5])], ["y"], {"s": _places(start), "e": _places(end)}), {"x": normal(3, 5)})
         for start, end in bounds
     )
+
+
+@pytest.mark.parametrize(
+    ("operator", "types", "attributes"),
+    [
+        ("Add", ("float32", "float64"), {}),
+        ("Concat", ("float16", "float32"), {"axis": 1}),
+        ("Less", ("int32", "int64"), {}),
+        ("MatMul", ("float64", "float32"), {}),
+    ],
+)
+def test_operands_of_two_types_are_refused_by_name(
+    operator: str, types: tuple[str, str], attributes: dict[str, int], make_model: Any
+) -> None:
+    node = helper.make_node(operator, ["x", "w"], ["y"], "mixed", **attributes)
+    first, second = types
+    inputs = [("x", [3, 3], helper.np_dtype_to_tensor_dtype(np.dtype(first)))]
+    path = make_model([node], inputs, ["y"], {"w": np.ones((3, 3), second)})
+    reason = f"operator {operator}, node 'mixed': its operands must have one type, and 'x' is {first}, 'w' {second}"
+    with pytest.raises(ModelImportError, match=re.escape(reason)):
+        import_onnx(path)
+
+
+def test_operands_of_operators_that_take_several_types_may_differ(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Pow", ["x", "k"], ["powers"]),
+        helper.make_node("Where", ["mask", "powers", "x"], ["chosen"]),
+        helper.make_node("Gather", ["chosen", "k"], ["y"], axis=1),
+    ]
+    path = make_model(nodes, [("x", [2, 3]), ("mask", [2, 3], TensorProto.BOOL)], ["y"], {"k": _places(2, 1, 2)})
+    assert_same_as_onnxruntime(path, {"x": normal(2, 3), "mask": normal(2, 3) > 0})

@@ -24,3 +24,50 @@ def test_dimensions_of_one_size_by_chance_shrink_alone() -> None:
 
 def test_a_model_that_runs_at_no_size_has_no_ranges() -> None:
     assert find_dimensions((Input(name="x", shape=("batch", 4)),), {}, lambda sizes: False) is None
+
+
+_DECODER = (
+    Input(name="ids", shape=("batch", 1)),
+    Input(name="mask", shape=("batch", "total")),
+    Input(name="keys", shape=("batch", 4, "past", 8)),
+    Input(name="values", shape=("batch", 4, "earlier", 8)),
+)
+
+
+def test_a_mask_of_one_more_than_the_earlier_tokens_is_found() -> None:
+    def runs(sizes: Sizes) -> bool:
+        return sizes["total"] == sizes["past"] + 1 == sizes["earlier"] + 1
+
+    ranges = find_dimensions(_DECODER, {}, runs)
+    past = Dimension(min=1, measure=(16,))
+    batch, total = Dimension(min=1, measure=(1,)), Dimension(min=2, measure=(17,))
+    assert ranges == {"batch": batch, "past": past, "earlier": past, "total": total}
+
+
+def test_a_dimension_that_only_must_be_larger_begins_beside_small_ones() -> None:
+    def runs(sizes: Sizes) -> bool:
+        return sizes["past"] == sizes["earlier"] < sizes["total"]
+
+    ranges = find_dimensions(_DECODER, {}, runs)
+    assert ranges is not None
+    assert {name: item.min for name, item in ranges.items()} == {"batch": 1, "past": 1, "earlier": 1, "total": 2}
+
+
+def test_many_layers_whose_earlier_tokens_have_names_of_their_own_are_found() -> None:
+    layers = tuple(f"past_{layer}" for layer in range(40))
+    inputs = (Input(name="mask", shape=(1, "total")), *(Input(name=name, shape=(1, name)) for name in layers))
+
+    def runs(sizes: Sizes) -> bool:
+        return {sizes[name] for name in layers} == {sizes["total"] - 1}
+
+    ranges = find_dimensions(inputs, {}, runs)
+    assert ranges is not None
+    assert ranges["total"] == Dimension(min=2, measure=(17,))
+    assert {ranges[name] for name in layers} == {Dimension(min=1, measure=(16,))}
+
+
+def test_sizes_of_more_elements_than_memory_may_hold_are_not_tried() -> None:
+    tried: list[Sizes] = []
+    assert find_dimensions(_DECODER, {}, lambda sizes: tried.append(sizes) is not None) is None
+    assert tried
+    assert max(sizes["batch"] * sizes["past"] * 32 for sizes in tried) <= 1 << 24

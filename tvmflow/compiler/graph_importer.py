@@ -41,7 +41,7 @@ from tvmflow.compiler.onnx.folding import computes_weights, evaluate_constants, 
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
 from tvmflow.compiler.onnx.values import dims_of
 from tvmflow.compiler.onnx_file import decide_rank
-from tvmflow.compiler.refusals import NoConverterError, Refusal, missing_converter
+from tvmflow.compiler.refusals import MixedTypesError, NoConverterError, Refusal, check_types, missing_converter
 from tvmflow.onnx_graph import inner_nodes, node_name, operator_name
 from tvmflow.size_limits import BROADCASTING
 
@@ -294,6 +294,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         if node.op_type in CONTROL and node.domain in ("", "ai.onnx"):
             return CONTROL[node.op_type](self, node)
         operands = {name: self._nodes[name] for name in node.input if name in self._nodes}
+        tensors = {name: value.ty for name, value in operands.items() if isinstance(value.ty, relax.TensorType)}
+        check_types(node, {name: str(ty.dtype) for name, ty in tensors.items() if ty.dtype is not None}, self.opset)
         takes_sizes = TAKES_SIZES.get(operator_name(node), ())
         for place, name in enumerate(node.input):
             if name in operands and place not in takes_sizes:
@@ -384,6 +386,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             reason = f"not supported in this form ({error})"
             default = self._advice if isinstance(error, FreeSizeError) else "export the model without it"
             advice = error.advice or default
+        elif isinstance(error, MixedTypesError):
+            reason, advice = str(error), "cast them to one type; ONNX Runtime refuses the model too"
         elif operator_name(node) in self._own:
             reason, advice = f"its converter raised {type(error).__name__}: {shorten(error)}", "mend the converter"
         elif isinstance(error, tvm.error.OpNotImplemented):

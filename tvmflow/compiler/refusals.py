@@ -1,6 +1,6 @@
 """What cannot be imported, in words: which node is in the way, why, and what to do."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -118,3 +118,31 @@ def type_refusals(graph: onnx.GraphProto) -> list[Refusal]:
 
 class NoConverterError(Exception):
     """A node's operator has no converter."""
+
+
+class MixedTypesError(Exception):
+    """Operands of a node that must have one type of elements have several; the message is a clause that names them."""
+
+
+def check_types(node: onnx.NodeProto, types: Mapping[str, str], opset: int) -> None:
+    """Raise MixedTypesError where operands of a node of the standard differ in type and the standard lets them not.
+
+    `types` has the types of elements of operands by name, as "float32". Operands without one are not looked at.
+    """
+    if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
+        return
+    formal = onnx.defs.get_schema(node.op_type, opset).inputs
+    first: dict[str, str] = {}
+    for place, name in enumerate(node.input[: len(formal) if formal and not _is_variadic(formal[-1]) else None]):
+        item = formal[min(place, len(formal) - 1)]
+        if name not in types or (_is_variadic(item) and not item.is_homogeneous):
+            continue
+        other = first.setdefault(item.type_str, name)
+        if types[other] != types[name]:
+            raise MixedTypesError(
+                f"its operands must have one type, and {other!r} is {types[other]}, {name!r} {types[name]}"
+            )
+
+
+def _is_variadic(item: onnx.defs.OpSchema.FormalParameter) -> bool:
+    return bool(item.option == onnx.defs.OpSchema.FormalParameterOption.Variadic)

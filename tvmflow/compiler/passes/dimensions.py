@@ -155,7 +155,8 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
     if strides != [1, 1]:
         parts = rewriter.emit(relax.op.reshape(whole, [batch, *strides, channels, high, wide]))
         apart = rewriter.emit(relax.op.permute_dims(parts, [0, 3, 4, 1, 5, 2]))
-        high, wide = high * strides[0], wide * strides[1]
+        # TVM compares sizes of functions that it fuses by their form, so each has the form that TVM gives it.
+        high, wide = image if whole_size else (high * strides[0], wide * strides[1])
         whole = rewriter.emit(relax.op.reshape(apart, [batch, channels, high, wide]))
     if whole_size:
         return whole
