@@ -15,7 +15,6 @@ from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, prefetch, registers
 from tvmflow.compiler.schedules.registers import RegisterTile
 
-
 # The cycles of a tile of which two divisions of 64-bit integers are a twentieth.
 _SHORT_TILE = 800
 
