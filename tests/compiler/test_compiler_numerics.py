@@ -15,7 +15,6 @@ from support.machines import on_two_cores, runnable_levels
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, vectormath
 from tvmflow.compiler.machine import machine
-from tvmflow.errors import ModelImportError
 from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
@@ -470,11 +469,25 @@ def test_scatter_of_early_opsets_counts_from_the_end(make_model: Any, assert_sam
     assert_same_as_onnxruntime(path, {"x": normal(3, 4)})
 
 
-def test_indices_smaller_than_a_free_dimension_are_refused(make_model: Any) -> None:
-    node = helper.make_node("ScatterElements", ["x", "places", "what"], ["y"], axis=1)
+def test_indices_smaller_than_a_free_dimension_leave_the_rest_of_the_data(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("ScatterElements", ["x", "places", "what"], ["y"], axis=1),
+        helper.make_node("ScatterElements", ["x", "few", "some"], ["z"], axis=0, reduction="add"),
+    ]
     weights = {"places": np.array([[1, 0]]), "what": normal(1, 2)}
-    with pytest.raises(ModelImportError, match=r"indices of another size than the data along a free dimension"):
-        import_onnx(make_model([node], [("x", ["n", 4])], ["y"], weights))
+    few = ("few", ["rows", "columns"], TensorProto.INT64)
+    path = make_model(nodes, [("x", ["n", 4]), few, ("some", ["rows", "columns"])], ["y", "z"], weights)
+    feeds = [
+        {
+            "x": normal(rows, 4),
+            "few": np.arange(count * width).reshape(count, width) % rows,
+            "some": normal(count, width),
+        }
+        for rows, count, width in ((1, 1, 4), (3, 2, 3), (5, 7, 1))
+    ]
+    assert_same_as_onnxruntime(path, *feeds)
 
 
 @pytest.mark.parametrize("before", ["", "Conv"])

@@ -425,9 +425,9 @@ def convert_scatter_elements(node: Node) -> relax.Expr:
     """Return the Relax expression of ONNX's ScatterElements, or of Scatter, its name before opset 11.
 
     TVM's scatter writes past the data where a dimension of the indices, other than the axis, is smaller than that of
-    the data. So it gets only the part of the data that the indices reach, and the rest is concatenated. Indices are
-    clamped. Raises FreeSizeError for operands of unknown shape, and for indices that may be smaller along a symbolic
-    dimension. Raises UnsupportedFormError for a constant index outside of the data.
+    the data. So it gets only the part of the data that the indices reach, and the rest is added to its result. Indices
+    are clamped. Raises FreeSizeError for operands of unknown shape, and UnsupportedFormError for a constant index
+    outside of the data.
     """
     data, indices, updates = node.inputs
     dims, reach = dims_of(data), dims_of(indices)
@@ -435,19 +435,38 @@ def convert_scatter_elements(node: Node) -> relax.Expr:
         raise FreeSizeError("data or indices of unknown shape")
     axis = int(node.attrs.get("axis", 0)) % len(dims)
     indices = clamp_indices(node, indices, [dims[axis]])
-    rests = []
-    for place, (size, count) in enumerate(zip(dims, reach, strict=True)):
-        if place == axis or node.evaluator.are_equal(size, count):
-            continue
-        if not is_static(size) or not is_static(count):
-            raise FreeSizeError("indices of another size than the data along a free dimension")
-        rests.append((place, node.emit(relax.op.strided_slice(data, [place], [count], [size]))))
-        data = node.emit(relax.op.strided_slice(data, [place], [0], [count]))
+    differ = [
+        place
+        for place, (size, count) in enumerate(zip(dims, reach, strict=True))
+        if place != axis and not node.evaluator.are_equal(size, count)
+    ]
+
+    def take(data: te.Tensor, indices: te.Tensor) -> te.Tensor:
+        # Indices that reach beyond the data, which ONNX forbids, must not read there.
+        shape = [indices.shape[place] if place in differ else size for place, size in enumerate(data.shape)]
+        return te.compute(
+            shape,
+            lambda *index: data[
+                tuple(
+                    te.min(item, data.shape[place] - 1) if place in differ else item for place, item in enumerate(index)
+                )
+            ],
+            name="part",
+        )
+
+    def put(data: te.Tensor, part: te.Tensor) -> te.Tensor:
+        def element(*index: Any) -> Any:
+            is_within = tvm.tirx.all(*(index[place] < part.shape[place] for place in differ))
+            return te.if_then_else(is_within, part[index], data[index])
+
+        return te.compute(data.shape, element, name="whole")
+
     reduction = node.text("reduction", "none")
-    result = relax.op.scatter_elements(data, indices, updates, axis, "update" if reduction == "none" else reduction)
-    for place, rest in reversed(rests):
-        result = relax.op.concat([node.emit(result), rest], place)
-    return result
+    reached = node.emit(node.builder.call_te(take, data, indices, primfunc_name_hint="part")) if differ else data
+    result = relax.op.scatter_elements(reached, indices, updates, axis, "update" if reduction == "none" else reduction)
+    if not differ:
+        return result
+    return node.builder.call_te(put, data, node.emit(result), primfunc_name_hint="whole")
 
 
 def convert_scatter_nd(node: Node) -> None:
