@@ -112,11 +112,11 @@ def convert_gather_nd(node: Node) -> None:
         node.inputs[1] = clamp_indices(node, node.inputs[1], dims[first : first + places[-1]])
 
 
-def convert_compress(node: Node) -> None:
-    """Cut the condition of Compress to the length of the data; ONNX Runtime ignores further elements.
+def convert_compress(node: Node) -> relax.Expr:
+    """Return the Relax expression of ONNX's Compress: the elements whose condition holds, along an axis or of all.
 
-    Returns None, which leaves the node to TVM's converter. Raises FreeSizeError for data or a condition of unknown
-    shape.
+    The condition is cut to the length of the data; ONNX Runtime ignores further elements. Raises FreeSizeError for data
+    or a condition of unknown shape.
     """
     data, condition = node.inputs
     dims, lengths, axis = dims_of(data), dims_of(condition), node.attrs.get("axis")
@@ -126,8 +126,62 @@ def convert_compress(node: Node) -> None:
     size = reduce(evaluator.multiply, dims, 1) if axis is None else dims[int(axis)]
     length = evaluator.least(lengths[0], size)
     if not evaluator.are_equal(length, lengths[0]):
-        part = node.emit(relax.op.strided_slice(condition, [0], [0], [length], assume_inbound=True))
-        node.inputs[1] = part
+        condition = node.emit(relax.op.strided_slice(condition, [0], [0], [length], assume_inbound=True))
+    places = node.emit(relax.op.squeeze(find_places(node, condition), [0]))
+    if axis is None:
+        data, axis = node.emit(relax.op.reshape(data, relax.ShapeExpr([size]))), 0
+    return relax.op.take(data, places, int(axis) % len(dims) if dims else 0)
+
+
+def convert_non_zero(node: Node) -> relax.Expr:
+    """Return the Relax expression of ONNX's NonZero: a column of the result is the place of an element.
+
+    TVM's operator calls Python, which a bundle does without. Raises FreeSizeError for data of unknown shape.
+    """
+    return find_places(node, node.inputs[0])
+
+
+def find_places(node: Node, data: relax.Expr) -> relax.Expr:
+    """Return the places of the elements that are not zero, in order, as int64 of shape [rank, number].
+
+    The number is a new symbol, which the model computes when it runs. A scalar counts as a vector. Raises FreeSizeError
+    for data of unknown shape.
+    """
+    dims = dims_of(data)
+    if dims is None:
+        raise FreeSizeError("data of unknown shape")
+    dims, emit = dims or [1], node.emit
+    size = reduce(node.evaluator.multiply, dims, 1)
+    flat = emit(relax.op.reshape(data, relax.ShapeExpr([size])))
+    is_found = emit(relax.op.not_equal(flat, const(0, dtype_of(data)))) if dtype_of(data) != "bool" else flat
+    found = emit(relax.op.astype(is_found, "int64"))
+    (number,) = node.bind(emit(relax.op.sum(found, keepdims=True)))
+    counts = emit(relax.op.cumsum(found, axis=0))
+
+    def rank(found: te.Tensor, counts: te.Tensor) -> te.Tensor:
+        """For each element its place in the order; those that are zero have one behind the last."""
+        after = found.shape[0].astype("int64")
+        return te.compute(
+            found.shape, lambda place: te.if_then_else(found[place] != 0, counts[place] - 1, after), name="rank"
+        )
+
+    ranks = emit(node.builder.call_te(rank, found, counts, primfunc_name_hint="rank"))
+    room = emit(relax.op.zeros(relax.ShapeExpr([node.evaluator.add(size, 1)]), "int64"))
+    order = emit(relax.op.scatter_elements(room, ranks, emit(relax.op.arange(0, size, 1, "int64"))))
+
+    def coordinate(order: te.Tensor, data: te.Tensor) -> te.Tensor:
+        shape = data.shape or [1]
+
+        def element(axis: Any, place: Any) -> Any:
+            value, result = order[place], tvm.tirx.const(0, "int64")
+            for position in reversed(range(len(shape))):
+                result = te.if_then_else(axis == position, te.floormod(value, shape[position]), result)
+                value = te.floordiv(value, shape[position])
+            return result
+
+        return te.compute((len(shape), number), element, name="coordinate")
+
+    return emit(node.builder.call_te(coordinate, order, data, primfunc_name_hint="coordinate"))
 
 
 def convert_unique(node: Node) -> None:

@@ -17,6 +17,8 @@ from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 # The opset in which the regions of RoiAlign got their offset.
 _HALF_PIXELS = 16
 
+# So many boxes of each class at most are reserved for a suppression whose number of boxes is free.
+_MOST_BOXES = 1 << 20
 # The most samples along each side of a bin of RoiAlign that chooses their number by the region.
 _MOST_SAMPLES = 1 << 15
 
@@ -194,14 +196,20 @@ def convert_conv_transpose(node: Node) -> relax.Expr | None:
 
 
 def convert_non_max_suppression(node: Node) -> relax.Expr | None:
-    """Replace the overlap threshold of NonMaxSuppression by the next larger float32.
+    """Replace the overlap threshold of NonMaxSuppression by the next larger float32, and limit the boxes to all.
 
-    TVM suppresses a box at the threshold itself, ONNX only above it. Returns None, which leaves the node to TVM's
-    converter. Raises FreeSizeError where `max_output_boxes_per_class` or a threshold is not constant.
+    TVM suppresses a box at the threshold itself, ONNX only above it, and TVM reserves memory for as many boxes as
+    `max_output_boxes_per_class` says. Returns None, which leaves the node to TVM's converter. Raises FreeSizeError
+    where that or a threshold is not constant, and where it is beyond a million for a free number of boxes.
     """
     if any(node.input(position) is not None and node.constant(position) is None for position in (2, 3, 4)):
         raise FreeSizeError("a limit or threshold that is computed")
-    threshold = node.constant(3)
+    threshold, limit, dims = node.constant(3), node.constant(2), dims_of(node.inputs[0])
+    if limit is not None:
+        boxes = dims[1] if dims is not None and isinstance(dims[1], int) else None
+        if boxes is None and (limit > _MOST_BOXES).any():
+            raise FreeSizeError("no limit of boxes, for a number of boxes that is free or computed")
+        node.inputs[2] = const(limit if boxes is None else np.minimum(limit, boxes))
     if threshold is not None:
         # ONNX suppresses what overlaps by more, TVM what overlaps by as much.
         node.inputs[3] = const(np.nextafter(threshold, np.float32(np.inf)))
