@@ -1,5 +1,6 @@
 """Operators that move, select or make elements by their position."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
@@ -19,24 +20,36 @@ _ONE_AXIS = 13
 
 
 def convert_range(node: Node) -> relax.Expr | None:
-    """Return the Relax expression of a Range of integers that starts or stops at a symbolic size.
+    """Return the Relax expression of a Range of integers from or to a symbolic size, or of floats to one.
 
-    TVM's converter would compute its length at run time. Returns None, which leaves the node to TVM's converter, for a
-    constant start and stop, for floats, and for numbers that are computed from data.
+    TVM's converter would compute its length at run time. Floats must start at a constant below two and have the step
+    one, as the centres of pixels. Returns None, which leaves the node to TVM's converter, for a constant start and
+    stop, for other floats, and for numbers that are computed from data.
     """
     bounds = []
     for bound in node.inputs:
-        if isinstance(bound, tvm.ir.GenericConst) and bound.value.numpy().dtype.kind == "i":
-            bounds.append(tvm.tirx.IntImm("int64", int(bound.value.numpy())))
+        if isinstance(bound, tvm.ir.GenericConst):
+            bounds.append(bound.value.numpy().item())
         elif tvm.ir.is_prim_expr(bound) and str(bound.ty) == "int64":
-            bounds.append(bound)
+            bounds.append(int(bound) if is_static(bound) else bound)
         else:
             return None
     start, stop, step = bounds
-    dtype = dtype_of(node.inputs[0]) if isinstance(node.inputs[0], tvm.ir.GenericConst) else "int64"
-    if is_static(start) and is_static(stop):
+    first = node.inputs[0]
+    dtype = dtype_of(first) if isinstance(first, tvm.ir.GenericConst) else "int64"
+    if all(isinstance(bound, int | float) for bound in (start, stop)):
         return None
-    return relax.op.arange(start, stop, step, dtype)
+    if not any(isinstance(bound, float) for bound in bounds):
+        start, stop, step = (tvm.tirx.IntImm("int64", item) if isinstance(item, int) else item for item in bounds)
+        return relax.op.arange(start, stop, step, dtype)
+    if not isinstance(start, float) or isinstance(stop, float) or step != 1 or not start < 2:
+        if not isinstance(stop, float):
+            node.inputs[1] = node.emit(relax.op.astype(node.emit(relax.op.squeeze(node.vector([stop]))), dtype))
+        return None
+    # As many as there are whole numbers from the start, which is rounded up, to the stop.
+    count = node.evaluator.add(stop, -math.floor(start))
+    places = node.emit(relax.op.astype(node.emit(relax.op.arange(0, count, 1, "int64")), dtype))
+    return relax.op.add(places, const(start, dtype))
 
 
 def convert_gather(node: Node) -> relax.Expr | None:
