@@ -399,9 +399,10 @@ def test_places_of_elements_are_found_without_functions_of_python(
         helper.make_node("GatherND", ["x", "rows"], ["values"]),
         helper.make_node("Compress", ["x", "kept"], ["part"], axis=0),
         helper.make_node("Compress", ["x", "kept"], ["few"]),
+        helper.make_node("Unique", ["x"], ["distinct"], sorted=0),
     ]
     inputs = [("x", shape), ("kept", ["kept"], TensorProto.BOOL)]
-    path = make_model(nodes, inputs, ["found", "values", "part", "few"])
+    path = make_model(nodes, inputs, ["found", "values", "part", "few", "distinct"])
     x, kept = normal(4, 5, 3), np.array([False, True, False, True])
     assert_same_as_onnxruntime(path, {"x": np.where(x > 0, x, 0), "kept": kept}, {"x": 0 * x, "kept": kept[:1]})
     assert "relax.run." not in lower(import_onnx(path), target).script()

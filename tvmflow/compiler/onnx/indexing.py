@@ -197,13 +197,58 @@ def find_places(node: Node, data: relax.Expr) -> relax.Expr:
     return emit(node.builder.call_te(coordinate, order, data, primfunc_name_hint="coordinate"))
 
 
-def convert_unique(node: Node) -> None:
-    """Flatten the data of a Unique without an axis: TVM returns indices of the data's shape, ONNX a vector of them.
+def convert_unique(node: Node) -> relax.Expr:
+    """Return the Relax expression of ONNX's Unique: the distinct elements, their first places, and their numbers.
 
-    Returns None, which leaves the node to TVM's converter.
+    TVM's operator calls Python, which a bundle does without. Raises FreeSizeError for data of unknown shape, and
+    UnsupportedFormError for distinct rows or columns of data of several dimensions.
     """
-    if node.attrs.get("axis") is None and node.inputs[0].ty.ndim != 1:
-        node.inputs[0] = node.emit(relax.op.reshape(node.inputs[0], [-1]))
+    data, emit = node.inputs[0], node.emit
+    dims = dims_of(data)
+    if dims is None:
+        raise FreeSizeError("data of unknown shape")
+    if node.attrs.get("axis") is not None and len(dims) != 1:
+        raise UnsupportedFormError("along an axis of data of several dimensions", "export the model without it")
+    size = reduce(node.evaluator.multiply, dims, 1)
+    flat = emit(relax.op.reshape(data, relax.ShapeExpr([size])))
+    # TVM sorts no bfloat16, whose numbers float32 has too.
+    keys = emit(relax.op.astype(flat, "float32")) if dtype_of(flat) == "bfloat16" else flat
+    order = emit(relax.op.argsort(keys, 0, dtype="int64"))
+    ordered = emit(relax.op.take(flat, order, 0))
+
+    def is_first(ordered: te.Tensor) -> te.Tensor:
+        """Whether an element differs from the one before."""
+        return te.compute(
+            ordered.shape,
+            lambda place: tvm.tirx.any(place == 0, ordered[place] != ordered[te.max(place - 1, 0)]),
+            name="is_first",
+        )
+
+    def count(starts: te.Tensor, ordered: te.Tensor) -> te.Tensor:
+        """The distance of each start from the next one, of the last from the end."""
+        last = starts.shape[0] - 1
+        end = ordered.shape[0].astype("int64")
+        return te.compute(
+            starts.shape,
+            lambda place: te.if_then_else(place < last, starts[te.min(place + 1, last)], end) - starts[place],
+            name="count",
+        )
+
+    firsts = emit(node.builder.call_te(is_first, ordered, primfunc_name_hint="is_first"))
+    starts = emit(relax.op.squeeze(find_places(node, firsts), [0]))
+    values, places = emit(relax.op.take(ordered, starts, 0)), emit(relax.op.take(order, starts, 0))
+    groups = emit(relax.op.cumsum(emit(relax.op.astype(firsts, "int64")), axis=0))
+    groups = emit(relax.op.subtract(groups, const(1, "int64")))
+    room = emit(relax.op.zeros(relax.ShapeExpr([size]), "int64"))
+    inverse = emit(relax.op.scatter_elements(room, order, groups))
+    counts = emit(node.builder.call_te(count, starts, ordered, primfunc_name_hint="count"))
+    if not node.attrs.get("sorted", 1):
+        # By the places of the first elements instead.
+        by_place = emit(relax.op.argsort(places, 0, dtype="int64"))
+        values, places, counts = (emit(relax.op.take(item, by_place, 0)) for item in (values, places, counts))
+        inverse = emit(relax.op.take(emit(relax.op.argsort(by_place, 0, dtype="int64")), inverse, 0))
+    results = [values, places, inverse, counts][: node.outputs]
+    return results[0] if node.outputs == 1 else relax.Tuple(results)
 
 
 def convert_pad(node: Node) -> relax.Expr | None:
