@@ -692,3 +692,24 @@ def test_pointwise_convolutions_of_free_images_are_tiled_with_their_epilogue(
     sizes = {"n": 2, "h": 5, "w": 13}
     model = assert_same_as_onnxruntime(path, {"x": normal(*(sizes.get(size, size) for size in shape))})
     assert [rule for name, rule in model.schedules if "conv2d" in name] == ["rows"]
+
+
+def test_a_range_of_floats_to_a_size_has_the_length_of_the_size(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    nodes = [
+        _node("Shape", ["x"], ["shape"]),
+        _node("Gather", ["shape", "place"], ["size"], axis=0),
+        _node("Cast", ["size"], ["wide"], to=TensorProto.FLOAT),
+        _node("Range", ["half", "wide", "one"], ["centres"]),
+        _node("Add", ["x", "centres"], ["y"]),
+        _node("Range", ["half", "wide", "two"], ["odd"]),
+        _node("Range", ["wide", "far", "one"], ["rest"]),
+    ]
+    numbers = {"half": 0.5, "one": 1, "two": 2, "far": 30}
+    weights = {"place": np.array(1), **{name: np.array(value, "float32") for name, value in numbers.items()}}
+    path = make_model(nodes, [("x", ["high", "wide"])], ["y", "odd", "rest"], weights)
+    imported = import_onnx(path)
+    # The model computes the lengths of the two other ranges alone.
+    assert imported.mod.script().count("tensor_to_shape") == 2
+    assert_same_as_onnxruntime(path, *_feeds((3, 5), (2, 1), (4, 12)))

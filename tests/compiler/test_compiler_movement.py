@@ -386,3 +386,23 @@ def test_a_constant_index_outside_of_the_data_is_refused(make_model: Any) -> Non
     path = make_model([node], [("x", [4, 3])], ["y"], {"rows": np.array([[0, 4, 1]])})
     with pytest.raises(UnsupportedOperatorError, match=r"GatherElements, node 'pick'.*an index outside of the data"):
         import_onnx(path)
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 3), ("batch", "high", 3)])
+def test_places_of_elements_are_found_without_functions_of_python(
+    shape: tuple[int | str, ...], make_model: Any, assert_same_as_onnxruntime: Check, target: Target
+) -> None:
+    nodes = [
+        helper.make_node("NonZero", ["x"], ["places"]),
+        helper.make_node("Cast", ["places"], ["found"], to=TensorProto.FLOAT),
+        helper.make_node("Transpose", ["places"], ["rows"]),
+        helper.make_node("GatherND", ["x", "rows"], ["values"]),
+        helper.make_node("Compress", ["x", "kept"], ["part"], axis=0),
+        helper.make_node("Compress", ["x", "kept"], ["few"]),
+        helper.make_node("Unique", ["x"], ["distinct"], sorted=0),
+    ]
+    inputs = [("x", shape), ("kept", ["kept"], TensorProto.BOOL)]
+    path = make_model(nodes, inputs, ["found", "values", "part", "few", "distinct"])
+    x, kept = normal(4, 5, 3), np.array([False, True, False, True])
+    assert_same_as_onnxruntime(path, {"x": np.where(x > 0, x, 0), "kept": kept}, {"x": 0 * x, "kept": kept[:1]})
+    assert "relax.run." not in lower(import_onnx(path), target).script()

@@ -119,3 +119,21 @@ def test_weights_of_a_free_window_are_refused_in_words(make_model: Any) -> None:
     path = make_model([node], [("x", [1, 3, 8, 8]), ("w", [4, 3, "h", 3])], ["y"])
     with pytest.raises(UnsupportedOperatorError, match=r"Conv, node 'filter'.*weights of symbolic size.*fixed sizes"):
         import_onnx(path)
+
+
+@pytest.mark.parametrize("count", [5, "count"])
+@pytest.mark.parametrize("limit", [1, np.iinfo("int64").max])
+def test_suppression_with_and_without_a_limit_of_boxes_equals_onnx_runtime(
+    count: int | str, limit: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("NonMaxSuppression", ["boxes", "scores", "most", "overlap", "least"], ["chosen"]),
+        helper.make_node("Cast", ["chosen"], ["y"], to=TensorProto.FLOAT),
+    ]
+    weights = {"most": np.array([limit]), "overlap": np.array([0.5], "float32"), "least": np.array([0.3], "float32")}
+    corners = np.array([[0, 0], [0, 0.1], [3, 3], [5, 0], [5.1, 0]], "float32")
+    boxes = np.concatenate([corners, corners + 1], axis=1)[None]
+    path = make_model(nodes, [("boxes", [1, count, 4]), ("scores", [1, 2, count])], ["y"], weights)
+    scores = np.linspace(0.9, 0.1, 10, dtype="float32").reshape(1, 2, 5)[..., ::-1]
+    feeds = [{"boxes": boxes[:, :some], "scores": scores[..., :some].copy()} for some in (5, 2)]
+    assert_same_as_onnxruntime(path, *feeds[: 1 if count == 5 else 2])

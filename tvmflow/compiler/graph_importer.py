@@ -300,6 +300,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         for place, name in enumerate(node.input):
             if name in operands and place not in takes_sizes:
                 self._nodes[name] = self.tensor(self.value(name))
+            elif name in operands and node.op_type == "Range" and place == 1:
+                self._nodes[name] = self._as_whole(name)
         self._let_agree(node)
         try:
             self._convert_node(self._with_axes(node))
@@ -312,6 +314,12 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
                     raise UnsupportedFormError("a window that is larger than its data")
                 self.evaluator.require(size)
         return False
+
+    def _as_whole(self, name: str) -> relax.Expr:
+        """A size that the model has as a float as the size itself; other values as they are."""
+        sizes = self._sizes_by_name.get(name)
+        item = None if sizes is None or sizes.elements.ndim else sizes.elements.item()
+        return item.size if isinstance(item, Quotient) and item.factor == 1 else self._nodes[name]
 
     def _convert_node(self, node: onnx.NodeProto) -> None:
         """Import a node by its converter, as TVM's importer does, which lets few operators take sizes for operands."""

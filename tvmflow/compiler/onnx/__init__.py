@@ -97,6 +97,7 @@ _STANDARD: dict[str, Converter] = {
     "Min": elementwise.convert_by_pairs(relax.op.minimum),
     "Mod": elementwise.convert_mod,
     "NonMaxSuppression": vision.convert_non_max_suppression,
+    "NonZero": indexing.convert_non_zero,
     "OneHot": indexing.convert_one_hot,
     "Pad": indexing.convert_pad,
     "Pow": elementwise.convert_pow,

@@ -1,5 +1,6 @@
 """Operators that move, select or make elements by their position."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
@@ -19,24 +20,36 @@ _ONE_AXIS = 13
 
 
 def convert_range(node: Node) -> relax.Expr | None:
-    """Return the Relax expression of a Range of integers that starts or stops at a symbolic size.
+    """Return the Relax expression of a Range of integers from or to a symbolic size, or of floats to one.
 
-    TVM's converter would compute its length at run time. Returns None, which leaves the node to TVM's converter, for a
-    constant start and stop, for floats, and for numbers that are computed from data.
+    TVM's converter would compute its length at run time. Floats must start at a constant below two and have the step
+    one, as the centres of pixels. Returns None, which leaves the node to TVM's converter, for a constant start and
+    stop, for other floats, and for numbers that are computed from data.
     """
     bounds = []
     for bound in node.inputs:
-        if isinstance(bound, tvm.ir.GenericConst) and bound.value.numpy().dtype.kind == "i":
-            bounds.append(tvm.tirx.IntImm("int64", int(bound.value.numpy())))
+        if isinstance(bound, tvm.ir.GenericConst):
+            bounds.append(bound.value.numpy().item())
         elif tvm.ir.is_prim_expr(bound) and str(bound.ty) == "int64":
-            bounds.append(bound)
+            bounds.append(int(bound) if is_static(bound) else bound)
         else:
             return None
     start, stop, step = bounds
-    dtype = dtype_of(node.inputs[0]) if isinstance(node.inputs[0], tvm.ir.GenericConst) else "int64"
-    if is_static(start) and is_static(stop):
+    first = node.inputs[0]
+    dtype = dtype_of(first) if isinstance(first, tvm.ir.GenericConst) else "int64"
+    if all(isinstance(bound, int | float) for bound in (start, stop)):
         return None
-    return relax.op.arange(start, stop, step, dtype)
+    if not any(isinstance(bound, float) for bound in bounds):
+        start, stop, step = (tvm.tirx.IntImm("int64", item) if isinstance(item, int) else item for item in bounds)
+        return relax.op.arange(start, stop, step, dtype)
+    if not isinstance(start, float) or isinstance(stop, float) or step != 1 or not start < 2:
+        if not isinstance(stop, float):
+            node.inputs[1] = node.emit(relax.op.astype(node.emit(relax.op.squeeze(node.vector([stop]))), dtype))
+        return None
+    # As many as there are whole numbers from the start, which is rounded up, to the stop.
+    count = node.evaluator.add(stop, -math.floor(start))
+    places = node.emit(relax.op.astype(node.emit(relax.op.arange(0, count, 1, "int64")), dtype))
+    return relax.op.add(places, const(start, dtype))
 
 
 def convert_gather(node: Node) -> relax.Expr | None:
@@ -112,11 +125,11 @@ def convert_gather_nd(node: Node) -> None:
         node.inputs[1] = clamp_indices(node, node.inputs[1], dims[first : first + places[-1]])
 
 
-def convert_compress(node: Node) -> None:
-    """Cut the condition of Compress to the length of the data; ONNX Runtime ignores further elements.
+def convert_compress(node: Node) -> relax.Expr:
+    """Return the Relax expression of ONNX's Compress: the elements whose condition holds, along an axis or of all.
 
-    Returns None, which leaves the node to TVM's converter. Raises FreeSizeError for data or a condition of unknown
-    shape.
+    The condition is cut to the length of the data; ONNX Runtime ignores further elements. Raises FreeSizeError for data
+    or a condition of unknown shape.
     """
     data, condition = node.inputs
     dims, lengths, axis = dims_of(data), dims_of(condition), node.attrs.get("axis")
@@ -126,17 +139,116 @@ def convert_compress(node: Node) -> None:
     size = reduce(evaluator.multiply, dims, 1) if axis is None else dims[int(axis)]
     length = evaluator.least(lengths[0], size)
     if not evaluator.are_equal(length, lengths[0]):
-        part = node.emit(relax.op.strided_slice(condition, [0], [0], [length], assume_inbound=True))
-        node.inputs[1] = part
+        condition = node.emit(relax.op.strided_slice(condition, [0], [0], [length], assume_inbound=True))
+    places = node.emit(relax.op.squeeze(find_places(node, condition), [0]))
+    if axis is None:
+        data, axis = node.emit(relax.op.reshape(data, relax.ShapeExpr([size]))), 0
+    return relax.op.take(data, places, int(axis) % len(dims) if dims else 0)
 
 
-def convert_unique(node: Node) -> None:
-    """Flatten the data of a Unique without an axis: TVM returns indices of the data's shape, ONNX a vector of them.
+def convert_non_zero(node: Node) -> relax.Expr:
+    """Return the Relax expression of ONNX's NonZero: a column of the result is the place of an element.
 
-    Returns None, which leaves the node to TVM's converter.
+    TVM's operator calls Python, which a bundle does without. Raises FreeSizeError for data of unknown shape.
     """
-    if node.attrs.get("axis") is None and node.inputs[0].ty.ndim != 1:
-        node.inputs[0] = node.emit(relax.op.reshape(node.inputs[0], [-1]))
+    return find_places(node, node.inputs[0])
+
+
+def find_places(node: Node, data: relax.Expr) -> relax.Expr:
+    """Return the places of the elements that are not zero, in order, as int64 of shape [rank, number].
+
+    The number is a new symbol, which the model computes when it runs. A scalar counts as a vector. Raises FreeSizeError
+    for data of unknown shape.
+    """
+    dims = dims_of(data)
+    if dims is None:
+        raise FreeSizeError("data of unknown shape")
+    dims, emit = dims or [1], node.emit
+    size = reduce(node.evaluator.multiply, dims, 1)
+    flat = emit(relax.op.reshape(data, relax.ShapeExpr([size])))
+    is_found = emit(relax.op.not_equal(flat, const(0, dtype_of(data)))) if dtype_of(data) != "bool" else flat
+    found = emit(relax.op.astype(is_found, "int64"))
+    (number,) = node.bind(emit(relax.op.sum(found, keepdims=True)))
+    counts = emit(relax.op.cumsum(found, axis=0))
+
+    def rank(found: te.Tensor, counts: te.Tensor) -> te.Tensor:
+        """For each element its place in the order; those that are zero have one behind the last."""
+        after = found.shape[0].astype("int64")
+        return te.compute(
+            found.shape, lambda place: te.if_then_else(found[place] != 0, counts[place] - 1, after), name="rank"
+        )
+
+    ranks = emit(node.builder.call_te(rank, found, counts, primfunc_name_hint="rank"))
+    room = emit(relax.op.zeros(relax.ShapeExpr([node.evaluator.add(size, 1)]), "int64"))
+    order = emit(relax.op.scatter_elements(room, ranks, emit(relax.op.arange(0, size, 1, "int64"))))
+
+    def coordinate(order: te.Tensor, data: te.Tensor) -> te.Tensor:
+        shape = data.shape or [1]
+
+        def element(axis: Any, place: Any) -> Any:
+            value, result = order[place], tvm.tirx.const(0, "int64")
+            for position in reversed(range(len(shape))):
+                result = te.if_then_else(axis == position, te.floormod(value, shape[position]), result)
+                value = te.floordiv(value, shape[position])
+            return result
+
+        return te.compute((len(shape), number), element, name="coordinate")
+
+    return emit(node.builder.call_te(coordinate, order, data, primfunc_name_hint="coordinate"))
+
+
+def convert_unique(node: Node) -> relax.Expr:
+    """Return the Relax expression of ONNX's Unique: the distinct elements, their first places, and their numbers.
+
+    TVM's operator calls Python, which a bundle does without. Raises FreeSizeError for data of unknown shape, and
+    UnsupportedFormError for distinct rows or columns of data of several dimensions.
+    """
+    data, emit = node.inputs[0], node.emit
+    dims = dims_of(data)
+    if dims is None:
+        raise FreeSizeError("data of unknown shape")
+    if node.attrs.get("axis") is not None and len(dims) != 1:
+        raise UnsupportedFormError("along an axis of data of several dimensions", "export the model without it")
+    size = reduce(node.evaluator.multiply, dims, 1)
+    flat = emit(relax.op.reshape(data, relax.ShapeExpr([size])))
+    # TVM sorts no bfloat16, whose numbers float32 has too.
+    keys = emit(relax.op.astype(flat, "float32")) if dtype_of(flat) == "bfloat16" else flat
+    order = emit(relax.op.argsort(keys, 0, dtype="int64"))
+    ordered = emit(relax.op.take(flat, order, 0))
+
+    def is_first(ordered: te.Tensor) -> te.Tensor:
+        """Whether an element differs from the one before."""
+        return te.compute(
+            ordered.shape,
+            lambda place: tvm.tirx.any(place == 0, ordered[place] != ordered[te.max(place - 1, 0)]),
+            name="is_first",
+        )
+
+    def count(starts: te.Tensor, ordered: te.Tensor) -> te.Tensor:
+        """The distance of each start from the next one, of the last from the end."""
+        last = starts.shape[0] - 1
+        end = ordered.shape[0].astype("int64")
+        return te.compute(
+            starts.shape,
+            lambda place: te.if_then_else(place < last, starts[te.min(place + 1, last)], end) - starts[place],
+            name="count",
+        )
+
+    firsts = emit(node.builder.call_te(is_first, ordered, primfunc_name_hint="is_first"))
+    starts = emit(relax.op.squeeze(find_places(node, firsts), [0]))
+    values, places = emit(relax.op.take(ordered, starts, 0)), emit(relax.op.take(order, starts, 0))
+    groups = emit(relax.op.cumsum(emit(relax.op.astype(firsts, "int64")), axis=0))
+    groups = emit(relax.op.subtract(groups, const(1, "int64")))
+    room = emit(relax.op.zeros(relax.ShapeExpr([size]), "int64"))
+    inverse = emit(relax.op.scatter_elements(room, order, groups))
+    counts = emit(node.builder.call_te(count, starts, ordered, primfunc_name_hint="count"))
+    if not node.attrs.get("sorted", 1):
+        # By the places of the first elements instead.
+        by_place = emit(relax.op.argsort(places, 0, dtype="int64"))
+        values, places, counts = (emit(relax.op.take(item, by_place, 0)) for item in (values, places, counts))
+        inverse = emit(relax.op.take(emit(relax.op.argsort(by_place, 0, dtype="int64")), inverse, 0))
+    results = [values, places, inverse, counts][: node.outputs]
+    return results[0] if node.outputs == 1 else relax.Tuple(results)
 
 
 def convert_pad(node: Node) -> relax.Expr | None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from tvm import relax, te
 
+from tvmflow.compiler.onnx.indexing import find_places
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node
 from tvmflow.compiler.onnx.sizes import materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
@@ -105,7 +106,7 @@ def _reduce_computed_axes(node: Node, operator: str, keepdims: bool) -> relax.Ex
     left = kept
     if not keepdims:
         # The places of the axes that are left.
-        order = node.builder.match_cast(emit(relax.op.nonzero(is_kept)), relax.TensorType([1, rank - count], "int64"))
+        order = node.builder.match_cast(find_places(node, is_kept), relax.TensorType([1, rank - count], "int64"))
         left = emit(relax.op.take(kept, emit(relax.op.squeeze(order, [0])), axis=0))
     shape = node.bind(left)
     rows = reduce(node.evaluator.multiply, shape, 1)

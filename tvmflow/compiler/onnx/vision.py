@@ -6,10 +6,11 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
-from tvm import relax, te, tirx
+from tvm import relax, te, tirx, topi
+from tvm.topi.vision import nms
 
 from tvmflow.compiler.onnx.broadcasting import agree_in_depth, cast_to
-from tvmflow.compiler.onnx.indexing import pad_axis
+from tvmflow.compiler.onnx.indexing import find_places, pad_axis
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.pooling import convert_max_pool_with_places
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
@@ -194,18 +195,74 @@ def convert_conv_transpose(node: Node) -> relax.Expr | None:
 
 
 def convert_non_max_suppression(node: Node) -> relax.Expr | None:
-    """Replace the overlap threshold of NonMaxSuppression by the next larger float32.
+    """Replace the overlap threshold of NonMaxSuppression by the next larger float32, and limit the boxes to all.
 
-    TVM suppresses a box at the threshold itself, ONNX only above it. Returns None, which leaves the node to TVM's
-    converter. Raises FreeSizeError where `max_output_boxes_per_class` or a threshold is not constant.
+    TVM suppresses a box at the threshold itself, ONNX only above it, and TVM reserves memory for as many boxes as
+    `max_output_boxes_per_class` says. Returns None, which leaves the node to TVM's converter, where the number of boxes
+    is known, and the Relax expression where it is free or computed. Raises FreeSizeError where a limit or threshold is
+    not constant, and for boxes by centre and extent whose number is not known.
     """
     if any(node.input(position) is not None and node.constant(position) is None for position in (2, 3, 4)):
         raise FreeSizeError("a limit or threshold that is computed")
-    threshold = node.constant(3)
+    threshold, limit, dims = node.constant(3), node.constant(2), dims_of(node.inputs[0])
     if threshold is not None:
         # ONNX suppresses what overlaps by more, TVM what overlaps by as much.
-        node.inputs[3] = const(np.nextafter(threshold, np.float32(np.inf)))
-    return None
+        threshold = np.nextafter(threshold, np.float32(np.inf))
+        node.inputs[3] = const(threshold)
+    if limit is None:
+        return None
+    if dims is not None and isinstance(dims[1], int):
+        node.inputs[2] = const(np.minimum(limit, dims[1]))
+        return None
+    if node.attrs.get("center_point_box", 0):
+        raise FreeSizeError("a free number of boxes that are given by centre and extent")
+    least = node.constant(4)
+    numbers = [0.0 if value is None else float(value.reshape(-1)[0]) for value in (threshold, least)]
+    return _suppress(node, int(min(limit.reshape(-1)[0], np.iinfo("int32").max)), *numbers)
+
+
+def _suppress(node: Node, limit: int, overlap: float, least: float) -> relax.Expr:
+    """Write NonMaxSuppression of a number of boxes that only a run knows, with at most `limit` boxes of a class.
+
+    A box goes that overlaps a better one by `overlap` at least, or whose score is not above `least`.
+    """
+    boxes, scores = node.inputs[:2]
+    if dims_of(boxes) is None or dims_of(scores) is None:
+        raise FreeSizeError("boxes or scores of unknown shape")
+
+    def select(boxes: te.Tensor, scores: te.Tensor) -> list[te.Tensor]:
+        """For each class of each image the boxes that stay, the best first, and their number."""
+        batch, classes, count = scores.shape
+        flat = topi.reshape(scores, (batch * classes, count))
+        order = topi.argsort(flat, axis=1, is_ascend=False, dtype="int32")
+        best = topi.gather(flat, 1, order)
+        bound = te.compute((), lambda: tirx.const(least, "float32"), name="bound")
+        valid = nms._get_valid_box_count(best, bound)
+        selected, _, kept = nms.run_all_class_nms(
+            boxes, best, order, valid, limit, overlap, nms._nms_loop, return_scores=False, score_threshold=bound
+        )
+        return [selected, kept]
+
+    def mark(selected: te.Tensor, kept: te.Tensor) -> te.Tensor:
+        most = tirx.const(limit, "int32")
+        return te.compute(selected.shape, lambda row, place: place < te.min(kept[row], most), name="mark")
+
+    pair = node.emit(node.builder.call_te(select, boxes, scores, primfunc_name_hint="suppress"))
+    selected, kept = (node.emit(relax.TupleGetItem(pair, place)) for place in (0, 1))
+    places = find_places(node, node.emit(node.builder.call_te(mark, selected, kept, primfunc_name_hint="mark")))
+
+    def row(places: te.Tensor, selected: te.Tensor, scores: te.Tensor) -> te.Tensor:
+        """The image, the class and the box of each box that stays."""
+
+        def element(item: Any, column: Any) -> Any:
+            of_class, classes = places[0, item], scores.shape[1]
+            box = selected[of_class, places[1, item]].astype("int64")
+            either = te.if_then_else(column == 0, te.floordiv(of_class, classes), te.floormod(of_class, classes))
+            return te.if_then_else(column == 2, box, either)
+
+        return te.compute((places.shape[1], 3), element, name="row")
+
+    return node.builder.call_te(row, places, selected, scores, primfunc_name_hint="row")
 
 
 def convert_roi_align(node: Node) -> relax.Expr:

@@ -151,11 +151,11 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
         results.append(_convolve(rewriter, data, part, pads, steps, groups))
     whole = results[0] if len(results) == 1 else rewriter.emit(relax.op.concat(results, 1))
     batch = dims[0]
-    high, wide = (dims[2 + axis] + extra[axis] for axis in (0, 1))
+    # TVM compares sizes of functions that it fuses by their form, so each has the form that TVM gives it.
+    high, wide = (analyzer.simplify(dims[2 + axis] + extra[axis]) for axis in (0, 1))
     if strides != [1, 1]:
         parts = rewriter.emit(relax.op.reshape(whole, [batch, *strides, channels, high, wide]))
         apart = rewriter.emit(relax.op.permute_dims(parts, [0, 3, 4, 1, 5, 2]))
-        # TVM compares sizes of functions that it fuses by their form, so each has the form that TVM gives it.
         high, wide = image if whole_size else (high * strides[0], wide * strides[1])
         whole = rewriter.emit(relax.op.reshape(apart, [batch, channels, high, wide]))
     if whole_size:
