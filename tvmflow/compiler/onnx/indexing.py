@@ -166,19 +166,19 @@ def find_places(node: Node, data: relax.Expr) -> relax.Expr:
     dims, emit = dims or [1], node.emit
     size = reduce(node.evaluator.multiply, dims, 1)
     flat = emit(relax.op.reshape(data, relax.ShapeExpr([size])))
-    is_found = emit(relax.op.not_equal(flat, const(0, dtype_of(data)))) if dtype_of(data) != "bool" else flat
-    found = emit(relax.op.astype(is_found, "int64"))
-    (number,) = node.bind(emit(relax.op.sum(found, keepdims=True)))
-    counts = emit(relax.op.cumsum(found, axis=0))
+    is_nonzero = emit(relax.op.not_equal(flat, const(0, dtype_of(data)))) if dtype_of(data) != "bool" else flat
+    marks = emit(relax.op.astype(is_nonzero, "int64"))
+    (number,) = node.bind(emit(relax.op.sum(marks, keepdims=True)))
+    counts = emit(relax.op.cumsum(marks, axis=0))
 
-    def rank(found: te.Tensor, counts: te.Tensor) -> te.Tensor:
+    def rank(marks: te.Tensor, counts: te.Tensor) -> te.Tensor:
         """For each element its place in the order; those that are zero have one behind the last."""
-        after = found.shape[0].astype("int64")
+        after = marks.shape[0].astype("int64")
         return te.compute(
-            found.shape, lambda place: te.if_then_else(found[place] != 0, counts[place] - 1, after), name="rank"
+            marks.shape, lambda place: te.if_then_else(marks[place] != 0, counts[place] - 1, after), name="rank"
         )
 
-    ranks = emit(node.builder.call_te(rank, found, counts, primfunc_name_hint="rank"))
+    ranks = emit(node.builder.call_te(rank, marks, counts, primfunc_name_hint="rank"))
     room = emit(relax.op.zeros(relax.ShapeExpr([node.evaluator.add(size, 1)]), "int64"))
     order = emit(relax.op.scatter_elements(room, ranks, emit(relax.op.arange(0, size, 1, "int64"))))
 
