@@ -8,7 +8,7 @@ Its parameters are the inputs, the packed weights, the constants of `main` and t
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
@@ -68,20 +68,15 @@ class _Step:
     results: Sequence[_Tensor]
 
 
-@dataclass(init=False)
 class _Plan:
-    """What a Relax function does: its parameters, constants by their values, steps in order, and outputs.
+    """What a Relax function does: its `parameters`, `constants` by their values, `steps` in order, and `outputs`.
 
     Raises _NoDirectFormError for a function that has no direct form.
     """
 
-    parameters: list[_Tensor]
-    outputs: list[_Tensor]
-    steps: list[_Step] = field(default_factory=list)
-    constants: dict[ConstantKey, tuple[relax.Expr, _Tensor]] = field(default_factory=dict)
-
     def __init__(self, main: relax.Function) -> None:
-        self.steps, self.constants = [], {}
+        self.steps: list[_Step] = []
+        self.constants: dict[ConstantKey, tuple[relax.Expr, _Tensor]] = {}
         self._sizes = {size for param in main.params for size in relax.analysis.definable_tir_vars_in_type(param.ty)}
         self.parameters = [self._tensor(str(param.name), param.ty) for param in main.params]
         # The tensors that a variable stands for: one, or those of a tuple.
@@ -136,14 +131,13 @@ def _function_of(plan: _Plan) -> tirx.PrimFunc:
     free: list[tuple[Any, Any]] = []
     with IRBuilder() as builder, T.seq_scope():
         for place, step in enumerate(plan.steps):
-            used = dict.fromkeys((*step.arguments, *step.results))
+            operands = [*step.arguments, *step.results]
             for tensor in step.results:
                 if tensor not in memory:
                     memory[tensor] = _allocate(_size(tensor), free)
-            T.evaluate(
-                T.call_cpacked(step.symbol, *(_array(memory[item], item) for item in (*step.arguments, *step.results)))
-            )
-            free += [(_size(item), memory[item]) for item in used if item.last == place and item not in kept]
+            T.evaluate(T.call_cpacked(step.symbol, *(_array(memory[item], item) for item in operands)))
+            ended = dict.fromkeys(item for item in operands if item.last == place and item not in kept)
+            free += [(_size(item), memory[item]) for item in ended]
     function = tirx.PrimFunc(parameters, builder.get().body)
     return function.with_attr({"global_symbol": DIRECT_MAIN, "tirx.noalias": True, "tirx.is_scheduled": True})
 
