@@ -28,7 +28,7 @@ def code_target(options: Mapping[str, Any]) -> tvm.target.Target:
     """Return TVM's target of these options (`tvmflow.target.Target.tvm`), with which code is generated for it.
 
     On x86-64 loads from unrelated places stay single loads, unless the options say something of gathers. LLVM would
-    join such loads to one instruction that is no faster on any processor, and takes several times as long on AMD's.
+    join such loads to one instruction, which AMD's processors run slower than the loads.
     """
     attributes = [str(item) for item in options.get("mattr", ())]
     if not str(options.get("mtriple", "")).startswith("x86_64") or any("gather" in item for item in attributes):
