@@ -96,9 +96,9 @@ def _activate(graph: _Graph, x: str, activation: str) -> str:
     return graph.then(x, activation) if activation else x
 
 
-def _block(case: tuple[Any, ...], graph: _Graph) -> str:
+def _block(case: tuple[Any, ...], graph: _Graph, x: str = "x") -> str:
     channels, between, out, kernel, stride, _, _, activation = case
-    x = _activate(graph, graph.conv("x", channels, between, kernel=1, pads=[0] * 4), activation)
+    x = _activate(graph, graph.conv(x, channels, between, kernel=1, pads=[0] * 4), activation)
     pad = (kernel - 1) // 2
     x = graph.conv(x, between, between, kernel=kernel, stride=stride, pads=[pad] * 4, groups=between)
     return graph.conv(_activate(graph, x, activation), between, out, kernel=1, pads=[0] * 4)
@@ -227,6 +227,54 @@ def _bottleneck(case: tuple[Any, ...], parts: str) -> tuple[Any, ...]:
     output = graph.then(x, "Sigmoid")
     feeds = [{"x": graph.normal(batch, channels, height, width)} for batch in (1, 3)]
     return (graph.nodes, [("x", ["n", channels, height, width])], [output], graph.weights), *feeds
+
+
+# Heights and widths of less than a patch, of a whole number of patches, and others.
+_FREE_SIZES = [(5, 7), (16, 32), (37, 66)]
+
+
+def _free(case: tuple[Any, ...], added: bool = False) -> tuple[Any, ...]:
+    """A block with a free batch, height and width, and inputs for it; `added` adds the block's own input."""
+    graph, channels = _Graph(), case[0]
+    output = _block(case, graph)
+    output = graph.then(output, "Add", "x") if added else graph.then(output, "Relu")
+    feeds = [{"x": graph.normal(place + 1, channels, *size)} for place, size in enumerate(_FREE_SIZES)]
+    return (graph.nodes, [("x", ["n", channels, "h", "w"])], [output], graph.weights), *feeds
+
+
+@pytest.mark.usefixtures("always")
+def test_blocks_of_free_height_and_width_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = [_free(case) for case in _BLOCKS[:: scale.count(normal=3, long=1)]]
+    cases.append(_free((24, 48, 24, 3, 1, 0, 0, "Relu"), added=True))
+    assert rule_counts(assert_all_same(cases))["block"] == len(cases)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("algorithm", ["winograd", ""])
+def test_bottlenecks_of_free_height_and_width_equal_onnx_runtime(algorithm: str, assert_all_same: Check) -> None:
+    cases = []
+    for place, case in enumerate(case for case in _BOTTLENECKS if case[-1] == algorithm):
+        for parts in scale.choose(normal=[_PARTS[place % len(_PARTS)]], long=_PARTS):
+            (nodes, inputs, outputs, weights), *_ = _bottleneck(case, parts)
+            channels = inputs[0][1][1]
+            normal = np.random.default_rng(place).standard_normal
+            feeds = [{"x": normal((2, channels, *size)).astype("float32")} for size in _FREE_SIZES]
+            cases.append(((nodes, [("x", ["n", channels, "h", "w"])], outputs, weights), *feeds))
+    model = assert_all_same(cases, BuildOptions(fast_algorithms=bool(algorithm)))
+    assert rule_counts(model)["block"] == len(cases)
+    assert set(model.algorithms) == ({algorithm} if algorithm else set())
+
+
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4", "aarch64-neoverse-n1"])
+def test_a_block_near_a_free_input_is_whole_and_one_that_few_pixels_reach_is_apart(level: str, make_model: Any) -> None:
+    graph, target = _Graph(), on_two_cores(level)
+    x = graph.then(_block((16, 96, 32, 3, 2, 0, 0, "Clip"), graph), "Relu")
+    x = graph.then(graph.conv(x, 32, 320, kernel=5, stride=16, pads=[2] * 4), "Relu")
+    output = _block((320, 1920, 320, 3, 1, 0, 0, "Clip"), graph, x)
+    path = make_model(graph.nodes, [("x", ["n", 16, "h", "w"])], [output], graph.weights)
+    lowered = workloads(lower(import_onnx(path), target))
+    rules = [schedule(workload.func, machine(target))[1] for workload in lowered]
+    assert [rule for rule in rules if rule in ("block", "depthwise")] == ["block", "depthwise"]
 
 
 @pytest.mark.usefixtures("always")

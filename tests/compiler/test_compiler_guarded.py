@@ -332,6 +332,26 @@ def test_winograd_of_free_sizes_stays_within_its_buffers(
         assert_within_buffers(functions, target, sizes)
 
 
+@pytest.mark.parametrize("is_depthwise", [True, False])
+def test_blocks_of_free_sizes_stay_within_their_buffers(is_depthwise: bool, tmp_path: Path) -> None:
+    model, target = Drawn(np.random.default_rng(is_depthwise)), _target("fp32")
+    x = model.input(0, 12, 0, 0)
+    model.inputs = [(x, ["n", 12, "h", "w"])]
+    y = model.conv(model.conv(x, 12, 48), 48, 48, 3, group=48 if is_depthwise else 1)
+    model.node("Add", model.node("Conv", y, model.weight(12, 48, 1, 1)), x)
+    onnx.save(model.proto(), tmp_path / "model.onnx")
+    choices = Choices()
+    imported, options = import_onnx(tmp_path / "model.onnx"), BuildOptions()
+    lower(imported, target, options, choices)
+    whole = {site.key: "whole" for site in choices.sites.values() if site.kind == "block"}
+    lowered = lower(imported, target, options, Choices(whole))
+    (func,) = (item.func for item in workloads(lowered) if "block" in item.name)
+    schedules = variants(func, _always_parallel(target, 16), scale.count(normal=1, long=64))
+    functions = {f"block_{place}": complete(item.mod["main"]) for place, item in enumerate(schedules)}
+    for n, h, w in ((1, 2, 3), (3, 9, 37)):
+        assert_within_buffers(functions, target, {"n": n, "h": h, "w": w})
+
+
 @pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0)])
 def test_a_transpose_of_free_sizes_stays_within_its_buffers(order: tuple[int, ...], tmp_path: Path) -> None:
     node = helper.make_node("Transpose", ["x"], ["y"], perm=order)

@@ -16,8 +16,9 @@ SHARED = "tvmflow.shared"
 WINOGRAD = "tvmflow.winograd"
 # The dimensions of a product's result that are its rows. Without it, all dimensions after the batch are.
 ROWS = "tvmflow.rows"
-# For a block of convolutions: lines of the result per strip, and vectors of channels computed at a time.
-STRIP = "tvmflow.strip"
+# For a block of convolutions: lines and columns of a patch of the result, and vectors of channels computed at a time.
+LINES = "tvmflow.lines"
+COLUMNS = "tvmflow.columns"
 CHUNK = "tvmflow.chunk"
 # The dot-product instruction of a product of bfloat16 numbers or 8-bit integers.
 DOT = "tvmflow.dot"

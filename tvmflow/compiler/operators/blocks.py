@@ -1,23 +1,26 @@
-"""Blocks of convolutions as one function: a strip of lines goes through all of them and stays in a core's cache.
+"""Blocks of convolutions as one function: a patch of the image goes through all of them and stays in a core's cache.
 
 A block has a convolution in the middle, depthwise (as in an inverted residual) or dense (as in a bottleneck), and a
-dense convolution before it, a pointwise convolution after it, or both. Each strip computes the intermediate values that
-it needs; lines that two strips share are computed twice.
+dense convolution before it, a pointwise convolution after it, or both. Each patch computes the intermediate values that
+it needs; pixels that two patches share are computed twice. A patch is a strip of whole lines where the width is known.
+Where it is free, a patch has as many columns as the cost model chooses. All sizes within a patch are constants.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
-from tvm import te, tirx
+from tvm import te, tirx, topi
 
 from tvmflow.compiler import cost, tiles, winograd
-from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, STRIP, SUBJECT, TILE, WINOGRAD
+from tvmflow.compiler.annotations import CHUNK, COLUMNS, KERNEL, LANES, LINES, SUBJECT, TILE, WINOGRAD
 from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators import winograd as winograd_stages
-from tvmflow.compiler.operators.common import surrounded
+from tvmflow.compiler.operators.common import output_size
 
 # The element-wise operations after a convolution: a function of a value, its channel, and the tensors by channel.
 Epilogue = Callable[[Any, Any, Sequence[te.Tensor]], Any]
@@ -43,13 +46,22 @@ class Convolution:
     epilogue: Epilogue | None = None
     reads: int = 0
 
-    def size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width of the result for an input of `height` by `width` pixels."""
+    def size(self, height: Any, width: Any) -> tuple[Any, Any]:
+        """Return the height and width of the result for an input of `height` by `width` pixels, which may be free."""
         top, left, bottom, right = self.padding
-        inputs = (height + top + bottom, width + left + right)
+        (high, wide), (down, across), (below, beside) = self.kernel, self.strides, self.dilation
+        return (
+            output_size(height, high, down, top, bottom, below),
+            output_size(width, wide, across, left, right, beside),
+        )
+
+    def needs(self, lines: int, columns: int) -> tuple[int, int]:
+        """Return the lines and columns of the padded input that `lines` by `columns` pixels of the result read."""
         high, wide = (
-            (size - dilation * (kernel - 1) - 1) // stride + 1
-            for size, dilation, kernel, stride in zip(inputs, self.dilation, self.kernel, self.strides, strict=True)
+            (count - 1) * stride + dilation * (kernel - 1) + 1
+            for count, stride, dilation, kernel in zip(
+                (lines, columns), self.strides, self.dilation, self.kernel, strict=True
+            )
         )
         return high, wide
 
@@ -58,7 +70,8 @@ class Convolution:
 class Block:
     """The convolutions of a block on images of `height` by `width` pixels; `first` or `last` may be None.
 
-    The input has `depth` channels.
+    The input has `depth` channels. Where `free` is true for the height or the width, that number is what the cost model
+    takes it for, and the function is right for every size.
     """
 
     height: int
@@ -67,26 +80,30 @@ class Block:
     first: Convolution | None
     middle: Convolution
     last: Convolution | None
+    free: tuple[bool, bool] = (False, False)
 
     @property
     def inner(self) -> tuple[int, int, int]:
         """The height, width and depth of the middle convolution's input."""
-        if self.first is None:
-            return self.height, self.width, self.depth
-        return *self.first.size(self.height, self.width), self.first.channels
+        return (*self.middle_size(self.height, self.width), self.first.channels if self.first else self.depth)
+
+    def middle_size(self, height: Any, width: Any) -> tuple[Any, Any]:
+        """Return the height and width of the middle convolution's input for images of `height` by `width` pixels."""
+        return self.first.size(height, width) if self.first else (height, width)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to compute a block strip by strip, with its estimated cost.
+    """A way to compute a block patch by patch, with its estimated cost.
 
-    A strip is `lines` lines of the block's result. `first`, `middle` and `last` are the register tiles of the three
-    convolutions, pixels by vectors of channels; None for a convolution that the block lacks. With Winograd's algorithm
-    the rows of the middle tile are rows of its matrix product, that is, output tiles. `cycles` estimates the time of
-    the whole block on all cores.
+    A patch is `lines` by `columns` pixels of the block's result. `first`, `middle` and `last` are the register tiles of
+    the three convolutions, pixels by vectors of channels; None for a convolution that the block lacks. With Winograd's
+    algorithm the rows of the middle tile are rows of its matrix product, that is, output tiles. `cycles` estimates the
+    time of the whole block on all cores.
     """
 
     lines: int
+    columns: int
     first: tiles.Tile | None
     middle: tiles.Tile
     last: tiles.Tile | None
@@ -106,103 +123,169 @@ def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machin
         del remaining[: 1 + convolution.reads]
         return weight, others
 
-    middle_input = _expanded(data, block, plan, *take(block.first)) if block.first else _padded(data, block)
+    height, width = data.shape[1:3]
+    high, wide = block.middle_size(height, width)
+    patches = _Patches.of(data.shape[0], *block.middle.size(high, wide), plan)
+    if block.first:
+        middle_input = _expanded(data, block, plan, patches, *take(block.first))
+    else:
+        top, left, *_ = block.middle.padding
+        size = block.middle.needs(plan.lines, plan.columns)
+        middle_input = _cut(data, patches, block.middle.strides, (top, left), size, "expanded")
     weight, reads = take(block.middle)
-    annotations = {TILE: plan.middle.rows, CHUNK: plan.middle.vectors, STRIP: plan.lines, SUBJECT: subject}
+    annotations = {
+        TILE: plan.middle.rows,
+        CHUNK: plan.middle.vectors,
+        LINES: plan.lines,
+        COLUMNS: plan.columns,
+        SUBJECT: subject,
+    }
     if block.middle.depthwise:
-        product = _depthwise(middle_input, block, weight, {**annotations, LANES: machine.lanes})
+        product = _depthwise(middle_input, block, plan, weight, {**annotations, LANES: machine.lanes})
     elif block.middle.winograd is None:
-        product = _dense(middle_input, block, weight, annotations)
+        product = _dense(middle_input, block, plan, weight, annotations)
     else:
         product = _winograd(middle_input, block, plan, machine, weight, annotations)
     result = te.compute(
-        product.shape, lambda n, h, w, c: _finish(block.middle, product[n, h, w, c], c, reads), name="filtered"
+        product.shape, lambda *index: _finish(block.middle, product[index], index[-1], reads), name="filtered"
     )
-    return _project(result, block.last, plan, *take(block.last)) if block.last else result
+    channels = block.middle.channels
+    if block.last:
+        result, channels = _project(result, block.last, plan, *take(block.last)), block.last.channels
+    return te.compute(
+        (data.shape[0], *block.middle.size(high, wide), channels),
+        lambda n, h, w, c: result[(*patches.place(n, h, w), c)],
+        name="unpack",
+    )
+
+
+@dataclass(frozen=True)
+class _Patches:
+    """The patches of a batch of images: the sizes of their dimensions, and the pixels of one patch.
+
+    The dimensions are images, strips of patches below each other, and patches beside each other.
+    """
+
+    sizes: tuple[Any, Any, Any]
+    lines: int
+    columns: int
+
+    @staticmethod
+    def of(batch: Any, height: Any, width: Any, plan: Plan) -> "_Patches":
+        """Divide `batch` results of `height` by `width` pixels into patches."""
+        strips, beside = (
+            topi.utils.simplify((extent - 1) // size + 1)
+            for extent, size in ((height, plan.lines), (width, plan.columns))
+        )
+        return _Patches((batch, strips, beside), plan.lines, plan.columns)
+
+    def place(self, n: Any, h: Any, w: Any) -> tuple[Any, ...]:
+        """The patch that holds the pixel in line `h` and column `w` of image `n`, and the pixel's place in it."""
+        return (n, h // self.lines, w // self.columns, h % self.lines, w % self.columns)
 
 
 def _finish(convolution: Convolution, value: Any, channel: Any, reads: Sequence[te.Tensor]) -> Any:
     return convolution.epilogue(value, channel, reads) if convolution.epilogue else value
 
 
-def _padded(data: te.Tensor, block: Block) -> te.Tensor:
-    """Pad the middle convolution's input with zeros."""
-    top, left, bottom, right = block.middle.padding
-    high, wide, _ = block.inner
-    return surrounded(data, top, left, high + top + bottom, wide + left + right, name="expanded")
+def _cut(
+    data: te.Tensor,
+    patches: _Patches,
+    strides: tuple[int, int],
+    before: tuple[int, int],
+    size: tuple[int, int],
+    name: str,
+) -> te.Tensor:
+    """Copy from NHWC data the part of `size`, lines by columns, that each patch reads, with zeros around the data.
+
+    The parts of two patches that lie beside or below each other are `strides` times a patch's pixels apart. The first
+    one begins `before` lines and columns before the data.
+    """
+    _, height, width, depth = data.shape
+
+    def element(n: Any, strip: Any, beside: Any, y: Any, x: Any, c: Any) -> Any:
+        line = strip * (patches.lines * strides[0]) + y
+        column = beside * (patches.columns * strides[1]) + x
+        top, left = before
+        inside = tirx.all(line >= top, line < height + top, column >= left, column < width + left)
+        return tirx.if_then_else(inside, data[n, line - top, column - left, c], tirx.const(0, data.dtype))
+
+    return te.compute((*patches.sizes, *size, depth), element, name=name)
 
 
-def _expanded(data: te.Tensor, block: Block, plan: Plan, weight: te.Tensor, reads: Sequence[te.Tensor]) -> te.Tensor:
-    """Compute the first convolution and pad its result with zeros.
+def _expanded(
+    data: te.Tensor, block: Block, plan: Plan, patches: _Patches, weight: te.Tensor, reads: Sequence[te.Tensor]
+) -> te.Tensor:
+    """Compute the first convolution, with zeros around its result.
 
     The convolution is computed for the border too, so that its tiles need no bounds checks. That is cheap, because it
     pads its own input, which has the fewest channels.
     """
-    first = block.first
+    first, middle = block.first, block.middle
     if first is None or plan.first is None:
         raise ValueError("the block has no first convolution")
-    batch, *_, depth = data.shape
-    top, left, bottom, right = block.middle.padding
-    high, wide, _ = block.inner
+    depth = data.shape[-1]
+    top, left, *_ = middle.padding
+    high, wide = block.middle_size(*data.shape[1:3])
     _, kernel_h, kernel_w, _, lanes = (int(size) for size in weight.shape)
     (stride_h, stride_w), (dilation_h, dilation_w) = first.strides, first.dilation
-    above, before = top * stride_h + first.padding[0], left * stride_w + first.padding[1]
-    rows, columns = high + top + bottom, wide + left + right
-    needed_h = (rows - 1) * stride_h + (kernel_h - 1) * dilation_h + 1
-    needed_w = (columns - 1) * stride_w + (kernel_w - 1) * dilation_w + 1
-    source = surrounded(data, above, before, needed_h, needed_w, name="source")
+    before = (top * stride_h + first.padding[0], left * stride_w + first.padding[1])
+    strides = (middle.strides[0] * stride_h, middle.strides[1] * stride_w)
+    rows, columns = middle.needs(plan.lines, plan.columns)
+    size = (rows, -(-columns // plan.first.rows) * plan.first.rows)
+    source = _cut(data, patches, strides, before, first.needs(*size), "source")
     j, i, k = (te.reduce_axis((0, size), name) for size, name in ((kernel_h, "j"), (kernel_w, "i"), (depth, "k")))
-    product = te.compute(
-        (batch, rows, columns, first.channels),
-        lambda n, y, x, c: te.sum(
-            source[n, y * stride_h + j * dilation_h, x * stride_w + i * dilation_w, k]
-            * weight[c // lanes, j, i, k, c % lanes],
-            axis=[j, i, k],
-        ),
-        name="expand",
-        attrs={KERNEL: "block.first", TILE: plan.first.rows, CHUNK: plan.first.vectors, LANES: lanes},
-    )
-    return te.compute(
-        (batch, rows, columns, first.channels),
-        lambda n, y, x, c: tirx.Select(
-            tirx.all(y >= top, y < high + top, x >= left, x < wide + left),
-            _finish(first, product[n, y, x, c], c, reads),
-            tirx.const(0, data.dtype),
-        ),
-        name="expanded",
-    )
+
+    def product(*index: Any) -> Any:
+        *patch, y, x, c = index
+        value = source[(*patch, y * stride_h + j * dilation_h, x * stride_w + i * dilation_w, k)]
+        return te.sum(value * weight[c // lanes, j, i, k, c % lanes], axis=[j, i, k])
+
+    shape = (*patches.sizes, *size, first.channels)
+    attributes = {KERNEL: "block.first", TILE: plan.first.rows, CHUNK: plan.first.vectors, LANES: lanes}
+    expand = te.compute(shape, product, name="expand", attrs=attributes)
+
+    def element(*index: Any) -> Any:
+        _, strip, beside, y, x, c = index
+        line = strip * (plan.lines * middle.strides[0]) + y
+        column = beside * (plan.columns * middle.strides[1]) + x
+        inside = tirx.all(line >= top, line < high + top, column >= left, column < wide + left)
+        return tirx.Select(inside, _finish(first, expand[index], c, reads), tirx.const(0, data.dtype))
+
+    return te.compute(shape, element, name="expanded")
 
 
-def _depthwise(middle_input: te.Tensor, block: Block, weight: te.Tensor, annotations: dict[str, Any]) -> te.Tensor:
+def _depthwise(
+    middle_input: te.Tensor, block: Block, plan: Plan, weight: te.Tensor, annotations: dict[str, Any]
+) -> te.Tensor:
     middle = block.middle
     (stride_h, stride_w), (dilation_h, dilation_w) = middle.strides, middle.dilation
     y, x = (te.reduce_axis((0, size), name) for size, name in zip(middle.kernel, "yx", strict=True))
-    return te.compute(
-        (middle_input.shape[0], *middle.size(*block.inner[:2]), middle.channels),
-        lambda n, h, w, c: te.sum(
-            middle_input[n, h * stride_h + y * dilation_h, w * stride_w + x * dilation_w, c] * weight[y, x, c],
-            axis=[y, x],
-        ),
-        name="depthwise",
-        attrs={KERNEL: "block.depthwise", **annotations},
-    )
+
+    def product(*index: Any) -> Any:
+        *patch, h, w, c = index
+        value = middle_input[(*patch, h * stride_h + y * dilation_h, w * stride_w + x * dilation_w, c)]
+        return te.sum(value * weight[y, x, c], axis=[y, x])
+
+    shape = (*middle_input.shape[:3], plan.lines, plan.columns, middle.channels)
+    return te.compute(shape, product, name="depthwise", attrs={KERNEL: "block.depthwise", **annotations})
 
 
-def _dense(middle_input: te.Tensor, block: Block, weight: te.Tensor, annotations: dict[str, Any]) -> te.Tensor:
+def _dense(
+    middle_input: te.Tensor, block: Block, plan: Plan, weight: te.Tensor, annotations: dict[str, Any]
+) -> te.Tensor:
     middle = block.middle
     (stride_h, stride_w), (dilation_h, dilation_w) = middle.strides, middle.dilation
     *_, depth, lanes = (int(size) for size in weight.shape)
     y, x, k = (te.reduce_axis((0, size), name) for size, name in zip((*middle.kernel, depth), "yxk", strict=True))
-    return te.compute(
-        (middle_input.shape[0], *middle.size(*block.inner[:2]), middle.channels),
-        lambda n, h, w, c: te.sum(
-            middle_input[n, h * stride_h + y * dilation_h, w * stride_w + x * dilation_w, k]
-            * weight[c // lanes, y, x, k, c % lanes],
-            axis=[y, x, k],
-        ),
-        name="dense",
-        attrs={KERNEL: "block.dense", LANES: lanes, **annotations},
-    )
+
+    def product(*index: Any) -> Any:
+        *patch, h, w, c = index
+        value = middle_input[(*patch, h * stride_h + y * dilation_h, w * stride_w + x * dilation_w, k)]
+        return te.sum(value * weight[c // lanes, y, x, k, c % lanes], axis=[y, x, k])
+
+    shape = (*middle_input.shape[:3], plan.lines, plan.columns, middle.channels)
+    return te.compute(shape, product, name="dense", attrs={KERNEL: "block.dense", LANES: lanes, **annotations})
 
 
 def _winograd(
@@ -225,19 +308,18 @@ def _project(
 ) -> te.Tensor:
     if plan.last is None:
         raise ValueError("the block has no last convolution")
-    batch, height, width, depth = data.shape
     vectors, *_, lanes = (int(size) for size in weight.shape)
-    k = te.reduce_axis((0, depth), "k")
+    k = te.reduce_axis((0, data.shape[-1]), "k")
     product = te.compute(
-        (batch, height, width, vectors * lanes),
-        lambda n, h, w, c: te.sum(data[n, h, w, k] * weight[c // lanes, 0, 0, k, c % lanes], axis=k),
+        (*data.shape[:-1], vectors * lanes),
+        lambda *index: te.sum(data[(*index[:-1], k)] * weight[index[-1] // lanes, 0, 0, k, index[-1] % lanes], axis=k),
         name="project",
         attrs={KERNEL: "block.last", TILE: plan.last.rows, CHUNK: plan.last.vectors, LANES: lanes},
     )
     return te.compute(
-        (batch, height, width, convolution.channels),
-        lambda n, h, w, c: _finish(convolution, product[n, h, w, c], c, reads),
-        name="unpack",
+        (*data.shape[:-1], convolution.channels),
+        lambda *index: _finish(convolution, product[index], index[-1], reads),
+        name="projected",
     )
 
 
@@ -245,39 +327,70 @@ def _project(
 _EPILOGUE = 3
 # The most options of a decision.
 _CHOICES = 4
+# The most columns of a patch in an image of free width: the two columns that a 3x3 kernel needs beside a patch are 6 %
+# of such a patch, and an image wastes half a patch of each strip on average.
+_COLUMNS = 32
 
 
 def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> tuple[list[Plan], float]:
     """Return a block's plans, the fastest first, and the estimated cycles of its convolutions as separate functions.
 
-    The list of plans is empty where strips are impossible or not worth it; the cycles may be 0 then. `batch` is the
+    The list of plans is empty where patches are impossible or not worth it; the cycles may be 0 then. `batch` is the
     number of images. `strassen` allows Strassen's algorithm for the separate functions.
     """
     lanes, middle = machine.lanes, block.middle
     high, wide, depth = block.inner
-    out_h, out_w = middle.size(high, wide)
     step = middle.winograd or 1
     # Channels that do not fill vectors, such as a model's input, are not worth a block.
-    whole_vectors = middle.channels % lanes == 0 and (depth % lanes == 0 or (middle.depthwise and block.first is None))
-    if not whole_vectors or out_h % step or out_w % step:
+    if middle.channels % lanes or (depth % lanes and not (middle.depthwise and block.first is None)):
         return [], 0.0
-    (first_tile, *_), (middle_tile, *_), (last_tile, *_) = _tiles(block, machine)
-    # A depthwise convolution has short sums, so it needs fewer of them in flight.
-    busy = cost.in_flight(machine)
-    if middle_tile.rows * middle_tile.vectors < (busy // 2 if middle.depthwise else busy):
-        return [], 0.0
-    others = [tile.rows * tile.vectors for tile in (first_tile, last_tile) if tile]
-    if min(others, default=0) < busy:
-        return [], 0.0
-
-    costs = _Costs(block, batch, machine, (first_tile, middle_tile, last_tile), strassen)
+    all_lines, all_columns = (
+        range(step, size + 1, step) if free else [part for part in range(step, size + 1, step) if size % part == 0]
+        for size, free in zip(middle.size(high, wide), block.free, strict=True)
+    )
     ranked: list[Plan] = []
-    for lines in (lines for lines in range(step, out_h + 1, step) if out_h % lines == 0):
-        cycles = costs.whole(lines, first_tile)
-        if cycles is not None:
-            ranked.append(Plan(lines, first_tile, middle_tile, last_tile, cycles))
+    saved = _Saved.of(block, batch, machine) if strassen and not any(block.free) else _Saved()
+    apart = 0.0
+    for columns in all_columns[:_COLUMNS] if block.free[1] else all_columns[-1:]:
+        (first_tile, *_), (middle_tile, *_), (last_tile, *_) = _tiles(block, columns, machine)
+        # A depthwise convolution has short sums, so it needs fewer of them in flight.
+        busy = cost.in_flight(machine)
+        if middle_tile.rows * middle_tile.vectors < (busy // 2 if middle.depthwise else busy):
+            continue
+        others = [tile.rows * tile.vectors for tile in (first_tile, last_tile) if tile]
+        if min(others, default=busy) < busy:
+            continue
+        costs = _Costs(block, batch, machine, (first_tile, middle_tile, last_tile), saved)
+        apart = min(costs.apart(), apart or math.inf)
+        for lines in all_lines:
+            cycles = costs.whole(lines, columns, first_tile)
+            if cycles is not None:
+                ranked.append(Plan(lines, columns, first_tile, middle_tile, last_tile, cycles))
     ranked.sort(key=lambda plan: plan.cycles)
-    return ranked, costs.apart()
+    return ranked, apart
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The time of the separate first and last convolution over that of direct ones, below 1 by Strassen's algorithm."""
+
+    first: float = 1.0
+    last: float = 1.0
+
+    @staticmethod
+    def of(block: Block, batch: int, machine: Machine) -> "_Saved":
+        """Estimate what Strassen's algorithm saves in the separate pointwise convolutions of a block."""
+        high, wide, depth = block.inner
+        first, middle, last = block.first, block.middle, block.last
+
+        def share(size: tuple[int, int], depth: int, units: int) -> float:
+            estimate = strassen.estimate((batch, *size), depth, units, machine)
+            return 1.0 if estimate is None else min(1.0, estimate.share)
+
+        return _Saved(
+            share((high, wide), block.depth, depth) if first and first.kernel == (1, 1) else 1.0,
+            share(middle.size(high, wide), middle.channels, last.channels) if last else 1.0,
+        )
 
 
 class _Costs:
@@ -289,7 +402,7 @@ class _Costs:
         batch: int,
         machine: Machine,
         chosen: tuple[tiles.Tile | None, tiles.Tile, tiles.Tile | None],
-        use_strassen: bool,
+        saved: _Saved,
     ) -> None:
         self._block = block
         self._batch = batch
@@ -297,7 +410,6 @@ class _Costs:
         first, middle, last, lanes = block.first, block.middle, block.last, machine.lanes
         high, wide, depth = block.inner
         self._out_h, self._out_w = middle.size(high, wide)
-        self._wide = wide + middle.padding[1] + middle.padding[3]
         pixels = self._out_h * self._out_w
         first_tile, middle_tile, last_tile = chosen
         numbers = machine.vectors
@@ -329,66 +441,64 @@ class _Costs:
             self._weights = 4 * taps * depth * middle.channels
             self._weights += 4 * block.depth * depth if first else 0
             self._weights += 4 * middle.channels * last.channels if last else 0
-        self._saved = (1.0, 1.0)
-        if use_strassen:
-            self._saved = (
-                self._strassen((batch, high, wide), block.depth, depth) if first and first.kernel == (1, 1) else 1.0,
-                self._strassen((batch, self._out_h, self._out_w), middle.channels, last.channels) if last else 1.0,
-            )
+        self._saved = saved
 
     def _results(self, channels: int, depth: int, tile: tiles.Tile) -> float:
         """The cycles of a pixel's `channels`, each a sum of `depth` products."""
         return cost.results(-(-channels // self._machine.lanes), depth, tile.rows * tile.vectors, self._machine)
 
-    def _strassen(self, outer: Sequence[int], depth: int, units: int) -> float:
-        """The time of a separate product over that of the direct product: below 1 by Strassen's algorithm."""
-        estimate = strassen.estimate(outer, depth, units, self._machine)
-        return 1.0 if estimate is None else min(1.0, estimate.share)
-
     def _share(self, tasks: int) -> int:
         """The number of tasks of the busiest core."""
         return -(-tasks // self._machine.cores)
 
-    def whole(self, lines: int, first: tiles.Tile | None) -> float | None:
-        """Return the cycles of the block as one function, in strips of `lines`; None where a strip exceeds the cache.
+    def whole(self, lines: int, columns: int, first: tiles.Tile | None) -> float | None:
+        """Return the cycles of the block as one function, in patches of `lines` by `columns` pixels.
 
-        `first` is the register tile of the first convolution, None where the block has none.
+        None where a patch exceeds the cache. `first` is the register tile of the first convolution, None where the
+        block has none.
         """
         block, machine = self._block, self._machine
         middle = block.middle
-        required_lines = (lines - 1) * middle.strides[0] + middle.dilation[0] * (middle.kernel[0] - 1) + 1
+        lines_in, columns_in = middle.needs(lines, columns)
         channels = machine.lanes * first.vectors if first and middle.depthwise else block.inner[2]
         # Winograd's algorithm processes one line of output tiles at a time.
         step = middle.winograd or lines
         bytes_in_cache = 4 * (
-            required_lines * self._wide * channels + (step * self._out_w * middle.channels if block.last else 0)
+            lines_in * columns_in * channels + (step * columns * middle.channels if block.last else 0)
         )
         if middle.winograd:
             taps = winograd.side_of(middle.winograd, middle.strides[0]) ** 2
-            bytes_in_cache += 4 * taps * self._out_w // middle.winograd * (channels + middle.channels)
+            bytes_in_cache += 4 * taps * columns // middle.winograd * (channels + middle.channels)
         if not cost.fits(bytes_in_cache, machine) and lines > (middle.winograd or 1):
             return None
-        before, after = 4 * required_lines * self._wide * block.inner[2], 4 * lines * self._out_w * middle.channels
-        cycles = cost.together(required_lines * self._wide * self._first, before, before, bytes_in_cache, machine)
-        result = lines * self._out_w * (self._middle + self._last)
+        before, after = 4 * lines_in * columns_in * block.inner[2], 4 * lines * columns * middle.channels
+        cycles = cost.together(lines_in * columns_in * self._first, before, before, bytes_in_cache, machine)
+        result = lines * columns * (self._middle + self._last)
         cycles += cost.together(result, after, after, bytes_in_cache, machine) if block.last else result
         if self._weights + bytes_in_cache > machine.own_cache:
-            # Each strip reads all weights again.
+            # Each patch reads all weights again.
             cycles += cost.streaming(max(self._weights, machine.own_cache + 1), machine)
-        return self._share(self._batch * self._out_h // lines) * cycles
+        # Where the size of the image is free, the last patch is half empty on average.
+        strips, beside = (
+            size / part + 0.5 if free else size // part
+            for size, part, free in zip((self._out_h, self._out_w), (lines, columns), block.free, strict=True)
+        )
+        patches = self._batch * strips * beside
+        share: float = patches / machine.cores if any(block.free) else self._share(int(patches))
+        return share * cycles
 
     def apart(self) -> float:
         """Return the cycles of the block's convolutions as separate functions."""
         block, batch, cores, machine = self._block, self._batch, self._machine.cores, self._machine
         first, middle, last = block.first, block.middle, block.last
         high, wide, depth = block.inner
-        saved_first, saved_last = self._saved
-        cycles = batch * high * wide * self._first * saved_first
-        cycles += batch * self._out_h * self._out_w * (self._middle + self._last * saved_last)
+        padded = wide + middle.padding[1] + middle.padding[3]
+        cycles: float = batch * high * wide * self._first * self._saved.first
+        cycles += batch * self._out_h * self._out_w * (self._middle + self._last * self._saved.last)
         cycles /= cores
         if first:
-            cycles += machine.region + batch * high * self._wide * self._copy / cores
-            cycles += cost.passing(4 * self._share(batch * high) * self._wide * depth, machine)
+            cycles += machine.region + batch * high * padded * self._copy / cores
+            cycles += cost.passing(4 * self._share(batch * high) * padded * depth, machine)
         if last:
             cycles += machine.region
             cycles += cost.passing(4 * self._share(batch * self._out_h) * self._out_w * middle.channels, machine)
@@ -401,8 +511,12 @@ def decide(block: Block, ranked: Sequence[Plan], machine: Machine, decisions: De
     They may name another of the first few plans, by its lines, and other register tiles of the first and of the last
     convolution. The plan's `cycles` are not estimated again.
     """
-    plan = decisions.choose("lines", {str(plan.lines): plan for plan in ranked[:_CHOICES]})
-    first_tiles, _, last_tiles = _tiles(block, machine)
+
+    def name(plan: Plan) -> str:
+        return f"{plan.lines}x{plan.columns}" if block.free[1] else str(plan.lines)
+
+    plan = decisions.choose("lines", {name(plan): plan for plan in ranked[:_CHOICES]})
+    first_tiles, _, last_tiles = _tiles(block, plan.columns, machine)
     first, last = (
         decisions.choose(kind, {f"{tile.rows}x{tile.vectors}" if tile else "": tile for tile in ranked_tiles})
         for kind, ranked_tiles in (("first", first_tiles), ("last", last_tiles))
@@ -411,26 +525,38 @@ def decide(block: Block, ranked: Sequence[Plan], machine: Machine, decisions: De
 
 
 def _tiles(
-    block: Block, machine: Machine
+    block: Block, columns: int, machine: Machine
 ) -> tuple[Sequence[tiles.Tile | None], Sequence[tiles.Tile], Sequence[tiles.Tile | None]]:
-    """Rank the register tiles of each of the three convolutions, the fastest first; None for a missing convolution."""
+    """Rank the register tiles of each of the three convolutions, the fastest first; None for a missing convolution.
+
+    A patch of the block's result has `columns` columns, which the tiles of the middle and the last convolution divide.
+    A line of the first convolution is filled up to a multiple of its tile.
+    """
     first, middle, last = block.first, block.middle, block.last
-    high, wide, depth = block.inner
-    _, out_w = middle.size(high, wide)
-    wide += middle.padding[1] + middle.padding[3]
-
-    def rank(rows: int, channels: int) -> list[tiles.Tile]:
-        best, *others = tiles.rank(rows, -(-channels // machine.lanes), machine, exact=True)
-        busy = [tile for tile in others if tile.rows * tile.vectors >= cost.in_flight(machine)]
-        return [best, *busy][:_CHOICES]
-
     if middle.depthwise:
-        pixels = max(size for size in range(1, tiles.most_pixels(machine) + 1) if out_w % size == 0)
+        pixels = max(size for size in range(1, tiles.most_pixels(machine) + 1) if columns % size == 0)
         between = [tiles.Tile(pixels, 1)]
     else:
-        between = rank(out_w // (middle.winograd or 1), middle.channels)
+        between = _rank(columns // (middle.winograd or 1), middle.channels, machine)
     return (
-        rank(wide, depth) if first else [None],
+        _rank_filled(middle.needs(1, columns)[1], block.inner[2], machine) if first else [None],
         between,
-        rank(out_w, last.channels) if last else [None],
+        _rank(columns, last.channels, machine) if last else [None],
     )
+
+
+# A line of the first convolution gets at most so many more pixels, so that a tile divides it: fewer than a small tile.
+_FILLED = 3
+
+
+def _rank_filled(pixels: int, channels: int, machine: Machine) -> list[tiles.Tile]:
+    """Rank tiles that divide `pixels`, or the next number of pixels for which a tile keeps a core busy."""
+    ranked = [_rank(pixels + more, channels, machine) for more in range(_FILLED + 1)]
+    return next((best for best in ranked if best[0].rows * best[0].vectors >= cost.in_flight(machine)), ranked[0])
+
+
+@cache
+def _rank(rows: int, channels: int, machine: Machine) -> list[tiles.Tile]:
+    best, *others = tiles.rank(rows, -(-channels // machine.lanes), machine, exact=True)
+    busy = [tile for tile in others if tile.rows * tile.vectors >= cost.in_flight(machine)]
+    return [best, *busy][:_CHOICES]

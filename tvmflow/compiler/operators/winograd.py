@@ -32,12 +32,12 @@ def conv2d(
     of the product from the rows of its register tile, its lanes and the side of the output tiles in pixels.
 
     With `rows` the register tile has that many rows, and the product keeps the dimensions of the images: batch, lines
-    and columns of output tiles. `rows` must divide the number of output tiles in a line. Without `rows` the `decisions`
-    about the convolution choose them; without decisions the cost model does. All output tiles are one dimension then,
-    if height and width are known. Else they are four: batch, lines, groups of `rows` output tiles of a line, and the
-    tiles of a group.
+    and columns of output tiles. `rows` must divide the number of output tiles in a line. Without padding, the batch may
+    have several dimensions then. Without `rows` the `decisions` about the convolution choose them; without decisions
+    the cost model does. All output tiles are one dimension then, if height and width are known. Else they are four:
+    batch, lines, groups of `rows` output tiles of a line, and the tiles of a group.
     """
-    batch, in_h, in_w, depth = data.shape
+    *batch, in_h, in_w, depth = data.shape
     taps, vectors, steps, lanes, *group = (int(dim) for dim in weight.shape)
     side = math.isqrt(taps)
     size = (side - 3) // stride + 1
@@ -62,30 +62,30 @@ def conv2d(
     if in_groups:
         groups = _parts(width, size * rows)
         wide = topi.utils.simplify(groups * rows)
-        dimensions = [batch, high, groups, rows]
+        dimensions = [*batch, high, groups, rows]
     elif keeps_images:
-        dimensions = [batch, high, wide]
+        dimensions = [*batch, high, wide]
     else:
-        dimensions = [topi.utils.simplify(batch * count)]
+        dimensions = [topi.utils.simplify(batch[0] * count)]
 
-    def image(*place: Any) -> tuple[Any, Any, Any]:
+    def image(*place: Any) -> tuple[Any, ...]:
         """The image, line and column of an output tile."""
         if in_groups:
-            n, y, group, row = place
-            return n, y, group * rows + row
+            *n, y, group, row = place
+            return *n, y, group * rows + row
         if keeps_images:
-            n, y, x = place
-            return n, y, x
+            return place
         (p,) = place
         return p // count, p % count // wide, p % wide
 
-    def place_of(n: Any, h: Any, w: Any) -> tuple[Any, ...]:
-        """The place of the output tile that has the pixel in line `h` and column `w` of an image."""
+    def place_of(*pixel: Any) -> tuple[Any, ...]:
+        """The place of the output tile that has a pixel: image, line and column."""
+        *n, h, w = pixel
         if in_groups:
-            return (n, h // size, w // (size * rows), w % (size * rows) // size)
+            return (*n, h // size, w // (size * rows), w % (size * rows) // size)
         if keeps_images:
-            return (n, h // size, w // size)
-        return (n * count + h // size * wide + w // size,)
+            return (*n, h // size, w // size)
+        return (n[0] * count + h // size * wide + w // size,)
 
     inputs, _, outputs = (matrix.tolist() for matrix in winograd.transforms(size, stride))
     required_size = [topi.utils.simplify(step * (number - 1) + side) for number in (high, wide)]
@@ -96,8 +96,8 @@ def conv2d(
     source = surrounded(data, top, left, *required_size) if needs_padding else data
 
     def column(a: Any, j: Any, *index: Any) -> Any:
-        n, y, x = image(*index[:-1])
-        return combine(inputs, a, lambda i: source[n, y * step + i, x * step + j, index[-1]])
+        *n, y, x = image(*index[:-1])
+        return combine(inputs, a, lambda i: source[(*n, y * step + i, x * step + j, index[-1])])
 
     vertical = te.compute((side, side, *dimensions, depth), column, name="input_vertical")
     rounded = round_bf16 if group else lambda value: value
@@ -128,10 +128,11 @@ def conv2d(
         name="output_vertical",
     )
 
-    def element(n: Any, h: Any, w: Any, c: Any) -> Any:
-        return combine(outputs, w % size, lambda j: back[(*place_of(n, h, w), h % size, j, c)])
+    def element(*index: Any) -> Any:
+        *_, h, w, c = index
+        return combine(outputs, w % size, lambda j: back[(*place_of(*index[:-1]), h % size, j, c)])
 
-    return te.compute((batch, height, width, channels), element, name="unpack")
+    return te.compute((*batch, height, width, channels), element, name="unpack")
 
 
 def _parts(extent: Any, size: int) -> Any:

@@ -1,7 +1,7 @@
-"""Computes a convolution and its neighbours as one function, strip by strip of image lines that fit a core's cache."""
+"""Computes a convolution and its neighbours as one function, patch by patch of the image that fits a core's cache."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,12 +11,15 @@ import tvm
 from tvm import relax, te, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.compiler import winograd
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import blocks, convolution, depthwise, elementwise
 from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
+from tvmflow.compiler.passes.sizes import variables_of
 from tvmflow.compiler.passes.strassen import takes_one_item
+from tvmflow.compiler.schedules import common
 
 Array = np.ndarray[Any, Any]
 
@@ -38,6 +41,11 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
 # below the first number it becomes one function, up to the second a tuner measures both ways. Their distances from one
 # are errors of the model, which `benchmarks/blocks.py` prints.
 _SURE, CLOSE = 0.8, 1.1
+
+
+# A free height or width of a model's input counts as so many pixels where it decides about blocks. The sizes of all
+# images within the network follow from it. Networks take inputs of about 200 to 1000 pixels.
+_INPUT_PIXELS = 256
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,7 @@ def _find_blocks(
 ) -> dict[relax.Var, _FusedBlock]:
     """The blocks of a function, by the variable of their last convolution; none shares a convolution with another."""
     result: dict[relax.Var, _FusedBlock] = {}
+    inputs = set(variables_of([parameter.ty.shape for parameter in function.params if hasattr(parameter.ty, "shape")]))
     for bindings in function.body.blocks if isinstance(function.body, relax.SeqExpr) else ():
         if not isinstance(bindings, relax.DataflowBlock):
             continue
@@ -147,7 +156,7 @@ def _find_blocks(
                 results = {step.result for step in steps if step}
                 if (steps[1] is with_last and last is None) or len(results) < 2 or results & members:
                     continue
-                candidate = _describe(steps, machine, choices, fast, takes_one_item(function))
+                candidate = _describe(steps, machine, choices, fast, takes_one_item(function), inputs)
                 if candidate is not None:
                     candidates.append((candidate, steps, results))
             for candidate, steps, results in sorted(candidates, key=lambda item: item[0].gain, reverse=True):
@@ -211,7 +220,7 @@ def _is_convolution(value: Any) -> bool:
         (attrs.data_layout, attrs.out_layout, attrs.kernel_layout) == ("NHWC", "NHWC", "OIHW")
         and is_float32(data, weight)
         and isinstance(weight, tvm.ir.GenericConst)
-        and all(static(size) is not None for size in list(data.ty.shape.values)[1:])
+        and static(data.ty.shape.values[3]) is not None
     )
 
 
@@ -284,20 +293,36 @@ class _Candidate:
         return self.apart - self.plans[0].cycles
 
 
-def _describe(steps: _Steps, machine: Machine, choices: Choices, fast: bool, one_item: bool) -> _Candidate | None:
+def _describe(
+    steps: _Steps, machine: Machine, choices: Choices, fast: bool, one_item: bool, inputs: Set[tirx.Var]
+) -> _Candidate | None:
     """Return the candidate block of these convolutions; None where they make no block, or one far slower than they are.
 
     The comparison is with the convolutions one by one, of which pointwise ones may use Strassen's algorithm in a
-    function of `one_item`.
+    function of `one_item`. `inputs` are the free sizes of the model's inputs.
     """
     first, last = (None if step is None else _convolution(step, None) for step in (steps[0], steps[2]))
     middle = _convolution(steps[1], _winograd_size(steps[1].call, machine, choices) if fast else None)
     batch, height, width, depth = _data(steps).ty.shape.values
-    block = blocks.Block(int(height), int(width), int(depth), first, middle, last)
+    free = (static(height) is None, static(width) is None)
+    block = blocks.Block(_assumed(height, inputs), _assumed(width, inputs), int(depth), first, middle, last, free)
     ranked, apart = blocks.plans(block, static(batch) or 1, machine, strassen=fast and one_item)
     if not ranked or (not middle.depthwise and ranked[0].cycles > CLOSE * apart):
         return None
     return _Candidate(block, ranked, apart)
+
+
+def _assumed(size: Any, inputs: Set[tirx.Var]) -> int:
+    """Return the number that the cost model takes a height or width for.
+
+    It follows from `_INPUT_PIXELS` where it is computed from the sizes of the model's inputs alone.
+    """
+    number = static(size)
+    if number is None and inputs >= set(variables_of([size])):
+        number = static(
+            common.substitute(size, dict.fromkeys(variables_of([size]), tirx.IntImm("int64", _INPUT_PIXELS)))
+        )
+    return winograd.UNKNOWN_PIXELS if number is None else max(number, 1)
 
 
 def _choose(candidate: _Candidate, steps: _Steps, machine: Machine, choices: Choices) -> _FusedBlock | None:

@@ -183,8 +183,8 @@ def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
     defined = {dim for param in params for dim in _dims(param) or () if isinstance(dim, tirx.Var)}
     plain_values = {params[place]: function.params[place] for place, shape in enumerate(shapes) if shape is None}
     values = {**plain_values, **scalars}
-    symbols = [item for item in _variables([*(_dims(param) or [] for param in params), mapped.body]) if item in values]
-    symbols = [item for item in symbols if item not in defined]
+    used = variables_of([*(_dims(param) or [] for param in params), mapped.body])
+    symbols = [item for item in used if item in values and item not in defined]
     outputs = params[arguments:]
     whole = PrimFunc(
         [*(params[place] for place in tensors), *symbols, *outputs], mapped.body, mapped.ret_type, mapped.attrs
@@ -210,7 +210,7 @@ def _is_alone(core: Any, function: PrimFunc) -> bool:
         function, [(tirx.Mul, lambda expr: size if _key(expr) == key else expr)], order="pre"
     )
     dims = [_dims(param) or [] for param in mapped.params]
-    return not {*_variables([core])} & {*_variables([*dims, mapped.body])}
+    return not {*variables_of([core])} & {*variables_of([*dims, mapped.body])}
 
 
 def _by_quotients(expr: tirx.FloorDiv, quotients: Sequence[tirx.FloorDiv], table: Mapping[Any, Any]) -> Any:
@@ -244,7 +244,7 @@ def _opaque_parts(dims: Sequence[Any], table: Mapping[Any, Any]) -> list[Any]:
     return list(parts.values())
 
 
-def _variables(roots: Iterable[Any]) -> list[tirx.Var]:
+def variables_of(roots: Iterable[Any]) -> list[tirx.Var]:
     """The variables in expressions and statements, in the order in which they occur first."""
     variables: dict[tirx.Var, None] = {}
 

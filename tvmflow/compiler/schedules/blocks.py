@@ -1,15 +1,18 @@
-"""The schedule for blocks of convolutions: strips of lines in parallel, each of which computes all that it needs."""
+"""The schedule for blocks of convolutions: patches of images in parallel, each of which computes all that it needs."""
 
 from collections.abc import Callable
 
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from tvmflow.compiler.annotations import CHUNK, LANES, STRIP, TILE, WINOGRAD
+from tvmflow.compiler.annotations import CHUNK, COLUMNS, LANES, LINES, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, registers, winograd
 
+# The loops of Winograd's products: over the taps in two dimensions, images, strips of patches, patches in a strip, the
+# lines and columns of output tiles, and channels.
+_TAP_LOOPS = 8
 # The most taps of a depthwise kernel that are all unrolled.
 _TAPS_UNROLLED = 9
 
@@ -17,22 +20,24 @@ _TAPS_UNROLLED = 9
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     """Schedule a block, a chain of two or three convolutions in one function; return False for other functions.
 
-    A strip, some lines of the result, goes through the whole chain before the next one. A depthwise convolution in the
-    middle and the first convolution compute a strip for some channels at a time. A dense convolution in the middle and
-    the last convolution read all channels of the convolution before them, which has then computed the whole strip.
+    A patch, some lines and columns of the result, goes through the whole chain before the next one. A depthwise
+    convolution in the middle and the first convolution compute a patch for some channels at a time. A dense convolution
+    in the middle and the last convolution read all channels of the convolution before them, which has then computed the
+    whole patch.
     """
     middles = {kind: common.find_kernel(sch, f"block.{kind}") for kind in _MIDDLES}
     kind, middle = next(((kind, block) for kind, block in middles.items() if block is not None), ("", None))
     if middle is None:
         return False
-    lines = _number(sch, middle, STRIP)
+    lines, columns = _number(sch, middle, LINES), _number(sch, middle, COLUMNS)
     last = common.find_kernel(sch, "block.last")
     result = common.find_blocks(sch, "output_vertical")[0] if kind == "winograd" else middle
     if last is None:
         filtered = common.inline_epilogue(sch, result)
-        n, h, _, _ = sch.get_loops(filtered)
-        strip, _ = sch.split(h, [None, lines])
-        task = sch.fuse(n, strip)
+        n, h, w, c = sch.get_loops(filtered)
+        (strip, h), (beside, w) = sch.split(h, [None, lines]), sch.split(w, [None, columns])
+        sch.reorder(n, strip, beside, h, w, c)
+        task = sch.fuse(n, strip, beside)
         common.parallel(sch, task, machine)
     else:
         (filtered,) = common.find_blocks(sch, "filtered")
@@ -41,7 +46,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
             sch.compute_inline(element)
         # Winograd's algorithm processes one line of output tiles at a time.
         step = _number(sch, middle, WINOGRAD) if kind == "winograd" else lines
-        task, part = _last(sch, last, lines, step, machine, choices)
+        task, part = _last(sch, last, (lines, columns), step, machine, choices)
         sch.compute_at(filtered, part, preserve_unit_loops=True)
     at = _MIDDLES[kind](sch, middle, filtered, task, machine, choices)
     _first(sch, at, task, machine, choices)
@@ -49,16 +54,20 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
 
 
 def _last(
-    sch: Schedule, last: SBlockRV, lines: int, step: int, machine: Machine, choices: Choices
+    sch: Schedule, last: SBlockRV, patch: tuple[int, int], step: int, machine: Machine, choices: Choices
 ) -> tuple[LoopRV, LoopRV]:
-    """Tile the last convolution; return the loop over strips and, in a strip, the loop over parts of `step` lines."""
+    """Tile the last convolution; return the loop over patches and, in a patch, the loop over parts of `step` lines.
+
+    `patch` is the lines and columns of a patch.
+    """
     rows, count, width = (_number(sch, last, name) for name in (TILE, CHUNK, LANES))
+    lines, columns = patch
     n, h, w, c = sch.get_loops(common.inline_epilogue(sch, last))
     strip, part, line = sch.split(h, [None, lines // step, step])
-    far, near = sch.split(w, [None, rows])
+    beside, far, near = sch.split(w, [None, columns // rows, rows])
     outer, pieces, lane = common.split_channels(sch, c, count, width)
-    sch.reorder(n, strip, part, line, far, outer, near, pieces, lane)
-    task = sch.fuse(n, strip)
+    sch.reorder(n, strip, beside, part, line, far, outer, near, pieces, lane)
+    task = sch.fuse(n, strip, beside)
     common.parallel(sch, task, machine)
     sch.compute_at(last, outer, preserve_unit_loops=True)
     _product(sch, last, rows, count, width, choices, reduced=1)
@@ -86,7 +95,7 @@ def _depthwise(
 def _dense(
     sch: Schedule, dense: SBlockRV, filtered: SBlockRV, task: LoopRV, _machine: Machine, choices: Choices
 ) -> LoopRV:
-    """Tile a dense convolution that reads all channels of its strip; return the loop at which its input is computed."""
+    """Tile a dense convolution that reads all channels of its patch; return the loop at which its input is computed."""
     rows, count, lanes = (_number(sch, dense, name) for name in (TILE, CHUNK, LANES))
     *_, line, w, c = sch.get_loops(filtered)
     outer, piece, lane = sch.split(c, [None, count, lanes])
@@ -101,7 +110,7 @@ def _dense(
 def _winograd(
     sch: Schedule, product: SBlockRV, filtered: SBlockRV, task: LoopRV, machine: Machine, choices: Choices
 ) -> LoopRV:
-    """Let a strip go through the stages of Winograd's algorithm; return the loop at which its input is computed."""
+    """Let a patch go through the stages of Winograd's algorithm; return the loop at which its input is computed."""
     rows, count, lanes, size = (_number(sch, product, name) for name in (TILE, CHUNK, LANES, WINOGRAD))
     (vertical,), (transformed,), (back,) = (
         common.find_blocks(sch, name) for name in ("input_vertical", "input", "output_vertical")
@@ -114,10 +123,10 @@ def _winograd(
     winograd.transform_back(sch, back, outer, [h, w, lane])
 
     sch.compute_at(result, high, preserve_unit_loops=True)
-    a, b, n, y, x, c = list(sch.get_loops(result))[-6:]
+    a, b, *place, x, c = list(sch.get_loops(result))[-_TAP_LOOPS:]
     far, near = sch.split(x, [None, rows])
     outer, piece, lane = sch.split(c, [None, count, lanes])
-    sch.reorder(a, b, outer, n, y, far, near, piece, lane)
+    sch.reorder(a, b, outer, *place, far, near, piece, lane)
     sch.compute_at(product, far, preserve_unit_loops=True)
     registers.keep_in_registers(sch, [near, piece, lane])
     _product(sch, product, rows, count, lanes, choices, reduced=1)
