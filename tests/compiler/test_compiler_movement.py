@@ -1,4 +1,6 @@
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -86,6 +88,15 @@ def test_transposes_of_free_sizes_shuffle_whole_tiles_or_small_ones(
     feeds = [[normal(*(dim if isinstance(dim, int) else names[dim] for dim in free))] for names in by_name]
     for (x,), (result,) in zip(feeds, run_in_memory(build(import_onnx(path), native), feeds), strict=True):
         np.testing.assert_array_equal(result, x.transpose(order))
+
+
+def test_a_free_line_of_few_channels_is_no_part_of_the_parallel_loop(make_model: Any, native: Target) -> None:
+    node = helper.make_node("Transpose", ["x"], ["y"], perm=[0, 2, 3, 1])
+    (workload,) = workloads(lower(import_onnx(make_model([node], [("x", ["n", 3, "h", "w"])], ["y"])), native))
+    text = schedule(workload.func, replace(machine(native), cores=2))[0].script()
+    (parallel,) = re.findall(r"T.parallel\((.*)\):", text)
+    assert "h" in parallel
+    assert "w" not in parallel
 
 
 def test_computed_sizes_that_are_never_short_are_transposed(assert_all_same: Check) -> None:

@@ -168,6 +168,9 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
         vector = inner
     elif size is not None and size <= machine.lanes:
         serial = [inner]
+        if len(spatial) > 1 and extent(sch, spatial[-1]) is None:
+            # LLVM vectorises this loop; as part of the fused loop it would divide by its length for each iteration.
+            serial.insert(0, spatial.pop())
     else:
         lanes = machine.lanes if size is None else math.gcd(size, machine.lanes)
         whole = size is not None and lanes >= NARROWEST
