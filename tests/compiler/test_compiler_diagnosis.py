@@ -131,7 +131,7 @@ def test_a_picture_of_bytes_makes_no_quantised_model_and_the_reason_says_it(make
         helper.make_node("MatMul", ["f", "w"], ["y"]),
     ]
     path = make_model(nodes, [("x", [64, 256], TensorProto.UINT8)], ["y"], {"w": np.ones((256, 256), "float32")})
-    coverage = {item.precision: item for item in diagnose(path, on_two_cores("x86-64-v4")).coverage}
+    coverage = {item.precision: item for item in diagnose(path, on_two_cores("x86-64-v4-vnni")).coverage}
     assert coverage["int8"].share is None
     assert "needs a quantised model" in coverage["int8"].reason
 
