@@ -4,7 +4,8 @@ For every decision that the cost model takes by cycles, such as the algorithm of
 computed whole, the model is lowered with each option, and the functions that the option changes are measured. The table
 has the estimate and the measurement of every option, in microseconds. Below stand the rank correlation (Spearman's) of
 the two over all options, and the time that is lost by taking the cost model's option rather than the fastest one, as a
-share of the time of all fastest options. The clock that turns cycles into microseconds is measured, too.
+share of the time of all fastest options. The clock that turns cycles into microseconds is measured, too. A file with
+free dimensions is measured at sizes at which ONNX Runtime runs it, a model of the catalogue at its own.
 """
 
 import contextlib
@@ -16,13 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import prepare
-from catalogue import find
 from commandline import new_parser, run_main, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tvmflow import process
+from tvmflow import npz, process
 from tvmflow.process import Emit
 from tvmflow.target import Target
 from tvmflow.workspace import Record
@@ -37,9 +37,10 @@ _KINDS = ("algorithm", "block")
 
 
 class CostsJob(Record):
-    """The job to measure every option of the decisions of an ONNX file on a target."""
+    """The job to measure every option of the decisions of an ONNX file on a target, for inputs of these shapes."""
 
     onnx: Path
+    shapes: dict[str, tuple[int, ...]]
     target: Target
 
 
@@ -71,7 +72,10 @@ class Costs(Record):
 
     @property
     def correlation(self) -> float | None:
-        """Spearman's rank correlation of estimate and measurement over all measured options; None for fewer than 3."""
+        """Spearman's rank correlation of estimate and measurement over all measured options.
+
+        None for fewer than three, and as `correlate` says.
+        """
         pairs = [
             (option.cycles, option.seconds)
             for decision in self.decisions
@@ -96,13 +100,16 @@ class Costs(Record):
         return chosen / fastest - 1 if fastest else None
 
 
-def correlate(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return Spearman's rank correlation of pairs; equal values share the mean of their ranks."""
+def correlate(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Return Spearman's rank correlation of pairs; equal values share the mean of their ranks.
+
+    None where all first values or all second values are equal, which have no rank.
+    """
     first, second = (_ranks([pair[place] for pair in pairs]) for place in (0, 1))
     mean = (len(pairs) + 1) / 2
     products = sum((a - mean) * (b - mean) for a, b in zip(first, second, strict=True))
-    squares = (sum((rank - mean) ** 2 for rank in ranks) for ranks in (first, second))
-    return products / math.sqrt(math.prod(squares))
+    squares = math.prod(sum((rank - mean) ** 2 for rank in ranks) for ranks in (first, second))
+    return products / math.sqrt(squares) if squares else None
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -121,7 +128,7 @@ def work(job: CostsJob, emit: Emit) -> Costs:
     from tvmflow.tuning.measure import use_measurer
     from tvmflow.tuning.model import Lowering
 
-    lowering = Lowering(compiler.import_onnx(job.onnx), job.target, compiler.BuildOptions())
+    lowering = Lowering(compiler.import_onnx(job.onnx, job.shapes), job.target, compiler.BuildOptions())
     sites, functions = lowering.functions({})
     weights = weight_bytes([(arguments_of(item.func) or (), item.calls) for item in functions])
     with use_measurer(None, job.target, threads=threads, timeout=60.0, deadline=math.inf, weights=weights) as measurer:
@@ -223,9 +230,13 @@ class _Times:
         return keys
 
 
-def measure(onnx: Path, threads: int, state: Path) -> Costs:
-    """Measure the options of an ONNX file's decisions on this machine; the log is in `state`."""
-    job = CostsJob(onnx=onnx, target=prepare.native(threads))
+def measure(onnx: Path, sample: Path, threads: int, state: Path) -> Costs:
+    """Measure the options of an ONNX file's decisions on this machine, at the sizes of the inputs in an `.npz`.
+
+    The log is in `state`.
+    """
+    shapes = {name: array.shape for name, array in npz.read(sample).items()}
+    job = CostsJob(onnx=onnx, shapes=shapes, target=prepare.native(threads))
     log = state / f"{onnx.stem}-costs.log"
     return process.call("costs:work", job, Costs, log=log, timeout=3600, paths=(_SCRIPT.parent,))
 
@@ -248,7 +259,7 @@ def show(name: str, costs: Costs) -> Table:
                 option.name + (" *" if option.seconds is not None and option.seconds == fastest else ""),
                 f"{estimate * 1e6:.0f}",
                 "-" if option.seconds is None else f"{option.seconds * 1e6:.0f}",
-                "-" if option.seconds is None else f"{estimate / option.seconds:.2f}",
+                f"{estimate / option.seconds:.2f}" if option.seconds else "-",
             )
     return table
 
@@ -265,8 +276,8 @@ def main() -> None:
     state = state_folder(arguments)
     document: dict[str, Any] = {}
     for name in arguments.models:
-        onnx = Path(name) if name.endswith(".onnx") else prepare.export(find([name])[0], 1, state)
-        costs = measure(onnx, arguments.threads, state)
+        onnx, sample = prepare.file_and_sample(name, 1, state)
+        costs = measure(onnx, sample, arguments.threads, state)
         document[name] = {**costs.model_dump(mode="json"), "correlation": costs.correlation, "loss": costs.loss}
         Console(width=max(160, Console().width)).print(show(name, costs))
     if arguments.json is not None:

@@ -2,7 +2,7 @@
 
 There is one line per compiled function: its schedule rule, its calls in one run, the time of all these calls, their
 share, and the GFLOP/s and GB/s of reads and writes that follow. The time of a call is the smallest of all runs, which
-other work on the machine disturbs least.
+other work on the machine disturbs least. A file with free dimensions runs at sizes at which ONNX Runtime runs it.
 """
 
 import json
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import prepare
-from catalogue import find
 from commandline import new_parser, run_main, state_folder
 from rich import box
 from rich.console import Console
@@ -21,7 +20,7 @@ from rich.table import Table
 
 from tvmflow import process
 from tvmflow.process import Emit
-from tvmflow.runtime.profile import estimate_operations, measure_functions
+from tvmflow.runtime.profile import estimate_operations, group_calls, measure_calls
 from tvmflow.target import Precision, Target
 from tvmflow.workspace import Record
 
@@ -77,10 +76,8 @@ def time_functions(model: "CompiledModel", sample: Path, repeats: int) -> Profil
     import tvm
 
     lowered = tvm.ir.load_json(model.ir_json)
-    flops = {
-        var.name_hint: estimate_operations(func)
-        for var, func in lowered.functions_items()
-        if isinstance(func, tvm.tirx.PrimFunc)
+    compiled = {
+        str(var.name_hint): func for var, func in lowered.functions_items() if isinstance(func, tvm.tirx.PrimFunc)
     }
     loaded = model.load()
     machine, main = loaded.machine, loaded.machine["main"]
@@ -88,17 +85,22 @@ def time_functions(model: "CompiledModel", sample: Path, repeats: int) -> Profil
         inputs = [*(tvm.runtime.tensor(archive[name]) for name in archive.files), *loaded.weights]
     whole = min(_timed(main, inputs) for _ in range(max(3, repeats)))
     rules = dict(model.schedules)
+    calls = measure_calls(machine, lambda: main(*inputs), repeats)
+    operations = {
+        call: estimate_operations(compiled[call[0]], call[1]) if call[0] in compiled else 0.0
+        for call in {(call.name, call.shapes) for call in calls}
+    }
     functions = tuple(
         Function(
             name=item.name,
             rule=rules.get(item.name, ""),
             calls=item.calls,
             microseconds=item.seconds * 1e6,
-            flops=flops.get(item.name, 0.0) * item.calls,
+            flops=sum(operations[call.name, call.shapes] for call in calls if call.name == item.name),
             bytes=item.bytes,
             shapes=item.shapes,
         )
-        for item in measure_functions(machine, lambda: main(*inputs), rules, repeats)
+        for item in group_calls(calls, rules)
     )
     return Profile(functions=functions, whole=whole * 1e6)
 
@@ -152,11 +154,7 @@ def main() -> None:
     state = state_folder(arguments)
     document: dict[str, Any] = {}
     for name in arguments.models:
-        if name.endswith(".onnx"):
-            onnx, sample = Path(name), prepare.sample_for(Path(name), state)
-        else:
-            (model,) = find([name])
-            onnx, sample = prepare.export(model, arguments.batch, state), prepare.sample(model, arguments.batch, state)
+        onnx, sample = prepare.file_and_sample(name, arguments.batch, state)
         result = profile(onnx, sample, arguments.threads, arguments.precision, arguments.repeats, state)
         document[name] = result.model_dump(mode="json")
         Console(width=max(160, Console().width)).print(show(name, result, arguments.top))

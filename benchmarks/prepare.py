@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from catalogue import Array, Model
+from catalogue import Array, Model, find
 
 from tvmflow import process, samples
 from tvmflow import spec as release_file
 from tvmflow.bundle import Manifest, installed_versions, pack, sha256_file
+from tvmflow.errors import ExportError
 from tvmflow.process import Emit
 from tvmflow.reach import code_digest
 from tvmflow.source import Source, load_module
@@ -84,16 +85,34 @@ def save(place: Path, arrays: Mapping[str, Array]) -> Path:
     return Path(stream.name).replace(place)
 
 
-def sample_for(onnx: Path, state: Path) -> Path:
-    """Write inputs of any ONNX file as an `.npz`, with 1 for symbolic dimensions, and return its path.
+def file_and_sample(name: str, batch: int, state: Path) -> tuple[Path, Path]:
+    """Return the ONNX file and the inputs, an `.npz`, of a model of the catalogue with this batch, or of an ONNX file.
 
-    Raises ExportError when `onnx` is missing or no ONNX file.
+    Raises InputError for an unknown name, and what `sample_for` raises.
+    """
+    if name.endswith(".onnx"):
+        return Path(name), sample_for(Path(name), state)
+    (model,) = find([name])
+    return export(model, batch, state), sample(model, batch, state)
+
+
+def sample_for(onnx: Path, state: Path) -> Path:
+    """Write inputs of any ONNX file as an `.npz`, and return its path.
+
+    Free dimensions have sizes at which ONNX Runtime runs the model. Raises ExportError when `onnx` is missing or no
+    ONNX file, and when ONNX Runtime runs it at no size that is tried.
     """
     from tasks.export import described_by, read_onnx
+    from tvmflow.cli.sizes import find_ranges
 
-    inputs = described_by(read_onnx(onnx))
-    symbols = {dim: 1 for item in inputs for dim in item.shape if isinstance(dim, str)}
-    return save(state / f"{onnx.stem}-sample.npz", samples.make_at_sizes(inputs, symbols, 0, onnx.parent))
+    model = read_onnx(onnx)
+    inputs, sizes = described_by(model), {}
+    if any(isinstance(size, str) for item in inputs for size in item.shape):
+        ranges = find_ranges(onnx, model)
+        if ranges is None:
+            raise ExportError(f"ONNX Runtime runs {onnx} at none of the sizes that were tried; fix its free dimensions")
+        sizes = {name: item.typical_size for name, item in ranges.items()}
+    return save(state / f"{onnx.stem}-sample.npz", samples.make_at_sizes(inputs, sizes, 0, onnx.parent))
 
 
 def export(model: Model, batch: int, state: Path) -> Path:

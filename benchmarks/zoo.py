@@ -204,6 +204,23 @@ def run_tvmflow(arguments: Sequence[str], state: Path) -> tuple[dict[str, Any] |
         return None, (process.stderr.strip().splitlines() or ["no message"])[-1]
 
 
+def run_release(file: Path, state: Path, again: bool) -> tuple[dict[str, Any] | None, str | None]:
+    """Run `tvmflow release` on a file, and return what `run_tvmflow` returns.
+
+    With `again`, a measurement that was taken from an earlier run is forgotten, and the file is released once more.
+    """
+    # A release marks the record of a step that it does not run again as used now.
+    records = state / "zoo" / "state" / "steps" / "benchmark"
+    earlier = {record: record.stat().st_mtime_ns for record in records.glob("*.json")}
+    result = run_tvmflow(["release", str(file)], state)
+    taken = [record for record, used in earlier.items() if record.exists() and record.stat().st_mtime_ns != used]
+    if not again or not taken:
+        return result
+    for record in taken:
+        record.unlink()
+    return run_tvmflow(["release", str(file)], state)
+
+
 def compile_entry(entry: Entry, licence: str, folder: Path, precision: Precision, state: Path) -> Row:
     """Compile the model of an entry from its file alone, and return its row."""
     model, bundle = folder / "model.onnx", folder / f"{precision}.tar.gz"
@@ -231,7 +248,7 @@ def release_entry(
 ) -> Row:
     """Release the model of an entry, compare the bundle with OpenVINO if that is installed, and return its row."""
     file = write_release(name, entry, folder, precision, arguments.threads)
-    document, refusal = run_tvmflow(["release", str(file)], state)
+    document, refusal = run_release(file, state, arguments.again)
     if document is None:
         return Row(licence=licence, imported=False, refusal=refusal)
     (target,) = document["targets"]
@@ -344,12 +361,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("models", nargs="*", metavar="MODEL", help="names of the catalogue; all without one")
     parser.add_argument("--compile-only", action="store_true", help="compile the files as they are, measure nothing")
     parser.add_argument(
-        "--precisions", nargs="+", choices=precisions, default=precisions, help="of our builds (all of this machine)"
+        "--precisions",
+        nargs="+",
+        metavar="P",
+        default=precisions,
+        help=f"of our builds: {', '.join(precisions)} (all of this machine)",
     )
+    parser.add_argument("--again", action="store_true", help="measure models anew that have not changed")
     parser.add_argument("--cache", type=Path, default=cache, help=f"folder of the wheels ({cache})")
     parser.add_argument("--rounds", type=positive, default=5, help="turns of each runner beside OpenVINO (5)")
     parser.add_argument("--seconds", type=float, default=0.3, help="of timed runs in such a turn (0.3)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    # Words after the precisions are models: the option takes all that follow it.
+    words = list(options.precisions)
+    count = next((place for place, word in enumerate(words) if word not in get_args(Precision)), len(words))
+    options.precisions, options.models = words[:count], [*options.models, *words[count:]]
+    others = [word for word in options.precisions if word not in precisions]
+    if others or not options.precisions:
+        parser.error(f"--precisions: {(others or words)[0]!r} is not one of {', '.join(precisions)}")
+    return options
 
 
 def main() -> int:

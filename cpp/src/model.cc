@@ -19,6 +19,8 @@ namespace ffi = tvm::ffi;
 
 constexpr size_t kAlignment = 64;  // the library loads whole vectors
 constexpr int kPooledAllocator = 2;
+// Bytes; for larger inputs and outputs the virtual machine makes memory, which it uses again.
+constexpr size_t kLargestDirect = 1 << 14;
 
 bool OnCpu(const DLDevice& device) { return device.device_type == kDLCPU; }
 
@@ -202,15 +204,18 @@ Model Model::Open(const std::string& bundle, int threads, const std::optional<Si
       model.weights_.push_back(model.ToDevice(tensor));
     }
   }
-  if (manifest.weights_unpacked) {
-    const auto pack = model.machine_.value()->GetFunction("pack_weights");
-    if (!pack.has_value()) throw Error("bundle '" + manifest.name + "' has no function 'pack_weights'");
-    TranslateErrors("bundle '" + manifest.name + "': its weights cannot be packed", [&] {
-      for (const ffi::Any& weight : (*pack)().cast<ffi::Array<ffi::Any>>()) {
-        model.weights_.push_back(weight.cast<Tensor>());
-      }
+  const auto tensors_of = [&](const std::string& name, const std::string& failure) {
+    const auto function = model.machine_.value()->GetFunction(name);
+    if (!function.has_value()) throw Error("bundle '" + manifest.name + "' has no function '" + name + "'");
+    return TranslateErrors("bundle '" + manifest.name + "': " + failure, [&] {
+      std::vector<Tensor> tensors;
+      for (const ffi::Any& item : (*function)().cast<ffi::Array<ffi::Any>>()) tensors.push_back(item.cast<Tensor>());
+      return tensors;
     });
-  }
+  };
+  if (manifest.weights_unpacked) model.weights_ = tensors_of("pack_weights", "its weights cannot be packed");
+  if (OnCpu(model.device_)) model.direct_ = model.library_.value()->GetFunction("direct_main", true);
+  if (model.direct_.has_value()) model.constants_ = tensors_of("main_constants", "its constants cannot be read");
   for (auto& [name, tensor] : ReadNpz(files.PathOf("sample.npz").string())) {
     constexpr std::string_view kPrefix = "input:";
     if (name.rfind(kPrefix, 0) == 0) model.sample_.emplace(name.substr(kPrefix.size()), std::move(tensor));
@@ -238,11 +243,13 @@ std::vector<Tensor> Model::CheckInputs(const std::map<std::string, Tensor>& inpu
   return ordered;
 }
 
-const ffi::Function& Model::FunctionFor(const std::vector<Tensor>& inputs) const {
+// Returns the function for the sizes of these inputs, a variant or `main`, and adds those of their symbolic dimensions
+// to `sizes`.
+const ffi::Function& Model::FunctionFor(const std::vector<Tensor>& inputs,
+                                        std::map<std::string, int64_t>& sizes) const {
   if (inputs.size() != manifest_.inputs.size()) {
     throw Error(std::to_string(inputs.size()) + " inputs are given; the model takes " + Signature(manifest_));
   }
-  std::map<std::string, int64_t> sizes;
   for (size_t i = 0; i < inputs.size(); ++i) {
     CheckInput(manifest_, manifest_.inputs[i], inputs[i], sizes);
     if (!OnCpu(inputs[i].device()) || !inputs[i].IsContiguous() || !inputs[i].IsAligned(kAlignment)) {
@@ -260,6 +267,33 @@ const ffi::Function& Model::FunctionFor(const std::vector<Tensor>& inputs) const
   return functions_[0];
 }
 
+// Returns new tensors to which the direct form of `main` writes the outputs; none where the virtual machine has to run:
+// without a direct form, for a size that does not follow from the inputs, and for large inputs or outputs.
+std::vector<Tensor> Model::DirectOutputs(const std::vector<Tensor>& inputs,
+                                         const std::map<std::string, int64_t>& sizes) const {
+  const auto is_large = [](const Tensor& tensor) { return ffi::GetDataSize(tensor) > kLargestDirect; };
+  if (!direct_.has_value() || std::any_of(inputs.begin(), inputs.end(), is_large)) return {};
+  std::vector<Tensor> outputs;
+  for (const TensorSpec& spec : manifest_.outputs) {
+    std::vector<int64_t> shape;
+    for (const Dimension& dimension : spec.shape) {
+      const int64_t* fixed = std::get_if<int64_t>(&dimension);
+      const auto size = fixed != nullptr ? sizes.end() : sizes.find(std::get<std::string>(dimension));
+      if (fixed == nullptr && size == sizes.end()) return {};
+      shape.push_back(fixed != nullptr ? *fixed : size->second);
+    }
+    const DLDataType dtype = ffi::StringToDLDataType(spec.dtype);
+    size_t bytes = (dtype.bits + 7) / 8;
+    for (const int64_t size : shape) {
+      if (size > static_cast<int64_t>(kLargestDirect)) return {};
+      bytes *= static_cast<size_t>(size);
+      if (bytes > kLargestDirect) return {};
+    }
+    outputs.push_back(Allocate(shape, dtype));
+  }
+  return outputs;
+}
+
 Tensor Model::ToDevice(const Tensor& tensor) const {
   if (OnCpu(device_)) return tensor;
   static const ffi::Function allocate = ffi::Function::GetGlobalRequired("runtime.TVMTensorAllocWithScope");
@@ -270,8 +304,19 @@ Tensor Model::ToDevice(const Tensor& tensor) const {
 }
 
 std::vector<Tensor> Model::Run(const std::vector<Tensor>& inputs) {
-  const ffi::Function& function = FunctionFor(inputs);
+  std::map<std::string, int64_t> sizes;
+  const ffi::Function& function = FunctionFor(inputs, sizes);
   return TranslateErrors("model '" + manifest_.name + "' failed", [&] {
+    const bool is_main = &function == &functions_[0];
+    if (std::vector<Tensor> outputs = is_main ? DirectOutputs(inputs, sizes) : std::vector<Tensor>(); !outputs.empty()) {
+      std::vector<ffi::AnyView> arguments(inputs.begin(), inputs.end());
+      arguments.insert(arguments.end(), weights_.begin(), weights_.end());
+      arguments.insert(arguments.end(), constants_.begin(), constants_.end());
+      arguments.insert(arguments.end(), outputs.begin(), outputs.end());
+      ffi::Any nothing;
+      direct_.value().CallPacked(arguments.data(), static_cast<int32_t>(arguments.size()), &nothing);
+      return outputs;
+    }
     std::vector<Tensor> on_device;
     for (const Tensor& input : inputs) on_device.push_back(ToDevice(input));
     std::vector<ffi::AnyView> arguments(on_device.begin(), on_device.end());

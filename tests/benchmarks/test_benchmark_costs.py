@@ -24,6 +24,12 @@ def test_the_rank_correlation_is_spearmans(module: Callable[[str], ModuleType]) 
     assert correlate([(1, 1), (2, 2), (2, 3), (5, 4)]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
 
 
+def test_equal_values_have_no_rank_correlation(module: Callable[[str], ModuleType]) -> None:
+    correlate = module("costs").correlate
+    assert correlate([(1, 1), (1, 2), (1, 3)]) is None
+    assert correlate([(1, 0), (2, 0), (3, 0)]) is None
+
+
 def test_the_loss_is_that_of_the_first_options_and_leaves_out_what_was_not_measured(
     module: Callable[[str], ModuleType],
 ) -> None:
@@ -40,11 +46,14 @@ def test_the_loss_is_that_of_the_first_options_and_leaves_out_what_was_not_measu
 
 
 @pytest.mark.long
-def test_every_algorithm_of_a_convolution_is_estimated_and_measured(command: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", [1, "batch"])
+def test_every_algorithm_of_a_convolution_is_estimated_and_measured(
+    command: Command, tmp_path: Path, batch: int | str
+) -> None:
     weight = np.random.default_rng(0).standard_normal((32, 32, 3, 3)).astype("float32")
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)
     model, figures = tmp_path / "convolution.onnx", tmp_path / "figures.json"
-    save_model(model, [node], [("x", [1, 32, 16, 16])], ["y"], {"w": weight})
+    save_model(model, [node], [("x", [batch, 32, 16, 16])], ["y"], {"w": weight})
     process = command("costs", str(model), "--threads", "1", "--json", str(figures))
     assert process.returncode == 0, process.stderr
     (costs,) = json.loads(figures.read_text()).values()

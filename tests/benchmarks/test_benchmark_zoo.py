@@ -1,6 +1,7 @@
 """`benchmarks/zoo.py`: its catalogue, how a wheel is fetched, and the release files that it writes."""
 
 import json
+import os
 import subprocess
 import zipfile
 from collections.abc import Callable
@@ -144,6 +145,49 @@ def test_a_model_that_is_not_in_the_zoo_is_one_sentence(command: Command) -> Non
     sentence = refusal(process)
     assert "'magica'" in sentence
     assert "'magika'" in sentence
+
+
+@pytest.mark.parametrize("words", [["magika", "--precisions", "fp32"], ["--precisions", "fp32", "magika"]])
+def test_models_stand_before_or_after_the_precisions(module: Import, words: list[str]) -> None:
+    options = module("zoo").parse(words)
+    assert (options.models, list(options.precisions)) == (["magika"], ["fp32"])
+
+
+@pytest.mark.parametrize("word", ["int8", "fp23"])
+def test_a_word_that_is_no_precision_of_the_zoo_is_one_sentence(
+    module: Import, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    with pytest.raises(SystemExit):
+        module("zoo").parse(["--precisions", word])
+    assert f"--precisions: '{word}' is not one of fp32" in capsys.readouterr().err
+
+
+def test_a_measurement_is_taken_from_an_earlier_run_unless_it_is_asked_for_again(
+    module: Import, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo, records = module("zoo"), tmp_path / "zoo" / "state" / "steps" / "benchmark"
+    records.mkdir(parents=True)
+    own, other = records / "own.json", records / "other.json"
+    measured: list[int] = []
+
+    def release(arguments: list[str], state: Path) -> tuple[dict[str, int], None]:
+        # As the workspace does: a record is written once, and marked as used later.
+        if own.exists():
+            os.utime(own)
+        else:
+            measured.append(1)
+            own.touch()
+        return {"measured": len(measured)}, None
+
+    other.touch()
+    os.utime(other, (0, 0))
+    monkeypatch.setattr(zoo, "run_tvmflow", release)
+    counts = []
+    for again in (True, False, True):
+        counts.append(zoo.run_release(tmp_path / "release.yaml", tmp_path, again)[0]["measured"])
+        os.utime(own, (0, 0))
+    assert counts == [1, 1, 2]
+    assert other.exists()
 
 
 def test_data_of_tasks_are_the_same_each_time_and_as_long_as_their_labels(module: Import) -> None:

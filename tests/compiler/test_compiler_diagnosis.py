@@ -125,6 +125,25 @@ def test_a_processor_without_the_instructions_covers_nothing(diagnosis: Diagnosi
     assert "bf16" in coverage["bf16"].reason
 
 
+def test_a_picture_of_bytes_makes_no_quantised_model_and_the_reason_says_it(make_model: Any) -> None:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["f", "w"], ["y"]),
+    ]
+    path = make_model(nodes, [("x", [64, 256], TensorProto.UINT8)], ["y"], {"w": np.ones((256, 256), "float32")})
+    coverage = {item.precision: item for item in diagnose(path, on_two_cores("x86-64-v4-vnni")).coverage}
+    assert coverage["int8"].share is None
+    assert "needs a quantised model" in coverage["int8"].reason
+
+
+def test_a_model_in_which_nothing_takes_time_has_a_reason_as_well(make_model: Any) -> None:
+    path = make_model(
+        [helper.make_node("Reshape", ["x", "shape"], ["y"])], [("x", [4, 6])], ["y"], {"shape": np.array([24])}
+    )
+    for item in diagnose(path, on_two_cores("x86-64-v4-bf16")).coverage:
+        assert item.share is not None or item.reason
+
+
 def test_all_refusals_come_at_once_and_the_import_says_the_same(make_model: Any, target: Target) -> None:
     nodes = [
         helper.make_node("Foo", ["x"], ["f"], name="a_foo", domain="org.example"),

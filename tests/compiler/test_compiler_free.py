@@ -499,6 +499,17 @@ def test_the_least_size_that_suffices_may_be_the_largest_that_is_tried() -> None
     assert evaluator.smallest["n"] == largest
 
 
+def test_a_lower_bound_that_was_set_is_never_reduced() -> None:
+    from tvm import tirx
+
+    evaluator = SizeEvaluator({"n": 12})
+    n = tirx.Var("n", "int64")
+    evaluator.declare([n])
+    # At least one from n = 4 on, which the analyzer cannot prove.
+    evaluator.require(n - tirx.floordiv(n, 3) * 2 - 1)
+    assert evaluator.smallest["n"] == 12
+
+
 def test_a_ratio_of_sizes_is_a_number_where_it_is_one() -> None:
     from tvm import tirx
 

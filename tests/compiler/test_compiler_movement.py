@@ -392,10 +392,12 @@ def test_indices_outside_of_the_data_are_kept_within_it(
     np.testing.assert_array_equal(outside[5][:, 1], x[::-1, 1])
 
 
-def test_a_constant_index_outside_of_the_data_is_refused(make_model: Any) -> None:
-    node = helper.make_node("GatherElements", ["x", "rows"], ["y"], "pick")
-    path = make_model([node], [("x", [4, 3])], ["y"], {"rows": np.array([[0, 4, 1]])})
-    with pytest.raises(UnsupportedOperatorError, match=r"GatherElements, node 'pick'.*an index outside of the data"):
+@pytest.mark.parametrize("operator", ["Gather", "GatherElements"])
+@pytest.mark.parametrize("index", [4, -5])
+def test_a_constant_index_outside_of_the_data_is_refused(make_model: Any, operator: str, index: int) -> None:
+    node = helper.make_node(operator, ["x", "rows"], ["y"], "pick")
+    path = make_model([node], [("x", [4, 3])], ["y"], {"rows": np.array([[0, index, 1]])})
+    with pytest.raises(UnsupportedOperatorError, match=rf"{operator}, node 'pick'.*an index outside of the data"):
         import_onnx(path)
 
 

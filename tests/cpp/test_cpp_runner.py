@@ -73,6 +73,26 @@ def test_a_variant_is_called_for_its_sizes_only(
     assert "model 'small' failed" in runner.refusal(unpacked, "--inputs", tmp_path / "in.npz")
 
 
+def test_the_direct_form_of_main_runs_where_python_runs_it(
+    runner: Runner, unpacked: Path, make_inputs: MakeInputs, tmp_path: Path
+) -> None:
+    manifest = json.loads((unpacked / "bundle.json").read_text())
+    logits, _ = manifest["outputs"]
+    assert logits["shape"] == ["batch", 5]
+    # The direct form gets memory of the shape in the manifest, and refuses it; the virtual machine makes its own.
+    logits["shape"] = ["batch", 6]
+    (unpacked / "bundle.json").write_bytes(spelled(manifest))
+    npz.write(tmp_path / "in.npz", make_inputs(3))
+    assert "model 'small' failed" in runner.refusal(unpacked, "--inputs", tmp_path / "in.npz")
+    # Batch 4 has a function of its own, which the virtual machine runs.
+    assert runner.outputs(unpacked, make_inputs(4), tmp_path)["logits"].shape == (4, 5)
+    # Without the size, and for an output of more than 16 KiB, memory is not made before.
+    for size in ("columns", 5000):
+        logits["shape"] = ["batch", size]
+        (unpacked / "bundle.json").write_bytes(spelled(manifest))
+        assert runner.outputs(unpacked, make_inputs(3), tmp_path)["logits"].shape == (3, 5)
+
+
 def test_an_unpacked_bundle_computes_the_same(
     runner: Runner, bundle: Path, unpacked: Path, make_inputs: MakeInputs, tmp_path: Path
 ) -> None:

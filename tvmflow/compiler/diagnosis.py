@@ -74,8 +74,8 @@ class OperatorDiagnosis:
 class Coverage:
     """The part of the model's expected time that a precision would compute by dot-product instructions.
 
-    `share` is None where it is unknown or the target has no such instructions. `reason` says why it is None or 0; it is
-    empty where there is a share or no reason is known.
+    `share` is None where it is unknown or the target has no such instructions. `reason` says why it is None, or 0 for a
+    model that is not quantised; else it is empty.
     """
 
     precision: Precision
@@ -142,7 +142,7 @@ def diagnose(
         refusals=survey.refusals,
         free=survey.free,
         sizes=sizes,
-        coverage=tuple(_coverage(survey, kinds, costs, target, total, precision)),
+        coverage=tuple(_coverage(survey, kinds, costs, target, total, precision, sizes)),
     )
 
 
@@ -561,7 +561,13 @@ def _merge(rows: Iterable[_Row]) -> Iterator[OperatorDiagnosis]:
 
 
 def _coverage(
-    survey: Survey, kinds: Sequence[_Kind], costs: Sequence[_Cost], target: Target, total: float, precision: Precision
+    survey: Survey,
+    kinds: Sequence[_Kind],
+    costs: Sequence[_Cost],
+    target: Target,
+    total: float,
+    precision: Precision,
+    sizes: Mapping[str, int],
 ) -> Iterator[Coverage]:
     for narrow in ("bf16", "int8"):
         missing = explain_missing_unit(target, narrow)
@@ -572,7 +578,7 @@ def _coverage(
         elif survey.imported is None:
             yield Coverage(narrow, None, "nothing can be said while nodes are refused")
         elif narrow == "int8":
-            yield Coverage(narrow, _share_of_dots(survey.imported, target, narrow), "")
+            yield _coverage_of_whole(survey.imported, target, narrow, sizes)
         else:
             narrowed = (
                 costs
@@ -584,7 +590,11 @@ def _coverage(
                 for kind, cost, other in zip(kinds, costs, narrowed, strict=True)
                 if any(map(_is_dot, other.functions))
             )
-            yield Coverage(narrow, covered / total if total else None, "")
+            yield _coverage_of(narrow, covered, total)
+
+
+def _coverage_of(precision: Precision, covered: float, total: float) -> Coverage:
+    return Coverage(precision, covered / total, "") if total else Coverage(precision, None, "no operator takes time")
 
 
 def _is_quantised(survey: Survey) -> bool:
@@ -597,12 +607,12 @@ def _is_dot(func: PrimFunc) -> bool:
     return any(kernel.startswith("dot_") for kernel in kernels_of(func))
 
 
-def _share_of_dots(imported: Imported, target: Target, precision: Precision) -> float | None:
-    """The part of a whole model's expected time within functions of dot products."""
+def _coverage_of_whole(imported: Imported, target: Target, precision: Precision, sizes: Mapping[str, int]) -> Coverage:
+    """The part of a whole model's expected time within functions of dot products, at sizes of free dimensions."""
     try:
         lowered = lower(imported, target, BuildOptions(precision=precision))
-    except BuildError:
-        return None
-    cycles = [(item, _cycles(item.func, target, {}) * item.calls) for item in workloads(lowered)]
-    total = sum(cost for _, cost in cycles)
-    return sum(cost for item, cost in cycles if _is_dot(item.func)) / total if total else None
+    except BuildError as error:
+        return Coverage(precision, None, str(error))
+    cycles = [(item, _cycles(item.func, target, sizes) * item.calls) for item in workloads(lowered)]
+    covered = sum(cost for item, cost in cycles if _is_dot(item.func))
+    return _coverage_of(precision, covered, sum(cost for _, cost in cycles))

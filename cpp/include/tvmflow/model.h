@@ -53,7 +53,9 @@ class Model {
 
  private:
   Model() = default;
-  const tvm::ffi::Function& FunctionFor(const std::vector<Tensor>& inputs) const;
+  const tvm::ffi::Function& FunctionFor(const std::vector<Tensor>& inputs, std::map<std::string, int64_t>& sizes) const;
+  std::vector<Tensor> DirectOutputs(const std::vector<Tensor>& inputs,
+                                    const std::map<std::string, int64_t>& sizes) const;
   Tensor ToDevice(const Tensor& tensor) const;
 
   Manifest manifest_;
@@ -64,6 +66,9 @@ class Model {
   // `main`, then the function of each variant in the manifest's order.
   std::vector<tvm::ffi::Function> functions_;
   std::vector<Tensor> weights_;
+  // The direct form of `main`, if the library has one, and the constants that it takes between weights and outputs.
+  tvm::ffi::Optional<tvm::ffi::Function> direct_;
+  std::vector<Tensor> constants_;
   // Destroyed first: no thread may run when the library is unloaded.
   std::shared_ptr<Threads> threads_;
 };

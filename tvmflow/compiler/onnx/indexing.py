@@ -58,7 +58,7 @@ def convert_gather(node: Node) -> relax.Expr | None:
     Indices outside of the data are clamped. TVM's converter would read the size of the dimension at run time. Returns
     None, which leaves the node to TVM's converter, for constant data, for data of unknown shape, and for indices that
     are symbolic sizes. Along a symbolic dimension, it also returns None for negative indices and for indices that are
-    not constant.
+    not constant. Raises UnsupportedFormError for a constant index outside of a static dimension.
     """
     data, indices = node.inputs[0], node.inputs[1]
     axis = node.attrs.get("axis", 0)
@@ -72,6 +72,8 @@ def convert_gather(node: Node) -> relax.Expr | None:
         node.inputs[1] = clamp_indices(node, indices, [data.ty.shape.values[axis]])
         return None
     if values is not None:
+        if extent is not None:
+            indices = clamp_indices(node, indices, [extent])
         positive = np.asarray(np.where(values < 0, values + (extent or 0), values), dtype=values.dtype)
         indices = const(positive)
     else:

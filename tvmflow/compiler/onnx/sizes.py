@@ -172,7 +172,8 @@ class SizeEvaluator:
         if len(symbols) != 1 or self.holds(size >= 1) or not _value(size, symbols[0], _LARGEST_LEAST) >= 1:
             return
         (symbol,) = symbols
-        values = range(1, _LARGEST_LEAST + 1)
+        # From the bound that is set: it may suffice where this cannot be proved.
+        values = range(self.smallest.get(symbol.name, 1), _LARGEST_LEAST + 1)
         self.smallest[symbol.name] = values[bisect_left(values, 1, key=lambda value: _value(size, symbol, value))]
         self._bound(symbol, self.smallest[symbol.name])
 
