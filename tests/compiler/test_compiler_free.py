@@ -525,6 +525,17 @@ def test_a_form_that_needs_fixed_sizes_is_refused_with_this_advice(make_model: A
         import_onnx(path)
 
 
+@pytest.mark.parametrize("free", [[6, 4], ["n", 4]])
+def test_a_form_that_needs_sizes_which_the_model_computes_is_refused_with_that_advice(
+    make_model: Any, free: list[Any]
+) -> None:
+    # Fixing the input's sizes would not help: how many places there are depends on the numbers.
+    nodes = [_node("NonZero", ["x"], ["places"]), _node("Squeeze", ["places"], ["y"])]
+    path = make_model(nodes, [("x", free)], ["y"])
+    with pytest.raises(UnsupportedOperatorError, match=r"Squeeze.*computes sizes from its data.*a fixed number"):
+        import_onnx(path)
+
+
 def test_a_shape_is_computed_by_the_operators_of_the_models_opset(make_model: Any) -> None:
     nodes = [
         _node("Shape", ["x"], ["shape"]),
@@ -580,6 +591,24 @@ def test_a_parameter_that_is_computed_from_data_is_taken(assert_all_same: Any) -
         feeds = [{**_feeds((6, 5))[0], "k": _ints(*value)} for value in values]
         cases.append(((nodes, inputs, outputs, {name: _WEIGHTS[name] for name in rest}), *feeds))
     assert_all_same(cases)
+
+
+def test_bounds_of_unknown_number_are_one_for_each_axis_that_is_given(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    # As torch exports EmbeddingBag: the bounds of a bag are slices of the offsets; only a run knows their length.
+    nodes = [
+        _node("Add", ["k", "one"], ["next"]),
+        _node("Add", ["next", "one"], ["after"]),
+        _node("Slice", ["offsets", "k", "next"], ["start"]),
+        _node("Slice", ["offsets", "next", "after"], ["end"]),
+        _node("Slice", ["x", "start", "end"], ["rows"]),
+        _node("Slice", ["x", "start", "end", "one"], ["columns"]),
+    ]
+    inputs = [("x", [6, "t"]), ("k", [1], TensorProto.INT64), ("offsets", ["o"], TensorProto.INT64)]
+    path = make_model(nodes, inputs, ["rows", "columns"], {"one": _ints(1)})
+    feeds = [{**_feeds((6, 5))[0], "k": _ints(k), "offsets": _ints(0, 3, 4, 5)} for k in (0, 2)]
+    assert_same_as_onnxruntime(path, *feeds)
 
 
 def test_nothing_is_left_of_data_with_free_dimensions(make_model: Any, assert_same_as_onnxruntime: Any) -> None:

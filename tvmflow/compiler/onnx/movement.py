@@ -183,6 +183,8 @@ def convert_slice(node: Node) -> relax.Expr | None:
         constants = [node.constant(place) for place in (3, 4)]
         if any(node.input(place) is not None and value is None for place, value in zip((3, 4), constants, strict=True)):
             raise FreeSizeError("axes or steps that are computed from data")
+        if first is None or last is None:
+            _count_bounds(node, 1 if constants[0] is None else constants[0].size)
         count = len(first or last or dims_of(node.integers(1)) or ())
         axes = list(range(count)) if constants[0] is None else constants[0].tolist()
         steps = [1] * len(axes) if constants[1] is None else constants[1].tolist()
@@ -227,6 +229,14 @@ def convert_slice(node: Node) -> relax.Expr | None:
     # Schedules take a symbol for a size, and no choice between two sizes.
     sizes = [evaluator.new_symbol(size) if _has_choice(size) else size for size in lengths]
     return cast_to(node.builder, part, sizes)
+
+
+def _count_bounds(node: Node, count: int) -> None:
+    """Cast bounds of which only a run knows how many there are to `count`, which the model checks when it runs."""
+    for place in (1, 2):
+        dims = dims_of(node.inputs[place]) if isinstance(node.inputs[place].ty, relax.TensorType) else None
+        if dims is not None and len(dims) == 1 and not isinstance(dims[0], int):
+            node.inputs[place] = cast_to(node.builder, node.inputs[place], [count])
 
 
 def _slice_by_data(node: Node, axes: Sequence[int], steps: Sequence[int]) -> relax.Expr:

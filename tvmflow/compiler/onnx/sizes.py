@@ -87,14 +87,16 @@ def materialise(builder: relax.BlockBuilder, sizes: Sizes, shape: tuple[int, ...
     return value if shape == (len(items),) else builder.emit(relax.op.reshape(value, shape))
 
 
-def bind_sizes(builder: relax.BlockBuilder, evaluator: "SizeEvaluator", value: relax.Expr, count: int) -> list[Any]:
-    """Return a new symbol for each of the `count` elements of an int64 vector that the model computes when it runs.
+def bind_sizes(
+    builder: relax.BlockBuilder, evaluator: "SizeEvaluator", value: relax.Expr, known: Sequence[Any]
+) -> list[Any]:
+    """Return the elements of an int64 vector that the model computes when it runs: those of `known`.
 
-    The elements must not be negative.
+    In place of None, `known` gets a new symbol. The model checks the other elements. No element may be negative.
     """
-    symbols = [evaluator.unknown_size() for _ in range(count)]
-    builder.match_cast(builder.emit(relax.op.tensor_to_shape(value)), relax.ShapeType(symbols))
-    return symbols
+    sizes = [evaluator.unknown_size() if size is None else size for size in known]
+    builder.match_cast(builder.emit(relax.op.tensor_to_shape(value)), relax.ShapeType(sizes))
+    return sizes
 
 
 def elements_at_import(builder: relax.BlockBuilder, value: relax.Expr) -> list[Any]:

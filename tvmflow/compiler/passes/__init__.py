@@ -16,6 +16,7 @@ from tvmflow.compiler.passes.fusion import MarkFollowers, SeparateActivations, S
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
+from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.packing import BindWeights, PackAtLoad
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.sizes import NameSizes
@@ -76,8 +77,9 @@ def layout(lanes: int) -> list[tvm.transform.Pass]:
 
 def pass_names() -> list[str]:
     """Return the names of this project's passes, sorted, in the form that TVM's pass context takes."""
-    ours = [*canonicalize(), *layout(NARROWEST)]
+    ours = [*canonicalize(), simplify.read_shapes(), *layout(NARROWEST)]
     others = {
+        "BindSizesFirst",
         "ComposeAttention",
         "FuseBlocks",
         "StrassenProducts",
@@ -141,6 +143,7 @@ def lower_passes(
         *kernel_passes,
         *integer_passes,
         *canonicalize(),
+        simplify.read_shapes(),
         relax.transform.DecomposeOpsForInference(),
         relax.transform.CanonicalizeBindings(),
         relax.transform.FoldConstant(),
@@ -162,6 +165,7 @@ def lower_passes(
         relax.transform.FoldConstant(),
         relax.transform.DeadCodeElimination(),
         relax.transform.FuseOps(),
+        BindSizesFirst(),
         relax.transform.FuseTIR(),
         relax.transform.DeadCodeElimination(),
         NameSizes(products=True),

@@ -322,6 +322,23 @@ def merge_reshapes() -> tvm.transform.Pass:
     )
 
 
+def _read_shape(rewriter: Rewriter, call: relax.Call) -> relax.Expr:
+    value = rewriter.constant(call.args[0])
+    if value is not None:
+        return relax.ShapeExpr([int(size) for size in value])
+    shape = relax.ShapeType(ndim=int(call.ty.ndim))
+    return relax.op.call_pure_packed("vm.builtin.tensor_to_shape", call.args[0], ty_args=shape)
+
+
+def read_shapes() -> tvm.transform.Pass:
+    """Return the pass that writes the reading of sizes from a tensor as the virtual machine does it.
+
+    TVM's own pass gives each size a second symbol, and then replaces the first one, but not where it is an argument of
+    an operator, as of `arange`: one size would have two symbols.
+    """
+    return rewriting("ReadShapes", {"tensor_to_shape": (_read_shape,)})
+
+
 def _columns(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     """Write a product with a vector as one with a matrix of one row or column."""
     left, right = call.args
