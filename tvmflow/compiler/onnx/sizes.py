@@ -30,6 +30,8 @@ LARGEST_SIZE = 10**9
 _LARGEST_POWER = 8
 # No model is known to need a larger size at least.
 _LARGEST_LEAST = 1 << 20
+# The function of the virtual machine that makes a shape of a vector of sizes.
+READ_SHAPE = "vm.builtin.tensor_to_shape"
 
 
 class NotEvaluatedError(Exception):
@@ -95,7 +97,9 @@ def bind_sizes(
     In place of None, `known` gets a new symbol. The model checks the other elements. No element may be negative.
     """
     sizes = [evaluator.unknown_size() if size is None else size for size in known]
-    builder.match_cast(builder.emit(relax.op.tensor_to_shape(value)), relax.ShapeType(sizes))
+    # TVM's operator for this would give each size a second symbol, and replace the first one not everywhere.
+    shape = relax.op.call_pure_packed(READ_SHAPE, value, ty_args=relax.ShapeType(ndim=len(sizes)))
+    builder.match_cast(builder.emit(shape), relax.ShapeType(sizes))
     return sizes
 
 

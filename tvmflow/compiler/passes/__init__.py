@@ -77,7 +77,7 @@ def layout(lanes: int) -> list[tvm.transform.Pass]:
 
 def pass_names() -> list[str]:
     """Return the names of this project's passes, sorted, in the form that TVM's pass context takes."""
-    ours = [*canonicalize(), simplify.read_shapes(), *layout(NARROWEST)]
+    ours = [*canonicalize(), *layout(NARROWEST)]
     others = {
         "BindSizesFirst",
         "ComposeAttention",
@@ -143,7 +143,6 @@ def lower_passes(
         *kernel_passes,
         *integer_passes,
         *canonicalize(),
-        simplify.read_shapes(),
         relax.transform.DecomposeOpsForInference(),
         relax.transform.CanonicalizeBindings(),
         relax.transform.FoldConstant(),

@@ -198,11 +198,12 @@ def _split_number(dim: Any) -> tuple[Any, Any]:
 
 
 def _is_alone(core: Any, function: PrimFunc) -> bool:
-    """Whether an expression is a product of variables that a function reads in this product alone.
+    """Whether an expression is a product of sizes that a function reads in this product alone, better as a variable.
 
-    TVM proves nothing of a quotient by such a product, so no loop that runs through one could be tiled.
+    TVM proves little of a quotient by or of such a product, so loops that run through one could not be tiled. A size
+    times a number stays where the function divides it by nothing, or without remainder: that it is a multiple helps.
     """
-    if not isinstance(core, tirx.Mul) or isinstance(core.b, tirx.IntImm):
+    if not isinstance(core, tirx.Mul) or (isinstance(core.b, tirx.IntImm) and not _is_divided(core, function)):
         return False
     key = _key(core)
     size = tirx.Var("size", core.ty)
@@ -211,6 +212,26 @@ def _is_alone(core: Any, function: PrimFunc) -> bool:
     )
     dims = [_dims(param) or [] for param in mapped.params]
     return not {*_variables([core])} & {*_variables([*dims, mapped.body])}
+
+
+def _is_divided(core: Any, function: PrimFunc) -> bool:
+    """Whether a function divides an expression, or a sum of it and others, and rounds the quotient."""
+    key, has_any = _key(core), False
+
+    def visit(quotient: tirx.FloorDiv) -> tvm_ffi.WalkResult:
+        nonlocal has_any
+        has_any = has_any or any(_key(part) == key for part in _terms(quotient.a))
+        return tvm_ffi.WalkResult.ADVANCE
+
+    tvm_ffi.structural_walk(function.body, [(tirx.FloorDiv, visit)])
+    return has_any
+
+
+def _terms(expr: Any) -> Iterable[Any]:
+    """The terms of a sum."""
+    if isinstance(expr, tirx.Add | tirx.Sub):
+        return [*_terms(expr.a), *_terms(expr.b)]
+    return [expr]
 
 
 def _by_quotients(expr: tirx.FloorDiv, quotients: Sequence[tirx.FloorDiv], table: Mapping[Any, Any]) -> Any:
