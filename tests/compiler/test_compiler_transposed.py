@@ -144,6 +144,14 @@ def test_grouped_convolutions_of_three_dimensions_equal_onnx_runtime(
     assert_same_as_onnxruntime(path, {"x": normal(1, 4, 5, 6, 7)})
 
 
+def test_convolutions_of_three_free_dimensions_equal_onnx_runtime(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    node = helper.make_node("Conv", ["x", "w"], ["y"], strides=[2, 1, 2], pads=[1] * 6)
+    path = make_model([node], [("x", ["n", 3, "d", "h", "w"])], ["y"], {"w": normal(8, 3, 3, 3, 3)})
+    assert_same_as_onnxruntime(path, {"x": normal(1, 3, 5, 6, 7)}, {"x": normal(2, 3, 4, 9, 8)})
+
+
 @pytest.mark.parametrize("high", [61, "high"])
 def test_convolutions_of_images_of_one_column_run_along_a_line(
     high: Any, make_model: Any, assert_same_as_onnxruntime: Check, native: Target

@@ -228,6 +228,10 @@ class SizeEvaluator:
         self._declare(symbol, 0)
         return symbol
 
+    def limit(self, symbol: tirx.Var, most: int) -> None:
+        """Declare that a symbol that `unknown_size` returned is at most `most`."""
+        self._analyzer.update(symbol, sym.ConstIntBound(0, most), True)
+
     def expression(self, size: Any) -> Any:
         """Return a size with each symbol that `new_symbol` returned replaced by its expression."""
         return self._expressions.simplify(size) if self._new_symbols and not is_static(size) else size

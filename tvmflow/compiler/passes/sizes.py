@@ -128,8 +128,10 @@ def _is_symbolic(function: PrimFunc) -> bool:
 
 def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
     """A function with names of its own for the sizes of its tensors."""
-    shapes = [_dims(param) for param in function.params]
     arguments = len(call.args[1].fields)
+    if products:
+        function = _by_results(function, arguments)
+    shapes = [_dims(param) for param in function.params]
     variables: dict[tirx.Var, tuple[int, int | None]] = {}
     for place, (param, shape) in enumerate(zip(function.params, shapes, strict=True)):
         if shape is None:
@@ -190,6 +192,37 @@ def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
         [*(params[place] for place in tensors), *symbols, *outputs], mapped.body, mapped.ret_type, mapped.attrs
     )
     return _Callee(whole, tensors, [values[item] for item in symbols], variables)
+
+
+def _by_results(function: PrimFunc, arguments: int) -> PrimFunc:
+    """A function that has variables for the sizes of its results rather than for those a number larger or smaller.
+
+    A convolution without padding has a result of `h - 2` lines. TVM writes a product of that as `h * 4 - 8`, and then
+    proves nothing of a loop that runs through several such dimensions. The first `arguments` are no results.
+    """
+    scalars = {param for param in function.params if not tirx.is_buffer_var(param)}
+    results = [dim for param in function.params[arguments:] for dim in _dims(param) or ()]
+    kept = {dim for dim in results if isinstance(dim, tirx.Var)} | scalars
+    analyzer = tvm.sym.Analyzer()
+    new: dict[tirx.Var, Any] = {}
+    for dim in results:
+        variables = _variables([dim]) if isinstance(dim, tirx.Add | tirx.Sub) else []
+        if len(variables) != 1 or variables[0] in kept or variables[0] in new:
+            continue
+        number = analyzer.simplify(dim - variables[0])
+        if isinstance(number, tirx.IntImm):
+            new[variables[0]] = tirx.Var(f"result{len(new)}", dim.ty) - int(number)
+    if not new:
+        return function
+
+    def replace(expr: Any) -> Any:
+        if not str(expr.ty).startswith("int") or not new.keys() & {*_variables([expr])}:
+            return expr
+        return analyzer.simplify(tvm_ffi.structural_map(expr, [(tirx.Var, lambda item: new.get(item, item))]))
+
+    return tvm_ffi.structural_map(
+        function, [(_COMPOUND, replace), (tirx.Var, lambda item: new.get(item, item))], order="pre"
+    )
 
 
 def _split_number(dim: Any) -> tuple[Any, Any]:
