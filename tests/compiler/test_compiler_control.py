@@ -224,13 +224,64 @@ model (int64 trips, float[4] x) => (float[k, 4] y)
     body = iteration (int64 i, bool c, seq(float[4]) s, float[4] a) => (bool d, seq(float[4]) t, float[4] b)
     {{ d = Identity (c)  b = Add (a, a)  t = SequenceInsert (s, b) }}
   >
-  y = ConcatFromSequence <axis = 0, new_axis = 1> (rows)
+  y = {USE} (rows)
+}}
+"""
+_STACKED = "ConcatFromSequence <axis = 0, new_axis = 1>"
+
+
+def test_a_short_loop_may_gather_a_sequence(make_text: Any, assert_same_as_onnxruntime: Any) -> None:
+    path = make_text(_SEQUENCE.format(TRIPS="three", USE=_STACKED))
+    assert_same_as_onnxruntime(path, {"trips": _int(0), "x": _random(4)})
+
+
+@pytest.mark.parametrize("use", [_STACKED, "ConcatFromSequence <axis = -1, new_axis = 1>"])
+def test_a_loop_of_any_length_may_gather_a_sequence(make_text: Any, assert_same_as_onnxruntime: Any, use: str) -> None:
+    text = _SEQUENCE.replace("float[k, 4] y", "float[k, m] y").format(TRIPS="trips", USE=use)
+    feeds = [{"trips": _int(trips), "x": _random(4)} for trips in (1, 6)]
+    assert_same_as_onnxruntime(make_text(text), *feeds)
+
+
+# The rows of a window, of which each iteration takes one more: what EmbeddingBag is exported to, and more.
+_BAGS = """
+model (int64[bags] sizes, float[n, 4] x) => ({TYPE} y, float[b, 4] sums)
+<int64 one = {{1}}, int64[1] first = {{0}}, int64[1] next = {{1}}, int64[1] axis = {{0}}, bool go = {{1}}>
+{{
+  nothing = SequenceEmpty ()
+  none = SequenceEmpty ()
+  bags = Size (sizes)
+  parts, last, totals = Loop ("", go, nothing, first, none) <
+    body = iteration (int64 i, bool c, seq(float[k, 4]) s, int64[1] from, seq(float[1, 4]) r)
+      => (bool d, seq(float[k, 4]) t, int64[1] to, seq(float[1, 4]) q)
+    {{
+      size = Gather (sizes, i)
+      length = Reshape (size, next)
+      to = Add (from, length)
+      rows = Slice (x, from, to, axis)
+      part = {PART} (rows)
+      t = SequenceInsert (s, part)
+      sum = ReduceSum (rows, axis)
+      q = SequenceInsert (r, sum)
+      j = Add (i, one)
+      d = Less (j, bags)
+    }}
+  >
+  y = ConcatFromSequence <axis = {AXIS}> (parts)
+  sums = ConcatFromSequence <axis = 0> (totals)
 }}
 """
 
 
-def test_a_short_loop_may_gather_a_sequence(make_text: Any, assert_same_as_onnxruntime: Any) -> None:
-    assert_same_as_onnxruntime(make_text(_SEQUENCE.format(TRIPS="three")), {"trips": _int(0), "x": _random(4)})
+@pytest.mark.parametrize(
+    ("kind", "part", "axis"),
+    [("float[m, 4]", "Neg", 0), ("float[4, m]", "Transpose", 1), ("float[4, m]", "Transpose", -1)],
+)
+def test_a_loop_may_gather_sequences_of_tensors_of_different_sizes(
+    make_text: Any, assert_same_as_onnxruntime: Any, kind: str, part: str, axis: int
+) -> None:
+    path = make_text(_BAGS.format(TYPE=kind, PART=part, AXIS=axis))
+    feeds = [{"sizes": np.array(sizes), "x": _random(sum(sizes), 4)} for sizes in ([3], [2, 1, 4], [1, 5])]
+    assert_same_as_onnxruntime(path, *feeds)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +310,9 @@ model (bool flag, float[2, 2] x) => (float[2, 2] y)
             "RandomUniformLike",
         ),
         (
-            _SEQUENCE.format(TRIPS="trips"),
+            _SEQUENCE.replace("float[k, 4] y", "float[4] y").format(
+                TRIPS="trips", USE="SequenceAt (rows, three)  z = Neg"
+            ),
             "a sequence or an optional value that is decided when the model runs",
         ),
         (

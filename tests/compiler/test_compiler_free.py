@@ -536,6 +536,17 @@ def test_a_form_that_needs_fixed_sizes_is_refused_with_this_advice(make_model: A
         import_onnx(path)
 
 
+@pytest.mark.parametrize("free", [[6, 4], ["n", 4]])
+def test_a_form_that_needs_sizes_which_the_model_computes_is_refused_with_that_advice(
+    make_model: Any, free: list[Any]
+) -> None:
+    # Fixing the input's sizes would not help: how many places there are depends on the numbers.
+    nodes = [_node("NonZero", ["x"], ["places"]), _node("Squeeze", ["places"], ["y"])]
+    path = make_model(nodes, [("x", free)], ["y"])
+    with pytest.raises(UnsupportedOperatorError, match=r"Squeeze.*computes sizes from its data.*a fixed number"):
+        import_onnx(path)
+
+
 def test_a_shape_is_computed_by_the_operators_of_the_models_opset(make_model: Any) -> None:
     nodes = [
         _node("Shape", ["x"], ["shape"]),
@@ -591,6 +602,38 @@ def test_a_parameter_that_is_computed_from_data_is_taken(assert_all_same: Any) -
         feeds = [{**_feeds((6, 5))[0], "k": _ints(*value)} for value in values]
         cases.append(((nodes, inputs, outputs, {name: _WEIGHTS[name] for name in rest}), *feeds))
     assert_all_same(cases)
+
+
+def test_bounds_of_unknown_number_are_one_for_each_axis_that_is_given(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    # As torch exports EmbeddingBag: the bounds of a bag are slices of the offsets; only a run knows their length.
+    nodes = [
+        _node("Add", ["k", "one"], ["next"]),
+        _node("Add", ["next", "one"], ["after"]),
+        _node("Slice", ["offsets", "k", "next"], ["start"]),
+        _node("Slice", ["offsets", "next", "after"], ["end"]),
+        _node("Slice", ["x", "start", "end"], ["rows"]),
+        _node("Slice", ["x", "start", "end", "one"], ["columns"]),
+    ]
+    inputs = [("x", [6, "t"]), ("k", [1], TensorProto.INT64), ("offsets", ["o"], TensorProto.INT64)]
+    path = make_model(nodes, inputs, ["rows", "columns"], {"one": _ints(1)})
+    feeds = [{**_feeds((6, 5))[0], "k": _ints(k), "offsets": _ints(0, 3, 4, 5)} for k in (0, 2)]
+    assert_same_as_onnxruntime(path, *feeds)
+
+
+def test_the_one_row_between_a_place_and_the_next_is_broadcast(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    nodes = [
+        _node("Add", ["k", "one"], ["next"]),
+        _node("Slice", ["counts", "k", "next"], ["count"]),
+        _node("Div", ["x", "count"], ["y"]),
+    ]
+    inputs = [("x", [6, 5]), ("k", [1], TensorProto.INT64), ("counts", ["c"])]
+    path = make_model(nodes, inputs, ["y"], {"one": _ints(1)})
+    counts = np.array([1.5, 3.0, 5.0], "float32")
+    assert_same_as_onnxruntime(path, *({"x": normal(6, 5), "k": _ints(k), "counts": counts} for k in (0, 2)))
 
 
 def test_nothing_is_left_of_data_with_free_dimensions(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
@@ -684,6 +727,18 @@ def test_same_padding_of_free_sizes_equals_onnx_runtime(make_model: Any, assert_
     weights = {"w": np.random.default_rng(0).standard_normal((5, 3, 3)).astype("float32")}
     path = make_model(nodes, [("x", [2, 3, "t"])], ["a", "b", "c", "d", "e"], weights)
     assert_same_as_onnxruntime(path, *_feeds((2, 3, 8), (2, 3, 9), (2, 3, 11), (2, 3, 2)))
+
+
+@pytest.mark.parametrize("kernel", [(64, 16, 5), (32, 1, 3), (64, 4, 3)], ids=str)
+def test_convolutions_of_free_images_without_padding_are_tiled(
+    kernel: tuple[int, int, int], make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    outputs, inputs, size = kernel
+    nodes = [_node("Conv", ["x", "w", "b"], ["c"], group=16 // inputs), _node("Relu", ["c"], ["y"])]
+    weights = {"w": normal(outputs, inputs, size, size), "b": normal(outputs)}
+    path = make_model(nodes, [("x", ["n", 16, "h", "w"])], ["y"], weights)
+    model = assert_same_as_onnxruntime(path, {"x": normal(2, 16, 9, 13)}, {"x": normal(1, 16, 16, 5)})
+    assert [rule for name, rule in model.schedules if "conv2d" in name] == ["conv2d"]
 
 
 @pytest.mark.parametrize("image", [[12, "w"], ["h", 7], [3, "w"], ["h", "w"]], ids=str)

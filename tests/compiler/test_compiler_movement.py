@@ -258,6 +258,51 @@ def test_positions_of_nearest_neighbours_are_rounded_as_onnx_runtime_does(
     assert_same_as_onnxruntime(path, {"x": normal(1, 1, 2, size)})
 
 
+# Attributes of a Resize, its constant scales, else the name of the input that has scales or sizes, and its rank.
+_FREE_RESIZES: list[tuple[dict[str, Any], list[float] | str, int]] = [
+    ({"mode": "linear"}, [1, 1, 1.5, 0.75], 4),
+    ({"mode": "linear", "coordinate_transformation_mode": "asymmetric"}, [1, 1, 1.7, 2.3], 4),
+    ({"mode": "linear", "coordinate_transformation_mode": "pytorch_half_pixel"}, [1, 1, 0.3, 1], 4),
+    ({"mode": "linear", "coordinate_transformation_mode": "align_corners"}, [1, 1, 1.25], 3),
+    ({"mode": "linear"}, [1, 1, 2.0], 3),
+    ({"mode": "linear"}, [1, 1, 1, 2.0, 2.0], 5),
+    ({"mode": "nearest", "coordinate_transformation_mode": "align_corners"}, [1, 1, 2, 2], 4),
+    ({"mode": "nearest", "nearest_mode": "ceil"}, [1, 1, 1.3, 0.6], 4),
+    ({"mode": "nearest", "nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}, [1, 1, 1.5], 3),
+    ({"mode": "nearest", "coordinate_transformation_mode": "tf_half_pixel_for_nn"}, [1, 1, 1.5, 1.5], 4),
+    ({"mode": "nearest", "nearest_mode": "round_prefer_ceil"}, [2, 1, 3.5, 1], 4),
+    ({"mode": "cubic"}, [1, 1, 1.5, 0.75], 4),
+    ({"mode": "cubic", "exclude_outside": 1, "cubic_coeff_a": -0.5}, [1, 1, 1.3, 1.7], 4),
+    ({"mode": "linear"}, "sizes", 4),
+    ({"mode": "nearest", "nearest_mode": "floor"}, "sizes", 4),
+    ({"mode": "cubic", "coordinate_transformation_mode": "align_corners"}, "sizes", 4),
+    ({"mode": "linear"}, "scales", 4),
+    ({"mode": "nearest", "nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}, "scales", 4),
+]
+
+
+def test_resizes_of_free_and_computed_sizes_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for attributes, scales, rank in _FREE_RESIZES:
+        free = ["n", 2, "h", "w", "d"][:rank]
+        inputs: list[tuple[Any, ...]] = [("x", free)]
+        given, weights = ["x", "", "s"], {}
+        images = [normal(*shape[:rank]) for shape in ((1, 2, 4, 7, 3), (2, 2, 9, 5, 4))]
+        feeds = [{"x": image} for image in images]
+        if scales == "sizes":
+            inputs, given = [*inputs, ("s", [4], TensorProto.INT64)], ["x", "", "", "s"]
+            for feed, size in zip(feeds, ((3, 8), (1, 5)), strict=True):
+                feed["s"] = np.array([*feed["x"].shape[:2], *size])
+        elif scales == "scales":
+            inputs = [*inputs, ("s", [4])]
+            for feed, factors in zip(feeds, ((1.7, 0.6), (2.0, 1.1)), strict=True):
+                feed["s"] = np.array([1, 1, *factors], "float32")
+        else:
+            weights = {"s": np.array(scales, "float32")}
+        cases.append((([helper.make_node("Resize", given, ["y"], **attributes)], inputs, ["y"], weights), *feeds))
+    assert_all_same(cases)
+
+
 def test_slices_padding_tiles_and_reductions_follow_the_channels(
     make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:

@@ -18,6 +18,7 @@ from support.arrays import normal
 from support.builds import rule_counts
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, build, import_onnx, list_passes
 from tvmflow.compiler.passes import canonicalize, lower_passes, pass_names
+from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.target import resolve
 
 Array = np.ndarray[Any, Any]
@@ -807,6 +808,39 @@ def test_every_pass_of_ours_has_a_name_by_which_it_can_be_disabled(precision: An
     rewriters = {case.rewriter for case in CASES}
     assert names
     assert names | rewriters <= set(pass_names()) <= set(list_passes())
+
+
+def _in_order(places: Sequence[int]) -> list[str]:
+    """The variables of a function in the order of their bindings, which was `places`, after the pass BindSizesFirst."""
+    n, size = tvm.tirx.Var("n", "int64"), tvm.tirx.Var("size", "int64")
+    x = relax.Var("x", relax.TensorType([n, 4], "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            twice = builder.emit(relax.op.add(x, x), "twice")
+            plain = builder.match_cast(twice, relax.TensorType(ndim=2, dtype="float32"), "plain")
+            part = builder.match_cast(plain, relax.TensorType([size, 4], "float32"), "part")
+            zeros = builder.emit(relax.op.zeros(relax.ShapeExpr([size, 4]), "float32"), "zeros")
+            kernel = tvm.te.compute((size, 4), lambda row, column: row + column, name="kernel")
+            function = builder.add_func(tvm.te.create_prim_func([kernel]), "kernel")
+            numbers = builder.emit(relax.call_tir(function, [], relax.TensorType([size, 4], "int64")), "numbers")
+            output = builder.emit_output([zeros, part, numbers])
+        builder.emit_func_output(output)
+    mod = builder.get()
+    bindings = mod["main"].body.blocks[0].bindings
+    blocks = [relax.DataflowBlock([bindings[place] for place in places] + list(bindings[len(places) :]))]
+    body = relax.SeqExpr(blocks, mod["main"].body.body)
+    mod.update_func(mod.get_global_var("main"), relax.Function([x], body, mod["main"].ret_ty))
+    ordered = BindSizesFirst()(mod)["main"].body.blocks[0].bindings
+    return [binding.var.name for binding in ordered[: len(places)]]
+
+
+def test_a_size_has_its_value_before_anything_reads_it() -> None:
+    names = ["twice", "plain", "part", "zeros", "numbers"]
+    assert _in_order([0, 1, 2, 3, 4]) == names
+    # As FuseOps leaves them: what reads nothing but sizes comes first.
+    assert _in_order([3, 4, 0, 1, 2]) == names
+    assert _in_order([4, 0, 3, 1, 2]) == ["twice", "plain", "part", "numbers", "zeros"]
 
 
 def _layers() -> tuple[str, dict[str, Array]]:

@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from onnx import helper
 
@@ -82,6 +83,35 @@ def test_transposed_convolutions_of_free_sizes_follow_each_other(
     assert len([load for load in workloads(lowered) if "conv2d" in load.name]) == (2 * 2**axes if pad else 2)
 
 
+_UPSAMPLING = {
+    "transposed": ("ConvTranspose", ["x", "v"], {"strides": [2, 2]}),
+    "nearest": ("Resize", ["x", "", "scales"], {"mode": "nearest"}),
+    "shuffled": ("DepthToSpace", ["x"], {"blocksize": 2}),
+}
+
+
+@pytest.mark.parametrize("kernel", [(24, 1), (5, 3)], ids=str)
+@pytest.mark.parametrize("upsampling", _UPSAMPLING)
+def test_a_convolution_of_an_image_that_was_enlarged_from_a_free_size_is_tiled(
+    upsampling: str, kernel: tuple[int, int], make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    operator, inputs, attributes = _UPSAMPLING[upsampling]
+    channels, (outputs, size) = 4 if operator == "DepthToSpace" else 16, kernel
+    nodes = [
+        helper.make_node(operator, inputs, ["a"], **attributes),
+        helper.make_node("Conv", ["a", "w", "b"], ["c"], pads=[size // 2] * 4),
+        helper.make_node("Relu", ["c"], ["y"]),
+    ]
+    weights = {"w": normal(outputs, channels, size, size), "b": normal(outputs)}
+    weights["scales" if operator == "Resize" else "v"] = {
+        "ConvTranspose": normal(16, 16, 2, 2), "Resize": np.array([1, 1, 2, 2], "float32")
+    }.get(operator, normal(1))  # fmt: skip
+    path = make_model(nodes, [("x", ["n", 16, "h", "w"])], ["y"], weights)
+    model = assert_same_as_onnxruntime(path, {"x": normal(2, 16, 9, 13)}, {"x": normal(1, 16, 16, 8)})
+    rules = [rule for name, rule in model.schedules if name.startswith("fused_conv2d")]
+    assert rules == ["rows" if size == 1 else "conv2d"]
+
+
 # channels in and out, kernel, strides, padding, dilation
 _VOLUMES = [
     (3, 24, (3, 3, 3), (1, 1, 1), (1, 1, 1, 1, 1, 1), (1, 1, 1)),
@@ -112,6 +142,14 @@ def test_grouped_convolutions_of_three_dimensions_equal_onnx_runtime(
     node = helper.make_node("Conv", ["x", "w"], ["y"], group=2, pads=[1] * 6)
     path = make_model([node], [("x", [1, 4, 5, 6, 7])], ["y"], {"w": normal(6, 2, 3, 3, 3)})
     assert_same_as_onnxruntime(path, {"x": normal(1, 4, 5, 6, 7)})
+
+
+def test_convolutions_of_three_free_dimensions_equal_onnx_runtime(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    node = helper.make_node("Conv", ["x", "w"], ["y"], strides=[2, 1, 2], pads=[1] * 6)
+    path = make_model([node], [("x", ["n", 3, "d", "h", "w"])], ["y"], {"w": normal(8, 3, 3, 3, 3)})
+    assert_same_as_onnxruntime(path, {"x": normal(1, 3, 5, 6, 7)}, {"x": normal(2, 3, 4, 9, 8)})
 
 
 @pytest.mark.parametrize("high", [61, "high"])

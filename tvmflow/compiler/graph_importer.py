@@ -41,7 +41,14 @@ from tvmflow.compiler.onnx.folding import computes_weights, evaluate_constants, 
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
 from tvmflow.compiler.onnx.values import dims_of
 from tvmflow.compiler.onnx_file import decide_rank
-from tvmflow.compiler.refusals import MixedTypesError, NoConverterError, Refusal, check_types, missing_converter
+from tvmflow.compiler.refusals import (
+    COMPUTED_SIZES,
+    MixedTypesError,
+    NoConverterError,
+    Refusal,
+    check_types,
+    missing_converter,
+)
 from tvmflow.onnx_graph import inner_nodes, node_name, operator_name
 from tvmflow.size_limits import BROADCASTING
 
@@ -98,6 +105,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._functions: dict[tvm.ir.GlobalVar, relax.Function] = {}
         # Pairs of sizes by the value that says whether they are equal.
         self._equalities: dict[str, tuple[Any, Any]] = {}
+        # The sequences that a loop has concatenated already.
+        self._concatenated: set[str] = set()
         # The values that are known at import but for the free sizes in them.
         self._sizes_by_name: dict[str, Sizes] = {}
         graph = self.graph = model.graph
@@ -171,6 +180,11 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._sizes_by_name.pop(name, None)
         if value.sizes is not None:
             self._sizes_by_name[name] = value.sizes
+
+    def set_concatenated(self, name: str, value: Value) -> None:
+        """Give the name of a sequence to the tensor that its concatenation will be."""
+        self.set_value(name, value)
+        self._concatenated.add(name)
 
     def tensor(self, value: Value) -> relax.Expr:
         """Return a value as a Relax tensor.
@@ -293,6 +307,9 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             raise NoConverterError
         if node.op_type in CONTROL and node.domain in ("", "ai.onnx"):
             return CONTROL[node.op_type](self, node)
+        if node.op_type == "ConcatFromSequence" and node.input[0] in self._concatenated:
+            self.set_value(node.output[0], self.value(node.input[0]))
+            return False
         operands = {name: self._nodes[name] for name in node.input if name in self._nodes}
         tensors = {name: value.ty for name, value in operands.items() if isinstance(value.ty, relax.TensorType)}
         check_types(node, {name: str(ty.dtype) for name, ty in tensors.items() if ty.dtype is not None}, self.opset)
@@ -392,7 +409,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         if isinstance(error, UnsupportedFormError):
             self.is_operator_error = True
             reason = f"not supported in this form ({error})"
-            default = self._advice if isinstance(error, FreeSizeError) else "export the model without it"
+            default = self._advice_on_sizes(node) if isinstance(error, FreeSizeError) else "export the model without it"
             advice = error.advice or default
         elif isinstance(error, MixedTypesError):
             reason, advice = str(error), "cast them to one type; ONNX Runtime refuses the model too"
@@ -404,6 +421,17 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         else:
             reason, advice = f"TVM cannot import it: {shorten(error)}", self._advice
         return Refusal(operator_name(node), node_name(node), reason, advice)
+
+    def _advice_on_sizes(self, node: onnx.NodeProto) -> str:
+        """What to do about a node that needs fixed sizes: the inputs' sizes do not decide all sizes in a model."""
+        free = set(self._symbols().values())
+        operands = [self._nodes[name] for name in node.input if name in self._nodes]
+        tensors = [operand for operand in operands if isinstance(operand.ty, relax.TensorType)]
+        dims = [dims_of(operand) for operand in tensors]
+        sizes = [self.evaluator.expression(size) for shape in dims for size in shape or () if not is_static(size)]
+        symbols = {symbol for size in sizes for symbol in tirx.analysis.undefined_vars(size, [])}
+        is_decided = free and symbols <= free and not any(shape is None for shape in dims)
+        return self._advice if is_decided else COMPUTED_SIZES
 
     def _placeholder(self, name: str) -> relax.Var:
         """A variable for a result that cannot be computed, of the type that ONNX infers."""

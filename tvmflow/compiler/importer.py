@@ -131,7 +131,8 @@ def survey_onnx(
             # The inputs already are in the way; the nodes are none the less looked through.
             importer.refusals.extend(missing_converter(node) for node in nodes_of(graph) if not importer.takes(node))
         if not importer.refusals:
-            importer.refusals.append(Refusal("", "", f"TVM cannot import the model: {shorten(error)}", advise(inputs)))
+            reason = f"TVM cannot import the model: {shorten(error)}"
+            importer.refusals.append(Refusal("", "", reason, "export the model anew with another opset"))
     free: dict[str, list[tuple[str, int]]] = {}
     for value in inputs:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):

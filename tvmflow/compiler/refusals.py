@@ -63,12 +63,19 @@ def _describe_group(group: Sequence[Refusal]) -> str:
 
 
 def advise(inputs: Sequence[onnx.ValueInfoProto]) -> str:
-    """Return the advice for a model that TVM cannot import: to fix the free dimensions of `inputs`, if any."""
+    """Return the advice for a node that TVM cannot import: to fix the free dimensions of `inputs`, if any."""
     dims = [dim for value in inputs for dim in value.type.tensor_type.shape.dim]
     symbols = list(dict.fromkeys(dim.dim_param for dim in dims if dim.dim_param))
     if not symbols:
-        return "check it with onnx.checker or export it anew with another opset"
+        return "export the model anew with another opset, or let it end before this node"
     return f"give the inputs fixed sizes for the free dimensions {', '.join(symbols)}, or export it anew"
+
+
+# The advice for a node that cannot be imported because of a size that no size of an input decides.
+COMPUTED_SIZES = (
+    "the model computes sizes from its data there, as the number of boxes that a threshold leaves: "
+    "export it with a fixed number in their place, or let it end before this node"
+)
 
 
 def missing_converter(node: onnx.NodeProto) -> Refusal:

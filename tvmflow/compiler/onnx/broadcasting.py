@@ -24,6 +24,7 @@ def agree(builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator
         return list(operands)
     rank = max(len(shape or ()) for shape in shapes)
     aligned = [[1] * (rank - len(shape or ())) + list(shape or ()) for shape in shapes]
+    aligned = [[1 if _is_at_most_one(size, evaluator) else size for size in shape] for shape in aligned]
     targets = [simplest([shape[axis] for shape in aligned], evaluator) for axis in range(rank)]
     results = []
     for operand, shape in zip(operands, aligned, strict=True):
@@ -146,6 +147,10 @@ def simplest(sizes: Sequence[Any], evaluator: "SizeEvaluator") -> Any:
 
 def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
+
+
+def _is_at_most_one(size: Any, evaluator: "SizeEvaluator") -> bool:
+    return not isinstance(size, int) and evaluator.holds(size <= 1)
 
 
 def _complexity(size: Any) -> int:

@@ -1,4 +1,4 @@
-"""Control flow: If, Loop and Scan.
+"""Control flow: If, Loop and Scan, and the sequences that a Loop gathers.
 
 The branch of a condition that is known at import, and a loop of few iterations, are imported in place of their node.
 What is decided when the model runs becomes functions of the module, which the virtual machine calls: one for each
@@ -44,6 +44,7 @@ class Importer(Protocol):
 
     bb: relax.BlockBuilder
     evaluator: SizeEvaluator
+    graph: onnx.GraphProto
 
     def value(self, name: str) -> Value:
         """Return the value of this name."""
@@ -53,6 +54,9 @@ class Importer(Protocol):
 
     def set_value(self, name: str, value: Value) -> None:
         """Make `value` the value of this name."""
+
+    def set_concatenated(self, name: str, value: Value) -> None:
+        """Give the name of a sequence to the tensor that its concatenation will be."""
 
     def tensor(self, value: Value) -> relax.Expr:
         """Return a value as a tensor."""
@@ -187,7 +191,8 @@ class _Loop:
 
     `limit` is the most iterations, a size or a tensor; None without a limit. `condition` says whether there is a first
     iteration, None where that is certain. `initial` are the values to carry. `nodes` counts those of an iteration,
-    which `iterate` imports. Values of all iterations are stacked along `axes`, the last first where `is_reversed`.
+    which `iterate` imports. Values of all iterations are stacked along `axes`, the last first where `is_reversed`, or
+    concatenated along these axes where `is_joined`.
     """
 
     limit: Any
@@ -197,13 +202,29 @@ class _Loop:
     iterate: _Iterate
     axes: Sequence[int]
     is_reversed: Sequence[bool]
+    is_joined: Sequence[bool]
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """A sequence, empty at first, to whose end each iteration of a loop adds a tensor, and which is then concatenated.
+
+    `place` is its place among the carried values, `row` the name of the tensor. The tensors are concatenated along
+    `axis`, which is a new axis where `is_new`.
+    """
+
+    place: int
+    row: str
+    axis: int
+    is_new: bool
 
 
 def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
     """Import Loop; return whether the nodes of its iterations took its place.
 
     They do where the number of iterations is known at import and all together have at most 256 nodes. Otherwise the
-    body becomes functions that the model calls. Raises UnsupportedFormError for a carried value whose type or rank
+    body becomes functions that the model calls, and a sequence that the iterations fill and the model concatenates
+    becomes a stack. Raises UnsupportedFormError for other sequences, and for a carried value whose type or rank
     changes.
     """
     graph = _graph(node, "body")
@@ -215,19 +236,81 @@ def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
         condition = None
         limit = limit if elements.reshape(-1)[0] else 0
 
-    def iterate(index: relax.Expr, values: Sequence[Value]) -> tuple[Value | None, list[Value], list[Value]]:
-        with importer.scope():
-            again, *results = importer.import_graph(graph, [Value(index), Value(const(np.array(True))), *values])
-        holds = importer.elements(again)
-        is_certain = holds is not None and bool(holds.reshape(-1)[0])
-        return None if is_certain else again, results[: len(carried)], results[len(carried) :]
-
     stacks = len(graph.output) - 1 - len(carried)
     loop = _Loop(
-        limit, condition, carried, len(list(nodes_of(graph))), iterate, [0] * stacks,
-        [False] * stacks,
+        limit, condition, carried, len(list(nodes_of(graph))), _iterating(importer, graph, carried, []),
+        [0] * stacks, [False] * stacks, [False] * stacks,
     )  # fmt: skip
-    return _import_loop(importer, node, loop)
+    values = _unroll(importer, loop)
+    if values is not None:
+        _set_results(importer, node, values)
+        return True
+    gathered = _gathered(importer, node, graph, carried)
+    places = {item.place for item in gathered}
+    loop = replace(
+        loop,
+        initial=[value for place, value in enumerate(carried) if place not in places],
+        iterate=_iterating(importer, graph, carried, gathered),
+        axes=[*loop.axes, *(item.axis for item in gathered)],
+        is_reversed=[*loop.is_reversed, *(False for _ in gathered)],
+        is_joined=[*loop.is_joined, *(not item.is_new for item in gathered)],
+    )
+    results = list(map(Value, _run(importer, loop)))
+    own, sequences = results[: len(results) - len(gathered)], results[len(results) - len(gathered) :]
+    names = [name for place, name in enumerate(node.output) if place not in places]
+    for name, value in zip(names, own, strict=False):
+        importer.set_value(name, value)
+    for item, value in zip(gathered, sequences, strict=True):
+        importer.set_concatenated(node.output[item.place], value)
+    return False
+
+
+def _iterating(
+    importer: Importer, graph: onnx.GraphProto, initial: Sequence[Value], gathered: Sequence[_Gathered]
+) -> _Iterate:
+    """What imports an iteration of a Loop, whose stacks end with the tensors that it adds to sequences."""
+    places = {item.place for item in gathered}
+
+    def iterate(index: relax.Expr, values: Sequence[Value]) -> tuple[Value | None, list[Value], list[Value]]:
+        inputs = list(values)
+        for item in gathered:
+            inputs.insert(item.place, initial[item.place])
+        with importer.scope():
+            again, *results = importer.import_graph(graph, [Value(index), Value(const(np.array(True))), *inputs])
+            rows = [importer.value(item.row) for item in gathered]
+        holds = importer.elements(again)
+        is_certain = holds is not None and bool(holds.reshape(-1)[0])
+        carried = [value for place, value in enumerate(results[: len(initial)]) if place not in places]
+        return None if is_certain else again, carried, [*results[len(initial) :], *rows]
+
+    return iterate
+
+
+def _gathered(
+    importer: Importer, node: onnx.NodeProto, graph: onnx.GraphProto, carried: Sequence[Value]
+) -> list[_Gathered]:
+    """The sequences that a Loop gathers, in the order of the carried values."""
+    gathered = []
+    for place, value in enumerate(carried):
+        before, after = graph.input[2 + place].name, graph.output[1 + place].name
+        readers = [inner for inner in nodes_of(graph) if before in inner.input]
+        uses = [inner for inner in nodes_of(importer.graph) if node.output[place] in inner.input]
+        if not isinstance(value.expr, relax.Tuple) or len(value.expr.fields) or len(readers) != 1:
+            continue
+        if readers[0].op_type != "SequenceInsert" or len(readers[0].input) != 2 or readers[0].output[0] != after:
+            continue
+        forms = {_concatenation(use) for use in uses}
+        form = forms.pop() if len(forms) == 1 else None
+        if form is not None:
+            gathered.append(_Gathered(place, readers[0].input[1], *form))
+    return gathered
+
+
+def _concatenation(node: onnx.NodeProto) -> tuple[int, bool] | None:
+    """The axis of a ConcatFromSequence, and whether it is a new one; None for other operators."""
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    is_new = bool(attributes.get("new_axis", 0))
+    return (attributes.get("axis", 0), is_new) if node.op_type == "ConcatFromSequence" else None
 
 
 def _limit(importer: Importer, count: Value) -> Any:
@@ -283,11 +366,8 @@ def convert_scan(importer: Importer, node: onnx.NodeProto) -> bool:
         length, None, operands[:carried], len(list(nodes_of(graph))), iterate,
         attributes.get("scan_output_axes", [0] * stacks),
         [bool(item) for item in attributes.get("scan_output_directions", [0] * stacks)],
+        [False] * stacks,
     )  # fmt: skip
-    return _import_loop(importer, node, loop)
-
-
-def _import_loop(importer: Importer, node: onnx.NodeProto, loop: _Loop) -> bool:
     values = _unroll(importer, loop)
     _set_results(importer, node, map(Value, _run(importer, loop)) if values is None else values)
     return values is not None
@@ -351,13 +431,22 @@ def _run(importer: Importer, loop: _Loop) -> list[relax.Expr]:
         calls = [whole.call(first), _outline(importer, f"{name}_none", [], scope, none).call([])]
         results = _call(importer, _outline_choice(importer, f"{name}_if", scope, starts, calls, whole.results), [])
     stacks = []
-    for value, axis, item in zip(results[count:], loop.axes, whole.results[count:], strict=True):
-        if is_counted and not isinstance(loop.limit, relax.Var):
+    for value, axis, is_joined, item in zip(
+        results[count:], loop.axes, loop.is_joined, whole.results[count:], strict=True
+    ):
+        if is_counted and not is_joined and not isinstance(loop.limit, relax.Var):
             value = _shaped(importer, value, [loop.limit, *item.dims[1:]])
         order = list(range(1, len(item.dims)))
         order.insert(axis % len(item.dims), 0)
         stacks.append(value if axis == 0 else importer.bb.emit(relax.op.permute_dims(value, order)))
     return [*results[_FIRST:count], *stacks]
+
+
+def _axis_first(importer: Importer, value: relax.Expr, axis: int) -> relax.Expr:
+    """A tensor with one of its axes, or the last but some, before the others."""
+    order = list(range(int(value.ty.ndim)))
+    order.insert(0, order.pop(axis))
+    return value if order[0] == 0 else importer.bb.emit(relax.op.permute_dims(value, order))
 
 
 # The results of the functions of a loop are the next iteration's number, whether there is one, and others from here on.
@@ -393,7 +482,11 @@ def _outline_step(
                 condition = conditions[0]
             if len(conditions) > 1:
                 condition = importer.bb.emit(relax.op.logical_and(*conditions))
-            stacks = [importer.bb.emit(relax.op.expand_dims(importer.tensor(row), 0)) for row in rows]
+            stacks = [
+                _axis_first(importer, importer.tensor(row), axis) if is_joined
+                else importer.bb.emit(relax.op.expand_dims(importer.tensor(row), 0))
+                for row, axis, is_joined in zip(rows, loop.axes, loop.is_joined, strict=True)
+            ]  # fmt: skip
             return relax.Tuple([following, condition, *map(importer.tensor, values), *stacks])
 
         step = _outline(importer, name, [index, *carried], scope, build)

@@ -5,12 +5,13 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
+import tvm_ffi
 from tvm import relax, tirx
 
 from tvmflow.compiler.onnx.broadcasting import cast_to, simplest
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, elements_at_import
-from tvmflow.compiler.onnx.values import const, dims_of
+from tvmflow.compiler.onnx.values import Array, const, dims_of
 
 
 def convert_reshape(node: Node) -> relax.Expr | None:
@@ -183,6 +184,8 @@ def convert_slice(node: Node) -> relax.Expr | None:
         constants = [node.constant(place) for place in (3, 4)]
         if any(node.input(place) is not None and value is None for place, value in zip((3, 4), constants, strict=True)):
             raise FreeSizeError("axes or steps that are computed from data")
+        if first is None or last is None:
+            _count_bounds(node, 1 if constants[0] is None else constants[0].size)
         count = len(first or last or dims_of(node.integers(1)) or ())
         axes = list(range(count)) if constants[0] is None else constants[0].tolist()
         steps = [1] * len(axes) if constants[1] is None else constants[1].tolist()
@@ -229,6 +232,31 @@ def convert_slice(node: Node) -> relax.Expr | None:
     return cast_to(node.builder, part, sizes)
 
 
+def _count_bounds(node: Node, count: int) -> None:
+    """Cast bounds of which only a run knows how many there are to `count`, which the model checks when it runs."""
+    for place in (1, 2):
+        dims = dims_of(node.inputs[place]) if isinstance(node.inputs[place].ty, relax.TensorType) else None
+        if dims is not None and len(dims) == 1 and not isinstance(dims[0], int):
+            node.inputs[place] = cast_to(node.builder, node.inputs[place], [count])
+
+
+def _split_sum(node: Node, vector: relax.Expr) -> tuple[relax.Expr, Array]:
+    """A vector as the sum of another and of a constant, which is zero where it is no such sum."""
+    source = _definition(node, vector)
+    if isinstance(source, relax.Call) and source.op.name == "relax.add":
+        for value, other in (source.args, reversed(source.args)):
+            number = node.constants(other)
+            if number is not None:
+                return _definition(node, value), number
+    return source, np.array(0)
+
+
+def _definition(node: Node, value: relax.Expr) -> relax.Expr:
+    """The expression that a variable is bound to; a value that is bound to nothing itself."""
+    source = node.builder.lookup_binding(value) if isinstance(value, relax.Var) else value
+    return value if source is None else source
+
+
 def _slice_by_data(node: Node, axes: Sequence[int], steps: Sequence[int]) -> relax.Expr:
     """Write Slice by bounds that are computed from data: they are limited to the dimension when the model runs."""
     data, dims = node.inputs[0], dims_of(node.inputs[0])
@@ -240,6 +268,8 @@ def _slice_by_data(node: Node, axes: Sequence[int], steps: Sequence[int]) -> rel
     # A start before the first element, of a negative step, is the first element.
     highest_begin = emit(relax.op.subtract(whole, const(np.array([int(step < 0) for step in steps]), "int64")))
     bounds = [node.integers(1), node.integers(2)]
+    (start, before), (stop, after) = (_split_sum(node, bound) for bound in bounds)
+    most = after - before if tvm_ffi.structural_equal(start, stop) else None
     if any(step < 0 for step in steps):
         is_backwards = const(np.array([step < 0 for step in steps]), "bool")
         for axis, step in zip(axes, steps, strict=True):
@@ -255,6 +285,9 @@ def _slice_by_data(node: Node, axes: Sequence[int], steps: Sequence[int]) -> rel
     length = emit(relax.op.subtract(emit(relax.op.minimum(end, whole)), begin))
     begins = node.bind(begin)
     lengths = node.bind(emit(relax.op.maximum(length, zero)))
+    if most is not None:
+        for symbol, size in zip(lengths, np.broadcast_to(most, len(lengths)).tolist(), strict=True):
+            node.evaluator.limit(symbol, max(size, 0))
     ends = [node.evaluator.add(*pair) for pair in zip(begins, lengths, strict=True)]
     return relax.op.strided_slice(data, axes, begins, ends, list(map(abs, steps)), assume_inbound=True)
 

@@ -91,13 +91,14 @@ class Node:
         """Return an operand with the dimensions `shape`; sizes that may differ are checked at run time."""
         return with_sizes(self.builder, operand, shape, self.evaluator)
 
-    def bind(self, sizes: relax.Expr) -> list[Any]:
+    def bind(self, sizes: relax.Expr, known: Sequence[Any] | None = None) -> list[Any]:
         """Return a new symbol for each element of an int64 vector that the model computes when it runs.
 
-        The elements must not be negative.
+        The elements must not be negative. `known` has the sizes that elements must be equal to, which the model checks
+        when it runs, and None for the others.
         """
         (count,) = dims_of(sizes)  # type: ignore[misc]
-        return bind_sizes(self.builder, self.evaluator, sizes, count)
+        return bind_sizes(self.builder, self.evaluator, sizes, known or [None] * count)
 
     def text(self, name: str, default: str) -> str:
         """Return the string attribute `name`, or `default` if the node has none."""

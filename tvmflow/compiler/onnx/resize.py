@@ -3,38 +3,45 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from tvm import relax
+from tvm import relax, tirx
 
 from tvmflow.compiler.interpolation import interpolation_weights, source_places
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of
 
+# The largest denominator of a scale by which float32 multiplies sizes exactly: 1.5 is such a scale, 1.7 is not.
+_LARGEST_DENOMINATOR = 1 << 12
+
 
 @dataclass(frozen=True)
 class _Step:
-    """One axis to resize from `size` to `result` elements; both are None where the axis is symbolic.
+    """One axis to resize from `size` to `result` elements, ints or symbolic sizes.
 
-    Coordinates are computed with `scale`, which need not be the quotient of the sizes.
+    Coordinates are computed with `scale`, which need not be the quotient of the sizes. Where one of them is symbolic,
+    so that the axis `is_free`, `scale` may also be a tensor, or None for the quotient.
     """
 
     axis: int
-    size: int | None
-    result: int | None
-    scale: float
+    size: Any
+    result: Any
+    scale: Any
+    is_free: bool = False
 
 
 def convert_resize(node: Node) -> relax.Expr | None:
     """Return the Relax expression of a Resize for which TVM's converter would use wrong scales or ignore an attribute.
 
     It resizes one axis after another: by a product with a matrix of interpolation weights, or by a gather of the
-    nearest neighbours. An image [n, c, h, w] with symbolic h or w is resized by TVM's operator. Returns None, which
-    leaves the node to TVM's converter, before opset 10, and for constant sizes in the forms that TVM computes
-    correctly. Raises FreeSizeError for an input of unknown shape, for scales, sizes or a region that are not constant,
-    and for symbolic dimensions in other forms. Raises UnsupportedFormError for interpolation of integers, for an
-    unknown `coordinate_transformation_mode`, and for a region beyond the data.
+    nearest neighbours. An axis of symbolic size, before or after, is resized by gathers whose places the model computes
+    when it runs; an image [n, c, h, w] by TVM's operator in the forms that TVM computes correctly. Returns None, which
+    leaves the node to TVM's converter, before opset 10, and for constant sizes in such forms. Raises FreeSizeError for
+    an input of unknown shape, for a region that is not constant, and for a symbolic axis with a region, with
+    `antialias`, with a policy for the aspect ratio or with `half_pixel_symmetric`. Raises UnsupportedFormError for
+    interpolation of integers, for an unknown `coordinate_transformation_mode`, and for a region beyond the data.
     """
     if node.opset < 10:
         return None
@@ -44,22 +51,19 @@ def convert_resize(node: Node) -> relax.Expr | None:
     if shape is None:
         raise FreeSizeError("an input of unknown shape")
     axes = [int(axis) % len(shape) for axis in node.attrs.get("axes", range(len(shape)))]
-    results, scales = _results_and_scales(node, shape, axes)
+    results, scales, factors = _results_and_scales(node, shape, axes)
     coordinates = node.text("coordinate_transformation_mode", "half_pixel")
     region = node.constant(1)
     if coordinates == "tf_crop_and_resize" and region is None:
         raise FreeSizeError("a region that is computed")
-    steps, is_exact = _plan_steps(shape, axes, results, scales, coordinates)
-    is_symbolic = any(step.size is None for step in steps)
+    steps, is_exact = _plan_steps(node, shape, axes, results, scales, factors, coordinates)
+    is_symbolic = any(step.is_free for step in steps)
     mode = node.text("mode", "nearest")
     # TVM multiplies by the quotient of the sizes, which moves what lies between two neighbours to either of them.
-    has_ties = mode == "nearest" and coordinates == "align_corners" and not is_symbolic
+    has_ties = mode == "nearest" and coordinates == "align_corners"
     # TVM divides by the distance of the corners of the result.
-    is_thin = coordinates == "align_corners" and any(
-        axis > 1 and axis in scales and round(shape[axis] * scales[axis]) == 1
-        for axis in axes
-        if isinstance(shape[axis], int)
-    )
+    lengths = {axis: shape[axis] for axis in axes if axis > 1} | {step.axis: step.result for step in steps}
+    is_thin = coordinates == "align_corners" and not all(node.evaluator.holds(size > 1) for size in lengths.values())
     if (
         is_exact
         and coordinates in _COORDINATES_OF_TVM
@@ -76,12 +80,13 @@ def convert_resize(node: Node) -> relax.Expr | None:
             return _resize_image(node, shape, axes, results, scales)
         if not has_symbols or not steps:
             return None if steps else data
-    if is_symbolic:
-        raise FreeSizeError("symbolic dimensions in this form")
     if not dtype_of(data).startswith("float") and mode != "nearest":
         raise UnsupportedFormError(f"{mode} interpolation of {dtype_of(data)}")
     result = data
     for step in steps:
+        if step.is_free:
+            result = _resize_free_axis(node, result, step, coordinates)
+            continue
         bounds = (0.0, 1.0)
         if coordinates == "tf_crop_and_resize" and region is not None:
             position = axes.index(step.axis)
@@ -127,34 +132,60 @@ def _resize_image(
 
 def _results_and_scales(
     node: Node, shape: list[Any], axes: list[int]
-) -> tuple[dict[int, Any] | None, dict[int, float]]:
-    """The sizes of the result, where the node gives sizes, and the scales, both by axis.
+) -> tuple[dict[int, Any] | None, dict[int, float], dict[int, relax.Expr]]:
+    """The sizes of the result, where the node gives sizes, the scales, and those that a run computes, all by axis.
 
     Symbolic axes have no scale where the node gives sizes.
     """
     scales, sizes = node.constant(2), node.sizes(3)
     if scales is not None and scales.size > 0:
-        return None, dict(zip(axes, map(float, np.asarray(scales)), strict=True))
-    if sizes is None:
-        raise FreeSizeError("scales or sizes that are computed")
-    results = dict(zip(axes, sizes, strict=True))
+        return None, dict(zip(axes, map(float, np.asarray(scales)), strict=True)), {}
+    if sizes is None and node.input(3) is None:
+        return _computed_scales(node, shape, axes)
+    results = dict(zip(axes, _computed_sizes(node, shape, axes) if sizes is None else sizes, strict=True))
     policy = node.text("keep_aspect_ratio_policy", "stretch")
     static = {axis for axis, size in results.items() if isinstance(shape[axis], int) and isinstance(size, int)}
     if policy == "stretch":
-        return results, {axis: results[axis] / shape[axis] for axis in static}
+        return results, {axis: results[axis] / shape[axis] for axis in static}, {}
     if static != set(axes):
         raise FreeSizeError("keep_aspect_ratio_policy of symbolic dimensions")
     limit = min if policy == "not_larger" else max
     ratio = limit(results[axis] / shape[axis] for axis in axes)
-    return {axis: math.floor(ratio * shape[axis] + 0.5) for axis in axes}, dict.fromkeys(axes, ratio)
+    return {axis: math.floor(ratio * shape[axis] + 0.5) for axis in axes}, dict.fromkeys(axes, ratio), {}
+
+
+def _computed_sizes(node: Node, shape: list[Any], axes: list[int]) -> list[Any]:
+    """The sizes of the axes that the model computes when it runs; those of the batch and the channels must stay."""
+    sizes = node.with_sizes(node.integers(3), [len(axes)])
+    return node.bind(sizes, [shape[axis] if axis < 2 else None for axis in axes])
+
+
+def _computed_scales(
+    node: Node, shape: list[Any], axes: list[int]
+) -> tuple[dict[int, Any], dict[int, float], dict[int, relax.Expr]]:
+    """The sizes of the axes, and their scales, which the model computes when it runs."""
+    scales = node.with_sizes(node.inputs[2], [len(axes)])
+    sizes = node.emit(relax.op.astype(node.vector([shape[axis] for axis in axes]), "float32"))
+    whole = node.emit(relax.op.floor(node.emit(relax.op.multiply(sizes, scales))))
+    kept = [shape[axis] if axis < 2 else None for axis in axes]
+    results = node.bind(node.emit(relax.op.astype(whole, "int64")), kept)
+    places = {axis: const(place, "int64") for place, axis in enumerate(axes) if axis > 1}
+    factors = {axis: node.emit(relax.op.take(scales, place, 0, mode="clip")) for axis, place in places.items()}
+    return dict(zip(axes, results, strict=True)), {}, factors
 
 
 def _plan_steps(
-    shape: list[Any], axes: list[int], results: dict[int, Any] | None, scales: dict[int, float], coordinates: str
+    node: Node,
+    shape: list[Any],
+    axes: list[int],
+    results: dict[int, Any] | None,
+    scales: dict[int, float],
+    factors: dict[int, relax.Expr],
+    coordinates: str,
 ) -> tuple[list[_Step], bool]:
     """The axes that change, and whether each is an axis of the image whose scale is the quotient of its sizes."""
     steps: list[_Step] = []
-    is_exact = True
+    is_exact = not factors
     for axis in axes:
         size = shape[axis]
         if axis not in scales or not isinstance(size, int):
@@ -165,7 +196,8 @@ def _plan_steps(
                 continue
             # A scale that is no whole number need not be the quotient of the sizes.
             is_exact = is_exact and axis >= 2 and float(scales.get(axis, 1.0)).is_integer()
-            steps.append(_Step(axis, None, None, 0.0))
+            result = results[axis] if results is not None else _scaled(node, size, scales[axis])
+            steps.append(_Step(axis, size, result, factors.get(axis, scales.get(axis)), is_free=True))
             continue
         scale = scales[axis]
         result = results[axis] if results is not None else math.floor(np.float32(scale) * np.float32(size))
@@ -177,15 +209,128 @@ def _plan_steps(
     return steps, is_exact
 
 
+def _scaled(node: Node, size: Any, scale: float) -> Any:
+    """A symbolic size times a scale, rounded down."""
+    factor = Fraction(scale)
+    if factor.denominator <= _LARGEST_DENOMINATOR:
+        return node.evaluator.simplify(tirx.floordiv(size * factor.numerator, factor.denominator))
+    product = relax.op.multiply(_as_float(node, size), const(scale, "float32"))
+    whole = relax.op.reshape(node.emit(relax.op.floor(node.emit(product))), [1])
+    return node.bind(node.emit(relax.op.astype(node.emit(whole), "int64")))[0]
+
+
+def _as_float(node: Node, size: Any) -> relax.Expr:
+    """A size as a float32 tensor without dimensions."""
+    if isinstance(size, int):
+        return const(size, "float32")
+    return node.emit(relax.op.astype(node.emit(relax.op.reshape(node.vector([size]), ())), "float32"))
+
+
+def _resize_free_axis(node: Node, data: relax.Expr, step: _Step, coordinates: str) -> relax.Expr:
+    """`data` with one axis resized, whose size before or after only a run knows."""
+    mode, emit, axis = node.text("mode", "nearest"), node.emit, step.axis
+    if node.attrs.get("antialias", 0):
+        raise FreeSizeError("antialias of symbolic dimensions")
+    last = emit(relax.op.subtract(_as_float(node, step.size), const(1, "float32")))
+    places = _free_places(node, step, last, coordinates)
+
+    def clamped(value: relax.Expr) -> relax.Expr:
+        return emit(relax.op.minimum(emit(relax.op.maximum(value, const(0, "float32"))), last))
+
+    def taken(value: relax.Expr) -> relax.Expr:
+        taken_values = emit(relax.op.take(data, emit(relax.op.astype(clamped(value), "int64")), axis, mode="clip"))
+        dims = dims_of(data) or []
+        return node.with_sizes(taken_values, [*dims[:axis], step.result, *dims[axis + 1 :]])
+
+    if mode == "nearest":
+        shift, rounding = _FREE_ROUNDINGS[node.text("nearest_mode", "round_prefer_floor")]
+        return taken(emit(rounding(emit(relax.op.add(places, const(shift, "float32"))))))
+    if mode == "linear":
+        places = clamped(places)
+    lower = emit(relax.op.floor(places))
+    distance = emit(relax.op.subtract(places, lower))
+    taps = [emit(relax.op.add(lower, const(tap, "float32"))) for tap in ((0, 1) if mode == "linear" else _CUBIC_TAPS)]
+    if mode == "linear":
+        weights = [emit(relax.op.subtract(const(1, "float32"), distance)), distance]
+    else:
+        weights = _cubic_weights(node, distance, node.attrs.get("cubic_coeff_a", -0.75))
+    if mode == "cubic" and node.attrs.get("exclude_outside", 0):
+        weights = [
+            emit(relax.op.where(emit(relax.op.equal(tap, clamped(tap))), weight, const(0, "float32")))
+            for tap, weight in zip(taps, weights, strict=True)
+        ]
+        total = _sum(node, weights)
+        weights = [emit(relax.op.divide(weight, total)) for weight in weights]
+    column = [step.result, *[1] * (int(data.ty.ndim) - axis - 1)]
+    dtype = dtype_of(data)
+    parts = []
+    for tap, weight in zip(taps, weights, strict=True):
+        weight = emit(relax.op.reshape(node.with_sizes(weight, [step.result]), column))
+        weight = weight if dtype == "float32" else emit(relax.op.astype(weight, dtype))
+        parts.append(emit(relax.op.multiply(taken(tap), weight)))
+    return _sum(node, parts)
+
+
+def _free_places(node: Node, step: _Step, last: relax.Expr, coordinates: str) -> relax.Expr:
+    """The place in the axis of each element of the result, as `interpolation.source_places` has it, in float32."""
+    emit, half, one = node.emit, const(0.5, "float32"), const(1, "float32")
+    x = emit(relax.op.astype(emit(relax.op.arange(0, step.result, 1, "int64")), "float32"))
+    length = _as_float(node, step.result)
+    if coordinates == "align_corners":
+        corners = emit(relax.op.maximum(emit(relax.op.subtract(length, one)), one))
+        return emit(relax.op.divide(emit(relax.op.multiply(x, last)), corners))
+    if isinstance(step.scale, float):
+        scale = const(step.scale, "float32")
+    else:
+        scale = emit(relax.op.divide(length, _as_float(node, step.size))) if step.scale is None else step.scale
+    if coordinates == "asymmetric":
+        return emit(relax.op.divide(x, scale))
+    if coordinates not in ("half_pixel", "pytorch_half_pixel", "tf_half_pixel_for_nn"):
+        raise FreeSizeError(f"coordinate_transformation_mode {coordinates!r} of symbolic dimensions")
+    places = emit(relax.op.divide(emit(relax.op.add(x, half)), scale))
+    if coordinates == "tf_half_pixel_for_nn":
+        return places
+    places = emit(relax.op.subtract(places, half))
+    if coordinates == "pytorch_half_pixel":
+        places = emit(relax.op.where(emit(relax.op.greater(length, one)), places, const(0, "float32")))
+    return places
+
+
+# The elements that a cubic interpolation weights, counted from the one before the place.
+_CUBIC_TAPS = (-1, 0, 1, 2)
+
+
+def _cubic_weights(node: Node, distance: relax.Expr, alpha: float) -> list[relax.Expr]:
+    """The weights of the four elements around a place, which is `distance` behind the second of them."""
+    weights = []
+    for tap in _CUBIC_TAPS:
+        away = relax.op.subtract(distance, const(tap, "float32"))
+        away = node.emit(relax.op.abs(node.emit(away)))
+        is_near = tap in (0, 1)
+        factors = (alpha + 2, -(alpha + 3), 0.0, 1.0) if is_near else (alpha, -5 * alpha, 8 * alpha, -4 * alpha)
+        value = const(factors[0], "float32")
+        for factor in factors[1:]:
+            value = node.emit(relax.op.add(node.emit(relax.op.multiply(value, away)), const(factor, "float32")))
+        weights.append(value)
+    return weights
+
+
+def _sum(node: Node, values: list[relax.Expr]) -> relax.Expr:
+    total = values[0]
+    for value in values[1:]:
+        total = node.emit(relax.op.add(total, value))
+    return total
+
+
 def _resize_axis(
     node: Node, data: relax.Expr, step: _Step, coordinates: str, region: tuple[float, float]
 ) -> relax.Expr:
     """`data` with one axis, of a known size, resized."""
-    size, axis = step.size or 0, step.axis
+    size, axis = step.size, step.axis
     mode = node.text("mode", "nearest")
     dtype = "float32" if mode == "nearest" else "float64"
     try:
-        places = source_places(size, step.result or 0, step.scale, coordinates, region, dtype).astype("float64")
+        places = source_places(size, step.result, step.scale, coordinates, region, dtype).astype("float64")
     except ValueError:
         raise UnsupportedFormError(f"coordinate_transformation_mode {coordinates!r}") from None
     if coordinates == "tf_crop_and_resize" and ((places < 0) | (places > size - 1)).any():
@@ -216,4 +361,11 @@ _ROUNDINGS: dict[str, Callable[[Array], Array]] = {
     "round_prefer_ceil": lambda x: np.floor(x + 0.5),
     "floor": np.floor,
     "ceil": np.ceil,
+}
+# What is added to places before they are rounded, and how.
+_FREE_ROUNDINGS: dict[str, tuple[float, Callable[[relax.Expr], relax.Expr]]] = {
+    "round_prefer_floor": (-0.5, relax.op.ceil),
+    "round_prefer_ceil": (0.5, relax.op.floor),
+    "floor": (0.0, relax.op.floor),
+    "ceil": (0.0, relax.op.ceil),
 }

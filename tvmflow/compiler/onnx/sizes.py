@@ -30,6 +30,8 @@ LARGEST_SIZE = 10**9
 _LARGEST_POWER = 8
 # No model is known to need a larger size at least.
 _LARGEST_LEAST = 1 << 20
+# The function of the virtual machine that makes a shape of a vector of sizes.
+READ_SHAPE = "vm.builtin.tensor_to_shape"
 
 
 class NotEvaluatedError(Exception):
@@ -87,14 +89,18 @@ def materialise(builder: relax.BlockBuilder, sizes: Sizes, shape: tuple[int, ...
     return value if shape == (len(items),) else builder.emit(relax.op.reshape(value, shape))
 
 
-def bind_sizes(builder: relax.BlockBuilder, evaluator: "SizeEvaluator", value: relax.Expr, count: int) -> list[Any]:
-    """Return a new symbol for each of the `count` elements of an int64 vector that the model computes when it runs.
+def bind_sizes(
+    builder: relax.BlockBuilder, evaluator: "SizeEvaluator", value: relax.Expr, known: Sequence[Any]
+) -> list[Any]:
+    """Return the elements of an int64 vector that the model computes when it runs: those of `known`.
 
-    The elements must not be negative.
+    In place of None, `known` gets a new symbol. The model checks the other elements. No element may be negative.
     """
-    symbols = [evaluator.unknown_size() for _ in range(count)]
-    builder.match_cast(builder.emit(relax.op.tensor_to_shape(value)), relax.ShapeType(symbols))
-    return symbols
+    sizes = [evaluator.unknown_size() if size is None else size for size in known]
+    # TVM's operator for this would give each size a second symbol, and replace the first one not everywhere.
+    shape = relax.op.call_pure_packed(READ_SHAPE, value, ty_args=relax.ShapeType(ndim=len(sizes)))
+    builder.match_cast(builder.emit(shape), relax.ShapeType(sizes))
+    return sizes
 
 
 def elements_at_import(builder: relax.BlockBuilder, value: relax.Expr) -> list[Any]:
@@ -222,6 +228,10 @@ class SizeEvaluator:
         symbol = tirx.Var(f"size_{self._new_symbols}", "int64")
         self._declare(symbol, 0)
         return symbol
+
+    def limit(self, symbol: tirx.Var, most: int) -> None:
+        """Declare that a symbol that `unknown_size` returned is at most `most`."""
+        self._analyzer.update(symbol, sym.ConstIntBound(0, most), True)
 
     def expression(self, size: Any) -> Any:
         """Return a size with each symbol that `new_symbol` returned replaced by its expression."""

@@ -16,6 +16,7 @@ from tvmflow.compiler.passes.fusion import MarkFollowers, SeparateActivations, S
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
+from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.packing import BindWeights, PackAtLoad
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.sizes import NameSizes
@@ -78,6 +79,7 @@ def pass_names() -> list[str]:
     """Return the names of this project's passes, sorted, in the form that TVM's pass context takes."""
     ours = [*canonicalize(), *layout(NARROWEST)]
     others = {
+        "BindSizesFirst",
         "ComposeAttention",
         "FuseBlocks",
         "StrassenProducts",
@@ -162,6 +164,7 @@ def lower_passes(
         relax.transform.FoldConstant(),
         relax.transform.DeadCodeElimination(),
         relax.transform.FuseOps(),
+        BindSizesFirst(),
         relax.transform.FuseTIR(),
         relax.transform.DeadCodeElimination(),
         NameSizes(products=True),

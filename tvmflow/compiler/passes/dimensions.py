@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import tvm
@@ -205,6 +206,11 @@ def _convolve(
     )
 
 
+def _slice_between(data: relax.Expr, begin: int, end: Any, step: int) -> relax.Expr:
+    """Every `step`-th slice of volumes from `begin` to before `end`, which are within the data."""
+    return relax.op.strided_slice(data, [2], [begin], [end], [step], assume_inbound=True)
+
+
 def _conv3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     """Write a 3D convolution as a 2D one: the input slices that an output slice reads are an image's channels."""
     attrs, weight = call.attrs, rewriter.constant(call.args[1])
@@ -222,9 +228,7 @@ def _conv3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     slices = data
     if taps > 1 or deep > 1:
         parts = [
-            rewriter.emit(
-                relax.op.strided_slice(data, [2], [tap * step], [tap * step + (count - 1) * deep + 1], [deep])
-            )
+            rewriter.emit(_slice_between(data, tap * step, tap * step + (count - 1) * deep + 1, deep))
             for tap in range(taps)
         ]
         slices = rewriter.emit(relax.op.concat(parts, 1)) if taps > 1 else parts[0]

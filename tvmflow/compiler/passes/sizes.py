@@ -128,8 +128,10 @@ def _is_symbolic(function: PrimFunc) -> bool:
 
 def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
     """A function with names of its own for the sizes of its tensors."""
-    shapes = [_dims(param) for param in function.params]
     arguments = len(call.args[1].fields)
+    if products:
+        function = _by_results(function, arguments)
+    shapes = [_dims(param) for param in function.params]
     variables: dict[tirx.Var, tuple[int, int | None]] = {}
     for place, (param, shape) in enumerate(zip(function.params, shapes, strict=True)):
         if shape is None:
@@ -192,17 +194,49 @@ def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
     return _Callee(whole, tensors, [values[item] for item in symbols], variables)
 
 
+def _by_results(function: PrimFunc, arguments: int) -> PrimFunc:
+    """A function that has variables for the sizes of its results rather than for those a number larger or smaller.
+
+    A convolution without padding has a result of `h - 2` lines. TVM writes a product of that as `h * 4 - 8`, and then
+    proves nothing of a loop that runs through several such dimensions. The first `arguments` are no results.
+    """
+    scalars = {param for param in function.params if not tirx.is_buffer_var(param)}
+    results = [dim for param in function.params[arguments:] for dim in _dims(param) or ()]
+    kept = {dim for dim in results if isinstance(dim, tirx.Var)} | scalars
+    analyzer = tvm.sym.Analyzer()
+    new: dict[tirx.Var, Any] = {}
+    for dim in results:
+        variables = _variables([dim]) if isinstance(dim, tirx.Add | tirx.Sub) else []
+        if len(variables) != 1 or variables[0] in kept or variables[0] in new:
+            continue
+        number = analyzer.simplify(dim - variables[0])
+        if isinstance(number, tirx.IntImm):
+            new[variables[0]] = tirx.Var(f"result{len(new)}", dim.ty) - int(number)
+    if not new:
+        return function
+
+    def replace(expr: Any) -> Any:
+        if not str(expr.ty).startswith("int") or not new.keys() & {*_variables([expr])}:
+            return expr
+        return analyzer.simplify(tvm_ffi.structural_map(expr, [(tirx.Var, lambda item: new.get(item, item))]))
+
+    return tvm_ffi.structural_map(
+        function, [(_COMPOUND, replace), (tirx.Var, lambda item: new.get(item, item))], order="pre"
+    )
+
+
 def _split_number(dim: Any) -> tuple[Any, Any]:
     """An expression as a sum of another and of a number, the number last in TVM's order; 0 where it has none."""
     return (dim.a, dim.b) if isinstance(dim, tirx.Add) and isinstance(dim.b, tirx.IntImm) else (dim, 0)
 
 
 def _is_alone(core: Any, function: PrimFunc) -> bool:
-    """Whether an expression is a product of variables that a function reads in this product alone.
+    """Whether an expression is a product of sizes that a function reads in this product alone, better as a variable.
 
-    TVM proves nothing of a quotient by such a product, so no loop that runs through one could be tiled.
+    TVM proves little of a quotient by or of such a product, so loops that run through one could not be tiled. A size
+    times a number stays where the function divides it by nothing, or without remainder: that it is a multiple helps.
     """
-    if not isinstance(core, tirx.Mul) or isinstance(core.b, tirx.IntImm):
+    if not isinstance(core, tirx.Mul) or (isinstance(core.b, tirx.IntImm) and not _is_divided(core, function)):
         return False
     key = _key(core)
     size = tirx.Var("size", core.ty)
@@ -211,6 +245,26 @@ def _is_alone(core: Any, function: PrimFunc) -> bool:
     )
     dims = [_dims(param) or [] for param in mapped.params]
     return not {*variables_of([core])} & {*variables_of([*dims, mapped.body])}
+
+
+def _is_divided(core: Any, function: PrimFunc) -> bool:
+    """Whether a function divides an expression, or a sum of it and others, and rounds the quotient."""
+    key, has_any = _key(core), False
+
+    def visit(quotient: tirx.FloorDiv) -> tvm_ffi.WalkResult:
+        nonlocal has_any
+        has_any = has_any or any(_key(part) == key for part in _terms(quotient.a))
+        return tvm_ffi.WalkResult.ADVANCE
+
+    tvm_ffi.structural_walk(function.body, [(tirx.FloorDiv, visit)])
+    return has_any
+
+
+def _terms(expr: Any) -> Iterable[Any]:
+    """The terms of a sum."""
+    if isinstance(expr, tirx.Add | tirx.Sub):
+        return [*_terms(expr.a), *_terms(expr.b)]
+    return [expr]
 
 
 def _by_quotients(expr: tirx.FloorDiv, quotients: Sequence[tirx.FloorDiv], table: Mapping[Any, Any]) -> Any:
