@@ -206,7 +206,7 @@ def _by_results(function: PrimFunc, arguments: int) -> PrimFunc:
     analyzer = tvm.sym.Analyzer()
     new: dict[tirx.Var, Any] = {}
     for dim in results:
-        variables = _variables([dim]) if isinstance(dim, tirx.Add | tirx.Sub) else []
+        variables = variables_of([dim]) if isinstance(dim, tirx.Add | tirx.Sub) else []
         if len(variables) != 1 or variables[0] in kept or variables[0] in new:
             continue
         number = analyzer.simplify(dim - variables[0])
@@ -216,7 +216,7 @@ def _by_results(function: PrimFunc, arguments: int) -> PrimFunc:
         return function
 
     def replace(expr: Any) -> Any:
-        if not str(expr.ty).startswith("int") or not new.keys() & {*_variables([expr])}:
+        if not str(expr.ty).startswith("int") or not new.keys() & {*variables_of([expr])}:
             return expr
         return analyzer.simplify(tvm_ffi.structural_map(expr, [(tirx.Var, lambda item: new.get(item, item))]))
 
