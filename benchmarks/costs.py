@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,20 +171,33 @@ def _together(
 def _in_turn(
     lower: "Lower", kind: str, overrides: Mapping[str, str], times: "_Times"
 ) -> "Iterator[tuple[Site, list[tuple[int, Option]]]]":
-    """Measure the two options of each decision of a kind by all functions in which they differ; else as `_together`."""
-    from tvmflow.tuning.decisions import without
+    """Measure the two options of each decision of a kind by all functions in which they differ; else as `_together`.
 
+    Both options of a decision that the network has at several places are measured at all of them, and divided by their
+    number.
+    """
     sites, functions = lower(overrides)
     for site in sites.values():
         if site.kind != kind or len(site.cycles) != 2:
             continue
         _, others = lower({**overrides, site.key: site.options[1]})
-        groups = without(functions, others), without(others, functions)
-        options = [
-            (1, Option(name=name, cycles=cycles, seconds=times.of_calls(group)))
-            for name, cycles, group in zip(site.options, site.cycles, groups, strict=True)
-        ]
+        groups = excess(functions, others), excess(others, functions)
+        places = max((item.calls for group in groups for item in group if item.subject == site.subject), default=1)
+        options = []
+        for name, cycles, group in zip(site.options, site.cycles, groups, strict=True):
+            seconds = times.of_calls(group)
+            seconds = None if seconds is None else seconds / places
+            options.append((places, Option(name=name, cycles=cycles, seconds=seconds)))
         yield site, options
+
+
+def excess(functions: "Sequence[Function]", others: "Sequence[Function]") -> "list[Function]":
+    """Return the functions with the calls that they have more than the functions of the same code in `others`."""
+    from tvmflow.tuning.traces import workload_key
+
+    calls = {workload_key(item.scheduled): item.calls for item in others}
+    more = ((item, item.calls - calls.get(workload_key(item.scheduled), 0)) for item in functions)
+    return [replace(item, calls=count) for item, count in more if count > 0]
 
 
 class _Times:

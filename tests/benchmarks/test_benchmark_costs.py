@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tvm
 from onnx import helper
 
 from support.models import save_model
+from tvmflow.tuning.decisions import Function
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -43,6 +45,17 @@ def test_the_loss_is_that_of_the_first_options_and_leaves_out_what_was_not_measu
     assert measured.loss == pytest.approx(5 / 4 - 1)
     assert costs.Costs(decisions=(), clock=1.0).loss is None
     assert costs.Costs(decisions=(), clock=1.0).correlation is None
+
+
+def test_options_differ_by_the_calls_that_only_one_of_them_has(module: Callable[[str], ModuleType]) -> None:
+    def functions(**calls: int) -> list[Function]:
+        functions = {name: tvm.tirx.PrimFunc([], tvm.tirx.Evaluate(place)) for place, name in enumerate("abc")}
+        return [Function(name, functions[name], functions[name], name, count) for name, count in calls.items()]
+
+    excess = module("costs").excess
+    one, other = functions(a=5, b=2), functions(a=3, c=1)
+    assert {item.name: item.calls for item in excess(one, other)} == {"a": 2, "b": 2}
+    assert {item.name: item.calls for item in excess(other, one)} == {"c": 1}
 
 
 @pytest.mark.long
