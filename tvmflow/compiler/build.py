@@ -4,6 +4,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,13 +106,13 @@ class CompiledModel:
     `schedule_rule`. `params` are the packed weights, in the order in which `main` takes them after the inputs; it is
     empty unless `weights` is "apart". `weights` says where the weights are: in the library ("inside"), in `params`
     ("apart"), or in the library, which packs some of them when it is loaded ("unpacked"). `pass_timings` are pairs of a
-    pass and its seconds, without the seconds of the passes that it runs. `schedules` are pairs of a function and the
-    rule that scheduled it. `variants` gives, for each function beside `main`, the sizes of symbolic dimensions that it
-    is compiled for. `algorithms` are the algorithms of fewer multiplications that the library uses, by name. `threads`
-    is the number of worker threads that the schedules assume. `arch` is the architecture of the target.
-    `cross_compiler` is the command that links the library, None for the compiler of this machine. `inspected` are the
-    parts of the build that the Inspection asked for. `fresh_outputs` is true where every call writes all outputs to
-    memory that nothing else uses.
+    pass and its seconds on all cores together, without the seconds of the passes that it runs. `schedules` are pairs of
+    a function and the rule that scheduled it. `variants` gives, for each function beside `main`, the sizes of symbolic
+    dimensions that it is compiled for. `algorithms` are the algorithms of fewer multiplications that the library uses,
+    by name. `threads` is the number of worker threads that the schedules assume. `arch` is the architecture of the
+    target. `cross_compiler` is the command that links the library, None for the compiler of this machine. `inspected`
+    are the parts of the build that the Inspection asked for. `fresh_outputs` is true where every call writes all
+    outputs to memory that nothing else uses.
     """
 
     executable: Any
@@ -270,15 +271,16 @@ def build(
             scheduled = add_direct_main(scheduled, codegen.PART)
         native = code_target(target.tvm)
         pipeline = _finalize(target, native)
+        is_inspected = bool(inspect.before or inspect.after)
         try:
-            executable = compile_module(scheduled, native, pipeline, options.exec_mode, cache)
+            executable = compile_module(scheduled, native, pipeline, options.exec_mode, cache, is_inspected)
         except Exception:
             # TVM refuses a few schedules only when it generates code: their functions get simpler ones.
             simpler_schedules = _replace_refused(scheduled, lowered, schedules, target)
             if simpler_schedules is None:
                 raise
             schedules = simpler_schedules
-            executable = compile_module(scheduled, native, pipeline, options.exec_mode, cache)
+            executable = compile_module(scheduled, native, pipeline, options.exec_mode, cache, is_inspected)
         bare = _with_rules(bare, schedules)
         inspected.code.update(code_of(inspect.code, bare, scheduled, executable))
     return CompiledModel(
@@ -488,18 +490,21 @@ def list_passes() -> tuple[str, ...]:
 
 @tvm.instrument.pass_instrument
 class _Timing:
-    """Sums the seconds of each pass, without those of the passes that it runs."""
+    """Sums the seconds of each pass over all threads, without those of the passes that it runs."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self._seconds = seconds
-        self._running: list[list[float]] = []
+        self._lock = threading.Lock()
+        self._running: dict[int, list[list[float]]] = {}
 
     def run_before_pass(self, _mod: tvm.IRModule, _info: tvm.transform.PassInfo) -> None:
-        self._running.append([time.perf_counter(), 0.0])
+        self._running.setdefault(threading.get_ident(), []).append([time.perf_counter(), 0.0])
 
     def run_after_pass(self, _mod: tvm.IRModule, info: tvm.transform.PassInfo) -> None:
-        start_time, inner = self._running.pop()
+        running = self._running[threading.get_ident()]
+        start_time, inner = running.pop()
         elapsed = time.perf_counter() - start_time
-        self._seconds[info.name] = self._seconds.get(info.name, 0.0) + elapsed - inner
-        if self._running:
-            self._running[-1][1] += elapsed
+        with self._lock:
+            self._seconds[info.name] = self._seconds.get(info.name, 0.0) + elapsed - inner
+        if running:
+            running[-1][1] += elapsed

@@ -2,7 +2,7 @@
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from tvm.tirx.build import codegen_build
 from tvmflow import cores
 from tvmflow.bundle import DIRECT_MAIN
 from tvmflow.compiler.divisions import lower_divisions
+from tvmflow.compiler.quotients import unify_quotients
 from tvmflow.compiler.short_loops import run_short_loops_alone
 
 _DIGEST_SIZE = hashlib.sha256().digest_size
@@ -43,11 +44,13 @@ def compile_module(
     pipeline: tvm.transform.Pass,
     exec_mode: str,
     cache: Path | None = None,
+    in_order: bool = False,
 ) -> Any:
     """Run `pipeline` on a scheduled module, generate its code, and return TVM's executable for the virtual machine.
 
     The pipeline holds all passes after scheduling and generates no code itself. `exec_mode` is `bytecode` (interpreted)
-    or `compiled`. All cores that the process may use generate code. Raises TVM's own errors.
+    or `compiled`. All cores that the process may use lower functions and generate code. With `in_order` TVM's passes
+    lower one part of the library after another, for instruments that read the modules. Raises TVM's own errors.
 
     `cache` is a folder of object files that several processes may share; without it, the code stays in memory. A file
     has the code of a part of the library, and its name is the SHA-256 of the part's functions (without weights), TVM's
@@ -67,7 +70,7 @@ def compile_module(
         # Compiled code and the direct form of `main` call functions by their symbols, known within a part alone.
         calls_by_symbols = exec_mode != "bytecode" or DIRECT_MAIN in _symbols(functions)
         parts = _parts(functions, len(functions.functions) if calls_by_symbols else PART)
-        library, *others = _generate(parts, target, cache)
+        library, *others = _generate(parts, target, cache, in_order)
         for other in others:
             library.import_module(other)
     constants = dict((mod.attrs or {}).get("const_name_to_constant", {}))
@@ -75,39 +78,75 @@ def compile_module(
 
 
 def _parts(functions: tvm.IRModule, size: int) -> list[tvm.IRModule]:
-    """Divide a module into modules of `size` functions, in the order of their names."""
+    """Divide a module into modules of at most `size` functions, of about as many each.
+
+    Functions of one kind, whose names begin alike, go to different parts, so that all parts are about as much work.
+    """
     items = sorted(functions.functions_items(), key=lambda item: str(item[0].name_hint))
+    count = -(-len(items) // size)
+    return [tvm.IRModule(dict(items[place::count]), attrs=functions.attrs) for place in range(count)]
+
+
+def _generate(parts: list[tvm.IRModule], target: tvm.target.Target, cache: Path | None, in_order: bool) -> list[Any]:
+    """Return the code of each part as a module of TVM, from the cache where it has it."""
+    places = [None if cache is None else cache / f"{_key(part, target)}.o" for part in parts]
+    contents = [None if place is None else _read(place) for place in places]
+    missing = [part for part, content in zip(parts, contents, strict=True) if content is None]
+    # LLVM's options, which a target can set, are those of the whole process while its code is generated.
+    has_options = bool(target.attrs.get("cl-opt"))
+    with ThreadPoolExecutor(cores.count()) as pool, ThreadPoolExecutor(1 if has_options else cores.count()) as coders:
+        lowered = iter([_lower(part, target) for part in missing] if in_order else _lower_all(missing, target, pool))
+        jobs = [
+            partial(_static_library, content, sorted(_symbols(part)))
+            if content is not None
+            else partial(_code, part, next(lowered), target, place)
+            for part, content, place in zip(parts, contents, places, strict=True)
+        ]
+        return list(coders.map(lambda job: job(), jobs))
+
+
+def _lower_all(parts: list[tvm.IRModule], target: tvm.target.Target, pool: ThreadPoolExecutor) -> list[tvm.IRModule]:
+    """Lower parts of a library, each function by itself, so that all cores have about as much to do."""
+    functions = [(place, item) for place, part in enumerate(parts) for item in part.functions_items()]
+    # The longest ones first: the last to end would else have a core to itself.
+    functions.sort(key=lambda function: -len(tvm.ir.save_json(function[1][1])))
+    # The pass context is a thread's own.
+    context = tvm.transform.PassContext.current()
+
+    def lower(function: tuple[int, tuple[tvm.ir.GlobalVar, PrimFunc]]) -> tvm.IRModule:
+        place, item = function
+        with tvm.transform.PassContext(
+            opt_level=context.opt_level,
+            required_pass=context.required_pass,
+            disabled_pass=context.disabled_pass,
+            instruments=context.instruments,
+            config=context.config,
+        ):
+            return _lower(tvm.IRModule(dict([item]), attrs=parts[place].attrs), target)
+
+    lowered: list[dict[str, tuple[tvm.ir.GlobalVar, PrimFunc]]] = [{} for _ in parts]
+    for (place, _), mod in zip(functions, pool.map(lower, functions), strict=True):
+        # A function alone in a module is said to be the one that a library starts with.
+        lowered[place] |= {
+            str(variable.name_hint): (variable, function.without_attr("tirx.is_entry_func"))
+            for variable, function in mod.functions_items()
+        }
     return [
-        tvm.IRModule(dict(items[place : place + size]), attrs=functions.attrs) for place in range(0, len(items), size)
+        tvm.IRModule(dict(item for _, item in sorted(items.items())), attrs=part.attrs)
+        for items, part in zip(lowered, parts, strict=True)
     ]
 
 
-def _generate(parts: list[tvm.IRModule], target: tvm.target.Target, cache: Path | None) -> list[Any]:
-    """Return the code of each part as a module of TVM, from the cache where it has it."""
-    # Passes run in this thread, because the pass context is the thread's own; only code generation is spread.
-    jobs = [_generation(part, target, cache) for part in parts]
-    # LLVM's options, which a target can set, are those of the whole process while its code is generated.
-    threads = 1 if target.attrs.get("cl-opt") else min(len(parts), cores.count())
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(lambda job: job(), jobs))
-
-
-def _generation(part: tvm.IRModule, target: tvm.target.Target, cache: Path | None) -> Callable[[], Any]:
-    """Return what makes the module of a part, in any thread: from its entry in the cache, else by code generation."""
-    if cache is None:
-        return partial(codegen_build, _lower(part, target), target)
-    place, symbols = cache / f"{_key(part, target)}.o", sorted(_symbols(part))
-    content = _read(place)
-    if content is not None:
-        return partial(_static_library, content, symbols)
-    lowered = _lower(part, target)
-    return lambda: _static_library(_write(place, codegen_build(lowered, target)), symbols)
+def _code(part: tvm.IRModule, lowered: tvm.IRModule, target: tvm.target.Target, place: Path | None) -> Any:
+    """Generate the code of a lowered part, write it to its place in the cache if it has one, and return its module."""
+    code = codegen_build(lowered, target)
+    return code if place is None else _static_library(_write(place, code), sorted(_symbols(part)))
 
 
 def _lower(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
     """Run the passes of tvm.tirx.build, which end before code is generated, in this thread's pass context."""
     pipeline, finalize, _ = tvm.tirx.get_default_tir_pipeline(target)
-    bound = tvm.tirx.transform.BindTarget(target.with_host(target))(functions)
+    bound = tvm.tirx.transform.BindTarget(target.with_host(target))(unify_quotients(functions))
     lowered = run_short_loops_alone(finalize()(lower_divisions(pipeline(bound))))
     # TVM's code generator reads this option itself, but the pass context of another thread.
     if tvm.transform.PassContext.current().config.get("tirx.disable_assert", False):
