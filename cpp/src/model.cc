@@ -285,7 +285,7 @@ std::vector<Tensor> Model::DirectOutputs(const std::vector<Tensor>& inputs,
     const DLDataType dtype = ffi::StringToDLDataType(spec.dtype);
     size_t bytes = (dtype.bits + 7) / 8;
     for (const int64_t size : shape) {
-      if (size > static_cast<int64_t>(kLargestDirect)) return {};
+      if (size < 0 || size > static_cast<int64_t>(kLargestDirect)) return {};
       bytes *= static_cast<size_t>(size);
       if (bytes > kLargestDirect) return {};
     }

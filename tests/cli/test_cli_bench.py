@@ -4,12 +4,17 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from support.models import save_dense
 from support.processes import CommandResult
 from support.reports import figures_of, unexplained_figures
 from tasks.peers import Figures
+from tvmflow.bundle import TensorSpec
+from tvmflow.cli.bench import describe_sizes, sizes_of
 from tvmflow.report.bench import write_page
 
 Command = Callable[..., CommandResult]
@@ -31,8 +36,27 @@ def test_a_build_is_measured_beside_onnx_runtime(tvmflow: Command, models: Path)
     assert (ours["load_ms"] > 0, ours["peak_memory"] > 1e6) == (True, True)
     page = Path("bench.html").read_text()
     data = json.loads(re.findall(r'id="data">(.*?)</script>', page)[0])
+    assert data.pop("missing_runs").keys() == document["figures"].keys()
     assert data == document
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.long
+def test_the_sizes_that_free_dimensions_were_measured_at_are_said(tvmflow: Command) -> None:
+    save_dense(Path("dense.onnx"))
+    result = tvmflow("bench", "dense.onnx", "--seconds", "0", "--threads", "1")
+    assert "at which the model runs: batch 1; --input-shapes fixes others" in result.stdout
+    result = tvmflow("bench", "dense.onnx", "--seconds", "0", "--threads", "1", "--input-shapes", "x:[3,4]", "--json")
+    assert result.document["sizes"] == {}
+
+
+def test_sizes_of_free_dimensions_are_those_of_the_sample() -> None:
+    sample = {"input:x": np.zeros((2, 7)), "output:y": np.zeros(2)}
+    manifest = SimpleNamespace(inputs=[TensorSpec(name="x", dtype="float32", shape=("batch", "length"))])
+    assert sizes_of(manifest, sample) == {"batch": 2, "length": 7}  # type: ignore[arg-type]
+    (sentence,) = describe_sizes({"batch": 2, "length": 7})
+    assert "batch 2, length 7" in sentence
+    assert describe_sizes({}) == []
 
 
 def test_a_percentile_without_enough_runs_says_how_many_lack() -> None:

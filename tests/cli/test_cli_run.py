@@ -247,6 +247,14 @@ def test_inputs_can_be_zeros_or_ones_of_any_size(tvmflow: Command, bundle: Path,
     np.testing.assert_allclose(_sum(), _weights(models).sum(0, keepdims=True) + 1, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["ones", "random"])
+def test_a_golden_sample_without_an_input_is_one_sentence(tvmflow: Command, repack: Repack, mode: str) -> None:
+    def leave_one_out(arrays: dict[str, Any]) -> None:
+        del arrays[next(name for name in arrays if name.startswith("input:"))]
+
+    assert "its golden sample lacks input" in tvmflow("run", repack(leave_one_out), "--fill-mode", mode).sentence
+
+
 def test_random_inputs_are_zeros_where_the_golden_sample_has_no_elements() -> None:
     from tvmflow.cli.run import fill_inputs
 

@@ -137,9 +137,7 @@ def test_a_picture_of_bytes_makes_no_quantised_model_and_the_reason_says_it(make
 
 
 def test_a_model_in_which_nothing_takes_time_has_a_reason_as_well(make_model: Any) -> None:
-    path = make_model(
-        [helper.make_node("Reshape", ["x", "shape"], ["y"])], [("x", [4, 6])], ["y"], {"shape": np.array([24])}
-    )
+    path = make_model([helper.make_node("Identity", ["x"], ["y"])], [("x", [4, 6])], ["y"])
     for item in diagnose(path, on_two_cores("x86-64-v4-bf16")).coverage:
         assert item.share is not None or item.reason
 

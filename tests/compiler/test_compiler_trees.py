@@ -11,8 +11,9 @@ from onnx import TensorProto, helper
 from support import builds, scale
 from support.forests import DOMAIN, classifier, draw_forest, regressor, rows
 from support.models import save_model
-from tvmflow.compiler import CompiledModel, import_onnx
+from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
+from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
 
@@ -54,6 +55,23 @@ def test_aggregates_and_targets_equal_onnx_runtime(aggregate: str, assert_all_sa
             _regression(4, per_leaf=2, trees=30, attributes=more),
         ]
     )
+
+
+@pytest.mark.parametrize("trees", [5, 100, 803])
+@pytest.mark.parametrize("targets", [1, 3])
+def test_a_row_has_the_same_scores_to_the_last_bit_in_every_batch(
+    tmp_path: Path, run_built: Any, target: Target, trees: int, targets: int
+) -> None:
+    node = regressor(targets, trees=trees, depth=8, per_leaf=targets)
+    for name, size in (("free", "rows"), ("one", 1), ("many", 1000)):
+        save_model(tmp_path / f"{name}.onnx", [node], [("x", [size, 3])], [("y", [size, targets])])
+    x = rows(1000)
+    free, one, many = (build(import_onnx(tmp_path / f"{name}.onnx"), target) for name in ("free", "one", "many"))
+    (expected,) = run_built(many, x)
+    for model in (free, one):
+        for row in range(0, 1000, 125):
+            np.testing.assert_array_equal(run_built(model, x[row : row + 1])[0], expected[row : row + 1])
+    np.testing.assert_array_equal(run_built(free, x)[0], expected)
 
 
 def _classification(labels: list[int], ids: list[int], **drawn: Any) -> tuple[Any, ...]:

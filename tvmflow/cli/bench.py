@@ -17,7 +17,11 @@ from tvmflow.cli.options import (
 from tvmflow.errors import VerdictError, naming_model
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tasks.peers import Contest, Peer
+    from tvmflow.bundle import Manifest
+    from tvmflow.npz import Array
 
 _PEERS = ("onnxruntime", "openvino", "torch", "torch.compile")
 
@@ -71,11 +75,13 @@ def bench_command(
     """Measure the build of the ONNX file MODEL beside other runtimes, in turn and in fresh processes, on one sample.
 
     A ratio is our latency over the other's: below one, ours is faster. It stands with its interval, which holds the
-    true ratio with a probability of 99 %. A percentile without enough runs is "-".
+    true ratio with a probability of 99 %. A percentile without enough runs is "-". Free dimensions have the first sizes
+    at which the model runs; --input-shapes fixes others.
     """
     from rich.console import Console
 
     from tasks.peers import hold_contest
+    from tvmflow import npz
     from tvmflow import settings as machine
     from tvmflow.bundle import extract
     from tvmflow.target import host
@@ -93,7 +99,8 @@ def bench_command(
     bundle = workspace.path(best.packaged.bundle)
     console = Console(stderr=True)
     with workspace.scratch() as folder, console.status("measuring") as status:
-        extract(bundle, folder)
+        manifest = extract(bundle, folder)
+        sizes = sizes_of(manifest, npz.read(folder / "sample.npz"))
         contest = hold_contest(
             workspace.path(exported.onnx),
             bundle,
@@ -106,16 +113,34 @@ def bench_command(
             progress=lambda done, rounds: status.update(f"measuring, round {done + 1} of {rounds}"),
         )
     ratios = {peer: {"ratio": item.ratio, **item.interval.model_dump()} for peer, item in contest.comparisons.items()}
-    document = {**contest.model_dump(mode="json"), "ratios": ratios}
+    document = {**contest.model_dump(mode="json"), "ratios": ratios, "sizes": sizes}
     if html is not None:
         from tvmflow.report.bench import write_page
 
         with naming_output(html):
-            html.write_text(write_page(model.name, document, describe_ratios(contest)))
+            html.write_text(write_page(model.name, document, [*describe_ratios(contest), *describe_sizes(sizes)]))
     if as_json:
         click.echo(json.dumps(document))
     else:
-        _show(contest)
+        _show(contest, sizes)
+
+
+def sizes_of(manifest: "Manifest", sample: "Mapping[str, Array]") -> dict[str, int]:
+    """Return the sizes of the free dimensions of a bundle's golden `sample`, the arrays of its file."""
+    return {
+        dimension: size
+        for item in manifest.inputs
+        for dimension, size in zip(item.shape, sample[f"input:{item.name}"].shape, strict=True)
+        if isinstance(dimension, str)
+    }
+
+
+def describe_sizes(sizes: "Mapping[str, int]") -> list[str]:
+    """Return the sentence that names the sizes of free dimensions; none for a model without."""
+    if not sizes:
+        return []
+    words = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    return [f"free dimensions have the first sizes at which the model runs: {words}; --input-shapes fixes others"]
 
 
 def describe_ratios(contest: "Contest") -> list[str]:
@@ -124,7 +149,7 @@ def describe_ratios(contest: "Contest") -> list[str]:
     return [*sentences, *(f"{peer} was not measured: {reason}" for peer, reason in contest.failures.items())]
 
 
-def _show(contest: "Contest") -> None:
+def _show(contest: "Contest", sizes: "Mapping[str, int]") -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -148,5 +173,5 @@ def _show(contest: "Contest") -> None:
             "-" if item.joules is None else f"{item.joules:.3g}",
         )
     Console(width=150).print(table, highlight=False)
-    for sentence in describe_ratios(contest):
+    for sentence in (*describe_ratios(contest), *describe_sizes(sizes)):
         click.echo(sentence)

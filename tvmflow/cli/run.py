@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tvmflow.cli.options import naming_output, read_inputs, trace_option
+from tvmflow.errors import BundleError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -158,16 +159,15 @@ def fill_inputs(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> 
     `sizes` must have the size of every symbolic dimension. Random numbers lie between the smallest and the largest
     value that the input has in the bundle's golden sample, so that indices remain valid. If these are equal, random
     numbers of a floating-point input lie between 0 and 1. A random bool is false or true, whatever the sample has.
-    Where the sample's array is empty, all random numbers are 0.
+    Where the sample's array is empty, all random numbers are 0. Raises BundleError for a sample that lacks an input.
     """
     import numpy as np
 
-    sample = model.sample[0]
     generator = np.random.default_rng(0)
     arrays: dict[str, Array] = {}
     for spec in model.inputs:
         shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
-        example = sample[spec.name]
+        example = _example(model, spec.name)
         if mode != "random" or example.size == 0:
             arrays[spec.name] = np.full(shape, mode == "ones", spec.dtype)
         elif example.dtype == bool:
@@ -181,11 +181,21 @@ def fill_inputs(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> 
     return arrays
 
 
+def _example(model: "CompiledModel", name: str) -> "Array":
+    """Return an input in the bundle's golden sample. Raises BundleError for a sample that lacks it."""
+    try:
+        return model.sample[0][name]
+    except KeyError as error:
+        raise BundleError(
+            f"bundle {model.manifest.name!r}: its golden sample lacks input {name!r}; give --inputs, or build it again"
+        ) from error
+
+
 def _sizes(model: "CompiledModel", options: Sequence[str]) -> dict[str, int]:
     """Return the sizes of the symbolic dimensions: those of the options NAME=SIZE, else the golden sample's."""
     sizes: dict[str, int] = {}
     for spec in model.inputs:
-        for dim, size in zip(spec.shape, model.sample[0][spec.name].shape, strict=True):
+        for dim, size in zip(spec.shape, _example(model, spec.name).shape, strict=True):
             if isinstance(dim, str):
                 sizes[dim] = size
     for text in options:

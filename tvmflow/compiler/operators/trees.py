@@ -138,6 +138,8 @@ class Trees:
         }[forest.layout]
         self._base = buffer("base", (forest.targets,), score)
         self._y = buffer("y", (self._rows, forest.targets), score)
+        # For few rows the cores share the trees, in whole groups. Their sums are added in order.
+        self._parts, self._share = self._split()
         # The rows that the paths read: those of `x`, or the ones that are written twice.
         self._values = self._x
 
@@ -159,6 +161,17 @@ class Trees:
         # The builder marks the sequence of statements by an attribute.
         return tirx.PrimFunc([self._x, *tables, self._y], builder.get().body).with_attr(KERNEL, "trees")
 
+    def _split(self) -> tuple[int, int]:
+        """The parts into which the trees of a row are split, and the trees of each part but the last."""
+        forest, machine = self.forest, self._machine
+        # A step reads a line of the row, and one of each table with the threshold and the link.
+        lines = 1 + len(self._nodes)
+        read = forest.trees * min(forest.depth, 2 * _PATHS) * lines * machine.first.line
+        cycles = cost.moving(0, read, 8 * forest.nodes, machine)
+        groups = max(1, forest.trees // _PATHS)
+        share = -(-groups // min(machine.cores, groups)) if cycles >= machine.parallel_cycles else groups
+        return -(-groups // share), share * _PATHS
+
     # -- Which paths are followed together -----------------------------------------------------------------------------
 
     def _by_rows(self) -> None:
@@ -178,41 +191,51 @@ class Trees:
             with T.serial(0, end - begin) as row:
                 self._start(self._y, [begin + row])
             groups = tirx.floordiv(end - begin + (_PATHS - 1), _PATHS)
-            with T.serial(0, self.forest.trees) as tree, T.serial(0, groups) as group:
-                first = begin + group * _PATHS
-                places = [tirx.min(first + path, end - 1) - offset for path in range(_PATHS)]
-                ends = self._follow([(place, self._roots[tree]) for place in places], self._depths[tree])
-                for path in range(_PATHS):
-                    with T.If(first + path < end), T.Then():
-                        self._add(self._y, [first + path], ends[path], tree)
+
+            def follow(first_tree: Any, trees: Any, scores: Any, first_row: Any) -> None:
+                with T.serial(0, trees) as place_of_tree, T.serial(0, groups) as group:
+                    tree, first = first_tree + place_of_tree, begin + group * _PATHS
+                    places = [tirx.min(first + path, end - 1) - offset for path in range(_PATHS)]
+                    ends = self._follow([(place, self._roots[tree]) for place in places], self._depths[tree])
+                    for path in range(_PATHS):
+                        with T.If(first + path < end), T.Then():
+                            self._add(scores, [first + path - first_row], ends[path], tree)
+
+            if self._parts == 1:
+                follow(0, self.forest.trees, self._y, 0)
+            else:
+                # As for few rows: equal rows have equal scores to the last bit.
+                sums = T.alloc_buffer((size, self.forest.targets), self.forest.score, scope="global", layout=None)
+                with T.serial(0, self._parts) as part:
+                    with T.serial(0, end - begin) as row:
+                        self._start(sums, [row])
+                    first = part * self._share
+                    count = tirx.Select(part == self._parts - 1, self.forest.trees - first, self._share)
+                    follow(first, count, sums, begin)
+                    with T.serial(0, end - begin) as row:
+                        self._include(begin + row, sums, row)
             with T.serial(0, end - begin) as row:
                 self._finish(begin + row)
 
     def _by_trees(self) -> None:
         """Follow one row through several trees at a time; the cores share the trees."""
-        forest, machine = self.forest, self._machine
+        forest, parts = self.forest, self._parts
         groups, rest = divmod(forest.trees, _PATHS)
-        # A step reads a line of the row, and one of each table with the threshold and the link.
-        lines = 1 + len(self._nodes)
-        read = forest.trees * min(forest.depth, 2 * _PATHS) * lines * machine.first.line
-        cycles = cost.moving(0, read, 8 * forest.nodes, machine)
-        parts = min(machine.cores, groups) if cycles >= machine.parallel_cycles else 1
-        parts = max(1, parts)
-        share = -(-groups // parts)
         sums = T.alloc_buffer((parts, forest.targets), forest.score, scope="global", layout=None)
         with T.serial(0, self._rows) as row:
             offset = self._write_twice(row, 1, 1)
             with (T.parallel if parts > 1 else T.serial)(0, parts) as part:
                 self._start(sums, [part])
-                with T.serial(0, tirx.max(0, tirx.min(share, groups - part * share))) as group:
-                    first = (part * share + group) * _PATHS
+                groups_of_part = self._share // _PATHS
+                with T.serial(0, tirx.max(0, tirx.min(groups_of_part, groups - part * groups_of_part))) as group:
+                    first = (part * groups_of_part + group) * _PATHS
                     self._follow_trees(row - offset, [first + path for path in range(_PATHS)], sums, [part])
-            self._start(self._y, [row])
             if rest:
-                self._follow_trees(row - offset, [groups * _PATHS + path for path in range(rest)], self._y, [row])
-            with T.serial(0, parts) as part, T.serial(0, forest.targets) as target:
-                total = self._combine(self._y[row, target], sums[part, target])
-                T.buffer_store(self._y, total, [row, target])
+                last = [groups * _PATHS + path for path in range(rest)]
+                self._follow_trees(row - offset, last, sums, [parts - 1])
+            self._start(self._y, [row])
+            with T.serial(0, parts) as part:
+                self._include(row, sums, part)
             self._finish(row)
 
     def _write_twice(self, begin: Any, count: Any, most: int) -> Any:
@@ -295,6 +318,12 @@ class Trees:
 
     def _combine(self, one: Any, other: Any) -> Any:
         return {"MIN": tirx.min, "MAX": tirx.max}.get(self.forest.aggregate, lambda a, b: a + b)(one, other)
+
+    def _include(self, row: Any, sums: Any, place: Any) -> None:
+        """Add the sums at a place to the scores of a row."""
+        with T.serial(0, self.forest.targets) as target:
+            total = self._combine(self._y[row, target], sums[place, target])
+            T.buffer_store(self._y, total, [row, target])
 
     def _start(self, scores: Any, index: Sequence[Any]) -> None:
         with T.serial(0, self.forest.targets) as target:
