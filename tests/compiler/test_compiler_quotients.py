@@ -18,21 +18,27 @@ from tvmflow.compiler.quotients import unify_quotients
 from tvmflow.compiler.schedules import schedule
 from tvmflow.target import Target
 
-TILE = 16
+TILE, LINES = 16, 3
 
 
-def tiled() -> tvm.IRModule:
-    """A function of a free size: tiles of a sum, each after the tiles of its operand that it reads."""
-    size = te.var("size", "int64")
+def tiled(times: int = 1) -> tvm.IRModule:
+    """A function of lines of a free size: the tiles of a line's sums after the tiles of its operand.
+
+    A line has `times` as many elements as the size.
+    """
+    size = te.var("size", "int64") * times
     tiles = (size - 1) // TILE + 1
-    x = te.placeholder((size,), "float32", name="x")
+    x = te.placeholder((LINES, size), "float32", name="x")
     padded = te.compute(
-        (tiles * TILE,), lambda i: tirx.if_then_else(i < size, x[i], tirx.const(0, "float32")), name="padded"
+        (LINES, tiles, TILE),
+        lambda n, i, j: tirx.if_then_else(i * TILE + j < size, x[n, i * TILE + j], tirx.const(0, "float32")),
+        name="padded",
     )
-    y = te.compute((size,), lambda i: padded[i // TILE * TILE + i % TILE] + 1.0, name="y")
+    y = te.compute((LINES, size), lambda n, i: padded[n, i // TILE, i % TILE] + 1.0, name="y")
     sch = Schedule(te.create_prim_func([x, y]))
-    outer, _ = sch.split(sch.get_loops(sch.get_sblock("y"))[0], [None, TILE])
-    sch.compute_at(sch.get_sblock("padded"), outer)
+    line, along = sch.get_loops(sch.get_sblock("y"))
+    sch.split(along, [None, TILE])
+    sch.compute_at(sch.get_sblock("padded"), line)
     return tvm.IRModule({"main": sch.mod["main"].with_attr("global_symbol", "main")})
 
 
@@ -45,19 +51,21 @@ def kinds(function: PrimFunc, *types: type) -> list[Any]:
 
 def quotients_of_sizes(function: PrimFunc) -> list[Any]:
     """The quotients that a function computes from its sizes alone."""
-    sizes = {dim for param in function.params for dim in param.shape}
+    sizes = {size for param in function.params for dim in param.shape for size in tirx.analysis.undefined_vars(dim)}
     return [item for item in kinds(function, tirx.FloorDiv) if sizes.issuperset(tirx.analysis.undefined_vars(item.a))]
 
 
-def test_a_quotient_in_several_forms_gets_one() -> None:
-    forms = [{str(item) for item in quotients_of_sizes(mod["main"])} for mod in (tiled(), unify_quotients(tiled()))]
-    assert [len(found) for found in forms] == [2, 1]
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_quotient_in_several_forms_gets_one(times: int) -> None:
+    before, after = tiled(times), unify_quotients(tiled(times))
+    assert [len({str(item) for item in quotients_of_sizes(mod["main"])}) for mod in (before, after)] == [2, 1]
+    assert [bool(kinds(mod["main"], tirx.Max, tirx.Min)) for mod in (before, after)] == [True, False]
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 100])
 def test_functions_with_unified_quotients_compute_the_same(size: int) -> None:
     main = tvm.tirx.build(unify_quotients(tiled()), target=tvm.target.Target("llvm"))["main"]
-    x, y = np.arange(size, dtype="float32"), tvm.runtime.tensor(np.zeros(size, "float32"))
+    x, y = normal(LINES, size), tvm.runtime.tensor(np.zeros((LINES, size), "float32"))
     main(tvm.runtime.tensor(x), y)
     np.testing.assert_array_equal(y.numpy(), x + 1)
 

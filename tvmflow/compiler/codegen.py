@@ -93,8 +93,8 @@ def _generate(parts: list[tvm.IRModule], target: tvm.target.Target, cache: Path 
     contents = [None if place is None else _read(place) for place in places]
     missing = [part for part, content in zip(parts, contents, strict=True) if content is None]
     # LLVM's options, which a target can set, are those of the whole process while its code is generated.
-    has_options = bool(target.attrs.get("cl-opt"))
-    with ThreadPoolExecutor(cores.count()) as pool, ThreadPoolExecutor(1 if has_options else cores.count()) as coders:
+    threads = 1 if target.attrs.get("cl-opt") else cores.count()
+    with ThreadPoolExecutor(threads) as pool:
         lowered = iter([_lower(part, target) for part in missing] if in_order else _lower_all(missing, target, pool))
         jobs = [
             partial(_static_library, content, sorted(_symbols(part)))
@@ -102,7 +102,7 @@ def _generate(parts: list[tvm.IRModule], target: tvm.target.Target, cache: Path 
             else partial(_code, part, next(lowered), target, place)
             for part, content, place in zip(parts, contents, places, strict=True)
         ]
-        return list(coders.map(lambda job: job(), jobs))
+        return list(pool.map(lambda job: job(), jobs))
 
 
 def _lower_all(parts: list[tvm.IRModule], target: tvm.target.Target, pool: ThreadPoolExecutor) -> list[tvm.IRModule]:

@@ -14,7 +14,7 @@ from tvm.s_tir import SBlockRealize
 from tvm.tirx import For, PrimFunc
 
 _LARGEST = 2**31 - 1
-"""The end of the range of a number of tiles, which TVM must be told."""
+"""The end of the range of a size and of a number of tiles, which TVM must be told."""
 
 
 def unify_quotients(mod: tvm.IRModule) -> tvm.IRModule:
@@ -38,7 +38,7 @@ def _unified(func: PrimFunc) -> PrimFunc:
     # The shapes of parameters stay as they are, and a buffer has one shape.
     if any(_holds_quotient(dim) for dim in dims):
         return func
-    sizes = {dim for dim in dims if isinstance(dim, tirx.Var)}
+    sizes = {size for dim in dims for size in tirx.analysis.undefined_vars(dim)}
     sizes |= {param for param in func.params if not tirx.is_buffer_var(param)}
     table = _Quotients(sizes)
     body = tvm_ffi.structural_map(func.body, [(tirx.FloorDiv, table.replace)], order="pre")
@@ -66,6 +66,9 @@ class _Quotients:
         self._sizes = sizes
         self._variables: dict[Any, tirx.Var] = {}
         self._analyzer = tvm.sym.Analyzer()
+        self._sizes_analyzer = tvm.sym.Analyzer()
+        for size in sizes:
+            _bind_positive(self._sizes_analyzer, size)
 
     def replace(self, expr: tirx.FloorDiv) -> Any:
         """Return the variable of a quotient, plus a number; other quotients stay as they are."""
@@ -80,9 +83,8 @@ class _Quotients:
             variable = tirx.Var(f"quotient{len(self._variables)}", expr.ty)
             self._variables[key] = variable
             self.values[variable] = self._analyzer.simplify(tirx.floordiv(dividend + rest, expr.b))
-            if rest == divisor - 1 and isinstance(dividend, tirx.Var):
-                ends = (tirx.const(end, str(expr.ty.dtype)) for end in (1, _LARGEST))
-                self._analyzer.bind(variable, tvm.ir.Range(*ends))
+            if rest == divisor - 1 and self._sizes_analyzer.can_prove(dividend >= 1):
+                _bind_positive(self._analyzer, variable)
         return self._variables[key] + more if more else self._variables[key]
 
     def shorten_loop(self, loop: For) -> For:
@@ -105,6 +107,12 @@ class _Quotients:
         """Return an expression of quotients and numbers alone in its shortest form; others stay as they are."""
         is_known = all(variable in self.values for variable in tirx.analysis.undefined_vars(expr))
         return self._analyzer.simplify(expr) if is_known else expr
+
+
+def _bind_positive(analyzer: tvm.sym.Analyzer, variable: tirx.Var) -> None:
+    """Tell an analyzer that a variable is at least one."""
+    ends = (tirx.const(end, str(variable.ty.dtype)) for end in (1, _LARGEST))
+    analyzer.bind(variable, tvm.ir.Range(*ends))
 
 
 def _split_number(expr: Any) -> tuple[Any, int]:
