@@ -54,6 +54,13 @@ def test_a_negative_number_by_a_constant_rounds_down(divisor: int) -> None:
     np.testing.assert_array_equal(buffers[1].numpy(), values % divisor)
 
 
+def test_a_function_whose_indices_become_floats_stays() -> None:
+    n, m = (tirx.Var(name, "int64") for name in "nm")
+    x = te.placeholder((m,), "float32", name="x")
+    scaled = te.compute((n,), lambda i: tirx.floormod(i, m).astype("float32") * x[tirx.floormod(i, m)])
+    assert _divisions(lower_divisions(_lowered(te.create_prim_func([x, scaled]))))
+
+
 def test_a_number_that_may_be_negative_by_another_stays() -> None:
     x, y = (te.placeholder((tirx.Var("n", "int64"),), "int64", name=name) for name in "xy")
     quotient = te.compute(x.shape, lambda i: tirx.floordiv(x[i], y[i]))

@@ -22,16 +22,28 @@ _FORMS = {tirx.FloorDiv: tirx.Div, tirx.FloorMod: tirx.Mod}
 def lower_divisions(mod: tvm.IRModule) -> tvm.IRModule:
     """Return a lowered module in which divisions round to zero, where the operands or the divisor allow it.
 
-    Divisions of numbers that may be negative by a size, and of vectors, stay for TVM.
+    Divisions of numbers that may be negative by a size, and of vectors, stay for TVM. So do all of a function that
+    converts indices to floats: TVM's analysis of such a float raises where it knows the range of a quotient.
     """
     functions = dict(mod.functions_items())
     for variable, function in functions.items():
-        if isinstance(function, tirx.PrimFunc):
+        if isinstance(function, tirx.PrimFunc) and not _makes_floats(function.body):
             lower = partial(_lowered, naturals=_Naturals(function.body))
             functions[variable] = function.with_body(
                 tvm_ffi.structural_map(function.body, [(kind, lower) for kind in _FORMS])
             )
     return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def _makes_floats(body: Any) -> bool:
+    """Whether a function's body converts integers that it computes, rather than reads, to floats."""
+
+    def visit(cast: tirx.Cast) -> Any:
+        reads = tvm_ffi.structural_walk(cast.value, (tvm.ir.TensorLoad, tvm_ffi.VisitInterrupt)) is not None
+        is_float = str(cast.ty).startswith(("float", "bfloat"))
+        return tvm_ffi.VisitInterrupt(cast) if is_float and not reads else None
+
+    return tvm_ffi.structural_walk(body, (tirx.Cast, visit)) is not None
 
 
 def _lowered(expr: Any, naturals: "_Naturals") -> Any:
