@@ -8,7 +8,6 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from tvmflow.compiler.onnx.sizes import READ_SHAPE
 from tvmflow.compiler.passes.rewrite import (
     ELEMENT,
     Array,
@@ -87,14 +86,6 @@ def _fold_shape_to_tensor(rewriter: Rewriter, call: relax.Call) -> relax.Expr | 
     return None if shape is None else constant(np.array(shape, "int64"))
 
 
-def _fold_reading_of_shape(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    function, *arguments = call.args
-    if getattr(function, "global_symbol", "") != READ_SHAPE:
-        return None
-    value = rewriter.constant(arguments[0])
-    return None if value is None else relax.ShapeExpr([int(size) for size in value])
-
-
 _NUMBERS = ("float32", "int32", "int64", "bool")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": np.add,
@@ -119,7 +110,6 @@ def evaluate_constants() -> tvm.transform.Pass:
         {
             **{name: (_fold_function(function),) for name, function in _FUNCTIONS.items()},
             "astype": (_fold_cast,),
-            "call_pure_packed": (_fold_reading_of_shape,),
             "expand_dims": (_fold_expand_dims,),
             "permute_dims": (_fold_permute,),
             "reshape": (_fold_reshape,),
