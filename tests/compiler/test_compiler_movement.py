@@ -258,6 +258,16 @@ def test_positions_of_nearest_neighbours_are_rounded_as_onnx_runtime_does(
     assert_same_as_onnxruntime(path, {"x": normal(1, 1, 2, size)})
 
 
+@pytest.mark.parametrize("opset", [18, 19])
+def test_padding_by_the_other_end_is_taken_in_the_opset_that_torch_writes_it_in(
+    opset: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    pad = helper.make_node("Pad", ["x", "widths"], ["y"], mode="wrap")
+    widths = {"widths": np.array([0, 0, 1, 2, 0, 0, 2, 1])}
+    path = make_model([pad], [("x", ["n", 2, "h", 5])], ["y"], widths, opset=opset)
+    assert_same_as_onnxruntime(path, {"x": normal(1, 2, 4, 5)}, {"x": normal(2, 2, 6, 5)})
+
+
 # Attributes of a Resize, its constant scales, else the name of the input that has scales or sizes, and its rank.
 _FREE_RESIZES: list[tuple[dict[str, Any], list[float] | str, int]] = [
     ({"mode": "linear"}, [1, 1, 1.5, 0.75], 4),

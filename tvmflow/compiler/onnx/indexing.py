@@ -270,7 +270,9 @@ def convert_pad(node: Node) -> relax.Expr | None:
     is_computed = (node.input(2) is not None and value is None) or (node.input(3) is not None and axes is None)
     if isinstance(node.input(1), relax.ShapeExpr) and mode == "constant" and not is_computed:
         return _pad_by_sizes(node, dims)
-    if is_computed or widths is None or (node.opset >= 11 and (widths < 0).any()):
+    # The standard has `wrap` since opset 19; torch writes it, and ONNX Runtime takes it, in earlier ones.
+    is_early = mode == "wrap" and 11 <= node.opset < 19
+    if is_computed or widths is None or is_early or (node.opset >= 11 and (widths < 0).any()):
         return _pad_by_places(node, dims)
     if mode != "constant" or dtype_of(data) != "float32" or (widths < 0).any():
         return None
