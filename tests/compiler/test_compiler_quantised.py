@@ -213,3 +213,37 @@ def test_a_range_of_zero_is_quantised_by_a_scale_of_one(
         expected = onnxruntime_outputs(path, {"x": x})
         for ours, theirs in zip(run_built(model, x), expected.values(), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_a_quantised_product_of_batches_with_two_names_equals_onnx_runtime(
+    make_model: MakeModel, run_built: RunBuilt, target: Target
+) -> None:
+    numbers = {"scale": np.array(0.02, "float32"), "zero": np.array(120, "uint8")}
+    operands = ["a", "scale", "zero", "b", "scale", "zero", "scale", "zero"]
+    inputs = [("a", ["n", 4, 6], TensorProto.UINT8), ("b", ["m", 6, 5], TensorProto.UINT8)]
+    path = make_model(
+        [helper.make_node("QLinearMatMul", operands, ["y"])], inputs, [("y", None, TensorProto.UINT8)], numbers
+    )
+    rng = np.random.default_rng(0)
+    feed = {name: rng.integers(0, 256, shape).astype("uint8") for name, shape in (("a", (2, 4, 6)), ("b", (2, 6, 5)))}
+    (ours,) = run_built(build(import_onnx(path), target), *feed.values())
+    (theirs,) = onnxruntime_outputs(path, feed).values()
+    assert np.abs(ours.astype("int32") - theirs.astype("int32")).max() <= 1
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_a_number_that_is_none_is_quantised_as_onnx_runtime_does(
+    dtype: str, make_model: MakeModel, run_built: RunBuilt, target: Target
+) -> None:
+    nodes = [helper.make_node("QuantizeLinear", ["x", name, "zero"], [f"y{name}"], axis=0) for name in ("one", "each")]
+    numbers = {"one": np.array(0.5, "float32"), "each": np.array([0.5, 0.25], "float32"), "zero": np.array(3, dtype)}
+    zeros = numbers | {"zeros": np.array([3, 5], dtype)}
+    nodes[1].input[2] = "zeros"
+    kind = TensorProto.INT8 if dtype == "int8" else TensorProto.UINT8
+    outputs = [("yone", None, kind), ("yeach", None, kind)]
+    path = make_model(nodes, [("x", [2, 6])], outputs, zeros)
+    x = np.array([[np.nan, np.inf, -np.inf, 1.25, 1e30, 0], [np.nan, -1e30, 3.5, -7.25, 0.125, np.nan]], "float32")
+    for ours, theirs in zip(
+        run_built(build(import_onnx(path), target), x), onnxruntime_outputs(path, {"x": x}).values(), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)

@@ -62,8 +62,8 @@ def convert_qlinear_matmul(node: Node) -> relax.Expr:
     """
     if dims_of(_scalar(node, 1)) != []:
         raise UnsupportedFormError("a scale for each row")
-    product = relax.op.matmul(dequantize(node, 0), dequantize(node, 3, -1))
-    return _quantize(node, node.emit(product), 6)
+    operands = agree_in_product(node.builder, [dequantize(node, 0), dequantize(node, 3, -1)], node.evaluator)
+    return _quantize(node, node.emit(relax.op.matmul(*operands)), 6)
 
 
 def convert_qgemm(node: Node) -> relax.Expr:

@@ -42,6 +42,7 @@ _OPERATORS: dict[str, _Definition] = {
     "relax.nn.group_norm": norms.legalize,
     "relax.maximum": partial(elementwise.legalize_extreme, largest=True),
     "relax.minimum": partial(elementwise.legalize_extreme, largest=False),
+    "relax.quantize": elementwise.legalize_quantize,
     **{name: partial(elementwise.legalize, function=function) for name, function in elementwise.FUNCTIONS.items()},
 }
 

@@ -71,6 +71,47 @@ def legalize_extreme(
     return builder.call_te(compute, *operands, primfunc_name_hint=name)
 
 
+def legalize_quantize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
+    """Define the quantisation of float32 numbers to integers of 8 or 16 bits; None for other types.
+
+    A NaN becomes the smallest integer, as in ONNX Runtime: a softmax of masked scores alone is NaN, and models replace
+    what follows of it. TVM's own definition makes the largest integer of it.
+    """
+    data, *parameters = call.args
+    dtype, axis = str(call.ty.dtype), int(call.attrs.axis)
+    if dtype not in ("int8", "uint8", "int16", "uint16") or not is_float32(data):
+        return None
+    numbers = [_single_number(parameter) for parameter in parameters]
+
+    def compute(x: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
+        def element(*index: Any) -> Any:
+            others = iter(tensors)
+            scale, zero = (_parameter(next(others), index, axis) if number is None else number for number in numbers)
+            value = tirx.round(x[index] / scale) + zero.astype("float32")
+            # The value comes first: of NaN and a bound, these take the second one.
+            value = tirx.max(value, tirx.min_value(dtype).astype("float32"))
+            return tirx.min(value, tirx.max_value(dtype).astype("float32")).astype(dtype)
+
+        return te.compute(x.shape, element, name="quantize")
+
+    tensors = [parameter for parameter, number in zip(parameters, numbers, strict=True) if number is None]
+    return builder.call_te(compute, data, *tensors, primfunc_name_hint="quantize")
+
+
+def _single_number(tensor: relax.Expr) -> Any:
+    """The one number of a constant as a constant of TIR; None for other tensors."""
+    if not isinstance(tensor, tvm.ir.GenericConst) or tensor.value.numpy().size != 1:
+        return None
+    value = tensor.value.numpy()
+    return tirx.const(value.item(), str(value.dtype))
+
+
+def _parameter(tensor: te.Tensor, index: Sequence[Any], axis: int) -> Any:
+    """The element of a scale or a zero point for an element of the data: one for all, or one for each along `axis`."""
+    is_single = all(static(size) == 1 for size in tensor.shape)
+    return tensor(*(0 if is_single else index[axis] for _ in tensor.shape))
+
+
 def _is_free_of_nan(tensor: relax.Expr) -> bool:
     return isinstance(tensor, tvm.ir.GenericConst) and not np.isnan(tensor.value.numpy()).any()
 
