@@ -215,17 +215,21 @@ def test_a_range_of_zero_is_quantised_by_a_scale_of_one(
             np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
-def test_a_quantised_product_of_batches_with_two_names_equals_onnx_runtime(
-    make_model: MakeModel, run_built: RunBuilt, target: Target
+@pytest.mark.parametrize("operator", ["QLinearMatMul", "QLinearAdd", "QLinearConcat"])
+def test_quantised_operands_whose_batches_have_two_names_equal_onnx_runtime(
+    operator: str, make_model: MakeModel, run_built: RunBuilt, target: Target
 ) -> None:
     numbers = {"scale": np.array(0.02, "float32"), "zero": np.array(120, "uint8")}
-    operands = ["a", "scale", "zero", "b", "scale", "zero", "scale", "zero"]
-    inputs = [("a", ["n", 4, 6], TensorProto.UINT8), ("b", ["m", 6, 5], TensorProto.UINT8)]
-    path = make_model(
-        [helper.make_node("QLinearMatMul", operands, ["y"])], inputs, [("y", None, TensorProto.UINT8)], numbers
-    )
+    a, b, result = (["a", "scale", "zero"], ["b", "scale", "zero"], ["scale", "zero"])
+    operands = [*result, *a, *b] if operator == "QLinearConcat" else [*a, *b, *result]
+    domain, attributes = ("", {}) if operator == "QLinearMatMul" else ("com.microsoft", {})
+    if operator == "QLinearConcat":
+        attributes = {"axis": 1}
+    node = helper.make_node(operator, operands, ["y"], domain=domain, **attributes)
+    inputs = [("a", ["n", 5, 5], TensorProto.UINT8), ("b", ["m", 5, 5], TensorProto.UINT8)]
+    path = make_model([node], inputs, [("y", None, TensorProto.UINT8)], numbers)
     rng = np.random.default_rng(0)
-    feed = {name: rng.integers(0, 256, shape).astype("uint8") for name, shape in (("a", (2, 4, 6)), ("b", (2, 6, 5)))}
+    feed = {name: rng.integers(0, 256, (2, 5, 5)).astype("uint8") for name in "ab"}
     (ours,) = run_built(build(import_onnx(path), target), *feed.values())
     (theirs,) = onnxruntime_outputs(path, feed).values()
     assert np.abs(ours.astype("int32") - theirs.astype("int32")).max() <= 1

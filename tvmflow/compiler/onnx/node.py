@@ -9,9 +9,10 @@ import tvm
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
-from tvmflow.compiler.onnx.broadcasting import with_sizes
+from tvmflow.compiler.onnx.broadcasting import agree, agree_but_for, with_sizes
 from tvmflow.compiler.onnx.sizes import SizeEvaluator, bind_sizes, materialise
 from tvmflow.compiler.onnx.values import Array, dims_of, dtype_of
+from tvmflow.size_limits import BROADCASTING
 
 # The opset of the operators that converters are composed of.
 _OPSET = 20
@@ -108,8 +109,13 @@ class Node:
     def apply(self, operator: str, *operands: Any, opset: int = _OPSET, **attributes: Any) -> relax.Expr:
         """Emit an operator of ONNX's standard with these operands, None for absent ones; return its first result.
 
-        `opset` is the version of the operator, and `attributes` are its attributes by name.
+        `opset` is the version of the operator, and `attributes` are its attributes by name. Sizes of operands that must
+        be equal may have several expressions; the model checks them when it runs.
         """
+        if operator in BROADCASTING:
+            operands = tuple(agree(self.builder, operands, self.evaluator))
+        elif operator == "Concat":
+            operands = tuple(agree_but_for(self.builder, operands, attributes["axis"], self.evaluator))
         attributes = {name: value.encode() if isinstance(value, str) else value for name, value in attributes.items()}
         result = self.convert(operator, onnx_frontend.onnx_input(operands), attributes, opset)
         result = result[0] if isinstance(result, relax.Tuple) else result

@@ -96,8 +96,7 @@ def convert_qlinear_where(node: Node) -> relax.Expr:
 
     Raises UnsupportedFormError where the result has several scales.
     """
-    value = relax.op.where(node.inputs[0], dequantize(node, 1), dequantize(node, 4))
-    return _quantize(node, node.emit(value), 7)
+    return _quantize(node, node.apply("Where", node.inputs[0], dequantize(node, 1), dequantize(node, 4)), 7)
 
 
 def convert_matmul_integer(node: Node) -> relax.Expr:
