@@ -18,7 +18,7 @@ _REASONS = {
     "diagnosis._IMAGE": "rank of an image",
     "machine.NARROWEST": "instruction set: 128 bits",
     "operators.blocks._CHOICES": "scope of tuning",
-    "operators.blocks._COLUMNS": "share of wasted work, pixels computed twice",
+    "operators.blocks._WIDTHS": "share of wasted work, pixels computed twice",
     "operators.blocks._EPILOGUE": "operations of an epilogue",
     "operators.convolution._MOST_STEPS": "shape of the graph",
     "operators.norms._IMAGE": "rank of a batch of images",

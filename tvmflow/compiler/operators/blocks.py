@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from tvm import te, tirx, topi
+from tvm import te, tirx
 
 from tvmflow.compiler import cost, tiles, winograd
 from tvmflow.compiler.annotations import CHUNK, COLUMNS, KERNEL, LANES, LINES, SUBJECT, TILE, WINOGRAD
@@ -20,7 +20,7 @@ from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators import winograd as winograd_stages
-from tvmflow.compiler.operators.common import output_size
+from tvmflow.compiler.operators.common import output_size, parts
 
 # The element-wise operations after a convolution: a function of a value, its channel, and the tensors by channel.
 Epilogue = Callable[[Any, Any, Sequence[te.Tensor]], Any]
@@ -173,11 +173,8 @@ class _Patches:
     @staticmethod
     def of(batch: Any, height: Any, width: Any, plan: Plan) -> "_Patches":
         """Divide `batch` results of `height` by `width` pixels into patches."""
-        strips, beside = (
-            topi.utils.simplify((extent - 1) // size + 1)
-            for extent, size in ((height, plan.lines), (width, plan.columns))
-        )
-        return _Patches((batch, strips, beside), plan.lines, plan.columns)
+        sizes = (batch, parts(height, plan.lines), parts(width, plan.columns))
+        return _Patches(sizes, plan.lines, plan.columns)
 
     def place(self, n: Any, h: Any, w: Any) -> tuple[Any, ...]:
         """The patch that holds the pixel in line `h` and column `w` of image `n`, and the pixel's place in it."""
@@ -327,9 +324,11 @@ def _project(
 _EPILOGUE = 3
 # The most options of a decision.
 _CHOICES = 4
-# The most columns of a patch in an image of free width: the two columns that a 3x3 kernel needs beside a patch are 6 %
-# of such a patch, and an image wastes half a patch of each strip on average.
-_COLUMNS = 32
+# The most widths of a patch that are tried for an image of free width: beside a patch of 32 columns, the two more that
+# a 3x3 kernel needs are 6 %, and an image wastes half a patch of each strip on average.
+_WIDTHS = 32
+# A line of the first convolution gets at most so many more pixels, so that a tile divides it: fewer than a small tile.
+_FILLED = 3
 
 
 def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> tuple[list[Plan], float]:
@@ -351,7 +350,7 @@ def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> 
     ranked: list[Plan] = []
     saved = _Saved.of(block, batch, machine) if strassen and not any(block.free) else _Saved()
     apart = 0.0
-    for columns in all_columns[:_COLUMNS] if block.free[1] else all_columns[-1:]:
+    for columns in all_columns[:_WIDTHS] if block.free[1] else all_columns[-1:]:
         (first_tile, *_), (middle_tile, *_), (last_tile, *_) = _tiles(block, columns, machine)
         # A depthwise convolution has short sums, so it needs fewer of them in flight.
         busy = cost.in_flight(machine)
@@ -543,10 +542,6 @@ def _tiles(
         between,
         _rank(columns, last.channels, machine) if last else [None],
     )
-
-
-# A line of the first convolution gets at most so many more pixels, so that a tile divides it: fewer than a small tile.
-_FILLED = 3
 
 
 def _rank_filled(pixels: int, channels: int, machine: Machine) -> list[tiles.Tile]:

@@ -71,6 +71,14 @@ def round_up(size: Any, multiple: int) -> Any:
     return topi.utils.simplify((size + multiple - 1) // multiple * multiple)
 
 
+def parts(extent: Any, size: int) -> Any:
+    """Return the number of parts of `size` elements that cover `extent`, an integer or a symbolic size.
+
+    It has the form from which TVM can prove that they do.
+    """
+    return topi.utils.simplify((extent - 1) // size + 1)
+
+
 def divides(tile: int, size: Any) -> bool:
     """Whether `size` is known and a multiple of `tile`."""
     number = static(size)

@@ -10,7 +10,7 @@ from tvmflow.compiler import tiles, winograd
 from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.dotproduct import BF16, round_bf16
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import output_size, static, surrounded
+from tvmflow.compiler.operators.common import output_size, parts, static, surrounded
 
 
 def conv2d(
@@ -46,7 +46,7 @@ def conv2d(
         output_size(extent, 3, stride, before, after, 1)
         for extent, before, after in ((in_h, top, bottom), (in_w, left, right))
     )
-    high, wide = (_parts(extent, size) for extent in (height, width))
+    high, wide = (parts(extent, size) for extent in (height, width))
     count = topi.utils.simplify(high * wide)
     step = size * stride
     keeps_images = rows is not None
@@ -60,7 +60,7 @@ def conv2d(
         if decisions is not None:
             rows = tiles.choose_rows(ranked, decisions.choices.about(f"winograd {size} of {decisions.subject}"))
     if in_groups:
-        groups = _parts(width, size * rows)
+        groups = parts(width, size * rows)
         wide = topi.utils.simplify(groups * rows)
         dimensions = [*batch, high, groups, rows]
     elif keeps_images:
@@ -133,11 +133,6 @@ def conv2d(
         return combine(outputs, w % size, lambda j: back[(*place_of(*index[:-1]), h % size, j, c)])
 
     return te.compute((*batch, height, width, channels), element, name="unpack")
-
-
-def _parts(extent: Any, size: int) -> Any:
-    """The number of parts of `size` elements that cover `extent`, in the form from which TVM can prove that they do."""
-    return topi.utils.simplify((extent - 1) // size + 1)
 
 
 def combine(matrix: Sequence[Sequence[float]], row: Any, element: Callable[[int], Any]) -> Any:
