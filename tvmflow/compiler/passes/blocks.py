@@ -1,7 +1,7 @@
 """Computes a convolution and its neighbours as one function, patch by patch of the image that fits a core's cache."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import blocks, convolution, depthwise, elementwise
 from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
-from tvmflow.compiler.passes.sizes import variables_of
 from tvmflow.compiler.passes.strassen import takes_one_item
 from tvmflow.compiler.schedules import common
 
@@ -138,7 +137,9 @@ def _find_blocks(
 ) -> dict[relax.Var, _FusedBlock]:
     """The blocks of a function, by the variable of their last convolution; none shares a convolution with another."""
     result: dict[relax.Var, _FusedBlock] = {}
-    inputs = set(variables_of([parameter.ty.shape for parameter in function.params if hasattr(parameter.ty, "shape")]))
+    shapes = [getattr(parameter.ty, "shape", None) for parameter in function.params]
+    sizes = [size for shape in shapes if isinstance(shape, relax.ShapeExpr) for size in shape.values]
+    inputs = {variable for size in sizes for variable in tirx.analysis.undefined_vars(size)}
     for bindings in function.body.blocks if isinstance(function.body, relax.SeqExpr) else ():
         if not isinstance(bindings, relax.DataflowBlock):
             continue
@@ -294,7 +295,7 @@ class _Candidate:
 
 
 def _describe(
-    steps: _Steps, machine: Machine, choices: Choices, fast: bool, one_item: bool, inputs: Set[tirx.Var]
+    steps: _Steps, machine: Machine, choices: Choices, fast: bool, one_item: bool, inputs: set[tirx.Var]
 ) -> _Candidate | None:
     """Return the candidate block of these convolutions; None where they make no block, or one far slower than they are.
 
@@ -312,16 +313,14 @@ def _describe(
     return _Candidate(block, ranked, apart)
 
 
-def _assumed(size: Any, inputs: Set[tirx.Var]) -> int:
+def _assumed(size: Any, inputs: set[tirx.Var]) -> int:
     """Return the number that the cost model takes a height or width for.
 
     It follows from `_INPUT_PIXELS` where it is computed from the sizes of the model's inputs alone.
     """
-    number = static(size)
-    if number is None and inputs >= set(variables_of([size])):
-        number = static(
-            common.substitute(size, dict.fromkeys(variables_of([size]), tirx.IntImm("int64", _INPUT_PIXELS)))
-        )
+    number, free = static(size), tirx.analysis.undefined_vars(size)
+    if number is None and inputs.issuperset(free):
+        number = static(common.substitute(size, dict.fromkeys(free, tirx.IntImm("int64", _INPUT_PIXELS))))
     return winograd.UNKNOWN_PIXELS if number is None else max(number, 1)
 
 

@@ -185,7 +185,7 @@ def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
     defined = {dim for param in params for dim in _dims(param) or () if isinstance(dim, tirx.Var)}
     plain_values = {params[place]: function.params[place] for place, shape in enumerate(shapes) if shape is None}
     values = {**plain_values, **scalars}
-    used = variables_of([*(_dims(param) or [] for param in params), mapped.body])
+    used = _variables([*(_dims(param) or [] for param in params), mapped.body])
     symbols = [item for item in used if item in values and item not in defined]
     outputs = params[arguments:]
     whole = PrimFunc(
@@ -206,7 +206,7 @@ def _by_results(function: PrimFunc, arguments: int) -> PrimFunc:
     analyzer = tvm.sym.Analyzer()
     new: dict[tirx.Var, Any] = {}
     for dim in results:
-        variables = variables_of([dim]) if isinstance(dim, tirx.Add | tirx.Sub) else []
+        variables = _variables([dim]) if isinstance(dim, tirx.Add | tirx.Sub) else []
         if len(variables) != 1 or variables[0] in kept or variables[0] in new:
             continue
         number = analyzer.simplify(dim - variables[0])
@@ -216,7 +216,7 @@ def _by_results(function: PrimFunc, arguments: int) -> PrimFunc:
         return function
 
     def replace(expr: Any) -> Any:
-        if not str(expr.ty).startswith("int") or not new.keys() & {*variables_of([expr])}:
+        if not str(expr.ty).startswith("int") or not new.keys() & {*_variables([expr])}:
             return expr
         return analyzer.simplify(tvm_ffi.structural_map(expr, [(tirx.Var, lambda item: new.get(item, item))]))
 
@@ -244,7 +244,7 @@ def _is_alone(core: Any, function: PrimFunc) -> bool:
         function, [(tirx.Mul, lambda expr: size if _key(expr) == key else expr)], order="pre"
     )
     dims = [_dims(param) or [] for param in mapped.params]
-    return not {*variables_of([core])} & {*variables_of([*dims, mapped.body])}
+    return not {*_variables([core])} & {*_variables([*dims, mapped.body])}
 
 
 def _is_divided(core: Any, function: PrimFunc) -> bool:
@@ -298,7 +298,7 @@ def _opaque_parts(dims: Sequence[Any], table: Mapping[Any, Any]) -> list[Any]:
     return list(parts.values())
 
 
-def variables_of(roots: Iterable[Any]) -> list[tirx.Var]:
+def _variables(roots: Iterable[Any]) -> list[tirx.Var]:
     """The variables in expressions and statements, in the order in which they occur first."""
     variables: dict[tirx.Var, None] = {}
 
