@@ -2,19 +2,25 @@
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from onnx import helper
 
 from support import scale
+from support.arrays import onnxruntime_outputs
 from support.builds import rule_counts
 from support.machines import on_two_cores
-from tvmflow.compiler import BuildOptions, CompiledModel, import_onnx, lower, workloads
+from support.models import join_models, joined_name, save_model
+from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, workloads
+from tvmflow.compiler.inspection import Inspection
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators import blocks
 from tvmflow.compiler.schedules import schedule
+from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
 Array = np.ndarray[Any, Any]
@@ -291,3 +297,35 @@ def test_whole_bottlenecks_equal_onnx_runtime(algorithm: str, assert_all_same: C
     model = assert_all_same(cases, BuildOptions(fast_algorithms=bool(algorithm)))
     assert rule_counts(model)["block"] == len(cases)
     assert set(model.algorithms) == ({algorithm} if algorithm else set())
+
+
+@pytest.mark.usefixtures("always")
+def test_blocks_in_bfloat16_are_as_exact_as_their_convolutions_apart(
+    bf16: Target, run_built: Callable[..., list[Array]], tmp_path: Path
+) -> None:
+    cases = [_free(case) for case in _BLOCKS[:: scale.count(normal=2, long=1)]]
+    cases.append(_free((24, 48, 24, 3, 1, 0, 0, "Relu"), added=True))
+    cases += [_bottleneck(case, parts) for case, parts in zip(_BOTTLENECKS[2:], _PARTS, strict=True)]
+    joined = join_models(
+        [onnx.load(save_model(tmp_path / "model.onnx", *arguments)) for arguments, *_ in cases],
+    )
+    onnx.save(joined, tmp_path / "model.onnx")
+    feed = {joined_name(place, "x"): feeds[-1]["x"] for place, (_, *feeds) in enumerate(cases)}
+    expected = onnxruntime_outputs(tmp_path / "model.onnx", feed).values()
+    errors = []
+    for disabled in ((), ("FuseBlocks",)):
+        options = BuildOptions(precision="bf16", fast_algorithms=False, disabled_passes=disabled)
+        model = build(import_onnx(tmp_path / "model.onnx"), bf16, options, inspect=Inspection(code=("tir",)))
+        assert rule_counts(model)["block"] == (0 if disabled else len(cases))
+        # A residual is read as it is stored; no loop widens it before.
+        assert 'sblock("widen' not in model.inspected.code["tir"]
+        outputs = run_built(model, *feed.values())
+        errors.append(
+            [
+                np.abs(actual - value).max() / np.abs(value).max()
+                for actual, value in zip(outputs, expected, strict=True)
+            ]
+        )
+    whole, apart = (np.array(values) for values in errors)
+    assert (apart <= 2e-2).all(), apart
+    assert (whole <= 1.5 * apart).all(), (whole, apart)

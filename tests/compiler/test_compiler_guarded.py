@@ -128,8 +128,10 @@ def _blocks(model: Drawn) -> None:
     is_depthwise, stride = model.choice(True, False), model.choice(1, 2)
     height, width = 4 * model.integer(2, 5), 4 * model.integer(2, 7)
     model.decisions = {"block": "whole"}
+    # In bfloat16, Winograd's algorithm, which takes kernels of 3x3, is in no block.
+    kernel = 3 if is_depthwise or model.precision == "fp32" else 5
     x = model.conv(model.input(model.integer(1, 2), channels, height, width), channels, between)
-    x = model.conv(x, between, between, 3, group=between if is_depthwise else 1, strides=[stride] * 2)
+    x = model.conv(x, between, between, kernel, group=between if is_depthwise else 1, strides=[stride] * 2)
     model.conv(x, between, out)
 
 
@@ -184,7 +186,11 @@ def _movement(model: Drawn) -> None:
 def _bfloat16(model: Drawn) -> None:
     model.precision = "bf16"
     model.choice(_convolutions, _winograd, _products)(model)
-    model.decisions.pop("block", None)
+
+
+def _bfloat16_blocks(model: Drawn) -> None:
+    model.precision = "bf16"
+    _blocks(model)
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,7 @@ KINDS = {
     "norms": Kind(_norms, 1, "layer_norm"),
     "movement": Kind(_movement, 1, "concatenate"),
     "bfloat16": Kind(_bfloat16, 3, ""),
+    "blocks in bfloat16": Kind(_bfloat16_blocks, 1, "conv2d_block"),
 }
 # Functions that every image model begins and ends with.
 _AT_THE_ENDS = ("transpose", "round", "widen")

@@ -12,7 +12,7 @@ from support.arrays import normal
 from support.builds import rule_counts
 from support.items import POISON, Parts, images, tokens
 from support.models import save_model
-from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx
+from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower
 from tvmflow.compiler.choices import Choices
 from tvmflow.target import Precision, Target
 
@@ -109,6 +109,10 @@ def test_items_are_apart_in_other_precisions(
 ) -> None:
     target: Target = request.getfixturevalue(precision)
     model = parts()
-    compiled_model = build(_import(model, _ITEMS, tmp_path), target, BuildOptions(precision=precision))
+    imported, options, choices = _import(model, _ITEMS, tmp_path), BuildOptions(precision=precision), Choices()
+    lower(imported, target, options, choices)
+    whole = {site.key: "whole" for site in choices.sites.values() if site.kind == "block"}
+    compiled_model = build(imported, target, options, choices=Choices(whole))
     assert rule_counts(compiled_model).keys() & {"dot_conv2d", "dot_rows", "dot_winograd"}
+    assert rule_counts(compiled_model)["block"] == len(whole)
     _assert_items_apart(compiled_model, "main", model[1])

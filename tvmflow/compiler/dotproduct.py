@@ -222,14 +222,15 @@ class Widened:
 def use(sch: Schedule, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None:
     """Replace the loop `lane` of `lanes` iterations, and the loop inside it, by the dot-product instruction `dot`.
 
-    The inner loop adds the `dot.group` products of one lane. For bfloat16, the LLVM IR that the instruction needs is
-    attached to `task`, a loop around `lane`. Raises ValueError unless `lanes` is 4, 8 or 16, and TVM's ScheduleError if
-    the loops do not compute such a dot product.
+    The inner loop adds the `dot.group` products of one lane. For bfloat16, the LLVM IR that the instruction needs, for
+    all numbers of lanes, is attached to `task`, a loop around `lane`. Raises ValueError unless `lanes` is 4, 8 or 16,
+    and TVM's ScheduleError if the loops do not compute such a dot product.
     """
     if lanes not in _BITS:
         raise ValueError(f"no dot product has {lanes} lanes")
     if dot is BF16:
-        sch.annotate(task, "pragma_import_llvm", _BF16_LLVM.format(n=lanes, n2=2 * lanes, bits=_BITS[lanes]))
+        code = "".join(_BF16_LLVM.format(n=count, n2=2 * count, bits=bits) for count, bits in _BITS.items())
+        sch.annotate(task, "pragma_import_llvm", code)
     sch.tensorize(lane, _intrinsic(dot, lanes))
 
 

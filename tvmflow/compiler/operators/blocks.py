@@ -15,12 +15,13 @@ from typing import Any
 from tvm import te, tirx
 
 from tvmflow.compiler import cost, tiles, winograd
-from tvmflow.compiler.annotations import CHUNK, COLUMNS, KERNEL, LANES, LINES, SUBJECT, TILE, WINOGRAD
+from tvmflow.compiler.annotations import CHUNK, COLUMNS, DOT, KERNEL, LANES, LINES, SUBJECT, TILE, WINOGRAD
 from tvmflow.compiler.choices import Decisions
+from tvmflow.compiler.dotproduct import BF16, round_bf16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators import winograd as winograd_stages
-from tvmflow.compiler.operators.common import output_size, parts
+from tvmflow.compiler.operators.common import output_size, parts, round_up
 
 # The element-wise operations after a convolution: a function of a value, its channel, and the tensors by channel.
 Epilogue = Callable[[Any, Any, Sequence[te.Tensor]], Any]
@@ -71,7 +72,9 @@ class Block:
     """The convolutions of a block on images of `height` by `width` pixels; `first` or `last` may be None.
 
     The input has `depth` channels. Where `free` is true for the height or the width, that number is what the cost model
-    takes it for, and the function is right for every size.
+    takes it for, and the function is right for every size. With `bf16` the input is bfloat16, stored as uint16, and
+    dense convolutions multiply bfloat16 numbers by dot products (`compiler.dotproduct`). A depthwise convolution
+    computes in float32, and so do all element-wise operations.
     """
 
     height: int
@@ -81,6 +84,12 @@ class Block:
     middle: Convolution
     last: Convolution | None
     free: tuple[bool, bool] = (False, False)
+    bf16: bool = False
+
+    @property
+    def group(self) -> int:
+        """The neighbouring channels that a dense convolution multiplies at a time, in each lane."""
+        return BF16.group if self.bf16 else 1
 
     @property
     def inner(self) -> tuple[int, int, int]:
@@ -113,8 +122,9 @@ class Plan:
 def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machine: Machine, subject: str) -> te.Tensor:
     """Define a block of convolutions on NHWC data, computed by `plan`; return the result after the last convolution.
 
-    `tensors` are, for each convolution in order, its packed weights and the tensors that its epilogue reads. `subject`
-    names the block in the compiler's decisions (`compiler.choices`).
+    `tensors` are, for each convolution in order, its packed weights and the tensors that its epilogue reads. Dense
+    weights have the form of `convolution.pack_array`, for bfloat16 that of `dot.pack_conv2d`. `subject` names the block
+    in the compiler's decisions (`compiler.choices`). The result is float32.
     """
     remaining = list(tensors)
 
@@ -131,7 +141,7 @@ def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machin
     else:
         top, left, *_ = block.middle.padding
         size = block.middle.needs(plan.lines, plan.columns)
-        middle_input = _cut(data, patches, block.middle.strides, (top, left), size, "expanded")
+        middle_input = _cut(data, patches, block, block.middle.strides, (top, left), size, "expanded")
     weight, reads = take(block.middle)
     annotations = {
         TILE: plan.middle.rows,
@@ -146,12 +156,16 @@ def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machin
         product = _dense(middle_input, block, plan, weight, annotations)
     else:
         product = _winograd(middle_input, block, plan, machine, weight, annotations)
-    result = te.compute(
-        product.shape, lambda *index: _finish(block.middle, product[index], index[-1], reads), name="filtered"
+
+    result = _stored(
+        product.shape,
+        lambda *index: _finish(block.middle, product[index], index[-1], reads),
+        "filtered",
+        block.bf16 and block.last is not None,
     )
     channels = block.middle.channels
     if block.last:
-        result, channels = _project(result, block.last, plan, *take(block.last)), block.last.channels
+        result, channels = _project(result, block, block.last, plan, *take(block.last)), block.last.channels
     return te.compute(
         (data.shape[0], *block.middle.size(high, wide), channels),
         lambda n, h, w, c: result[(*patches.place(n, h, w), c)],
@@ -185,9 +199,21 @@ def _finish(convolution: Convolution, value: Any, channel: Any, reads: Sequence[
     return convolution.epilogue(value, channel, reads) if convolution.epilogue else value
 
 
+def _stored(shape: Sequence[Any], element: Callable[..., Any], name: str, rounded: bool) -> te.Tensor:
+    """Define the stage `name` of a block in float32, or `rounded` to bfloat16.
+
+    A rounding reads its number twice, so that number is a stage of its own, which the schedule inlines.
+    """
+    if not rounded:
+        return te.compute(shape, element, name=name)
+    exact = te.compute(shape, element, name="exact")
+    return te.compute(shape, lambda *index: round_bf16(exact[index]), name=name)
+
+
 def _cut(
     data: te.Tensor,
     patches: _Patches,
+    block: Block,
     strides: tuple[int, int],
     before: tuple[int, int],
     size: tuple[int, int],
@@ -196,18 +222,48 @@ def _cut(
     """Copy from NHWC data the part of `size`, lines by columns, that each patch reads, with zeros around the data.
 
     The parts of two patches that lie beside or below each other are `strides` times a patch's pixels apart. The first
-    one begins `before` lines and columns before the data.
+    one begins `before` lines and columns before the data. Zeros fill the channels up to whole groups of `block.group`.
+    A depthwise convolution reads float32 numbers, whatever the type of the data.
     """
     _, height, width, depth = data.shape
+    wide_channels = block.bf16 and block.first is None and block.middle.depthwise
+    channels = depth if wide_channels else round_up(int(depth), block.group)
+    zero = tirx.const(0, "float32" if wide_channels else data.dtype)
 
     def element(n: Any, strip: Any, beside: Any, y: Any, x: Any, c: Any) -> Any:
         line = strip * (patches.lines * strides[0]) + y
         column = beside * (patches.columns * strides[1]) + x
         top, left = before
         inside = tirx.all(line >= top, line < height + top, column >= left, column < width + left)
-        return tirx.if_then_else(inside, data[n, line - top, column - left, c], tirx.const(0, data.dtype))
+        if channels != depth:
+            inside = tirx.all(inside, c < depth)
+        value = data[n, line - top, column - left, c]
+        return tirx.if_then_else(inside, BF16.widen(value) if wide_channels else value, zero)
 
-    return te.compute((*patches.sizes, *size, depth), element, name=name)
+    return te.compute((*patches.sizes, *size, channels), element, name=name)
+
+
+class _Products:
+    """The sums of products of a dense convolution: the axes of a sum, over taps and channels, and its terms."""
+
+    def __init__(self, weight: te.Tensor, block: Block, pointwise: bool = False) -> None:
+        _, high, wide, steps, self.lanes, *group = (int(size) for size in weight.shape)
+        self._weight, self._block = weight, block
+        self._taps = [] if pointwise else [te.reduce_axis((0, size), name) for size, name in ((high, "y"), (wide, "x"))]
+        self._steps = [te.reduce_axis((0, size), name) for size, name in zip((steps, *group), ("k", "g"), strict=False)]
+
+    @property
+    def annotations(self) -> dict[str, Any]:
+        """What the schedule must know of the sums."""
+        return {LANES: self.lanes, **({DOT: BF16.name} if self._block.bf16 else {})}
+
+    def sum(self, channel: Any, element: Callable[[Any, Any, Any], Any]) -> Any:
+        """The sum for a channel of the result; `element` returns the number at a tap's line, column and channel."""
+        y, x = self._taps or (0, 0)
+        step, *within = self._steps
+        value = element(y, x, step * self._block.group + within[0] if within else step)
+        weight = self._weight[(channel // self.lanes, y, x, step, channel % self.lanes, *within)]
+        return te.sum(BF16.product(value, weight) if within else value * weight, axis=[*self._taps, *self._steps])
 
 
 def _expanded(
@@ -221,25 +277,24 @@ def _expanded(
     first, middle = block.first, block.middle
     if first is None or plan.first is None:
         raise ValueError("the block has no first convolution")
-    depth = data.shape[-1]
     top, left, *_ = middle.padding
     high, wide = block.middle_size(*data.shape[1:3])
-    _, kernel_h, kernel_w, _, lanes = (int(size) for size in weight.shape)
     (stride_h, stride_w), (dilation_h, dilation_w) = first.strides, first.dilation
     before = (top * stride_h + first.padding[0], left * stride_w + first.padding[1])
     strides = (middle.strides[0] * stride_h, middle.strides[1] * stride_w)
     rows, columns = middle.needs(plan.lines, plan.columns)
     size = (rows, -(-columns // plan.first.rows) * plan.first.rows)
-    source = _cut(data, patches, strides, before, first.needs(*size), "source")
-    j, i, k = (te.reduce_axis((0, size), name) for size, name in ((kernel_h, "j"), (kernel_w, "i"), (depth, "k")))
+    source = _cut(data, patches, block, strides, before, first.needs(*size), "source")
+    products = _Products(weight, block)
 
     def product(*index: Any) -> Any:
         *patch, y, x, c = index
-        value = source[(*patch, y * stride_h + j * dilation_h, x * stride_w + i * dilation_w, k)]
-        return te.sum(value * weight[c // lanes, j, i, k, c % lanes], axis=[j, i, k])
+        return products.sum(
+            c, lambda j, i, k: source[(*patch, y * stride_h + j * dilation_h, x * stride_w + i * dilation_w, k)]
+        )
 
     shape = (*patches.sizes, *size, first.channels)
-    attributes = {KERNEL: "block.first", TILE: plan.first.rows, CHUNK: plan.first.vectors, LANES: lanes}
+    attributes = {KERNEL: "block.first", TILE: plan.first.rows, CHUNK: plan.first.vectors, **products.annotations}
     expand = te.compute(shape, product, name="expand", attrs=attributes)
 
     def element(*index: Any) -> Any:
@@ -247,9 +302,9 @@ def _expanded(
         line = strip * (plan.lines * middle.strides[0]) + y
         column = beside * (plan.columns * middle.strides[1]) + x
         inside = tirx.all(line >= top, line < high + top, column >= left, column < wide + left)
-        return tirx.Select(inside, _finish(first, expand[index], c, reads), tirx.const(0, data.dtype))
+        return tirx.Select(inside, _finish(first, expand[index], c, reads), tirx.const(0, "float32"))
 
-    return te.compute(shape, element, name="expanded")
+    return _stored(shape, element, "expanded", block.bf16 and not middle.depthwise)
 
 
 def _depthwise(
@@ -273,16 +328,17 @@ def _dense(
 ) -> te.Tensor:
     middle = block.middle
     (stride_h, stride_w), (dilation_h, dilation_w) = middle.strides, middle.dilation
-    *_, depth, lanes = (int(size) for size in weight.shape)
-    y, x, k = (te.reduce_axis((0, size), name) for size, name in zip((*middle.kernel, depth), "yxk", strict=True))
+    products = _Products(weight, block)
 
     def product(*index: Any) -> Any:
         *patch, h, w, c = index
-        value = middle_input[(*patch, h * stride_h + y * dilation_h, w * stride_w + x * dilation_w, k)]
-        return te.sum(value * weight[c // lanes, y, x, k, c % lanes], axis=[y, x, k])
+        return products.sum(
+            c, lambda y, x, k: middle_input[(*patch, h * stride_h + y * dilation_h, w * stride_w + x * dilation_w, k)]
+        )
 
     shape = (*middle_input.shape[:3], plan.lines, plan.columns, middle.channels)
-    return te.compute(shape, product, name="dense", attrs={KERNEL: "block.dense", LANES: lanes, **annotations})
+    attributes = {KERNEL: "block.dense", **products.annotations, **annotations}
+    return te.compute(shape, product, name="dense", attrs=attributes)
 
 
 def _winograd(
@@ -301,17 +357,16 @@ def _winograd(
 
 
 def _project(
-    data: te.Tensor, convolution: Convolution, plan: Plan, weight: te.Tensor, reads: Sequence[te.Tensor]
+    data: te.Tensor, block: Block, convolution: Convolution, plan: Plan, weight: te.Tensor, reads: Sequence[te.Tensor]
 ) -> te.Tensor:
     if plan.last is None:
         raise ValueError("the block has no last convolution")
-    vectors, *_, lanes = (int(size) for size in weight.shape)
-    k = te.reduce_axis((0, data.shape[-1]), "k")
+    products = _Products(weight, block, pointwise=True)
     product = te.compute(
-        (*data.shape[:-1], vectors * lanes),
-        lambda *index: te.sum(data[(*index[:-1], k)] * weight[index[-1] // lanes, 0, 0, k, index[-1] % lanes], axis=k),
+        (*data.shape[:-1], int(weight.shape[0]) * products.lanes),
+        lambda *index: products.sum(index[-1], lambda _y, _x, k: data[(*index[:-1], k)]),
         name="project",
-        attrs={KERNEL: "block.last", TILE: plan.last.rows, CHUNK: plan.last.vectors, LANES: lanes},
+        attrs={KERNEL: "block.last", TILE: plan.last.rows, CHUNK: plan.last.vectors, **products.annotations},
     )
     return te.compute(
         (*data.shape[:-1], convolution.channels),
@@ -409,6 +464,9 @@ class _Costs:
         first, middle, last, lanes = block.first, block.middle, block.last, machine.lanes
         high, wide, depth = block.inner
         self._out_h, self._out_w = middle.size(high, wide)
+        # The bytes of a number that a dense convolution reads, and of one that the middle convolution reads in a block.
+        self._number = 4 // block.group
+        self._middle_number = 4 if middle.depthwise else self._number
         pixels = self._out_h * self._out_w
         first_tile, middle_tile, last_tile = chosen
         numbers = machine.vectors
@@ -417,7 +475,7 @@ class _Costs:
         self._copy = -(-depth // lanes) * (1 / numbers.loads + 1 / numbers.stores)
         self._first = self._copy
         if first and first_tile:
-            sums = block.depth * first.kernel[0] * first.kernel[1]
+            sums = self._steps(block.depth) * first.kernel[0] * first.kernel[1]
             self._first = self._results(depth, sums, first_tile) + -(-depth // lanes) * epilogue
         taps, vectors = middle.kernel[0] * middle.kernel[1], middle.channels // lanes
         if middle.winograd:
@@ -429,18 +487,23 @@ class _Costs:
             strip = middle_tile.rows
             self._middle = vectors * (taps * cost.step(strip, 1, machine) / strip + 1 / numbers.stores + epilogue)
         else:
-            self._middle = self._results(middle.channels, taps * depth, middle_tile) + vectors * epilogue
+            self._middle = self._results(middle.channels, taps * self._steps(depth), middle_tile) + vectors * epilogue
         self._last = 0.0
         if last and last_tile:
             self._last = (
-                self._results(last.channels, middle.channels, last_tile) + -(-last.channels // lanes) * epilogue
+                self._results(last.channels, self._steps(middle.channels), last_tile)
+                + -(-last.channels // lanes) * epilogue
             )
         self._weights = 0
         if not middle.depthwise:
-            self._weights = 4 * taps * depth * middle.channels
-            self._weights += 4 * block.depth * depth if first else 0
-            self._weights += 4 * middle.channels * last.channels if last else 0
+            self._weights = self._number * taps * depth * middle.channels
+            self._weights += self._number * block.depth * depth if first else 0
+            self._weights += self._number * middle.channels * last.channels if last else 0
         self._saved = saved
+
+    def _steps(self, depth: int) -> int:
+        """The products that a lane adds one after another, for a sum over `depth` channels."""
+        return -(-depth // self._block.group)
 
     def _results(self, channels: int, depth: int, tile: tiles.Tile) -> float:
         """The cycles of a pixel's `channels`, each a sum of `depth` products."""
@@ -462,15 +525,15 @@ class _Costs:
         channels = machine.lanes * first.vectors if first and middle.depthwise else block.inner[2]
         # Winograd's algorithm processes one line of output tiles at a time.
         step = middle.winograd or lines
-        bytes_in_cache = 4 * (
-            lines_in * columns_in * channels + (step * columns * middle.channels if block.last else 0)
-        )
+        bytes_in_cache = self._middle_number * lines_in * columns_in * channels
+        bytes_in_cache += self._number * step * columns * middle.channels if block.last else 0
         if middle.winograd:
             taps = winograd.side_of(middle.winograd, middle.strides[0]) ** 2
             bytes_in_cache += 4 * taps * columns // middle.winograd * (channels + middle.channels)
         if not cost.fits(bytes_in_cache, machine) and lines > (middle.winograd or 1):
             return None
-        before, after = 4 * lines_in * columns_in * block.inner[2], 4 * lines * columns * middle.channels
+        before = self._middle_number * lines_in * columns_in * block.inner[2]
+        after = self._number * lines * columns * middle.channels
         cycles = cost.together(lines_in * columns_in * self._first, before, before, bytes_in_cache, machine)
         result = lines * columns * (self._middle + self._last)
         cycles += cost.together(result, after, after, bytes_in_cache, machine) if block.last else result
@@ -497,10 +560,11 @@ class _Costs:
         cycles /= cores
         if first:
             cycles += machine.region + batch * high * padded * self._copy / cores
-            cycles += cost.passing(4 * self._share(batch * high) * padded * depth, machine)
+            cycles += cost.passing(self._number * self._share(batch * high) * padded * depth, machine)
         if last:
             cycles += machine.region
-            cycles += cost.passing(4 * self._share(batch * self._out_h) * self._out_w * middle.channels, machine)
+            pixels = self._share(batch * self._out_h) * self._out_w
+            cycles += cost.passing(self._number * pixels * middle.channels, machine)
         return cycles
 
 

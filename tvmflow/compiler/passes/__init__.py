@@ -128,7 +128,7 @@ def lower_passes(
         layout_passes = [attention.compose_attention(), *layout(cpu.lanes)]
         narrow: dict[Precision, list[tvm.transform.Pass]] = {
             "fp32": [FuseBlocks(cpu, choices, fast)],
-            "bf16": [RoundProducts(cpu, fast)],
+            "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), RoundProducts(cpu, fast)],
             "fp16": [HalveProducts(cpu, choices)],
             "int8": [],
         }

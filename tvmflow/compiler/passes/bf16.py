@@ -14,7 +14,7 @@ from tvmflow.compiler.operators import convolution, depthwise, dot
 from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
 from tvmflow.compiler.operators.products import row_dimensions
-from tvmflow.compiler.passes.narrow import geometry, is_depthwise, is_weighted, narrow_products
+from tvmflow.compiler.passes.narrow import ROUNDING, geometry, is_depthwise, is_weighted, narrow_products
 
 
 @tvm.transform.module_pass(opt_level=0, name="RoundProducts")
@@ -24,7 +24,7 @@ class RoundProducts:
     Every reader of a rounded operand reads the bfloat16 value from memory. Depthwise convolutions round their input
     too, but compute in float32. A convolution by Winograd's algorithm, which `winograd` allows, computes in float32
     where rounding its transformed input would lose too much precision. Convolutions whose groups are narrower than a
-    vector, and all other operators, stay in float32.
+    vector, and all other operators, stay in float32. Blocks (`FuseBlocks`) have rounded their input before this pass.
     """
 
     def __init__(self, machine: Machine, winograd: bool) -> None:
@@ -33,6 +33,15 @@ class RoundProducts:
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with every Relax function rewritten."""
         return narrow_products(mod, self._numbers)
+
+
+def round_operand(builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
+    """Return an expression for a float32 tensor rounded to bfloat16, stored as uint16."""
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        return te.compute(x.shape, lambda *index: round_bf16(x[index]), name="round")
+
+    return builder.call_te(compute, value, primfunc_name_hint="round", primfunc_attrs={ROUNDING: 1})
 
 
 class _BFloat16:
@@ -102,10 +111,7 @@ class _BFloat16:
         return _call(builder, compute, data, packed_weight, "dense_bf16")
 
     def round(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-        def compute(x: te.Tensor) -> te.Tensor:
-            return te.compute(x.shape, lambda *index: round_bf16(x[index]), name="round")
-
-        return builder.call_te(compute, value, primfunc_name_hint="round")
+        return round_operand(builder, value)
 
     def widen(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
         def compute(x: te.Tensor) -> te.Tensor:

@@ -13,10 +13,12 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmflow.compiler import winograd
 from tvmflow.compiler.choices import Choices
+from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import blocks, convolution, depthwise, elementwise
+from tvmflow.compiler.operators import blocks, convolution, depthwise, dot, elementwise
 from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
+from tvmflow.compiler.passes.bf16 import round_operand
 from tvmflow.compiler.passes.strassen import takes_one_item
 from tvmflow.compiler.schedules import common
 
@@ -75,23 +77,35 @@ class _FusedBlock:
     subject: str
 
 
+@dataclass(frozen=True)
+class _Options:
+    """The options of `FuseBlocks`."""
+
+    machine: Machine
+    choices: Choices
+    fast: bool
+    bf16: bool
+
+
 @tvm.transform.module_pass(opt_level=2, name="FuseBlocks")
 class FuseBlocks:
     """Replaces several convolutions by one function, a block, where the cost model says that it is faster.
 
     A block is a depthwise convolution with its pointwise neighbours, as in inverted residuals, or another convolution
     between pointwise ones, as in bottlenecks. `fast` allows Winograd's algorithm in a block, and in the comparison
-    Strassen's algorithm for the separate convolutions.
+    Strassen's algorithm for the separate convolutions. With `bf16` a block multiplies bfloat16 numbers, as
+    `RoundProducts` does in the convolutions that stay apart, which runs after this pass. There are no such blocks where
+    AMX computes the products.
     """
 
-    def __init__(self, machine: Machine, choices: Choices, fast: bool = True) -> None:
-        self._machine = machine
-        self._choices = choices
-        self._fast = fast
+    def __init__(self, machine: Machine, choices: Choices, fast: bool = True, bf16: bool = False) -> None:
+        self._options = _Options(machine, choices, fast, bf16)
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with every Relax function rewritten."""
-        rewriter = _Rewriter(mod, self._machine, self._choices, self._fast)
+        if self._options.bf16 and BF16.name in self._options.machine.amx:
+            return mod
+        rewriter = _Rewriter(mod, self._options)
         for variable, function in mod.functions_items():
             if isinstance(function, relax.Function):
                 rewriter.find_blocks(function)
@@ -101,15 +115,13 @@ class FuseBlocks:
 
 @mutator
 class _Rewriter(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.IRModule, machine: Machine, choices: Choices, fast: bool) -> None:
+    def __init__(self, mod: tvm.IRModule, options: _Options) -> None:
         super().__init__(mod)
-        self._machine = machine
-        self._choices = choices
-        self._fast = fast
+        self._options = options
         self._blocks: dict[relax.Var, _FusedBlock] = {}
 
     def find_blocks(self, function: relax.Function) -> None:
-        self._blocks = _find_blocks(function, self._machine, self._choices, self._fast)
+        self._blocks = _find_blocks(function, self._options)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         fused = self._blocks.get(binding.var)
@@ -117,11 +129,12 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
             super().visit_var_binding_(binding)
             return
         compute = partial(
-            blocks.block, block=fused.block, plan=fused.plan, machine=self._machine, subject=fused.subject
+            blocks.block, block=fused.block, plan=fused.plan, machine=self._options.machine, subject=fused.subject
         )
+        data = self.visit_expr(fused.data)
         call = self.builder_.call_te(
             compute,
-            self.visit_expr(fused.data),
+            self.builder_.emit(round_operand(self.builder_, data)) if fused.block.bf16 else data,
             *(self._pack(tensor) if isinstance(tensor, _Unpacked) else tensor for tensor in fused.tensors),
             primfunc_name_hint="conv2d_block",
             primfunc_attrs=FUSABLE,
@@ -132,9 +145,7 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
         return pack_weights(self.builder_, tensor.weight, tensor.packing)
 
 
-def _find_blocks(
-    function: relax.Function, machine: Machine, choices: Choices, fast: bool
-) -> dict[relax.Var, _FusedBlock]:
+def _find_blocks(function: relax.Function, options: _Options) -> dict[relax.Var, _FusedBlock]:
     """The blocks of a function, by the variable of their last convolution; none shares a convolution with another."""
     result: dict[relax.Var, _FusedBlock] = {}
     shapes = [getattr(parameter.ty, "shape", None) for parameter in function.params]
@@ -157,11 +168,11 @@ def _find_blocks(
                 results = {step.result for step in steps if step}
                 if (steps[1] is with_last and last is None) or len(results) < 2 or results & members:
                     continue
-                candidate = _describe(steps, machine, choices, fast, takes_one_item(function), inputs)
+                candidate = _describe(steps, options, takes_one_item(function), inputs)
                 if candidate is not None:
                     candidates.append((candidate, steps, results))
             for candidate, steps, results in sorted(candidates, key=lambda item: item[0].gain, reverse=True):
-                block = _choose(candidate, steps, machine, choices)
+                block = _choose(candidate, steps, options)
                 if block is not None:
                     result[(steps[2] or steps[1]).result] = block
                     members |= results
@@ -294,20 +305,23 @@ class _Candidate:
         return self.apart - self.plans[0].cycles
 
 
-def _describe(
-    steps: _Steps, machine: Machine, choices: Choices, fast: bool, one_item: bool, inputs: set[tirx.Var]
-) -> _Candidate | None:
+def _describe(steps: _Steps, options: _Options, one_item: bool, inputs: set[tirx.Var]) -> _Candidate | None:
     """Return the candidate block of these convolutions; None where they make no block, or one far slower than they are.
 
     The comparison is with the convolutions one by one, of which pointwise ones may use Strassen's algorithm in a
     function of `one_item`. `inputs` are the free sizes of the model's inputs.
     """
     first, last = (None if step is None else _convolution(step, None) for step in (steps[0], steps[2]))
-    middle = _convolution(steps[1], _winograd_size(steps[1].call, machine, choices) if fast else None)
+    size = _winograd_size(steps[1].call, options) if options.fast else None
+    if size is not None and options.bf16:
+        return None
+    middle = _convolution(steps[1], size)
     batch, height, width, depth = _data(steps).ty.shape.values
     free = (static(height) is None, static(width) is None)
-    block = blocks.Block(_assumed(height, inputs), _assumed(width, inputs), int(depth), first, middle, last, free)
-    ranked, apart = blocks.plans(block, static(batch) or 1, machine, strassen=fast and one_item)
+    image = (_assumed(height, inputs), _assumed(width, inputs), int(depth))
+    block = blocks.Block(*image, first, middle, last, free, options.bf16)
+    strassen = options.fast and one_item and not options.bf16
+    ranked, apart = blocks.plans(block, static(batch) or 1, options.machine, strassen=strassen)
     if not ranked or (not middle.depthwise and ranked[0].cycles > CLOSE * apart):
         return None
     return _Candidate(block, ranked, apart)
@@ -324,22 +338,22 @@ def _assumed(size: Any, inputs: set[tirx.Var]) -> int:
     return winograd.UNKNOWN_PIXELS if number is None else max(number, 1)
 
 
-def _choose(candidate: _Candidate, steps: _Steps, machine: Machine, choices: Choices) -> _FusedBlock | None:
+def _choose(candidate: _Candidate, steps: _Steps, options: _Options) -> _FusedBlock | None:
     """Return the block, if the decision about it is to fuse; else None."""
     block, ranked = candidate.block, candidate.plans
     parts = tuple(convolution.subject_of(step.call) for step in steps if step)
-    decisions = choices.about(f"block {' and '.join(parts)}")
-    options = {"whole": True, "apart": False}
+    decisions = options.choices.about(f"block {' and '.join(parts)}")
+    ways = {"whole": True, "apart": False}
     if ranked[0].cycles >= (1.0 if block.middle.depthwise else _SURE) * candidate.apart:
-        options = dict(reversed(options.items()))
+        ways = dict(reversed(ways.items()))
     cycles = {"whole": ranked[0].cycles, "apart": candidate.apart}
-    if not decisions.choose("block", options, parts, cycles):
+    if not decisions.choose("block", ways, parts, cycles):
         return None
     tensors: list[relax.Expr | _Unpacked] = []
     for step, plan_of_step in zip(steps, (block.first, block.middle, block.last), strict=True):
         if step is not None and plan_of_step is not None:
-            tensors += [_pack(step.call, plan_of_step, machine), *map(constant, _epilogue(step.after)[1])]
-    plan = blocks.decide(block, ranked, machine, decisions)
+            tensors += [_pack(step.call, plan_of_step, options), *map(constant, _epilogue(step.after)[1])]
+    plan = blocks.decide(block, ranked, options.machine, decisions)
     return _FusedBlock(_data(steps), block, plan, tuple(tensors), decisions.subject)
 
 
@@ -348,13 +362,16 @@ def _data(steps: _Steps) -> relax.Expr:
     return (steps[0] or steps[1]).call.args[0]
 
 
-def _winograd_size(call: relax.Call, machine: Machine, choices: Choices) -> int | None:
+def _winograd_size(call: relax.Call, options: _Options) -> int | None:
     """Return the size of Winograd's output tiles for a convolution; None for a direct convolution."""
     if _is_depthwise(call):
         return None
     geometry = {name: list(_geometry(call)[name]) for name in ("strides", "padding", "dilation")}
-    decisions = choices.about(convolution.subject_of(call))
-    return convolution.winograd_size(call.args[0], call.args[1], _groups(call), geometry, machine, decisions)
+    decisions = None if options.bf16 else options.choices.about(convolution.subject_of(call))
+    group = BF16.group if options.bf16 else 1
+    return convolution.winograd_size(
+        call.args[0], call.args[1], _groups(call), geometry, options.machine, decisions, group
+    )
 
 
 def _convolution(step: _Step, winograd_size: int | None) -> blocks.Convolution:
@@ -365,14 +382,15 @@ def _convolution(step: _Step, winograd_size: int | None) -> blocks.Convolution:
     )
 
 
-def _pack(call: relax.Call, step: blocks.Convolution, machine: Machine) -> relax.Expr | _Unpacked:
-    weight = call.args[1]
+def _pack(call: relax.Call, step: blocks.Convolution, options: _Options) -> relax.Expr | _Unpacked:
+    weight, machine = call.args[1], options.machine
     if step.winograd is not None:
         return _Unpacked(weight, WinogradPacking(step.winograd, machine.lanes, step.strides[0]))
     value = weight.value.numpy()
     if step.depthwise:
         return constant(depthwise.pack_array(value, machine.lanes))
-    return constant(convolution.pack_array(value, vector(value.shape[0], machine)))
+    lanes = vector(value.shape[0], machine)
+    return constant(dot.pack_conv2d(value, lanes, BF16) if options.bf16 else convolution.pack_array(value, lanes))
 
 
 @dataclass(frozen=True)

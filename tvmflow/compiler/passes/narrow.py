@@ -8,6 +8,9 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmflow.compiler.operators.common import is_float32, static
 
+# The attribute of functions that round a tensor to the type. A pass before this one may have emitted calls of them.
+ROUNDING = "tvmflow.rounding"
+
 
 class Numbers(Protocol):
     """A 16-bit float type, bfloat16 or float16, and how convolutions and matrix products compute in it."""
@@ -34,7 +37,8 @@ class Numbers(Protocol):
 def narrow_products(mod: tvm.IRModule, numbers: Numbers) -> tvm.IRModule:
     """Return the module with convolutions and matrix products computed in the type `numbers`.
 
-    These are the calls for which `numbers.operands` is not empty.
+    These are the calls for which `numbers.operands` is not empty. An operand that is already rounded for another reader
+    is rounded once for all of them.
     """
     rounding = _Round(mod, numbers)
     for variable, function in mod.functions_items():
@@ -85,6 +89,7 @@ class _Round(PyExprMutator):  # type: ignore[misc]
     def __init__(self, mod: tvm.IRModule, numbers: Numbers) -> None:
         super().__init__(mod)
         self._numbers = numbers
+        self._roundings = {variable for variable, func in mod.functions_items() if ROUNDING in (func.attrs or {})}
         self._operands: set[relax.Var] = set()
         self._rounded: dict[relax.Var, relax.Var] = {}
 
@@ -93,11 +98,17 @@ class _Round(PyExprMutator):  # type: ignore[misc]
 
         def visit(node: Any) -> None:
             if isinstance(node, relax.Call):
-                self._operands.update(arg for arg in self._numbers.operands(node) if isinstance(arg, relax.Var))
+                operand = self._already_rounded(node)
+                operands = self._numbers.operands(node) if operand is None else [operand]
+                self._operands.update(arg for arg in operands if isinstance(arg, relax.Var))
 
         relax.analysis.post_order_visit(function, visit)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        operand = self._already_rounded(binding.value)
+        if operand is not None:
+            self.set_var_remap(binding.var, self._low(operand))
+            return
         super().visit_var_binding_(binding)
         if binding.var in self._operands:
             value = self.visit_expr(binding.var)
@@ -113,6 +124,12 @@ class _Round(PyExprMutator):  # type: ignore[misc]
         if op.op.name == "relax.nn.conv2d":
             return self._numbers.conv2d(self.builder_, op, *low)
         return self._numbers.matmul(self.builder_, op, low)
+
+    def _already_rounded(self, value: relax.Expr) -> relax.Expr | None:
+        """The tensor that a call emitted by another pass rounds; None for other expressions."""
+        if not isinstance(value, relax.Call) or not value.args or value.args[0] not in self._roundings:
+            return None
+        return value.args[1][0]
 
     def _read(self, arg: relax.Expr) -> relax.Expr:
         """Return an operand of another operator, widened from the rounded value if there is one."""

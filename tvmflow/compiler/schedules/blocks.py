@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
+from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from tvmflow.compiler.annotations import CHUNK, COLUMNS, LANES, LINES, TILE, WINOGRAD
+from tvmflow.compiler.annotations import CHUNK, COLUMNS, DOT, LANES, LINES, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices
+from tvmflow.compiler.dotproduct import DOTS, use
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, registers, winograd
 
@@ -29,6 +31,8 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     kind, middle = next(((kind, block) for kind, block in middles.items() if block is not None), ("", None))
     if middle is None:
         return False
+    for exact in common.find_blocks(sch, "exact"):
+        sch.compute_inline(exact)
     lines, columns = _number(sch, middle, LINES), _number(sch, middle, COLUMNS)
     last = common.find_kernel(sch, "block.last")
     result = common.find_blocks(sch, "output_vertical")[0] if kind == "winograd" else middle
@@ -50,6 +54,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
         sch.compute_at(filtered, part, preserve_unit_loops=True)
     at = _MIDDLES[kind](sch, middle, filtered, task, machine, choices)
     _first(sch, at, task, machine, choices)
+    _use_dot_products(sch)
     return True
 
 
@@ -170,12 +175,28 @@ def _number(sch: Schedule, block: SBlockRV, name: str) -> int:
 def _product(
     sch: Schedule, product: SBlockRV, rows: int, vectors: int, lanes: int, choices: Choices, *, reduced: int
 ) -> None:
-    """Keep a product's tile in registers while its reductions, the `reduced` innermost loops, accumulate."""
+    """Keep a product's tile in registers while its reductions accumulate.
+
+    These are the `reduced` innermost loops, around the loop within a dot product, if the product has one.
+    """
     loops = list(sch.get_loops(product))
+    group = [loops.pop()] if DOT in sch.get(product).annotations else []
     (near, channel), reductions = loops[-reduced - 2 : -reduced], loops[-reduced:]
     tile = registers.split_tile(sch, near, channel, rows, vectors, lanes)
     steps = registers.split_steps(sch, reductions[-1], choices, sch.get(product).name_hint)
-    registers.accumulate(sch, product, tile.loops, [*reductions[:-1], *steps])
+    registers.accumulate(sch, product, tile.loops, [*reductions[:-1], *steps], group)
+
+
+def _use_dot_products(sch: Schedule) -> None:
+    """Replace the innermost loops of products by dot-product instructions, where the products are annotated so.
+
+    That comes last: such a loop is a block for TVM, in which it finds no other one.
+    """
+    for product in common.blocks(sch):
+        annotations, kinds = sch.get(product).annotations, [item.iter_type for item in sch.get(product).iter_vars]
+        if DOT in annotations and tirx.IterVar.CommReduce in kinds:
+            task, *_, lane, _group = sch.get_loops(product)
+            use(sch, DOTS[str(annotations[DOT])], int(annotations[LANES]), task, lane)
 
 
 def _taps(sch: Schedule, depthwise: SBlockRV) -> None:

@@ -207,16 +207,37 @@ def find_blocks(sch: Schedule, name: str) -> list[SBlockRV]:
 def inline_epilogue(sch: Schedule, block: SBlockRV) -> SBlockRV:
     """Inline the blocks that read `block`, directly or through others, into the last of them, and return it.
 
-    `block` must have readers that end in a single block. Raises ValueError if they do not, and TVM's ScheduleError for
-    a reader that cannot be inlined.
+    The last one also computes its other operands, where these are element-wise functions of parameters and as large as
+    its result: a residual, for example, that is stored in bfloat16. `block` must have readers that end in a single
+    block. Raises ValueError if they do not, and TVM's ScheduleError for a reader that cannot be inlined.
     """
     while True:
         readers = list(sch.get_consumers(block))
         between = [reader for reader in readers if sch.get_consumers(reader)]
         if not between:
             (last,) = readers
+            _inline_operands(sch, last)
             return last
         sch.compute_inline(between[0])
+
+
+def _inline_operands(sch: Schedule, last: SBlockRV) -> None:
+    """Inline into a block its element-wise operands that no other block reads and that read only parameters."""
+    for operand in sch.get_producers(last):
+        if not is_elementwise(sch, operand) or len(sch.get_consumers(operand)) > 1:
+            continue
+        _inline_operands(sch, operand)
+        if not sch.get_producers(operand) and _same_size(sch, operand, last):
+            sch.compute_inline(operand)
+
+
+def _same_size(sch: Schedule, *blocks_of: SBlockRV) -> bool:
+    """Whether two blocks have the same number of iterations."""
+    one, other = (
+        math.prod((variable.dom.extent for variable in sch.get(block).iter_vars), start=tirx.IntImm("int64", 1))
+        for block in blocks_of
+    )
+    return bool(tvm.sym.Analyzer().can_prove_equal(one, other))
 
 
 def put_channels_last(sch: Schedule, out: SBlockRV, product: SBlockRV) -> None:
