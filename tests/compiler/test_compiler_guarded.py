@@ -193,6 +193,11 @@ def _bfloat16_blocks(model: Drawn) -> None:
     _blocks(model)
 
 
+def _bfloat16_attention(model: Drawn) -> None:
+    model.precision = "bf16"
+    _attention(model)
+
+
 @dataclass(frozen=True)
 class Kind:
     """How models of a kind of kernel are drawn, how many in a normal run, and a name that one of its functions has."""
@@ -215,6 +220,7 @@ KINDS = {
     "movement": Kind(_movement, 1, "concatenate"),
     "bfloat16": Kind(_bfloat16, 3, ""),
     "blocks in bfloat16": Kind(_bfloat16_blocks, 1, "conv2d_block"),
+    "attention in bfloat16": Kind(_bfloat16_attention, 1, "attention"),
 }
 # Functions that every image model begins and ends with.
 _AT_THE_ENDS = ("transpose", "round", "widen")

@@ -209,6 +209,37 @@ def test_bfloat16_products_of_activations_equal_those_of_rounded_operands(
         assert any(name.startswith("batch_matmul_bf16") for name, _ in model.schedules)
 
 
+@pytest.mark.parametrize("is_free", [False, True])
+@pytest.mark.parametrize("channels", [7, 10, 32])
+def test_attention_multiplies_in_bfloat16(
+    channels: int, is_free: bool, make_model: MakeModel, run_built: RunBuilt, bf16: Target
+) -> None:
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["a"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["q", "a"], ["b"]),
+        helper.make_node("Mul", ["b", "scale"], ["c"]),
+        helper.make_node("Add", ["c", "m"], ["d"]),
+        helper.make_node("Softmax", ["d"], ["e"]),
+        helper.make_node("MatMul", ["e", "v"], ["y"]),
+    ]
+    for batch, queries, keys in ((1, 9, 37), (2, 33, 16), (1, 1, 1))[: 3 if is_free else 1]:
+        sizes: list[Any] = ["n", "s", "t"] if is_free else [batch, queries, keys]
+        n, s, t = sizes
+        inputs = [("q", [n, 2, s, channels]), ("k", [n, 2, t, channels]), ("v", [n, 2, t, channels]), ("m", [s, t])]
+        path = make_model(nodes, inputs, ["y"], {"scale": np.array(channels**-0.5, "float32")})
+        model = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
+        # A pair of channels is multiplied at a time.
+        assert rule_counts(model)["attention"] == 1
+        assert ("uint16" in model.ir_text) is (channels % 2 == 0)
+        feed = {
+            name: _rounded(normal(batch, 2, positions, channels, seed=positions))
+            for name, positions in (("q", queries), ("k", keys), ("v", keys))
+        }
+        feed["m"] = np.triu(np.full((queries, keys), -np.inf, "float32"), 1)
+        expected = _onnxruntime(path, **feed)
+        np.testing.assert_allclose(run_built(model, *feed.values())[0], expected, atol=1e-2 * np.abs(expected).max())
+
+
 def test_not_a_number_and_infinity_survive_rounding(make_model: MakeModel, run_built: RunBuilt, bf16: Target) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
     path = make_model(nodes, [("x", [5, 1])], ["y"], {"w": np.ones((1, 4), "float32")})

@@ -7,9 +7,10 @@ from typing import Any
 from tvm import te, tirx, topi
 
 from tvmflow.compiler import cost, tiles, vectormath
-from tvmflow.compiler.annotations import KERNEL, LANES, TILE, VECTORS
+from tvmflow.compiler.annotations import DOT, KERNEL, LANES, TILE, VECTORS
+from tvmflow.compiler.dotproduct import BF16, round_bf16
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import divides, round_up, static, vector
+from tvmflow.compiler.operators.common import divides, parts, round_up, static, vector
 
 # The element of a tensor by batch, position, head and channel.
 Element = Callable[[Any, Any, Any, Any], Any]
@@ -58,8 +59,12 @@ def attention(
     mask: te.Tensor | None,
     scale: float,
     machine: Machine,
+    bf16: bool = False,
 ) -> te.Tensor:
     """Define scaled dot-product attention (Vaswani et al., 2017) in float32.
+
+    With `bf16` the operands are bfloat16, stored as uint16, and so are the exponentials that weigh the values; both
+    products are dot products of pairs, whose sums are float32. The number of channels of a head must be even then.
 
     The result has the `shape` `[batch, queries, heads, channels]`. `query`, `key` and `value` return the element of an
     operand at a batch, position, head and channel. `keys` is the number of keys and of values; each query and key has
@@ -75,15 +80,15 @@ def attention(
     if value_lanes < machine.lanes:
         value_vectors = 1
     tiled_rows, wide = round_up(queries, rows), round_up(keys, key_vectors * lanes)
-    key_panel = te.compute(
-        (batch, heads, depth, wide),
-        lambda b, h, d, t: (
-            key(b, t, h, d) * scale
-            if divides(key_vectors * lanes, keys)
-            else tirx.if_then_else(t < keys, key(b, t, h, d) * scale, tirx.const(0, "float32"))
-        ),
-        name="keys",
-    )
+    group = BF16.group if bf16 else 1
+    # In bfloat16 the innermost dimension of the panels is the pair that a lane multiplies at a time.
+    pair, zero = ((group,), tirx.const(0, BF16.data)) if bf16 else ((), tirx.const(0, "float32"))
+
+    def packed_key(b: Any, h: Any, d: Any, t: Any, *within: Any) -> Any:
+        element = key(b, t, h, d * group + within[0]) if bf16 else key(b, t, h, d) * scale
+        return element if divides(key_vectors * lanes, keys) else tirx.if_then_else(t < keys, element, zero)
+
+    key_panel = te.compute((batch, heads, depth // group, wide, *pair), packed_key, name="keys")
 
     def source(b: Any, h: Any, s: Any, d: Any) -> Any:
         return query(b, s, h, d)
@@ -96,61 +101,95 @@ def attention(
         def source(b: Any, h: Any, s: Any, d: Any) -> Any:
             return panel[b, h, s, d]
 
-    d = te.reduce_axis((0, depth), "d")
+    d, within = te.reduce_axis((0, depth // group), "d"), [te.reduce_axis((0, size), "g") for size in pair]
+    product = BF16.product if bf16 else lambda left, right: left * right
+    dot = {DOT: BF16.name} if bf16 else {}
     scores = te.compute(
         (batch, heads, tiled_rows, wide),
-        lambda b, h, s, t: te.sum(source(b, h, s, d) * key_panel[b, h, d, t], axis=d),
+        lambda b, h, s, t: te.sum(
+            product(source(b, h, s, d * group + within[0] if bf16 else d), key_panel[(b, h, d, t, *within)]),
+            axis=[d, *within],
+        ),
         name="scores",
-        attrs={KERNEL: "attention", TILE: rows, LANES: lanes, VECTORS: [key_vectors, value_vectors]},
+        attrs={KERNEL: "attention", TILE: rows, LANES: lanes, VECTORS: [key_vectors, value_vectors], **dot},
     )
-    masked = _masked(scores, mask, None if divides(rows, queries) else queries, keys, key_vectors * lanes)
+    masked = _masked(
+        scores, scale if bf16 else 1.0, mask, None if divides(rows, queries) else queries, keys, key_vectors * lanes
+    )
     logits = te.compute((batch, heads, tiled_rows, wide), lambda *index: masked(index), name="logits")
     row_sizes = [batch, heads, tiled_rows]
     largest = _reduced(lambda index: logits[tuple(index)], row_sizes, wide, te.max, "max", lanes)
     exponential = te.compute(
         (batch, heads, tiled_rows, wide),
         lambda *index: vectormath.exp_of_negative(logits[index] - largest[index[:-1]]),
-        name="exponential",
+        name="exact" if bf16 else "exponential",
     )
-    total = _reduced(lambda index: exponential[tuple(index)], row_sizes, wide, te.sum, "sum", lanes)
+
+    def weight(index: Sequence[Any]) -> Any:
+        return BF16.widen(exponential[tuple(index)]) if bf16 else exponential[tuple(index)]
+
+    if bf16:
+        exact = exponential
+        exponential = te.compute(exact.shape, lambda *index: round_bf16(exact[index]), name="exponential")
+    total = _reduced(weight, row_sizes, wide, te.sum, "sum", lanes)
     inverse = te.compute(row_sizes, lambda *row: 1.0 / total[row], name="inverse")
     whole = round_up(depth, value_lanes * value_vectors)
 
-    def values(b: Any, t: Any, h: Any, c: Any) -> Any:
+    def values(b: Any, t: Any, h: Any, c: Any, *_: Any) -> Any:
         return value(b, t, h, c)
 
-    if int(whole) != depth:
+    steps = parts(keys, group) if bf16 else keys
+    if bf16:
+
+        def packed_value(b: Any, h: Any, t: Any, c: Any, g: Any) -> Any:
+            # Clamp the index: vector code reads first and selects afterwards, so every read must be in bounds.
+            place = t * group + g
+            element = value(b, tirx.min(place, keys - 1), h, tirx.min(c, depth - 1))
+            return tirx.if_then_else(tirx.all(place < keys, c < depth), element, zero)
+
+        value_pairs = te.compute((batch, heads, steps, whole, group), packed_value, name="values")
+
+        def values(b: Any, t: Any, h: Any, c: Any, *within: Any) -> Any:
+            return value_pairs[(b, h, t, c, *within)]
+
+    elif int(whole) != depth:
         value_panel = te.compute(
             (batch, heads, keys, whole),
             lambda b, h, t, c: tirx.if_then_else(c < depth, value(b, t, h, c), tirx.const(0, "float32")),
             name="values",
         )
 
-        def values(b: Any, t: Any, h: Any, c: Any) -> Any:
+        def values(b: Any, t: Any, h: Any, c: Any, *_: Any) -> Any:
             return value_panel[b, h, t, c]
 
-    t = te.reduce_axis((0, keys), "t")
+    t, near = te.reduce_axis((0, steps), "t"), [te.reduce_axis((0, size), "g") for size in pair]
     mixed = te.compute(
         (batch, heads, tiled_rows, whole),
-        lambda b, h, s, c: te.sum(exponential[b, h, s, t] * values(b, t, h, c), axis=t),
+        lambda b, h, s, c: te.sum(
+            product(exponential[b, h, s, t * group + near[0] if bf16 else t], values(b, t, h, c, *near)),
+            axis=[t, *near],
+        ),
         name="mixed",
+        attrs={LANES: value_lanes, **dot},
     )
     return te.compute(tuple(shape), lambda b, s, h, c: mixed[b, h, s, c] * inverse[b, h, s], name="attention")
 
 
 def _masked(
-    scores: te.Tensor, mask: te.Tensor | None, queries: Any | None, keys: Any, multiple: int
+    scores: te.Tensor, scale: float, mask: te.Tensor | None, queries: Any | None, keys: Any, multiple: int
 ) -> Callable[[Sequence[Any]], Any]:
-    """Add the mask to the scores, and put minus infinity beyond the last key; return the element at an index.
+    """Scale the scores, add the mask, and put minus infinity beyond the last key; return the element at an index.
 
     `queries` is the number of queries where the scores have more rows, else None.
     """
     lowest = tirx.const(-math.inf, "float32")
     whole = divides(multiple, keys)
+
+    def scaled(*index: Any) -> Any:
+        return scores[index] if scale == 1.0 else scores[index] * tirx.const(scale, "float32")
+
     if mask is None:
-        return lambda index: (
-            scores[tuple(index)] if whole else tirx.Select(index[-1] < keys, scores[tuple(index)], lowest)
-        )
+        return lambda index: scaled(*index) if whole else tirx.Select(index[-1] < keys, scaled(*index), lowest)
     sum_with_mask = mask
     if not whole:
         sum_with_mask = te.compute(
@@ -164,7 +203,7 @@ def _masked(
         b, h, s, t = index
         place = [b, h, s if queries is None else tirx.min(s, queries - 1)]
         return (
-            scores[b, h, s, t] + sum_with_mask[(*(0 if one else at for one, at in zip(single, place, strict=False)), t)]
+            scaled(b, h, s, t) + sum_with_mask[(*(0 if one else at for one, at in zip(single, place, strict=False)), t)]
         )
 
     return element

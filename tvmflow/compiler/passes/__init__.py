@@ -136,7 +136,7 @@ def lower_passes(
         has_dots = explain_missing_unit(target, "int8") is None
         integers = IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, has_dots)
         strassen = [StrassenProducts(cpu, choices)] if fast else []
-        product_passes = [*narrow[precision], integers, attention.lower_attention(cpu), *strassen]
+        product_passes = [*narrow[precision], integers, attention.lower_attention(cpu, precision == "bf16"), *strassen]
         integer_passes = [IntegerArithmetic(cpu)] if precision == "int8" else []
         legalize = relax.transform.LegalizeOps(legalizations(cpu, choices, fast))
     return [

@@ -7,8 +7,10 @@ from typing import Any
 import tvm
 from tvm import relax, te, tirx
 
+from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import attention
+from tvmflow.compiler.passes.bf16 import round_operand
 from tvmflow.compiler.passes.patterns import factors
 from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rank, rewriting, same_shape, sizes
 
@@ -262,7 +264,7 @@ def _is_one(size: Any) -> bool:
     return isinstance(size, tirx.IntImm) and int(size) == 1
 
 
-def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Expr | None:
+def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool) -> relax.Expr | None:
     """The call of one function that reads queries, keys and values in place."""
     attrs = call.attrs
     shape, keys = sizes(call.args[0]), sizes(call.args[1])
@@ -279,6 +281,10 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Ex
             bases.append(view.base)
     places = [next(i for i, base in enumerate(bases) if rewriter.same(base, view.base)) for view in views]
     masks = list(call.args[3:])
+    # A lane of a dot product multiplies two channels.
+    bf16 = bf16 and int(shape[3]) % BF16.group == 0
+    if bf16:
+        bases = [_rounded(rewriter, base) for base in bases]
 
     def compute(*tensors: te.Tensor) -> te.Tensor:
         def element(view: _View, tensor: te.Tensor, *index: Any) -> Any:
@@ -291,19 +297,28 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Ex
             # The function's tensors have variables of their own for symbolic sizes.
             axes = zip(tensors[places[1]].shape, views[1].places, strict=True)
             count = next((size for size, (dim, _, _) in axes if dim == 1), count)
-        return attention.attention(shape, count, query, key, value, mask, float(attrs.scale), machine)
+        return attention.attention(shape, count, query, key, value, mask, float(attrs.scale), machine, bf16)
 
     return rewriter.builder_.call_te(compute, *bases, *masks, primfunc_name_hint="attention")
 
 
-def lower_attention(machine: Machine) -> tvm.transform.Pass:
+def _rounded(rewriter: Rewriter, base: relax.Expr) -> relax.Expr:
+    """Round a tensor to bfloat16: before a reshape, so that the function that computes it can round its result."""
+    reshape = rewriter.call(base, "reshape")
+    if reshape is None:
+        return rewriter.emit(round_operand(rewriter.builder_, base))
+    return rewriter.emit(relax.op.reshape(_rounded(rewriter, reshape.args[0]), reshape.args[1]))
+
+
+def lower_attention(machine: Machine, bf16: bool = False) -> tvm.transform.Pass:
     """Return the pass that lowers float32 attention to one function, for this machine.
 
-    The function reads queries, keys and values in place, through the transposes and slices before them. Attention of
-    other types, with a causal mask or with a window is not changed.
+    The function reads queries, keys and values in place, through the transposes and slices before them. With `bf16`
+    they are rounded to bfloat16, and so are the operands of both products. Attention of other types, with a causal mask
+    or with a window is not changed.
     """
 
     def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-        return _lowered(rewriter, call, machine)
+        return _lowered(rewriter, call, machine, bf16)
 
     return rewriting("LowerAttention", dict.fromkeys(_ATTENTION, (lower,)))

@@ -3,10 +3,11 @@
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
 
-from tvmflow.compiler.annotations import LANES, TILE, VECTORS
+from tvmflow.compiler.annotations import DOT, LANES, TILE, VECTORS
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, registers
+from tvmflow.compiler.schedules.dot import use_dot_products
 
 _PACKED = ("keys", "values", "mask")
 
@@ -17,6 +18,8 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     if scores is None:
         return False
     annotations = sch.get(scores).annotations
+    for exact in common.find_blocks(sch, "exact"):
+        sch.compute_inline(exact)
     rows, lanes = int(annotations[TILE]), int(annotations[LANES])
     key_vectors, value_vectors = (int(count) for count in annotations[VECTORS])
     (mixed,) = common.find_blocks(sch, "mixed")
@@ -27,6 +30,7 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     strip, near = sch.split(position, [None, rows])
     width = common.extent(sch, channel) or 0
     value_lanes = min(lanes, (common.extent(sch, sch.get_loops(mixed)[3]) or 0) // value_vectors)
+    by_pairs = DOT in annotations
     outer, pieces, lane = common.split_channels(sch, channel, value_vectors, value_lanes)
     sch.reorder(batch, head, strip, outer, near, pieces, lane)
     task = sch.fuse(batch, head, strip)
@@ -52,15 +56,31 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     _tile(sch, scores, rows, key_vectors, lanes)
     for name in _PACKED:
         for block in common.find_blocks(sch, name):
-            common.parallel_vectorized(sch, block, machine)
+            if by_pairs and name != "mask":
+                _pack_pairs(sch, block, machine)
+            else:
+                common.parallel_vectorized(sch, block, machine)
+    use_dot_products(sch)
     return width > 0
+
+
+def _pack_pairs(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+    """Copy pairs of numbers of keys or values side by side, a row of the panel for each task."""
+    *outer, position, group = sch.get_loops(block)
+    common.parallel(sch, common.fuse(sch, outer), machine)
+    sch.unroll(group)
+    if (common.extent(sch, position) or 0) % machine.lanes == 0:
+        _, lane = sch.split(position, [None, machine.lanes])
+        sch.reorder(lane, group)
 
 
 def _tile(sch: Schedule, product: SBlockRV, rows: int, vectors: int, lanes: int) -> None:
     """Keep a product's innermost loops in registers while it accumulates."""
-    *_, near, wide, reduced = sch.get_loops(product)
+    loops = list(sch.get_loops(product))
+    group = [loops.pop()] if DOT in sch.get(product).annotations else []
+    near, wide, reduced = loops[-3:]
     tile = registers.split_tile(sch, near, wide, rows, vectors, lanes)
-    registers.accumulate(sch, product, tile.loops, [reduced])
+    registers.accumulate(sch, product, tile.loops, [reduced], group)
 
 
 def _reduce_row(sch: Schedule, row: SBlockRV, in_lanes: SBlockRV) -> None:

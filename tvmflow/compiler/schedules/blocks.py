@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 
-from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler.annotations import CHUNK, COLUMNS, DOT, LANES, LINES, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.dotproduct import DOTS, use
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, registers, winograd
+from tvmflow.compiler.schedules.dot import use_dot_products
 
 # The loops of Winograd's products: over the taps in two dimensions, images, strips of patches, patches in a strip, the
 # lines and columns of output tiles, and channels.
@@ -54,7 +53,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
         sch.compute_at(filtered, part, preserve_unit_loops=True)
     at = _MIDDLES[kind](sch, middle, filtered, task, machine, choices)
     _first(sch, at, task, machine, choices)
-    _use_dot_products(sch)
+    use_dot_products(sch)
     return True
 
 
@@ -185,18 +184,6 @@ def _product(
     tile = registers.split_tile(sch, near, channel, rows, vectors, lanes)
     steps = registers.split_steps(sch, reductions[-1], choices, sch.get(product).name_hint)
     registers.accumulate(sch, product, tile.loops, [*reductions[:-1], *steps], group)
-
-
-def _use_dot_products(sch: Schedule) -> None:
-    """Replace the innermost loops of products by dot-product instructions, where the products are annotated so.
-
-    That comes last: such a loop is a block for TVM, in which it finds no other one.
-    """
-    for product in common.blocks(sch):
-        annotations, kinds = sch.get(product).annotations, [item.iter_type for item in sch.get(product).iter_vars]
-        if DOT in annotations and tirx.IterVar.CommReduce in kinds:
-            task, *_, lane, _group = sch.get_loops(product)
-            use(sch, DOTS[str(annotations[DOT])], int(annotations[LANES]), task, lane)
 
 
 def _taps(sch: Schedule, depthwise: SBlockRV) -> None:

@@ -3,6 +3,7 @@
 With dot-product instructions, a product has the same register tile as in `products`.
 """
 
+from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
 
@@ -72,3 +73,15 @@ def _by_amx(sch: Schedule, machine: Machine, choices: Choices, kind: str, produc
     amx.use(sch, DOTS[str(annotations[DOT])], kernel, tiling.task, row)
     registers.keep_in_registers(sch, tiling.result_tile.loops[1:])
     return True
+
+
+def use_dot_products(sch: Schedule) -> None:
+    """Replace the innermost loops of products by dot-product instructions, where the products are annotated so.
+
+    That comes last: such a loop is a block for TVM, in which it finds no other one.
+    """
+    for product in common.blocks(sch):
+        annotations, kinds = sch.get(product).annotations, [item.iter_type for item in sch.get(product).iter_vars]
+        if DOT in annotations and tirx.IterVar.CommReduce in kinds:
+            task, *_, lane, _group = sch.get_loops(product)
+            use(sch, DOTS[str(annotations[DOT])], int(annotations[LANES]), task, lane)
