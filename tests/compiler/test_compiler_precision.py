@@ -240,6 +240,26 @@ def test_attention_multiplies_in_bfloat16(
         np.testing.assert_allclose(run_built(model, *feed.values())[0], expected, atol=1e-2 * np.abs(expected).max())
 
 
+def test_roundings_are_within_the_functions_before_them(
+    make_model: MakeModel, run_built: RunBuilt, bf16: Target
+) -> None:
+    nodes = [
+        helper.make_node("LayerNormalization", ["x", "scale"], ["a"]),
+        helper.make_node("MatMul", ["a", "w"], ["b"]),
+        helper.make_node("Reshape", ["b", "shape"], ["c"]),
+        helper.make_node("MatMul", ["c", "v"], ["d"]),
+        helper.make_node("LayerNormalization", ["d", "scale"], ["y"]),
+    ]
+    weights = {"scale": normal(48), "w": normal(48, 64), "shape": np.array([10, 32]), "v": normal(32, 48)}
+    path = make_model(nodes, [("x", [5, 48])], ["y"], weights, opset=20)
+    model = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
+    assert rule_counts(model)["rowwise"] == rule_counts(model)["dot_rows"] == 2
+    assert not [name for name, _ in model.schedules if name.startswith("round")]
+    x = normal(5, 48)
+    expected = _onnxruntime(path, x=x)
+    np.testing.assert_allclose(run_built(model, x)[0], expected, atol=2e-2 * np.abs(expected).max())
+
+
 def test_not_a_number_and_infinity_survive_rounding(make_model: MakeModel, run_built: RunBuilt, bf16: Target) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
     path = make_model(nodes, [("x", [5, 1])], ["y"], {"w": np.ones((1, 4), "float32")})

@@ -12,7 +12,13 @@ from tvmflow.compiler.passes import attention, dimensions, folding, patterns, si
 from tvmflow.compiler.passes.bf16 import RoundProducts
 from tvmflow.compiler.passes.blocks import FuseBlocks
 from tvmflow.compiler.passes.fp16 import HalveProducts
-from tvmflow.compiler.passes.fusion import MarkFollowers, SeparateActivations, SeparateRepeats, SeparateSizes
+from tvmflow.compiler.passes.fusion import (
+    FuseRoundings,
+    MarkFollowers,
+    SeparateActivations,
+    SeparateRepeats,
+    SeparateSizes,
+)
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
@@ -84,6 +90,7 @@ def pass_names() -> list[str]:
         "FuseBlocks",
         "StrassenProducts",
         "MarkFollowers",
+        "FuseRoundings",
         "SeparateActivations",
         "SeparateRepeats",
         "SeparateSizes",
@@ -158,6 +165,7 @@ def lower_passes(
         NameSizes(),
         relax.transform.AnnotateTIROpPattern(),
         MarkFollowers(),
+        FuseRoundings(),
         SeparateSizes(),
         SeparateRepeats(),
         SeparateActivations(),

@@ -10,6 +10,7 @@ from tvm import relax, te, tirx
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import attention
+from tvmflow.compiler.operators.common import FUSABLE
 from tvmflow.compiler.passes.bf16 import round_operand
 from tvmflow.compiler.passes.patterns import factors
 from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rank, rewriting, same_shape, sizes
@@ -299,7 +300,8 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
             count = next((size for size, (dim, _, _) in axes if dim == 1), count)
         return attention.attention(shape, count, query, key, value, mask, float(attrs.scale), machine, bf16)
 
-    return rewriter.builder_.call_te(compute, *bases, *masks, primfunc_name_hint="attention")
+    kind = FUSABLE if bf16 else {}
+    return rewriter.builder_.call_te(compute, *bases, *masks, primfunc_name_hint="attention", primfunc_attrs=kind)
 
 
 def _rounded(rewriter: Rewriter, base: relax.Expr) -> relax.Expr:

@@ -9,6 +9,8 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.tirx import Let, PrimFunc
 
 from tvmflow.compiler.operators.common import FOLLOWS, static
+from tvmflow.compiler.passes.narrow import ROUNDING
+from tvmflow.compiler.schedules import kernels_of
 
 # TVM's kinds of functions, values of the attribute `op_pattern`.
 _ELEMENT_WISE, _BROADCAST, _INJECTIVE, _KERNEL, _OPAQUE = 0, 1, 2, 4, 8
@@ -27,6 +29,38 @@ class MarkFollowers:
             if FOLLOWS.keys() & dict(function.attrs or {}).keys():
                 mod.update_func(variable, function.with_attr("op_pattern", _ELEMENT_WISE))
         return mod
+
+
+@tvm.transform.module_pass(opt_level=0, name="FuseRoundings")
+class FuseRoundings:
+    """Lets TVM fuse a softmax or a norm with the rounding of its result to 16 bits, where nothing else reads it.
+
+    The rule for rows computes the rounding as well. With other functions they are not fused, for each of these belongs
+    to the kernel whose result it reads.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module in which such a call runs a copy of its function with the `op_pattern` of a kernel."""
+        calls: list[relax.Call] = []
+        of_rows: dict[tvm.ir.GlobalVar, bool] = {}
+        for _, function in mod.functions_items():
+            for block in function.body.blocks if isinstance(function, relax.Function) else ():
+                users = relax.analysis.udchain(block) if isinstance(block, relax.DataflowBlock) else {}
+                values = {binding.var: binding.value for binding in block.bindings}
+                for variable, value in values.items():
+                    readers = [values.get(reader) for reader in users.get(variable, ())]
+                    if _kind(mod, value) is None or not readers or not all(_rounds(mod, item) for item in readers):
+                        continue
+                    callee = value.args[0]
+                    if callee not in of_rows:
+                        of_rows[callee] = "rowwise" in kernels_of(mod[callee])
+                    calls += [value] if of_rows[callee] else []
+        return _Separation(mod, calls).run() if calls else mod
+
+
+def _rounds(mod: tvm.IRModule, call: Any) -> bool:
+    """Whether a call runs a function that rounds a tensor to 16 bits."""
+    return _kind(mod, call) is not None and ROUNDING in mod[call.args[0]].attrs
 
 
 @tvm.transform.module_pass(opt_level=0, name="SeparateSizes")

@@ -84,6 +84,10 @@ def geometry(call: relax.Call) -> dict[str, Any]:
     }
 
 
+def _is_reshape(value: relax.Expr) -> bool:
+    return isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.reshape"
+
+
 @mutator
 class _Round(PyExprMutator):  # type: ignore[misc]
     def __init__(self, mod: tvm.IRModule, numbers: Numbers) -> None:
@@ -111,10 +115,15 @@ class _Round(PyExprMutator):  # type: ignore[misc]
             return
         super().visit_var_binding_(binding)
         if binding.var in self._operands:
-            value = self.visit_expr(binding.var)
+            # A tensor is rounded before it is reshaped, so that the function that computes it can round its result.
+            reshape = binding.value if _is_reshape(binding.value) else None
+            value = self.visit_expr(binding.var if reshape is None else reshape.args[0])
             # A value that is read outside of its dataflow block is rounded for its readers there, too.
             emit = self.builder_.emit if isinstance(binding.var, relax.DataflowVar) else self._emit_output
-            self._rounded[binding.var] = emit(self._numbers.round(self.builder_, value))
+            rounded = self._numbers.round(self.builder_, value)
+            if reshape is not None:
+                rounded = relax.op.reshape(self.builder_.emit(rounded), self.visit_expr(reshape.args[1]))
+            self._rounded[binding.var] = emit(rounded)
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
         operands = self._numbers.operands(op)
