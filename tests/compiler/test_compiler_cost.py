@@ -58,6 +58,8 @@ def test_bytes_of_an_own_cache_hide_behind_arithmetic_and_those_of_a_shared_one_
 def test_weights_are_read_again_where_the_cache_of_a_core_does_not_hold_them() -> None:
     machine = _machine("zen4")
     assert cost.streaming(machine.second.size, machine) == 0
+    # Where the weights of the whole model come from memory, those of a small function do so too.
+    assert cost.streaming(1024, replace(machine, cold=True)) == 1024 / machine.memory.read_rate(machine.cores)
     warm, cold = (cost.streaming(machine.second.size + 1, replace(machine, cold=cold)) for cold in (False, True))
     assert 0 < warm < cold
 

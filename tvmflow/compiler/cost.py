@@ -117,12 +117,13 @@ def passing(size: float, machine: Machine) -> float:
 
 
 def streaming(size: float, machine: Machine) -> float:
-    """Return the cycles of a core to read `size` bytes of weights in a call; 0 if they fit `machine.own_cache`.
+    """Return the cycles of a core to read `size` bytes of weights in a call.
 
-    Larger weights come from the third-level cache. They come from the memory if there is no such cache or the machine
-    is `cold`.
+    On a `cold` machine all weights come from memory, however small the function's own are: by the next run the others
+    have replaced them in the caches. Else weights that fit `machine.own_cache` cost nothing, and larger ones come from
+    the third-level cache, or from memory if there is none.
     """
-    if size <= machine.own_cache:
+    if size <= machine.own_cache and not machine.cold:
         return 0.0
     level = machine.memory if machine.cold or machine.third is None else machine.third
     return size / level.read_rate(machine.cores)
