@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -21,6 +22,7 @@ from tvm import relax
 from tvm.support import cc
 from tvm.tirx import PrimFunc
 
+from tvmflow import cores
 from tvmflow.bundle import PACK_WEIGHTS, Weights
 from tvmflow.compiler import codegen, outputs
 from tvmflow.compiler.choices import Choices
@@ -331,19 +333,27 @@ def _schedule(
         names = sorted(v.name_hint for v, f in mod.functions_items() if isinstance(f, PrimFunc))
         return mod, [(name, "dlight") for name in names]
     cpu = machine(target)
-    schedules: list[tuple[str, str]] = []
-    for variable, function in sorted(lowered.functions_items(), key=lambda item: str(item[0].name_hint)):
-        if not isinstance(function, PrimFunc) or _is_scheduled(function):
-            continue
-        replacement = tuned(function) if tuned else None
-        if replacement is not None:
-            replacement, rule = replacement.with_attr("tirx.is_scheduled", True), "tuned"
-            if "global_symbol" in function.attrs:
-                replacement = replacement.with_attr("global_symbol", function.attrs["global_symbol"])
-        else:
-            replacement, rule = schedule(function, cpu)
-        mod.update_func(variable, replacement)
-        schedules.append((variable.name_hint, rule))
+    functions = [
+        (variable, function)
+        for variable, function in sorted(lowered.functions_items(), key=lambda item: str(item[0].name_hint))
+        if isinstance(function, PrimFunc) and not _is_scheduled(function)
+    ]
+    replacements = [tuned(function) if tuned else None for _, function in functions]
+
+    def choose(function: PrimFunc, replacement: PrimFunc | None) -> tuple[PrimFunc, str]:
+        if replacement is None:
+            return schedule(function, cpu)
+        replacement = replacement.with_attr("tirx.is_scheduled", True)
+        if "global_symbol" in function.attrs:
+            replacement = replacement.with_attr("global_symbol", function.attrs["global_symbol"])
+        return replacement, "tuned"
+
+    # TVM's primitives take most of the time, and run on all cores.
+    with ThreadPoolExecutor(cores.count()) as pool:
+        results = list(pool.map(choose, [function for _, function in functions], replacements))
+    for (variable, _), (function, _) in zip(functions, results, strict=True):
+        mod.update_func(variable, function)
+    schedules = [(variable.name_hint, rule) for (variable, _), (_, rule) in zip(functions, results, strict=True)]
     return mod, schedules
 
 

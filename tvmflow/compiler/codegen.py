@@ -16,9 +16,7 @@ from tvm.tirx.build import codegen_build
 
 from tvmflow import cores
 from tvmflow.bundle import DIRECT_MAIN
-from tvmflow.compiler.divisions import lower_divisions
-from tvmflow.compiler.quotients import unify_quotients
-from tvmflow.compiler.short_loops import run_short_loops_alone
+from tvmflow.compiler.lowering import lower_functions
 
 _DIGEST_SIZE = hashlib.sha256().digest_size
 # The functions of one part of a library: parts are generated side by side, and each is an entry of the cache. The
@@ -144,10 +142,8 @@ def _code(part: tvm.IRModule, lowered: tvm.IRModule, target: tvm.target.Target, 
 
 
 def _lower(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
-    """Run the passes of tvm.tirx.build, which end before code is generated, in this thread's pass context."""
-    pipeline, finalize, _ = tvm.tirx.get_default_tir_pipeline(target)
-    bound = tvm.tirx.transform.BindTarget(target.with_host(target))(unify_quotients(functions))
-    lowered = run_short_loops_alone(finalize()(lower_divisions(pipeline(bound))))
+    """Run the passes that end before code is generated, in this thread's pass context."""
+    lowered = lower_functions(functions, target)
     # TVM's code generator reads this option itself, but the pass context of another thread.
     if tvm.transform.PassContext.current().config.get("tirx.disable_assert", False):
         lowered = tvm.tirx.transform.SkipAssert()(lowered)

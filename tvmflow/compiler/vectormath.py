@@ -53,13 +53,22 @@ def is_nan(x: Any, dtype: str) -> Any:
     return size > tirx.const(infinity, integer)
 
 
+def _let(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return `function` of a variable that holds the float32 expression `value`.
+
+    Without the variable each use repeats the whole expression: TVM's passes visit it once for each use, and nesting
+    multiplies the uses.
+    """
+    variable = tirx.Var("x", "float32")
+    return tirx.Let(variable, value, function(variable))
+
+
 def _bound(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Bind the argument to a variable: otherwise each use repeats its whole expression, and nesting multiplies it."""
+    """Make a function bind its argument to a variable."""
 
     @wraps(function)
     def apply(x: Any) -> Any:
-        variable = tirx.Var("x", "float32")
-        return tirx.Let(variable, x, function(variable))
+        return _let(x, function)
 
     return apply
 
@@ -81,19 +90,23 @@ def _clamp(x: Any, lowest: float, highest: float) -> Any:
     return tirx.Select(x > high, high, tirx.Select(x < low, low, x))
 
 
-def _reduced(x: Any, lowest: float) -> tuple[Any, Any]:
-    """Split e to the x into a number near one and the exponent of the power of two that scales it.
+def _reduced(x: Any, lowest: float, combine: Callable[[Any, Any], Any]) -> Any:
+    """Split e to the x as `_split` does, with x clamped to between `lowest` and 89."""
+    return _split(_clamp(x, lowest, 89.0), combine)
 
-    x is clamped to between `lowest` and 89.
+
+def _split(x: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Return `combine(p, n)` of a number p near one and an integer n, where e to the x is p times two to the n.
+
+    e to the x must be neither subnormal nor zero.
     """
-    return _split(_clamp(x, lowest, 89.0))
 
+    def scale(y: Any, n: Any) -> Any:
+        rest = y - n * 0.693359375 + n * 2.12194440e-4
+        near_one = _let(rest, lambda r: _polynomial(r, _EXP) * (r * r) + r + 1.0)
+        return combine(near_one, tirx.Cast("int32", n))
 
-def _split(y: Any) -> tuple[Any, Any]:
-    """Split e to the y as `_reduced` does, for y whose exponential is neither subnormal nor zero."""
-    n = tirx.floor(y * 1.44269504088896341 + 0.5)
-    r = y - n * 0.693359375 + n * 2.12194440e-4
-    return _polynomial(r, _EXP) * (r * r) + r + 1.0, tirx.Cast("int32", n)
+    return _let(x, lambda y: _let(tirx.floor(y * 1.44269504088896341 + 0.5), lambda n: scale(y, n)))
 
 
 def _power(n: Any) -> Any:
@@ -104,12 +117,11 @@ def _power(n: Any) -> Any:
 @_bound
 def exp(x: Any) -> Any:
     """Return e to the float32 expression x; results below the smallest normal number are zero."""
-    p, n = _reduced(x, -89.0)
     # Two to the n in two factors: n itself is out of range for the largest results.
-    power = _power(n - 1)
+    finite = _reduced(x, -89.0, lambda p, n: p * 2.0 * _power(n - 1))
     small, large = tirx.const(_SMALLEST_EXP, "float32"), tirx.const(88.72284, "float32")
     infinite = tirx.const(float("inf"), "float32")
-    return tirx.Select(x < small, tirx.const(0.0, "float32"), tirx.Select(x > large, infinite, p * 2.0 * power))
+    return tirx.Select(x < small, tirx.const(0.0, "float32"), tirx.Select(x > large, infinite, finite))
 
 
 @_bound
@@ -119,34 +131,31 @@ def exp_of_negative(x: Any) -> Any:
     A result that is subnormal is zero.
     """
     small = tirx.const(_SMALLEST_EXP, "float32")
-    p, n = _split(tirx.Select(x < small, small, x))
-    return tirx.Select(x < small, tirx.const(0.0, "float32"), p * _power(n))
+    normal = _split(tirx.Select(x < small, small, x), lambda p, n: p * _power(n))
+    return tirx.Select(x < small, tirx.const(0.0, "float32"), normal)
 
 
 @_bound
 def tanh(x: Any) -> Any:
     """Return the hyperbolic tangent of a float32 expression."""
-    y = _clamp(x, -7.90531110763549805, 7.90531110763549805)
-    square = y * y
-    return tirx.Select(
-        tirx.abs(x) < tirx.const(0.0004, "float32"),
-        x,
-        y * _polynomial(square, _TANH_P) / _polynomial(square, _TANH_Q),
-    )
+    clamped = _clamp(x, -7.90531110763549805, 7.90531110763549805)
+    return tirx.Select(tirx.abs(x) < tirx.const(0.0004, "float32"), x, _odd_quotient(clamped, _TANH_P, _TANH_Q))
 
 
 @_bound
 def erf(x: Any) -> Any:
     """Return the error function of a float32 expression."""
-    y = _clamp(x, -4.0, 4.0)
-    square = y * y
-    return y * _polynomial(square, _ERF_P) / _polynomial(square, _ERF_Q)
+    return _odd_quotient(_clamp(x, -4.0, 4.0), _ERF_P, _ERF_Q)
+
+
+def _odd_quotient(x: Any, above: Sequence[float], below: Sequence[float]) -> Any:
+    """Return x times the quotient of two polynomials of the square of x."""
+    return _let(x, lambda y: _let(y * y, lambda square: y * _polynomial(square, above) / _polynomial(square, below)))
 
 
 def _one_and_exp(x: Any) -> Any:
     """1 + e to the -x; infinity where the sum comes near the largest float32."""
-    p, n = _reduced(0.0 - x, -87.0)
-    return p * _power(n) + 1.0
+    return _reduced(0.0 - x, -87.0, lambda p, n: p * _power(n) + 1.0)
 
 
 @_bound

@@ -1,0 +1,73 @@
+"""Lowering keeps expressions short, so that TVM's passes are quick."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tvm
+import tvm_ffi
+from tvm import s_tir, te, tirx
+
+from tvmflow.compiler import vectormath
+from tvmflow.compiler.lowering import FixBufferSizes, TakeKnownBranches
+
+
+def _count(node: Any, kind: Any) -> int:
+    """The number of expressions of a kind; what is repeated counts each time."""
+    found: list[Any] = []
+    tvm_ffi.structural_walk(node, (kind, found.append))
+    return len(found)
+
+
+@pytest.mark.parametrize("name", ["exp", "exp_of_negative", "tanh", "erf", "sigmoid", "silu", "gelu", "gelu_tanh"])
+def test_an_activation_does_not_repeat_parts_of_its_expression(name: str) -> None:
+    assert _count(getattr(vectormath, name)(tirx.Var("x", "float32")), tvm.ir.Expr) < 150
+
+
+def _unrolled(size: int, choose: Callable[[Any, te.Tensor], Any]) -> tvm.IRModule:
+    """A function of a vector and a loop over `size` elements, which are `choose(index, vector)`, after unrolling."""
+    x = te.placeholder((size,), "float32", name="x")
+    sch = s_tir.Schedule(te.create_prim_func([x, te.compute((size,), lambda i: choose(i, x), name="y")]))
+    sch.unroll(sch.get_loops(sch.get_sblock("y"))[0])
+    flat = [s_tir.transform.ConvertBlocksToOpaque(), s_tir.transform.LowerOpaqueBlock()]
+    return tvm.transform.Sequential([*flat, tirx.transform.UnrollLoop()])(sch.mod)
+
+
+def test_a_choice_by_the_index_of_an_unrolled_loop_is_taken() -> None:
+    before = _unrolled(4, lambda i, x: tirx.Select(i == 1, x[0], tirx.if_then_else(i == 2, x[1], x[2])))
+    after = TakeKnownBranches()(before)
+    assert (_count(before["main"].body, tirx.Select), _count(before["main"].body, tvm.ir.Call)) == (4, 4)
+    assert (_count(after["main"].body, tirx.Select), _count(after["main"].body, tvm.ir.Call)) == (0, 0)
+    values = [store.value.indices[0] for store in after["main"].body.seq]
+    assert [int(value) for value in values] == [2, 0, 1, 2]
+
+
+def test_a_choice_by_a_number_that_is_read_stays() -> None:
+    before = _unrolled(4, lambda i, x: tirx.Select(x[i] == 1.0, x[0], x[1]))
+    assert tvm_ffi.structural_equal(TakeKnownBranches()(before), before)
+
+
+def test_the_part_of_a_tensor_of_free_size_that_a_tile_needs_has_a_fixed_size() -> None:
+    n = tirx.Var("n", "int64")
+    x = te.placeholder((n,), "float32", name="x")
+    tiles = (n - 1) // 16 + 1
+    pad = te.compute((tiles * 16 + 2,), lambda i: tirx.if_then_else(i < n, x[i], 0.0), name="pad")
+    y = te.compute((tiles, 16), lambda i, j: pad[i * 16 + j] + pad[i * 16 + j + 2], name="y")
+    sch = s_tir.Schedule(te.create_prim_func([x, y]))
+    sch.compute_at(sch.get_sblock("pad"), sch.get_loops(sch.get_sblock("y"))[0])
+    transform = s_tir.transform
+    passes = [transform.PlanAndUpdateBufferAllocationLocation(), transform.ConvertBlocksToOpaque()]
+    before = tvm.transform.Sequential([*passes, transform.CompactBufferAllocation()])(sch.mod)
+    after = FixBufferSizes()(before)
+    assert not isinstance(_allocated(before)[0].shape[0], tirx.IntImm)
+    (buffer,) = _allocated(after)
+    assert int(buffer.shape[0]) == 18
+    loads: list[Any] = []
+    tvm_ffi.structural_walk(after["main"].body, (tvm.ir.TensorLoad, loads.append))
+    assert sum(load.source.same_as(buffer) for load in loads) == 2
+
+
+def _allocated(mod: tvm.IRModule) -> list[tirx.Var]:
+    buffers: list[tirx.Var] = []
+    tvm_ffi.structural_walk(mod["main"].body, (s_tir.SBlock, lambda block: buffers.extend(block.alloc_buffers)))
+    return buffers
