@@ -42,6 +42,13 @@ def _stored(index: Any) -> Any:
     return variable[0]
 
 
+def _stored_float(value: Any) -> Any:
+    """A float32 that many elements share, computed once and read from a variable of the function."""
+    variable = T.alloc_buffer((1,), "float32", scope="local", layout=None)
+    T.buffer_store(variable, value, [0])
+    return variable[0]
+
+
 def _elu(x: Any, alpha: float, _beta: float) -> Any:
     return tirx.Select(x >= _zero(), x, alpha * (vectormath.exp(x) - 1.0))
 
@@ -110,8 +117,9 @@ class Cell:
     """The computation of one step, as ONNX defines it: `kind` is lstm, gru or rnn.
 
     `activations` are (name, alpha, beta) of the first direction, then of the second. The operands of activations are
-    clamped to the range from `-clip` to `clip`; 0 means no clamp. The other fields are ONNX's attributes of the same
-    names.
+    clamped to the range from `-clip` to `clip`; 0 means no clamp. With `quantised`, each sequence's outputs of the
+    previous step are rounded to one of 256 levels between the least and the greatest of them, with zero, before they
+    are multiplied. The other fields are ONNX's attributes of the same names.
     """
 
     kind: str
@@ -120,6 +128,7 @@ class Cell:
     clip: float
     input_forget: bool
     linear_before_reset: bool
+    quantised: bool = False
 
     @classmethod
     def of(cls, attrs: Any) -> "Cell":
@@ -134,6 +143,7 @@ class Cell:
             clip=float(attrs["clip"]),
             input_forget=bool(int(attrs["input_forget"])),
             linear_before_reset=bool(int(attrs["linear_before_reset"])),
+            quantised=bool(int(attrs["quantised"])),
         )
 
     @property
@@ -287,6 +297,8 @@ class Recurrence:
         shape = (self.cell.directions, self._batch, self.tiles.units)
         self._h = T.alloc_buffer((2, *shape), "float32", scope="global", layout=None)
         names = {"lstm": ["c"], "gru": ["update", "reset"] if len(self.cell.phases) > 1 else [], "rnn": []}
+        # The rounded outputs of the previous step.
+        self._levels = T.alloc_buffer(shape, "float32", scope="global", layout=None) if self.cell.quantised else None
         self._state = {
             name: T.alloc_buffer(shape, "float32", scope="global", layout=None) for name in names[self.cell.kind]
         }
@@ -309,6 +321,7 @@ class Recurrence:
                 begin, end = tirx.const(0, "int64"), self._batch
             self._start(direction, begin, end)
             with T.serial(0, self._steps) as step:
+                self._quantise(direction, step, begin, end)
                 for phase in range(len(self.cell.phases)):
                     with T.serial(0, self.tiles.count) as tile:
                         self._tile(phase, direction, tile, step, begin, end)
@@ -320,6 +333,9 @@ class Recurrence:
         with T.serial(0, self.cell.directions) as direction:
             self._start(direction, none, self._batch)
         with T.serial(0, self._steps) as step:
+            if self.cell.quantised:
+                with T.serial(0, self.cell.directions) as direction:
+                    self._quantise(direction, step, none, self._batch)
             for phase in range(len(self.cell.phases)):
                 with T.parallel(0, self.cell.directions * count) as task:
                     self._tile(phase, task // count, task % count, step, none, self._batch)
@@ -340,6 +356,42 @@ class Recurrence:
                     with T.serial(0, self.units) as unit:
                         value = self._optional[name][direction, begin + row, unit]
                         T.buffer_store(target, value, [*place, unit])
+
+    def _quantise(self, direction: Any, step: Any, begin: Any, end: Any) -> None:
+        """Round the previous outputs of the sequences from `begin` to `end`, if the cell is quantised.
+
+        The range of the levels, their distance and the place of zero are those of ONNX's DynamicQuantizeLinear.
+        """
+        if self._levels is None:
+            return
+        lanes = self.tiles.lanes
+        ends = T.alloc_buffer((2, lanes), "float32", scope="local", layout=None)
+        level = T.alloc_buffer((2,), "float32", scope="local", layout=None)
+        chooses = (tirx.min, tirx.max)
+        with T.serial(0, end - begin) as row:
+            place = (direction, begin + row)
+            for which in range(2):
+                with T.vectorized(0, lanes) as lane:
+                    T.buffer_store(ends, _zero(), [which, lane])
+            with T.serial(0, self.tiles.units // lanes) as block:
+                for which, choose in enumerate(chooses):
+                    with T.vectorized(0, lanes) as lane:
+                        value = self._h[(step % 2, *place, block * lanes + lane)]
+                        T.buffer_store(ends, choose(ends[which, lane], value), [which, lane])
+            for which, choose in enumerate(chooses):
+                total = _zero()
+                for lane in range(lanes):
+                    total = choose(total, ends[which, lane])
+                T.buffer_store(level, total, [which])
+            span = tirx.Var("span", "float32")
+            distance = tirx.Select(span > _zero(), span / 255.0, tirx.const(1.0, "float32"))
+            least = _stored_float(level[0])
+            distance = _stored_float(tirx.Let(span, level[1] - least, distance))
+            zero = _stored_float(tirx.nearbyint(_zero() - least / distance))
+            with T.serial(0, self.tiles.units // lanes) as block, T.vectorized(0, lanes) as lane:
+                value = self._h[(step % 2, *place, block * lanes + lane)]
+                number = tirx.max(tirx.min(tirx.nearbyint(value / distance) + zero, 255.0), _zero())
+                T.buffer_store(self._levels, (number - zero) * distance, [*place, block * lanes + lane])
 
     def _finish(self, direction: Any, begin: Any, end: Any) -> None:
         """Copy the last states to the results."""
@@ -374,8 +426,13 @@ class Recurrence:
         for row, block, gate in places:
             with T.vectorized(0, lanes) as lane:
                 T.buffer_store(sums, self._initial(gates[gate], direction, tile, block, lane), [row, block, gate, lane])
-        source = self._h if phase == 0 else self._state["reset"]
-        place = (step % 2, direction) if phase == 0 else (direction,)
+        place: tuple[Any, ...] = (direction,)
+        if phase > 0:
+            source = self._state["reset"]
+        elif self._levels is not None:
+            source = self._levels
+        else:
+            source, place = self._h, (step % 2, direction)
         with T.serial(0, self.units) as k:
             for row, block, gate in places:
                 with T.vectorized(0, lanes) as lane:
