@@ -73,10 +73,10 @@ def convert_recurrence(operator: str, *, quantised: bool = False) -> Converter:
 def convert_dynamic_quantize_lstm(node: Node) -> relax.Expr:
     """Return the Relax expression of DynamicQuantizeLSTM: an LSTM with dequantised weights.
 
-    The input is quantised by its own range, and so are the hidden states of each sequence in each step; then both are
-    dequantised. ONNX Runtime does so for the states of all sequences that one of its threads computes, so that what it
-    returns for a batch depends on the number of threads. Raises UnsupportedFormError for weights, scales or zero points
-    that are not constant, and the errors of the LSTM converter that `convert_recurrence` returns.
+    The input is quantised by its own range, and so are the hidden states of the batch in each step; then both are
+    dequantised. ONNX Runtime does so on one thread. Where several threads share a batch, each quantises the states of
+    its own sequences, and the results depend on the number of threads. Raises UnsupportedFormError for weights, scales
+    or zero points that are not constant, and the errors of the LSTM converter that `convert_recurrence` returns.
     """
     matrices = []
     for place, scale_place in ((1, 8), (2, 10)):

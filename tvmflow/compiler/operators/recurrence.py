@@ -29,23 +29,16 @@ def _zero() -> Any:
     return tirx.const(0.0, "float32")
 
 
-def _stored(index: Any) -> Any:
-    """An index that many accesses share, read from a variable of the function; a constant stays itself.
+def _stored(index: Any, dtype: str = "int64") -> Any:
+    """An index or a number that many accesses share, read from a variable of the function; a constant stays itself.
 
     Passes simplify the index of every access: a large one of symbolic sizes in hundreds of accesses takes them seconds.
     They look through a binding, but not into memory; LLVM keeps the variable in a register.
     """
     if isinstance(index, int | tirx.IntImm):
         return index
-    variable = T.alloc_buffer((1,), "int64", scope="local", layout=None)
+    variable = T.alloc_buffer((1,), dtype, scope="local", layout=None)
     T.buffer_store(variable, index, [0])
-    return variable[0]
-
-
-def _stored_float(value: Any) -> Any:
-    """A float32 that many elements share, computed once and read from a variable of the function."""
-    variable = T.alloc_buffer((1,), "float32", scope="local", layout=None)
-    T.buffer_store(variable, value, [0])
     return variable[0]
 
 
@@ -117,8 +110,8 @@ class Cell:
     """The computation of one step, as ONNX defines it: `kind` is lstm, gru or rnn.
 
     `activations` are (name, alpha, beta) of the first direction, then of the second. The operands of activations are
-    clamped to the range from `-clip` to `clip`; 0 means no clamp. With `quantised`, each sequence's outputs of the
-    previous step are rounded to one of 256 levels between the least and the greatest of them, with zero, before they
+    clamped to the range from `-clip` to `clip`; 0 means no clamp. With `quantised`, the outputs of the previous
+    step are rounded to one of 256 levels between the least and the greatest of the whole batch, with zero, before they
     are multiplied. The other fields are ONNX's attributes of the same names.
     """
 
@@ -268,7 +261,7 @@ class Recurrence:
             self._allocate()
             if not self._shares_units:
                 self._by_sequence()
-            elif static(self._batch) is None:
+            elif static(self._batch) is None and not self.cell.quantised:
                 many = self._batch * self.cell.directions >= self._machine.cores
                 with T.If(many):
                     with T.Then():
@@ -287,6 +280,9 @@ class Recurrence:
         machine, batch = self._machine, static(self._batch)
         products = self.cell.gates * self.units * self.units
         cycles = self.cell.directions * (batch or 1) * products // self.tiles.lanes
+        if self.cell.quantised:
+            # The sequences of a direction have their levels in common, so one core computes them all.
+            batch = 1
         if machine.cores == 1 or cycles < machine.parallel_cycles:
             return False
         fills_cores = self.cell.directions * (batch or 1) >= machine.cores
@@ -307,7 +303,7 @@ class Recurrence:
 
     def _by_sequence(self) -> None:
         """Compute whole sequences: a task for each direction and part of the batch."""
-        parts = _parts(self.cell, self._machine)
+        parts = 1 if self.cell.quantised else _parts(self.cell, self._machine)
         batch = static(self._batch)
         parts = parts if batch is None else min(parts, batch)
         rows = tirx.floordiv(self._batch + parts - 1, parts) if batch is None else -(-batch // parts)
@@ -364,34 +360,32 @@ class Recurrence:
         """
         if self._levels is None:
             return
-        lanes = self.tiles.lanes
+        lanes, blocks = self.tiles.lanes, self.tiles.units // self.tiles.lanes
         ends = T.alloc_buffer((2, lanes), "float32", scope="local", layout=None)
-        level = T.alloc_buffer((2,), "float32", scope="local", layout=None)
         chooses = (tirx.min, tirx.max)
-        with T.serial(0, end - begin) as row:
-            place = (direction, begin + row)
-            for which in range(2):
-                with T.vectorized(0, lanes) as lane:
-                    T.buffer_store(ends, _zero(), [which, lane])
-            with T.serial(0, self.tiles.units // lanes) as block:
-                for which, choose in enumerate(chooses):
-                    with T.vectorized(0, lanes) as lane:
-                        value = self._h[(step % 2, *place, block * lanes + lane)]
-                        T.buffer_store(ends, choose(ends[which, lane], value), [which, lane])
+        for which in range(2):
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(ends, _zero(), [which, lane])
+        with T.serial(0, end - begin) as row, T.serial(0, blocks) as block:
             for which, choose in enumerate(chooses):
-                total = _zero()
-                for lane in range(lanes):
-                    total = choose(total, ends[which, lane])
-                T.buffer_store(level, total, [which])
-            span = tirx.Var("span", "float32")
-            distance = tirx.Select(span > _zero(), span / 255.0, tirx.const(1.0, "float32"))
-            least = _stored_float(level[0])
-            distance = _stored_float(tirx.Let(span, level[1] - least, distance))
-            zero = _stored_float(tirx.nearbyint(_zero() - least / distance))
-            with T.serial(0, self.tiles.units // lanes) as block, T.vectorized(0, lanes) as lane:
-                value = self._h[(step % 2, *place, block * lanes + lane)]
-                number = tirx.max(tirx.min(tirx.nearbyint(value / distance) + zero, 255.0), _zero())
-                T.buffer_store(self._levels, (number - zero) * distance, [*place, block * lanes + lane])
+                with T.vectorized(0, lanes) as lane:
+                    value = self._h[(step % 2, direction, begin + row, block * lanes + lane)]
+                    T.buffer_store(ends, choose(ends[which, lane], value), [which, lane])
+        totals = []
+        for which, choose in enumerate(chooses):
+            total = _zero()
+            for lane in range(lanes):
+                total = choose(total, ends[which, lane])
+            totals.append(_stored(total, "float32"))
+        least, greatest = totals
+        span = _stored(greatest - least, "float32")
+        distance = _stored(tirx.Select(span > _zero(), span / 255.0, tirx.const(1.0, "float32")), "float32")
+        zero = _stored(tirx.nearbyint(_zero() - least / distance), "float32")
+        with T.serial(0, end - begin) as row, T.serial(0, blocks) as block, T.vectorized(0, lanes) as lane:
+            value = self._h[(step % 2, direction, begin + row, block * lanes + lane)]
+            number = tirx.max(tirx.min(tirx.nearbyint(value / distance) + zero, 255.0), _zero())
+            place = [direction, begin + row, block * lanes + lane]
+            T.buffer_store(self._levels, (number - zero) * distance, place)
 
     def _finish(self, direction: Any, begin: Any, end: Any) -> None:
         """Copy the last states to the results."""
