@@ -18,7 +18,7 @@ from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
 from tvmflow.onnx_domains import with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
-from tvmflow.onnx_graph import explain_order, standard_opset
+from tvmflow.onnx_graph import explain_order, quantises_activations, standard_opset
 from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 from tvmflow.onnx_ties import Ties
@@ -94,7 +94,8 @@ class ExportResult(StepResult):
     gives none for a dimension of an ONNX file, the range of sizes at which ONNX Runtime runs the file. `registered` is
     the version of the registered model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the
     model's factory gave different weights. `without_labels` names the outputs that `notes` describes. `undecided` has,
-    for the first sample, the masks of the integers and bools that rounding decides, by the outputs' names.
+    for the first sample, the masks of the integers and bools that rounding decides, by the outputs' names. `quantises`
+    is whether the model quantises activations.
     """
 
     onnx: Artifact
@@ -108,6 +109,7 @@ class ExportResult(StepResult):
     registered: str | None = None
     is_repeatable: bool = True
     without_labels: tuple[str, ...] = ()
+    quantises: bool = False
 
     def notes(self) -> list[str]:
         """Return a sentence for each output that is a dictionary by label (ZipMap) in the original.
@@ -170,6 +172,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             registered=job.original.registered,
             is_repeatable=is_repeatable,
             without_labels=without_labels,
+            quantises=quantises_activations(model),
             sources=usercode.imported_sources(job.folder),
         )
 

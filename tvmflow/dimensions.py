@@ -25,6 +25,9 @@ _MOST_SECONDS = 60.0
 _MOST_GROUPED = 8
 # Sizes at which the inputs have more elements are not tried: they would take memory and time for nothing.
 _MOST_ELEMENTS = 1 << 24
+# Sizes to measure are enlarged up to this many pixels of a side, tokens or frames, and these elements of the inputs.
+_ENLARGED = 256
+_MOST_ENLARGED_ELEMENTS = 1 << 18
 
 
 def find_dimensions(
@@ -36,7 +39,9 @@ def find_dimensions(
     which the model runs. It then reduces one dimension at a time while the others stay: a range begins with the
     smallest size at which the model still runs. Dimensions that must be equal, such as the batch of two inputs, are
     reduced together, and so are those that differ by a constant. The size to measure is the first one that was found;
-    for batches that were reduced together it is the smallest one. The search ends after 300 runs or 60 seconds.
+    for batches that were reduced together it is the smallest one. Of dimensions other than batches, that size is
+    doubled while it stays at 256 or less and the model runs: a single frame or token says little about a model. The
+    search ends after 300 runs or 60 seconds.
     """
     symbols = {size for item in inputs for size in item.shape if isinstance(size, str)}
     names = sorted(symbols - stated.keys())
@@ -62,12 +67,27 @@ def find_dimensions(
             least |= _smallest_apart(sizes, least, runs_beside, end)
             of_batches = {name: size for name, size in together.items() if name in batches}
             typical = sizes | (of_batches if runs_beside(sizes | of_batches) else together)
+            # A dimension that got smaller with the batches must equal them.
+            apart = [name for name in others if typical[name] == sizes[name]]
+            typical = _enlarged(inputs, fixed, typical, apart, runs_beside, end)
             return {name: Dimension(min=least[name], measure=(typical[name],)) for name in names}
     return None
 
 
 def _elements(inputs: Sequence[Input], sizes: Mapping[str, int]) -> int:
     return sum(prod(sizes[size] if isinstance(size, str) else size for size in item.shape) for item in inputs)
+
+
+def _enlarged(
+    inputs: Sequence[Input], fixed: Sizes, sizes: Sizes, names: Sequence[str], runs: Runs, end: float
+) -> Sizes:
+    """Return `sizes` with those of `names` doubled together, as often as the limits allow and the model runs."""
+    while names and max(sizes[name] for name in names) * 2 <= _ENLARGED and time.monotonic() < end:
+        larger = sizes | {name: 2 * sizes[name] for name in names}
+        if _elements(inputs, fixed | larger) > _MOST_ENLARGED_ELEMENTS or not runs(larger):
+            break
+        sizes = larger
+    return sizes
 
 
 def _smallest_together(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Sizes:

@@ -25,6 +25,21 @@ def inner_nodes(node: "onnx.NodeProto") -> "Iterator[onnx.NodeProto]":
             yield from nodes_of(attribute.g)
 
 
+def quantises_activations(model: "onnx.ModelProto") -> bool:
+    """Return whether a model rounds tensors that it computes to integers of few bits.
+
+    A last digit then decides between two levels, and two right programs for the model differ by whole levels.
+    """
+    weights = {tensor.name for tensor in model.graph.initializer}
+    graphs = [nodes_of(model.graph), *(function.node for function in model.functions)]
+    return any(
+        "Quantize" in node.op_type or node.op_type.startswith(("QLinear", "QGemm"))
+        for nodes in graphs
+        for node in nodes
+        if node.input and node.input[0] not in weights
+    )
+
+
 def standard_opset(model: "onnx.ModelProto") -> int | None:
     """Return the version of the standard's operators that a model uses; None where it uses none of them."""
     return max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=None)

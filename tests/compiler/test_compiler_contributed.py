@@ -409,30 +409,36 @@ def test_rows_of_embeddings_beyond_a_table_are_the_nearest_within(
         np.testing.assert_array_equal(ours, expected)
 
 
-def test_a_dynamically_quantised_lstm_is_one_of_dequantised_matrices(
-    make_model: MakeModel, native: Target, run_built: Any
+@pytest.mark.parametrize(("units", "direction"), [(20, "bidirectional"), (200, "forward")])
+def test_a_dynamically_quantised_lstm_equals_onnx_runtimes(
+    units: int, direction: str, make_model: MakeModel, native: Target, run_built: Any
 ) -> None:
     import onnxruntime
 
-    rng = np.random.default_rng(0)
-    matrices = {name: rng.integers(-127, 128, (2, depth, 24)).astype("int8") for name, depth in (("W", 5), ("R", 6))}
-    scales = {"ws": (rng.random((2, 24)) / 200 + 0.002).astype("float32"), "rs": np.array([0.003, 0.004], "float32")}
-    zeros = {"wz": np.zeros((2, 24), "int8"), "rz": np.zeros(2, "int8")}
-    plain = {
-        f"plain {name}": (matrix.astype("float32") * scale.reshape(2, 1, -1)).swapaxes(1, 2)
-        for (name, matrix), scale in zip(matrices.items(), scales.values(), strict=True)
+    rng, directions = np.random.default_rng(0), 2 if direction == "bidirectional" else 1
+    matrices = {
+        name: rng.integers(-127, 128, (directions, depth, 4 * units)).astype("int8")
+        for name, depth in (("W", 5), ("R", units))
     }
-    nodes = [
-        _node(
-            "DynamicQuantizeLSTM", ["x", "W", "R", "B", "", "", "", "", "ws", "wz", "rs", "rz"], ["a"],
-            domain=_MS, hidden_size=6, direction="bidirectional",
-        ),
-        _node("LSTM", ["x", *plain, "B"], ["b"], hidden_size=6, direction="bidirectional"),
-    ]  # fmt: skip
-    weights = {**matrices, **plain, **scales, **zeros, "B": normal(2, 48)}
-    path, x = make_model(nodes, [("x", [4, 2, 5])], ["a", "b"], weights), normal(4, 2, 5)
-    ours, expected = run_built(build(import_onnx(path), native), x)
-    np.testing.assert_allclose(ours, expected, atol=1e-6)
-    theirs, _ = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": x})
-    # ONNX Runtime quantises the input and the states.
-    np.testing.assert_allclose(ours, theirs, atol=0.02)
+    scales = {
+        "ws": (rng.random((directions, 4 * units)) / 200 + 0.002).astype("float32"),
+        "rs": np.array([0.003, 0.004], "float32")[:directions],
+    }
+    zeros = {"wz": np.zeros((directions, 4 * units), "int8"), "rz": np.zeros(directions, "int8")}
+    operands = ["x", "W", "R", "B", "", "h", "c", "", "ws", "wz", "rs", "rz"]
+    node = _node(
+        "DynamicQuantizeLSTM", operands, ["y", "last_h", "last_c"],
+        domain=_MS, hidden_size=units, direction=direction,
+    )  # fmt: skip
+    inputs: list[Any] = [("x", [3, "batch", 5]), *((name, [directions, "batch", units]) for name in ("h", "c"))]
+    weights = {**matrices, **scales, **zeros, "B": normal(directions, 8 * units)}
+    path = make_model([node], inputs, ["y", "last_h", "last_c"], weights)
+    built = build(import_onnx(path), native)
+    options = onnxruntime.SessionOptions()
+    # Several threads quantise the states of a batch in parts.
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    for batch in (1, 3):
+        x, h, c = normal(3, batch, 5), 3 * normal(directions, batch, units), normal(directions, batch, units)
+        for ours, theirs in zip(run_built(built, x, h, c), session.run(None, {"x": x, "h": h, "c": c}), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -340,7 +340,7 @@ def test_a_network_in_bfloat16_is_within_its_bound(
     x = normal(1, 3, 32, 32)
     expected = _onnxruntime(path, x=x)
     error = float(np.abs(run_built(model, x)[0] - expected).max() / np.abs(expected).max())
-    assert 0 < error <= (spec.bounds.max_relative_error or 0)
+    assert 0 < error <= (spec.bounds().max_relative_error or 0)
     # Convolutions, of which a block has two, and the classifier; the residual connection and all roundings are within.
     rules = rule_counts(model)
     assert rules["dot_conv2d"] + rules["dot_rows"] + 2 * rules["block"] == 5

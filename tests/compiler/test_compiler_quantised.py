@@ -17,6 +17,7 @@ from support.builds import rule_counts
 from support.models import join_models, joined_name
 from support.quantised import quantise, quantise_dynamically
 from tvmflow.compiler import BuildOptions, build, import_onnx
+from tvmflow.onnx_graph import quantises_activations
 from tvmflow.target import Precision, Target, resolve
 
 Array = np.ndarray[Any, Any]
@@ -136,10 +137,23 @@ def test_models_that_quantise_as_they_run_are_computed_in_integers(
     paths, operators = _quantised(make_model, partial(quantise_dynamically, signed_weights=signed_weights))
     assert {"DynamicQuantizeLinear", "ConvInteger", "MatMulInteger"} <= operators.keys()
     rules, error = _run(paths, int8, precision, run_built)
-    # The scale is a quotient, which is rounded otherwise: a number at the middle of two steps may take the other one.
+    # A last digit of what is quantised decides between two levels.
     assert error <= 0.01
     assert rules["dot_conv2d"] + rules["dot_rows"] >= 5
     assert (rules["depthwise"], rules["conv2d"], rules["rows"]) == (1, 0, 0)
+
+
+def test_models_that_quantise_activations_are_told_from_those_that_do_not(make_model: MakeModel) -> None:
+    path = _network(make_model)
+    assert not quantises_activations(onnx.load(path))
+    dynamic = path.with_name("dynamic.onnx")
+    static = path.with_name("static.onnx")
+    for form, result in ((quantise_dynamically, dynamic), (quantise, static)):
+        form(path, result)
+        assert quantises_activations(onnx.load(result))
+    weights = helper.make_node("DequantizeLinear", ["w", "scale"], ["y"])
+    numbers = {"w": np.zeros(4, "int8"), "scale": np.array(0.5, "float32")}
+    assert not quantises_activations(onnx.load(make_model([weights], [], ["y"], numbers)))
 
 
 def _integer_nodes(make_model: MakeModel) -> tuple[Path, dict[str, Array]]:
@@ -213,6 +227,22 @@ def test_a_range_of_zero_is_quantised_by_a_scale_of_one(
         expected = onnxruntime_outputs(path, {"x": x})
         for ours, theirs in zip(run_built(model, x), expected.values(), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_numbers_between_two_levels_of_a_computed_scale_are_quantised_as_onnx_runtime_does(
+    make_model: MakeModel, run_built: RunBuilt, target: Target
+) -> None:
+    outputs = [("y", None, TensorProto.UINT8), "scale", ("zero", None, TensorProto.UINT8)]
+    path = make_model(
+        [helper.make_node("DynamicQuantizeLinear", ["x"], ["y", "scale", "zero"])], [("x", [255])], outputs
+    )
+    model = build(import_onnx(path), target)
+    for span in (42.1, 3.3, 0.7):
+        scale = np.float32(span) / np.float32(255)
+        x = (np.arange(255, dtype="float32") + np.float32(0.5)) * scale
+        x[-1] = span
+        for ours, theirs in zip(run_built(model, x), onnxruntime_outputs(path, {"x": x}).values(), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("operator", ["QLinearMatMul", "QLinearAdd", "QLinearConcat"])

@@ -13,13 +13,26 @@ def test_dimensions_that_must_be_equal_shrink_together() -> None:
     inputs = (Input(name="x", shape=("batch", "frames")), Input(name="state", shape=(2, "states", 8)))
     ranges = find_dimensions(inputs, {}, _takes)
     one = Dimension(min=1, measure=(1,))
-    assert ranges == {"batch": one, "states": one, "frames": Dimension(min=40, measure=(48,))}
+    assert ranges == {"batch": one, "states": one, "frames": Dimension(min=40, measure=(192,))}
 
 
 def test_dimensions_of_one_size_by_chance_shrink_alone() -> None:
     inputs = (Input(name="x", shape=(1, "high", "wide")),)
     ranges = find_dimensions(inputs, {}, lambda sizes: sizes["high"] >= 7 and sizes["wide"] >= 5)
-    assert ranges == {"high": Dimension(min=7, measure=(8,)), "wide": Dimension(min=5, measure=(8,))}
+    assert ranges == {"high": Dimension(min=7, measure=(256,)), "wide": Dimension(min=5, measure=(256,))}
+
+
+def test_the_size_to_measure_is_no_single_frame_and_within_what_the_model_takes() -> None:
+    inputs = (Input(name="x", shape=("batch", "frames", 40)), Input(name="y", shape=("batch", "bands")))
+    ranges = find_dimensions(inputs, {}, lambda sizes: max(sizes.values()) <= 100)
+    within = Dimension(min=1, measure=(64,))
+    assert ranges == {"batch": Dimension(min=1, measure=(1,)), "frames": within, "bands": within}
+
+
+def test_the_size_to_measure_of_wide_inputs_stays_small() -> None:
+    inputs = (Input(name="x", shape=("batch", 4096, "frames")),)
+    ranges = find_dimensions(inputs, {}, lambda sizes: True)
+    assert ranges == {"batch": Dimension(min=1, measure=(1,)), "frames": Dimension(min=1, measure=(64,))}
 
 
 def test_a_model_that_runs_at_no_size_has_no_ranges() -> None:

@@ -254,8 +254,8 @@ def test_an_amended_specification_is_validated_like_the_file(tmp_path: Path) -> 
 
 def test_an_amended_specification_keeps_the_defaults_that_depend_on_other_keys(tmp_path: Path) -> None:
     reduced = parse({**GOOD, "targets": ["x86-64-v4-bf16"], "build": {"precision": "bf16"}}, tmp_path)
-    assert amend(reduced, {"tune.trials": 0}).bounds == reduced.bounds != reduced.validation
-    assert amend(reduced, {"build.precision": "fp32"}).bounds == reduced.validation
+    assert amend(reduced, {"tune.trials": 0}).bounds() == reduced.bounds() != reduced.validation
+    assert amend(reduced, {"build.precision": "fp32"}).bounds() == reduced.validation
 
 
 def test_a_document_of_a_specification_is_read_back_and_says_no_more_than_the_file(tmp_path: Path) -> None:
@@ -687,13 +687,20 @@ def test_a_reduced_precision_has_wider_bounds_unless_the_file_sets_its_own(tmp_p
     for precision, target in targets.items():
         document = {**GOOD, "targets": [target], "build": {"precision": precision}}
         spec = parse(document, tmp_path)
-        assert spec.bounds.max_relative_error == (None if precision == "fp32" else 0.05)
-        assert spec.bounds.model_copy(update={"max_relative_error": None}) == spec.validation
+        assert spec.bounds().max_relative_error == (None if precision == "fp32" else 0.05)
+        assert spec.bounds().model_copy(update={"max_relative_error": None}) == spec.validation
         for key, value in (("rtol", 1e-3), ("atol", 1e-4), ("max_relative_error", 0.2)):
             explicit = parse({**document, "validate": {key: value}}, tmp_path)
-            assert explicit.bounds == explicit.validation
+            assert explicit.bounds() == explicit.validation
         seeded = parse({**document, "validate": {"seed": 3}}, tmp_path)
-        assert seeded.bounds.max_relative_error == spec.bounds.max_relative_error
+        assert seeded.bounds().max_relative_error == spec.bounds().max_relative_error
+
+
+def test_a_model_that_quantises_its_activations_gets_a_bound_on_errors(tmp_path: Path) -> None:
+    spec = parse({**GOOD, "targets": ["x86-64-v2"]}, tmp_path)
+    assert spec.bounds(quantises=True).max_relative_error == 0.05
+    explicit = parse({**GOOD, "targets": ["x86-64-v2"], "validate": {"atol": 1e-4}}, tmp_path)
+    assert explicit.bounds(quantises=True) == explicit.validation
 
 
 def test_a_budget_is_anything_but_no_trials(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tvmflow import npz
 from tvmflow.bundle import extract, installed_versions, keygen, pack, read_manifest, sign
 from tvmflow.errors import BundleError, VerdictError
 from tvmflow.target import host
-from tvmflow.verification import verify
+from tvmflow.verification import QUANTISED, verify
 
 GOOD = Path(__file__).parents[1] / "bundle" / "files" / "format-1.tar.gz"
 Bundle = Callable[..., Path]
@@ -26,7 +26,7 @@ Bundle = Callable[..., Path]
 def bundle_of(tmp_path: Path) -> Bundle:
     """A bundle for this machine whose library does something as it is loaded, or with another golden sample."""
 
-    def make(code: str | None = None, **sample: np.ndarray) -> Path:
+    def make(code: str | None = None, provenance: dict[str, str] | None = None, **sample: np.ndarray) -> Path:
         folder = tmp_path / "files"
         folder.mkdir()
         manifest = extract(GOOD, folder, trusted=())
@@ -40,6 +40,7 @@ def bundle_of(tmp_path: Path) -> Bundle:
             manifest = dataclasses.replace(
                 manifest, arch=host().arch, cpu_features=(), versions=installed_versions("22")
             )
+        manifest = dataclasses.replace(manifest, provenance=manifest.provenance | (provenance or {}))
         if sample:
             npz.write(
                 folder / "sample.npz",
@@ -115,6 +116,13 @@ def test_a_good_bundle_is_verified_with_its_error(bundle_of: Bundle) -> None:
 def test_other_outputs_than_the_originals_are_a_verdict(bundle_of: Bundle) -> None:
     with pytest.raises(VerdictError, match="output 'y'"):
         verify(bundle_of(output_y=np.full((1, 4), 9, np.float32)), trusted=())
+
+
+@pytest.mark.usefixtures("runnable")
+def test_outputs_of_quantised_activations_may_differ_by_levels(bundle_of: Bundle) -> None:
+    levels = np.array([[0.3916757, 0.0969395, 0.01, 0.0]], np.float32)
+    verified = verify(bundle_of(provenance={"activations": QUANTISED}, output_y=levels), trusted=())
+    assert 0.009 < verified.max_abs_error < 0.011
 
 
 @pytest.mark.usefixtures("runnable")

@@ -177,7 +177,7 @@ def test_reduced_precision_has_a_wider_bound_that_the_release_file_can_replace(t
 
     def bounds(precision: str, **validate: Any) -> Validate:
         document = {**model, "build": {"precision": precision}, "validate": validate, "targets": ["x86-64-v4-bf16"]}
-        return parse(document, tmp_path).bounds
+        return parse(document, tmp_path).bounds()
 
     assert bounds("fp32").max_relative_error is None
     assert bounds("bf16", samples=2).max_relative_error == 0.05

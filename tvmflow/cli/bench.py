@@ -75,8 +75,8 @@ def bench_command(
     """Measure the build of the ONNX file MODEL beside other runtimes, in turn and in fresh processes, on one sample.
 
     A ratio is our latency over the other's: below one, ours is faster. It stands with its interval, which holds the
-    true ratio with a probability of 99 %. A percentile without enough runs is "-". Free dimensions have the first sizes
-    at which the model runs; --input-shapes fixes others.
+    true ratio with a probability of 99 %. A percentile without enough runs is "-". Free dimensions have sizes at which
+    the model runs, of 256 at most where it can; --input-shapes fixes others.
     """
     from rich.console import Console
 
@@ -140,7 +140,7 @@ def describe_sizes(sizes: "Mapping[str, int]") -> list[str]:
     if not sizes:
         return []
     words = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    return [f"free dimensions have the first sizes at which the model runs: {words}; --input-shapes fixes others"]
+    return [f"free dimensions have sizes at which the model runs: {words}; --input-shapes fixes others"]
 
 
 def describe_ratios(contest: "Contest") -> list[str]:

@@ -146,6 +146,13 @@ def convert_dynamic_quantize_linear(node: Node) -> relax.Expr:
     return relax.Tuple(list(_quantize_dynamically(node, node.inputs[0])))
 
 
+def round_dynamically(node: Node, x: relax.Expr) -> relax.Expr:
+    """Return float32 numbers quantised to 8 bits by their own range, as DynamicQuantizeLinear does, and dequantised."""
+    integers, scale, zero = _quantize_dynamically(node, x)
+    steps = node.emit(relax.op.subtract(*(node.emit(relax.op.astype(value, "float32")) for value in (integers, zero))))
+    return node.emit(relax.op.multiply(steps, scale))
+
+
 def channels_first(value: relax.Expr) -> relax.Expr:
     """Return a tensor [n, ..., c] transposed to [n, c, ...]."""
     rank = value.ty.ndim

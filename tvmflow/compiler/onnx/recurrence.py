@@ -8,6 +8,7 @@ import numpy as np
 from tvm import relax
 
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.quantised import round_dynamically
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
 from tvmflow.compiler.operators.recurrence import ACTIVATIONS, GATES, recurrence
 
@@ -18,8 +19,10 @@ _OPTIONAL = ("bias", "lengths", "initial_h", "initial_c", "peepholes")
 _PARAMETERS = {"Elu": (1.0,), "HardSigmoid": (0.2, 0.5), "LeakyRelu": (0.01,), "ThresholdedRelu": (1.0,)}
 
 
-def convert_recurrence(operator: str) -> Converter:
+def convert_recurrence(operator: str, *, quantised: bool = False) -> Converter:
     """Return the converter of `operator`, which is LSTM, GRU or RNN; it emits the operator `tvmflow.recurrence`.
+
+    With `quantised`, the hidden states are rounded before they are multiplied, as `Cell` says.
 
     The converter returns a tuple of the outputs of all steps, the last hidden state and, for LSTM, the last cell state.
     It raises UnsupportedFormError for element types other than float32, unknown activations or directions, and weights
@@ -54,6 +57,7 @@ def convert_recurrence(operator: str) -> Converter:
                 clip=float(node.attrs.get("clip", 0.0)),
                 input_forget=int(node.attrs.get("input_forget", 0)),
                 linear_before_reset=int(node.attrs.get("linear_before_reset", 0)),
+                quantised=int(quantised),
             )
         )
         outputs = [node.emit(relax.TupleGetItem(result, place)) for place in range(3 if operator == "LSTM" else 2)]
@@ -69,9 +73,10 @@ def convert_recurrence(operator: str) -> Converter:
 def convert_dynamic_quantize_lstm(node: Node) -> relax.Expr:
     """Return the Relax expression of DynamicQuantizeLSTM: an LSTM with dequantised weights.
 
-    Its input and its states stay float32. ONNX Runtime quantises them at each step, so its results are less exact.
-    Raises UnsupportedFormError for weights, scales or zero points that are not constant, and the errors of the LSTM
-    converter that `convert_recurrence` returns.
+    The input is quantised by its own range, and so are the hidden states of the batch in each step; then both are
+    dequantised. ONNX Runtime does so on one thread. Where several threads share a batch, each quantises the states of
+    its own sequences, and the results depend on the number of threads. Raises UnsupportedFormError for weights, scales
+    or zero points that are not constant, and the errors of the LSTM converter that `convert_recurrence` returns.
     """
     matrices = []
     for place, scale_place in ((1, 8), (2, 10)):
@@ -85,7 +90,8 @@ def convert_dynamic_quantize_lstm(node: Node) -> relax.Expr:
         )
         matrices.append(const(((matrix.astype("float32") - zero) * scale).transpose(0, 2, 1), "float32"))
     rest = [node.input(place) for place in range(3, 8)]
-    return convert_recurrence("LSTM")(replace(node, inputs=[node.inputs[0], *matrices, *rest]))
+    x = round_dynamically(node, node.inputs[0])
+    return convert_recurrence("LSTM", quantised=True)(replace(node, inputs=[x, *matrices, *rest]))
 
 
 def _check(operator: str, operands: dict[str, relax.Expr]) -> None:

@@ -29,15 +29,15 @@ def _zero() -> Any:
     return tirx.const(0.0, "float32")
 
 
-def _stored(index: Any) -> Any:
-    """An index that many accesses share, read from a variable of the function; a constant stays itself.
+def _stored(index: Any, dtype: str = "int64") -> Any:
+    """An index or a number that many accesses share, read from a variable of the function; a constant stays itself.
 
     Passes simplify the index of every access: a large one of symbolic sizes in hundreds of accesses takes them seconds.
     They look through a binding, but not into memory; LLVM keeps the variable in a register.
     """
     if isinstance(index, int | tirx.IntImm):
         return index
-    variable = T.alloc_buffer((1,), "int64", scope="local", layout=None)
+    variable = T.alloc_buffer((1,), dtype, scope="local", layout=None)
     T.buffer_store(variable, index, [0])
     return variable[0]
 
@@ -110,8 +110,9 @@ class Cell:
     """The computation of one step, as ONNX defines it: `kind` is lstm, gru or rnn.
 
     `activations` are (name, alpha, beta) of the first direction, then of the second. The operands of activations are
-    clamped to the range from `-clip` to `clip`; 0 means no clamp. The other fields are ONNX's attributes of the same
-    names.
+    clamped to the range from `-clip` to `clip`; 0 means no clamp. With `quantised`, the outputs of the previous
+    step are rounded to one of 256 levels between the least and the greatest of the whole batch, with zero, before they
+    are multiplied. The other fields are ONNX's attributes of the same names.
     """
 
     kind: str
@@ -120,6 +121,7 @@ class Cell:
     clip: float
     input_forget: bool
     linear_before_reset: bool
+    quantised: bool = False
 
     @classmethod
     def of(cls, attrs: Any) -> "Cell":
@@ -134,6 +136,7 @@ class Cell:
             clip=float(attrs["clip"]),
             input_forget=bool(int(attrs["input_forget"])),
             linear_before_reset=bool(int(attrs["linear_before_reset"])),
+            quantised=bool(int(attrs["quantised"])),
         )
 
     @property
@@ -258,7 +261,7 @@ class Recurrence:
             self._allocate()
             if not self._shares_units:
                 self._by_sequence()
-            elif static(self._batch) is None:
+            elif static(self._batch) is None and not self.cell.quantised:
                 many = self._batch * self.cell.directions >= self._machine.cores
                 with T.If(many):
                     with T.Then():
@@ -277,6 +280,9 @@ class Recurrence:
         machine, batch = self._machine, static(self._batch)
         products = self.cell.gates * self.units * self.units
         cycles = self.cell.directions * (batch or 1) * products // self.tiles.lanes
+        if self.cell.quantised:
+            # The sequences of a direction have their levels in common, so one core computes them all.
+            batch = 1
         if machine.cores == 1 or cycles < machine.parallel_cycles:
             return False
         fills_cores = self.cell.directions * (batch or 1) >= machine.cores
@@ -287,6 +293,8 @@ class Recurrence:
         shape = (self.cell.directions, self._batch, self.tiles.units)
         self._h = T.alloc_buffer((2, *shape), "float32", scope="global", layout=None)
         names = {"lstm": ["c"], "gru": ["update", "reset"] if len(self.cell.phases) > 1 else [], "rnn": []}
+        # The rounded outputs of the previous step.
+        self._levels = T.alloc_buffer(shape, "float32", scope="global", layout=None) if self.cell.quantised else None
         self._state = {
             name: T.alloc_buffer(shape, "float32", scope="global", layout=None) for name in names[self.cell.kind]
         }
@@ -295,7 +303,7 @@ class Recurrence:
 
     def _by_sequence(self) -> None:
         """Compute whole sequences: a task for each direction and part of the batch."""
-        parts = _parts(self.cell, self._machine)
+        parts = 1 if self.cell.quantised else _parts(self.cell, self._machine)
         batch = static(self._batch)
         parts = parts if batch is None else min(parts, batch)
         rows = tirx.floordiv(self._batch + parts - 1, parts) if batch is None else -(-batch // parts)
@@ -309,6 +317,7 @@ class Recurrence:
                 begin, end = tirx.const(0, "int64"), self._batch
             self._start(direction, begin, end)
             with T.serial(0, self._steps) as step:
+                self._quantise(direction, step, begin, end)
                 for phase in range(len(self.cell.phases)):
                     with T.serial(0, self.tiles.count) as tile:
                         self._tile(phase, direction, tile, step, begin, end)
@@ -320,6 +329,9 @@ class Recurrence:
         with T.serial(0, self.cell.directions) as direction:
             self._start(direction, none, self._batch)
         with T.serial(0, self._steps) as step:
+            if self.cell.quantised:
+                with T.serial(0, self.cell.directions) as direction:
+                    self._quantise(direction, step, none, self._batch)
             for phase in range(len(self.cell.phases)):
                 with T.parallel(0, self.cell.directions * count) as task:
                     self._tile(phase, task // count, task % count, step, none, self._batch)
@@ -340,6 +352,40 @@ class Recurrence:
                     with T.serial(0, self.units) as unit:
                         value = self._optional[name][direction, begin + row, unit]
                         T.buffer_store(target, value, [*place, unit])
+
+    def _quantise(self, direction: Any, step: Any, begin: Any, end: Any) -> None:
+        """Round the previous outputs of the sequences from `begin` to `end`, if the cell is quantised.
+
+        The range of the levels, their distance and the place of zero are those of ONNX's DynamicQuantizeLinear.
+        """
+        if self._levels is None:
+            return
+        lanes, blocks = self.tiles.lanes, self.tiles.units // self.tiles.lanes
+        ends = T.alloc_buffer((2, lanes), "float32", scope="local", layout=None)
+        chooses = (tirx.min, tirx.max)
+        for which in range(2):
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(ends, _zero(), [which, lane])
+        with T.serial(0, end - begin) as row, T.serial(0, blocks) as block:
+            for which, choose in enumerate(chooses):
+                with T.vectorized(0, lanes) as lane:
+                    value = self._h[(step % 2, direction, begin + row, block * lanes + lane)]
+                    T.buffer_store(ends, choose(ends[which, lane], value), [which, lane])
+        totals = []
+        for which, choose in enumerate(chooses):
+            total = _zero()
+            for lane in range(lanes):
+                total = choose(total, ends[which, lane])
+            totals.append(_stored(total, "float32"))
+        least, greatest = totals
+        span = _stored(greatest - least, "float32")
+        distance = _stored(tirx.Select(span > _zero(), span / 255.0, tirx.const(1.0, "float32")), "float32")
+        zero = _stored(tirx.nearbyint(_zero() - least / distance), "float32")
+        with T.serial(0, end - begin) as row, T.serial(0, blocks) as block, T.vectorized(0, lanes) as lane:
+            value = self._h[(step % 2, direction, begin + row, block * lanes + lane)]
+            number = tirx.max(tirx.min(tirx.nearbyint(value / distance) + zero, 255.0), _zero())
+            place = [direction, begin + row, block * lanes + lane]
+            T.buffer_store(self._levels, (number - zero) * distance, place)
 
     def _finish(self, direction: Any, begin: Any, end: Any) -> None:
         """Copy the last states to the results."""
@@ -374,8 +420,13 @@ class Recurrence:
         for row, block, gate in places:
             with T.vectorized(0, lanes) as lane:
                 T.buffer_store(sums, self._initial(gates[gate], direction, tile, block, lane), [row, block, gate, lane])
-        source = self._h if phase == 0 else self._state["reset"]
-        place = (step % 2, direction) if phase == 0 else (direction,)
+        place: tuple[Any, ...] = (direction,)
+        if phase > 0:
+            source = self._state["reset"]
+        elif self._levels is not None:
+            source = self._levels
+        else:
+            source, place = self._h, (step % 2, direction)
         with T.serial(0, self.units) as k:
             for row, block, gate in places:
                 with T.vectorized(0, lanes) as lane:

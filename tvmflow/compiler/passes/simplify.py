@@ -277,6 +277,11 @@ def _product(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def _reciprocal(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    # A single number is divided exactly, which costs nothing: it may be a scale, and numbers between two of its
+    # multiples must be rounded as ONNX Runtime rounds them.
+    dims = static_sizes(call)
+    if dims is not None and math.prod(dims) == 1:
+        return None
     divisor = rewriter.constant(call.args[1])
     if divisor is None or divisor.dtype != np.float32 or not bool(np.isfinite(divisor).all() and divisor.all()):
         return None
