@@ -245,6 +245,20 @@ def test_numbers_between_two_levels_of_a_computed_scale_are_quantised_as_onnx_ru
             np.testing.assert_array_equal(ours, theirs)
 
 
+def test_a_convolution_without_padding_of_integers_with_a_computed_zero_point_equals_onnx_runtime(
+    make_model: MakeModel, run_built: RunBuilt, int8: Target
+) -> None:
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
+        helper.make_node("ConvInteger", ["q", "w", "zero"], ["y"], strides=[1, 2]),
+    ]
+    weight = np.random.default_rng(0).integers(-127, 128, (32, 16, 1, 3)).astype("int8")
+    path = make_model(nodes, [("x", [1, 16, 1, 75])], [("y", None, TensorProto.INT32)], {"w": weight})
+    x = normal(1, 16, 1, 75)
+    (ours,) = run_built(build(import_onnx(path), int8), x)
+    np.testing.assert_array_equal(ours, onnxruntime_outputs(path, {"x": x})["y"])
+
+
 @pytest.mark.parametrize("operator", ["QLinearMatMul", "QLinearAdd", "QLinearConcat"])
 def test_quantised_operands_whose_batches_have_two_names_equal_onnx_runtime(
     operator: str, make_model: MakeModel, run_built: RunBuilt, target: Target

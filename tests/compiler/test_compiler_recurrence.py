@@ -216,6 +216,15 @@ def test_recurrences_stay_within_their_buffers() -> None:
     assert_within_buffers(functions, target)
 
 
+@pytest.mark.parametrize("shares_units", [False, True])
+def test_recurrences_of_integers_stay_within_their_buffers(shares_units: bool, int8: Target) -> None:
+    computer = replace(machine(int8), cores=2, region=0 if shares_units else 1 << 62)
+    cell = Cell("lstm", "reverse", (_SIGMOID, _TANH, _TANH), 0.0, False, False, quantised=True)
+    extra = ["initial_h", "initial_c", "r_scale", "r_sum"]
+    function = Recurrence(cell, 3, 5, 21, extra, computer, integers=True).function()
+    assert_within_buffers({"lstm": complete(function)}, int8)
+
+
 @pytest.mark.parametrize(("batch", "cores"), [(1, 3), (3, 16)])
 def test_the_last_parts_of_a_free_batch_may_be_empty(batch: int, cores: int) -> None:
     target = resolve("".join(runnable_levels()[-1:]) or "native")

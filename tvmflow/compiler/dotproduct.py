@@ -97,6 +97,23 @@ _CALL = {
 }
 
 
+def add_dot_int8(total: Any, left: Any, right: Any, lanes: int) -> Any:
+    """Return `total`, int32, plus the dot product of 4 uint8 numbers with 4 int8 numbers of each lane.
+
+    `left` has 4 numbers, `right` 4 for each of the `lanes`, one lane after the other. Raises KeyError for a number of
+    lanes without such an instruction.
+    """
+    group = tirx.Broadcast(tirx.reinterpret("int32", left), lanes)
+    name = f"llvm.x86.avx512.vpdpbusd.{_BITS[lanes]}"
+    data = tirx.reinterpret(f"uint8x{4 * lanes}", group)
+    return tirx.call_llvm_pure_intrin(f"int32x{lanes}", name, total, data, right)
+
+
+def has_dot(lanes: int) -> bool:
+    """Return whether there are dot-product instructions of so many lanes."""
+    return lanes in _BITS
+
+
 # A call of this operator rounds a float32 to bfloat16. It stands in scheduled functions only. When loops have become
 # vectors, code generation replaces it by a call of a function of `_ROUNDING_LLVM`.
 _ROUND = "tvmflow.round_bf16"

@@ -9,7 +9,7 @@ from tvm import relax
 
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.quantised import round_dynamically
-from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
+from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of, is_static
 from tvmflow.compiler.operators.recurrence import ACTIVATIONS, GATES, recurrence
 
 _DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
@@ -19,10 +19,11 @@ _OPTIONAL = ("bias", "lengths", "initial_h", "initial_c", "peepholes")
 _PARAMETERS = {"Elu": (1.0,), "HardSigmoid": (0.2, 0.5), "LeakyRelu": (0.01,), "ThresholdedRelu": (1.0,)}
 
 
-def convert_recurrence(operator: str, *, quantised: bool = False) -> Converter:
+def convert_recurrence(operator: str, *, quantised: bool = False, scales: Array | None = None) -> Converter:
     """Return the converter of `operator`, which is LSTM, GRU or RNN; it emits the operator `tvmflow.recurrence`.
 
-    With `quantised`, the hidden states are rounded before they are multiplied, as `Cell` says.
+    With `quantised`, the hidden states are rounded before they are multiplied, as `Cell` says. With `scales`, the
+    recurrent weights are int8, and each row is multiplied by its scale.
 
     The converter returns a tuple of the outputs of all steps, the last hidden state and, for LSTM, the last cell state.
     It raises UnsupportedFormError for element types other than float32, unknown activations or directions, and weights
@@ -32,7 +33,9 @@ def convert_recurrence(operator: str, *, quantised: bool = False) -> Converter:
     def convert(node: Node) -> relax.Expr:
         operands = {name: node.input(place) for place, name in enumerate(("x", "w", "r", *_OPTIONAL))}
         present = {name: expr for name, expr in operands.items() if expr is not None}
-        _check(operator, present)
+        _check(operator, present, dtypes={"lengths": "int32"} | ({} if scales is None else {"r": "int8"}))
+        if scales is not None:
+            present["r_scale"] = const(scales, "float32")
         direction = node.text("direction", "forward")
         if direction not in ("forward", "reverse", "bidirectional"):
             raise UnsupportedFormError(f"direction {direction!r}")
@@ -78,7 +81,7 @@ def convert_dynamic_quantize_lstm(node: Node) -> relax.Expr:
     its own sequences, and the results depend on the number of threads. Raises UnsupportedFormError for weights, scales
     or zero points that are not constant, and the errors of the LSTM converter that `convert_recurrence` returns.
     """
-    matrices = []
+    matrices, scales = [], None
     for place, scale_place in ((1, 8), (2, 10)):
         matrix, scale, zero = (node.constant(position) for position in (place, scale_place, scale_place + 1))
         if matrix is None or scale is None or (zero is None and node.input(scale_place + 1) is not None):
@@ -88,16 +91,20 @@ def convert_dynamic_quantize_lstm(node: Node) -> relax.Expr:
             item.astype("float32").reshape(len(matrix), 1, -1)
             for item in (scale, np.zeros(len(matrix)) if zero is None else zero)
         )
-        matrices.append(const(((matrix.astype("float32") - zero) * scale).transpose(0, 2, 1), "float32"))
+        if place == 2 and matrix.dtype == np.int8 and not zero.any():
+            scales = np.broadcast_to(scale[:, 0], (len(matrix), matrix.shape[-1]))
+            matrices.append(const(matrix.transpose(0, 2, 1)))
+        else:
+            matrices.append(const(((matrix.astype("float32") - zero) * scale).transpose(0, 2, 1), "float32"))
     rest = [node.input(place) for place in range(3, 8)]
     x = round_dynamically(node, node.inputs[0])
-    return convert_recurrence("LSTM", quantised=True)(replace(node, inputs=[x, *matrices, *rest]))
+    return convert_recurrence("LSTM", quantised=True, scales=scales)(replace(node, inputs=[x, *matrices, *rest]))
 
 
-def _check(operator: str, operands: dict[str, relax.Expr]) -> None:
-    """Refuse element types other than float32 and matrices of unknown sizes."""
+def _check(operator: str, operands: dict[str, relax.Expr], dtypes: dict[str, str]) -> None:
+    """Refuse element types other than float32, or than those of `dtypes`, and matrices of unknown sizes."""
     for name, expr in operands.items():
-        if dtype_of(expr) != ("int32" if name == "lengths" else "float32"):
+        if dtype_of(expr) != dtypes.get(name, "float32"):
             raise UnsupportedFormError(f"operands of {dtype_of(expr)}: only float32 is supported")
         dims = dims_of(expr)
         if dims is None or (name in ("w", "r") and not all(is_static(dim) for dim in dims)):

@@ -11,14 +11,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tvm import relax, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from tvmflow.compiler import cost, extensions, vectormath
 from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.dotproduct import INT8, add_dot_int8
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import buffer, size_parameter, static, vector
+
+Array = npt.NDArray[Any]
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 # The most units that padding may add to a tile of several vectors, as a fraction of all: that much work is wasted.
@@ -85,7 +90,8 @@ def recurrence(operands: Mapping[str, relax.Expr], **attrs: Any) -> relax.Call:
 
     `operands` are those of the ONNX operator, without absent ones, by name: `x` [steps, batch, inputs], `w`
     [directions, gates * units, inputs], `r` [directions, gates * units, units], and `bias`, `lengths`, `initial_h`,
-    `initial_c` and `peepholes` in ONNX's shapes. `attrs` are the fields of `Cell`; in the place of its `activations`
+    `initial_c` and `peepholes` in ONNX's shapes. With `r_scale` [directions, gates * units], `r` is a constant of int8,
+    whose rows are multiplied by these scales. `attrs` are the fields of `Cell`; in the place of its `activations`
     stand three lists: `activations` with the names, `alphas` and `betas`. The result is a float32 tuple: all outputs
     [steps, directions, batch, units], those of the last step [directions, batch, units] and, of an LSTM, the last cell
     state of the same shape.
@@ -224,11 +230,25 @@ class Recurrence:
     units] with their bias, their columns packed as by `pack_units`; the packed recurrent weights of each phase; the
     tensors called `extra`; the results. `extra` may name `split_bias`, `lengths`, `initial_h`, `initial_c` and
     `peepholes`. `steps` and `batch` are integers or symbolic sizes; `units` is the number of hidden units.
+
+    With `integers`, a quantised cell multiplies 8-bit integers by dot-product instructions. The recurrent weights of
+    its only phase are then packed by `pack_integers`; their scales `r_scale` and sums `r_sum` are among `extra`.
     """
 
-    def __init__(self, cell: Cell, steps: Any, batch: Any, units: int, extra: Sequence[str], machine: Machine) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        steps: Any,
+        batch: Any,
+        units: int,
+        extra: Sequence[str],
+        machine: Machine,
+        *,
+        integers: bool = False,
+    ) -> None:
         self.cell = cell
         self.units = units
+        self._integers = integers
         self.tiles = tiles(cell, units, static(batch), machine)
         self._machine = machine
         self._extra = extra
@@ -241,16 +261,21 @@ class Recurrence:
             "initial_h": (cell.directions, self._batch, units),
             "initial_c": (cell.directions, self._batch, units),
             "peepholes": (cell.directions, tile.count, tile.blocks, 3, tile.lanes),
+            "r_scale": (cell.directions, tile.count, tile.blocks, cell.gates, tile.lanes),
+            "r_sum": (cell.directions, tile.count, tile.blocks, cell.gates, tile.lanes),
         }
+        dtypes = {"lengths": "int32", "r_sum": "int32"}
         columns = cell.directions * cell.gates * tile.units
         self._x = buffer("x", (self._steps, self._batch, columns))
-        self._weights = [
-            buffer(f"r{place}", (cell.directions, tile.count, units, tile.blocks, len(gates), tile.lanes))
-            for place, gates in enumerate(cell.phases)
-        ]
-        self._optional = {
-            name: buffer(name, shapes[name], "int32" if name == "lengths" else "float32") for name in extra
-        }
+        if integers:
+            groups = (-(-units // INT8.group), tile.blocks, cell.gates, INT8.group * tile.lanes)
+            self._weights = [buffer("r0", (cell.directions, tile.count, *groups), INT8.weight)]
+        else:
+            self._weights = [
+                buffer(f"r{place}", (cell.directions, tile.count, units, tile.blocks, len(gates), tile.lanes))
+                for place, gates in enumerate(cell.phases)
+            ]
+        self._optional = {name: buffer(name, shapes[name], dtypes.get(name, "float32")) for name in extra}
         self._y = buffer("y", (self._steps, cell.directions, self._batch, units))
         state = (cell.directions, self._batch, units)
         self._last = [buffer(f"last_{name}", state) for name in ("h", "c")[: 2 if cell.kind == "lstm" else 1]]
@@ -287,14 +312,21 @@ class Recurrence:
             return False
         fills_cores = self.cell.directions * (batch or 1) >= machine.cores
         # Weights that fit into a core's cache are best read by one core for all steps.
-        return self.cell.directions < machine.cores and (not fills_cores or 4 * products > machine.own_cache)
+        size = products * (1 if self._integers else 4)
+        return self.cell.directions < machine.cores and (not fills_cores or size > machine.own_cache)
 
     def _allocate(self) -> None:
         shape = (self.cell.directions, self._batch, self.tiles.units)
         self._h = T.alloc_buffer((2, *shape), "float32", scope="global", layout=None)
         names = {"lstm": ["c"], "gru": ["update", "reset"] if len(self.cell.phases) > 1 else [], "rnn": []}
-        # The rounded outputs of the previous step.
-        self._levels = T.alloc_buffer(shape, "float32", scope="global", layout=None) if self.cell.quantised else None
+        # The rounded outputs of the previous step; as integers, the distance of their levels and the place of zero.
+        self._levels: Any = None
+        if self.cell.quantised:
+            dtype = INT8.data if self._integers else "float32"
+            self._levels = T.alloc_buffer(shape, dtype, scope="global", layout=None)
+        if self._integers:
+            self._distance = T.alloc_buffer((self.cell.directions,), "float32", scope="global", layout=None)
+            self._zero = T.alloc_buffer((self.cell.directions,), "int32", scope="global", layout=None)
         self._state = {
             name: T.alloc_buffer(shape, "float32", scope="global", layout=None) for name in names[self.cell.kind]
         }
@@ -381,11 +413,15 @@ class Recurrence:
         span = _stored(greatest - least, "float32")
         distance = _stored(tirx.Select(span > _zero(), span / 255.0, tirx.const(1.0, "float32")), "float32")
         zero = _stored(tirx.nearbyint(_zero() - least / distance), "float32")
+        if self._integers:
+            T.buffer_store(self._distance, distance, [direction])
+            T.buffer_store(self._zero, zero.astype("int32"), [direction])
         with T.serial(0, end - begin) as row, T.serial(0, blocks) as block, T.vectorized(0, lanes) as lane:
             value = self._h[(step % 2, direction, begin + row, block * lanes + lane)]
             number = tirx.max(tirx.min(tirx.nearbyint(value / distance) + zero, 255.0), _zero())
             place = [direction, begin + row, block * lanes + lane]
-            T.buffer_store(self._levels, (number - zero) * distance, place)
+            number = number.astype(INT8.data) if self._integers else (number - zero) * distance
+            T.buffer_store(self._levels, number, place)
 
     def _finish(self, direction: Any, begin: Any, end: Any) -> None:
         """Copy the last states to the results."""
@@ -417,7 +453,9 @@ class Recurrence:
         weights, first = self._weights[phase], _stored(first)
         sums = T.alloc_buffer((rows, blocks, len(gates), lanes), "float32", scope="local", layout=None)
         places = [(row, block, gate) for row in range(rows) for block in range(blocks) for gate in range(len(gates))]
-        for row, block, gate in places:
+        if self._integers:
+            self._integer_sums(direction, tile, first, sums, places)
+        for row, block, gate in () if self._integers else places:
             with T.vectorized(0, lanes) as lane:
                 T.buffer_store(sums, self._initial(gates[gate], direction, tile, block, lane), [row, block, gate, lane])
         place: tuple[Any, ...] = (direction,)
@@ -427,12 +465,13 @@ class Recurrence:
             source = self._levels
         else:
             source, place = self._h, (step % 2, direction)
-        with T.serial(0, self.units) as k:
-            for row, block, gate in places:
-                with T.vectorized(0, lanes) as lane:
-                    product = source[(*place, first + row, k)] * weights[direction, tile, k, block, gate, lane]
-                    index = [row, block, gate, lane]
-                    T.buffer_store(sums, sums[tuple(index)] + product, index)
+        if not self._integers:
+            with T.serial(0, self.units) as k:
+                for row, block, gate in places:
+                    with T.vectorized(0, lanes) as lane:
+                        product = source[(*place, first + row, k)] * weights[direction, tile, k, block, gate, lane]
+                        index = [row, block, gate, lane]
+                        T.buffer_store(sums, sums[tuple(index)] + product, index)
         follow = {"lstm": self._lstm, "gru": self._gru, "rnn": self._rnn}[self.cell.kind]
         for which in self._directions(direction):
             with which as number:
@@ -440,6 +479,30 @@ class Recurrence:
                     unit = _Units(self, direction, number, tile, step, first + row, row, sums)
                     for block in range(blocks):
                         follow(unit, phase, block)
+
+    def _integer_sums(
+        self, direction: Any, tile: Any, first: Any, sums: Any, places: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Store the products of integers with a tile's weights, as float32, in the `places` of `sums`."""
+        lanes, group, (weights,) = self.tiles.lanes, INT8.group, self._weights
+        shape = tuple(int(size) for size in sums.shape)
+        totals = T.alloc_buffer(shape, INT8.accumulator, scope="local", layout=None)
+        for place in places:
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(totals, tirx.const(0, INT8.accumulator), [*place, lane])
+        with T.serial(0, -(-self.units // group)) as k:
+            for row, block, gate in places:
+                left = self._levels[direction, first + row, tirx.Ramp(k * group, tirx.const(1, "int64"), group)]
+                right = weights[direction, tile, k, block, gate, _run(group * lanes)]
+                total = totals[row, block, gate, _run(lanes)]
+                T.buffer_store(totals, add_dot_int8(total, left, right, lanes), [row, block, gate, _run(lanes)])
+        scales, of_weights = self._optional["r_scale"], self._optional["r_sum"]
+        for row, block, gate in places:
+            with T.vectorized(0, lanes) as lane:
+                column = (direction, tile, block, gate, lane)
+                total = totals[row, block, gate, lane] - self._zero[direction] * of_weights[column]
+                value = total.astype("float32") * (self._distance[direction] * scales[column])
+                T.buffer_store(sums, value, [row, block, gate, lane])
 
     def _initial(self, gate: int, direction: Any, tile: Any, block: int, lane: Any) -> Any:
         if self.cell.splits_bias and gate == 2:
@@ -635,6 +698,32 @@ def _always(number: int) -> Iterator[int]:
 def _when(condition: Any, number: int) -> Iterator[int]:
     with T.If(condition), T.Then():
         yield number
+
+
+def _run(count: int) -> Any:
+    """The indices of the first `count` elements."""
+    return tirx.Ramp(tirx.const(0, "int64"), tirx.const(1, "int64"), count)
+
+
+def pack_integers(weights: Array, scales: Array, gates: int, tile: Tiles) -> tuple[Array, Array, Array]:
+    """Return integers [directions, gates * units, units] as `Recurrence` reads them, the packed scales, and the sums.
+
+    The first has the shape [directions, tiles, groups of inputs, blocks, gates, lanes * numbers of a group], the others
+    [directions, tiles, blocks, gates, lanes]. `scales` are [directions, gates * units].
+    """
+    directions, _, units = weights.shape
+    groups = -(-units // INT8.group)
+
+    def pack(rows: Array) -> Array:
+        rows = rows.reshape(directions, gates, units, *rows.shape[2:])
+        rows = np.pad(rows, [(0, 0), (0, 0), (0, tile.units - units), *[(0, 0)] * (rows.ndim - 3)])
+        return rows.reshape(directions, gates, tile.count, tile.blocks, tile.lanes, *rows.shape[3:])
+
+    deep = np.pad(weights, [(0, 0), (0, 0), (0, groups * INT8.group - units)])
+    packed = pack(deep).reshape(directions, gates, tile.count, tile.blocks, tile.lanes, groups, INT8.group)
+    packed = packed.transpose(0, 2, 5, 3, 1, 4, 6).reshape(directions, tile.count, groups, tile.blocks, gates, -1)
+    by_scale, by_sum = (pack(values).transpose(0, 2, 3, 1, 4) for values in (scales, weights.sum(-1, dtype="int32")))
+    return packed, by_scale, by_sum
 
 
 def pack_units(value: relax.Expr, gates: int, tile: Tiles, emit: Callable[[relax.Expr], relax.Expr]) -> relax.Expr:

@@ -131,7 +131,9 @@ def lower_passes(
         legalize = relax.transform.LegalizeOps()
     else:
         cpu = machine(target).for_weights(weights)
-        kernel_passes = [lower_recurrence(cpu), lower_trees(cpu)]
+        # Integer operators such as ConvInteger compute in integers in every precision; AMX serves `precision` only.
+        has_dots = explain_missing_unit(target, "int8") is None
+        kernel_passes = [lower_recurrence(cpu, has_dots), lower_trees(cpu)]
         layout_passes = [attention.compose_attention(), *layout(cpu.lanes)]
         narrow: dict[Precision, list[tvm.transform.Pass]] = {
             "fp32": [FuseBlocks(cpu, choices, fast)],
@@ -139,8 +141,6 @@ def lower_passes(
             "fp16": [HalveProducts(cpu, choices)],
             "int8": [],
         }
-        # Integer operators such as ConvInteger compute in integers in every precision; AMX serves `precision` only.
-        has_dots = explain_missing_unit(target, "int8") is None
         integers = IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, has_dots)
         strassen = [StrassenProducts(cpu, choices)] if fast else []
         product_passes = [*narrow[precision], integers, attention.lower_attention(cpu, precision == "bf16"), *strassen]

@@ -433,10 +433,11 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         def compute_dot(data: te.Tensor, packed: te.Tensor, *zeros: te.Tensor) -> te.Tensor:
             return dot.conv2d(
                 data, packed, dot=INT8, channels=len(weight), groups=groups, machine=self._machine,
-                zero=zeros[0]() if zeros else number, **geometry,
+                zero=zeros[0]() if zeros else number or 0, **geometry,
             )  # fmt: skip
 
         packed_weight = constant(dot.pack_conv2d(weight, lanes, INT8))
+        # Without padding, no result depends on what fills the last tile of a line.
         zeros = zeros if any(geometry["padding"]) else []
         product = self._call(compute_dot, data, packed_weight, *zeros, name="conv2d_int8")
         return self._correct(product, zero, weight.sum(axis=(1, 2, 3)), offsets)

@@ -6,21 +6,26 @@ import tvm
 from tvm import relax, tirx
 
 from tvmflow.compiler import extensions
+from tvmflow.compiler.dotproduct import has_dot
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.recurrence import Cell, Recurrence, pack_units
-from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
+from tvmflow.compiler.operators.common import vector
+from tvmflow.compiler.operators.recurrence import Array, Cell, Recurrence, pack_integers, pack_units
+from tvmflow.compiler.passes.rewrite import Rewriter, constant, rewriting
 
 
-def lower_recurrence(machine: Machine) -> tvm.transform.Pass:
-    """Return the pass that lowers recurrent networks to a dense layer and one function for `machine`."""
+def lower_recurrence(machine: Machine, has_dots: bool) -> tvm.transform.Pass:
+    """Return the pass that lowers recurrent networks to a dense layer and one function for `machine`.
+
+    `has_dots` is whether it has dot-product instructions of 8-bit integers.
+    """
 
     def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr:
-        return _lowered(rewriter, call, machine)
+        return _lowered(rewriter, call, machine, has_dots)
 
     return rewriting("LowerRecurrence", {"tvmflow.recurrence": (lower,)})
 
 
-def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Expr:
+def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, has_dots: bool) -> relax.Expr:
     operands = dict(zip((str(name) for name in call.attrs["operands"]), call.args, strict=True))
     cell = Cell.of(call.attrs)
     x, bias = operands["x"], operands.get("bias")
@@ -30,7 +35,10 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Ex
     split_bias = cell.splits_bias and bias is not None
     names = ["split_bias"] if split_bias else []
     names += [name for name in ("lengths", "initial_h", "initial_c", "peepholes") if name in operands]
-    kernel = Recurrence(cell, steps, batch, units, names, machine)
+    integers = "r_scale" in operands and has_dots and has_dot(vector(units, machine))
+    if integers:
+        names += ["r_scale", "r_sum"]
+    kernel = Recurrence(cell, steps, batch, units, names, machine, integers=integers)
     tile, gates = kernel.tiles, cell.gates
 
     weights = pack_units(operands["w"], gates, tile, emit)
@@ -61,7 +69,14 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Ex
         shape = [cell.directions, tile.count, tile.blocks, 3, tile.lanes]
         extra["peepholes"] = emit(relax.op.reshape(peepholes, shape))
     packed_weights = []
-    for phase in cell.phases:
+    if "r_scale" in operands:
+        rows, scales = _constant(rewriter, operands["r"]), _constant(rewriter, operands["r_scale"])
+        if integers:
+            packed, by_scale, by_sum = map(constant, pack_integers(rows, scales, gates, tile))
+            packed_weights, extra = [packed], extra | {"r_scale": by_scale, "r_sum": by_sum}
+        else:
+            operands["r"] = constant(rows.astype("float32") * scales[..., None])
+    for phase in () if integers else cell.phases:
         begin, end = phase[0] * units, (phase[-1] + 1) * units
         rows = operands["r"]
         if len(cell.phases) > 1:
@@ -71,6 +86,13 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine) -> relax.Ex
     function = extensions.emit_function(rewriter.builder_, kernel.function(), cell.kind)
     arguments = [products, *packed_weights, *(extra[name] for name in names)]
     return relax.call_tir(function, arguments, list(call.ty.fields))
+
+
+def _constant(rewriter: Rewriter, expr: relax.Expr) -> Array:
+    value = rewriter.constant(expr)
+    if value is None:
+        raise AssertionError("the importer makes a constant of it")
+    return value
 
 
 def _halves(emit: Callable[[relax.Expr], relax.Expr], value: relax.Expr, size: int) -> list[relax.Expr]:
