@@ -96,11 +96,11 @@ def file_and_sample(name: str, batch: int, state: Path) -> tuple[Path, Path]:
     return export(model, batch, state), sample(model, batch, state)
 
 
-def sample_for(onnx: Path, state: Path) -> Path:
+def sample_for(onnx: Path, state: Path, given: Mapping[str, int] | None = None) -> Path:
     """Write inputs of any ONNX file as an `.npz`, and return its path.
 
-    Free dimensions have sizes at which ONNX Runtime runs the model. Raises ExportError when `onnx` is missing or no
-    ONNX file, and when ONNX Runtime runs it at no size that is tried.
+    Free dimensions have the `given` sizes, or sizes at which ONNX Runtime runs the model. Raises ExportError when
+    `onnx` is missing or no ONNX file, and when ONNX Runtime runs it at no size that is tried.
     """
     from tasks.export import described_by, read_onnx
     from tvmflow.cli.sizes import find_ranges
@@ -111,7 +111,7 @@ def sample_for(onnx: Path, state: Path) -> Path:
         ranges = find_ranges(onnx, model)
         if ranges is None:
             raise ExportError(f"ONNX Runtime runs {onnx} at none of the sizes that were tried; fix its free dimensions")
-        sizes = {name: item.typical_size for name, item in ranges.items()}
+        sizes = {name: (given or {}).get(name, item.typical_size) for name, item in ranges.items()}
     return save(state / f"{onnx.stem}-sample.npz", samples.make_at_sizes(inputs, sizes, 0, onnx.parent))
 
 

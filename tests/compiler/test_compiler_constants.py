@@ -33,7 +33,7 @@ _REASONS = {
     "operators.trees._PATHS": "instruction set: general-purpose registers",
     "operators.trees._STEPS": "operations: checks beside steps",
     "operators.blocks._FILLED": "share of wasted work",
-    "passes.blocks._INPUT_PIXELS": "shape: images that networks take",
+    "winograd.INPUT_PIXELS": "shape: images that networks take",
     "passes.blocks._SURE": "error of the estimates, scope of tuning",
     "passes.int8._LARGEST_PRODUCT": "range of the numbers",
     "passes.int8._SHIFT": "range of the numbers",

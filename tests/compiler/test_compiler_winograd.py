@@ -1,18 +1,22 @@
 """Winograd's convolution beside ONNX Runtime, and the rule that says when it pays."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from onnx import helper
+from tvm import tirx
 
 from support import scale
 from support.arrays import normal
 from support.builds import rule_counts
 from support.machines import AVX2, AVX512, on_two_cores
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, winograd, workloads
+from tvmflow.compiler.annotations import WINOGRAD
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import typical_pixels
 from tvmflow.compiler.schedules import schedule
 from tvmflow.target import resolve
 
@@ -244,3 +248,23 @@ def test_errors_are_below_the_bound_that_is_known_before(
     largest = np.abs(x).max() * np.abs(weight).sum(axis=(1, 2, 3)).max()
     error = np.abs(run_built(model, x)[0] - exact).max() / largest
     assert 0 < error < winograd.error_bound(size, stride, 40)
+
+
+def test_a_size_within_a_network_counts_as_it_is_for_a_typical_input() -> None:
+    height = tirx.Var("height", "int64")
+    assert [typical_pixels(size) for size in (7, height, (height + 31) // 32, height * 2)] == [7, 256, 8, 512]
+
+
+def test_a_line_that_is_filled_up_to_whole_register_tiles_costs_what_it_computes() -> None:
+    cost = partial(winograd.cycles, 4, 8, channels=512, out_channels=512, machine=AVX512)
+    assert cost(8, rows=4) == cost(16) > cost(8)
+
+
+def test_deep_within_a_network_of_free_sizes_a_line_of_output_tiles_is_short(make_model: Any) -> None:
+    nodes = [
+        helper.make_node("MaxPool", ["i"], ["x"], kernel_shape=[32, 32], strides=[32, 32]),
+        helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1]),
+    ]
+    model = make_model(nodes, [("i", [1, 512, "h", "w"])], ["y"], {"w": normal(512, 512, 3, 3)})
+    functions = [item.func.script() for item in workloads(lower(import_onnx(model), on_two_cores("x86-64-v4")))]
+    assert not any(f'"{WINOGRAD}": 4' in function for function in functions)

@@ -35,6 +35,9 @@ _CAUTION = 0.01
 # An output of unknown height or width counts as so many pixels: a multiple of the sides of all output tiles. Larger
 # images cost as much for each pixel.
 UNKNOWN_PIXELS = 48
+# A free height or width of a model's input counts as so many pixels. The sizes of all images within the network follow
+# from it. Networks take inputs of about 200 to 1000 pixels.
+INPUT_PIXELS = 256
 # The rows of a register tile where the number of output tiles in a line is unknown. The last tile of a line is
 # half empty on average, and a line of output tiles is a half to a quarter as long as a line of pixels: hence fewer than
 # `tiles.UNKNOWN_ROWS`.
@@ -52,19 +55,20 @@ def rank_sizes(
     machine: Machine,
     stride: int = 1,
     group: int = 1,
+    rows: int = 1,
 ) -> list[int | None]:
     """Rank the sizes of output tiles for an output of `height` by `width`, the fastest first.
 
     None in the list is the direct convolution. It is the only entry for outputs of fewer than 2 pixels in a line or
     column, for channels that fill less than half of a vector, and for strides other than 1 and 2. The rank counts a
     core's cycles per image: for the products, for the transforms, and for reading weights that the core's own cache
-    does not hold. `group` is that of `cycles`.
+    does not hold. `group` and `rows` are those of `cycles`.
     """
     # Transforms of vectors that are mostly empty cost more than the products save.
     if min(channels, out_channels) < machine.fewest_lanes or min(height, width) < 2 or stride not in _POINTS:
         return [None]
     sizes = (None, *_POINTS[stride])
-    costs = {size: cycles(size, height, width, channels, out_channels, machine, stride, group) for size in sizes}
+    costs = {size: cycles(size, height, width, channels, out_channels, machine, stride, group, rows) for size in sizes}
     return sorted(costs, key=lambda size: costs[size] * (1 + _CAUTION * (size or 0)))
 
 
@@ -77,11 +81,13 @@ def cycles(
     machine: Machine,
     stride: int = 1,
     group: int = 1,
+    rows: int = 1,
 ) -> float:
     """Return a core's cycles for one image with output tiles of `size`, or by direct convolution if `size` is None.
 
     The output has `height` by `width` pixels. `group` is the number of multiply-adds that a dot-product instruction
-    does in a lane: 1 for float32, 2 for bfloat16. Winograd's products use it only where `takes_narrow`.
+    does in a lane: 1 for float32, 2 for bfloat16. Winograd's products use it only where `takes_narrow`. Lines of output
+    tiles are filled up to a multiple of `rows`.
     """
     vectors = -(-out_channels // machine.lanes)
     if size is None:
@@ -91,7 +97,7 @@ def cycles(
         weights = 4 * depth * vectors * machine.lanes
         accumulators = tile.rows * tile.vectors
         return cost.results(results, depth, accumulators, machine) + cost.streaming(weights, machine)
-    high, wide = -(-height // size), -(-width // size)
+    high, wide = -(-height // size), -(-width // (size * rows)) * rows
     taps = side_of(size, stride) ** 2
     steps = -(-channels // (group if takes_narrow(size, stride, channels) else 1))
     tile = choose_tile(high, wide, taps, steps, vectors, machine)

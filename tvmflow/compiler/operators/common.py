@@ -9,6 +9,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 
+from tvmflow.compiler import winograd
 from tvmflow.compiler.machine import NARROWEST, Machine
 
 Legalization = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
@@ -27,6 +28,18 @@ def default(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 def static(dim: Any) -> int | None:
     """Return a size as an integer; None where it is symbolic."""
     return int(dim) if isinstance(dim, int | tirx.IntImm) else None
+
+
+def typical_pixels(size: Any) -> int:
+    """Return the number of pixels that a height or width counts as where the cost model decides.
+
+    Free sizes in it count as `winograd.INPUT_PIXELS`, as if they were those of the model's input.
+    """
+    analyzer = tvm.sym.Analyzer()
+    for variable in () if static(size) is not None else tirx.analysis.undefined_vars(size):
+        analyzer.bind(variable, tirx.IntImm("int64", winograd.INPUT_PIXELS))
+    number = static(size) or static(analyzer.simplify(size))
+    return winograd.UNKNOWN_PIXELS if number is None else max(number, 1)
 
 
 def size_parameter(size: Any, name: str) -> Any:

@@ -27,6 +27,7 @@ from tvmflow.compiler.operators.common import (
     padded_input,
     round_up,
     static,
+    typical_pixels,
     vector,
 )
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
@@ -219,31 +220,31 @@ def winograd_size(
 
     `weight` has the layout `[CO][CI/groups][KH][KW]`. `geometry` has the lists `strides`, `padding` (top, left, bottom,
     right) and `dilation`. The `decisions` about the convolution choose among the sizes that apply. Without decisions
-    the cost model chooses. A height or width that is unknown counts as `UNKNOWN_PIXELS` of the output. `group` is the
-    number of products that one instruction adds up in a lane: 1 for float32.
+    the cost model chooses. An unknown height or width counts as `typical_pixels`. `group` is
+    the number of products that one instruction adds up in a lane: 1 for float32.
     """
     out_channels, channels, *kernel = (int(dim) for dim in weight.ty.shape.values)
-    height, width = (static(dim) for dim in data.ty.shape.values[1:3])
+    dims = data.ty.shape.values[1:3]
+    height, width = map(typical_pixels, dims)
     stride, *others = geometry["strides"]
     if (kernel, others, geometry["dilation"], groups) != ([3, 3], [stride], [1, 1], 1):
         return None
     if not isinstance(weight, tvm.ir.GenericConst):
         return None
     top, left, bottom, right = geometry["padding"]
-    high, wide = (
-        winograd.UNKNOWN_PIXELS if size is None else (size + around - 3) // stride + 1
-        for size, around in ((height, top + bottom), (width, left + right))
-    )
-    sizes = winograd.rank_sizes(high, wide, channels, out_channels, machine, stride, group)
+    high, wide = ((size + around - 3) // stride + 1 for size, around in ((height, top + bottom), (width, left + right)))
+    # Where a size is unknown, a line of output tiles is filled up to whole register tiles.
+    rows = 1 if all(static(dim) is not None for dim in dims) else winograd.UNKNOWN_ROWS
+    sizes = winograd.rank_sizes(high, wide, channels, out_channels, machine, stride, group, rows)
     if decisions is None:
         return sizes[0]
     options = {"direct" if size is None else f"winograd {size}": size for size in sizes}
     images = (static(data.ty.shape.values[0]) or 1) / machine.cores
-    pixels_in = images * (height or high * stride) * (width or wide * stride)
+    pixels_in = images * height * width
     pixels_out = images * high * wide
     moving = cost.images(4 * pixels_in * channels, 4 * pixels_out * out_channels, machine)
     cycles = {
-        name: moving + images * winograd.cycles(size, high, wide, channels, out_channels, machine, stride, group)
+        name: moving + images * winograd.cycles(size, high, wide, channels, out_channels, machine, stride, group, rows)
         for name, size in options.items()
     }
     return decisions.choose("algorithm", options, cycles=cycles)

@@ -16,11 +16,10 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import blocks, convolution, depthwise, dot, elementwise
-from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
+from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, typical_pixels, vector
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
 from tvmflow.compiler.passes.bf16 import round_operand
 from tvmflow.compiler.passes.strassen import takes_one_item
-from tvmflow.compiler.schedules import common
 
 Array = np.ndarray[Any, Any]
 
@@ -42,11 +41,6 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
 # below the first number it becomes one function, up to the second a tuner measures both ways. Their distances from one
 # are errors of the model, which `benchmarks/blocks.py` prints.
 _SURE, CLOSE = 0.8, 1.1
-
-
-# A free height or width of a model's input counts as so many pixels where it decides about blocks. The sizes of all
-# images within the network follow from it. Networks take inputs of about 200 to 1000 pixels.
-_INPUT_PIXELS = 256
 
 
 @dataclass(frozen=True)
@@ -330,12 +324,10 @@ def _describe(steps: _Steps, options: _Options, one_item: bool, inputs: set[tirx
 def _assumed(size: Any, inputs: set[tirx.Var]) -> int:
     """Return the number that the cost model takes a height or width for.
 
-    It follows from `_INPUT_PIXELS` where it is computed from the sizes of the model's inputs alone.
+    That is `typical_pixels` where it is computed from the sizes of the model's inputs alone.
     """
-    number, free = static(size), tirx.analysis.undefined_vars(size)
-    if number is None and inputs.issuperset(free):
-        number = static(common.substitute(size, dict.fromkeys(free, tirx.IntImm("int64", _INPUT_PIXELS))))
-    return winograd.UNKNOWN_PIXELS if number is None else max(number, 1)
+    is_known = static(size) is not None or inputs.issuperset(tirx.analysis.undefined_vars(size))
+    return typical_pixels(size) if is_known else winograd.UNKNOWN_PIXELS
 
 
 def _choose(candidate: _Candidate, steps: _Steps, options: _Options) -> _FusedBlock | None:
