@@ -62,7 +62,8 @@ def rank_sizes(
     None in the list is the direct convolution. It is the only entry for outputs of fewer than 2 pixels in a line or
     column, for channels that fill less than half of a vector, and for strides other than 1 and 2. The rank counts a
     core's cycles per image: for the products, for the transforms, and for reading weights that the core's own cache
-    does not hold. `group` and `rows` are those of `cycles`.
+    does not hold. `group` is the number of multiply-adds of one instruction in a lane, and `rows` the multiple to which
+    a line of output tiles is filled up.
     """
     # Transforms of vectors that are mostly empty cost more than the products save.
     if min(channels, out_channels) < machine.fewest_lanes or min(height, width) < 2 or stride not in _POINTS:
