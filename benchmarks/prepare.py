@@ -100,7 +100,8 @@ def sample_for(onnx: Path, state: Path, given: Mapping[str, int] | None = None) 
     """Write inputs of any ONNX file as an `.npz`, and return its path.
 
     Free dimensions have the `given` sizes, or sizes at which ONNX Runtime runs the model. Raises ExportError when
-    `onnx` is missing or no ONNX file, and when ONNX Runtime runs it at no size that is tried.
+    `onnx` is missing or no ONNX file, when ONNX Runtime runs it at no size that is tried, and for a `given` size of
+    another name.
     """
     from tasks.export import described_by, read_onnx
     from tvmflow.cli.sizes import find_ranges
@@ -111,6 +112,9 @@ def sample_for(onnx: Path, state: Path, given: Mapping[str, int] | None = None) 
         ranges = find_ranges(onnx, model)
         if ranges is None:
             raise ExportError(f"ONNX Runtime runs {onnx} at none of the sizes that were tried; fix its free dimensions")
+        unknown = sorted((given or {}).keys() - ranges.keys())
+        if unknown:
+            raise ExportError(f"{onnx} has no free dimension {unknown[0]!r}; it has {', '.join(ranges) or 'none'}")
         sizes = {name: (given or {}).get(name, item.typical_size) for name, item in ranges.items()}
     return save(state / f"{onnx.stem}-sample.npz", samples.make_at_sizes(inputs, sizes, 0, onnx.parent))
 

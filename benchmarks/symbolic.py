@@ -6,6 +6,7 @@ dimensions that it says, and runs at sizes at which ONNX Runtime runs it. A mode
 batch, the height and the width of images, or the length of texts.
 """
 
+import argparse
 import json
 import math
 import os
@@ -145,6 +146,8 @@ def show(results: Sequence[tuple[str, Comparison]]) -> Table:
 
 def _size(text: str) -> tuple[str, int]:
     name, _, number = text.rpartition("=")
+    if not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of a dimension, such as batch=8")
     return name, positive(number)
 
 

@@ -1,6 +1,7 @@
 """`benchmarks/symbolic.py`: a model with free dimensions beside one whose sizes are fixed."""
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -40,3 +41,16 @@ def test_a_model_without_free_dimensions_is_refused(module: Callable[[str], Modu
     job = symbolic.SymbolicJob(onnx=onnx, sample=sample, target=resolve("native"), rounds=1, repeats=1)
     with pytest.raises(InputError, match=r"product\.onnx has a free dimension"):
         symbolic.work(job, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("size", "sentence"),
+    [
+        ("m=48", r"product\.onnx has no free dimension 'm'; it has n"),
+        ("48", "'48' is no size of a dimension, such as batch=8"),
+    ],
+)
+def test_a_wrong_size_is_refused(command: Command, tmp_path: Path, size: str, sentence: str) -> None:
+    process = command("symbolic", str(_product(tmp_path / "product.onnx", "n")), "--size", size)
+    assert process.returncode != 0
+    assert re.search(sentence, process.stderr)

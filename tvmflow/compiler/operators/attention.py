@@ -1,6 +1,7 @@
 """Attention by strips of queries: the scores of a strip, their softmax and the sum of values stay in the cache."""
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,8 +9,9 @@ from tvm import te, tirx, topi
 
 from tvmflow.compiler import cost, tiles, vectormath
 from tvmflow.compiler.annotations import DOT, KERNEL, LANES, TILE, VECTORS
-from tvmflow.compiler.dotproduct import BF16, round_bf16
+from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import dot
 from tvmflow.compiler.operators.common import divides, parts, round_up, static, vector
 
 # The element of a tensor by batch, position, head and channel.
@@ -80,12 +82,18 @@ def attention(
     if value_lanes < machine.lanes:
         value_vectors = 1
     tiled_rows, wide = round_up(queries, rows), round_up(keys, key_vectors * lanes)
-    group = BF16.group if bf16 else 1
     # In bfloat16 the innermost dimension of the panels is the pair that a lane multiplies at a time.
-    pair, zero = ((group,), tirx.const(0, BF16.data)) if bf16 else ((), tirx.const(0, "float32"))
+    pair = (BF16.group,) if bf16 else ()
+    group, zero = math.prod(pair), tirx.const(0, BF16.data if bf16 else "float32")
+    multiply, dot_product = (BF16.product, {DOT: BF16.name}) if bf16 else (operator.mul, {})
+
+    def place_of(step: Any, within: Sequence[Any]) -> Any:
+        """The channel, key or value of a step of a sum: each step has a pair of them, or one."""
+        return step * group + within[0] if within else step
 
     def packed_key(b: Any, h: Any, d: Any, t: Any, *within: Any) -> Any:
-        element = key(b, t, h, d * group + within[0]) if bf16 else key(b, t, h, d) * scale
+        element = key(b, t, h, place_of(d, within))
+        element = element if bf16 else element * scale
         return element if divides(key_vectors * lanes, keys) else tirx.if_then_else(t < keys, element, zero)
 
     key_panel = te.compute((batch, heads, depth // group, wide, *pair), packed_key, name="keys")
@@ -102,16 +110,14 @@ def attention(
             return panel[b, h, s, d]
 
     d, within = te.reduce_axis((0, depth // group), "d"), [te.reduce_axis((0, size), "g") for size in pair]
-    product = BF16.product if bf16 else lambda left, right: left * right
-    dot = {DOT: BF16.name} if bf16 else {}
     scores = te.compute(
         (batch, heads, tiled_rows, wide),
         lambda b, h, s, t: te.sum(
-            product(source(b, h, s, d * group + within[0] if bf16 else d), key_panel[(b, h, d, t, *within)]),
+            multiply(source(b, h, s, place_of(d, within)), key_panel[(b, h, d, t, *within)]),
             axis=[d, *within],
         ),
         name="scores",
-        attrs={KERNEL: "attention", TILE: rows, LANES: lanes, VECTORS: [key_vectors, value_vectors], **dot},
+        attrs={KERNEL: "attention", TILE: rows, LANES: lanes, VECTORS: [key_vectors, value_vectors], **dot_product},
     )
     masked = _masked(
         scores, scale if bf16 else 1.0, mask, None if divides(rows, queries) else queries, keys, key_vectors * lanes
@@ -119,18 +125,16 @@ def attention(
     logits = te.compute((batch, heads, tiled_rows, wide), lambda *index: masked(index), name="logits")
     row_sizes = [batch, heads, tiled_rows]
     largest = _reduced(lambda index: logits[tuple(index)], row_sizes, wide, te.max, "max", lanes)
-    exponential = te.compute(
+    exponential = dot.stage(
         (batch, heads, tiled_rows, wide),
         lambda *index: vectormath.exp_of_negative(logits[index] - largest[index[:-1]]),
-        name="exact" if bf16 else "exponential",
+        "exponential",
+        bf16,
     )
 
     def weight(index: Sequence[Any]) -> Any:
         return BF16.widen(exponential[tuple(index)]) if bf16 else exponential[tuple(index)]
 
-    if bf16:
-        exact = exponential
-        exponential = te.compute(exact.shape, lambda *index: round_bf16(exact[index]), name="exponential")
     total = _reduced(weight, row_sizes, wide, te.sum, "sum", lanes)
     inverse = te.compute(row_sizes, lambda *row: 1.0 / total[row], name="inverse")
     whole = round_up(depth, value_lanes * value_vectors)
@@ -143,7 +147,7 @@ def attention(
 
         def packed_value(b: Any, h: Any, t: Any, c: Any, g: Any) -> Any:
             # Clamp the index: vector code reads first and selects afterwards, so every read must be in bounds.
-            place = t * group + g
+            place = place_of(t, [g])
             element = value(b, tirx.min(place, keys - 1), h, tirx.min(c, depth - 1))
             return tirx.if_then_else(tirx.all(place < keys, c < depth), element, zero)
 
@@ -166,11 +170,11 @@ def attention(
     mixed = te.compute(
         (batch, heads, tiled_rows, whole),
         lambda b, h, s, c: te.sum(
-            product(exponential[b, h, s, t * group + near[0] if bf16 else t], values(b, t, h, c, *near)),
+            multiply(exponential[b, h, s, place_of(t, near)], values(b, t, h, c, *near)),
             axis=[t, *near],
         ),
         name="mixed",
-        attrs={LANES: value_lanes, **dot},
+        attrs={LANES: value_lanes, **dot_product},
     )
     return te.compute(tuple(shape), lambda b, s, h, c: mixed[b, h, s, c] * inverse[b, h, s], name="attention")
 

@@ -17,9 +17,9 @@ from tvm import te, tirx
 from tvmflow.compiler import cost, tiles, winograd
 from tvmflow.compiler.annotations import CHUNK, COLUMNS, DOT, KERNEL, LANES, LINES, SUBJECT, TILE, WINOGRAD
 from tvmflow.compiler.choices import Decisions
-from tvmflow.compiler.dotproduct import BF16, round_bf16
+from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import strassen
+from tvmflow.compiler.operators import dot, strassen
 from tvmflow.compiler.operators import winograd as winograd_stages
 from tvmflow.compiler.operators.common import output_size, parts, round_up
 
@@ -157,7 +157,7 @@ def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machin
     else:
         product = _winograd(middle_input, block, plan, machine, weight, annotations)
 
-    result = _stored(
+    result = dot.stage(
         product.shape,
         lambda *index: _finish(block.middle, product[index], index[-1], reads),
         "filtered",
@@ -199,17 +199,6 @@ def _finish(convolution: Convolution, value: Any, channel: Any, reads: Sequence[
     return convolution.epilogue(value, channel, reads) if convolution.epilogue else value
 
 
-def _stored(shape: Sequence[Any], element: Callable[..., Any], name: str, rounded: bool) -> te.Tensor:
-    """Define the stage `name` of a block in float32, or `rounded` to bfloat16.
-
-    A rounding reads its number twice, so that number is a stage of its own, which the schedule inlines.
-    """
-    if not rounded:
-        return te.compute(shape, element, name=name)
-    exact = te.compute(shape, element, name="exact")
-    return te.compute(shape, lambda *index: round_bf16(exact[index]), name=name)
-
-
 def _cut(
     data: te.Tensor,
     patches: _Patches,
@@ -226,9 +215,9 @@ def _cut(
     A depthwise convolution reads float32 numbers, whatever the type of the data.
     """
     _, height, width, depth = data.shape
-    wide_channels = block.bf16 and block.first is None and block.middle.depthwise
-    channels = depth if wide_channels else round_up(int(depth), block.group)
-    zero = tirx.const(0, "float32" if wide_channels else data.dtype)
+    widens = block.bf16 and block.first is None and block.middle.depthwise
+    channels = depth if widens else round_up(int(depth), block.group)
+    zero = tirx.const(0, "float32" if widens else data.dtype)
 
     def element(n: Any, strip: Any, beside: Any, y: Any, x: Any, c: Any) -> Any:
         line = strip * (patches.lines * strides[0]) + y
@@ -238,7 +227,7 @@ def _cut(
         if channels != depth:
             inside = tirx.all(inside, c < depth)
         value = data[n, line - top, column - left, c]
-        return tirx.if_then_else(inside, BF16.widen(value) if wide_channels else value, zero)
+        return tirx.if_then_else(inside, BF16.widen(value) if widens else value, zero)
 
     return te.compute((*patches.sizes, *size, channels), element, name=name)
 
@@ -304,7 +293,7 @@ def _expanded(
         inside = tirx.all(line >= top, line < high + top, column >= left, column < wide + left)
         return tirx.Select(inside, _finish(first, expand[index], c, reads), tirx.const(0, "float32"))
 
-    return _stored(shape, element, "expanded", block.bf16 and not middle.depthwise)
+    return dot.stage(shape, element, "expanded", block.bf16 and not middle.depthwise)
 
 
 def _depthwise(

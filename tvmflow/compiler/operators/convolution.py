@@ -220,8 +220,8 @@ def winograd_size(
 
     `weight` has the layout `[CO][CI/groups][KH][KW]`. `geometry` has the lists `strides`, `padding` (top, left, bottom,
     right) and `dilation`. The `decisions` about the convolution choose among the sizes that apply. Without decisions
-    the cost model chooses. An unknown height or width counts as `typical_pixels`. `group` is
-    the number of products that one instruction adds up in a lane: 1 for float32.
+    the cost model chooses. An unknown height or width counts as `typical_pixels`. `group` is the number of products
+    that one instruction adds up in a lane: 1 for float32.
     """
     out_channels, channels, *kernel = (int(dim) for dim in weight.ty.shape.values)
     dims = data.ty.shape.values[1:3]

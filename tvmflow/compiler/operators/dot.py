@@ -16,7 +16,7 @@ from tvm import te, tirx, topi
 
 from tvmflow.compiler import amx, tiles
 from tvmflow.compiler.annotations import AMX, DOT, KERNEL, LANES, LEAD, ROWS, SHARED, TILE
-from tvmflow.compiler.dotproduct import BF16, Dot
+from tvmflow.compiler.dotproduct import BF16, Dot, round_bf16
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import JoinedRows, divides, output_size, padded_input, round_up, static, vector
 
@@ -216,6 +216,18 @@ def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.T
         shared=False,
     )
     return te.compute((*batch, rows, units), lambda *index: product[index], name="unpack")
+
+
+def stage(shape: Sequence[Any], element: Callable[..., Any], name: str, bf16: bool) -> te.Tensor:
+    """Define the stage `name` of a function, whose float32 elements are rounded to bfloat16 if `bf16` is true.
+
+    A rounding reads its number twice. So the number is a stage of its own, `exact`, which the schedule inlines
+    (`schedules.dot.inline_exact`).
+    """
+    if not bf16:
+        return te.compute(shape, element, name=name)
+    exact = te.compute(shape, element, name="exact")
+    return te.compute(shape, lambda *index: round_bf16(exact[index]), name=name)
 
 
 def _rows_product(

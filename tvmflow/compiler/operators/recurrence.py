@@ -450,12 +450,34 @@ class Recurrence:
     def _rows(self, phase: int, direction: Any, tile: Any, step: Any, first: Any, rows: int) -> None:
         """Compute a tile's units of one step for `rows` sequences: their products, then their gates and states."""
         gates, blocks, lanes = self.cell.phases[phase], self.tiles.blocks, self.tiles.lanes
-        weights, first = self._weights[phase], _stored(first)
+        first = _stored(first)
         sums = T.alloc_buffer((rows, blocks, len(gates), lanes), "float32", scope="local", layout=None)
         places = [(row, block, gate) for row in range(rows) for block in range(blocks) for gate in range(len(gates))]
         if self._integers:
             self._integer_sums(direction, tile, first, sums, places)
-        for row, block, gate in () if self._integers else places:
+        else:
+            self._float_sums(phase, direction, tile, step, first, sums, places)
+        follow = {"lstm": self._lstm, "gru": self._gru, "rnn": self._rnn}[self.cell.kind]
+        for which in self._directions(direction):
+            with which as number:
+                for row in range(rows):
+                    unit = _Units(self, direction, number, tile, step, first + row, row, sums)
+                    for block in range(blocks):
+                        follow(unit, phase, block)
+
+    def _float_sums(
+        self,
+        phase: int,
+        direction: Any,
+        tile: Any,
+        step: Any,
+        first: Any,
+        sums: Any,
+        places: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Store the initial values plus the products of float32 numbers with a tile's weights in `places` of `sums`."""
+        gates, lanes, weights = self.cell.phases[phase], self.tiles.lanes, self._weights[phase]
+        for row, block, gate in places:
             with T.vectorized(0, lanes) as lane:
                 T.buffer_store(sums, self._initial(gates[gate], direction, tile, block, lane), [row, block, gate, lane])
         place: tuple[Any, ...] = (direction,)
@@ -465,20 +487,12 @@ class Recurrence:
             source = self._levels
         else:
             source, place = self._h, (step % 2, direction)
-        if not self._integers:
-            with T.serial(0, self.units) as k:
-                for row, block, gate in places:
-                    with T.vectorized(0, lanes) as lane:
-                        product = source[(*place, first + row, k)] * weights[direction, tile, k, block, gate, lane]
-                        index = [row, block, gate, lane]
-                        T.buffer_store(sums, sums[tuple(index)] + product, index)
-        follow = {"lstm": self._lstm, "gru": self._gru, "rnn": self._rnn}[self.cell.kind]
-        for which in self._directions(direction):
-            with which as number:
-                for row in range(rows):
-                    unit = _Units(self, direction, number, tile, step, first + row, row, sums)
-                    for block in range(blocks):
-                        follow(unit, phase, block)
+        with T.serial(0, self.units) as k:
+            for row, block, gate in places:
+                with T.vectorized(0, lanes) as lane:
+                    product = source[(*place, first + row, k)] * weights[direction, tile, k, block, gate, lane]
+                    index = [row, block, gate, lane]
+                    T.buffer_store(sums, sums[tuple(index)] + product, index)
 
     def _integer_sums(
         self, direction: Any, tile: Any, first: Any, sums: Any, places: Sequence[tuple[int, int, int]]

@@ -143,7 +143,8 @@ def lower_passes(
         }
         integers = IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, has_dots)
         strassen = [StrassenProducts(cpu, choices)] if fast else []
-        product_passes = [*narrow[precision], integers, attention.lower_attention(cpu, precision == "bf16"), *strassen]
+        attend = attention.lower_attention(cpu, precision == "bf16")
+        product_passes = [attend, *narrow[precision], integers, *strassen]
         integer_passes = [IntegerArithmetic(cpu)] if precision == "int8" else []
         legalize = relax.transform.LegalizeOps(legalizations(cpu, choices, fast))
     return [

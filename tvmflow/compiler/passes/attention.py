@@ -285,7 +285,7 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
     # A lane of a dot product multiplies two channels.
     bf16 = bf16 and int(shape[3]) % BF16.group == 0
     if bf16:
-        bases = [_rounded(rewriter, base) for base in bases]
+        bases = [rewriter.emit(round_operand(rewriter.builder_, base)) for base in bases]
 
     def compute(*tensors: te.Tensor) -> te.Tensor:
         def element(view: _View, tensor: te.Tensor, *index: Any) -> Any:
@@ -304,20 +304,12 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
     return rewriter.builder_.call_te(compute, *bases, *masks, primfunc_name_hint="attention", primfunc_attrs=kind)
 
 
-def _rounded(rewriter: Rewriter, base: relax.Expr) -> relax.Expr:
-    """Round a tensor to bfloat16: before a reshape, so that the function that computes it can round its result."""
-    reshape = rewriter.call(base, "reshape")
-    if reshape is None:
-        return rewriter.emit(round_operand(rewriter.builder_, base))
-    return rewriter.emit(relax.op.reshape(_rounded(rewriter, reshape.args[0]), reshape.args[1]))
-
-
 def lower_attention(machine: Machine, bf16: bool = False) -> tvm.transform.Pass:
     """Return the pass that lowers float32 attention to one function, for this machine.
 
     The function reads queries, keys and values in place, through the transposes and slices before them. With `bf16`
-    they are rounded to bfloat16, and so are the operands of both products. Attention of other types, with a causal mask
-    or with a window is not changed.
+    they are rounded to bfloat16, and so are the operands of both products; `RoundProducts`, which runs after this pass,
+    lets all readers share a rounding. Attention of other types, with a causal mask or with a window is not changed.
     """
 
     def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:

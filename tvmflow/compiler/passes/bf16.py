@@ -24,7 +24,8 @@ class RoundProducts:
     Every reader of a rounded operand reads the bfloat16 value from memory. Depthwise convolutions round their input
     too, but compute in float32. A convolution by Winograd's algorithm, which `winograd` allows, computes in float32
     where rounding its transformed input would lose too much precision. Convolutions whose groups are narrower than a
-    vector, and all other operators, stay in float32. Blocks (`FuseBlocks`) have rounded their input before this pass.
+    vector, and all other operators, stay in float32. Blocks (`FuseBlocks`) and attention
+    (`lower_attention`) have rounded their operands before this pass.
     """
 
     def __init__(self, machine: Machine, winograd: bool) -> None:

@@ -9,7 +9,7 @@ from tvmflow.compiler import extensions
 from tvmflow.compiler.dotproduct import has_dot
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import vector
-from tvmflow.compiler.operators.recurrence import Array, Cell, Recurrence, pack_integers, pack_units
+from tvmflow.compiler.operators.recurrence import Array, Cell, Recurrence, Tiles, pack_integers, pack_units
 from tvmflow.compiler.passes.rewrite import Rewriter, constant, rewriting
 
 
@@ -68,24 +68,33 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, has_dots: b
         peepholes = pack_units(emit(relax.op.expand_dims(extra["peepholes"], 2)), 3, tile, emit)
         shape = [cell.directions, tile.count, tile.blocks, 3, tile.lanes]
         extra["peepholes"] = emit(relax.op.reshape(peepholes, shape))
-    packed_weights = []
-    if "r_scale" in operands:
-        rows, scales = _constant(rewriter, operands["r"]), _constant(rewriter, operands["r_scale"])
-        if integers:
-            packed, by_scale, by_sum = map(constant, pack_integers(rows, scales, gates, tile))
-            packed_weights, extra = [packed], extra | {"r_scale": by_scale, "r_sum": by_sum}
-        else:
-            operands["r"] = constant(rows.astype("float32") * scales[..., None])
-    for phase in () if integers else cell.phases:
-        begin, end = phase[0] * units, (phase[-1] + 1) * units
-        rows = operands["r"]
-        if len(cell.phases) > 1:
-            rows = emit(relax.op.strided_slice(rows, [1], [begin], [end]))
-        rows = pack_units(rows, len(phase), tile, emit)
-        packed_weights.append(emit(relax.op.permute_dims(rows, [0, 1, 5, 2, 3, 4])))
+    if integers:
+        integer_rows, scales = (_constant(rewriter, operands[name]) for name in ("r", "r_scale"))
+        packed, by_scale, by_sum = map(constant, pack_integers(integer_rows, scales, gates, tile))
+        packed_weights, extra = [packed], extra | {"r_scale": by_scale, "r_sum": by_sum}
+    else:
+        packed_weights = _packed_rows(rewriter, operands, cell, units, tile)
     function = extensions.emit_function(rewriter.builder_, kernel.function(), cell.kind)
     arguments = [products, *packed_weights, *(extra[name] for name in names)]
     return relax.call_tir(function, arguments, list(call.ty.fields))
+
+
+def _packed_rows(
+    rewriter: Rewriter, operands: dict[str, relax.Expr], cell: Cell, units: int, tile: Tiles
+) -> list[relax.Expr]:
+    """The recurrent weights of each phase in float32, in the form that `Recurrence` reads."""
+    emit, weights = rewriter.emit, operands["r"]
+    if "r_scale" in operands:
+        integer_rows, scales = (_constant(rewriter, operands[name]) for name in ("r", "r_scale"))
+        weights = constant(integer_rows.astype("float32") * scales[..., None])
+    packed = []
+    for phase in cell.phases:
+        rows = weights
+        if len(cell.phases) > 1:
+            rows = emit(relax.op.strided_slice(rows, [1], [phase[0] * units], [(phase[-1] + 1) * units]))
+        rows = pack_units(rows, len(phase), tile, emit)
+        packed.append(emit(relax.op.permute_dims(rows, [0, 1, 5, 2, 3, 4])))
+    return packed
 
 
 def _constant(rewriter: Rewriter, expr: relax.Expr) -> Array:

@@ -7,7 +7,7 @@ from tvmflow.compiler.annotations import DOT, LANES, TILE, VECTORS
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, registers
-from tvmflow.compiler.schedules.dot import use_dot_products
+from tvmflow.compiler.schedules.dot import inline_exact, use_dot_products
 
 _PACKED = ("keys", "values", "mask")
 
@@ -18,8 +18,7 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     if scores is None:
         return False
     annotations = sch.get(scores).annotations
-    for exact in common.find_blocks(sch, "exact"):
-        sch.compute_inline(exact)
+    inline_exact(sch)
     rows, lanes = int(annotations[TILE]), int(annotations[LANES])
     key_vectors, value_vectors = (int(count) for count in annotations[VECTORS])
     (mixed,) = common.find_blocks(sch, "mixed")
@@ -66,12 +65,9 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
 
 def _pack_pairs(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Copy pairs of numbers of keys or values side by side, a row of the panel for each task."""
-    *outer, position, group = sch.get_loops(block)
+    *outer, _, group = sch.get_loops(block)
     common.parallel(sch, common.fuse(sch, outer), machine)
     sch.unroll(group)
-    if (common.extent(sch, position) or 0) % machine.lanes == 0:
-        _, lane = sch.split(position, [None, machine.lanes])
-        sch.reorder(lane, group)
 
 
 def _tile(sch: Schedule, product: SBlockRV, rows: int, vectors: int, lanes: int) -> None:

@@ -9,7 +9,7 @@ from tvmflow.compiler.annotations import CHUNK, COLUMNS, DOT, LANES, LINES, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, registers, winograd
-from tvmflow.compiler.schedules.dot import use_dot_products
+from tvmflow.compiler.schedules.dot import inline_exact, use_dot_products
 
 # The loops of Winograd's products: over the taps in two dimensions, images, strips of patches, patches in a strip, the
 # lines and columns of output tiles, and channels.
@@ -30,8 +30,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     kind, middle = next(((kind, block) for kind, block in middles.items() if block is not None), ("", None))
     if middle is None:
         return False
-    for exact in common.find_blocks(sch, "exact"):
-        sch.compute_inline(exact)
+    inline_exact(sch)
     lines, columns = _number(sch, middle, LINES), _number(sch, middle, COLUMNS)
     last = common.find_kernel(sch, "block.last")
     result = common.find_blocks(sch, "output_vertical")[0] if kind == "winograd" else middle

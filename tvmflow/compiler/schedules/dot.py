@@ -75,6 +75,12 @@ def _by_amx(sch: Schedule, machine: Machine, choices: Choices, kind: str, produc
     return True
 
 
+def inline_exact(sch: Schedule) -> None:
+    """Inline the numbers that `operators.dot.stage` rounds to bfloat16 into their roundings."""
+    for exact in common.find_blocks(sch, "exact"):
+        sch.compute_inline(exact)
+
+
 def use_dot_products(sch: Schedule) -> None:
     """Replace the innermost loops of products by dot-product instructions, where the products are annotated so.
 
