@@ -36,6 +36,8 @@ _ROOT = Path(__file__).parents[2]
 _PLAIN = ("tasks.export:work", "tasks.validate:judge_work", "tasks.benchmark:turn_work", "tasks.comparison:work")
 # Builds that tests compare differ by more than short pairs do.
 _PAIR_SECONDS, _MOST_PAIRS = 0.03, 20
+# A request comes as a whole; whoever stops within it keeps the others waiting for this long.
+_REQUEST_SECONDS = 30.0
 
 
 class Request(TypedDict):
@@ -257,57 +259,109 @@ def _start_when_asked(listeners: Sequence[socket.socket]) -> None:
     while True:
         for descriptor, _ in poll.poll():
             poll.unregister(descriptor)
-            kind = Path(waiting[descriptor].getsockname()).name
-            subprocess.Popen(_command(kind, waiting[descriptor]), pass_fds=(descriptor,))
+            # Without this copy of the socket, a server's end refuses whoever connects or waits for an answer.
+            with waiting.pop(descriptor) as listener:
+                kind = Path(listener.getsockname()).name
+                subprocess.Popen(_command(kind, listener), pass_fds=(descriptor,))
+
+
+@dataclass(eq=False)
+class _Fork:
+    """A process that a server has forked, its pidfd, and the connection of whoever waits for its end, if anybody."""
+
+    pid: int
+    end: int
+    connection: socket.socket | None
+
+    def answer(self) -> None:
+        """Reap the process, which has ended, and tell its exit code to whoever still waits."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if self.connection is not None:
+            with suppress(OSError):
+                self.connection.sendall(f"{code}\n".encode())
+        self.close()
+
+    def kill(self) -> None:
+        """Kill the process and all that it started, for nobody waits for it any more."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            # It has no session yet. Nobody has reaped it, so the number is still its own.
+            os.kill(self.pid, signal.SIGKILL)
+        self._disconnect()
+
+    def close(self) -> None:
+        """Close this process's descriptors of the fork."""
+        os.close(self.end)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
 
 
 def _serve(listener: socket.socket) -> list[str]:
     """Fork for each request; return its arguments in the fork, with the fork's environment, folder and streams."""
-    running: dict[int, tuple[int, socket.socket]] = {}
-    callers: dict[int, int] = {}
+    running: list[_Fork] = []
+    while True:
+        ready = _ready(listener, running)
+        # A descriptor is closed with its own fork, and a new one comes after all others: no number means two things.
+        for fork in list(running):
+            if fork.end in ready:
+                running.remove(fork)
+                fork.answer()
+            elif fork.connection is not None and fork.connection.fileno() in ready:
+                fork.kill()
+        if listener.fileno() not in ready:
+            continue
+        connection, _ = listener.accept()
+        try:
+            request, streams = _receive(connection)
+        except (OSError, EOFError):
+            connection.close()
+            continue
+        pid = os.fork()
+        if pid == 0:
+            listener.close()
+            connection.close()
+            for fork in running:
+                fork.close()
+            _become(request, streams)
+            return request["arguments"]
+        for stream in streams:
+            os.close(stream)
+        running.append(_Fork(pid, os.pidfd_open(pid), connection))
+
+
+def _ready(listener: socket.socket, running: Sequence[_Fork]) -> set[int]:
+    """Wait for a request, for the end of a fork or for that of a connection; return their descriptors."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
-    while True:
-        for descriptor, _ in poll.poll():
-            if descriptor in callers:
-                # Whoever waits for the process is gone.
-                poll.unregister(descriptor)
-                with suppress(ProcessLookupError):
-                    os.killpg(callers.pop(descriptor), signal.SIGKILL)
-            elif descriptor in running:
-                poll.unregister(descriptor)
-                os.close(descriptor)
-                pid, connection = running.pop(descriptor)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with connection, suppress(BrokenPipeError):
-                    if callers.pop(connection.fileno(), None):
-                        poll.unregister(connection)
-                        connection.sendall(f"{code}\n".encode())
-            else:
-                connection, _ = listener.accept()
-                request, streams = _receive(connection)
-                pid = os.fork()
-                if pid == 0:
-                    listener.close()
-                    for end, (_, other) in running.items():
-                        os.close(end)
-                        other.close()
-                    connection.close()
-                    _become(request, streams)
-                    return request["arguments"]
-                for stream in streams:
-                    os.close(stream)
-                end = os.pidfd_open(pid)
-                running[end] = pid, connection
-                callers[connection.fileno()] = pid
-                poll.register(end, select.POLLIN)
-                poll.register(connection, select.POLLRDHUP)
+    for fork in running:
+        poll.register(fork.end, select.POLLIN)
+        if fork.connection is not None:
+            poll.register(fork.connection, select.POLLRDHUP)
+    return {descriptor for descriptor, _ in poll.poll()}
 
 
 def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
+    """Return a request and the streams that come with it.
+
+    Raises EOFError or OSError where whoever sends it ends, or pauses for too long, before all of it has come.
+    """
+    connection.settimeout(_REQUEST_SECONDS)
     data, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
-    while not data.endswith(b"\n"):
-        data += connection.recv(1 << 20)
+    try:
+        while not data.endswith(b"\n"):
+            part = connection.recv(1 << 20)
+            if not part:
+                raise EOFError
+            data += part
+    except (OSError, EOFError):
+        for stream in streams:
+            os.close(stream)
+        raise
     return json.loads(data), streams
 
 
