@@ -104,8 +104,9 @@ def _depthwise(model: Drawn) -> None:
     group = model.choice(1, 1, 2, 4, 8)
     channels, kernel = group * model.integer(1, 9) * model.choice(1, 4), model.choice(3, 5, 7)
     pads, strides = [model.integer(0, kernel // 2) for _ in range(4)], [model.integer(1, 2)] * 2
-    x = model.input(model.integer(1, 2), channels, model.integer(kernel, 20), model.integer(kernel, 20))
-    model.conv(x, channels, channels, kernel, group=channels // group, pads=pads, strides=strides)
+    x = model.input(model.integer(1, 2), channels, model.integer(kernel + 2, 20), model.integer(kernel + 2, 20))
+    dilations = [model.choice(1, 1, 2) if kernel == 3 else 1] * 2
+    model.conv(x, channels, channels, kernel, group=channels // group, pads=pads, strides=strides, dilations=dilations)
 
 
 def _winograd(model: Drawn) -> None:
@@ -185,7 +186,7 @@ def _movement(model: Drawn) -> None:
 
 def _bfloat16(model: Drawn) -> None:
     model.precision = "bf16"
-    model.choice(_convolutions, _winograd, _products)(model)
+    model.choice(_convolutions, _depthwise, _winograd, _products)(model)
 
 
 def _bfloat16_blocks(model: Drawn) -> None:

@@ -152,8 +152,43 @@ def test_winograd_of_free_sizes_multiplies_in_bfloat16(
         assert np.abs(run_built(model, x)[0] - expected).max() <= 1e-2 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize(("groups", "rule"), [(2, "conv2d"), (7, "depthwise"), (14, "depthwise")])
-def test_groups_narrower_than_a_vector_are_multiplied_in_float32(
+# channels, groups, kernel, stride, padding, dilation, size
+_NARROW = [
+    (64, 16, 3, 1, 1, 1, 14),
+    (40, 5, 3, 2, 1, 1, 15),
+    (20, 10, 5, 1, 2, 1, 9),
+    (36, 9, 1, 1, 0, 1, 1),
+    (24, 3, 3, 1, 3, 3, 7),
+]
+
+
+@pytest.mark.parametrize("is_free", [False, True])
+def test_bfloat16_convolutions_in_narrow_groups_equal_those_of_rounded_operands(
+    is_free: bool, make_model: MakeModel, run_built: RunBuilt, bf16: Target
+) -> None:
+    paths: list[Path] = []
+    inputs, expected = [], []
+    for place, (channels, groups, kernel, stride, pad, dilation, size) in enumerate(_NARROW):
+        nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("Relu", ["c"], ["y"])]
+        x, weight = (
+            _rounded(normal(2, channels, size, size)),
+            _rounded(normal(channels, channels // groups, kernel, kernel)),
+        )
+        shape = ["n", channels, "h", "w"] if is_free else x.shape
+        paths.append(
+            make_model(nodes, [("x", shape)], ["y"], {"w": weight, "b": normal(channels)}, name=f"{place}.onnx")
+        )
+        inputs.append(x)
+        expected.append(_onnxruntime(paths[-1], x=x))
+    model = build(import_onnx(_joined(paths, "joined.onnx")), bf16, BuildOptions(precision="bf16"))
+    for actual, value in zip(run_built(model, *inputs), expected, strict=True):
+        np.testing.assert_allclose(actual, value, rtol=1e-5, atol=1e-5 * np.abs(value).max())
+    assert rule_counts(model)["depthwise"] == len(_NARROW)
+    assert model.ir_text.count("grouped_conv2d_bf16") >= len(_NARROW)
+
+
+@pytest.mark.parametrize(("groups", "rule"), [(2, "conv2d"), (14, "depthwise")])
+def test_groups_of_an_odd_number_of_channels_are_multiplied_in_float32(
     groups: int, rule: str, make_model: MakeModel, run_built: RunBuilt, bf16: Target
 ) -> None:
     weights = {"w": normal(14, 14 // groups, 3, 3), "b": normal(14)}

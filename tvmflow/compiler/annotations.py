@@ -30,8 +30,9 @@ VECTORS = "tvmflow.vectors"
 AXES = "tvmflow.axes"
 # For a norm over groups of channels, where the channels are not the last dimension: the channels in a group.
 GROUP = "tvmflow.group"
-# The channels of a convolution's groups, where the groups are narrower than a vector.
-CHANNELS = "tvmflow.channels"
+# For a convolution whose groups are narrower than a vector: the channels of a group, and the strides and the dilation
+# along its lines.
+NARROW = "tvmflow.narrow"
 # For a function that packs weights: the form, and its numbers (`tvmflow.compiler.operators.packing`).
 PACKING = "tvmflow.packing"
 # The subject of the decisions about an operator (`tvmflow.compiler.choices`).

@@ -246,9 +246,14 @@ def use(sch: Schedule, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None
     if lanes not in _BITS:
         raise ValueError(f"no dot product has {lanes} lanes")
     if dot is BF16:
-        code = "".join(_BF16_LLVM.format(n=count, n2=2 * count, bits=bits) for count, bits in _BITS.items())
-        sch.annotate(task, "pragma_import_llvm", code)
+        attach_bf16(sch, task)
     sch.tensorize(lane, _intrinsic(dot, lanes))
+
+
+def attach_bf16(sch: Schedule, task: LoopRV) -> None:
+    """Attach the functions `dot_bf16_128`, `dot_bf16_256` and `dot_bf16_512`, named after their bits, to a loop."""
+    code = "".join(_BF16_LLVM.format(n=count, n2=2 * count, bits=bits) for count, bits in _BITS.items())
+    sch.annotate(task, "pragma_import_llvm", code)
 
 
 def register(name: str) -> None:

@@ -4,12 +4,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 
 from tvmflow.compiler import tiles
-from tvmflow.compiler.annotations import CHANNELS, KERNEL, LANES, SUBJECT, TILE
+from tvmflow.compiler.annotations import DOT, KERNEL, LANES, NARROW, SUBJECT, TILE
+from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import (
     constant,
@@ -69,6 +71,16 @@ def pack_groups(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any
     return value
 
 
+def pack_pairs(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
+    """Pack weights `[C][G][KH][KW]` of groups of G channels, G even, into bfloat16 `[KH][KW][G/2][C][2]`.
+
+    A bfloat16 is stored as uint16. Zeros stand after the last channel.
+    """
+    value = pack_groups(weight, lanes).astype(ml_dtypes.bfloat16).view(BF16.weight)
+    kernel_h, kernel_w, size, channels = value.shape
+    return value.reshape(kernel_h, kernel_w, size // 2, 2, channels).transpose(0, 1, 2, 4, 3)
+
+
 def _padded_channels(channels: int, lanes: int) -> int:
     # Half a vector at the end is as fast as a whole vector; a shorter rest is not.
     return channels if channels % max(lanes // 2, NARROWEST) == 0 else -(-channels // lanes) * lanes
@@ -87,11 +99,14 @@ def depthwise(
     """Define a depthwise convolution of NHWC data, or a grouped convolution that `is_narrow` accepts.
 
     `weight` has the layout `[KH][KW][C]` of `pack` for a depthwise convolution, and `[KH][KW][G][C]` of `pack_groups`
-    for a convolution with G channels in each group. `padding` is top, left, bottom, right. `subject` names the
-    convolution in the compiler's decisions (`compiler.choices`). The result is NHWC.
+    for a convolution with G channels in each group. It is `[KH][KW][G/2][C][2]` of `pack_pairs` where the data are
+    bfloat16, stored as uint16, which such groups alone may be. `padding` is top, left, bottom, right. `subject` names
+    the convolution in the compiler's decisions (`compiler.choices`). The result is NHWC and float32.
     """
     batch, in_h, in_w, channels = data.shape
-    kernel_h, kernel_w, *size, padded_channels = (int(dim) for dim in weight.shape)
+    kernel_h, kernel_w, *rest = (int(dim) for dim in weight.shape)
+    # What follows the taps: [C], [G][C], or [G/2][C][2].
+    padded_channels, steps = (rest[-2], [rest[0], rest[2]]) if len(rest) == 3 else (rest[-1], rest[:-1])
     out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
     out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
     tile = _depthwise_tile(static(out_w), machine)
@@ -104,18 +119,31 @@ def depthwise(
     source = padded_input(data, padding, height, width, padded_channels)
     y = te.reduce_axis((0, kernel_h), "y")
     x = te.reduce_axis((0, kernel_w), "x")
-    within = [te.reduce_axis((0, channels_of), "k") for channels_of in size]
+    is_bf16 = data.dtype == BF16.data
+    within = [te.reduce_axis((0, count), "k") for count in steps]
+    size = math.prod(steps)
 
     def term(n: Any, h: Any, w: Any, c: Any) -> Any:
-        channel = c // size[0] * size[0] + within[0] if size else c
-        place = (n, h * strides[0] + y * dilation[0], w * strides[1] + x * dilation[1], channel)
-        return te.sum(source[place] * weight[(y, x, *within, c)], axis=[y, x, *within])
+        channel = c
+        if steps:
+            place, *pair = within
+            channel = c // size * size + (place * steps[-1] + pair[0] if pair else place)
+        value = source[n, h * strides[0] + y * dilation[0], w * strides[1] + x * dilation[1], channel]
+        factor = weight[(y, x, *within[:1], c, *within[1:])]
+        return te.sum(BF16.product(value, factor) if is_bf16 else value * factor, axis=[y, x, *within])
 
     product = te.compute(
         (batch, out_h, tiled_w, padded_channels),
         term,
         name="depthwise_conv2d",
-        attrs={KERNEL: "depthwise", TILE: tile, LANES: lanes, SUBJECT: subject, CHANNELS: math.prod(size)},
+        attrs={
+            KERNEL: "depthwise",
+            TILE: tile,
+            LANES: lanes,
+            SUBJECT: subject,
+            **({NARROW: [size, strides[1], dilation[1]]} if steps else {}),
+            **({DOT: BF16.name} if is_bf16 else {}),
+        },
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
 

@@ -23,9 +23,9 @@ class RoundProducts:
 
     Every reader of a rounded operand reads the bfloat16 value from memory. Depthwise convolutions round their input
     too, but compute in float32. A convolution by Winograd's algorithm, which `winograd` allows, computes in float32
-    where rounding its transformed input would lose too much precision. Convolutions whose groups are narrower than a
-    vector, and all other operators, stay in float32. Blocks (`FuseBlocks`) and attention
-    (`lower_attention`) have rounded their operands before this pass.
+    where rounding its transformed input would lose too much precision. Convolutions whose groups have an odd number of
+    channels, or fill neither vectors nor an even part of one, and all other operators, stay in float32. Blocks
+    (`FuseBlocks`) and attention (`lower_attention`) have rounded their operands before this pass.
     """
 
     def __init__(self, machine: Machine, winograd: bool) -> None:
@@ -55,9 +55,10 @@ class _BFloat16:
             if call.op.name == "relax.matmul" or is_depthwise(call):
                 return [left]
             groups, (out_channels, depth) = int(call.attrs.groups), (int(dim) for dim in right.ty.shape.values[:2])
+            if groups > 1 and depth % BF16.group:
+                return []
             narrow = depthwise.is_narrow(out_channels, depth, groups, self._machine)
-            fits = groups == 1 or (depth % BF16.group == 0 and not narrow)
-            return [left] if fits and dot.lanes_of(out_channels, groups, self._machine) else []
+            return [left] if narrow or dot.lanes_of(out_channels, groups, self._machine) else []
         if getattr(call.op, "name", "") != "relax.matmul" or not is_float32(*call.args, call):
             return []
         left, right = call.args
@@ -76,6 +77,10 @@ class _BFloat16:
             packed_weight = constant(depthwise.pack_array(value, vector(groups, machine)))
             compute = _reading_bf16(depthwise.depthwise, machine=machine, **shape)
             return _call(builder, compute, data, packed_weight, "depthwise_conv2d")
+        if depthwise.is_narrow(channels, int(weight.ty.shape.values[1]), groups, machine):
+            packed_weight = constant(depthwise.pack_pairs(value, machine.lanes))
+            compute = partial(depthwise.depthwise, machine=machine, **shape)
+            return _call(builder, compute, data, packed_weight, "grouped_conv2d_bf16")
         size = None
         if self._winograd and BF16.name not in machine.amx:
             size = convolution.winograd_size(call.args[0], weight, groups, shape, machine, group=BF16.group)

@@ -9,7 +9,7 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler import groups
-from tvmflow.compiler.annotations import CHANNELS, LANES, TILE
+from tvmflow.compiler.annotations import DOT, LANES, NARROW, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, registers
@@ -42,13 +42,19 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     for pad in common.find_blocks(sch, "pad"):
         sch.compute_at(pad, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, pad, machine)
-    size = int(annotations[CHANNELS])
+    narrow = [int(item) for item in annotations[NARROW]] if NARROW in annotations else []
+    pair = 2 if DOT in annotations else 1
     around = list(sch.get_loops(product))
-    *_, strip, vector, y, x = around[:-1] if size > 1 else around
+    *_, strip, vector, y, x = around[:-pair] if narrow else around
     if [common.extent(sch, loop) for loop in (strip, vector)] != [pixels, lanes]:
         raise ValueError("the strip's extents are not constant")
-    if size > 1:
-        return _schedule_groups(sch, product, size, around[-5:], list(sch.get_loops(out))[-3:])
+    if narrow:
+        size, stride, dilation = narrow
+        taps = common.extent(sch, x) or 1
+        form = groups.Strip(DOT in annotations, size, lanes, pixels, taps, stride, dilation)
+        _schedule_groups(sch, product, form, task, around[-4 - pair :])
+        registers.keep_in_registers(sch, [near, pieces, lane])
+        return True
     taps = (common.extent(sch, y) or 0) * (common.extent(sch, x) or 0)
     unrolled = [*([y] if taps <= _TAPS_UNROLLED else []), *([x] if taps <= _ROWS_UNROLLED else [])]
     registers.accumulate(sch, product, [strip, vector], [y, x], unrolled=unrolled)
@@ -57,20 +63,19 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
 
 
 def _schedule_groups(
-    sch: Schedule, product: SBlockRV, size: int, loops: Sequence[LoopRV], result_loops: Sequence[LoopRV]
-) -> bool:
-    """Schedule a product in narrow groups; `loops` run over strip, vector, both taps and the channels of a group."""
-    strip, vector, y, x, channel = loops
-    lanes = common.extent(sch, vector) or 1
-    # Neighbouring pixels read the same vectors. Taps that are unrolled together share the shuffles of these vectors.
-    sch.reorder(y, strip, x, channel, vector)
-    sch.unroll(strip)
-    sch.unroll(x)
+    sch: Schedule, product: SBlockRV, form: groups.Strip, task: LoopRV, loops: Sequence[LoopRV]
+) -> None:
+    """Schedule a product in narrow groups.
+
+    `loops` run over strip, vector, both taps and the channels of a group, in bfloat16 over pairs and within them.
+    """
+    strip, vector, y, x, channel, *pair = loops
+    # The instructions replace no loop of one iteration.
+    replaced = [loop for loop in (x, strip, channel, vector, *pair) if common.extent(sch, loop) != 1]
+    sch.reorder(y, *(loop for loop in (x, strip, channel) if loop not in replaced), *replaced)
     start = sch.decompose_reduction(product, y)
     registers.keep_in_registers(sch, list(sch.get_loops(start))[-2:])
-    groups.use(sch, size, lanes, channel)
-    registers.keep_in_registers(sch, list(result_loops))
-    return True
+    groups.use(sch, form, task, replaced[0])
 
 
 def _rank_lines(height: int | None, machine: Machine) -> dict[str, int]:
