@@ -15,9 +15,11 @@ from support.machines import on_two_cores, runnable_levels
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, vectormath
 from tvmflow.compiler.machine import machine
-from tvmflow.target import Target
+from tvmflow.target import Precision, Target
 
 Check = Callable[..., CompiledModel]
+MakeModel = Callable[..., Path]
+RunBuilt = Callable[..., list[np.ndarray[Any, Any]]]
 
 
 def _rng() -> np.random.Generator:
@@ -70,6 +72,38 @@ def test_convolutions_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = _CONVOLUTIONS[:: scale.count(normal=2, long=1)]
     rules = rule_counts(assert_all_same(map(_convolution, cases)))
     assert rules["conv2d"] + rules["rows"] + rules["winograd"] + rules["strassen"] >= len(cases) - 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_products_with_padding_are_left_out(
+    precision: Precision, request: pytest.FixtureRequest, make_model: MakeModel, run_built: RunBuilt
+) -> None:
+    # Of the taps of this kernel only the one in the centre reads an image of at most 24 lines and columns.
+    weight = np.full((20, 64, 3, 3), np.nan, "float32")
+    weight[:, :, 1, 1] = normal(20, 64)
+    nodes = [helper.make_node("Conv", ["x", "w"], ["y"], pads=[24] * 4, dilations=[24] * 2)]
+    path = make_model(nodes, [("x", ["n", 64, "h", "w"])], ["y"], {"w": weight})
+    target = request.getfixturevalue("bf16" if precision == "bf16" else "target")
+    model = build(import_onnx(path), target, BuildOptions(precision=precision))
+    for shape in ((1, 64, 1, 1), (2, 64, 11, 5), (1, 64, 24, 24)):
+        x = normal(*shape)
+        expected = np.einsum("nchw,oc->nohw", x, weight[:, :, 1, 1])
+        atol = 1e-5 if precision == "fp32" else 1e-2 * np.abs(expected).max()
+        np.testing.assert_allclose(run_built(model, x)[0], expected, atol=atol)
+
+
+def test_padded_convolutions_of_free_images_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for kernel, strides, pads, dilations in (
+        (3, [1, 1], [7, 9, 8, 6], [7, 8]),
+        (3, [2, 1], [9, 0, 1, 20], [6, 3]),
+        (5, [1, 3], [12, 4, 12, 8], [6, 3]),
+        (3, [2, 2], [1, 1, 1, 1], [1, 1]),
+    ):
+        nodes = [helper.make_node("Conv", ["x", "w"], ["y"], strides=strides, pads=pads, dilations=dilations)]
+        feeds = [{"x": normal(*shape)} for shape in ((1, 5, 33, 17), (2, 5, 20, 41))]
+        cases.append(((nodes, [("x", ["n", 5, "h", "w"])], ["y"], {"w": normal(37, 5, kernel, kernel)}), *feeds))
+    assert rule_counts(assert_all_same(cases))["conv2d"] == len(cases)
 
 
 # channels, groups, kernel, stride, padding, dilation, size

@@ -33,6 +33,8 @@ GROUP = "tvmflow.group"
 # For a convolution whose groups are narrower than a vector: the channels of a group, and the strides and the dilation
 # along its lines.
 NARROW = "tvmflow.narrow"
+# The padding of a convolution's image, of zeros: top, left, bottom and right; then its strides and its dilations.
+PADDING = "tvmflow.padding"
 # For a function that packs weights: the form, and its numbers (`tvmflow.compiler.operators.packing`).
 PACKING = "tvmflow.packing"
 # The subject of the decisions about an operator (`tvmflow.compiler.choices`).

@@ -10,6 +10,7 @@ import tvm
 from tvm import relax, te, tirx, topi
 
 from tvmflow.compiler import winograd
+from tvmflow.compiler.annotations import PADDING
 from tvmflow.compiler.machine import NARROWEST, Machine
 
 Legalization = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
@@ -98,6 +99,14 @@ def divides(tile: int, size: Any) -> bool:
     return number is not None and number % tile == 0
 
 
+def skipped_padding(padding: Sequence[int], strides: Sequence[int], dilation: Sequence[int]) -> dict[str, list[int]]:
+    """Return the annotation by which a convolution's schedule leaves out padding of zeros; empty without padding.
+
+    `padding` is top, left, bottom, right.
+    """
+    return {PADDING: [*padding, *strides, *dilation]} if any(padding) else {}
+
+
 def padded_input(
     data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int | None = None, value: Any = 0
 ) -> te.Tensor:
@@ -111,6 +120,34 @@ def padded_input(
     if not any(padding) and not wide and static(in_w) is not None and static(width) == static(in_w):
         return data
     return surrounded(data, padding[0], padding[1], height, width, channels, value)
+
+
+def dilated_lines(
+    data: te.Tensor,
+    padding: Sequence[int],
+    sizes: tuple[Any, int, Any],
+    stride: int,
+    dilation: int,
+    channels: int | None = None,
+    value: Any = 0,
+) -> te.Tensor:
+    """Gather the padded lines that each line of the output reads: `[batch, out_h, kernel_h, width, channels]`.
+
+    The taps of a dilated kernel span many more lines than they read. `data` is NHWC. `padding` is top, left, bottom,
+    right, of the value `value`. `sizes` are out_h, kernel_h and width; `channels` None means the channels of the data.
+    """
+    batch, in_h, in_w, in_c = data.shape
+    top, left = padding[:2]
+    around = tirx.const(value, data.dtype) if isinstance(value, int) else value.astype(data.dtype)
+
+    def element(n: Any, h: Any, tap: Any, x: Any, c: Any) -> Any:
+        y = h * stride + tap * dilation
+        inside = [tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left)]
+        if channels is not None and channels != int(in_c):
+            inside.append(c < in_c)
+        return tirx.if_then_else(tirx.all(*inside), data[n, y - top, x - left, c], around)
+
+    return te.compute((batch, *sizes, channels or in_c), element, name="pad")
 
 
 def surrounded(

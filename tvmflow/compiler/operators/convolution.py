@@ -21,11 +21,13 @@ from tvmflow.compiler.operators.common import (
     FUSABLE,
     JoinedRows,
     constant,
+    dilated_lines,
     divides,
     is_float32,
     output_size,
     padded_input,
     round_up,
+    skipped_padding,
     static,
     typical_pixels,
     vector,
@@ -338,7 +340,7 @@ def conv2d(
     width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
     source = padded_input(data, padding, height, width)
     if source is not data and dilation[0] > 1 and kernel_h > 1:
-        lines = _dilated_lines(data, padding, (out_h, kernel_h, width), strides[0], dilation[0])
+        lines = dilated_lines(data, padding, (out_h, kernel_h, width), strides[0], dilation[0])
 
         def read(n: Any, h: Any, tap: Any, column: Any, channel: Any) -> Any:
             return lines[n, h, tap, column, channel]
@@ -366,27 +368,17 @@ def conv2d(
             axis=[y, x, k],
         ),
         name="conv2d",
-        attrs={KERNEL: "conv2d", TILE: tile, LANES: lanes, LEAD: 1, SHARED: 1, SUBJECT: decisions.subject},
+        attrs={
+            KERNEL: "conv2d",
+            TILE: tile,
+            LANES: lanes,
+            LEAD: 1,
+            SHARED: 1,
+            SUBJECT: decisions.subject,
+            **skipped_padding(padding, strides, dilation),
+        },
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
-
-
-def _dilated_lines(
-    data: te.Tensor, padding: Sequence[int], sizes: tuple[Any, int, Any], stride: int, dilation: int
-) -> te.Tensor:
-    """Gather the padded lines that each line of the output reads: `[batch, out_h, kernel_h, width, channels]`.
-
-    `sizes` are out_h, kernel_h and width. The taps of a dilated kernel span many more lines than they read.
-    """
-    batch, in_h, in_w, channels = data.shape
-    top, left = padding[:2]
-
-    def element(n: Any, h: Any, tap: Any, x: Any, c: Any) -> Any:
-        y = h * stride + tap * dilation
-        inside = tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left)
-        return tirx.if_then_else(inside, data[n, y - top, x - left, c], tirx.const(0, data.dtype))
-
-    return te.compute((batch, *sizes, channels), element, name="pad")
 
 
 def pointwise_conv2d(

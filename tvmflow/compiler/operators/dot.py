@@ -18,7 +18,17 @@ from tvmflow.compiler import amx, tiles
 from tvmflow.compiler.annotations import AMX, DOT, KERNEL, LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.dotproduct import BF16, Dot, round_bf16
 from tvmflow.compiler.machine import NARROWEST, Machine
-from tvmflow.compiler.operators.common import JoinedRows, divides, output_size, padded_input, round_up, static, vector
+from tvmflow.compiler.operators.common import (
+    JoinedRows,
+    dilated_lines,
+    divides,
+    output_size,
+    padded_input,
+    round_up,
+    skipped_padding,
+    static,
+    vector,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -96,8 +106,19 @@ def conv2d(
     width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
     whole_groups = round_up(int(in_c), group) if groups == 1 else int(in_c)
     source = padded_input(data, padding, height, width, whole_groups, zero)
+    if source is not data and dilation[0] > 1 and kernel_h > 1 and not rows:
+        lines = dilated_lines(data, padding, (out_h, kernel_h, width), strides[0], dilation[0], whole_groups, zero)
+
+        def read(n: Any, h: Any, tap: Any, column: Any, channel: Any) -> Any:
+            return lines[n, h, tap, column, channel]
+
+    else:
+
+        def read(n: Any, h: Any, tap: Any, column: Any, channel: Any) -> Any:
+            return source[n, h * strides[0] + tap * dilation[0], column, channel]
+
     y, ki = te.reduce_axis((0, kernel_h), "y"), te.reduce_axis((0, group), "ki")
-    line, lines = (y, [y]) if kernel_h > 1 or not rows else (0, [])
+    line, taps = (y, [y]) if kernel_h > 1 or not rows else (0, [])
     if rows:
         # Neighbouring pixels are contiguous in memory, so one reduction covers them.
         k = te.reduce_axis((0, kernel_w * steps), "k")
@@ -115,10 +136,10 @@ def conv2d(
         (batch, out_h, tiled_w, vectors * lanes),
         lambda n, h, w, c: te.sum(
             dot.product(
-                source[n, h * strides[0] + line * dilation[0], w * strides[1] + pixel * dilation[1], depth(c)],
+                read(n, h, line, w * strides[1] + pixel * dilation[1], depth(c)),
                 weight[c // lanes, line, pixel, step, c % lanes, ki],
             ),
-            axis=[*lines, *within, ki],
+            axis=[*taps, *within, ki],
         ),
         name="conv2d",
         attrs={
@@ -128,7 +149,9 @@ def conv2d(
             LANES: lanes,
             LEAD: 1,
             SHARED: 1,
+            # AMX's kernel runs over all taps. Other values than zero, those of integers, are no padding to leave out.
             **({AMX: [steps, kernel_h, kernel_w, strides[1], dilation[0]]} if rows else {}),
+            **(skipped_padding(padding, strides, dilation) if dot is BF16 and not rows else {}),
         },
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")

@@ -8,7 +8,7 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
 
 from tvmflow.compiler import amx
-from tvmflow.compiler.annotations import AMX, DOT, LANES, TILE
+from tvmflow.compiler.annotations import AMX, DOT, LANES, PADDING, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import DOTS, use
 from tvmflow.compiler.machine import Machine
@@ -44,6 +44,10 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     *steps, group = tiling.reductions
     registers.accumulate(sch, product, tiling.tile.loops, steps, [group])
     use(sch, dot, lanes, tiling.task, tiling.tile.lane)
+    if PADDING in annotations:
+        # The block around the instruction is a new one.
+        (block,) = sch.get_child_blocks(steps[0])
+        sch.annotate(block, PADDING, [int(item) for item in annotations[PADDING]])
     registers.keep_in_registers(sch, tiling.result_tile.loops)
     return True
 

@@ -72,11 +72,12 @@ def tile_product(
 ) -> TiledProduct | None:
     """Tile the product whose kernel is `kind`, and compute it in the parallel loop over tiles of the result.
 
-    The padded input is computed in that loop too; other copies of operands have parallel loops before it. The product
-    has `reduced` reductions, the last `grouped` of which run within one 32-bit element of the weights. With
-    `lead_dimensions` the result is `[*batch, rows, channels]`, else an image. `choose_vectors` takes the rows of a tile
-    and the number of vectors of channels of the whole result, and returns the number of vectors of a tile. By default
-    the `choices` and the registers decide about it. Returns None for a function without such a product.
+    Where each core reads a part of the weights once, the padded input has a parallel loop before that one, as copies of
+    operands have; else it is computed in the loop over tiles. The product has `reduced` reductions, the last `grouped`
+    of which run within one 32-bit element of the weights. With `lead_dimensions` the result is
+    `[*batch, rows, channels]`, else an image. `choose_vectors` takes the rows of a tile and the number of vectors of
+    channels of the whole result, and returns the number of vectors of a tile. By default the `choices` and the
+    registers decide about it. Returns None for a function without such a product.
     """
     product = common.find_kernel(sch, kind)
     if product is None:
@@ -119,7 +120,11 @@ def tile_product(
     common.parallel(sch, task, machine)
     sch.compute_at(product, at_inner[0] if at_inner else task, preserve_unit_loops=True)
     for block in common.find_blocks(sch, "pad"):
-        sch.compute_at(block, task, preserve_unit_loops=True)
+        if order is by_weights:
+            # Each of the tasks that read the same pixels would pad them again.
+            common.parallel(sch, common.fuse(sch, list(sch.get_loops(block))[:-2]), machine)
+        else:
+            sch.compute_at(block, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, block, machine)
     # One copy of the left operand (`dot`) serves all tiles of channels, one of the right operand all tiles of rows.
     for name in ("panel", "pack"):
