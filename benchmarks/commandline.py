@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tvmflow import settings
 from tvmflow.errors import SettingsError, TvmflowError
+from tvmflow.files import check_writable
 from tvmflow.target import host
 
 
@@ -14,9 +15,21 @@ def new_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options `--threads`, `--json` and `--state`; `doc` is the benchmark's docstring."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=positive, default=host().cores, help="of every runner (all cores)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to a file")
     parser.add_argument("--state", type=Path, help="folder of exported and built models (.tvmflow/benchmarks)")
     return parser
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file that is written at the end, for `type=` of an option.
+
+    Raises ArgumentTypeError for a file that cannot be written, before anything is measured.
+    """
+    try:
+        check_writable(Path(text))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written ({error.strerror})") from error
+    return Path(text)
 
 
 def positive(text: str) -> int:

@@ -47,3 +47,14 @@ def test_a_refused_benchmark_ends_with_one_sentence(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_figures_that_cannot_be_written_are_refused_before_the_work(
+    module: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    parser = module("commandline").new_parser(None)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--json", str(tmp_path / "absent" / "figures.json")])
+    assert "figures.json' cannot be written (No such file or directory)" in capsys.readouterr().err
+    assert parser.parse_args(["--json", str(tmp_path / "figures.json")]).json == tmp_path / "figures.json"
+    assert list(tmp_path.iterdir()) == []

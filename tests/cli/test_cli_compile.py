@@ -196,14 +196,6 @@ def test_a_target_that_only_tvm_can_refuse_is_one_sentence(tvmflow: Command, bun
     _assert_refused(tvmflow, models / "small.onnx", "BuildError", ["small.onnx", "nonsense"], "--target", target)
 
 
-@pytest.mark.parametrize("output", ["absent/b.tar.gz", "file/b.tar.gz"])
-def test_an_output_that_cannot_be_written_is_one_sentence(
-    tvmflow: Command, bundle: Path, models: Path, output: str
-) -> None:
-    Path("file").touch()
-    assert repr(output) in tvmflow("compile", models / "small.onnx", "-o", output).sentence
-
-
 def test_a_state_folder_that_cannot_be_written_is_one_sentence(
     tvmflow: Command, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

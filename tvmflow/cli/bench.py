@@ -8,6 +8,7 @@ import click
 
 from tvmflow.cli.compile import build_best, make_spec, parse_shapes
 from tvmflow.cli.options import (
+    OutputFile,
     input_shapes_option,
     model_argument,
     naming_output,
@@ -58,7 +59,7 @@ class _Peers(click.ParamType["tuple[Peer, ...]"]):
 @click.option("--trials", type=click.IntRange(min=0), default=0, show_default=True, help="Tuning trials in total.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of every runner; all cores unless given.")
 @click.option("--seconds", type=click.FloatRange(min=0), default=120.0, show_default=True, help="To measure in.")
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with the figures.")
+@click.option("--html", type=OutputFile(), help="Write a page with the figures.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def bench_command(
     model: Path,

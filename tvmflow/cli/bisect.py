@@ -10,6 +10,7 @@ import click
 
 from tvmflow.cli.compile import parse_shapes
 from tvmflow.cli.options import (
+    check_output_folder,
     input_shapes_option,
     load_own_operators,
     model_argument,
@@ -63,6 +64,8 @@ def bisect_command(
     from tasks.validate import why_not_here
     from tvmflow.cli.compile import make_spec
 
+    folder = output or model.with_suffix(".bisect")
+    check_output_folder(folder)
     spec = make_spec(model, target, parse_shapes(input_shapes or ""), {"precision": precision}, 0, operators)
     (resolved,) = spec.resolve_targets()
     refusal = why_not_here(resolved, spec.build.precision)
@@ -98,7 +101,6 @@ def bisect_command(
         text = json.dumps({"within_bounds": True}) if as_json else f"{model}: all outputs are within the bounds"
         click.echo(text)
         return
-    folder = output or model.with_suffix(".bisect")
     try:
         bisection.save(folder)
     except OSError as error:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 
 from tvmflow.cli.options import (
+    OutputFile,
     input_shapes_option,
     model_argument,
     naming_output,
@@ -86,9 +87,7 @@ class _Setting(click.ParamType[tuple[str, Any]]):
 
 @click.command("compile")
 @model_argument
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The bundle to write."
-)
+@click.option("-o", "--output", type=OutputFile(replaces=True), required=True, help="The bundle to write.")
 @target_option
 @input_shapes_option(". A free dimension that the file leaves unnamed is called after its input and axis, as x_0.")
 @operator_option
