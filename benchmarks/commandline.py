@@ -2,13 +2,16 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TypeVar
 
 from tvmflow import settings
 from tvmflow.errors import SettingsError, TvmflowError
 from tvmflow.files import check_writable
 from tvmflow.target import host
+
+Item = TypeVar("Item", int, str)
 
 
 def new_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -52,6 +55,22 @@ def not_negative(text: str) -> int:
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
     return number
+
+
+def separated(convert: Callable[[str], Item], choices: Collection[Item] | None = None) -> Callable[[str], list[Item]]:
+    """Return a function that reads items separated by commas, for `type=` of an option.
+
+    `convert` reads one item; it raises as a `type=` does. `choices` are the items that are allowed, None for all.
+    """
+
+    def read(text: str) -> list[Item]:
+        items = [convert(word.strip()) for word in text.split(",") if word.strip()]
+        others = [item for item in items if choices is not None and item not in choices]
+        if others:
+            raise argparse.ArgumentTypeError(f"{others[0]!r} is not one of {', '.join(map(str, choices or ()))}")
+        return items
+
+    return read
 
 
 def state_folder(arguments: argparse.Namespace) -> Path:
