@@ -463,12 +463,13 @@ def _explain(
         ]
     except ExportError:  # Some operators and types exist in optimized graphs alone.
         return ""
-    spread = _compare("onnxruntime", pairs).max_abs_error
-    if not 0 < bundle.max_abs_error <= _AMPLIFIED * spread:
+    spread = _compare("onnxruntime", pairs)
+    if not 0 < bundle.max_abs_error <= _AMPLIFIED * spread.max_abs_error:
         return ""
     return (
         f"; the model amplifies rounding errors: ONNX Runtime with and without its optimizations differs by up to "
-        f"{spread:.3g}, so give `validate.max_relative_error`"
+        f"{spread.max_abs_error:.3g}, {spread.max_rel_error:.2g} of an output's largest value; give a larger bound, "
+        "as `validate.max_relative_error` in the release file or as --max-relative-error"
     )
 
 

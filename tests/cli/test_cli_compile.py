@@ -13,7 +13,7 @@ import pytest
 from onnx import helper
 
 from support import scale
-from support.models import save_model
+from support.models import save_amplifier, save_model
 from support.skips import needs
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.cli.compile import parse_shapes
@@ -351,6 +351,18 @@ def test_a_model_may_keep_its_layout(tvmflow: Command, convolution: Path) -> Non
     assert "transpose" not in Path("conv.relax").read_text()
     assert nchw["schedules"] == {"fallback": 1}
     assert nhwc["schedules"] != nchw["schedules"]
+
+
+def test_a_bound_may_be_given_to_a_model_that_amplifies_rounding(tvmflow: Command) -> None:
+    """The refusal names the option that takes the larger bound."""
+    path = save_amplifier(Path("amplifier.onnx"), 3e4)
+    sentence = tvmflow("compile", path, "-o", "b.tar.gz").sentence
+    assert "the model amplifies rounding errors" in sentence
+    assert "as --max-relative-error; `tvmflow bisect` finds the node" in sentence
+    assert not Path("b.tar.gz").exists()
+    _compiled(tvmflow, path, "--max-relative-error", "0.5")
+    assert tvmflow("bisect", path, "--max-relative-error", "0.5").code == 0
+    assert "give the one or the others" in tvmflow("bisect", path, "--max-relative-error", "1", "--rtol", "1").sentence
 
 
 def test_another_compiler_links_the_library_with_its_options(tvmflow: Command, models: Path, tmp_path: Path) -> None:

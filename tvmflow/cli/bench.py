@@ -14,6 +14,7 @@ from tvmflow.cli.options import (
     naming_output,
     operator_option,
     precision_option,
+    relative_error_option,
 )
 from tvmflow.errors import VerdictError, naming_model
 
@@ -56,6 +57,7 @@ class _Peers(click.ParamType["tuple[Peer, ...]"]):
 @input_shapes_option(".")
 @operator_option
 @precision_option("The type of the operands of convolutions and matrix products of our build.")
+@relative_error_option
 @click.option("--trials", type=click.IntRange(min=0), default=0, show_default=True, help="Tuning trials in total.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of every runner; all cores unless given.")
 @click.option("--seconds", type=click.FloatRange(min=0), default=120.0, show_default=True, help="To measure in.")
@@ -67,6 +69,7 @@ def bench_command(
     input_shapes: str | None,
     operators: tuple[str, ...],
     precision: str,
+    max_relative_error: float | None,
     trials: int,
     threads: int | None,
     seconds: float,
@@ -90,7 +93,7 @@ def bench_command(
 
     settings = machine.load()
     build: dict[str, object] = {"precision": precision}
-    spec = make_spec(model, "native", parse_shapes(input_shapes or ""), build, trials, operators)
+    spec = make_spec(model, "native", parse_shapes(input_shapes or ""), build, trials, operators, max_relative_error)
     (target,) = spec.resolve_targets()
     with naming_model(str(model)):
         exported, best, _ = build_best(spec, settings, target)

@@ -17,6 +17,7 @@ from tvmflow.cli.options import (
     operator_option,
     precision_option,
     read_inputs,
+    relative_error_option,
     target_option,
 )
 from tvmflow.errors import ExportError, TargetError, VerdictError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 @click.option("--inputs", type=click.Path(path_type=Path), help="An .npz by input name; without it, random inputs.")
 @click.option("--rtol", type=click.FloatRange(min=0), help="The relative tolerance of each element.")
 @click.option("--atol", type=click.FloatRange(min=0), help="The absolute tolerance of each element.")
+@relative_error_option
 @click.option(
     "-o",
     "--output",
@@ -52,15 +54,19 @@ def bisect_command(
     inputs: Path | None,
     rtol: float | None,
     atol: float | None,
+    max_relative_error: float | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
     """Find the first node of the ONNX file MODEL whose output differs too much from ONNX Runtime's.
 
     Parts of the model are compiled and run in this process. The smallest model that shows the error is written with its
-    inputs and with ONNX Runtime's outputs. An output may differ as much as `tvmflow compile` allows, unless --rtol or
-    --atol is given. Exit code 3: an output differs by more than that.
+    inputs and with ONNX Runtime's outputs. An output may differ as much as `tvmflow compile` allows, unless --rtol,
+    --atol or --max-relative-error is given. Exit code 3: an output differs by more than that.
     """
+    are_elements_bounded = rtol is not None or atol is not None
+    if max_relative_error is not None and are_elements_bounded:
+        raise click.UsageError("--max-relative-error takes the place of --rtol and --atol; give the one or the others")
     from tasks.validate import why_not_here
     from tvmflow.cli.compile import make_spec
 
@@ -91,8 +97,8 @@ def bisect_command(
     arrays = read_inputs(inputs) if inputs is not None else _make(model, original)
     allowed = spec.bounds(quantises=quantises_activations(original))
     bounds = Bounds(allowed.rtol, allowed.atol, allowed.max_relative_error)
-    if rtol is not None or atol is not None:
-        bounds = Bounds(rtol or 0.0, atol or 0.0)
+    if max_relative_error is not None or are_elements_bounded:
+        bounds = Bounds(rtol or 0.0, atol or 0.0, max_relative_error)
     console = Console(stderr=True)
     with console.status("compiling the whole model") as status:
         options = BuildOptions(precision=spec.build.precision)

@@ -60,6 +60,13 @@ def precision_option(text: str) -> Decorator:
     return click.option("--precision", type=choice, default="fp32", show_default=True, help=text)
 
 
+relative_error_option: Decorator = click.option(
+    "--max-relative-error",
+    type=click.FloatRange(min=0),
+    help="The largest error of an output over its largest magnitude, in place of the tolerances of each element.",
+)
+
+
 def input_shapes_option(text: str) -> Decorator:
     """Return the decorator that adds the option `--input-shapes`, whose help ends with `text`."""
     return click.option("--input-shapes", help=f'Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]"{text}')
