@@ -253,6 +253,7 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
         passed=not reasons,
         verified=True,
         reasons=tuple(f"target {job.target!r}{precision}: {reason}" for reason in reasons),
+        notes=_notes([expected for expected, _ in pairs]),
         precision=job.precision,
         algorithms=job.algorithms,
         max_relative_error=bounds.max_relative_error,
@@ -442,6 +443,23 @@ def _reasons(bounds: Validate, comparison: Deviation, pairs: list[tuple[NamedArr
                 f"{describe_bounds(reference, bounds.rtol, bounds.atol)}"
             )
     return reasons + _disagreement(bounds, comparison)
+
+
+def _notes(originals: Sequence[NamedArrays]) -> tuple[str, ...]:
+    """Return a sentence where each output of the original is the same number in all samples and elements.
+
+    `originals` are the outputs for each sample. A single number in all is no reason for a note.
+    """
+    values: dict[str, str] = {}
+    for name in originals[0]:
+        numbers = np.concatenate([outputs[name].ravel() for outputs in originals])
+        if numbers.size == 1 or not np.array_equal(numbers, np.full_like(numbers, numbers[:1]), equal_nan=True):
+            return ()
+        values[name] = f"{name!r} is {numbers[0]:g}" if numbers.size else f"{name!r} is empty"
+    return (
+        f"the comparison proves little: every output is the same number in all samples ({', '.join(values.values())}); "
+        "in a release file, give inputs.samples for which outputs differ",
+    )
 
 
 def _explain(

@@ -353,6 +353,16 @@ def test_a_model_may_keep_its_layout(tvmflow: Command, convolution: Path) -> Non
     assert nhwc["schedules"] != nchw["schedules"]
 
 
+def test_outputs_that_are_one_number_are_said_to_prove_little(tvmflow: Command) -> None:
+    """A last ReLU of numbers below zero makes every output 0: any build that gives 0 is equal."""
+    nodes = [helper.make_node("Sigmoid", ["x"], ["a"]), helper.make_node("Neg", ["a"], ["b"])]
+    path = write_model([*nodes, helper.make_node("Relu", ["b"], ["y"])], Path("zeros.onnx"))
+    sentence = "the comparison proves little: every output is the same number in all samples ('y' is 0)"
+    (note,) = _compiled(tvmflow, path)["notes"]
+    assert note.startswith(sentence)
+    assert f"b.tar.gz: {sentence}" in tvmflow("compile", path, "-o", "b.tar.gz").stdout
+
+
 def test_a_bound_may_be_given_to_a_model_that_amplifies_rounding(tvmflow: Command) -> None:
     """The refusal names the option that takes the larger bound."""
     path = save_amplifier(Path("amplifier.onnx"), 3e4)

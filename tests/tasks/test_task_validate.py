@@ -9,7 +9,7 @@ import pytest
 
 from support.arrays import normal
 from support.models import save_amplifier
-from tasks.validate import _compare, _dataset, _explain, _reasons, join, score, split
+from tasks.validate import _compare, _dataset, _explain, _notes, _reasons, join, score, split
 from tvmflow.errors import ExportError
 from tvmflow.source import open_session, run_session
 from tvmflow.spec import TaskMetric, Validate, parse
@@ -183,6 +183,30 @@ def test_reduced_precision_has_a_wider_bound_that_the_release_file_can_replace(t
     assert bounds("int8").max_relative_error == 0.05
     assert bounds("int8", max_relative_error=0.5).max_relative_error == 0.5
     assert bounds("bf16", rtol=1e-2).max_relative_error is None
+
+
+@pytest.mark.parametrize(
+    ("samples", "note"),
+    [
+        ([[[0, 0], [0, 0]], [[0, 0]]], "'y' is 0"),
+        ([[_NAN, _NAN], [_NAN]], "'y' is nan"),
+        ([[], []], "'y' is empty"),
+        ([[1.5], [1.5]], "'y' is 1.5"),
+        ([[1.5]], None),
+        ([[0, 0], [0, 1]], None),
+        ([[0, 0], [1, 1]], None),
+    ],
+)
+def test_outputs_that_are_one_number_prove_little(samples: list[Any], note: str | None) -> None:
+    notes = _notes([{"y": np.asarray(values, np.float32)} for values in samples])
+    assert len(notes) == (note is not None)
+    assert all(f"the same number in all samples ({note})" in text for text in notes)
+
+
+def test_one_output_that_answers_is_enough() -> None:
+    assert _notes([{"a": np.zeros(3), "b": np.array([1, 2])}]) == ()
+    (note,) = _notes([{"a": np.zeros(3), "b": np.array([True, True])}])
+    assert "('a' is 0, 'b' is 1)" in note
 
 
 @pytest.mark.parametrize(("factor", "explains"), [(1.0, False), (1e7, True)])

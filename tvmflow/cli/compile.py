@@ -206,11 +206,12 @@ def compile_command(
         raise VerdictError(f"{model} is not written to {output}: {verdict.reasons[0]}; `tvmflow bisect` finds the node")
     _copy(workspace.path(bundle), output)
     error = verdict.original.max_abs_error if verdict.original is not None else None
+    notes = [*exported.notes(), *verdict.notes]
     if as_json:
         document = {"bundle": str(output), "sha256": bundle.sha256, "size": bundle.size, "max_abs_error": error}
         document |= {"target": resolved.name, "precision": precision, "verified": verdict.verified}
         document |= {
-            "notes": exported.notes(),
+            "notes": notes,
             "schedules": build.schedules,
             "code": [str(path) for path in code_files],
         }
@@ -220,7 +221,7 @@ def compile_command(
         document |= {"decisions": inspected["decisions"]} if explain else {}
         click.echo(json.dumps(document))
         return
-    for note in exported.notes():
+    for note in notes:
         click.echo(f"{output}: {note}")
     for path in code_files:
         click.echo(f"{path}: code")
