@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from commandline import new_parser, run_main, state_folder
+from commandline import new_parser, positive, run_main, separated, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -291,11 +291,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("model", nargs="?", type=Path, help="an ONNX file; without one, a network of digits' size")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8], help="at a time (1 8)")
+    parser.add_argument(
+        "--clients",
+        type=separated(positive),
+        default=[1, 8],
+        metavar="N,...",
+        help="at a time, separated by commas (1,8)",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each server (5)")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a turn (1)")
     parser.add_argument("--max-delay-ms", type=float, default=0.0, help="of ours (0)")
-    parser.add_argument("--peers", nargs="*", choices=list(_TITLES), default=list(_TITLES), metavar="PEER")
+    parser.add_argument(
+        "--peers",
+        type=separated(str, list(_TITLES)),
+        default=list(_TITLES),
+        metavar="PEERS",
+        help=f"separated by commas, of {', '.join(_TITLES)} (all)",
+    )
     parser.add_argument("--baseline", type=Path, help="the command tvmflow of another version, as one more peer")
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

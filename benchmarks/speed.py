@@ -21,7 +21,7 @@ import peaks
 import prepare
 import runners
 from catalogue import MODELS, Model, find
-from commandline import new_parser, not_negative, positive, run_main, state_folder
+from commandline import new_parser, not_negative, positive, run_main, separated, state_folder
 from flops import gflop
 from rich import box
 from rich.console import Console
@@ -229,11 +229,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--busy", type=not_negative, default=0, help="processes that compute beside the runners (0)")
     parser.add_argument(
         "--peers",
-        nargs="*",
-        choices=list(_TITLES),
+        type=separated(str, list(_TITLES)),
         default=list(_TITLES),
-        metavar="PEER",
-        help="of " + ", ".join(_TITLES),
+        metavar="PEERS",
+        help=f"separated by commas, of {', '.join(_TITLES)} (all)",
     )
     return parser.parse_args(arguments)
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from commandline import positive, run_main
+from commandline import output_file, positive, run_main
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -177,7 +177,7 @@ def main() -> int:
     parser.add_argument("--model", action="append", choices=MODELS, help="repeatable; all of them by default")
     parser.add_argument("--seconds", type=positive, default=120, help="of a comparison (120)")
     parser.add_argument("--tuner", choices=("xgb", "ga", "random", "grid"), default="xgb")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to a file")
     options = parser.parse_args()
     rows = []
     with RichReporter(Console(stderr=True)).live():

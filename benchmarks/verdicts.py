@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import prepare
 from catalogue import find
-from commandline import new_parser, positive, run_main, state_folder
+from commandline import new_parser, output_file, positive, run_main, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -215,7 +215,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bound", type=float, default=1.01, help="the ratio that the gate allows (1.01)")
     parser.add_argument("--seconds", type=float, default=120.0, help="the budget of a verdict (120)")
     parser.add_argument("--pool", type=positive, metavar="PAIRS", help="draw the verdicts from so many pairs")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture to a file")
+    parser.add_argument("--svg", type=output_file, metavar="FILE", help="write the picture to a file")
     parser.add_argument("--fresh", action="store_true", help="forget the verdicts of earlier runs")
     return parser.parse_args()
 

@@ -29,7 +29,7 @@ from typing import Any, get_args
 
 import prepare
 import runners
-from commandline import new_parser, positive, run_main, state_folder
+from commandline import new_parser, positive, run_main, separated, state_folder
 from pydantic import Field
 from rich import box
 from rich.console import Console
@@ -362,24 +362,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile-only", action="store_true", help="compile the files as they are, measure nothing")
     parser.add_argument(
         "--precisions",
-        nargs="+",
-        metavar="P",
+        type=separated(str, precisions),
         default=precisions,
-        help=f"of our builds: {', '.join(precisions)} (all of this machine)",
+        metavar="P,...",
+        help=f"of our builds, separated by commas: {', '.join(precisions)} (all of this machine)",
     )
     parser.add_argument("--again", action="store_true", help="measure models anew that have not changed")
     parser.add_argument("--cache", type=Path, default=cache, help=f"folder of the wheels ({cache})")
     parser.add_argument("--rounds", type=positive, default=5, help="turns of each runner beside OpenVINO (5)")
     parser.add_argument("--seconds", type=float, default=0.3, help="of timed runs in such a turn (0.3)")
-    options = parser.parse_args(arguments)
-    # Words after the precisions are models: the option takes all that follow it.
-    words = list(options.precisions)
-    count = next((place for place, word in enumerate(words) if word not in get_args(Precision)), len(words))
-    options.precisions, options.models = words[:count], [*options.models, *words[count:]]
-    others = [word for word in options.precisions if word not in precisions]
-    if others or not options.precisions:
-        parser.error(f"--precisions: {(others or words)[0]!r} is not one of {', '.join(precisions)}")
-    return options
+    return parser.parse_args(arguments)
 
 
 def main() -> int:

@@ -44,11 +44,12 @@ from tvmflow.workspace import Artifact, Outcome, Record, StepSummary
 class TargetSummary(Record):
     """One target of a release; figures are None where this machine could not run the bundle.
 
-    `bundle_size` is in bytes. `metric` is the task metric of the `original` and of the `bundle`. `latency_ms` has the
-    figures of `tvmflow.figures.Latency` by name, None for a percentile without enough runs, and `ratio` the bundle's
-    latency over each peer's. `busyness` is a sentence on other work on the machine while it was measured, None where
-    nothing was noticed. `choice` says which of the tuned and the untuned build is shipped, None where tuning changed
-    nothing.
+    `bundle_size` is in bytes. `notes` are sentences about what the comparison with the original cannot show.
+    `metric` is the task metric of the `original` and of the `bundle`. `latency_ms` has the figures of
+    `tvmflow.figures.Latency` by name, None for a percentile without enough runs, and `ratio` the bundle's latency
+    over each peer's. `busyness` is a sentence on other work on the machine while it was measured, None where
+    nothing was noticed. `choice` says which of the tuned and the untuned build is shipped, None where tuning
+    changed nothing.
     """
 
     target: str
@@ -56,6 +57,7 @@ class TargetSummary(Record):
     bundle_sha256: str
     bundle_path: str
     bundle_size: int
+    notes: tuple[str, ...] = ()
     max_abs_error: float | None
     top1_agreement: float | None
     metric: dict[str, float] | None
@@ -267,6 +269,7 @@ def _post_artifact(summary: ReleaseSummary) -> None:
             " | ".join([f"| {item.target}", *("-" if value is None else f"{value:.4g}" for value in figures), ""])
         )
     title = f"{summary.name} {summary.version}"
+    lines += ["", *(f"- {item.target}: {note}" for item in summary.targets for note in item.notes)]
     lines += ["", *(f"- {item.target}: {item.busyness}" for item in summary.targets if item.busyness is not None)]
     lines += [
         "",
@@ -356,6 +359,7 @@ def _target_summary(
         bundle_sha256=result.bundle.sha256,
         bundle_path=os.path.relpath(_link_bundle(context, result, version)),
         bundle_size=result.bundle.size,
+        notes=verdict.notes,
         max_abs_error=verdict.original.max_abs_error if verdict.original is not None else None,
         top1_agreement=verdict.original.top1_agreement if verdict.original is not None else None,
         metric=metric,

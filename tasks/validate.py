@@ -253,6 +253,7 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
         passed=not reasons,
         verified=True,
         reasons=tuple(f"target {job.target!r}{precision}: {reason}" for reason in reasons),
+        notes=_notes([expected for expected, _ in pairs]),
         precision=job.precision,
         algorithms=job.algorithms,
         max_relative_error=bounds.max_relative_error,
@@ -444,6 +445,23 @@ def _reasons(bounds: Validate, comparison: Deviation, pairs: list[tuple[NamedArr
     return reasons + _disagreement(bounds, comparison)
 
 
+def _notes(originals: Sequence[NamedArrays]) -> tuple[str, ...]:
+    """Return a sentence where each output of the original is the same number in all samples and elements.
+
+    `originals` are the outputs for each sample. A single number in all is no reason for a note.
+    """
+    values: dict[str, str] = {}
+    for name in originals[0]:
+        numbers = np.concatenate([outputs[name].ravel() for outputs in originals])
+        if numbers.size == 1 or not np.array_equal(numbers, np.full_like(numbers, numbers[:1]), equal_nan=True):
+            return ()
+        values[name] = f"{name!r} is {numbers[0]:g}" if numbers.size else f"{name!r} is empty"
+    return (
+        f"the comparison proves little: every output is the same number in all samples ({', '.join(values.values())}); "
+        "in a release file, give inputs.samples for which outputs differ",
+    )
+
+
 def _explain(
     onnx: Path,
     originals: Sequence[tuple[NamedArrays, NamedArrays]],
@@ -463,12 +481,13 @@ def _explain(
         ]
     except ExportError:  # Some operators and types exist in optimized graphs alone.
         return ""
-    spread = _compare("onnxruntime", pairs).max_abs_error
-    if not 0 < bundle.max_abs_error <= _AMPLIFIED * spread:
+    spread = _compare("onnxruntime", pairs)
+    if not 0 < bundle.max_abs_error <= _AMPLIFIED * spread.max_abs_error:
         return ""
     return (
         f"; the model amplifies rounding errors: ONNX Runtime with and without its optimizations differs by up to "
-        f"{spread:.3g}, so give `validate.max_relative_error`"
+        f"{spread.max_abs_error:.3g}, {spread.max_rel_error:.2g} of an output's largest value; give a larger bound, "
+        "as `validate.max_relative_error` in the release file or as --max-relative-error"
     )
 
 

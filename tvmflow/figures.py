@@ -227,6 +227,7 @@ Metric = Annotated[float | None, PlainSerializer(write_finite, float | None, whe
 class Validation(Record):
     """The outcome of validating one bundle; `reasons` say why it failed and are empty when it passed.
 
+    `notes` are sentences about what the comparison cannot show, though it may have passed.
     `algorithms` are those with fewer multiplications, by name; the comparisons include their errors. `precision` is the
     one in which the bundle's products are computed. `max_relative_error` is the bound that replaces the tolerances for
     each element, or None. `verified` is False for a target that this machine cannot run, whose outputs were not
@@ -238,6 +239,7 @@ class Validation(Record):
     passed: bool
     verified: bool
     reasons: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     precision: Precision = "fp32"
     algorithms: dict[str, Algorithm]
     max_relative_error: float | None = None

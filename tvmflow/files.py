@@ -1,4 +1,4 @@
-"""Files that several processes use: writes that a crash must not tear, and locks."""
+"""Files that several processes use, writes that a crash must not tear, locks, and whether a file can be written."""
 
 import contextlib
 import fcntl
@@ -23,6 +23,29 @@ def exclusive(place: Path, refusal: Exception) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def check_writable(path: Path, *, replaces: bool = False) -> None:
+    """Find out, without a trace, whether a file can be written: before the work whose result it will hold.
+
+    `replaces` says that a new file takes the place of an old one, which is then not opened. Raises OSError when the
+    file, or its folder, cannot be written.
+    """
+    if path.exists() and not replaces:
+        os.close(os.open(path, os.O_WRONLY))
+        return
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
+def check_folder_writable(folder: Path) -> None:
+    """Find out, without a trace, whether files can be written into a folder that may have to be made first.
+
+    Raises OSError when they cannot.
+    """
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    with tempfile.TemporaryFile(dir=existing):
+        pass
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -161,6 +161,11 @@ def _read_third(document: Mapping[str, Any]) -> Mapping[str, Any]:
     return document
 
 
+def _read_fourth(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document of format 4, whose verdicts have no notes."""
+    return document
+
+
 class Release(Document):
     """A release. It is written once and never changed.
 
@@ -169,9 +174,9 @@ class Release(Document):
     channel. `report` is its page, None in a release that was made before there were pages.
     """
 
-    older: ClassVar[Mapping[int, Reader]] = {1: _read_first, 2: _read_second, 3: _read_third}
+    older: ClassVar[Mapping[int, Reader]] = {1: _read_first, 2: _read_second, 3: _read_third, 4: _read_fourth}
 
-    format: Literal[4] = 4
+    format: Literal[5] = 5
     name: str
     version: str
     created_at: str

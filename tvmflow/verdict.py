@@ -140,12 +140,17 @@ def _read_first_release(document: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def _read_second_release(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A document of format 2, whose verdicts have no notes."""
+    return document
+
+
 class ReleaseVerdict(Document):
     """The verdict on a release, passed or refused, by target."""
 
-    older: ClassVar[Mapping[int, Reader]] = {1: _read_first_release}
+    older: ClassVar[Mapping[int, Reader]] = {1: _read_first_release, 2: _read_second_release}
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     targets: dict[str, TargetVerdict]
 
     @property

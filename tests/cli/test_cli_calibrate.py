@@ -29,9 +29,3 @@ def test_the_measured_profile_is_read_by_native(
     monkeypatch.setenv("TVMFLOW_PROFILE", str(path))
     native = resolve("native").profile
     assert native == item.profile
-
-
-def test_a_folder_that_does_not_exist_is_one_sentence(tvmflow: Command, tmp_path: Path) -> None:
-    result = tvmflow("calibrate", "-o", tmp_path / "no" / "mine.toml", "--threads", "1")
-    assert result.code == 1
-    assert "cannot be written" in result.stderr

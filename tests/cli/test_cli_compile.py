@@ -13,7 +13,7 @@ import pytest
 from onnx import helper
 
 from support import scale
-from support.models import save_model
+from support.models import save_amplifier, save_model
 from support.skips import needs
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.cli.compile import parse_shapes
@@ -196,14 +196,6 @@ def test_a_target_that_only_tvm_can_refuse_is_one_sentence(tvmflow: Command, bun
     _assert_refused(tvmflow, models / "small.onnx", "BuildError", ["small.onnx", "nonsense"], "--target", target)
 
 
-@pytest.mark.parametrize("output", ["absent/b.tar.gz", "file/b.tar.gz"])
-def test_an_output_that_cannot_be_written_is_one_sentence(
-    tvmflow: Command, bundle: Path, models: Path, output: str
-) -> None:
-    Path("file").touch()
-    assert repr(output) in tvmflow("compile", models / "small.onnx", "-o", output).sentence
-
-
 def test_a_state_folder_that_cannot_be_written_is_one_sentence(
     tvmflow: Command, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +351,28 @@ def test_a_model_may_keep_its_layout(tvmflow: Command, convolution: Path) -> Non
     assert "transpose" not in Path("conv.relax").read_text()
     assert nchw["schedules"] == {"fallback": 1}
     assert nhwc["schedules"] != nchw["schedules"]
+
+
+def test_outputs_that_are_one_number_are_said_to_prove_little(tvmflow: Command) -> None:
+    """A last ReLU of numbers below zero makes every output 0: any build that gives 0 is equal."""
+    nodes = [helper.make_node("Sigmoid", ["x"], ["a"]), helper.make_node("Neg", ["a"], ["b"])]
+    path = write_model([*nodes, helper.make_node("Relu", ["b"], ["y"])], Path("zeros.onnx"))
+    sentence = "the comparison proves little: every output is the same number in all samples ('y' is 0)"
+    (note,) = _compiled(tvmflow, path)["notes"]
+    assert note.startswith(sentence)
+    assert f"b.tar.gz: {sentence}" in tvmflow("compile", path, "-o", "b.tar.gz").stdout
+
+
+def test_a_bound_may_be_given_to_a_model_that_amplifies_rounding(tvmflow: Command) -> None:
+    """The refusal names the option that takes the larger bound."""
+    path = save_amplifier(Path("amplifier.onnx"), 3e4)
+    sentence = tvmflow("compile", path, "-o", "b.tar.gz").sentence
+    assert "the model amplifies rounding errors" in sentence
+    assert "as --max-relative-error; `tvmflow bisect` finds the node" in sentence
+    assert not Path("b.tar.gz").exists()
+    _compiled(tvmflow, path, "--max-relative-error", "0.5")
+    assert tvmflow("bisect", path, "--max-relative-error", "0.5").code == 0
+    assert "give the one or the others" in tvmflow("bisect", path, "--max-relative-error", "1", "--rtol", "1").sentence
 
 
 def test_another_compiler_links_the_library_with_its_options(tvmflow: Command, models: Path, tmp_path: Path) -> None:

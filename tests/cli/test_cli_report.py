@@ -141,11 +141,3 @@ def test_a_slower_machine_is_told_from_a_slower_build(tvmflow: Command, tmp_path
     )
     sentence = "native takes 1.50 times as long as in 3. The machine was slower:"
     assert sentence in tvmflow("diff", "net", "3", "4").stdout
-
-
-def test_a_page_that_cannot_be_written_is_one_sentence(tvmflow: Command) -> None:
-    result = _diff(tvmflow, "--html", "absent/diff.html")
-    assert (result.code, result.sentence) == (
-        1,
-        "'absent/diff.html' cannot be written (No such file or directory); choose another place",
-    )

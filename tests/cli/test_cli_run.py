@@ -177,11 +177,10 @@ def test_a_folder_is_no_inputs_file(tvmflow: Command, bundle: Path, tmp_path: Pa
     assert repr(str(tmp_path)) in result.sentence
 
 
-@pytest.mark.parametrize("output", ["absent/out.npz", "."])
-def test_an_output_that_cannot_be_written_is_one_sentence(tvmflow: Command, bundle: Path, output: str) -> None:
-    result = tvmflow("run", bundle, "--output", output)
-    assert result.code == 1
-    assert repr(output) in result.sentence
+def test_a_folder_is_no_output(tvmflow: Command, bundle: Path) -> None:
+    result = tvmflow("run", bundle, "--output", ".")
+    assert result.code == 2
+    assert "'.' is a directory" in result.sentence
 
 
 @pytest.mark.parametrize("command", ["run", "verify"])
@@ -322,12 +321,6 @@ def test_a_wrong_option_exits_with_two(tvmflow: Command, bundle: Path, options: 
     assert result.code == 2
     assert message in result.stderr
     assert result.stdout == ""
-
-
-def test_a_trace_that_cannot_be_written_is_one_sentence(tvmflow: Command, bundle: Path) -> None:
-    result = tvmflow("run", bundle, "--trace", "absent/t.json")
-    assert (result.code, result.stdout) == (1, "")
-    assert "'absent/t.json' cannot be written (No such file or directory)" in result.stderr
 
 
 def test_the_device_of_the_bundle_is_accepted(tvmflow: Command, bundle: Path) -> None:

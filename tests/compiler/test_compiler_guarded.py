@@ -223,13 +223,22 @@ KINDS = {
     "blocks in bfloat16": Kind(_bfloat16_blocks, 1, "conv2d_block"),
     "attention in bfloat16": Kind(_bfloat16_attention, 1, "attention"),
 }
+# The levels of x86-64 below the best one, with fewer registers and narrower vectors; none on another architecture.
+_LESSER = runnable_levels()[:-1]
+# Every kind at the best level, and in float32 at a lesser one by turns, or in a long run at all of them.
+CASES = [(kind, "") for kind in KINDS] + [
+    (kind, level)
+    for place, kind in enumerate(kind for kind in KINDS if "bfloat16" not in kind)
+    for level in scale.choose(normal=_LESSER[place % 2 :][:1], long=_LESSER)
+]
+PRECISIONS_AND_LEVELS = [("fp32", ""), ("bf16", ""), *(("fp32", level) for level in _LESSER)]
 # Functions that every image model begins and ends with.
 _AT_THE_ENDS = ("transpose", "round", "widen")
 
 
-def _target(precision: Precision) -> Target:
-    """The best level of x86-64 that this machine runs, or this machine."""
-    level = "x86-64-v4-bf16" if precision == "bf16" else "".join(runnable_levels()[-1:])
+def _target(precision: Precision, level: str = "") -> Target:
+    """A level of x86-64, by default the best that this machine runs; this machine where it is no x86-64."""
+    level = "x86-64-v4-bf16" if precision == "bf16" else level or "".join(runnable_levels()[-1:])
     if level:
         require_level(level)
     return resolve(level or "native")
@@ -266,13 +275,13 @@ def _functions(model: Drawn, target: Target, folder: Path) -> dict[str, tirx.Pri
     return functions
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_kernels_stay_within_their_buffers(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "level"), CASES)
+def test_kernels_stay_within_their_buffers(kind: str, level: str, tmp_path: Path) -> None:
     functions: dict[str, tirx.PrimFunc] = {}
-    for seed in range(scale.count(normal=KINDS[kind].count, long=24)):
+    for seed in range(scale.count(normal=1 if level else KINDS[kind].count, long=24)):
         model = Drawn(np.random.default_rng([seed, *kind.encode()]))
         KINDS[kind].draw(model)
-        target = _target(model.precision)
+        target = _target(model.precision, level)
         functions |= _functions(model, target, tmp_path)
     if kind != "movement":
         functions = {name: func for name, func in functions.items() if not name.startswith(_AT_THE_ENDS)}
@@ -327,19 +336,21 @@ def test_a_triangle_of_a_free_width_stays_within_its_buffers(upper: int, tmp_pat
         assert_within_buffers({"triangle": function}, _target("fp32"), {"width": width})
 
 
+@pytest.mark.parametrize(("precision", "level"), PRECISIONS_AND_LEVELS)
 @pytest.mark.parametrize("stride", [1, 2])
 def test_winograd_of_free_sizes_stays_within_its_buffers(
-    stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stride: int, precision: Precision, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [4])
-    model, target = Drawn(np.random.default_rng(stride)), _target("fp32")
+    # In bfloat16, output tiles of two multiply narrow numbers.
+    monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [4 if precision == "fp32" else 2])
+    model, target = Drawn(np.random.default_rng(stride)), _target(precision, level)
     x = model.input(0, 32, 0, 0)
     model.inputs = [(x, ["n", 32, "h", "w"])]
     model.conv(x, 32, 48, 3, strides=[stride] * 2, pads=[1, 0, 2, 1])
     onnx.save(model.proto(), tmp_path / "model.onnx")
-    lowered = lower(import_onnx(tmp_path / "model.onnx"), target)
+    lowered = lower(import_onnx(tmp_path / "model.onnx"), target, BuildOptions(precision=precision))
     (func,) = (item.func for item in workloads(lowered) if "winograd" in item.name)
-    schedules = variants(func, _always_parallel(target, 16), scale.count(normal=3, long=64))
+    schedules = variants(func, _always_parallel(target, 16), scale.count(normal=1 if level else 2, long=64))
     functions = {f"winograd_{place}": complete(item.mod["main"]) for place, item in enumerate(schedules)}
     for n, h, w in ((1, 2, 3), (3, 9, 34)):
         high, wide = h // stride + 1, (w - 2) // stride + 1
@@ -348,16 +359,21 @@ def test_winograd_of_free_sizes_stays_within_its_buffers(
         assert_within_buffers(functions, target, sizes)
 
 
+@pytest.mark.parametrize(("precision", "level"), PRECISIONS_AND_LEVELS)
 @pytest.mark.parametrize("is_depthwise", [True, False])
-def test_blocks_of_free_sizes_stay_within_their_buffers(is_depthwise: bool, tmp_path: Path) -> None:
-    model, target = Drawn(np.random.default_rng(is_depthwise)), _target("fp32")
+def test_blocks_of_free_sizes_stay_within_their_buffers(
+    is_depthwise: bool, precision: Precision, level: str, tmp_path: Path
+) -> None:
+    model, target = Drawn(np.random.default_rng(is_depthwise)), _target(precision, level)
     x = model.input(0, 12, 0, 0)
     model.inputs = [(x, ["n", 12, "h", "w"])]
-    y = model.conv(model.conv(x, 12, 48), 48, 48, 3, group=48 if is_depthwise else 1)
+    # In bfloat16, Winograd's algorithm, which takes kernels of 3x3, is in no block.
+    kernel = 3 if is_depthwise or precision == "fp32" else 5
+    y = model.conv(model.conv(x, 12, 48), 48, 48, kernel, group=48 if is_depthwise else 1)
     model.node("Add", model.node("Conv", y, model.weight(12, 48, 1, 1)), x)
     onnx.save(model.proto(), tmp_path / "model.onnx")
     choices = Choices()
-    imported, options = import_onnx(tmp_path / "model.onnx"), BuildOptions()
+    imported, options = import_onnx(tmp_path / "model.onnx"), BuildOptions(precision=precision)
     lower(imported, target, options, choices)
     whole = {site.key: "whole" for site in choices.sites.values() if site.kind == "block"}
     lowered = lower(imported, target, options, Choices(whole))
@@ -366,6 +382,22 @@ def test_blocks_of_free_sizes_stay_within_their_buffers(is_depthwise: bool, tmp_
     functions = {f"block_{place}": complete(item.mod["main"]) for place, item in enumerate(schedules)}
     for n, h, w in ((1, 2, 3), (3, 9, 37)):
         assert_within_buffers(functions, target, {"n": n, "h": h, "w": w})
+
+
+@pytest.mark.parametrize(("precision", "level"), PRECISIONS_AND_LEVELS)
+def test_attention_of_free_sizes_stays_within_its_buffers(precision: Precision, level: str, tmp_path: Path) -> None:
+    model, target = Drawn(np.random.default_rng(0)), _target(precision, level)
+    query, key, value, mask = (model.input(0) for _ in range(4))
+    shapes = (["n", 2, "rows", 24], ["n", 2, 24, "keys"], ["n", 2, "keys", 24], ["n", 1, "rows", "keys"])
+    model.inputs = list(zip((query, key, value, mask), shapes, strict=True))
+    scores = model.node("Add", model.node("MatMul", query, key), mask)
+    model.node("MatMul", model.node("Softmax", scores, axis=-1), value)
+    onnx.save(model.proto(), tmp_path / "model.onnx")
+    lowered = lower(import_onnx(tmp_path / "model.onnx"), target, BuildOptions(precision=precision))
+    (func,) = (item.func for item in workloads(lowered) if "attention" in item.name)
+    function = schedule(func, _always_parallel(target, 16))[0]
+    for n, rows, keys in ((1, 1, 3), (2, 5, 70)):
+        assert_within_buffers({"attention": function}, target, {"n": n, "rows": rows, "keys": keys})
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0)])

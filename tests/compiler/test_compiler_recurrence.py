@@ -15,7 +15,7 @@ from tvm import tirx
 from support import builds, scale
 from support.arrays import normal
 from support.guarded import assert_within_buffers
-from support.machines import AVX2, AVX512, runnable_levels
+from support.machines import AVX2, AVX512, require_level, runnable_levels
 from support.models import save_model
 from tvmflow.compiler import CompiledModel, build, import_onnx, lower
 from tvmflow.compiler.machine import machine
@@ -216,13 +216,16 @@ def test_recurrences_stay_within_their_buffers() -> None:
     assert_within_buffers(functions, target)
 
 
+@pytest.mark.parametrize("name", ["x86-64-v4-vnni", "llvm -mcpu=x86-64-v3 -mattr=+avxvnni"])
 @pytest.mark.parametrize("shares_units", [False, True])
-def test_recurrences_of_integers_stay_within_their_buffers(shares_units: bool, int8: Target) -> None:
-    computer = replace(machine(int8), cores=2, region=0 if shares_units else 1 << 62)
+def test_recurrences_of_integers_stay_within_their_buffers(shares_units: bool, name: str) -> None:
+    require_level(name)
+    target = resolve(name)
+    computer = replace(machine(target), cores=2, region=0 if shares_units else 1 << 62)
     cell = Cell("lstm", "reverse", (_SIGMOID, _TANH, _TANH), 0.0, False, False, quantised=True)
     extra = ["initial_h", "initial_c", "r_scale", "r_sum"]
     function = Recurrence(cell, 3, 5, 21, extra, computer, integers=True).function()
-    assert_within_buffers({"lstm": complete(function)}, int8)
+    assert_within_buffers({"lstm": complete(function)}, target)
 
 
 @pytest.mark.parametrize(("batch", "cores"), [(1, 3), (3, 16)])

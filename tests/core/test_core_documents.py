@@ -98,6 +98,13 @@ def test_a_verdict_on_a_release_of_an_older_tvmflow_is_read_without_loss() -> No
     assert decode(ReleaseVerdict, encode(verdict), "") == verdict
 
 
+def test_a_verdict_on_a_release_without_notes_is_read_without_loss() -> None:
+    content = (FORMATS / "releaseverdict-2.json").read_bytes()
+    verdict = decode(ReleaseVerdict, content, "verdict.json of MLflow run 1")
+    assert verdict.targets["native"].notes == ()
+    assert set(_leaves(json.loads(content)["targets"])) <= set(_leaves(json.loads(encode(verdict))["targets"]))
+
+
 def test_the_choice_of_builds_of_an_older_tvmflow_is_read_without_loss() -> None:
     content = (FORMATS / "choices-1.json").read_bytes()
     choices = decode(Choices, content, "choices.json of MLflow run 1")

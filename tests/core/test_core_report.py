@@ -514,6 +514,15 @@ def test_the_page_says_that_the_machine_was_busy(noise: float, unevenness: float
     assert unexplained_figures(text) == []
 
 
+def test_the_page_says_that_the_comparison_proves_little() -> None:
+    verdict = make_verdict(0.9).model_copy(update={"notes": ("the comparison proves little: 'y' is 0",)})
+    release = make_release("net", "1", make_target(verdict=verdict))
+    text = write_page(make_data(release, "production", None, (), {}, ()))
+    section = html.unescape(text.partition('<h2 id="verdict">')[2].partition("</section>")[0])
+    assert "native: the comparison proves little: 'y' is 0" in section
+    assert unexplained_figures(text) == []
+
+
 def test_a_percentile_that_is_not_shown_lacks_runs(page: str) -> None:
     assert data_of(page)["quietness"]["native"]["missing"] == {"p99": 662 - 64}
     assert "64 runs in rounds; slow rounds differ from fast ones by 0.0%; p99 needs 598 runs more" in re.sub(

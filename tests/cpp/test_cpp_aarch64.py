@@ -10,8 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from onnx import helper
 
+from support.arrays import onnxruntime_outputs
 from support.cpp import Runner
+from support.models import save_model
+from support.steps import compile_by_steps
+from tvmflow.bundle import read_manifest
+from tvmflow.compiler.operators import blocks
+from tvmflow.runtime.profile import compiled_functions
 from tvmflow.target import host
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -69,6 +76,53 @@ def test_in_float16_outputs_are_near_those_of_this_machine(
         error = np.abs(actual - expected).max() / np.abs(expected).max()
         # Numbers of 11 bits round by 0.0005, and an output sums some dozens of them.
         assert 1e-5 < error < 5e-3
+
+
+def _save_blocks(path: Path) -> Path:
+    """A Winograd convolution, a block around a depthwise convolution and a bottleneck, all of free height and width."""
+    generator = np.random.default_rng(0)
+    weights: Arrays = {}
+    nodes = []
+
+    def conv(x: str, channels: int, out: int, kernel: int, groups: int = 1) -> str:
+        name = f"c{len(nodes)}"
+        shape = (out, channels // groups, kernel, kernel)
+        weights[f"{name}w"] = (generator.normal(size=shape) / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
+        pads = [kernel // 2] * 4
+        nodes.append(helper.make_node("Conv", [x, f"{name}w"], [name], pads=pads, group=groups))
+        nodes.append(helper.make_node("Relu", [name], [f"{name}r"]))
+        return f"{name}r"
+
+    outputs = [
+        conv("x", 48, 48, 3),
+        conv(conv(conv("x", 48, 96, 1), 96, 96, 3, groups=96), 96, 24, 1),
+        conv(conv(conv("x", 48, 16, 1), 16, 16, 5), 16, 40, 1),
+    ]
+    return save_model(path, nodes, [("x", ["n", 48, "h", "w"])], outputs, weights)
+
+
+@pytest.mark.parametrize(
+    ("target", "precision"),
+    [("aarch64-neoverse-n1", "fp32"), ("aarch64-cortex-a72", "fp32"), ("aarch64-neoverse-n1", "fp16")],
+)
+def test_blocks_and_winograd_of_free_sizes_equal_onnx_runtime(
+    aarch64_runner: Runner, target: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every block that can be fused is fused.
+    monkeypatch.setattr(blocks._Costs, "apart", lambda costs: 1e12 * (costs._block.first is not None))
+    path = _save_blocks(tmp_path / "blocks.onnx")
+    build = {"precision": precision}
+    document = {"name": "blocks", "model": {"onnx": str(path)}, "targets": [target], "build": build}
+    bundle = compile_by_steps(document, tmp_path, tmp_path / "state")
+    rules = [function.rule for function in compiled_functions(bundle, read_manifest(bundle)).values()]
+    # In float16 there are neither.
+    assert (rules.count("block"), "winograd" in rules) == ((2, True) if precision == "fp32" else (0, False))
+    for n, height, width in ((1, 3, 5), (2, 37, 26)):
+        arrays = {"x": np.random.default_rng(n).normal(size=(n, 48, height, width)).astype(np.float32)}
+        actual = aarch64_runner.outputs(bundle, arrays, tmp_path)
+        for name, expected in onnxruntime_outputs(path, arrays).items():
+            tolerance = (1e-4 if precision == "fp32" else 1e-2) * np.abs(expected).max()
+            np.testing.assert_allclose(actual[name], expected, atol=tolerance, rtol=0)
 
 
 def test_a_bundle_of_this_machine_is_refused_there(aarch64_runner: Runner, bundle: Path) -> None:

@@ -71,6 +71,24 @@ def save_dense(path: Path, *, seed: int = 0, batch: int | str = "batch") -> Path
     return save_model(path, nodes, [("x", [batch, 4])], ["y"], weights)
 
 
+def save_amplifier(path: Path, factor: float) -> Path:
+    """Write a model y = sin(factor * batch norm(convolution(x))), which amplifies rounding errors by `factor`.
+
+    ONNX Runtime's optimizations fold the normalisation into the convolution, which rounds elsewhere.
+    """
+    generator = np.random.default_rng(0)
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["h"]),
+        helper.make_node("BatchNormalization", ["h", "scale", "bias", "mean", "variance"], ["n"]),
+        helper.make_node("Mul", ["n", "factor"], ["m"]),
+        helper.make_node("Sin", ["m"], ["y"]),
+    ]
+    shapes = {"w": (8, 8, 3, 3), "scale": (8,), "bias": (8,), "mean": (8,)}
+    weights = {name: generator.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    weights |= {"factor": np.array(factor, np.float32), "variance": np.full(8, 0.3, np.float32)}
+    return save_model(path, nodes, [("x", [1, 8, 9, 9])], ["y"], weights)
+
+
 def join_models(models: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
     """Make one model of several of the same opset, which compiles in less time than they do one by one.
 

@@ -8,11 +8,13 @@ import click
 
 from tvmflow.cli.compile import build_best, make_spec, parse_shapes
 from tvmflow.cli.options import (
+    OutputFile,
     input_shapes_option,
     model_argument,
     naming_output,
     operator_option,
     precision_option,
+    relative_error_option,
 )
 from tvmflow.errors import VerdictError, naming_model
 
@@ -55,10 +57,11 @@ class _Peers(click.ParamType["tuple[Peer, ...]"]):
 @input_shapes_option(".")
 @operator_option
 @precision_option("The type of the operands of convolutions and matrix products of our build.")
+@relative_error_option
 @click.option("--trials", type=click.IntRange(min=0), default=0, show_default=True, help="Tuning trials in total.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of every runner; all cores unless given.")
 @click.option("--seconds", type=click.FloatRange(min=0), default=120.0, show_default=True, help="To measure in.")
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with the figures.")
+@click.option("--html", type=OutputFile(), help="Write a page with the figures.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def bench_command(
     model: Path,
@@ -66,6 +69,7 @@ def bench_command(
     input_shapes: str | None,
     operators: tuple[str, ...],
     precision: str,
+    max_relative_error: float | None,
     trials: int,
     threads: int | None,
     seconds: float,
@@ -89,7 +93,7 @@ def bench_command(
 
     settings = machine.load()
     build: dict[str, object] = {"precision": precision}
-    spec = make_spec(model, "native", parse_shapes(input_shapes or ""), build, trials, operators)
+    spec = make_spec(model, "native", parse_shapes(input_shapes or ""), build, trials, operators, max_relative_error)
     (target,) = spec.resolve_targets()
     with naming_model(str(model)):
         exported, best, _ = build_best(spec, settings, target)

@@ -10,12 +10,14 @@ import click
 
 from tvmflow.cli.compile import parse_shapes
 from tvmflow.cli.options import (
+    check_output_folder,
     input_shapes_option,
     load_own_operators,
     model_argument,
     operator_option,
     precision_option,
     read_inputs,
+    relative_error_option,
     target_option,
 )
 from tvmflow.errors import ExportError, TargetError, VerdictError
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 @click.option("--inputs", type=click.Path(path_type=Path), help="An .npz by input name; without it, random inputs.")
 @click.option("--rtol", type=click.FloatRange(min=0), help="The relative tolerance of each element.")
 @click.option("--atol", type=click.FloatRange(min=0), help="The absolute tolerance of each element.")
+@relative_error_option
 @click.option(
     "-o",
     "--output",
@@ -51,18 +54,24 @@ def bisect_command(
     inputs: Path | None,
     rtol: float | None,
     atol: float | None,
+    max_relative_error: float | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
     """Find the first node of the ONNX file MODEL whose output differs too much from ONNX Runtime's.
 
     Parts of the model are compiled and run in this process. The smallest model that shows the error is written with its
-    inputs and with ONNX Runtime's outputs. An output may differ as much as `tvmflow compile` allows, unless --rtol or
-    --atol is given. Exit code 3: an output differs by more than that.
+    inputs and with ONNX Runtime's outputs. An output may differ as much as `tvmflow compile` allows, unless --rtol,
+    --atol or --max-relative-error is given. Exit code 3: an output differs by more than that.
     """
+    are_elements_bounded = rtol is not None or atol is not None
+    if max_relative_error is not None and are_elements_bounded:
+        raise click.UsageError("--max-relative-error takes the place of --rtol and --atol; give the one or the others")
     from tasks.validate import why_not_here
     from tvmflow.cli.compile import make_spec
 
+    folder = output or model.with_suffix(".bisect")
+    check_output_folder(folder)
     spec = make_spec(model, target, parse_shapes(input_shapes or ""), {"precision": precision}, 0, operators)
     (resolved,) = spec.resolve_targets()
     refusal = why_not_here(resolved, spec.build.precision)
@@ -88,8 +97,8 @@ def bisect_command(
     arrays = read_inputs(inputs) if inputs is not None else _make(model, original)
     allowed = spec.bounds(quantises=quantises_activations(original))
     bounds = Bounds(allowed.rtol, allowed.atol, allowed.max_relative_error)
-    if rtol is not None or atol is not None:
-        bounds = Bounds(rtol or 0.0, atol or 0.0)
+    if max_relative_error is not None or are_elements_bounded:
+        bounds = Bounds(rtol or 0.0, atol or 0.0, max_relative_error)
     console = Console(stderr=True)
     with console.status("compiling the whole model") as status:
         options = BuildOptions(precision=spec.build.precision)
@@ -98,7 +107,6 @@ def bisect_command(
         text = json.dumps({"within_bounds": True}) if as_json else f"{model}: all outputs are within the bounds"
         click.echo(text)
         return
-    folder = output or model.with_suffix(".bisect")
     try:
         bisection.save(folder)
     except OSError as error:

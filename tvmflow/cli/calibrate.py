@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tvmflow.cli.options import naming_output
+from tvmflow.cli.options import OutputFile, naming_output
 from tvmflow.errors import StepError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _MEASURED = ("multiply_adds", "latency", "loads", "stores", "read", "write", "sh
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     default=Path("machine.toml"),
     show_default=True,
     help="The profile to write.",
@@ -44,8 +44,6 @@ def calibrate_command(output: Path, threads: int | None, as_json: bool) -> None:
     from tvmflow.profiles import to_toml, with_caches
     from tvmflow.target import host, resolve
 
-    if not output.absolute().parent.is_dir():
-        raise StepError(f"{str(output)!r} cannot be written (its folder does not exist); choose another place")
     cores = threads or host().cores
     # TVM reads it at the first parallel call.
     os.environ["TVM_NUM_THREADS"] = str(cores)

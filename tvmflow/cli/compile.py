@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 
 from tvmflow.cli.options import (
+    OutputFile,
     input_shapes_option,
     model_argument,
     naming_output,
     operator_option,
     precision_option,
+    relative_error_option,
     target_option,
 )
 from tvmflow.errors import InputError, VerdictError, naming_model
@@ -86,9 +88,7 @@ class _Setting(click.ParamType[tuple[str, Any]]):
 
 @click.command("compile")
 @model_argument
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The bundle to write."
-)
+@click.option("-o", "--output", type=OutputFile(replaces=True), required=True, help="The bundle to write.")
 @target_option
 @input_shapes_option(". A free dimension that the file leaves unnamed is called after its input and axis, as x_0.")
 @operator_option
@@ -100,6 +100,7 @@ class _Setting(click.ParamType[tuple[str, Any]]):
     show_default=True,
     help="Whether to allow Winograd's and Strassen's algorithms, which multiply less and round more.",
 )
+@relative_error_option
 @click.option(
     "--desired-layout",
     type=click.Choice(["NHWC", "NCHW"]),
@@ -145,6 +146,7 @@ def compile_command(
     operators: tuple[str, ...],
     precision: str,
     fast_algorithms: str,
+    max_relative_error: float | None,
     desired_layout: str,
     opt_level: int,
     pass_config: tuple[tuple[str, Any], ...],
@@ -182,7 +184,7 @@ def compile_command(
         "disabled_passes": (*disabled_pass, *(["ChannelsLast"] if desired_layout == "NCHW" else [])),
         "required_passes": required_pass,
     }
-    spec = make_spec(model, target, parse_shapes(input_shapes or ""), section, trials, operators)
+    spec = make_spec(model, target, parse_shapes(input_shapes or ""), section, trials, operators, max_relative_error)
     workspace = Workspace(settings.state)
     (resolved,) = spec.resolve_targets()
     if linker is not None:
@@ -204,11 +206,12 @@ def compile_command(
         raise VerdictError(f"{model} is not written to {output}: {verdict.reasons[0]}; `tvmflow bisect` finds the node")
     _copy(workspace.path(bundle), output)
     error = verdict.original.max_abs_error if verdict.original is not None else None
+    notes = [*exported.notes(), *verdict.notes]
     if as_json:
         document = {"bundle": str(output), "sha256": bundle.sha256, "size": bundle.size, "max_abs_error": error}
         document |= {"target": resolved.name, "precision": precision, "verified": verdict.verified}
         document |= {
-            "notes": exported.notes(),
+            "notes": notes,
             "schedules": build.schedules,
             "code": [str(path) for path in code_files],
         }
@@ -218,7 +221,7 @@ def compile_command(
         document |= {"decisions": inspected["decisions"]} if explain else {}
         click.echo(json.dumps(document))
         return
-    for note in exported.notes():
+    for note in notes:
         click.echo(f"{output}: {note}")
     for path in code_files:
         click.echo(f"{path}: code")
@@ -309,23 +312,26 @@ def make_spec(
     build: dict[str, object],
     trials: int,
     operators: tuple[str, ...] = (),
+    max_relative_error: float | None = None,
 ) -> "Spec":
     """Return the release file that a command line describes: one ONNX file, one target, the section `build`.
 
     `shapes` are new shapes by input name, `trials` is the number of tuning trials, `operators` are the user's own, of
-    modules in the current folder. Raises InputError for a shape of an input that the model does not have, ExportError
-    for a file that is not ONNX, and SpecError for a wrong target or option.
+    modules in the current folder. `max_relative_error` is the bound of that name, None the default bounds. Raises
+    InputError for a shape of an input that the model does not have, ExportError for a file that is not ONNX, and
+    SpecError for a wrong target or option.
     """
     from tasks.export import described_by, read_onnx
     from tvmflow import spec as release_file
 
+    bound = {} if max_relative_error is None else {"max_relative_error": max_relative_error}
     document: dict[str, object] = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", model.stem).lstrip("-._") or "model",
         "model": {"onnx": str(model.absolute()), "operators": list(operators)},
         "targets": [target],
         "build": build,
         "tune": {"trials": trials},
-        "validate": {"top1_agreement": None},
+        "validate": {"top1_agreement": None, **bound},
         "gates": {"unverified_targets": "allow"},
     }
     if shapes:

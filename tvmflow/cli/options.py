@@ -1,5 +1,6 @@
 """Arguments and options of several commands, and the files that they name."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,12 +10,43 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tvmflow.errors import InputError
+from tvmflow.files import check_folder_writable, check_writable
 
 if TYPE_CHECKING:
     from tvmflow.npz import Array
     from tvmflow.operators import OwnOperator
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class OutputFile(click.Path):
+    """A file that the command writes at its end: refused before the work when it cannot be written.
+
+    With `replaces` a new file takes the place of an old one.
+    """
+
+    def __init__(self, *, replaces: bool = False) -> None:
+        super().__init__(path_type=Path, dir_okay=False)
+        self._replaces = replaces
+
+    def convert(
+        self, value: "str | os.PathLike[str]", param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path:
+        """Return the path; `param` and `ctx` are click's, None outside of a command.
+
+        Raises InputError when the file cannot be written, BadParameter for a folder.
+        """
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        with naming_output(path):
+            check_writable(path, replaces=self._replaces)
+        return path
+
+
+def check_output_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written, or made. Raises InputError."""
+    with naming_output(folder):
+        check_folder_writable(folder)
+
 
 model_argument: Decorator = click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 target_option: Decorator = click.option(
@@ -28,6 +60,13 @@ def precision_option(text: str) -> Decorator:
     return click.option("--precision", type=choice, default="fp32", show_default=True, help=text)
 
 
+relative_error_option: Decorator = click.option(
+    "--max-relative-error",
+    type=click.FloatRange(min=0),
+    help="The largest error of an output over its largest magnitude, in place of the tolerances of each element.",
+)
+
+
 def input_shapes_option(text: str) -> Decorator:
     """Return the decorator that adds the option `--input-shapes`, whose help ends with `text`."""
     return click.option("--input-shapes", help=f'Shapes by input, e.g. "input:[1,3,224,224] mask:[batch,128]"{text}')
@@ -37,7 +76,7 @@ def trace_option(text: str) -> Decorator:
     """Return the decorator that adds the option `--trace`, whose help says what of a run is written: `text`."""
     return click.option(
         "--trace",
-        type=click.Path(path_type=Path, dir_okay=False),
+        type=OutputFile(),
         callback=_check_trace,
         help=f"Write {text}, for https://ui.perfetto.dev: as Perfetto's .pftrace, with any other suffix as JSON.",
     )

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tvmflow.cli.options import OutputFile
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -138,7 +140,7 @@ def show_record(key: str, target: str | None, as_json: bool) -> None:
 
 
 @records_command.command("export")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file", type=OutputFile(replaces=True))
 @click.option("--all", "everything", is_flag=True, help="Everything, not only the best record of each workload.")
 @_TARGET
 @_JSON

@@ -159,6 +159,7 @@ def _missing_percentiles(runs: int) -> "Iterator[str]":
 
 
 def _lines(item: "TargetSummary") -> "Iterator[str]":
+    yield from item.notes
     if item.metric is not None:
         yield f"task metric {item.metric['bundle']:.4f}, the original's {item.metric['original']:.4f}"
     yield item.tuning

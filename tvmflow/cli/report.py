@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tvmflow.cli.options import naming_output
+from tvmflow.cli.options import OutputFile, naming_output
 from tvmflow.errors import RegistryError, StatementError, StoreError
 
 if TYPE_CHECKING:
@@ -23,13 +23,17 @@ if TYPE_CHECKING:
 
 # The layers that the terminal shows.
 _LAYERS = 5
-_OUTPUT = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command("report")
 @click.argument("name")
 @click.argument("version")
-@click.option("-o", "--output", type=_OUTPUT, help="The file to write; NAME-VERSION.html unless given.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file to write; NAME-VERSION.html unless given.",
+)
 @click.option("--open", "opens", is_flag=True, help="Show it in the browser.")
 def report_command(name: str, version: str, output: Path | None, opens: bool) -> None:
     """Write the page of the release NAME VERSION: whether it may go out, and what it is like.
@@ -137,7 +141,7 @@ def _read_promotion(
 @click.argument("name")
 @click.argument("before")
 @click.argument("now")
-@click.option("--html", type=_OUTPUT, help="Write a page.")
+@click.option("--html", type=OutputFile(), help="Write a page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def diff_command(name: str, before: str, now: str, html: Path | None, as_json: bool) -> None:
     """Show what differs between two versions of NAME, BEFORE and NOW: figures, model, tuning, bundles and layers.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tvmflow.cli.options import naming_output, read_inputs, trace_option
+from tvmflow.cli.options import OutputFile, naming_output, read_inputs, trace_option
 from tvmflow.errors import BundleError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.command("run")
 @click.argument("bundle")
 @click.option("--inputs", type=click.Path(path_type=Path), help="An .npz by input name; without it, the golden sample.")
-@click.option("-o", "--output", "--outputs", "output", type=click.Path(path_type=Path), help="The .npz to write.")
+@click.option("-o", "--output", "--outputs", "output", type=OutputFile(), help="The .npz to write.")
 @click.option(
     "--fill-mode",
     type=click.Choice(["zeros", "ones", "random"]),

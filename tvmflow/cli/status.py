@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tvmflow.cli.options import naming_output
+from tvmflow.cli.options import OutputFile, naming_output
 from tvmflow.errors import PrefectError, RegistryError, StatementError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _HISTORY = 24
 
 
 @click.command("status")
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page.")
+@click.option("--html", type=OutputFile(), help="Write a page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def status_command(html: Path | None, as_json: bool) -> None:
     """Show every released model: what its channels hold and since when, what waits, and the last verdicts.

@@ -252,6 +252,8 @@ def _verdict(data: PageData) -> Iterator[Markup]:
     for target, quietness in data.quietness.items():
         if quietness.busyness is not None:
             yield _show_quietness(target, quietness)
+    for item in release.targets:
+        yield from (page.paragraph(f"{item.target}: {note}", "verdict undecided") for note in item.verdict.notes)
     rows = []
     for item in release.targets:
         verdict, deviation = item.verdict, item.verdict.original
