@@ -58,6 +58,29 @@ def test_reductions_of_nothing_have_the_result_of_nothing(keepdims: int, assert_
     assert_all_same(cases)
 
 
+def test_reductions_of_last_dimensions_of_free_size(assert_all_same: Check) -> None:
+    random = np.random.default_rng(0)
+    names = ["ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin"]
+    cases: list[Any] = []
+    # Sizes with and without whole vectors, short and long; the long row is divided into parts.
+    forms: list[tuple[list[Any], list[int], list[list[int]]]] = [
+        (["n"], [0], [[1], [37], [200_003]]),
+        (["batch", "n"], [1], [[1, 150_001], [3, 150_001], [5, 70]]),
+        ([2, "h", 3], [1, 2], [[2, 40, 3], [2, 60_000, 3]]),
+        (["n", 1], [0], [[300, 1]]),
+    ]
+    for shape, axes, sizes in forms:
+        for keepdims in (0, 1):
+            nodes = [_reduce(name, keepdims) for name in names]
+            outputs = [(name, None, TensorProto.FLOAT) for name in names]
+            weights = {"axes": np.array(axes, "int64")}
+            feeds = [{"x": random.uniform(0.5, 1.5, size).astype("float32")} for size in sizes]
+            cases.append(((nodes, [("x", shape, TensorProto.FLOAT)], outputs, weights), *feeds))
+    compiled = assert_all_same(cases)
+    rules = [rule for name, rule in compiled.schedules if name.startswith(("max", "min", "sum", "mean"))]
+    assert set(rules) == {"free_reduction"}
+
+
 def test_the_logarithm_of_a_sum_of_powers_takes_infinities(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     path = make_model([_reduce("ReduceLogSumExp")], [("x", [3, 2])], ["ReduceLogSumExp"], _AXES)
     x = np.array([[-np.inf, -np.inf], [np.inf, 1], [-np.inf, 2]], "float32")

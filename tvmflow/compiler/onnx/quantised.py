@@ -133,7 +133,7 @@ def convert_dynamic_quantize_matmul(node: Node) -> relax.Expr:
     It quantises the left operand by its own range. Then it computes an int32 product of integers less their zero
     points, times both scales, plus the bias, if there is one.
     """
-    integers, scale, zero = _quantize_dynamically(node, node.inputs[0])
+    integers, scale, zero = quantise_dynamically(node, node.inputs[0])
     product = _integer_product(node, integers, zero, node.inputs[1], node.input(3))
     return _scale_product(node, product, scale, node.inputs[2], node.input(4))
 
@@ -143,14 +143,7 @@ def convert_dynamic_quantize_linear(node: Node) -> relax.Expr:
 
     Scale and zero point follow from the least and the greatest element.
     """
-    return relax.Tuple(list(_quantize_dynamically(node, node.inputs[0])))
-
-
-def round_dynamically(node: Node, x: relax.Expr) -> relax.Expr:
-    """Return float32 numbers quantised to 8 bits by their own range, as DynamicQuantizeLinear does, and dequantised."""
-    integers, scale, zero = _quantize_dynamically(node, x)
-    steps = node.emit(relax.op.subtract(*(node.emit(relax.op.astype(value, "float32")) for value in (integers, zero))))
-    return node.emit(relax.op.multiply(steps, scale))
+    return relax.Tuple(list(quantise_dynamically(node, node.inputs[0])))
 
 
 def channels_first(value: relax.Expr) -> relax.Expr:
@@ -292,8 +285,8 @@ def _scale_product(
     return value if bias is None else relax.op.add(node.emit(value), bias)
 
 
-def _quantize_dynamically(node: Node, x: relax.Expr) -> tuple[relax.Expr, relax.Expr, relax.Expr]:
-    """The integers, the scale and the zero point of numbers whose range, with zero, becomes 0 to 255.
+def quantise_dynamically(node: Node, x: relax.Expr) -> tuple[relax.Expr, relax.Expr, relax.Expr]:
+    """Return the uint8 integers, the scale and the zero point of numbers whose range, with zero, becomes 0 to 255.
 
     The scale of zeros alone is one, as in ONNX Runtime.
     """

@@ -1,6 +1,6 @@
 """Recurrent networks: LSTM, GRU and RNN."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +8,8 @@ import numpy as np
 from tvm import relax
 
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
-from tvmflow.compiler.onnx.quantised import round_dynamically
-from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of, is_static
+from tvmflow.compiler.onnx.quantised import quantise_dynamically
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
 from tvmflow.compiler.operators.recurrence import ACTIVATIONS, GATES, recurrence
 
 _DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
@@ -19,11 +19,13 @@ _OPTIONAL = ("bias", "lengths", "initial_h", "initial_c", "peepholes")
 _PARAMETERS = {"Elu": (1.0,), "HardSigmoid": (0.2, 0.5), "LeakyRelu": (0.01,), "ThresholdedRelu": (1.0,)}
 
 
-def convert_recurrence(operator: str, *, quantised: bool = False, scales: Array | None = None) -> Converter:
+def convert_recurrence(
+    operator: str, *, quantised: Mapping[str, relax.Expr] | None = None, dtypes: Mapping[str, str] | None = None
+) -> Converter:
     """Return the converter of `operator`, which is LSTM, GRU or RNN; it emits the operator `tvmflow.recurrence`.
 
-    With `quantised`, the hidden states are rounded before they are multiplied, as `Cell` says. With `scales`, the
-    recurrent weights are int8, and each row is multiplied by its scale.
+    With `quantised`, the hidden states are rounded before they are multiplied, as `Cell` says. Its entries are more
+    operands of `recurrence`. `dtypes` are the element types of operands that are not float32, by the operand's name.
 
     The converter returns a tuple of the outputs of all steps, the last hidden state and, for LSTM, the last cell state.
     It raises UnsupportedFormError for element types other than float32, unknown activations or directions, and weights
@@ -33,9 +35,7 @@ def convert_recurrence(operator: str, *, quantised: bool = False, scales: Array 
     def convert(node: Node) -> relax.Expr:
         operands = {name: node.input(place) for place, name in enumerate(("x", "w", "r", *_OPTIONAL))}
         present = {name: expr for name, expr in operands.items() if expr is not None}
-        _check(operator, present, dtypes={"lengths": "int32"} | ({} if scales is None else {"r": "int8"}))
-        if scales is not None:
-            present["r_scale"] = const(scales, "float32")
+        _check(operator, present, dtypes={"lengths": "int32", **(dtypes or {})})
         direction = node.text("direction", "forward")
         if direction not in ("forward", "reverse", "bidirectional"):
             raise UnsupportedFormError(f"direction {direction!r}")
@@ -51,7 +51,7 @@ def convert_recurrence(operator: str, *, quantised: bool = False, scales: Array 
         activations = list(_activations(node, _DEFAULTS[operator], directions))
         result = node.emit(
             recurrence(
-                present,
+                present | dict(quantised or {}),
                 kind=operator.lower(),
                 direction=direction,
                 activations=[name for name, _, _ in activations],
@@ -60,7 +60,7 @@ def convert_recurrence(operator: str, *, quantised: bool = False, scales: Array 
                 clip=float(node.attrs.get("clip", 0.0)),
                 input_forget=int(node.attrs.get("input_forget", 0)),
                 linear_before_reset=int(node.attrs.get("linear_before_reset", 0)),
-                quantised=int(quantised),
+                quantised=int(quantised is not None),
             )
         )
         outputs = [node.emit(relax.TupleGetItem(result, place)) for place in range(3 if operator == "LSTM" else 2)]
@@ -81,27 +81,32 @@ def convert_dynamic_quantize_lstm(node: Node) -> relax.Expr:
     its own sequences, and the results depend on the number of threads. Raises UnsupportedFormError for weights, scales
     or zero points that are not constant, and the errors of the LSTM converter that `convert_recurrence` returns.
     """
-    matrices, scales = [], None
+    matrices, scales = [], []
     for place, scale_place in ((1, 8), (2, 10)):
         matrix, scale, zero = (node.constant(position) for position in (place, scale_place, scale_place + 1))
         if matrix is None or scale is None or (zero is None and node.input(scale_place + 1) is not None):
             raise UnsupportedFormError("weights that are computed")
         # A number for each direction, or for each of its columns.
         scale, zero = (
-            item.astype("float32").reshape(len(matrix), 1, -1)
-            for item in (scale, np.zeros(len(matrix)) if zero is None else zero)
+            item.reshape(len(matrix), 1, -1)
+            for item in (scale, np.zeros(len(matrix), "int32") if zero is None else zero)
         )
-        if place == 2 and matrix.dtype == np.int8 and not zero.any():
-            scales = np.broadcast_to(scale[:, 0], (len(matrix), matrix.shape[-1]))
-            matrices.append(const(matrix.transpose(0, 2, 1)))
-        else:
-            matrices.append(const(((matrix.astype("float32") - zero) * scale).transpose(0, 2, 1), "float32"))
-    rest = [node.input(place) for place in range(3, 8)]
-    x = round_dynamically(node, node.inputs[0])
-    return convert_recurrence("LSTM", quantised=True, scales=scales)(replace(node, inputs=[x, *matrices, *rest]))
+        matrices.append((matrix.astype("int32") - zero.astype("int32")).transpose(0, 2, 1))
+        scales.append(np.broadcast_to(scale[:, 0].astype("float32"), (len(matrix), matrix.shape[-1])))
+    x, x_scale, x_zero = quantise_dynamically(node, node.inputs[0])
+    more = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": const(scales[0], "float32")}
+    dtypes = {"x": "uint8", "w": "int32"}
+    of_states = matrices[1]
+    if np.array_equal(of_states, of_states.astype("int8")):
+        dtypes["r"], more["r_scale"] = "int8", const(scales[1], "float32")
+        of_states = of_states.astype("int8")
+    else:
+        of_states = of_states.astype("float32") * scales[1][..., None]
+    operands = [x, const(matrices[0], "int32"), const(of_states), *(node.input(place) for place in range(3, 8))]
+    return convert_recurrence("LSTM", quantised=more, dtypes=dtypes)(replace(node, inputs=operands))
 
 
-def _check(operator: str, operands: dict[str, relax.Expr], dtypes: dict[str, str]) -> None:
+def _check(operator: str, operands: dict[str, relax.Expr], dtypes: Mapping[str, str]) -> None:
     """Refuse element types other than float32, or than those of `dtypes`, and matrices of unknown sizes."""
     for name, expr in operands.items():
         if dtype_of(expr) != dtypes.get(name, "float32"):

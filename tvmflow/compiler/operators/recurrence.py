@@ -91,7 +91,9 @@ def recurrence(operands: Mapping[str, relax.Expr], **attrs: Any) -> relax.Call:
     `operands` are those of the ONNX operator, without absent ones, by name: `x` [steps, batch, inputs], `w`
     [directions, gates * units, inputs], `r` [directions, gates * units, units], and `bias`, `lengths`, `initial_h`,
     `initial_c` and `peepholes` in ONNX's shapes. With `r_scale` [directions, gates * units], `r` is a constant of int8,
-    whose rows are multiplied by these scales. `attrs` are the fields of `Cell`; in the place of its `activations`
+    whose rows are multiplied by these scales. With `x_scale`, `x_zero` and `w_scale`, `x` is uint8, with that one scale
+    and zero point of uint8, and `w` is a constant of int32, whose rows are multiplied by the scales `w_scale`
+    [directions, gates * units]. `attrs` are the fields of `Cell`; in the place of its `activations`
     stand three lists: `activations` with the names, `alphas` and `betas`. The result is a float32 tuple: all outputs
     [steps, directions, batch, units], those of the last step [directions, batch, units] and, of an LSTM, the last cell
     state of the same shape.

@@ -16,7 +16,7 @@ from tvm import relax, te, tirx
 from tvmflow.compiler import cost
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import NARROWEST, Machine
-from tvmflow.compiler.operators import extremes
+from tvmflow.compiler.operators import extremes, free_reductions
 from tvmflow.compiler.operators.common import is_float32, static
 
 # TVM's fusion kind of reductions: TVM fuses the element-wise operators before them.
@@ -25,10 +25,11 @@ REDUCTION = {"op_pattern": 3}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of reduction: TVM's reducer, with its identity, and the function that combines two partial results."""
+    """A kind of reduction: TVM's reducer, the function that combines two partial results, and the result of none."""
 
     reducer: Callable[..., Any]
     combine: Callable[[Any, Any], Any]
+    identity: float
 
 
 def _largest(a: Any, b: Any) -> Any:
@@ -48,7 +49,7 @@ def _total(a: Any, b: Any) -> Any:
 
 
 def _reducer(combine: Callable[[Any, Any], Any], identity: float, name: str) -> Kind:
-    return Kind(te.comm_reducer(combine, lambda dtype: tirx.const(identity, dtype), name=name), combine)
+    return Kind(te.comm_reducer(combine, lambda dtype: tirx.const(identity, dtype), name=name), combine, identity)
 
 
 SUM = _reducer(_total, 0.0, "sum")
@@ -125,12 +126,18 @@ def _view(call: relax.Call) -> View | None:
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
-    """Define a reduction of float32 over neighbouring dimensions of known sizes.
+    """Define a reduction of float32 over neighbouring dimensions of known sizes, or over the last ones of any size.
 
     Other maxima and minima are left to `extremes`. Returns None for the other reductions.
     """
     name = call.op.name.rpartition(".")[2]
-    view = _view(call) if is_float32(call.args[0]) and isinstance(call.ty.shape, relax.ShapeExpr) else None
+    has_sizes = is_float32(call.args[0]) and isinstance(call.ty.shape, relax.ShapeExpr)
+    view = _view(call) if has_sizes else None
+    kind = KINDS.get(call.op.name)
+    if view is None and has_sizes and kind is not None and any(static(s) is None for s in call.args[0].ty.shape.values):
+        free = free_reductions.legalize(builder, call, machine, kind.combine, kind.identity, name == "mean")
+        if free is not None:
+            return free
     if view is None:
         return extremes.legalize(builder, call, machine, _SIGNS[name]) if name in _SIGNS else None
     compute = partial(_statistic, view=view, shape=list(call.ty.shape.values), name=name, machine=machine)

@@ -41,15 +41,12 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, has_dots: b
     kernel = Recurrence(cell, steps, batch, units, names, machine, integers=integers)
     tile, gates = kernel.tiles, cell.gates
 
-    weights = pack_units(operands["w"], gates, tile, emit)
     columns = cell.directions * gates * tile.units
-    weights = emit(relax.op.permute_dims(weights, [5, 0, 1, 2, 3, 4]))
-    weights = emit(relax.op.reshape(weights, [x.ty.shape.values[-1], columns]))
     # Of two symbolic dimensions only one would become rows of the product, and the batch is often one sequence.
     is_free = not isinstance(steps, tirx.IntImm) and not isinstance(batch, tirx.IntImm)
     if is_free:
         x = emit(relax.op.reshape(x, relax.ShapeExpr([steps * batch, x.ty.shape.values[-1]])))
-    products = emit(relax.op.matmul(x, weights))
+    products = _products(rewriter, operands | {"x": x}, gates, tile, has_dots)
     extra = {name: operands[name] for name in names if name in operands}
     if bias is not None:
         of_inputs, of_states = _halves(emit, bias, gates * units)
@@ -77,6 +74,30 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, has_dots: b
     function = extensions.emit_function(rewriter.builder_, kernel.function(), cell.kind)
     arguments = [products, *packed_weights, *(extra[name] for name in names)]
     return relax.call_tir(function, arguments, list(call.ty.fields))
+
+
+def _products(
+    rewriter: Rewriter, operands: dict[str, relax.Expr], gates: int, tile: Tiles, has_dots: bool
+) -> relax.Expr:
+    """The products of the inputs of all steps; where these are integers, in integers if there are dot products."""
+    emit, x, weights = rewriter.emit, operands["x"], operands["w"]
+
+    def pack(rows: relax.Expr) -> relax.Expr:
+        packed = emit(relax.op.permute_dims(pack_units(rows, gates, tile, emit), [5, 0, 1, 2, 3, 4]))
+        return emit(relax.op.reshape(packed, [rows.ty.shape.values[-1], -1]))
+
+    if "w_scale" not in operands:
+        return emit(relax.op.matmul(x, pack(weights)))
+    integer_rows, scales = (_constant(rewriter, operands[name]) for name in ("w", "w_scale"))
+    dtype = "int32" if has_dots else "float32"
+    x, zero = (emit(relax.op.astype(operand, dtype)) for operand in (x, operands["x_zero"]))
+    centred = emit(relax.op.subtract(x, zero))
+    if not has_dots:
+        rows = constant(integer_rows.astype("float32") * scales[..., None])
+        return emit(relax.op.matmul(emit(relax.op.multiply(centred, operands["x_scale"])), pack(rows)))
+    product = emit(relax.op.matmul(centred, pack(weights), out_dtype="int32"))
+    scale = emit(relax.op.multiply(operands["x_scale"], pack(constant(scales[..., None]))))
+    return emit(relax.op.multiply(emit(relax.op.astype(product, "float32")), scale))
 
 
 def _packed_rows(

@@ -1,0 +1,169 @@
+"""Sums, means, products and extremes over the last dimensions of a tensor, where the size of one of these is free.
+
+A tensor is viewed as rows of `depth` numbers that lie side by side, each of which is reduced to one number. Several
+vectors of sums go through a row. A long row is divided into parts, so that every core has work. How it is divided
+depends on its length alone: a row has the same result in every batch.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from tvm import relax, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from tvmflow.compiler import cost, extensions
+from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import buffer, size_parameter, static
+
+# The most parts of a row for each core: with more than one, a core that other programs delay does fewer of them.
+_PARTS = 2
+
+
+def legalize(
+    builder: relax.BlockBuilder,
+    call: relax.Call,
+    machine: Machine,
+    combine: Callable[[Any, Any], Any],
+    identity: float,
+    is_mean: bool = False,
+) -> relax.Expr | None:
+    """Define a reduction of float32 over all last dimensions from the first reduced one on.
+
+    `combine` combines two numbers, and `identity` is the result of none. A mean divides the result by the number of
+    elements. Returns None where a dimension behind a reduced one is kept.
+    """
+    shape = list(call.args[0].ty.shape.values)
+    axes = call.attrs.axis
+    reduced = sorted(range(len(shape)) if axes is None else {int(axis) % len(shape) for axis in axes})
+    if not reduced or any(static(shape[place]) != 1 for place in range(reduced[0], len(shape)) if place not in reduced):
+        return None
+    kept = len(call.ty.shape.values) - reduced[0]
+    kernel = _Kernel(shape, reduced[0], kept, machine, combine, is_mean)
+    function = extensions.emit_function(builder, kernel.function(), call.op.name.rpartition(".")[2])
+    # An operand, because TVM fails on a function of one operand that has no blocks: it looks for reshapes among these.
+    return relax.call_tir(function, [call.args[0], relax.const(np.float32(identity))], call.ty)
+
+
+class _Kernel:
+    """Builds the TIR function of a reduction over the dimensions from index `first` on.
+
+    The result has `kept` dimensions of size one after the others.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[Any],
+        first: int,
+        kept: int,
+        machine: Machine,
+        combine: Callable[[Any, Any], Any],
+        is_mean: bool,
+    ) -> None:
+        self._machine, self._combine, self._is_mean = machine, combine, is_mean
+        self._identity = buffer("identity", ())
+        sizes = [size_parameter(size, f"n{place}") for place, size in enumerate(shape)]
+        one = tirx.IntImm("int64", 1)
+        self._rows = math.prod(sizes[:first], start=one)
+        self._depth = math.prod(sizes[first:], start=one)
+        self._data = buffer("x", sizes)
+        self._result = buffer("y", [*sizes[:first], *[one] * kept])
+        # Vectors that are accumulated side by side.
+        self._side = cost.side_by_side(machine.registers, machine)
+
+    def function(self) -> tirx.PrimFunc:
+        """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
+        machine, rows = self._machine, static(self._rows)
+        # A part that takes fewer cycles than a parallel region is not worth one.
+        fewest = -(-machine.region // self._side) or 1
+        groups = tirx.floordiv(self._depth, self._side * machine.lanes)
+        most = _PARTS * machine.cores
+        parts = tirx.max(tirx.min(tirx.floordiv(groups, fewest), most), 1)
+        with IRBuilder() as builder, T.seq_scope():
+            self._x = T.decl_buffer((self._rows * self._depth,), "float32", data=self._data.data, layout=None)
+            self._y = T.decl_buffer((self._rows,), "float32", data=self._result.data, layout=None)
+            if machine.cores == 1 or (rows is not None and rows >= machine.cores):
+                self._by_rows(groups)
+            else:
+                with T.If(parts <= 1):
+                    with T.Then():
+                        self._by_rows(groups)
+                    with T.Else():
+                        self._by_parts(groups, parts, most)
+        parameters = [self._data, self._identity, self._result]
+        return tirx.PrimFunc(parameters, builder.get().body).with_attr(KERNEL, "free_reduction")
+
+    def _by_rows(self, groups: Any) -> None:
+        """Reduce whole rows, side by side on the cores."""
+        with self._parallel(self._rows) as row, self._vectors(1) as total:
+            self._accumulate(total, row, 0, groups)
+            self._finish(total, row, groups * self._side)
+
+    def _by_parts(self, groups: Any, parts: Any, most: int) -> None:
+        """Reduce the parts of all rows, side by side on the cores, then combine those of each row."""
+        lanes, size = self._machine.lanes, tirx.floordiv(groups, parts)
+        totals = T.alloc_buffer((self._rows, most, lanes), "float32", scope="global", layout=None)
+        with self._parallel(self._rows * parts) as task, self._vectors(1) as total:
+            row, part = tirx.floordiv(task, parts), tirx.floormod(task, parts)
+            self._accumulate(total, row, part * size, size)
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(totals, total[0, lane], [row, part, lane])
+        with T.serial(0, self._rows) as row, self._vectors(1) as total:
+            with T.serial(0, parts) as part:
+                self._add(total, 0, lambda lane: totals[row, part, lane])
+            self._finish(total, row, parts * size * self._side)
+
+    def _accumulate(self, total: Any, row: Any, first: Any, count: Any) -> None:
+        """Reduce `count` groups of vectors of a row, from the group `first` on, to the vector `total`."""
+        with self._vectors(self._side) as sums:
+            with T.serial(0, count) as group:
+                for place in range(self._side):
+                    self._add(sums, place, self._vector(row, (first + group) * self._side + place))
+            for place in range(self._side):
+                self._add(total, 0, lambda lane, place=place: sums[place, lane])  # type: ignore[misc]
+
+    def _finish(self, total: Any, row: Any, first: Any) -> None:
+        """Add the vectors of a row from the vector `first` on, and the numbers that fill none, and store the result."""
+        lanes = self._machine.lanes
+        whole = tirx.floordiv(self._depth, lanes)
+        with T.serial(0, whole - first) as place:
+            self._add(total, 0, self._vector(row, first + place))
+        last = T.alloc_buffer((1,), "float32", scope="local", layout=None)
+        numbers = [total[0, lane] for lane in range(lanes)]
+        while len(numbers) > 1:
+            half = len(numbers) // 2
+            numbers = [self._combine(a, b) for a, b in zip(numbers[:half], numbers[half:], strict=True)]
+        T.buffer_store(last, numbers[0], [0])
+        with T.serial(0, tirx.floormod(self._depth, lanes)) as place:
+            number = self._x[row * self._depth + whole * lanes + place]
+            T.buffer_store(last, self._combine(last[0], number), [0])
+        value = last[0] / self._depth.astype("float32") if self._is_mean else last[0]
+        T.buffer_store(self._y, value, [row])
+
+    def _vector(self, row: Any, place: Any) -> Callable[[Any], Any]:
+        """Return a lane of the vector `place` of a row as a function of the lane."""
+        return lambda lane: self._x[row * self._depth + place * self._machine.lanes + lane]
+
+    def _add(self, sums: Any, place: int, number: Callable[[Any], Any]) -> None:
+        with T.vectorized(0, self._machine.lanes) as lane:
+            T.buffer_store(sums, self._combine(sums[place, lane], number(lane)), [place, lane])
+
+    @contextmanager
+    def _vectors(self, count: int) -> Iterator[Any]:
+        """Allocate `count` vectors, each number of which is the result of no elements."""
+        lanes = self._machine.lanes
+        vectors = T.alloc_buffer((count, lanes), "float32", scope="local", layout=None)
+        for place in range(count):
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(vectors, self._identity[()], [place, lane])
+        yield vectors
+
+    @contextmanager
+    def _parallel(self, count: Any) -> Iterator[Any]:
+        """Begin a loop of `count` tasks, which the cores share."""
+        with (T.parallel if self._machine.cores > 1 else T.serial)(0, count) as task:
+            yield task
