@@ -21,6 +21,8 @@ _REASONS = {
     "operators.blocks._WIDTHS": "share of wasted work, pixels computed twice",
     "operators.blocks._EPILOGUE": "operations of an epilogue",
     "operators.convolution._MOST_STEPS": "shape of the graph",
+    "operators.depthwise.MOST_LINES": "share of wasted work: lines of padded input that strips share",
+    "operators.free_reductions._PARTS": "balance: parts of a core that other programs delay",
     "operators.norms._IMAGE": "rank of a batch of images",
     "operators.pooling._LONGEST": "size of the code",
     "operators.pooling._MOST_TAPS": "operations: columns first saves them from here on",

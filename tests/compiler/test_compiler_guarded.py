@@ -103,10 +103,13 @@ def _convolutions(model: Drawn) -> None:
 def _depthwise(model: Drawn) -> None:
     group = model.choice(1, 1, 2, 4, 8)
     channels, kernel = group * model.integer(1, 9) * model.choice(1, 4), model.choice(3, 5, 7)
-    pads, strides = [model.integer(0, kernel // 2) for _ in range(4)], [model.integer(1, 2)] * 2
-    x = model.input(model.integer(1, 2), channels, model.integer(kernel + 2, 20), model.integer(kernel + 2, 20))
-    dilations = [model.choice(1, 1, 2) if kernel == 3 else 1] * 2
-    model.conv(x, channels, channels, kernel, group=channels // group, pads=pads, strides=strides, dilations=dilations)
+    dilation = model.choice(1, 1, 2, 9) if kernel == 3 else 1
+    span = dilation * (kernel - 1) + 1
+    pads, strides = [model.integer(0, span // 2) for _ in range(4)], [model.integer(1, 2)] * 2
+    x = model.input(model.integer(1, 2), channels, model.integer(span, 20), model.integer(span, 20))
+    model.conv(
+        x, channels, channels, kernel, group=channels // group, pads=pads, strides=strides, dilations=[dilation] * 2
+    )
 
 
 def _winograd(model: Drawn) -> None:

@@ -129,15 +129,22 @@ def test_narrow_groups_equal_onnx_runtime(batch: int | str, assert_all_same: Che
     assert rule_counts(assert_all_same(cases))["depthwise"] == len(narrow) > 0
 
 
-# channels, kernel, stride, padding, size
-_DEPTHWISE = [(32, 3, 1, 1, 14), (37, 3, 2, 1, 15), (24, 5, 1, 2, 11), (9, 3, 1, 0, 30), (70, 7, 2, 3, 13)]
+# channels, kernel, stride, padding, dilation, size
+_DEPTHWISE = [
+    (32, 3, 1, 1, 1, 14),
+    (37, 3, 2, 1, 1, 15),
+    (24, 5, 1, 2, 1, 11),
+    (9, 3, 1, 0, 1, 30),
+    (70, 7, 2, 3, 1, 13),
+    (40, 3, 1, 12, 12, 20),
+]
 
 
 def test_depthwise_convolutions_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
-    for channels, kernel, stride, pad, size in _DEPTHWISE:
+    for channels, kernel, stride, pad, dilation, size in _DEPTHWISE:
         nodes = [
-            helper.make_node("Conv", ["x", "w", "b"], ["c"], group=channels, strides=[stride] * 2, pads=[pad] * 4),
+            _conv(channels, kernel, stride, pad, dilation),
             helper.make_node("Clip", ["c", "low", "high"], ["y"]),
         ]
         bounds = {"low": np.array(0, "float32"), "high": np.array(6, "float32")}

@@ -15,12 +15,16 @@ from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import (
     constant,
+    dilated_lines,
     divides,
     output_size,
     padded_input,
     round_up,
     static,
 )
+
+# The most lines of the result that one task computes as a strip, by default.
+MOST_LINES = 8
 
 
 def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
@@ -117,6 +121,11 @@ def depthwise(
     required_width = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
     width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
     source = padded_input(data, padding, height, width, padded_channels)
+    gathers = source is not data and kernel_h > 1 and dilation[0] >= MOST_LINES
+    if gathers:
+        # A strip's lines and those that its taps read lie further apart than they are many.
+        sizes = (out_h, kernel_h, width)
+        source = dilated_lines(data, padding, sizes, strides[0], dilation[0], padded_channels)
     y = te.reduce_axis((0, kernel_h), "y")
     x = te.reduce_axis((0, kernel_w), "x")
     is_bf16 = data.dtype == BF16.data
@@ -128,7 +137,8 @@ def depthwise(
         if steps:
             place, *pair = within
             channel = c // size * size + (place * steps[-1] + pair[0] if pair else place)
-        value = source[n, h * strides[0] + y * dilation[0], w * strides[1] + x * dilation[1], channel]
+        line = (h, y) if gathers else (h * strides[0] + y * dilation[0],)
+        value = source[(n, *line, w * strides[1] + x * dilation[1], channel)]
         factor = weight[(y, x, *within[:1], c, *within[1:])]
         return te.sum(BF16.product(value, factor) if is_bf16 else value * factor, axis=[y, x, *within])
 

@@ -12,6 +12,7 @@ from tvmflow.compiler import groups
 from tvmflow.compiler.annotations import DOT, LANES, NARROW, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.depthwise import MOST_LINES
 from tvmflow.compiler.schedules import common, registers
 
 # The most taps of a kernel that are all unrolled, and the most of a kernel whose rows are unrolled.
@@ -81,5 +82,6 @@ def _schedule_groups(
 def _rank_lines(height: int | None, machine: Machine) -> dict[str, int]:
     """Rank the lines of output per task. More lines share more padded input, but each core needs several tasks."""
     divisors = [lines for lines in range(1, 17) if height is not None and height % lines == 0] or [1]
-    best = max(lines for lines in divisors if lines == 1 or (lines <= 8 and (height or 0) >= 3 * machine.cores * lines))
+    tasks = 3 * machine.cores
+    best = max(lines for lines in divisors if lines == 1 or (lines <= MOST_LINES and (height or 0) >= tasks * lines))
     return {str(lines): lines for lines in (best, *(lines for lines in divisors if lines != best))}
