@@ -11,9 +11,10 @@ from onnx import helper
 
 from support.arrays import normal
 from support.machines import AVX512
-from tvmflow.compiler import import_onnx, lower, tiles, workloads
+from tvmflow.compiler import BuildOptions, cost, import_onnx, lower, tiles, workloads
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import machine
+from tvmflow.compiler.operators import depthwise
 from tvmflow.compiler.schedules import ScheduleWarning, kernels_of, schedule, variants
 from tvmflow.target import Target, resolve
 
@@ -142,6 +143,45 @@ def test_a_line_of_an_image_of_free_sizes_is_one_task_where_its_tiles_are_short(
     sizes = {variable.name for variable in tvm.tirx.analysis.undefined_vars(task.extent)}
     assert sizes == ({"height"} if is_line else {"height", "width"})
     assert_same_as_onnxruntime(path, {"x": normal(1, channels, 5, 21)}, {"x": normal(1, channels, 1, 3)})
+
+
+@pytest.mark.parametrize(
+    ("channels", "out", "groups", "kernel", "size", "is_apart"),
+    [
+        (64, 64, 64, 3, 28, False),  # a depthwise convolution whose strips share few lines
+        (64, 64, 64, 15, 13, True),  # one whose strips read the same lines again and again
+        (16, 32, 1, 3, 28, False),  # a convolution whose weights stay in the cache
+        (512, 512, 1, 3, 5, True),  # one of which each core reads a part of the weights
+    ],
+)
+def test_an_image_is_padded_once_where_tasks_would_pad_it_again(
+    channels: int, out: int, groups: int, kernel: int, size: int, is_apart: bool, make_model: Any, target: Target
+) -> None:
+    node = helper.make_node("Conv", ["x", "w"], ["y"], group=groups, pads=[kernel // 2] * 4)
+    weight = normal(out, channels // groups, kernel, kernel)
+    path: Path = make_model([node], [("x", [1, channels, size, size])], ["y"], {"w": weight})
+    lowered = lower(import_onnx(path), target, BuildOptions(fast_algorithms=False))
+    functions = [item.func for item in workloads(lowered)]
+    (func,) = (func for func in functions if set(kernels_of(func)) & {"conv2d", "depthwise"})
+    sch, *_ = variants(func, machine(target), most=1)
+    product, pad = (
+        [sch.get(loop) for loop in sch.get_loops(block)]
+        for block in sch.get_child_blocks(sch.get_sblock("root"))
+        if sch.get(block).name_hint == "pad" or sch.get(block).name_hint.endswith("_update")
+    )
+    assert (not product[0].same_as(pad[0])) is is_apart
+
+
+@pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "x86-64-v4"])
+def test_a_strip_of_a_depthwise_convolution_keeps_a_core_busy(name: str) -> None:
+    processor = machine(resolve(name))
+    busy = cost.in_flight(processor)
+    for width in range(1, 200):
+        strip = depthwise._depthwise_tile(width, processor)
+        strips = -(-width // strip)
+        assert min(width, busy) / 2 <= strip <= width
+        # The pixels beyond the line are fewer than those of a strip.
+        assert strips * strip - width < strip <= tiles.most_pixels(processor)
 
 
 @pytest.mark.parametrize("columns", [5, 21, 77, 197])

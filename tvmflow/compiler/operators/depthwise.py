@@ -9,7 +9,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 
-from tvmflow.compiler import tiles
+from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.annotations import DOT, KERNEL, LANES, NARROW, SUBJECT, TILE
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import NARROWEST, Machine
@@ -20,6 +20,7 @@ from tvmflow.compiler.operators.common import (
     output_size,
     padded_input,
     round_up,
+    skipped_padding,
     static,
 )
 
@@ -153,13 +154,21 @@ def depthwise(
             SUBJECT: subject,
             **({NARROW: [size, strides[1], dilation[1]]} if steps else {}),
             **({DOT: BF16.name} if is_bf16 else {}),
+            **({} if gathers else skipped_padding(padding, strides, dilation)),
         },
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
 
 
 def _depthwise_tile(width: int | None, machine: Machine) -> int:
+    """The pixels of a strip with which a line takes the least time; a short strip waits for its own sums."""
     most = tiles.most_pixels(machine)
     if width is None:
         return most // 2
-    return min(range(1, most + 1), key=lambda tile: (-(-width // tile) * tile - width, -tile)) if width > 0 else 1
+    busy = cost.in_flight(machine)
+
+    def rank(tile: int) -> tuple[int, int, int]:
+        strips = -(-width // tile)
+        return strips * max(tile, busy), strips * tile, -tile
+
+    return min(range(1, most + 1), key=rank) if width > 0 else 1

@@ -9,7 +9,7 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler import groups
-from tvmflow.compiler.annotations import DOT, LANES, NARROW, TILE
+from tvmflow.compiler.annotations import DOT, LANES, NARROW, PADDING, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.depthwise import MOST_LINES
@@ -34,14 +34,20 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     n, h, w, c = sch.get_loops(out)
     far, near = sch.split(w, [None, pixels])
     outer, pieces, lane = common.split_channels(sch, c, 1, lanes)
-    strip_of, line = sch.split(h, [None, choices.choose("lines", "", _rank_lines(common.extent(sch, h), machine))])
+    height, kernel_h = (common.extent(sch, loop) for loop in (h, sch.get_loops(product)[4]))
+    lines = choices.choose("lines", "", _rank_lines(height, machine))
+    strip_of, line = sch.split(h, [None, lines])
     part, outer = common.split_for_cores(sch, [n, strip_of], outer, machine)
     sch.reorder(n, strip_of, part, line, far, outer, near, pieces, lane)
     task = sch.fuse(n, strip_of, part)
     common.parallel(sch, task, machine)
     sch.compute_at(product, outer, preserve_unit_loops=True)
+    numbers = [int(item) for item in annotations.get(PADDING, [])]
     for pad in common.find_blocks(sch, "pad"):
-        sch.compute_at(pad, task, preserve_unit_loops=True)
+        if numbers and _pads_twice(height, lines, kernel_h, numbers):
+            common.parallel(sch, common.fuse(sch, list(sch.get_loops(pad))[:-2]), machine)
+        else:
+            sch.compute_at(pad, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, pad, machine)
     narrow = [int(item) for item in annotations[NARROW]] if NARROW in annotations else []
     pair = 2 if DOT in annotations else 1
@@ -77,6 +83,19 @@ def _schedule_groups(
     start = sch.decompose_reduction(product, y)
     registers.keep_in_registers(sch, list(sch.get_loops(start))[-2:])
     groups.use(sch, form, task, replaced[0])
+
+
+def _pads_twice(height: int | None, lines: int, taps: int | None, numbers: Sequence[int]) -> bool:
+    """Whether the padded input of all strips together is at least twice that of the whole image.
+
+    The result has `height` lines (None: unknown), a strip `lines` of them, and a column of the kernel `taps` (None:
+    unknown). `numbers` are those of the annotation `PADDING`.
+    """
+    if height is None or taps is None:
+        return False
+    _, _, _, _, stride, _, dilation, _ = numbers
+    beyond = (taps - 1) * dilation + 1 - stride
+    return -(-height // lines) * (lines * stride + beyond) >= 2 * (height * stride + beyond)
 
 
 def _rank_lines(height: int | None, machine: Machine) -> dict[str, int]:
