@@ -906,3 +906,30 @@ def test_a_long_chain_of_activations_is_several_functions(
     path = make_model(nodes, [("t0", ["n", 7])], [f"t{len(nodes)}"])
     model = assert_same_as_onnxruntime(path, {"t0": normal(3, 7)})
     assert all(name.count("sigmoid") + name.count("tanh") <= 2 for name, _ in model.schedules)
+
+
+@pytest.mark.parametrize(("shape", "is_stored"), [([40, 50, 64], True), (["n", 50, 64], True), ([2, 2, 64], False)])
+def test_what_other_functions_read_again_and_again_is_computed_once(
+    shape: list[Any], is_stored: bool, make_model: Any, assert_same_as_onnxruntime: Callable[..., CompiledModel]
+) -> None:
+    """A row computed from an input is added to many rows, unless these are so few that a function costs more."""
+    nodes = [helper.make_node(operator, [f"v{place}"], [f"v{place + 1}"]) for place, operator in enumerate(_OF_ROW)]
+    nodes.append(helper.make_node("Add", ["x", f"v{len(nodes)}"], ["sum"]))
+    nodes.append(helper.make_node("Relu", ["sum"], ["y"]))
+    path = make_model(nodes, [("x", shape), ("v0", [64])], ["y"])
+    feeds = {"x": normal(*(40 if size == "n" else size for size in shape)), "v0": normal(64)}
+    model = assert_same_as_onnxruntime(path, feeds)
+    names = [name for name, _ in model.schedules]
+    assert len(names) == (2 if is_stored else 1)
+    assert any("add" in name and "relu" in name for name in names)
+
+
+def test_a_number_that_all_elements_read_stays_in_their_function(make_model: Any) -> None:
+    nodes = [helper.make_node(operator, [f"v{place}"], [f"v{place + 1}"]) for place, operator in enumerate(_OF_ROW)]
+    nodes.append(helper.make_node("Add", ["x", f"v{len(nodes)}"], ["y"]))
+    path = make_model(nodes, [("x", [40, 50, 64]), ("v0", [1])], ["y"])
+    assert len(build(import_onnx(path), resolve("native")).schedules) == 1
+
+
+# Operators of one operand each.
+_OF_ROW = ("Cos", "Floor", "Abs", "Neg", "Ceil")

@@ -18,6 +18,7 @@ from tvmflow.compiler.passes.fusion import (
     SeparateActivations,
     SeparateRepeats,
     SeparateSizes,
+    StoreRepeats,
 )
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.kernels import refuse_kernels
@@ -94,6 +95,7 @@ def pass_names() -> list[str]:
         "SeparateActivations",
         "SeparateRepeats",
         "SeparateSizes",
+        "StoreRepeats",
         "LowerAttention",
         "LowerRecurrence",
         "LowerTrees",
@@ -124,6 +126,7 @@ def lower_passes(
     """
     integer_passes: list[tvm.transform.Pass] = []
     kernel_passes: list[tvm.transform.Pass] = []
+    store_passes: list[tvm.transform.Pass] = []
     if target.arch == "cuda":
         kernel_passes = [refuse_kernels(target.name)]
         layout_passes: list[tvm.transform.Pass] = []
@@ -145,6 +148,7 @@ def lower_passes(
         strassen = [StrassenProducts(cpu, choices)] if fast else []
         attend = attention.lower_attention(cpu, precision == "bf16")
         product_passes = [attend, *narrow[precision], integers, *strassen]
+        store_passes = [StoreRepeats(cpu)]
         integer_passes = [IntegerArithmetic(cpu)] if precision == "int8" else []
         legalize = relax.transform.LegalizeOps(legalizations(cpu, choices, fast))
     return [
@@ -169,6 +173,7 @@ def lower_passes(
         FuseRoundings(),
         SeparateSizes(),
         SeparateRepeats(),
+        *store_passes,
         SeparateActivations(),
         relax.transform.FoldConstant(),
         relax.transform.DeadCodeElimination(),

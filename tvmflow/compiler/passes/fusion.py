@@ -1,5 +1,6 @@
 """Corrects functions' attribute `op_pattern`, by which TVM's `FuseOps` decides which functions it fuses."""
 
+import math
 from typing import Any
 
 import tvm
@@ -8,12 +9,14 @@ from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.tirx import Let, PrimFunc
 
+from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import FOLLOWS, static
 from tvmflow.compiler.passes.narrow import ROUNDING
 from tvmflow.compiler.schedules import kernels_of
+from tvmflow.compiler.schedules.common import walk
 
 # TVM's kinds of functions, values of the attribute `op_pattern`.
-_ELEMENT_WISE, _BROADCAST, _INJECTIVE, _KERNEL, _OPAQUE = 0, 1, 2, 4, 8
+_ELEMENT_WISE, _BROADCAST, _INJECTIVE, _REDUCTION, _KERNEL, _OPAQUE = 0, 1, 2, 3, 4, 8
 
 # The most activations, one in the argument of the next, that one function computes.
 _MOST_NESTED = 2
@@ -55,7 +58,7 @@ class FuseRoundings:
                     if callee not in of_rows:
                         of_rows[callee] = "rowwise" in kernels_of(mod[callee])
                     calls += [value] if of_rows[callee] else []
-        return _Separation(mod, calls).run() if calls else mod
+        return _Separation(mod, calls, _KERNEL).run() if calls else mod
 
 
 def _rounds(mod: tvm.IRModule, call: Any) -> bool:
@@ -105,6 +108,77 @@ class SeparateRepeats:
         return mod
 
 
+@tvm.transform.module_pass(opt_level=0, name="StoreRepeats")
+class StoreRepeats:
+    """Lets element-wise functions store a tensor that another function reads again along a dimension.
+
+    Fused with its reader, the tensor would be computed again for each repetition: the bias of each channel, quantised
+    by a scale that the model computes, for each pixel, or the cosines of each place, for each head of attention.
+    Tensors of one element stay fused, because they are computed before the loops of their readers.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module in which the calls that compute such tensors run copies that end a fused function.
+
+        Tensors stay fused where computing them again takes less time than a function of their own.
+        """
+        stored: list[relax.Call] = []
+        for _, function in mod.functions_items():
+            if isinstance(function, relax.Function):
+                stored += self._list_repeated(mod, function)
+        return _Separation(mod, stored, _REDUCTION).run() if stored else mod
+
+    def _list_repeated(self, mod: tvm.IRModule, function: relax.Function) -> list[relax.Call]:
+        """List the calls of a function whose results are stored."""
+        stored: list[relax.Call] = []
+        # The operations for an element of each tensor that its readers would compute.
+        operations: dict[relax.Var, int] = {}
+        calls: dict[relax.Var, relax.Call] = {}
+        kernels: set[relax.Var] = set()
+        for binding in (binding for block in function.body.blocks for binding in block.bindings):
+            call = binding.value
+            kind = _kind(mod, call)
+            if kind is None or not isinstance(call.ty, relax.TensorType):
+                continue
+            if kind == _KERNEL or (kind <= _BROADCAST and any(item in kernels for item in call.args[1])):
+                # Operators after a kernel are fused with it.
+                kernels.add(binding.var)
+            if kind > _INJECTIVE:
+                continue
+            for item in call.args[1]:
+                if item not in kernels and operations.get(item) and kind <= _BROADCAST and _repeats(item, call):
+                    cycles = operations[item] * _count_elements(call) / self._machine.lanes
+                    if cycles > self._machine.parallel_cycles:
+                        operations[item] = 0
+                        stored.append(calls[item])
+            if binding.var not in kernels and _count_elements(call) > 1:
+                own = _count_operations(mod[call.args[0]])
+                operations[binding.var] = own + sum(operations.get(item, 0) for item in call.args[1])
+                calls[binding.var] = call
+        return stored
+
+
+def _count_elements(call: relax.Call) -> float:
+    """The number of elements of a call's result; infinite where a size is symbolic."""
+    shape = call.ty.shape
+    sizes = [static(size) for size in shape.values] if isinstance(shape, relax.ShapeExpr) else [None]
+    return math.prod(math.inf if size is None else size for size in sizes)
+
+
+def _count_operations(function: PrimFunc) -> int:
+    """The number of operations for an element of an element-wise function's result, without those of indices."""
+    values: list[Any] = []
+    tvm_ffi.structural_walk(function.body, (tirx.BufferStore, lambda store: values.append(store.value)))
+    return sum(
+        not isinstance(node, tvm.ir.TensorLoad | tirx.IntImm | tirx.FloatImm | tirx.Var)
+        for value in values
+        for node in walk(value, indices=False)
+    )
+
+
 @tvm.transform.module_pass(opt_level=0, name="SeparateActivations")
 class SeparateActivations:
     """Lets a fused function compute at most two nested activations, one in the argument of the other.
@@ -137,7 +211,7 @@ class SeparateActivations:
                 if nested[binding.var] > _MOST_NESTED:
                     nested[binding.var] = int(has_binding[callee])
                     separate.append(binding.value)
-        return _Separation(mod, separate).run() if separate else mod
+        return _Separation(mod, separate, _KERNEL).run() if separate else mod
 
 
 def _has_binding(function: PrimFunc) -> bool:
@@ -146,11 +220,15 @@ def _has_binding(function: PrimFunc) -> bool:
 
 @mutator
 class _Separation(PyExprMutator):  # type: ignore[misc]
-    """Lets calls run copies of their functions of the kind of a kernel, which begins a fused function."""
+    """Lets calls run copies of their functions of another kind.
 
-    def __init__(self, mod: tvm.IRModule, calls: list[relax.Call]) -> None:
+    A kernel begins a fused function, and a reduction ends one.
+    """
+
+    def __init__(self, mod: tvm.IRModule, calls: list[relax.Call], kind: int) -> None:
         super().__init__(mod)
         self._calls = calls
+        self._kind = kind
         self._copies: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
 
     def run(self) -> tvm.IRModule:
@@ -167,7 +245,7 @@ class _Separation(PyExprMutator):  # type: ignore[misc]
             return super().visit_call_(op)
         callee, *arguments = op.args
         if callee not in self._copies:
-            function = self.builder_.get()[callee].with_attr("op_pattern", _KERNEL)
+            function = self.builder_.get()[callee].with_attr("op_pattern", self._kind)
             self._copies[callee] = self.builder_.add_func(function, callee.name_hint)
         return relax.Call(op.op, [self._copies[callee], *map(self.visit_expr, arguments)], op.attrs, op.ty_args)
 

@@ -104,13 +104,14 @@ def multiplies(sch: Schedule, block: SBlockRV) -> bool:
     return places > 1 and places * sum(1 for _ in walk(body.value)) > _LARGEST_COPIES
 
 
-def walk(expr: Any) -> Iterator[Any]:
-    """Yield an expression and all of its subexpressions."""
+def walk(expr: Any, *, indices: bool = True) -> Iterator[Any]:
+    """Yield an expression and all of its subexpressions; without `indices`, none of those in indices."""
     yield expr
     fields = [getattr(expr, name, None) for name in ("a", "b", "condition", "true_value", "false_value", "value")]
-    for part in (*fields, *getattr(expr, "args", ()), *getattr(expr, "indices", ())):
+    places = getattr(expr, "indices", ()) if indices else ()
+    for part in (*fields, *getattr(expr, "args", ()), *places):
         if isinstance(part, tvm.ir.Expr):
-            yield from walk(part)
+            yield from walk(part, indices=indices)
 
 
 def substitute(expr: Any, values: Mapping[Any, Any]) -> Any:
