@@ -421,6 +421,11 @@ def _cosine(reference: Array, actual: Array) -> float:
 
 def _reasons(bounds: Validate, comparison: Deviation, pairs: list[tuple[NamedArrays, NamedArrays]]) -> list[str]:
     """Return the reasons why the outputs are out of bounds; empty when they are within."""
+    for expected, outputs in pairs:
+        for name, reference in expected.items():
+            if outputs[name].shape != reference.shape:
+                shapes = " and ".join(str(list(array.shape)) for array in (outputs[name], reference))
+                return [f"output {name!r} and the original's have different shapes, {shapes}"]
     reasons = []
     if bounds.max_relative_error is not None:
         if not comparison.max_rel_error <= bounds.max_relative_error:

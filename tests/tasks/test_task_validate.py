@@ -120,8 +120,10 @@ def test_another_top_1_is_out_of_bounds_however_close_the_outputs_are() -> None:
     assert _judged(pairs, top1_agreement=None) == []
 
 
-def test_another_shape_is_out_of_bounds() -> None:
-    assert _judged([_pair([[1, 2]], [[1], [2]])], top1_agreement=None)
+@pytest.mark.parametrize("bounds", [{"top1_agreement": None}, {"max_relative_error": 0.5}])
+def test_another_shape_is_out_of_bounds_and_named(bounds: dict[str, Any]) -> None:
+    (reason,) = _judged([_pair([[1, 2]], [[1, 2]]), _pair([[1, 2]], [[1], [2]])], **bounds)
+    assert reason.endswith("and the original's have different shapes, [2, 1] and [1, 2]")
 
 
 def test_accuracy_is_the_share_of_right_classes() -> None:
