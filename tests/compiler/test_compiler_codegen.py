@@ -41,7 +41,7 @@ def test_functions_of_one_part_are_lowered_side_by_side(
     model: Path, native: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One function after the other, the first would wait for the second in vain.
-    both, lower = threading.Barrier(2, timeout=6), codegen._lower
+    both, lower = threading.Barrier(2, timeout=60), codegen._lower
     functions: list[int] = []
 
     def meet(part: Any, target: Any) -> Any:
