@@ -340,9 +340,14 @@ def _schedule(
     ]
     replacements = [tuned(function) if tuned else None for _, function in functions]
 
-    def choose(function: PrimFunc, replacement: PrimFunc | None) -> tuple[PrimFunc, str]:
+    def choose(item: tuple[tvm.ir.GlobalVar, PrimFunc], replacement: PrimFunc | None) -> tuple[PrimFunc, str]:
+        variable, function = item
         if replacement is None:
-            return schedule(function, cpu)
+            try:
+                return schedule(function, cpu)
+            except Exception as error:
+                message = f"function {variable.name_hint!r} cannot be scheduled for target {target.name!r}"
+                raise BuildError(f"{message}: {shorten(error)}") from error
         replacement = replacement.with_attr("tirx.is_scheduled", True)
         if "global_symbol" in function.attrs:
             replacement = replacement.with_attr("global_symbol", function.attrs["global_symbol"])
@@ -350,7 +355,7 @@ def _schedule(
 
     # TVM's primitives take most of the time, and run on all cores.
     with ThreadPoolExecutor(cores.count()) as pool:
-        results = list(pool.map(choose, [function for _, function in functions], replacements))
+        results = list(pool.map(choose, functions, replacements))
     for (variable, _), (function, _) in zip(functions, results, strict=True):
         mod.update_func(variable, function)
     schedules = [(variable.name_hint, rule) for (variable, _), (_, rule) in zip(functions, results, strict=True)]

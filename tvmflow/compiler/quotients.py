@@ -76,7 +76,7 @@ class _Quotients:
         if not isinstance(expr.b, tirx.IntImm) or int(expr.b) < 1 or not names or not self._sizes.issuperset(names):
             return expr
         divisor = int(expr.b)
-        dividend, number = _split_number(expr.a)
+        dividend, number = _sum_last_numbers(expr.a)
         more, rest = divmod(number, divisor)
         key = tvm_ffi.StructuralKey(dividend), divisor, rest  # type: ignore[call-arg]
         if key not in self._variables:
@@ -115,7 +115,7 @@ def _bind_positive(analyzer: tvm.sym.Analyzer, variable: tirx.Var) -> None:
     analyzer.bind(variable, tvm.ir.Range(*ends))
 
 
-def _split_number(expr: Any) -> tuple[Any, int]:
+def _sum_last_numbers(expr: Any) -> tuple[Any, int]:
     """A sum as its other terms and the sum of its last numbers."""
     number = 0
     while isinstance(expr, tirx.Add | tirx.Sub) and isinstance(expr.b, tirx.IntImm):

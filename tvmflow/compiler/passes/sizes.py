@@ -163,10 +163,10 @@ def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
 
     if not products:
         # Nor may the expression depend on the function's other sizes, which the function that it is fused with lacks.
-        name_parts([dim for dim in dims if not isinstance(_split_number(dim)[0], _OPAQUE)])
+        name_parts([dim for dim in dims if not isinstance(_split_last_number(dim)[0], _OPAQUE)])
     # A dimension that is an opaque expression and a number is itself the variable.
     for dim in dims:
-        core, number = _split_number(dim)
+        core, number = _split_last_number(dim)
         if isinstance(core, _OPAQUE) and _key(core) not in table:
             size = tirx.Var(f"size{next(numbers)}", dim.ty)
             table[_key(core)] = size if isinstance(number, int) else size - number
@@ -225,7 +225,7 @@ def _by_results(function: PrimFunc, arguments: int) -> PrimFunc:
     )
 
 
-def _split_number(dim: Any) -> tuple[Any, Any]:
+def _split_last_number(dim: Any) -> tuple[Any, Any]:
     """An expression as a sum of another and of a number, the number last in TVM's order; 0 where it has none."""
     return (dim.a, dim.b) if isinstance(dim, tirx.Add) and isinstance(dim.b, tirx.IntImm) else (dim, 0)
 
