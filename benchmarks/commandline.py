@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,6 +55,17 @@ def not_negative(text: str) -> int:
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
     return number
+
+
+def add_peers(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add the option `--peers`: some of `names`, by default all of them."""
+    parser.add_argument(
+        "--peers",
+        type=separated(str, names),
+        default=list(names),
+        metavar="PEERS",
+        help=f"separated by commas, of {', '.join(names)} (all)",
+    )
 
 
 def separated(convert: Callable[[str], Item], choices: Collection[Item] | None = None) -> Callable[[str], list[Item]]:

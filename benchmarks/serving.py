@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from commandline import new_parser, positive, run_main, separated, state_folder
+from commandline import add_peers, new_parser, positive, run_main, separated, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -301,13 +301,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each server (5)")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a turn (1)")
     parser.add_argument("--max-delay-ms", type=float, default=0.0, help="of ours (0)")
-    parser.add_argument(
-        "--peers",
-        type=separated(str, list(_TITLES)),
-        default=list(_TITLES),
-        metavar="PEERS",
-        help=f"separated by commas, of {', '.join(_TITLES)} (all)",
-    )
+    add_peers(parser, list(_TITLES))
     parser.add_argument("--baseline", type=Path, help="the command tvmflow of another version, as one more peer")
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

@@ -21,7 +21,7 @@ import peaks
 import prepare
 import runners
 from catalogue import MODELS, Model, find
-from commandline import new_parser, not_negative, positive, run_main, separated, state_folder
+from commandline import add_peers, new_parser, not_negative, positive, run_main, state_folder
 from flops import gflop
 from rich import box
 from rich.console import Console
@@ -227,13 +227,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=8, help="turns of each runner (8)")
     parser.add_argument("--seconds", type=float, default=0.5, help="of timed runs in a turn, at least three runs (0.5)")
     parser.add_argument("--busy", type=not_negative, default=0, help="processes that compute beside the runners (0)")
-    parser.add_argument(
-        "--peers",
-        type=separated(str, list(_TITLES)),
-        default=list(_TITLES),
-        metavar="PEERS",
-        help=f"separated by commas, of {', '.join(_TITLES)} (all)",
-    )
+    add_peers(parser, list(_TITLES))
     return parser.parse_args(arguments)
 
 

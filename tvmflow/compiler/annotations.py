@@ -30,7 +30,7 @@ VECTORS = "tvmflow.vectors"
 AXES = "tvmflow.axes"
 # For a norm over groups of channels, where the channels are not the last dimension: the channels in a group.
 GROUP = "tvmflow.group"
-# For a convolution whose groups are narrower than a vector: the channels of a group, and the strides and the dilation
+# For a convolution whose groups are narrower than a vector: the channels of a group, and the stride and the dilation
 # along its lines.
 NARROW = "tvmflow.narrow"
 # The padding of a convolution's image, of zeros: top, left, bottom and right; then its strides and its dilations.

@@ -122,19 +122,55 @@ def padded_input(
     return surrounded(data, padding[0], padding[1], height, width, channels, value)
 
 
-def dilated_lines(
+class PaddedImage:
+    """A convolution's NHWC data with padding around them, which the lines of its result read by the taps of its kernel.
+
+    `padding` is top, left, bottom, right, of the value `value`. `height` and `width` are the sizes with padding, and
+    `channels` None means the channels of the data. The result has `lines` and the kernel `taps` of them, `dilation`
+    lines apart. From the dilation `gathered_from` on, the image has, for each line of the result, a copy of the lines
+    that it reads (`is_gathered`), because these are few of those that the taps span.
+    """
+
+    def __init__(
+        self,
+        data: te.Tensor,
+        padding: Sequence[int],
+        height: Any,
+        width: Any,
+        *,
+        lines: Any,
+        taps: int,
+        stride: int,
+        dilation: int,
+        gathered_from: float = 2,
+        channels: int | None = None,
+        value: Any = 0,
+    ) -> None:
+        self._stride, self._dilation = stride, dilation
+        self._image = padded_input(data, padding, height, width, channels, value)
+        self.is_gathered = self._image is not data and taps > 1 and dilation >= gathered_from
+        if self.is_gathered:
+            sizes = (lines, taps, width)
+            self._image = _gathered_lines(data, padding, sizes, stride, dilation, channels, value)
+
+    def __call__(self, n: Any, line: Any, tap: Any, column: Any, channel: Any) -> Any:
+        """Return the element that `line` of the result reads at a tap: of image `n`, in a `column` with padding."""
+        places = (line, tap) if self.is_gathered else (line * self._stride + tap * self._dilation,)
+        return self._image[(n, *places, column, channel)]
+
+
+def _gathered_lines(
     data: te.Tensor,
     padding: Sequence[int],
     sizes: tuple[Any, int, Any],
     stride: int,
     dilation: int,
-    channels: int | None = None,
-    value: Any = 0,
+    channels: int | None,
+    value: Any,
 ) -> te.Tensor:
-    """Gather the padded lines that each line of the output reads: `[batch, out_h, kernel_h, width, channels]`.
+    """Gather the padded lines that each line of the result reads: `[batch, lines, taps, width, channels]`.
 
-    The taps of a dilated kernel span many more lines than they read. `data` is NHWC. `padding` is top, left, bottom,
-    right, of the value `value`. `sizes` are out_h, kernel_h and width; `channels` None means the channels of the data.
+    `sizes` are lines, taps and width; `channels` None means the channels of the data.
     """
     batch, in_h, in_w, in_c = data.shape
     top, left = padding[:2]

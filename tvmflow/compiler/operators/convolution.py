@@ -20,12 +20,11 @@ from tvmflow.compiler.operators.common import (
     FOLLOWS,
     FUSABLE,
     JoinedRows,
+    PaddedImage,
     constant,
-    dilated_lines,
     divides,
     is_float32,
     output_size,
-    padded_input,
     round_up,
     skipped_padding,
     static,
@@ -338,18 +337,9 @@ def conv2d(
     required_width = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
     whole = divides(tile, out_w)
     width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
-    source = padded_input(data, padding, height, width)
-    if source is not data and dilation[0] > 1 and kernel_h > 1:
-        lines = dilated_lines(data, padding, (out_h, kernel_h, width), strides[0], dilation[0])
-
-        def read(n: Any, h: Any, tap: Any, column: Any, channel: Any) -> Any:
-            return lines[n, h, tap, column, channel]
-
-    else:
-
-        def read(n: Any, h: Any, tap: Any, column: Any, channel: Any) -> Any:
-            return source[n, h * strides[0] + tap * dilation[0], column, channel]
-
+    read = PaddedImage(
+        data, padding, height, width, lines=out_h, taps=kernel_h, stride=strides[0], dilation=dilation[0]
+    )
     y = te.reduce_axis((0, kernel_h), "y")
     x = te.reduce_axis((0, kernel_w), "x")
     k = te.reduce_axis((0, depth), "k")

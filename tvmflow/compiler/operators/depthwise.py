@@ -14,11 +14,10 @@ from tvmflow.compiler.annotations import DOT, KERNEL, LANES, NARROW, SUBJECT, TI
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import (
+    PaddedImage,
     constant,
-    dilated_lines,
     divides,
     output_size,
-    padded_input,
     round_up,
     skipped_padding,
     static,
@@ -121,12 +120,19 @@ def depthwise(
     whole = divides(tile, out_w)
     required_width = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
     width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
-    source = padded_input(data, padding, height, width, padded_channels)
-    gathers = source is not data and kernel_h > 1 and dilation[0] >= MOST_LINES
-    if gathers:
+    read = PaddedImage(
+        data,
+        padding,
+        height,
+        width,
+        lines=out_h,
+        taps=kernel_h,
+        stride=strides[0],
+        dilation=dilation[0],
         # A strip's lines and those that its taps read lie further apart than they are many.
-        sizes = (out_h, kernel_h, width)
-        source = dilated_lines(data, padding, sizes, strides[0], dilation[0], padded_channels)
+        gathered_from=MOST_LINES,
+        channels=padded_channels,
+    )
     y = te.reduce_axis((0, kernel_h), "y")
     x = te.reduce_axis((0, kernel_w), "x")
     is_bf16 = data.dtype == BF16.data
@@ -138,8 +144,7 @@ def depthwise(
         if steps:
             place, *pair = within
             channel = c // size * size + (place * steps[-1] + pair[0] if pair else place)
-        line = (h, y) if gathers else (h * strides[0] + y * dilation[0],)
-        value = source[(n, *line, w * strides[1] + x * dilation[1], channel)]
+        value = read(n, h, y, w * strides[1] + x * dilation[1], channel)
         factor = weight[(y, x, *within[:1], c, *within[1:])]
         return te.sum(BF16.product(value, factor) if is_bf16 else value * factor, axis=[y, x, *within])
 
@@ -154,7 +159,7 @@ def depthwise(
             SUBJECT: subject,
             **({NARROW: [size, strides[1], dilation[1]]} if steps else {}),
             **({DOT: BF16.name} if is_bf16 else {}),
-            **({} if gathers else skipped_padding(padding, strides, dilation)),
+            **({} if read.is_gathered else skipped_padding(padding, strides, dilation)),
         },
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")

@@ -20,10 +20,9 @@ from tvmflow.compiler.dotproduct import BF16, Dot, round_bf16
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import (
     JoinedRows,
-    dilated_lines,
+    PaddedImage,
     divides,
     output_size,
-    padded_input,
     round_up,
     skipped_padding,
     static,
@@ -105,18 +104,20 @@ def conv2d(
     required_width = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
     width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
     whole_groups = round_up(int(in_c), group) if groups == 1 else int(in_c)
-    source = padded_input(data, padding, height, width, whole_groups, zero)
-    if source is not data and dilation[0] > 1 and kernel_h > 1 and not rows:
-        lines = dilated_lines(data, padding, (out_h, kernel_h, width), strides[0], dilation[0], whole_groups, zero)
-
-        def read(n: Any, h: Any, tap: Any, column: Any, channel: Any) -> Any:
-            return lines[n, h, tap, column, channel]
-
-    else:
-
-        def read(n: Any, h: Any, tap: Any, column: Any, channel: Any) -> Any:
-            return source[n, h * strides[0] + tap * dilation[0], column, channel]
-
+    read = PaddedImage(
+        data,
+        padding,
+        height,
+        width,
+        lines=out_h,
+        taps=kernel_h,
+        stride=strides[0],
+        dilation=dilation[0],
+        # AMX's kernel steps over the lines between those that it reads.
+        gathered_from=math.inf if rows else 2,
+        channels=whole_groups,
+        value=zero,
+    )
     y, ki = te.reduce_axis((0, kernel_h), "y"), te.reduce_axis((0, group), "ki")
     line, taps = (y, [y]) if kernel_h > 1 or not rows else (0, [])
     if rows:

@@ -60,11 +60,10 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
         taps = common.extent(sch, x) or 1
         form = groups.Strip(DOT in annotations, size, lanes, pixels, taps, stride, dilation)
         _schedule_groups(sch, product, form, task, around[-4 - pair :])
-        registers.keep_in_registers(sch, [near, pieces, lane])
-        return True
-    taps = (common.extent(sch, y) or 0) * (common.extent(sch, x) or 0)
-    unrolled = [*([y] if taps <= _TAPS_UNROLLED else []), *([x] if taps <= _ROWS_UNROLLED else [])]
-    registers.accumulate(sch, product, [strip, vector], [y, x], unrolled=unrolled)
+    else:
+        taps = (common.extent(sch, y) or 0) * (common.extent(sch, x) or 0)
+        unrolled = [*([y] if taps <= _TAPS_UNROLLED else []), *([x] if taps <= _ROWS_UNROLLED else [])]
+        registers.accumulate(sch, product, [strip, vector], [y, x], unrolled=unrolled)
     registers.keep_in_registers(sch, [near, pieces, lane])
     return True
 
