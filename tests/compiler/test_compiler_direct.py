@@ -150,6 +150,11 @@ def test_a_loop_of_free_length_is_parallel_where_it_is_long() -> None:
         np.testing.assert_array_equal(y.numpy(), x + 1)
 
 
+def test_a_loop_that_stands_for_a_branch_counts_once() -> None:
+    branch = forms(loops(None, lambda index: (index > 3).astype("int64")))
+    assert isinstance(branch, tirx.IfThenElse)
+
+
 @pytest.mark.parametrize(
     "function",
     [loops(64), loops(None, lambda index: index + 1), loops(None).without_attr(PARALLEL_CYCLES)],

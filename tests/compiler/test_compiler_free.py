@@ -715,6 +715,45 @@ def test_a_shape_computed_from_data_must_have_the_elements_of_the_data(make_mode
         builds.run_in_memory(model, [[_feeds((6, 5))[0]["x"], _ints(7, 6)]])
 
 
+def test_sizes_that_must_be_equal_are_checked_without_a_transpose(
+    make_model: Any, assert_same_as_onnxruntime: Any, target: Any
+) -> None:
+    from tvmflow.compiler import build
+
+    nodes = [
+        _node("Conv", ["x", "w"], ["small"], strides=[2, 2], pads=[1, 1, 1, 1]),
+        _node("Resize", ["small", "", "scale"], ["large"]),
+        _node("Conv", ["x", "w"], ["same"], pads=[1, 1, 1, 1]),
+        _node("Concat", ["large", "same"], ["both"], axis=1),
+        _node("Conv", ["both", "v"], ["y"], pads=[1, 1, 1, 1]),
+    ]
+    weights = {"w": normal(16, 3, 3, 3), "v": normal(16, 32, 3, 3), "scale": np.array([1, 1, 2, 2], "float32")}
+    path = make_model(nodes, [("x", ["n", 3, "h", "w"])], ["y"], weights)
+    assert_same_as_onnxruntime(path, *_feeds((2, 3, 8, 6), (1, 3, 4, 10)))
+    names = [name for name, _ in build(import_onnx(path), target).schedules]
+    assert len([name for name in names if "transpose" in name]) == 2
+
+
+def test_the_free_size_that_follows_from_a_constant_shape_is_that_number(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    from support import builds
+
+    weights = {"shape": _ints(1, 4, 6)}
+    nodes = [_node("Reshape", ["x", "shape"], ["r"]), _node("Relu", ["r"], ["y"]), _node("Abs", ["x"], ["z"])]
+    path = make_model(nodes, [("x", ["n", 4, 2, 3])], ["y", "z"], weights)
+    model = assert_same_as_onnxruntime(path, *_feeds((1, 4, 2, 3)))
+    (call,) = (
+        binding.value
+        for block in import_onnx(path).mod["main"].body.blocks
+        for binding in block.bindings
+        if getattr(getattr(binding.value, "op", None), "name", "") == "relax.reshape"
+    )
+    assert [int(size) for size in call.args[0].ty.shape.values] == [1, 4, 2, 3]
+    with pytest.raises(Exception, match=r"(?i)match"):
+        builds.run_in_memory(model, [[normal(2, 4, 2, 3)]])
+
+
 def test_same_padding_of_free_sizes_equals_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
     window: dict[str, Any] = {"kernel_shape": [3], "auto_pad": "SAME_UPPER"}
     nodes = [

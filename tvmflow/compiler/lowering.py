@@ -10,6 +10,7 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.tirx import PrimFunc
 
+from tvmflow.compiler.borders import split_lines
 from tvmflow.compiler.divisions import lower_divisions
 from tvmflow.compiler.quotients import unify_quotients
 from tvmflow.compiler.short_loops import run_short_loops_alone
@@ -21,7 +22,7 @@ def lower_functions(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.I
     """Return scheduled functions as TVM generates code of them, by the passes of this thread's pass context."""
     lowered = _pipeline()(tirx.transform.BindTarget(target.with_host(target))(unify_quotients(functions)))
     builtins = tvm.transform.Sequential([tirx.transform.LowerTVMBuiltin(), tirx.transform.LowerIntrin()])
-    return run_short_loops_alone(builtins(lower_divisions(lowered)))
+    return split_lines(run_short_loops_alone(builtins(lower_divisions(lowered))))
 
 
 def _pipeline() -> tvm.transform.Pass:

@@ -61,9 +61,11 @@ class _Work:
         """Return the number of operations, an integer or an expression of int64; None where it is not known before."""
         parts: list[Any] = []
         if isinstance(statement, For):
+            self._inner.add(statement.loop_var)
+            if _runs_once(statement):
+                return self.of(statement.body)
             # A length that changes from iteration to iteration is not known before.
             is_known = self._inner.isdisjoint(tirx.analysis.undefined_vars(statement.extent))
-            self._inner.add(statement.loop_var)
             work = self.of(statement.body) if is_known else None
             return None if work is None else work * statement.extent.astype("int64")
         if isinstance(statement, tirx.While):
@@ -85,6 +87,14 @@ class _Work:
                 return None
             total = total + work
         return total
+
+
+def _runs_once(loop: For) -> bool:
+    """Whether a loop stands for a branch: it runs once or never."""
+    extent = loop.extent
+    while isinstance(extent, tirx.Cast):
+        extent = extent.value
+    return str(extent.ty.dtype) == "bool"
 
 
 def _count(statement: Any) -> int:

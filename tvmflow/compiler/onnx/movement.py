@@ -1,5 +1,6 @@
 """Operators that change the shape, of symbolic sizes too: Reshape, Expand, Tile, Squeeze, Slice and Split."""
 
+import math
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import tvm_ffi
 from tvm import relax, tirx
 
-from tvmflow.compiler.onnx.broadcasting import cast_to, simplest
+from tvmflow.compiler.onnx.broadcasting import cast_to, simplest, with_sizes
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, elements_at_import
 from tvmflow.compiler.onnx.values import Array, const, dims_of
@@ -34,7 +35,23 @@ def convert_reshape(node: Node) -> relax.Expr | None:
     if any(isinstance(size, int) and size == -1 for size in sizes):
         others = [size for size in sizes if not (isinstance(size, int) and size == -1)]
         sizes[target.index(-1)] = node.evaluator.quotient(dims, others)
-    return relax.op.reshape(data, relax.ShapeExpr(sizes))
+    return relax.op.reshape(_with_implied_size(node, data, sizes), relax.ShapeExpr(sizes))
+
+
+def _with_implied_size(node: Node, data: relax.Expr, sizes: Sequence[Any]) -> relax.Expr:
+    """Return data whose one free size follows from constant `sizes`, with that size; the model checks it when it runs.
+
+    An export with a batch of 1 often has this 1 in its Reshapes, whatever name the file gives to the batch.
+    """
+    dims = dims_of(data) or []
+    known = math.prod(size for size in dims if isinstance(size, int))
+    if sum(not isinstance(size, int) for size in dims) != 1 or not all(isinstance(size, int) for size in sizes):
+        return data
+    if known == 0 or math.prod(sizes) % known:
+        return data
+    implied = math.prod(sizes) // known
+    own = [size if isinstance(size, int) else implied for size in dims]
+    return with_sizes(node.builder, data, own, node.evaluator)
 
 
 def _reshape_to_data(node: Node) -> relax.Expr:

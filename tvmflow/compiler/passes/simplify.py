@@ -8,6 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from tvmflow.compiler.operators.common import typical_pixels
 from tvmflow.compiler.passes.rewrite import (
     ELEMENT,
     Array,
@@ -378,12 +379,12 @@ def _transpose_smaller(rewriter: Rewriter, call: relax.Call) -> relax.Expr | Non
     resize = rewriter.call(call.args[0], "image.resize2d")
     if resize is None or not rewriter.used_once(call.args[0]) or call.attrs.axes is None:
         return None
-    before, after = static_sizes(resize.args[0]), static_sizes(resize)
+    before, after = (_pixels(item, resize.attrs.layout) for item in (resize.args[0], resize))
     axes, attrs = [int(axis) for axis in call.attrs.axes], resize.attrs
     layout = "".join(attrs.layout[axis] for axis in axes)
     if attrs.coordinate_transformation_mode == "tf_crop_and_resize":
         return None
-    if before is None or after is None or math.prod(before) >= math.prod(after) or layout not in ("NCHW", "NHWC"):
+    if before >= after or layout not in ("NCHW", "NHWC"):
         return None
     options = ("method", "coordinate_transformation_mode", "rounding_method", "cubic_alpha", "cubic_exclude")
     return relax.op.image.resize2d(
@@ -393,6 +394,14 @@ def _transpose_smaller(rewriter: Rewriter, call: relax.Call) -> relax.Expr | Non
         extrapolation_value=attrs.extrapolation_value,
         out_dtype=attrs.out_dtype,
         **{name: getattr(attrs, name) for name in options},
+    )
+
+
+def _pixels(image: relax.Expr, layout: str) -> int:
+    """The pixels of an image, with a typical number where its height or width is free; 0 for images of unknown rank."""
+    dims = sizes(image) or []
+    return (
+        math.prod(typical_pixels(dim) for axis, dim in zip(layout, dims, strict=False) if axis in "HW") if dims else 0
     )
 
 

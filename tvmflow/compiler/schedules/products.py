@@ -12,7 +12,7 @@ from tvmflow.compiler import cost
 from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common, prefetch, registers
+from tvmflow.compiler.schedules import common, prefetch, registers, tails
 from tvmflow.compiler.schedules.registers import RegisterTile
 
 # The cycles of a tile of which two divisions of 64-bit integers are a twentieth.
@@ -39,6 +39,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     steps = [*outer, *chunks, *registers.split_steps(sch, last, choices)]
     registers.accumulate(sch, product.block, product.tile.loops, steps)
     registers.keep_in_registers(sch, product.result_tile.loops)
+    tails.mark(sch, product.result_tile.row)
     return True
 
 

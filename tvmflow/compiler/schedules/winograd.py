@@ -12,7 +12,7 @@ from tvmflow.compiler.annotations import LANES, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import BF16, use
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common, prefetch, registers
+from tvmflow.compiler.schedules import common, prefetch, registers, tails
 from tvmflow.compiler.winograd import error_bound
 
 
@@ -129,6 +129,8 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     if whole:
         sch.compute_at(transformed, task, preserve_unit_loops=True)
     tile_loops = transform_input(sch, vertical, transformed, machine)
+    if kind == "winograd" and places > 1:
+        tails.mark(sch, near, size)
     if not whole:
         if places == 1:
             task, _ = sch.split(tile_loops[0], [None, wide])

@@ -1,0 +1,153 @@
+"""Computes the last rows of a line of unknown length by a register tile of half as many rows.
+
+The rows of a line fill whole register tiles. Where a function learns the length of its lines only when it runs, the
+last tile of a line may be mostly empty. A schedule marks the loop over the rows of a tile of the result by an
+annotation, and `expand` writes a second, smaller tile, and a branch that takes it where its rows are enough.
+The output tiles of Winograd's algorithm are such rows, too.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import tvm_ffi
+from tvm import tirx
+from tvm.s_tir import SBlock, SBlockRealize, Schedule
+from tvm.s_tir.schedule import LoopRV
+from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
+
+from tvmflow.compiler.schedules import common
+
+# The annotation of the loop over the rows of a tile of the result: the size of a row.
+_TAIL = "tvmflow.tail"
+
+
+def mark(sch: Schedule, rows: LoopRV, size: int = 1) -> None:
+    """Mark the outermost loop of the block that writes a tile, which runs over the tile's rows, for `expand`.
+
+    A row stands for `size` neighbours in a line of the function's result. With a `size` above 1 the result is an image
+    with the channels last, and the block has three dimensions at the end: groups of rows, the rows of a group, and
+    channels. Does nothing where all sizes are known: these tiles fit. The product must not run by an instruction that
+    has buffers of its own, as those of bfloat16 and of 8-bit integers have.
+    """
+    if not common.is_static(sch) and (common.extent(sch, rows) or 1) > 1:
+        sch.annotate(rows, _TAIL, size)
+
+
+def expand(func: PrimFunc) -> PrimFunc:
+    """Return a scheduled function with the smaller tiles that its annotations ask for, or unchanged without any."""
+    buffers: list[tirx.Var] = []
+    add_tails = partial(_add_tails, result=func.params[-1] if func.params else None, buffers=buffers)
+    body = tvm_ffi.structural_map(func.body, (SeqStmt, add_tails))
+    if body.same_as(func.body):
+        return func
+    root = body.block
+    fields = (root.iter_vars, root.reads, root.writes, root.name_hint, root.body, root.init)
+    allocated = [*root.alloc_buffers, *buffers]
+    block = SBlock(*fields, allocated, root.match_buffers, root.annotations)
+    return func.with_body(SBlockRealize(body.iter_values, body.predicate, block))
+
+
+def _add_tails(stmt: SeqStmt, result: Any, buffers: list[tirx.Var]) -> Any:
+    """Return statements of which the last two, a product and the loop over its rows, have a smaller form as well.
+
+    `result` is that of the function. The smaller form has its own tensors of products, which are added to `buffers`: of
+    one that both write, TVM would keep a whole line.
+    """
+    *before, product, rows = stmt.seq
+    if not isinstance(rows, For) or _TAIL not in rows.annotations:
+        return stmt
+    annotations = dict(rows.annotations)
+    size = int(annotations.pop(_TAIL))
+    rows = For(rows.loop_var, rows.min, rows.extent, rows.kind, rows.body, rows.thread_binding, annotations)
+    (writer,) = _blocks(rows)
+    whole = SeqStmt([product, rows])
+    condition = writer.predicate if size == 1 else _place(writer, rows.extent) * size < result.shape[-2]
+    terms = [term for term in common.terms(condition) if _has(term, rows.loop_var)]
+    inside: list[tirx.Var] = []
+    tvm_ffi.structural_walk(rows.body, (For, lambda loop: inside.append(loop.loop_var)))
+    if len(terms) != 1 or any(_has(terms[0], variable) for variable in inside):
+        return SeqStmt([*before, *whole.seq])
+    half = (int(rows.extent) + 1) // 2
+    loops = {rows.loop_var, *_list_row_loops(product, rows, writer)}
+
+    def shorten(loop: For) -> Any:
+        if loop.loop_var not in loops:
+            return loop
+        extent = tirx.const(half, loop.extent.ty.dtype)
+        return For(loop.loop_var, loop.min, extent, loop.kind, loop.body, loop.thread_binding, loop.annotations)
+
+    small = _renewed(tvm_ffi.structural_map(whole, (For, shorten)), buffers)
+    is_longer = common.substitute(terms[0], {rows.loop_var: tirx.const(half, rows.extent.ty.dtype)})
+    return SeqStmt([*before, _once(is_longer, whole), _once(tirx.Not(is_longer), small)])
+
+
+def _once(condition: Any, body: Any) -> For:
+    """A loop that runs once where a condition holds, else never.
+
+    A branch would have TVM use the condition wherever it simplifies an expression in the body, which takes it minutes.
+    """
+    return For(tirx.Var("once", "int64"), tirx.const(0, "int64"), condition.astype("int64"), ForKind.SERIAL, body)
+
+
+def _place(realize: SBlockRealize, rows: Any) -> Any:
+    """The place in its line of the row that a block computes, in groups of `rows`."""
+    *_, group, row, _ = realize.iter_values[: len(realize.block.writes[0].source.shape)]
+    return group * rows + row
+
+
+def _list_row_loops(product: Any, rows: For, writer: SBlockRealize) -> Iterator[tirx.Var]:
+    """List the variables of the unrolled loops over a tile's rows in the statement that computes the product."""
+    values = {item.var: value for item, value in zip(writer.block.iter_vars, writer.iter_values, strict=True)}
+    # The dimension of the rows in the tensor of products.
+    places = {
+        region.source: place
+        for region in writer.block.reads
+        for place, span in enumerate(region.region)
+        if _has(common.substitute(span.min, values), rows.loop_var)
+    }
+    unrolled: list[For] = []
+    tvm_ffi.structural_walk(
+        product, (For, lambda loop: unrolled.append(loop) if loop.kind == ForKind.UNROLLED else None)
+    )
+    for realize in _blocks(product):
+        (region,) = realize.block.writes
+        own = {item.var: value for item, value in zip(realize.block.iter_vars, realize.iter_values, strict=True)}
+        place = places.get(region.source)
+        if place is not None:
+            index = common.substitute(region.region[place].min, own)
+            yield from (loop.loop_var for loop in unrolled if _has(index, loop.loop_var))
+
+
+def _renewed(stmt: Any, buffers: list[tirx.Var]) -> Any:
+    """Return a statement with new variables for its loops, and new tensors, added to `buffers`, for those it reads.
+
+    Only tensors that it writes before it reads them are new.
+    """
+    values: dict[Any, tirx.Var] = {}
+    blocks = [realize.block for realize in _blocks(stmt)]
+    read = {region.source for block in blocks for region in block.reads}
+    written = dict.fromkeys(region.source for block in blocks for region in block.writes)
+    for buffer in (item for item in written if item in read):
+        values[buffer] = tirx.decl_buffer(buffer.shape, buffer.dtype, buffer.name, scope=buffer.scope())
+        buffers.append(values[buffer])
+
+    def visit(block: SBlock) -> None:
+        for item in block.iter_vars:
+            values[item.var] = tirx.Var(item.var.name, item.var.ty)
+
+    def visit_loop(loop: For) -> None:
+        values[loop.loop_var] = tirx.Var(loop.loop_var.name, loop.loop_var.ty)
+
+    tvm_ffi.structural_walk(stmt, [(For, visit_loop), (SBlock, visit)])
+    return tvm_ffi.structural_map(stmt, (tirx.Var, lambda name: values.get(name, name)))
+
+
+def _blocks(stmt: Any) -> list[SBlockRealize]:
+    blocks: list[SBlockRealize] = []
+    tvm_ffi.structural_walk(stmt, (SBlockRealize, blocks.append))
+    return blocks
+
+
+def _has(expr: Any, variable: tirx.Var) -> bool:
+    return any(item.same_as(variable) for item in tirx.analysis.undefined_vars(expr))
