@@ -3,7 +3,7 @@
 import contextlib
 import io
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
@@ -18,7 +18,7 @@ from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
 from tvmflow.onnx_domains import with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
-from tvmflow.onnx_graph import explain_order, quantises_activations, standard_opset
+from tvmflow.onnx_graph import explain_order, missing_data_file, quantises_activations, standard_opset
 from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 from tvmflow.onnx_ties import Ties
@@ -152,7 +152,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         _check(model)
         _save(model, path)
         emit(2, 3, "comparing with ONNX Runtime")
-        session = open_session(path, prints_errors=False)
+        session = _open(path) if module is None else open_session(path, prints_errors=False)
         limits = SizeLimits(model) if module is None else None
         dimensions = _find_dimensions(session, limits, inputs, job) if limits else job.dimensions
         ties = Ties(path)
@@ -306,7 +306,10 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
     except FileNotFoundError as error:
         raise ExportError(f"there is no ONNX file {label!r}") from error
     except Exception as error:
-        raise ExportError(f"{label!r} is not a readable ONNX file ({describe(error)})") from error
+        missing = missing_data_file(path)
+        if missing is not None:
+            raise ExportError(f"{label!r} keeps weights in {missing!r}, which is missing; copy it there") from error
+        raise ExportError(f"{label!r} is not a readable ONNX file ({describe(error)}); export it again") from error
     name_free_dimensions(model.graph, zero_is_free=True)
     return model
 
@@ -317,26 +320,48 @@ def _check(model: "onnx.ModelProto") -> None:
     disorder = explain_order(model.graph)
     if disorder is not None:
         raise ExportError(f"the ONNX model is not valid ({disorder})")
+    if not model.graph.output:
+        raise ExportError("the ONNX model has no outputs; export it again with the values that it is to return")
+    for output in model.graph.output:
+        if output.type.WhichOneof("value") not in ("tensor_type", None):
+            raise ExportError(
+                f"output {output.name!r} of the ONNX model is no tensor, and a bundle returns tensors alone; export "
+                "the model with tensors in its place"
+            )
     try:
         onnx.checker.check_model(with_own_domain(model), full_check=True)
     except Exception as error:  # The errors of the checker, of shape inference and of protobuf share no base class.
         raise ExportError(f"the ONNX model is not valid ({describe(error)})") from error
 
 
+def _open(path: Path) -> "onnxruntime.InferenceSession":
+    """Load the user's own ONNX file. Raises ExportError, which names the command that looks at every operator."""
+    try:
+        return open_session(path, prints_errors=False)
+    except ExportError as error:
+        raise ExportError(f"{error}; `tvmflow doctor` says for each operator what to do") from error
+
+
 def _save(model: "onnx.ModelProto", path: Path) -> None:
     path.write_bytes(model.SerializeToString(deterministic=True))
 
 
-def described_by(model: "onnx.ModelProto") -> tuple[Input, ...]:
+def described_by(model: "onnx.ModelProto", reshaped: Collection[str] = ()) -> tuple[Input, ...]:
     """Return the inputs that an ONNX model declares; free dimensions must have names, as `read_onnx` gives them.
 
-    Raises ExportError for an input that is not a tensor of numbers, and for a dtype that is not supported.
+    Inputs named in `reshaped` get another shape from the caller, so they need none. Raises ExportError for an input
+    that is not a tensor of numbers, for a dtype that is not supported, and for an input without a shape.
     """
     inputs = []
     for item in graph_inputs(model.graph):
         dtype = _input_dtype(item)
         if dtype not in _DTYPES:
             raise ExportError(f"input {item.name!r} of the ONNX model is {dtype}; supported are {', '.join(_DTYPES)}")
+        if item.name not in reshaped and not item.type.tensor_type.HasField("shape"):
+            raise ExportError(
+                f"input {item.name!r} of the ONNX model has no shape; give one by --input-shapes, or under `inputs` of "
+                "a release file"
+            )
         shape = tuple(dim.dim_value or dim.dim_param for dim in item.type.tensor_type.shape.dim)
         floating = dtype.startswith("float")
         kind: dict[str, Any] = {"kind": "normal"} if floating else {"kind": "integers", "low": 0, "high": 2}

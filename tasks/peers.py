@@ -246,7 +246,6 @@ def work(job: TurnJob, emit: Emit) -> Turn:
     The first turn in a process also loads the model and compares its outputs with the sample's.
     """
     global _loaded
-    seconds: list[float] = []
     if _loaded is None:
         arrays = npz.read(job.sample)
         inputs, outputs = (
@@ -261,10 +260,12 @@ def work(job: TurnJob, emit: Emit) -> Turn:
         _loaded = run, loaded - start, first - loaded, _error(results, list(outputs.values()))
     run, load_seconds, first_seconds, error = _loaded
     run()
-    while sum(seconds) < _TURN_SECONDS or len(seconds) < _LEAST_RUNS:
+    seconds, total = list[float](), 0.0
+    while total < _TURN_SECONDS or len(seconds) < _LEAST_RUNS:
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
+        total += seconds[-1]
     return Turn(
         seconds=tuple(seconds),
         load_seconds=load_seconds,
