@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from tvmflow.workspace import Record
 
 Peer = Literal["onnxruntime", "openvino", "torch", "torch.compile"]
 Runner = Literal["tvmflow", "onnxruntime", "openvino", "torch", "torch.compile"]
-PEERS: tuple[Peer, ...] = get_args(Peer)
 PERCENTILES = (50, 90, 99)
 
 # The packages that load an ONNX file, by peer, and how to install one.
