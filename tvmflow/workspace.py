@@ -134,8 +134,8 @@ class Workspace:
     An artifact is written completely before it gets its name, which is its digest, and never changes. The record of a
     step is written after its artifacts: after a crash, a step has a complete record or none. With `shared`, machines
     use each other's results. Logs of steps are in `log_folder`; None means the subfolder `logs`. A temporary workspace
-    names another folder, so that its logs outlive it. Where no other workspace uses the folder, the temporary files that
-    killed runs left there are removed. Raises StepError when the folder cannot be written.
+    names another folder, so that its logs outlive it. Where no other workspace uses the folder, the temporary files
+    that killed runs left there are removed. Raises StepError when the folder cannot be written.
     """
 
     def __init__(self, folder: Path, shared: Shared | None = None, log_folder: Path | None = None) -> None:
