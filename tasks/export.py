@@ -245,8 +245,10 @@ def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob
     except ExportError:
         raise
     except Exception as error:
+        given = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in example.items())
         raise ExportError(
-            f"model {source.model.factory or source.path!s} cannot be exported to ONNX ({_root_cause(error)})"
+            f"model {source.model.label!r} cannot be exported to ONNX ({_root_cause(error)}); it was called with "
+            f"{given}, as `inputs` say: there must be one for each argument, in their order, with its shape and dtype"
         ) from error
     _remove_traces(model)
     _fix_shapes(model, inputs)
@@ -300,8 +302,8 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
     label = label or str(path)
     try:
         model = onnx.load(str(path))
-        if not model.graph.node and not model.graph.output:
-            raise ValueError("it holds no graph")
+        if not model.graph.output:
+            raise ValueError("it has no outputs" if model.graph.node else "it holds no graph")
         bring_to_usual_form(model)
     except FileNotFoundError as error:
         raise ExportError(f"there is no ONNX file {label!r}") from error
@@ -320,14 +322,6 @@ def _check(model: "onnx.ModelProto") -> None:
     disorder = explain_order(model.graph)
     if disorder is not None:
         raise ExportError(f"the ONNX model is not valid ({disorder})")
-    if not model.graph.output:
-        raise ExportError("the ONNX model has no outputs; export it again with the values that it is to return")
-    for output in model.graph.output:
-        if output.type.WhichOneof("value") not in ("tensor_type", None):
-            raise ExportError(
-                f"output {output.name!r} of the ONNX model is no tensor, and a bundle returns tensors alone; export "
-                "the model with tensors in its place"
-            )
     try:
         onnx.checker.check_model(with_own_domain(model), full_check=True)
     except Exception as error:  # The errors of the checker, of shape inference and of protobuf share no base class.
@@ -357,12 +351,12 @@ def described_by(model: "onnx.ModelProto", reshaped: Collection[str] = ()) -> tu
         dtype = _input_dtype(item)
         if dtype not in _DTYPES:
             raise ExportError(f"input {item.name!r} of the ONNX model is {dtype}; supported are {', '.join(_DTYPES)}")
+        shape = tuple(dim.dim_value or dim.dim_param for dim in item.type.tensor_type.shape.dim)
         if item.name not in reshaped and not item.type.tensor_type.HasField("shape"):
             raise ExportError(
                 f"input {item.name!r} of the ONNX model has no shape; give one by --input-shapes, or under `inputs` of "
                 "a release file"
             )
-        shape = tuple(dim.dim_value or dim.dim_param for dim in item.type.tensor_type.shape.dim)
         floating = dtype.startswith("float")
         kind: dict[str, Any] = {"kind": "normal"} if floating else {"kind": "integers", "low": 0, "high": 2}
         inputs.append(Input.model_validate({"name": item.name, "shape": shape, "dtype": dtype, "samples": kind}))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
 
 from support import scale
 from support.models import save_amplifier, save_dense, save_model
@@ -169,15 +169,6 @@ def _without_outputs(path: Path) -> None:
     onnx.save(model, path)
 
 
-def _with_a_sequence(path: Path) -> None:
-    nodes = [helper.make_node("SplitToSequence", ["x"], ["y"])]
-    output = helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, None)
-    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3])]
-    opsets = [helper.make_opsetid("", 18)]
-    graph = helper.make_graph(nodes, "sequence", inputs, [output])
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
-
-
 def _without_its_weights(path: Path) -> None:
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     path.with_name("weights.bin").unlink()
@@ -191,7 +182,6 @@ def _with_an_unknown_operator(path: Path) -> None:
     ("spoil", "values"),
     [
         (_without_outputs, ("has no outputs", "export it again")),
-        (_with_a_sequence, ("output 'y'", "is no tensor", "export the model with tensors")),
         (_without_its_weights, ("'weights.bin'", "is missing", "copy it there")),
         (_with_an_unknown_operator, ("org.example:Mine", "`tvmflow doctor`")),
     ],
