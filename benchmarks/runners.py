@@ -214,11 +214,12 @@ def work(job: RunnerJob, emit: Emit) -> Round:
 
 
 def _timed(run: Run, inputs: NamedArrays, seconds: float, clock: Callable[[], float]) -> list[float]:
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < _FEWEST_RUNS:
+    times, total = list[float](), 0.0
+    while total < seconds or len(times) < _FEWEST_RUNS:
         start = clock()
         run(inputs)
         times.append(clock() - start)
+        total += times[-1]
     return times
 
 

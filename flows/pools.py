@@ -2,7 +2,7 @@
 
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from flows.runs import connect
 from tvmflow.errors import SettingsError
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import WorkPool
 
 PoolType = Literal["process", "docker", "kubernetes"]
-POOL_TYPES: tuple[PoolType, ...] = get_args(PoolType)
 # The config map and the secret of the cluster that give a pod of a Kubernetes work pool its environment.
 _KUBERNETES_ENVIRONMENT = "tvmflow"
 

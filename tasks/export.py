@@ -3,7 +3,7 @@
 import contextlib
 import io
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
@@ -18,7 +18,7 @@ from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
 from tvmflow.onnx_domains import with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
-from tvmflow.onnx_graph import explain_order, quantises_activations, standard_opset
+from tvmflow.onnx_graph import explain_order, missing_data_file, quantises_activations, standard_opset
 from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 from tvmflow.onnx_ties import Ties
@@ -152,7 +152,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         _check(model)
         _save(model, path)
         emit(2, 3, "comparing with ONNX Runtime")
-        session = open_session(path, prints_errors=False)
+        session = _open(path) if module is None else open_session(path, prints_errors=False)
         limits = SizeLimits(model) if module is None else None
         dimensions = _find_dimensions(session, limits, inputs, job) if limits else job.dimensions
         ties = Ties(path)
@@ -245,8 +245,10 @@ def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob
     except ExportError:
         raise
     except Exception as error:
+        given = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in example.items())
         raise ExportError(
-            f"model {source.model.factory or source.path!s} cannot be exported to ONNX ({_root_cause(error)})"
+            f"model {source.model.label!r} cannot be exported to ONNX ({_root_cause(error)}); it was called with "
+            f"{given}, as `inputs` say: there must be one for each argument, in their order, with its shape and dtype"
         ) from error
     _remove_traces(model)
     _fix_shapes(model, inputs)
@@ -300,13 +302,16 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
     label = label or str(path)
     try:
         model = onnx.load(str(path))
-        if not model.graph.node and not model.graph.output:
-            raise ValueError("it holds no graph")
+        if not model.graph.output:
+            raise ValueError("it has no outputs" if model.graph.node else "it holds no graph")
         bring_to_usual_form(model)
     except FileNotFoundError as error:
         raise ExportError(f"there is no ONNX file {label!r}") from error
     except Exception as error:
-        raise ExportError(f"{label!r} is not a readable ONNX file ({describe(error)})") from error
+        missing = missing_data_file(path)
+        if missing is not None:
+            raise ExportError(f"{label!r} keeps weights in {missing!r}, which is missing; copy it there") from error
+        raise ExportError(f"{label!r} is not a readable ONNX file ({describe(error)}); export it again") from error
     name_free_dimensions(model.graph, zero_is_free=True)
     return model
 
@@ -323,14 +328,23 @@ def _check(model: "onnx.ModelProto") -> None:
         raise ExportError(f"the ONNX model is not valid ({describe(error)})") from error
 
 
+def _open(path: Path) -> "onnxruntime.InferenceSession":
+    """Load the user's own ONNX file. Raises ExportError, which names the command that looks at every operator."""
+    try:
+        return open_session(path, prints_errors=False)
+    except ExportError as error:
+        raise ExportError(f"{error}; `tvmflow doctor` says for each operator what to do") from error
+
+
 def _save(model: "onnx.ModelProto", path: Path) -> None:
     path.write_bytes(model.SerializeToString(deterministic=True))
 
 
-def described_by(model: "onnx.ModelProto") -> tuple[Input, ...]:
+def described_by(model: "onnx.ModelProto", reshaped: Collection[str] = ()) -> tuple[Input, ...]:
     """Return the inputs that an ONNX model declares; free dimensions must have names, as `read_onnx` gives them.
 
-    Raises ExportError for an input that is not a tensor of numbers, and for a dtype that is not supported.
+    Inputs named in `reshaped` get another shape from the caller, so they need none. Raises ExportError for an input
+    that is not a tensor of numbers, for a dtype that is not supported, and for an input without a shape.
     """
     inputs = []
     for item in graph_inputs(model.graph):
@@ -338,6 +352,11 @@ def described_by(model: "onnx.ModelProto") -> tuple[Input, ...]:
         if dtype not in _DTYPES:
             raise ExportError(f"input {item.name!r} of the ONNX model is {dtype}; supported are {', '.join(_DTYPES)}")
         shape = tuple(dim.dim_value or dim.dim_param for dim in item.type.tensor_type.shape.dim)
+        if item.name not in reshaped and not item.type.tensor_type.HasField("shape"):
+            raise ExportError(
+                f"input {item.name!r} of the ONNX model has no shape; give one by --input-shapes, or under `inputs` of "
+                "a release file"
+            )
         floating = dtype.startswith("float")
         kind: dict[str, Any] = {"kind": "normal"} if floating else {"kind": "integers", "low": 0, "high": 2}
         inputs.append(Input.model_validate({"name": item.name, "shape": shape, "dtype": dtype, "samples": kind}))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from tvmflow.workspace import Record
 
 Peer = Literal["onnxruntime", "openvino", "torch", "torch.compile"]
 Runner = Literal["tvmflow", "onnxruntime", "openvino", "torch", "torch.compile"]
-PEERS: tuple[Peer, ...] = get_args(Peer)
 PERCENTILES = (50, 90, 99)
 
 # The packages that load an ONNX file, by peer, and how to install one.
@@ -246,7 +245,6 @@ def work(job: TurnJob, emit: Emit) -> Turn:
     The first turn in a process also loads the model and compares its outputs with the sample's.
     """
     global _loaded
-    seconds: list[float] = []
     if _loaded is None:
         arrays = npz.read(job.sample)
         inputs, outputs = (
@@ -261,10 +259,12 @@ def work(job: TurnJob, emit: Emit) -> Turn:
         _loaded = run, loaded - start, first - loaded, _error(results, list(outputs.values()))
     run, load_seconds, first_seconds, error = _loaded
     run()
-    while sum(seconds) < _TURN_SECONDS or len(seconds) < _LEAST_RUNS:
+    seconds, total = list[float](), 0.0
+    while total < _TURN_SECONDS or len(seconds) < _LEAST_RUNS:
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
+        total += seconds[-1]
     return Turn(
         seconds=tuple(seconds),
         load_seconds=load_seconds,

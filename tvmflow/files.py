@@ -28,14 +28,21 @@ def exclusive(place: Path, refusal: Exception) -> Iterator[None]:
 def check_writable(path: Path, *, replaces: bool = False) -> None:
     """Find out, without a trace, whether a file can be written: before the work whose result it will hold.
 
-    `replaces` says that a new file takes the place of an old one, which is then not opened. Raises OSError when the
-    file, or its folder, cannot be written.
+    `replaces` says that a new file takes the place of an old one, which is then not opened; a device or a pipe is
+    written itself (see `replaceable`). Raises OSError when the file, or its folder, cannot be written.
     """
-    if path.exists() and not replaces:
+    if path.is_fifo():
+        return  # Its reader would see the end of the pipe after this open.
+    if path.exists() and not (replaces and replaceable(path)):
         os.close(os.open(path, os.O_WRONLY))
         return
     with tempfile.TemporaryFile(dir=path.parent):
         pass
+
+
+def replaceable(path: Path) -> bool:
+    """Whether a new file may take the place of `path`: no for a device or a pipe, such as /dev/null."""
+    return path.is_file() or not path.exists()
 
 
 def check_folder_writable(folder: Path) -> None:

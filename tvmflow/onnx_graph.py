@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -82,6 +83,22 @@ def explain_order(graph: "onnx.GraphProto") -> str | None:
             return f"{reads}, which node {node_name(writers[name])!r} after it computes"
         known.update(node.output)
     return None
+
+
+def missing_data_file(path: Path) -> str | None:
+    """Return the first file beside the ONNX file `path` that should hold its weights and does not exist.
+
+    None when there is no such file, and when `path` is no ONNX file.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        graph = onnx.load(path, load_external_data=False).graph
+    except (OSError, DecodeError):
+        return None
+    names = (entry.value for item in graph.initializer for entry in item.external_data if entry.key == "location")
+    return next((name for name in names if not (path.parent / name).is_file()), None)
 
 
 def scope_of(node: "onnx.NodeProto") -> tuple[str, ...]:

@@ -21,7 +21,8 @@ def fix_shapes(graph: "onnx.GraphProto", shapes: Mapping[str, tuple[int | str, .
 
     `shapes` are the new shapes by input name. A dimension with a new name is renamed in all values of the graph. When a
     dimension gets a fixed size, outputs and inner values lose its name and have an unknown size there: exporters may
-    use one name for dimensions of several sizes, and shapes are inferred again later. Raises ExportError for a name
+    use one name for dimensions of several sizes, and shapes are inferred again later. An input without a shape takes
+    any. Raises ExportError for a name
     that is no input, and for a shape that the input cannot have.
     """
     inputs = {value.name: value for value in graph_inputs(graph)}
@@ -29,7 +30,11 @@ def fix_shapes(graph: "onnx.GraphProto", shapes: Mapping[str, tuple[int | str, .
     for name, shape in shapes.items():
         if name not in inputs:
             raise ExportError(f"the ONNX model has no input {name!r}; its inputs are {', '.join(inputs)}")
-        dims = list(inputs[name].type.tensor_type.shape.dim)
+        tensor = inputs[name].type.tensor_type
+        if not tensor.HasField("shape"):
+            for _ in shape:
+                tensor.shape.dim.add()
+        dims = list(tensor.shape.dim)
         for dim, size in zip(dims, shape, strict=False):
             if len(dims) == len(shape) and dim.dim_value and isinstance(size, str):
                 raise ExportError(

@@ -34,11 +34,6 @@ Emit = Callable[[float, float, str], None]
 """Reports the progress of a job: the units done, the units in all, and a message."""
 
 
-def in_child() -> bool:
-    """Whether this process is the child process of a step."""
-    return CHILD_VARIABLE in os.environ
-
-
 class Child:
     """A child process that runs `module:function(job, emit)`; `call` sends it more jobs of the same kind."""
 

@@ -26,7 +26,7 @@ _PREFIX = "TVMFLOW_"
 _STORE = {"s3_endpoint", "s3_bucket", "s3_folder", "s3_access_key", "s3_secret_key", "s3_session_token"}
 _FILE_VARIABLE = "TVMFLOW_SETTINGS"
 # Variables by which the processes of one run talk to each other.
-_INTERNAL = {"TVMFLOW_CHILD", "TVMFLOW_EVENTS_FD"}
+_INTERNAL = {"TVMFLOW_CHILD"}
 # Settings that devices must honour. A device reads no settings file, so they come from the environment alone.
 _DEVICE = {TRUSTED_KEYS_VARIABLE, PROFILE_VARIABLE}
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
 import time
 import weakref
@@ -133,7 +134,8 @@ class Workspace:
     An artifact is written completely before it gets its name, which is its digest, and never changes. The record of a
     step is written after its artifacts: after a crash, a step has a complete record or none. With `shared`, machines
     use each other's results. Logs of steps are in `log_folder`; None means the subfolder `logs`. A temporary workspace
-    names another folder, so that its logs outlive it. Raises StepError when the folder cannot be written.
+    names another folder, so that its logs outlive it. Where no other workspace uses the folder, the temporary files
+    that killed runs left there are removed. Raises StepError when the folder cannot be written.
     """
 
     def __init__(self, folder: Path, shared: Shared | None = None, log_folder: Path | None = None) -> None:
@@ -146,6 +148,11 @@ class Workspace:
             # Who removes garbage locks the folder for itself alone. The kernel frees the lock of a process that dies.
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             weakref.finalize(self, os.close, lock)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Nobody else works in the folder: killed runs have left these.
+                for path in (folder / "tmp").iterdir():
+                    shutil.rmtree(path, ignore_errors=True)
             fcntl.flock(lock, fcntl.LOCK_SH)
         except OSError as error:
             raise StepError(

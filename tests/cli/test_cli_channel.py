@@ -1,4 +1,4 @@
-"""`tvmflow channel`: a name without channels is refused."""
+"""`tvmflow channel`: a name without channels and a key that no policy has are refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,3 +15,21 @@ def test_a_name_without_channels_is_refused_with_the_names_that_are_released(
     result = tvmflow("channel", "show", "smal", *options)
     assert result.code == 1
     assert result.sentence.startswith("there is no channel of 'smal' in s3://tvmflow; released are: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("max_latency_ms=3", "did you mean 'gates.max_latency_ms'?"),
+        ("aproval=required", "did you mean 'approval'?"),
+        ("xyz=1", "with a key of approval, "),
+        ("approval", "write KEY=VALUE"),
+    ],
+)
+def test_a_key_that_no_policy_has_is_answered_with_the_one_that_is_meant(
+    tvmflow: Command, words: str, advice: str
+) -> None:
+    result = tvmflow("channel", "set", "small", "production", words)
+    assert result.code == 2
+    assert repr(words) in result.sentence
+    assert advice in result.sentence

@@ -13,7 +13,7 @@ import pytest
 from onnx import helper
 
 from support import scale
-from support.models import save_amplifier, save_model
+from support.models import save_amplifier, save_dense, save_model
 from support.skips import needs
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.cli.compile import parse_shapes
@@ -161,6 +161,51 @@ def test_a_folder_is_no_model(tvmflow: Command, tmp_path: Path) -> None:
 def test_a_file_that_is_no_model_is_one_sentence(tvmflow: Command, text: bytes) -> None:
     Path("bad.onnx").write_bytes(text)
     _assert_refused(tvmflow, "bad.onnx", "ExportError", ["bad.onnx"])
+
+
+def _without_outputs(path: Path) -> None:
+    model = onnx.load(path)
+    del model.graph.output[:]
+    onnx.save(model, path)
+
+
+def _without_its_weights(path: Path) -> None:
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    path.with_name("weights.bin").unlink()
+
+
+def _with_an_unknown_operator(path: Path) -> None:
+    save_model(path, [helper.make_node("Mine", ["x"], ["y"], domain="org.example")], [("x", [2, 3])], [("y", [2, 3])])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "values"),
+    [
+        (_without_outputs, ("has no outputs", "export it again")),
+        (_without_its_weights, ("'weights.bin'", "is missing", "copy it there")),
+        (_with_an_unknown_operator, ("org.example:Mine", "`tvmflow doctor`")),
+    ],
+)
+def test_a_model_that_cannot_be_compiled_says_what_to_do(
+    tvmflow: Command, spoil: Callable[[Path], None], values: tuple[str, ...]
+) -> None:
+    spoil(save_dense(Path("model.onnx")))
+    result = tvmflow("compile", "model.onnx", "-o", "b.tar.gz")
+    assert result.code == 1
+    assert all(value in result.sentence for value in ("model.onnx", *values)), result.sentence
+    assert not Path("b.tar.gz").exists()
+
+
+def test_an_input_without_a_shape_gets_one_from_the_command_line(tvmflow: Command) -> None:
+    save_model(Path("model.onnx"), [helper.make_node("Relu", ["x"], ["y"])], [("x", None)], [("y", ["n", 3])])
+    for options in ((), ("--input-shapes", "")):
+        refused = tvmflow("compile", "model.onnx", "-o", "b.tar.gz", *options)
+        assert refused.code == 1
+        assert "input 'x'" in refused.sentence
+        assert "--input-shapes" in refused.sentence
+    result = tvmflow("compile", "model.onnx", "-o", "b.tar.gz", "--input-shapes", "x:[n,3]", "--json")
+    assert result.code == 0, result.stderr
+    assert read_manifest(Path("b.tar.gz")).inputs[0].shape == ("n", 3)
 
 
 def test_a_model_that_is_not_valid_is_one_sentence(tvmflow: Command) -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from support.models import save_dense, save_model
 
@@ -71,3 +71,12 @@ def test_shapes_that_do_not_fit_the_model_are_one_sentence(
     result = tvmflow(command, save_dense(tmp_path / "dense.onnx"), "--input-shapes", shapes)
     assert result.code != 0
     assert [word for word in words if word not in result.sentence] == []
+
+
+def test_strings_are_not_a_matter_of_sizes(tvmflow: Command, tmp_path: Path) -> None:
+    node = helper.make_node("Cast", ["x"], ["y"], to=TensorProto.STRING)
+    path = save_model(tmp_path / "model.onnx", [node], [("x", ["n", 3])], [("y", ["n", 3], TensorProto.STRING)])
+    document = json.loads(tvmflow("doctor", path, "--json").stdout)
+    (advice,) = [item["advice"] for item in document["refusals"] if item["operator"] == "Cast"]
+    assert "float32" in advice
+    assert "sizes" not in advice

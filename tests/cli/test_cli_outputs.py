@@ -1,5 +1,6 @@
 """Files that commands write at their end: one that cannot be written is refused before the work."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,21 @@ def test_the_default_folder_of_bisect_is_refused_before_the_work(tvmflow: Comman
     result = tvmflow("bisect", path)
     assert (result.code, len(result.stderr.splitlines())) == (1, 1)
     assert "'never-built.bisect' cannot be written (Not a directory)" in result.stderr
+
+
+def test_a_pipe_is_written_and_stays_a_pipe(tvmflow: Command, bundle: Path, models: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        result = tvmflow("compile", models / "small.onnx", "-o", pipe)
+        assert result.code == 0, result.stderr
+        assert os.read(reader, 2**20) == bundle.read_bytes()
+        assert tvmflow("records", "export", pipe).code == 0
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_refused_command_leaves_an_older_output_as_it_is(tvmflow: Command) -> None:

@@ -307,6 +307,19 @@ def test_a_state_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
         Workspace(tmp_path / "file" / "state")
 
 
+def test_what_a_killed_run_left_goes_when_nobody_works_in_the_folder(tmp_path: Path) -> None:
+    first = Workspace(tmp_path)
+    with first.scratch() as folder:
+        (folder / "mod.so").touch()
+        left = tmp_path / "tmp" / "killed"
+        left.mkdir()
+        Workspace(tmp_path)
+        assert (folder.exists(), left.exists()) == (True, True)
+    del first
+    Workspace(tmp_path)
+    assert not left.exists()
+
+
 def test_scratch_is_gone_after_an_error(workspace: Workspace) -> None:
     def fail() -> None:
         with workspace.scratch() as folder:

@@ -65,6 +65,11 @@ def test_the_servers_explanation_is_quoted_without_secrets() -> None:
     assert code_of(boto.ClientError({}, "PutObject")) == "unknown"
 
 
+def test_letters_of_a_sentence_are_no_secret() -> None:
+    config = replace(CONFIG, access_key="a", secret_key="in", session_token=None)
+    assert "(Odd: a name in a sentence)" in _sentence(_answer("Odd", "a name in a sentence"), config)
+
+
 @pytest.mark.parametrize(
     ("seconds", "part"),
     [

@@ -69,6 +69,23 @@ def test_inputs_are_given_in_the_order_of_the_release_file_and_other_arguments_k
     assert next(iter(outputs.values())) == pytest.approx((inputs["first"] - inputs["second"]) * 3, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "given"),
+    [
+        ([{"name": "a", "shape": ["n", 4]}], "a float32[2, 4]"),
+        ([{"name": "a", "shape": ["n", 4]}, {"name": "b", "shape": [3]}], "a float32[2, 4], b float32[3]"),
+    ],
+)
+def test_a_model_that_does_not_take_its_inputs_says_what_it_was_called_with(
+    export_module: Any, inputs: list[dict[str, Any]], given: str
+) -> None:
+    network = "class Network(nn.Module):\n    def forward(self, a, b):\n        return a + b\n"
+    with pytest.raises(ExportError) as caught:
+        export_module(network, inputs=inputs)
+    assert given in str(caught.value)
+    assert "`inputs`" in str(caught.value)
+
+
 def test_whole_numbers_are_taken(export_module: Any) -> None:
     network = (
         "class Network(nn.Module):\n"

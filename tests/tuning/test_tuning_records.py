@@ -11,6 +11,7 @@ import pytest
 from tvm import ir, script
 from tvm.tirx import PrimFunc
 
+from tvmflow.profiles import named
 from tvmflow.target import Target, resolve
 from tvmflow.tuning import Record, RecordStore, Trial, apply, workload_key
 from tvmflow.tuning.records import SPACE_VERSION, Effort, tvm_version
@@ -116,6 +117,15 @@ def test_a_record_of_another_version_is_not_found(store: RecordStore, matmul: Pr
 def test_a_record_of_another_target_is_not_found(store: RecordStore, matmul: PrimFunc, native: Target) -> None:
     store.append(make_record(workload_key(matmul), resolve("aarch64-generic")))
     assert store.best(matmul, native) is None
+
+
+def test_a_record_of_another_processor_is_not_found(store: RecordStore, matmul: PrimFunc, native: Target) -> None:
+    """Two processors of one instruction set take different times for one schedule: their profiles tell them apart."""
+    target, other = (replace(native, profile=named(name)) for name in ("zen4", "zen5"))
+    assert target.tvm == other.tvm
+    store.append(make_record(workload_key(matmul), other))
+    assert store.best(matmul, target) is None
+    assert store.best(matmul, other) is not None
 
 
 def test_a_torn_last_line_is_skipped(store: RecordStore, native: Target) -> None:

@@ -60,7 +60,13 @@ class _Peers(click.ParamType["tuple[Peer, ...]"]):
 @relative_error_option
 @click.option("--trials", type=click.IntRange(min=0), default=0, show_default=True, help="Tuning trials in total.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of every runner; all cores unless given.")
-@click.option("--seconds", type=click.FloatRange(min=0), default=120.0, show_default=True, help="To measure in.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    show_default=True,
+    help="The time to measure, in eight rounds or more.",
+)
 @click.option("--html", type=OutputFile(), help="Write a page with the figures.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def bench_command(

@@ -91,6 +91,7 @@ def _change(before: "Policy | None", values: tuple[str, ...]) -> "Policy":
     from pydantic import ValidationError
 
     from tvmflow.spec import Policy
+    from tvmflow.spec.fields import likely_name
 
     document: dict[str, Any] = (before or Policy()).model_dump()
     for text in values:
@@ -100,7 +101,10 @@ def _change(before: "Policy | None", values: tuple[str, ...]) -> "Policy":
         for step in path:
             part = part.get(step) if isinstance(part, dict) else None
         if not equals or not isinstance(part, dict) or last not in part:
-            raise SpecError(f"{text!r} sets nothing of a policy; write KEY=VALUE with a key of {', '.join(_keys())}")
+            keys = _keys()
+            advice = likely_name(key, keys) if equals else ""
+            advice = advice or f"; write KEY=VALUE with a key of {', '.join(keys)}"
+            raise SpecError(f"{text!r} sets nothing of a policy{advice}")
         try:
             part[last] = yaml.safe_load(value)
         except yaml.YAMLError as error:

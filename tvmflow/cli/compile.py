@@ -23,6 +23,7 @@ from tvmflow.cli.options import (
     target_option,
 )
 from tvmflow.errors import InputError, VerdictError, naming_model
+from tvmflow.files import replaceable
 
 if TYPE_CHECKING:
     from tasks.build import Inspect
@@ -335,7 +336,7 @@ def make_spec(
         "gates": {"unverified_targets": "allow"},
     }
     if shapes:
-        inputs = described_by(read_onnx(model))
+        inputs = described_by(read_onnx(model), shapes)
         absent = set(shapes) - {item.name for item in inputs}
         if absent:
             raise InputError(
@@ -388,8 +389,11 @@ def _warn_of_absent_passes(names: tuple[str, ...], passes: list[dict[str, str]])
 
 
 def _copy(bundle: Path, output: Path) -> None:
-    """Copy the bundle to the output, which is complete or unchanged afterwards."""
+    """Copy the bundle to the output, which is complete or unchanged afterwards, unless it is a device or a pipe."""
     with naming_output(output):
+        if not replaceable(output):
+            output.write_bytes(bundle.read_bytes())
+            return
         descriptor, partial = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
         os.close(descriptor)
         try:

@@ -46,6 +46,7 @@ from tvmflow.compiler.refusals import (
     MixedTypesError,
     NoConverterError,
     Refusal,
+    advise_on_error,
     check_types,
     missing_converter,
 )
@@ -419,7 +420,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             self.is_operator_error = True
             reason, advice = shorten(error), "export the model without it"
         else:
-            reason, advice = f"TVM cannot import it: {shorten(error)}", self._advice
+            reason, advice = f"TVM cannot import it: {shorten(error)}", advise_on_error(error, self._advice)
         return Refusal(operator_name(node), node_name(node), reason, advice)
 
     def _advice_on_sizes(self, node: onnx.NodeProto) -> str:

@@ -18,7 +18,14 @@ from tvmflow.compiler.graph_importer import GraphImporter, NodeRecord
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import Converter, is_static
 from tvmflow.compiler.onnx_file import apply_shapes, constants_to_initializers, expand_functions, load_model
-from tvmflow.compiler.refusals import Refusal, advise, describe_refusals, missing_converter, type_refusals
+from tvmflow.compiler.refusals import (
+    Refusal,
+    advise,
+    advise_on_error,
+    describe_refusals,
+    missing_converter,
+    type_refusals,
+)
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.onnx_graph import nodes_of, standard_opset
 from tvmflow.onnx_inputs import graph_inputs
@@ -132,7 +139,8 @@ def survey_onnx(
             importer.refusals.extend(missing_converter(node) for node in nodes_of(graph) if not importer.takes(node))
         if not importer.refusals:
             reason = f"TVM cannot import the model: {shorten(error)}"
-            importer.refusals.append(Refusal("", "", reason, "export the model anew with another opset"))
+            advice = advise_on_error(error, "export the model anew with another opset")
+            importer.refusals.append(Refusal("", "", reason, advice))
     free: dict[str, list[tuple[str, int]]] = {}
     for value in inputs:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):

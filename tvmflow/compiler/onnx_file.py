@@ -16,7 +16,7 @@ from tvmflow.compiler.onnx import has_converter, is_function
 from tvmflow.errors import ModelImportError
 from tvmflow.onnx_domains import with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
-from tvmflow.onnx_graph import explain_order, nodes_of
+from tvmflow.onnx_graph import explain_order, missing_data_file, nodes_of
 from tvmflow.onnx_inputs import name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 
@@ -40,6 +40,9 @@ def load_model(path: Path, label: str) -> onnx.ModelProto:
     except FileNotFoundError as error:
         raise ModelImportError(f"{label}: {error.strerror or 'file not found'}; expected an ONNX file") from error
     except Exception as error:  # protobuf, checker and external-data errors share no base class
+        missing = missing_data_file(path)
+        if missing is not None:
+            raise ModelImportError(f"{label} keeps weights in {missing!r}, which is missing; copy it there") from error
         raise ModelImportError(f"{label} is not a valid ONNX model ({shorten(error)}); export it again") from error
     if not model.graph.output:
         raise ModelImportError(f"{label} is not a valid ONNX model (it has no outputs); export it again")
@@ -99,7 +102,7 @@ def apply_shapes(
         shape = shapes.get(value.name)
         if not tensor.HasField("shape"):
             if shape is None:
-                raise ModelImportError(f"{label}: input {value.name!r} has no shape; give one")
+                raise ModelImportError(f"{label}: input {value.name!r} has no shape; give one, as --input-shapes does")
             for _ in shape:
                 tensor.shape.dim.add()
     name_free_dimensions(graph)

@@ -78,6 +78,13 @@ COMPUTED_SIZES = (
 )
 
 
+def advise_on_error(error: Exception, advice: str) -> str:
+    """Return the advice for an exception of TVM's importer: `advice`, unless TVM lacks the type of the elements."""
+    if "unknown dtype" in str(error):
+        return "export the model with numbers of a type that TVM has, such as float32 or int64"
+    return advice
+
+
 def missing_converter(node: onnx.NodeProto) -> Refusal:
     """Return the refusal of a node whose operator has no converter."""
     advice = "export the model without it"

@@ -33,6 +33,7 @@ _SKEWED = {"RequestExpired", "RequestTimeTooSkewed"}
 _BUSY = {"502", "503", "504", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
 # S3 allows 15 minutes. From here on a server that only says "denied" is taken to complain about the clock.
 _SUSPICIOUS_SKEW_SECONDS = 300
+_FEW_LETTERS = 3
 
 
 def connect(config: StoreConfig) -> S3Client:
@@ -193,7 +194,8 @@ def _now() -> datetime.datetime:
 
 def _without_secrets(config: StoreConfig, sentence: str) -> str:
     for secret in (config.secret_key, config.session_token, config.access_key):
-        if secret:
+        # A few letters stand in any sentence, and are no secret.
+        if secret and len(secret) > _FEW_LETTERS:
             sentence = sentence.replace(secret, "***")
     return sentence
 

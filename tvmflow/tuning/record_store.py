@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, astuple, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
+from tvmflow.files import replaceable
 from tvmflow.tuning.records import (
     KINDS,
     Context,
@@ -261,21 +262,29 @@ class _Writer:
 
 
 def write_entries(path: Path, entries: Iterable[Entry], replaces: Mapping[str, int] | None = None) -> None:
-    """Write a whole file of entries, which appears, or replaces an older one, in one step.
+    """Write a whole file of entries, which appears, or replaces an older one, in one step; a device is written itself.
 
     `replaces` gives the files that it replaces in the store, by name, each with the size in bytes up to which it does;
     None means no files. Raises OSError when it cannot be written.
     """
+    if not replaceable(path):
+        with path.open("wb") as file:
+            _write_all(file, entries, replaces)
+        return
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     with partial.open("wb") as file:
-        if replaces:
-            file.write(_line({"kind": "replaces", "files": dict(replaces)}))
-        workload_keys: set[str] = set()
-        for entry in entries:
-            file.write(_lines(entry, workload_keys))
+        _write_all(file, entries, replaces)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def _write_all(file: IO[bytes], entries: Iterable[Entry], replaces: Mapping[str, int] | None) -> None:
+    if replaces:
+        file.write(_line({"kind": "replaces", "files": dict(replaces)}))
+    workload_keys: set[str] = set()
+    for entry in entries:
+        file.write(_lines(entry, workload_keys))
 
 
 @contextlib.contextmanager
