@@ -149,7 +149,7 @@ def lower_passes(
         attend = attention.lower_attention(cpu, precision == "bf16")
         product_passes = [attend, *narrow[precision], integers, *strassen]
         store_passes = [StoreRepeats(cpu)]
-        integer_passes = [IntegerArithmetic(cpu)] if precision == "int8" else []
+        integer_passes = [IntegerArithmetic(cpu, is_required=precision == "int8")] if has_dots else []
         legalize = relax.transform.LegalizeOps(legalizations(cpu, choices, fast))
     return [
         *kernel_passes,
