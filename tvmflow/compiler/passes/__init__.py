@@ -21,6 +21,7 @@ from tvmflow.compiler.passes.fusion import (
     StoreRepeats,
 )
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
+from tvmflow.compiler.passes.joining import JoinProducts
 from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
 from tvmflow.compiler.passes.order import BindSizesFirst
@@ -55,6 +56,7 @@ def canonicalize() -> list[tvm.transform.Pass]:
         simplify.split_clip(),
         simplify.convolve_in_two_dimensions(),
         *tidy(),
+        JoinProducts(),
     ]
 
 
