@@ -129,6 +129,18 @@ def test_the_direct_form_calls_functions_of_other_parts_of_the_library(tmp_path:
             np.testing.assert_array_equal(direct, output)
 
 
+def test_the_direct_form_refuses_sizes_that_contradict_each_other(tmp_path: Path, native: Target) -> None:
+    nodes = [node("Concat", "a b", "c", axis=1), node("CumSum", "c axis", "y")]
+    path = save_model(tmp_path / "model.onnx", nodes, [("a", ["n", 4]), ("b", ["m", 4])], [("y", ["n", 8])], AXIS)
+    loaded = build(import_onnx(path), native).load()
+    assert builds.has_direct_main(loaded.library)
+    a, b = (np.random.default_rng(seed).standard_normal((3, 4), "float32") for seed in range(2))
+    (direct,) = builds.run_directly(loaded, [a, b], [np.empty((3, 8), "float32")])
+    np.testing.assert_allclose(direct, np.hstack([a, b]).cumsum(axis=1), rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match="match_cast"):
+        builds.run_directly(loaded, [a, b[:2]], [np.empty((3, 8), "float32")])
+
+
 def loops(length: Any, inner: Callable[[Any], Any] | None = None) -> tirx.PrimFunc:
     """A function whose parallel loop of `length` adds 1 to x, perhaps in an inner loop of `inner(index)`."""
     size = tirx.Var("size", "int64") if length is None else length

@@ -110,6 +110,21 @@ def test_large_inputs_beside_small_outputs_are_read_wherever_they_lie(tmp_path: 
             assert any(isinstance(call, _DirectCall) for call in model._local.calls.values())
 
 
+def test_outputs_of_sizes_with_names_of_their_own_need_no_virtual_machine(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Concat", ["a", "b"], ["c"], axis=1), helper.make_node("Softmax", ["c"], ["y"])]
+    save_model(tmp_path / "model.onnx", nodes, [("a", ["n", 4]), ("b", ["m", 4])], [("y", ["rows", 8])])
+    bundle = compile_by_steps({"name": "joined", "model": {"onnx": "model.onnx"}}, tmp_path, tmp_path / "state")
+    with runtime.load(bundle) as model:
+        for rows in (2, 3, 2):
+            a, b = (np.random.default_rng(seed).standard_normal((rows, 4), np.float32) for seed in range(2))
+            exponentials = np.exp(np.hstack([a, b]))
+            expected = exponentials / exponentials.sum(axis=1, keepdims=True)
+            assert_same(model(a=a, b=b), {"y": expected})
+        assert all(isinstance(call, _DirectCall) for call in model._local.calls.values())
+        with pytest.raises(InputError, match=r"does not run with inputs of the shapes a \[3, 4\], b \[2, 4\]"):
+            model(a=np.zeros((3, 4), np.float32), b=np.zeros((2, 4), np.float32))
+
+
 def test_calls_of_many_shapes_in_turn_give_each_its_own_result(
     model: CompiledModel, inputs: MakeInputs, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

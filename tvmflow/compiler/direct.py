@@ -76,11 +76,15 @@ class _Step:
 class _Plan:
     """What a Relax function does: its `parameters`, `constants` by their values, `steps` in order, and `outputs`.
 
-    Raises _NoDirectFormError for a function that has no direct form.
+    `equal_sizes` are pairs of sizes that the function takes for equal, and that may differ for wrong inputs. Raises
+    _NoDirectFormError for a function that has no direct form.
     """
 
     def __init__(self, main: relax.Function) -> None:
         self.steps: list[_Step] = []
+        self.equal_sizes: list[tuple[tirx.Expr, tirx.Expr]] = []
+        # The sizes that casts name, in terms of those of the inputs.
+        self._named_sizes: dict[tirx.Var, tirx.Expr] = {}
         self.constants: dict[ConstantKey, tuple[relax.Expr, _Tensor]] = {}
         self._sizes = {size for param in main.params for size in relax.analysis.definable_tir_vars_in_type(param.ty)}
         self.parameters = [self._tensor(str(param.name), param.ty) for param in main.params]
@@ -88,9 +92,10 @@ class _Plan:
         self._values = {param: [tensor] for param, tensor in zip(main.params, self.parameters, strict=True)}
         for block in main.body.blocks:
             for binding in block.bindings:
-                if not isinstance(binding, relax.VarBinding):
-                    raise _NoDirectFormError
-                self._values[binding.var] = self._evaluate(str(binding.var.name), binding.value)
+                values = self._evaluate(str(binding.var.name), binding.value)
+                if isinstance(binding, relax.MatchCast):
+                    self._match(values, binding.ty)
+                self._values[binding.var] = values
         self.outputs = self._evaluate("output", main.body.body)
         written = [result for step in self.steps for result in step.results]
         if len(set(self.outputs)) < len(self.outputs) or not set(self.outputs) <= set(written):
@@ -122,21 +127,34 @@ class _Plan:
         self.steps.append(step)
         return results
 
+    def _match(self, values: Sequence[_Tensor], target: relax.Type) -> None:
+        """Name the sizes of a tensor as a cast does, or take them for equal to those that have the names already."""
+        if len(values) != 1 or not isinstance(target, relax.TensorType):
+            raise _NoDirectFormError
+        sizes = target.shape.values if isinstance(target.shape, relax.ShapeExpr) else ()
+        for own, size in zip(values[0].type.shape.values, sizes, strict=False):
+            if isinstance(size, tirx.Var) and size not in self._sizes and size not in self._named_sizes:
+                self._named_sizes[size] = own
+                continue
+            expected = self._number(size)
+            if not tvm.sym.Analyzer().can_prove_equal(own, expected):
+                self.equal_sizes.append((own, expected))
+
     def _argument(self, name: str, value: relax.Expr) -> "Sequence[_Tensor | tirx.Expr]":
         """The arguments that an operand of a call stands for: tensors, or a number."""
         return [self._number(value)] if isinstance(value.ty, tvm.ir.PrimType) else self._evaluate(name, value)
 
     def _number(self, value: tirx.Expr) -> tirx.Expr:
-        """Return a number that follows from the sizes of the inputs."""
+        """Return a number in terms of the sizes of the inputs."""
+        value = tvm_ffi.structural_map(value, (tirx.Var, lambda size: self._named_sizes.get(size, size)))
         if not self._sizes.issuperset(tirx.analysis.undefined_vars(value)):
             raise _NoDirectFormError
         return value
 
     def _tensor(self, name: str, type_of: relax.Type) -> _Tensor:
-        is_tensor = isinstance(type_of, relax.TensorType) and isinstance(type_of.shape, relax.ShapeExpr)
-        if not is_tensor or not self._sizes.issuperset(relax.analysis.tir_vars_in_type(type_of)):
+        if not isinstance(type_of, relax.TensorType) or not isinstance(type_of.shape, relax.ShapeExpr):
             raise _NoDirectFormError
-        return _Tensor(name, type_of)
+        return _Tensor(name, relax.TensorType([*map(self._number, type_of.shape.values)], type_of.dtype))
 
 
 def _items(operands: relax.Expr) -> Sequence[relax.Expr]:
@@ -151,6 +169,10 @@ def _function_of(plan: _Plan) -> tirx.PrimFunc:
     # Memory that no later step reads, with its size in bytes.
     free: list[tuple[Any, Any]] = []
     with IRBuilder() as builder, T.seq_scope():
+        for one, other in plan.equal_sizes:
+            # The words of the virtual machine's own error.
+            with T.Assert(one == other, f"match_cast error, {one} is not {other}"):
+                T.evaluate(0)
         for place, step in enumerate(plan.steps):
             for tensor in step.results:
                 if tensor not in memory:

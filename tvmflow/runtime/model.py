@@ -278,23 +278,37 @@ class CompiledModel:
             pools.use_workers(self.threads)
         if isinstance(call, _DirectCall):
             arguments: Sequence[Any] = call.arguments
+            small = arrays
             if call.large:
                 arguments = [*arguments]
                 for place in call.large:
                     arguments[place] = self._to_tensor(arrays[place])
-                arrays = [array for place, array in enumerate(arrays) if place not in call.large]
-            for buffer, array in zip(call.inputs, arrays):  # noqa: B905
+                small = [array for place, array in enumerate(arrays) if place not in call.large]
+            for buffer, array in zip(call.inputs, small):  # noqa: B905
                 buffer[...] = array
-            call.function(*arguments)
+            try:
+                call.function(*arguments)
+            except RuntimeError as error:
+                self._refuse_sizes(error, arrays)
+                raise
             return {name: output.copy() for name, output in call.outputs}
+        return self._run(call, arrays)
+
+    def _refuse_sizes(self, error: RuntimeError, arrays: Sequence[Any]) -> None:
+        """Raise InputError in place of TVM's error where the sizes of the inputs contradict each other."""
+        if _CONTRADICTION not in str(error):
+            return
+        shapes = ", ".join(f"{name} {[*np.shape(array)]}" for name, array in zip(self._names, arrays, strict=True))
+        reason = _one_line(error)
+        raise InputError(f"the model does not run with inputs of the shapes {shapes}: {reason}") from error
+
+    def _run(self, call: _Call, arrays: Sequence[Any]) -> "dict[str, Array]":
+        """Run a function of the virtual machine and return the outputs by name."""
         try:
             result = call.function(*map(operator.call, call.inputs, arrays), *call.others)
         except RuntimeError as error:
-            if _CONTRADICTION not in str(error):
-                raise
-            shapes = ", ".join(f"{name} {[*np.shape(array)]}" for name, array in zip(self._names, arrays, strict=True))
-            reason = _one_line(error)
-            raise InputError(f"the model does not run with inputs of the shapes {shapes}: {reason}") from error
+            self._refuse_sizes(error, arrays)
+            raise
         if type(result) is self._array_type and self._size_of(result) == len(self._output_names):
             item_of, to_array = self._item_of, self._to_array
             return {name: to_array(item_of(result, place)) for place, name in enumerate(self._output_names)}
@@ -356,12 +370,18 @@ class CompiledModel:
         """
         if self._direct is None or self._local.machine is not None:
             return None
-        outputs = {}
-        for spec in self.outputs:
-            shape = tuple(sizes.get(size, -1) if isinstance(size, str) else size for size in spec.shape)
-            if min(shape, default=0) < 0:
-                return None
-            outputs[spec.name] = _aligned_empty(shape, np.dtype(spec.dtype))
+        shapes = [
+            tuple(sizes.get(size, -1) if isinstance(size, str) else size for size in spec.shape)
+            for spec in self.outputs
+        ]
+        if any(min(shape, default=0) < 0 for shape in shapes):
+            # The sizes follow from those of the inputs, or there would be no direct form.
+            call = self._prepare_function("main", arrays)
+            shapes = [output.shape for output in self._run(call, arrays).values()]
+        outputs = {
+            spec.name: _aligned_empty(shape, np.dtype(spec.dtype))
+            for spec, shape in zip(self.outputs, shapes, strict=True)
+        }
         if any(array.nbytes > _LARGEST_COPY for array in outputs.values()):
             return None
         large = tuple(place for place, array in enumerate(arrays) if array.nbytes > _LARGEST_COPY)
