@@ -19,7 +19,7 @@ namespace ffi = tvm::ffi;
 
 constexpr size_t kAlignment = 64;  // the library loads whole vectors
 constexpr int kPooledAllocator = 2;
-// Bytes; for larger inputs and outputs the virtual machine makes memory, which it uses again.
+// Bytes; for larger outputs the virtual machine makes memory, which it uses again.
 constexpr size_t kLargestDirect = 1 << 14;
 
 bool OnCpu(const DLDevice& device) { return device.device_type == kDLCPU; }
@@ -268,11 +268,9 @@ const ffi::Function& Model::FunctionFor(const std::vector<Tensor>& inputs,
 }
 
 // Returns new tensors to which the direct form of `main` writes the outputs; none where the virtual machine has to run:
-// without a direct form, for a size that does not follow from the inputs, and for large inputs or outputs.
-std::vector<Tensor> Model::DirectOutputs(const std::vector<Tensor>& inputs,
-                                         const std::map<std::string, int64_t>& sizes) const {
-  const auto is_large = [](const Tensor& tensor) { return ffi::GetDataSize(tensor) > kLargestDirect; };
-  if (!direct_.has_value() || std::any_of(inputs.begin(), inputs.end(), is_large)) return {};
+// without a direct form, for a size that does not follow from the inputs, and for large outputs.
+std::vector<Tensor> Model::DirectOutputs(const std::map<std::string, int64_t>& sizes) const {
+  if (!direct_.has_value()) return {};
   std::vector<Tensor> outputs;
   for (const TensorSpec& spec : manifest_.outputs) {
     std::vector<int64_t> shape;
@@ -308,7 +306,7 @@ std::vector<Tensor> Model::Run(const std::vector<Tensor>& inputs) {
   const ffi::Function& function = FunctionFor(inputs, sizes);
   return TranslateErrors("model '" + manifest_.name + "' failed", [&] {
     const bool is_main = &function == &functions_[0];
-    if (std::vector<Tensor> outputs = is_main ? DirectOutputs(inputs, sizes) : std::vector<Tensor>(); !outputs.empty()) {
+    if (std::vector<Tensor> outputs = is_main ? DirectOutputs(sizes) : std::vector<Tensor>(); !outputs.empty()) {
       std::vector<ffi::AnyView> arguments(inputs.begin(), inputs.end());
       arguments.insert(arguments.end(), weights_.begin(), weights_.end());
       arguments.insert(arguments.end(), constants_.begin(), constants_.end());

@@ -83,7 +83,7 @@ def test_results_in_between_have_memory_of_their_own(rows: list[Any], assert_all
 
 def test_memory_that_no_later_function_reads_is_used_again(tmp_path: Path, native: Target) -> None:
     path = save_model(tmp_path / "model.onnx", chain(7), [("x", ["rows", _VECTOR])], [("y", ["rows", _VECTOR])], AXIS)
-    direct = add_direct_main(lower(import_onnx(path), native), PART)[DIRECT_MAIN]
+    direct = add_direct_main(lower(import_onnx(path), native))[DIRECT_MAIN]
     calls = [item for item in direct.body.seq if isinstance(item, tirx.Evaluate)]
     allocations = [item for item in direct.body.seq if isinstance(item, tirx.AllocBuffer)]
     assert (len(calls), len(allocations)) == (7, 2)
@@ -94,24 +94,51 @@ def test_memory_that_no_later_function_reads_is_used_again(tmp_path: Path, nativ
     [
         ([node("NonZero", "x", "y")], ["x"], [("y", [2, None], TensorProto.INT64)]),
         ([node("Relu", "x", "y"), node("Identity", "x", "z")], ["x"], ["y", "z"]),
-        (
-            [node("Softmax", f"x{place}", f"y{place}") for place in range(PART)],
-            [f"x{place}" for place in range(PART)],
-            [],
-        ),
+        ([node("ReduceSum", "x", "sum"), node("Expand", "sum shape", "y")], ["x"], [("y", [1 << 13, 2])]),
     ],
-    ids=["sizes of data", "an input as an output", "many functions"],
+    ids=["sizes of data", "an input as an output", "a large output"],
 )
 def test_a_main_that_only_the_virtual_machine_can_run_has_no_direct_form(
     nodes: Sequence[Any], inputs: Sequence[str], outputs: list[Any], tmp_path: Path, native: Target
 ) -> None:
     shapes = [(name, ["rows", 2 + place]) for place, name in enumerate(inputs)]
     results = outputs or [item.output[0] for item in nodes]
-    path = save_model(tmp_path / "model.onnx", nodes, shapes, results)
+    shape = {"shape": np.array([1 << 13, 2], "int64")}
+    path = save_model(
+        tmp_path / "model.onnx", nodes, shapes, results, shape if any("shape" in item.input for item in nodes) else {}
+    )
     loaded = build(import_onnx(path), native).load()
     assert not builds.has_direct_main(loaded.library)
     feed = [np.ones((2, size), "float32") for _, (_, size) in shapes]
     assert len(loaded.run(*feed)) == len(results)
+
+
+def test_the_direct_form_calls_functions_of_other_parts_of_the_library(tmp_path: Path, native: Target) -> None:
+    # Sizes that differ, so that no two of the functions are equal.
+    sizes = range(2, PART + 4)
+    nodes = [node("Softmax", f"x{size}", f"y{size}") for size in sizes]
+    shapes = [(f"x{size}", ["rows", size]) for size in sizes]
+    path = save_model(tmp_path / "model.onnx", nodes, shapes, [f"y{size}" for size in sizes])
+    feed = [np.random.default_rng(size).standard_normal((3, size), "float32") for size in sizes]
+    for cache in (None, tmp_path / "cache"):
+        model = build(import_onnx(path), native, cache=cache)
+        (outputs,) = builds.run_in_memory(model, [feed])
+        loaded = model.load()
+        assert builds.has_direct_main(loaded.library)
+        for direct, output in zip(builds.run_directly(loaded, feed, outputs), outputs, strict=True):
+            np.testing.assert_array_equal(direct, output)
+
+
+def test_the_direct_form_refuses_sizes_that_contradict_each_other(tmp_path: Path, native: Target) -> None:
+    nodes = [node("Concat", "a b", "c", axis=1), node("CumSum", "c axis", "y")]
+    path = save_model(tmp_path / "model.onnx", nodes, [("a", ["n", 4]), ("b", ["m", 4])], [("y", ["n", 8])], AXIS)
+    loaded = build(import_onnx(path), native).load()
+    assert builds.has_direct_main(loaded.library)
+    a, b = (np.random.default_rng(seed).standard_normal((3, 4), "float32") for seed in range(2))
+    (direct,) = builds.run_directly(loaded, [a, b], [np.empty((3, 8), "float32")])
+    np.testing.assert_allclose(direct, np.hstack([a, b]).cumsum(axis=1), rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match="match_cast"):
+        builds.run_directly(loaded, [a, b[:2]], [np.empty((3, 8), "float32")])
 
 
 def loops(length: Any, inner: Callable[[Any], Any] | None = None) -> tirx.PrimFunc:

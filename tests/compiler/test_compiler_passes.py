@@ -933,3 +933,20 @@ def test_a_number_that_all_elements_read_stays_in_their_function(make_model: Any
 
 # Operators of one operand each.
 _OF_ROW = ("Cos", "Floor", "Abs", "Neg", "Ceil")
+
+
+@pytest.mark.parametrize(("used", "products"), [([0, 2, 3, 4], 1), ([0, 3], 2)], ids=["most slices", "few slices"])
+def test_products_of_most_slices_of_a_tensor_with_the_same_weights_are_one(
+    used: list[int], products: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [helper.make_node("Transpose", ["w"], ["wt"])]
+    for index in used:
+        nodes += [
+            helper.make_node("Gather", ["x", f"i{index}"], [f"s{index}"], axis=0),
+            helper.make_node("MatMul", [f"s{index}", "wt"], [f"y{index}"]),
+        ]
+    weights = {"w": normal(24, 40), **{f"i{index}": np.array(index, "int64") for index in used}}
+    path = make_model(nodes, [("x", [5, "batch", 40])], [f"y{index}" for index in used], weights)
+    model = assert_same_as_onnxruntime(path, {"x": normal(5, 3, 40, seed=1)})
+    main = model.ir_text[model.ir_text.index("def main") :]
+    assert sum("R.call_tir" in line and "dense" in line for line in main.splitlines()) == products

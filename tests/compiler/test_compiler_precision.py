@@ -478,12 +478,12 @@ def test_quantised_dense_layers_equal_onnx_runtime(
     assert rule_counts(model)["dot_rows"] == 1
 
 
-@pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
+@pytest.mark.parametrize(("signed", "precision"), [(False, "int8"), (True, "int8"), (True, "fp32")])
 def test_a_quantised_network_stays_in_integers(
-    signed: bool, make_model: MakeModel, run_built: RunBuilt, int8: Target, tmp_path: Path
+    signed: bool, precision: Precision, make_model: MakeModel, run_built: RunBuilt, int8: Target, tmp_path: Path
 ) -> None:
     quantised = quantise(_residual_network(make_model), tmp_path / "quantised.onnx", signed=signed)
-    model = build(import_onnx(quantised), int8, BuildOptions(precision="int8"))
+    model = build(import_onnx(quantised), int8, BuildOptions(precision=precision))
     x = normal(1, 3, 32, 32, seed=9)
     expected = _onnxruntime(quantised, x=x)
     assert float(np.abs(run_built(model, x)[0] - expected).max()) <= 2 * _step(quantised, "y") + 1e-6
@@ -492,6 +492,27 @@ def test_a_quantised_network_stays_in_integers(
     # Also what lies between layers: the pooling reads and writes integers.
     (pooling,) = (line for line in model.ir_text.splitlines() if "def max_pool2d" in line)
     assert pooling.count('"uint8"') == 2
+
+
+def test_a_quantised_convolution_of_free_channels_equals_onnx_runtime(
+    make_model: MakeModel, run_built: RunBuilt, int8: Target
+) -> None:
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"]),
+        helper.make_node("DequantizeLinear", ["w", "scale", "none"], ["dw"]),
+        helper.make_node("Conv", ["d", "dw"], ["y"]),
+    ]
+    weights = {
+        "scale": np.array(0.02, "float32"),
+        "zero": np.array(120, "uint8"),
+        "none": np.array(0, "int8"),
+        "w": np.random.default_rng(0).integers(-127, 128, (8, 4, 3, 3)).astype("int8"),
+    }
+    path = make_model(nodes, [("x", [1, "channels", 6, 6])], [("y", [1, 8, 4, 4])], weights)
+    x = normal(1, 4, 6, 6)
+    (ours,) = run_built(build(import_onnx(path), int8), x)
+    np.testing.assert_allclose(ours, _onnxruntime(path, x=x), rtol=1e-4, atol=1e-3)
 
 
 def test_int8_refuses_a_model_that_is_not_quantised(make_model: MakeModel, int8: Target) -> None:

@@ -16,6 +16,7 @@ from support.steps import compile_by_steps
 from tvmflow import runtime
 from tvmflow.errors import InputError
 from tvmflow.runtime import CompiledModel
+from tvmflow.runtime.model import _DirectCall
 
 Arrays = dict[str, npt.NDArray[Any]]
 MakeInputs = Callable[[int], Arrays]
@@ -92,6 +93,36 @@ def test_outputs_that_are_inputs_constants_or_each_other_are_copied(
         assert_same(first, {name: array + 1 for name, array in expected.items()})
         np.testing.assert_array_equal(x, np.arange(-4, 4).reshape(2, 4))
         assert_same(model(x), expected)
+
+
+def test_large_inputs_beside_small_outputs_are_read_wherever_they_lie(tmp_path: Path) -> None:
+    nodes = [helper.make_node("ReduceMax", ["x", "axes"], ["m"]), helper.make_node("Add", ["m", "scale"], ["y"])]
+    shapes = [("scale", [1]), ("x", ["rows", 1 << 13])]
+    save_model(tmp_path / "model.onnx", nodes, shapes, [("y", ["rows", 1])], {"axes": np.array([1], np.int64)})
+    bundle = compile_by_steps({"name": "maxima", "model": {"onnx": "model.onnx"}}, tmp_path, tmp_path / "state")
+    memory = np.random.default_rng(0).standard_normal((1 << 14) + 16).astype("float32")
+    with runtime.load(bundle) as model:
+        for start, scale in ((0, 0), (1, 1), (4, 2)):
+            x = memory[start : start + (1 << 14)].reshape(2, -1)
+            x.flags.writeable = start != 4
+            y = model(scale=np.array([scale], np.float32), x=x)["y"]
+            np.testing.assert_array_equal(y, x.max(axis=1, keepdims=True) + np.float32(scale))
+            assert any(isinstance(call, _DirectCall) for call in model._local.calls.values())
+
+
+def test_outputs_of_sizes_with_names_of_their_own_need_no_virtual_machine(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Concat", ["a", "b"], ["c"], axis=1), helper.make_node("Softmax", ["c"], ["y"])]
+    save_model(tmp_path / "model.onnx", nodes, [("a", ["n", 4]), ("b", ["m", 4])], [("y", ["rows", 8])])
+    bundle = compile_by_steps({"name": "joined", "model": {"onnx": "model.onnx"}}, tmp_path, tmp_path / "state")
+    with runtime.load(bundle) as model:
+        for rows in (2, 3, 2):
+            a, b = (np.random.default_rng(seed).standard_normal((rows, 4), np.float32) for seed in range(2))
+            exponentials = np.exp(np.hstack([a, b]))
+            expected = exponentials / exponentials.sum(axis=1, keepdims=True)
+            assert_same(model(a=a, b=b), {"y": expected})
+        assert all(isinstance(call, _DirectCall) for call in model._local.calls.values())
+        with pytest.raises(InputError, match=r"does not run with inputs of the shapes a \[3, 4\], b \[2, 4\]"):
+            model(a=np.zeros((3, 4), np.float32), b=np.zeros((2, 4), np.float32))
 
 
 def test_calls_of_many_shapes_in_turn_give_each_its_own_result(

@@ -24,6 +24,8 @@ PACK_WEIGHTS = "pack_weights"
 # The functions of a library whose `main` runs without the virtual machine: its direct form, and what returns the
 # constants that the direct form takes (`compiler.direct`).
 DIRECT_MAIN, MAIN_CONSTANTS = "direct_main", "main_constants"
+# Bytes; the virtual machine makes memory for larger outputs, which it uses again.
+LARGEST_DIRECT_OUTPUT = 1 << 14
 # The largest size that a tensor of TVM can have.
 _LARGEST_SIZE = (1 << 63) - 1
 # The most letters of a wrong value that a message shows.

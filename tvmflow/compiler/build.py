@@ -23,8 +23,8 @@ from tvm.support import cc
 from tvm.tirx import PrimFunc
 
 from tvmflow import cores
-from tvmflow.bundle import PACK_WEIGHTS, Weights
-from tvmflow.compiler import codegen, outputs
+from tvmflow.bundle import DIRECT_MAIN, PACK_WEIGHTS, Weights
+from tvmflow.compiler import outputs
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.codegen import code_target, compile_module
 from tvmflow.compiler.direct import add_direct_main
@@ -114,7 +114,7 @@ class CompiledModel:
     by name. `threads` is the number of worker threads that the schedules assume. `arch` is the architecture of the
     target. `cross_compiler` is the command that links the library, None for the compiler of this machine. `inspected`
     are the parts of the build that the Inspection asked for. `fresh_outputs` is true where every call writes all
-    outputs to memory that nothing else uses.
+    outputs to memory that nothing else uses. `has_direct_main` is true where the library has the direct form of `main`.
     """
 
     executable: Any
@@ -131,15 +131,26 @@ class CompiledModel:
     cross_compiler: str | None
     inspected: Inspected
     fresh_outputs: bool
+    has_direct_main: bool
 
     def load(self) -> LoadedModel:
-        """Load a model for this machine's CPU into this process without linking it, and pack its weights."""
-        library = self.executable.jit()
+        """Load a model for this machine's CPU into this process, and pack its weights."""
+        library = self._link() if self._calls_between_parts() else self.executable.jit()
         machine = relax.VirtualMachine(library, tvm.cpu())
         weights = (
             machine[PACK_WEIGHTS]() if self.weights == "unpacked" else map(tvm.runtime.tensor, self.params.values())
         )
         return LoadedModel(library, machine, tuple(weights))
+
+    def _calls_between_parts(self) -> bool:
+        """Whether parts of the library call each other by symbols, as the direct form of `main` does."""
+        return self.has_direct_main and any(library.imports for library in self.executable.mod.imports)
+
+    def _link(self) -> tvm.runtime.Module:
+        with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
+            library = Path(folder) / "mod.so"
+            self.executable.export_library(str(library))
+            return tvm.runtime.load_module(str(library))
 
     def export(self, path: Path) -> None:
         """Link the shared library and write it to `path`. Equal models, targets and options give equal bytes.
@@ -270,7 +281,7 @@ def build(
         apart = options.weights == "apart"
         scheduled, schedules = _schedule(bare if apart else lowered, target, tuned)
         if target.arch != "cuda":
-            scheduled = add_direct_main(scheduled, codegen.PART)
+            scheduled = add_direct_main(scheduled)
         native = code_target(target.tvm)
         pipeline = _finalize(target, native)
         is_inspected = bool(inspect.before or inspect.after)
@@ -302,6 +313,7 @@ def build(
         cross_compiler=target.cross_compiler,
         inspected=inspected,
         fresh_outputs=outputs.are_fresh(lowered),
+        has_direct_main=any(variable.name_hint == DIRECT_MAIN for variable in scheduled.get_global_vars()),
     )
 
 

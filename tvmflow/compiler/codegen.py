@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import tvm
-from tvm import relax
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.ir import StringImm
 from tvm.relax import vm_build
 from tvm.tirx import PrimFunc
 from tvm.tirx.build import codegen_build
@@ -18,6 +20,12 @@ from tvmflow import cores
 from tvmflow.bundle import DIRECT_MAIN
 from tvmflow.compiler.lowering import lower_functions
 
+_CALL_CPACKED = tvm.ir.Op.get("tirx.tvm_call_cpacked")
+# TVM's calling convention: its number, what precedes the names of functions in their symbols, and its parameters, which
+# are the function's own data, the arguments, their number, and the result.
+_C_PACKED = 1
+_PREFIX = "__tvm_ffi_"
+_CONVENTION = {"self_handle": "handle", "args": "handle", "num_args": "int32", "result": "handle"}
 _DIGEST_SIZE = hashlib.sha256().digest_size
 # The functions of one part of a library: parts are generated side by side, and each is an entry of the cache. The
 # number changes the library's bytes, so that it cannot depend on the machine that builds.
@@ -65,9 +73,8 @@ def compile_module(
     functions = vm_build._filter_tir(vm_build._vmcodegen(builder, mod, exec_mode))
     library = None
     if functions is not None:
-        # Compiled code and the direct form of `main` call functions by their symbols, known within a part alone.
-        calls_by_symbols = exec_mode != "bytecode" or DIRECT_MAIN in _symbols(functions)
-        parts = _parts(functions, len(functions.functions) if calls_by_symbols else PART)
+        # Compiled code calls functions by their symbols, known within a part alone.
+        parts = _parts(functions, PART if exec_mode == "bytecode" else len(functions.functions))
         library, *others = _generate(parts, target, cache, in_order)
         for other in others:
             library.import_module(other)
@@ -78,11 +85,52 @@ def compile_module(
 def _parts(functions: tvm.IRModule, size: int) -> list[tvm.IRModule]:
     """Divide a module into modules of at most `size` functions, of about as many each.
 
-    Functions of one kind, whose names begin alike, go to different parts, so that all parts are about as much work.
+    Functions of one kind, whose names begin alike, go to different parts, so that all parts are about as much work. If
+    there are several parts, the direct form of `main` is one more.
     """
     items = sorted(functions.functions_items(), key=lambda item: str(item[0].name_hint))
+    direct: list[tvm.IRModule] = []
+    if len(items) > size:
+        direct = [_with_callees(name, item, functions) for name, item in items if str(name.name_hint) == DIRECT_MAIN]
+        items = [item for item in items if str(item[0].name_hint) != DIRECT_MAIN]
     count = -(-len(items) // size)
-    return [tvm.IRModule(dict(items[place::count]), attrs=functions.attrs) for place in range(count)]
+    return [tvm.IRModule(dict(items[place::count]), attrs=functions.attrs) for place in range(count)] + direct
+
+
+def _with_callees(variable: tvm.ir.GlobalVar, function: PrimFunc, functions: tvm.IRModule) -> tvm.IRModule:
+    """Return a module of a function and of callers: one for each function that it calls by TVM's calling convention.
+
+    TVM's code generator knows the symbols of the functions of a module alone. The callers have names of their own, and
+    call the symbols that the linker resolves; LLVM inlines them.
+    """
+    called: dict[str, PrimFunc] = {}
+
+    def rename(call: tvm.ir.Call) -> tvm.ir.Call:
+        if not call.op.same_as(_CALL_CPACKED):
+            return call
+        name = str(call.args[0].value)
+        called[name] = called.get(name) or _caller_of(name)
+        return tvm.ir.Call(call.op, [StringImm(_caller_name(name)), *call.args[1:]], call.attrs, ret_ty=call.ty)
+
+    renamed = function.with_body(tvm_ffi.structural_map(function.body, (tvm.ir.Call, rename)))
+    callers = {tvm.ir.GlobalVar(_caller_name(name)): caller for name, caller in called.items()}
+    return tvm.IRModule({variable: renamed, **callers}, attrs=functions.attrs)
+
+
+def _caller_name(name: str) -> str:
+    return f"{DIRECT_MAIN}_{name}"
+
+
+def _caller_of(name: str) -> PrimFunc:
+    """Return a function of TVM's calling convention that passes its arguments on to the function `name`."""
+    parameters = [tirx.Var(item, kind) for item, kind in _CONVENTION.items()]
+    code = tirx.Var("code", "int32")
+    call = tirx.Bind(code, tirx.call_extern("int32", _PREFIX + name, *parameters))
+    # TVM takes the condition first, whatever the signature says.
+    succeeds = tirx.AssertStmt(code == 0, StringImm("RuntimeError"), [StringImm(f"function {name} failed")])
+    attributes = {"global_symbol": _PREFIX + _caller_name(name), "calling_conv": _C_PACKED, "tirx.noalias": True}
+    body = tirx.SeqStmt([call, succeeds, tirx.Return(tirx.const(0, "int32"))])
+    return PrimFunc(parameters, body, ret_type=tvm.ir.PrimType("int32")).with_attr(attributes)
 
 
 def _generate(parts: list[tvm.IRModule], target: tvm.target.Target, cache: Path | None, in_order: bool) -> list[Any]:

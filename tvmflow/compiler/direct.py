@@ -17,7 +17,7 @@ from tvm import relax, tirx, topi
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from tvmflow.bundle import DIRECT_MAIN, MAIN_CONSTANTS
+from tvmflow.bundle import DIRECT_MAIN, LARGEST_DIRECT_OUTPUT, MAIN_CONSTANTS
 from tvmflow.compiler.operators.common import buffer, static
 from tvmflow.compiler.passes.calls import ConstantKey, key_of_constant
 
@@ -30,19 +30,18 @@ class _NoDirectFormError(Exception):
     """`main` holds something that the virtual machine alone can run."""
 
 
-def add_direct_main(scheduled: tvm.IRModule, most: int) -> tvm.IRModule:
+def add_direct_main(scheduled: tvm.IRModule) -> tvm.IRModule:
     """Return the module with the direct form of its `main` and with `main_constants`, or as it is where there is none.
 
     There is none for a `main` that does more than to call TIR functions and to return results of theirs, as control
-    flow does, and none where the size of a result follows from more than the sizes of the inputs. `most` is the largest
-    number of TIR functions that the module may have with the direct form: machine code for all of them is generated
-    together.
+    flow does, and none where the size of a result follows from more than the sizes of the inputs. A `main` with an
+    output that is always too large for the direct form gets none either.
     """
-    if sum(isinstance(function, tirx.PrimFunc) for _, function in scheduled.functions_items()) >= most:
-        return scheduled
     try:
         plan = _Plan(scheduled["main"])
     except _NoDirectFormError:
+        return scheduled
+    if any((static(_size(tensor)) or 0) > LARGEST_DIRECT_OUTPUT for tensor in plan.outputs):
         return scheduled
     mod = tvm.IRModule(dict(scheduled.functions_items()), attrs=scheduled.attrs)
     mod[DIRECT_MAIN] = _function_of(plan)
@@ -61,21 +60,31 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Step:
-    """A call of the TIR function `symbol`."""
+    """A call of the TIR function `symbol`, whose arguments are tensors and numbers; `sizes` follow its results."""
 
     symbol: str
-    arguments: Sequence[_Tensor]
+    arguments: Sequence["_Tensor | tirx.Expr"]
     results: Sequence[_Tensor]
+    sizes: Sequence[tirx.Expr]
+
+    @property
+    def tensors(self) -> list[_Tensor]:
+        """The tensors among the arguments, and the results."""
+        return [item for item in (*self.arguments, *self.results) if isinstance(item, _Tensor)]
 
 
 class _Plan:
     """What a Relax function does: its `parameters`, `constants` by their values, `steps` in order, and `outputs`.
 
-    Raises _NoDirectFormError for a function that has no direct form.
+    `equal_sizes` are pairs of sizes that the function takes for equal, and that may differ for wrong inputs. Raises
+    _NoDirectFormError for a function that has no direct form.
     """
 
     def __init__(self, main: relax.Function) -> None:
         self.steps: list[_Step] = []
+        self.equal_sizes: list[tuple[tirx.Expr, tirx.Expr]] = []
+        # The sizes that casts name, in terms of those of the inputs.
+        self._named_sizes: dict[tirx.Var, tirx.Expr] = {}
         self.constants: dict[ConstantKey, tuple[relax.Expr, _Tensor]] = {}
         self._sizes = {size for param in main.params for size in relax.analysis.definable_tir_vars_in_type(param.ty)}
         self.parameters = [self._tensor(str(param.name), param.ty) for param in main.params]
@@ -83,9 +92,10 @@ class _Plan:
         self._values = {param: [tensor] for param, tensor in zip(main.params, self.parameters, strict=True)}
         for block in main.body.blocks:
             for binding in block.bindings:
-                if not isinstance(binding, relax.VarBinding):
-                    raise _NoDirectFormError
-                self._values[binding.var] = self._evaluate(str(binding.var.name), binding.value)
+                values = self._evaluate(str(binding.var.name), binding.value)
+                if isinstance(binding, relax.MatchCast):
+                    self._match(values, binding.ty)
+                self._values[binding.var] = values
         self.outputs = self._evaluate("output", main.body.body)
         written = [result for step in self.steps for result in step.results]
         if len(set(self.outputs)) < len(self.outputs) or not set(self.outputs) <= set(written):
@@ -94,7 +104,6 @@ class _Plan:
     def _evaluate(self, name: str, value: relax.Expr) -> list[_Tensor]:
         """The tensors that an expression stands for; a call becomes a step."""
         if isinstance(value, relax.Var):
-            # Other variables are sizes that a function takes as numbers.
             if value not in self._values:
                 raise _NoDirectFormError
             return self._values[value]
@@ -105,21 +114,51 @@ class _Plan:
             return [tensor for item in value.fields for tensor in self._evaluate(name, item)]
         if isinstance(value, relax.TupleGetItem):
             return [self._evaluate(name, value.tuple_value)[value.index]]
-        # A third argument would be sizes, too.
-        if not isinstance(value, relax.Call) or value.op != _CALL_TIR or len(value.args) != 2:
+        if not isinstance(value, relax.Call) or value.op != _CALL_TIR:
             raise _NoDirectFormError
         types = value.ty.fields if isinstance(value.ty, relax.TupleType) else [value.ty]
-        arguments, results = self._evaluate(name, value.args[1]), [self._tensor(name, item) for item in types]
-        for tensor in (*arguments, *results):
+        callee, operands, *sizes = value.args
+        arguments = [argument for item in _items(operands) for argument in self._argument(name, item)]
+        results = [self._tensor(name, item) for item in types]
+        numbers = [self._number(size) for item in sizes for size in item.values]
+        step = _Step(callee.name_hint, arguments, results, numbers)
+        for tensor in step.tensors:
             tensor.last = len(self.steps)
-        self.steps.append(_Step(value.args[0].name_hint, arguments, results))
+        self.steps.append(step)
         return results
 
-    def _tensor(self, name: str, type_of: relax.Type) -> _Tensor:
-        is_tensor = isinstance(type_of, relax.TensorType) and isinstance(type_of.shape, relax.ShapeExpr)
-        if not is_tensor or not self._sizes.issuperset(relax.analysis.tir_vars_in_type(type_of)):
+    def _match(self, values: Sequence[_Tensor], target: relax.Type) -> None:
+        """Name the sizes of a tensor as a cast does, or take them for equal to those that have the names already."""
+        if len(values) != 1 or not isinstance(target, relax.TensorType):
             raise _NoDirectFormError
-        return _Tensor(name, type_of)
+        sizes = target.shape.values if isinstance(target.shape, relax.ShapeExpr) else ()
+        for own, size in zip(values[0].type.shape.values, sizes, strict=False):
+            if isinstance(size, tirx.Var) and size not in self._sizes and size not in self._named_sizes:
+                self._named_sizes[size] = own
+                continue
+            expected = self._number(size)
+            if not tvm.sym.Analyzer().can_prove_equal(own, expected):
+                self.equal_sizes.append((own, expected))
+
+    def _argument(self, name: str, value: relax.Expr) -> "Sequence[_Tensor | tirx.Expr]":
+        """The arguments that an operand of a call stands for: tensors, or a number."""
+        return [self._number(value)] if isinstance(value.ty, tvm.ir.PrimType) else self._evaluate(name, value)
+
+    def _number(self, value: tirx.Expr) -> tirx.Expr:
+        """Return a number in terms of the sizes of the inputs."""
+        value = tvm_ffi.structural_map(value, (tirx.Var, lambda size: self._named_sizes.get(size, size)))
+        if not self._sizes.issuperset(tirx.analysis.undefined_vars(value)):
+            raise _NoDirectFormError
+        return value
+
+    def _tensor(self, name: str, type_of: relax.Type) -> _Tensor:
+        if not isinstance(type_of, relax.TensorType) or not isinstance(type_of.shape, relax.ShapeExpr):
+            raise _NoDirectFormError
+        return _Tensor(name, relax.TensorType([*map(self._number, type_of.shape.values)], type_of.dtype))
+
+
+def _items(operands: relax.Expr) -> Sequence[relax.Expr]:
+    return list(operands.fields) if isinstance(operands, relax.Tuple) else [operands]
 
 
 def _function_of(plan: _Plan) -> tirx.PrimFunc:
@@ -130,13 +169,20 @@ def _function_of(plan: _Plan) -> tirx.PrimFunc:
     # Memory that no later step reads, with its size in bytes.
     free: list[tuple[Any, Any]] = []
     with IRBuilder() as builder, T.seq_scope():
+        for one, other in plan.equal_sizes:
+            # The words of the virtual machine's own error.
+            with T.Assert(one == other, f"match_cast error, {one} is not {other}"):
+                T.evaluate(0)
         for place, step in enumerate(plan.steps):
-            operands = [*step.arguments, *step.results]
             for tensor in step.results:
                 if tensor not in memory:
                     memory[tensor] = _allocate(_size(tensor), free)
-            T.evaluate(T.call_cpacked(step.symbol, *(_array(memory[item], item) for item in operands)))
-            ended = dict.fromkeys(item for item in operands if item.last == place and item not in kept)
+            operands = [
+                _array(memory[item], item) if isinstance(item, _Tensor) else item
+                for item in (*step.arguments, *step.results, *step.sizes)
+            ]
+            T.evaluate(T.call_cpacked(step.symbol, *operands))
+            ended = dict.fromkeys(item for item in step.tensors if item.last == place and item not in kept)
             free += [(_size(item), memory[item]) for item in ended]
     function = tirx.PrimFunc(parameters, builder.get().body)
     return function.with_attr({"global_symbol": DIRECT_MAIN, "tirx.noalias": True, "tirx.is_scheduled": True})
@@ -149,12 +195,16 @@ def _size(tensor: _Tensor) -> Any:
 
 
 def _allocate(size: Any, free: list[tuple[Any, Any]]) -> Any:
-    """Memory of `size` bytes: taken from the list `free` where that has some, else new memory."""
-    for place, (bytes_of_item, item) in enumerate(free):
-        if tvm_ffi.structural_equal(bytes_of_item, size):
-            free.pop(place)
-            return item
+    """Memory of `size` bytes: the smallest of the list `free` that is large enough, else new memory."""
     number = static(size)
+    numbers = [static(bytes_of_item) for bytes_of_item, _ in free]
+    fitting = [
+        (numbers[place] or 0, place)
+        for place, (bytes_of_item, _) in enumerate(free)
+        if (number is not None and (numbers[place] or 0) >= number) or tvm_ffi.structural_equal(bytes_of_item, size)
+    ]
+    if fitting:
+        return free.pop(min(fitting)[1])[1]
     shape = (size if number is None else max(number, _LEAST_MEMORY),)
     return T.alloc_buffer(shape, "uint8", scope="global", layout=None).data
 

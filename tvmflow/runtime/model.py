@@ -20,7 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tvmflow import npz
-from tvmflow.bundle import DIRECT_MAIN, MAIN_CONSTANTS, PACK_WEIGHTS, Manifest, TensorSpec, extract
+from tvmflow.bundle import (
+    DIRECT_MAIN,
+    LARGEST_DIRECT_OUTPUT,
+    MAIN_CONSTANTS,
+    PACK_WEIGHTS,
+    Manifest,
+    TensorSpec,
+    extract,
+)
 from tvmflow.errors import BundleError, InputError
 from tvmflow.runtime import library
 from tvmflow.runtime import threads as pools
@@ -33,7 +41,7 @@ if TYPE_CHECKING:
 _ALIGNMENT = 64
 # Bytes; up to this size, an input is copied into a tensor that exists, which is quicker than making a tensor of its
 # memory, and an output is copied, so that a small array does not hold a whole page of TVM's memory.
-_LARGEST_COPY = 1 << 14
+_LARGEST_COPY = LARGEST_DIRECT_OUTPUT
 # DLPack's kDLCPU, kDLCUDAHost and kDLCUDAManaged: the memory that NumPy can read.
 _HOST_MEMORY = (1, 3, 13)
 # In TVM's error for arrays whose sizes are not those that the model relies on.
@@ -108,14 +116,15 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _DirectCall:
-    """A call of the direct form of `main` for small inputs of certain shapes, with memory of its own.
+    """A call of the direct form of `main` for inputs of certain shapes, with memory of its own.
 
-    The inputs are copied to `inputs`. `arguments` are tensors with the memory of `inputs`, the other arguments, and
-    tensors with the memory of `outputs`, which are by name.
+    Small inputs are copied to `inputs`; the places of the others are in `large`. `arguments` are tensors with the
+    memory of `inputs`, the other arguments, and tensors with the memory of `outputs`, which are by name.
     """
 
     function: "Callable[..., Any]"
     inputs: "tuple[Array, ...]"
+    large: tuple[int, ...]
     arguments: tuple[Any, ...]
     outputs: "tuple[tuple[str, Array], ...]"
 
@@ -268,18 +277,38 @@ class CompiledModel:
         if pools.are_mixed and self._uses_tvms_pool:
             pools.use_workers(self.threads)
         if isinstance(call, _DirectCall):
-            for buffer, array in zip(call.inputs, arrays):  # noqa: B905
+            arguments: Sequence[Any] = call.arguments
+            small = arrays
+            if call.large:
+                arguments = [*arguments]
+                for place in call.large:
+                    arguments[place] = self._to_tensor(arrays[place])
+                small = [array for place, array in enumerate(arrays) if place not in call.large]
+            for buffer, array in zip(call.inputs, small):  # noqa: B905
                 buffer[...] = array
-            call.function(*call.arguments)
+            try:
+                call.function(*arguments)
+            except RuntimeError as error:
+                self._refuse_sizes(error, arrays)
+                raise
             return {name: output.copy() for name, output in call.outputs}
+        return self._run(call, arrays)
+
+    def _refuse_sizes(self, error: RuntimeError, arrays: Sequence[Any]) -> None:
+        """Raise InputError in place of TVM's error where the sizes of the inputs contradict each other."""
+        if _CONTRADICTION not in str(error):
+            return
+        shapes = ", ".join(f"{name} {[*np.shape(array)]}" for name, array in zip(self._names, arrays, strict=True))
+        reason = _one_line(error)
+        raise InputError(f"the model does not run with inputs of the shapes {shapes}: {reason}") from error
+
+    def _run(self, call: _Call, arrays: Sequence[Any]) -> "dict[str, Array]":
+        """Run a function of the virtual machine and return the outputs by name."""
         try:
             result = call.function(*map(operator.call, call.inputs, arrays), *call.others)
         except RuntimeError as error:
-            if _CONTRADICTION not in str(error):
-                raise
-            shapes = ", ".join(f"{name} {[*np.shape(array)]}" for name, array in zip(self._names, arrays, strict=True))
-            reason = _one_line(error)
-            raise InputError(f"the model does not run with inputs of the shapes {shapes}: {reason}") from error
+            self._refuse_sizes(error, arrays)
+            raise
         if type(result) is self._array_type and self._size_of(result) == len(self._output_names):
             item_of, to_array = self._item_of, self._to_array
             return {name: to_array(item_of(result, place)) for place, name in enumerate(self._output_names)}
@@ -334,29 +363,36 @@ class CompiledModel:
         return _Call(self._functions()[name], tuple(inputs), self._params)
 
     def _prepare_direct(self, arrays: "Sequence[Array]", sizes: Mapping[str, int]) -> _DirectCall | None:
-        """Prepare a call of the direct form of `main`; None without such a form, and for a large input or output.
+        """Prepare a call of the direct form of `main`; None without such a form, and for a large output.
 
-        Large ones are not copied, and the virtual machine makes memory for them. It runs all calls of a thread that
+        A large output is not copied, and the virtual machine makes memory for it. It runs all calls of a thread that
         observes it by TVM's instruments.
         """
         if self._direct is None or self._local.machine is not None:
             return None
-        outputs = {}
-        for spec in self.outputs:
-            shape = tuple(sizes.get(size, -1) if isinstance(size, str) else size for size in spec.shape)
-            if min(shape, default=0) < 0:
-                return None
-            outputs[spec.name] = _aligned_empty(shape, np.dtype(spec.dtype))
-        if any(array.nbytes > _LARGEST_COPY for array in (*arrays, *outputs.values())):
+        shapes = [
+            tuple(sizes.get(size, -1) if isinstance(size, str) else size for size in spec.shape)
+            for spec in self.outputs
+        ]
+        if any(min(shape, default=0) < 0 for shape in shapes):
+            # The sizes follow from those of the inputs, or there would be no direct form.
+            call = self._prepare_function("main", arrays)
+            shapes = [output.shape for output in self._run(call, arrays).values()]
+        outputs = {
+            spec.name: _aligned_empty(shape, np.dtype(spec.dtype))
+            for spec, shape in zip(self.outputs, shapes, strict=True)
+        }
+        if any(array.nbytes > _LARGEST_COPY for array in outputs.values()):
             return None
-        inputs = tuple(map(_aligned_copy, arrays))
+        large = tuple(place for place, array in enumerate(arrays) if array.nbytes > _LARGEST_COPY)
+        inputs = {place: _aligned_copy(array) for place, array in enumerate(arrays) if place not in large}
         arguments = (
-            *map(self._from_dlpack, inputs),
+            *(self._from_dlpack(inputs[place]) if place in inputs else None for place in range(len(arrays))),
             *self._params,
             *self._constants,
             *map(self._from_dlpack, outputs.values()),
         )
-        return _DirectCall(self._direct, inputs, arguments, tuple(outputs.items()))
+        return _DirectCall(self._direct, tuple(inputs.values()), large, arguments, tuple(outputs.items()))
 
     def _start_pool(self) -> None:
         workers = pools.use_workers(self.threads)

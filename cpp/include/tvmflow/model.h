@@ -54,8 +54,7 @@ class Model {
  private:
   Model() = default;
   const tvm::ffi::Function& FunctionFor(const std::vector<Tensor>& inputs, std::map<std::string, int64_t>& sizes) const;
-  std::vector<Tensor> DirectOutputs(const std::vector<Tensor>& inputs,
-                                    const std::map<std::string, int64_t>& sizes) const;
+  std::vector<Tensor> DirectOutputs(const std::map<std::string, int64_t>& sizes) const;
   Tensor ToDevice(const Tensor& tensor) const;
 
   Manifest manifest_;

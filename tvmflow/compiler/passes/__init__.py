@@ -21,6 +21,7 @@ from tvmflow.compiler.passes.fusion import (
     StoreRepeats,
 )
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
+from tvmflow.compiler.passes.joining import JoinProducts
 from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
 from tvmflow.compiler.passes.order import BindSizesFirst
@@ -55,6 +56,7 @@ def canonicalize() -> list[tvm.transform.Pass]:
         simplify.split_clip(),
         simplify.convolve_in_two_dimensions(),
         *tidy(),
+        JoinProducts(),
     ]
 
 
@@ -149,7 +151,7 @@ def lower_passes(
         attend = attention.lower_attention(cpu, precision == "bf16")
         product_passes = [attend, *narrow[precision], integers, *strassen]
         store_passes = [StoreRepeats(cpu)]
-        integer_passes = [IntegerArithmetic(cpu)] if precision == "int8" else []
+        integer_passes = [IntegerArithmetic(cpu, is_required=precision == "int8")] if has_dots else []
         legalize = relax.transform.LegalizeOps(legalizations(cpu, choices, fast))
     return [
         *kernel_passes,

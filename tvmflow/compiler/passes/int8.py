@@ -1,8 +1,9 @@
 """Computes the convolutions and dense layers of quantised models in integers.
 
-A model is quantised in one of two forms. Layers between pairs of operators (QDQ), DequantizeLinear before a layer and
-QuantizeLinear after it, compute in integers only in releases of precision int8. Operators with integer operands, such
-as ConvInteger, always do.
+A model is quantised in one of two forms: layers between pairs of operators (QDQ), DequantizeLinear before a layer and
+QuantizeLinear after it, or operators with integer operands, such as ConvInteger. Sums of integers are exact, so both
+compute in integers in every precision where the target has dot products of 8-bit integers. Without these, layers
+between pairs of operators compute in float32.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,14 +38,18 @@ class IntegerArithmetic:
 
     The integer operands are centred (their zero point is subtracted), so that padding is zero. They are made from
     unsigned 8-bit integers; signed ones are shifted by 128 first. Quantisation itself becomes element-wise operators.
-    Raises BuildError for a model that has no such layer.
+    A model without such a layer raises BuildError where one `is_required`, and is left unchanged elsewhere.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, is_required: bool) -> None:
         self._machine = machine
+        self._is_required = is_required
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with every Relax function rewritten. Raises BuildError for a module without such layers."""
+        """Return the module with every Relax function rewritten.
+
+        A module without such layers raises BuildError where they are required, and else is returned unchanged.
+        """
         layers = 0
         rewriter = _ToIntegers(mod, self._machine)
         for variable, function in mod.functions_items():
@@ -52,6 +57,8 @@ class IntegerArithmetic:
                 rewriter.values = relax.analysis.get_var2val(function)
                 rewriter.builder_.update_func(variable, rewriter.visit_expr(function))
                 layers += rewriter.layers
+        if not layers and not self._is_required:
+            return mod
         if not layers:
             raise BuildError(
                 "precision int8 needs a quantised model, with 8-bit weights in convolutions or dense layers; make one "
@@ -166,13 +173,8 @@ def quantise(rewriter: _ToIntegers, expr: relax.Expr, scale: float, zero: int) -
 
     An element x becomes round(x / scale) + zero, clamped to 0 to 255; ties are rounded to even.
     """
-    emit = rewriter.emit
-    value = emit(relax.op.multiply(rewriter.visit_expr(expr), relax.const(np.float32(1 / np.float32(scale)))))
-    # The bounds come first: a number beyond the range of the integers has no defined conversion.
-    value = emit(relax.op.maximum(value, relax.const(np.float32(-zero))))
-    value = emit(relax.op.minimum(value, relax.const(np.float32(255 - zero))))
-    value = emit(relax.op.add(emit(relax.op.round(value)), relax.const(np.float32(zero))))
-    return emit(relax.op.astype(value, "uint8"))
+    parameters = [relax.const(np.float32(scale)), relax.const(np.uint8(zero))]
+    return rewriter.emit(relax.op.quantize(rewriter.visit_expr(expr), *parameters, axis=0, out_dtype="uint8"))
 
 
 def _quantize(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
@@ -228,7 +230,7 @@ def _conv2d(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
     if not has_kernel or scales.size not in (1, scales.shape[0]):
         return None
     data = rewriter.integers(call.args[0])
-    if data is None:
+    if data is None or static(data[0].ty.shape.values[1]) is None:
         return None
     rewriter.layers += 1
     product = relax.op.nn.conv2d(
@@ -403,6 +405,8 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
     def _conv2d(self, call: relax.Call, data: relax.Var, zero: relax.Expr) -> relax.Expr | None:
         attrs, weight = call.attrs, call.args[1].value.numpy()
         if (attrs.data_layout, attrs.out_layout, attrs.kernel_layout) != ("NHWC", "NHWC", "OIHW"):
+            return None
+        if static(data.ty.shape.values[3]) is None:
             return None
         groups = int(attrs.groups)
         geometry: dict[str, Any] = {
