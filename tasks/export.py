@@ -16,9 +16,9 @@ from tvmflow import samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
-from tvmflow.onnx_domains import with_own_domain
+from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
-from tvmflow.onnx_graph import explain_order, quantises_activations, standard_opset
+from tvmflow.onnx_graph import explain_order, rounds_activations, standard_opset
 from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 from tvmflow.onnx_ties import Ties
@@ -94,8 +94,8 @@ class ExportResult(StepResult):
     gives none for a dimension of an ONNX file, the range of sizes at which ONNX Runtime runs the file. `registered` is
     the version of the registered model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the
     model's factory gave different weights. `without_labels` names the outputs that `notes` describes. `undecided` has,
-    for the first sample, the masks of the integers and bools that rounding decides, by the outputs' names. `quantises`
-    is whether the model quantises activations.
+    for the first sample, the masks of the integers and bools that rounding decides, by the outputs' names. `rounds`
+    is whether the model computes tensors of few bits: 8-bit integers, float16 or bfloat16.
     """
 
     onnx: Artifact
@@ -109,7 +109,7 @@ class ExportResult(StepResult):
     registered: str | None = None
     is_repeatable: bool = True
     without_labels: tuple[str, ...] = ()
-    quantises: bool = False
+    rounds: bool = False
 
     def notes(self) -> list[str]:
         """Return a sentence for each output that is a dictionary by label (ZipMap) in the original.
@@ -172,7 +172,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             registered=job.original.registered,
             is_repeatable=is_repeatable,
             without_labels=without_labels,
-            quantises=quantises_activations(model),
+            rounds=rounds_activations(model),
             sources=usercode.imported_sources(job.folder),
         )
 
@@ -314,11 +314,12 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
 def _check(model: "onnx.ModelProto") -> None:
     import onnx
 
-    disorder = explain_order(model.graph)
-    if disorder is not None:
-        raise ExportError(f"the ONNX model is not valid ({disorder})")
+    model = with_own_domain(model)
+    reason = explain_order(model.graph) or explain_unknown(model)
+    if reason is not None:
+        raise ExportError(f"the ONNX model is not valid ({reason})")
     try:
-        onnx.checker.check_model(with_own_domain(model), full_check=True)
+        onnx.checker.check_model(model, full_check=True)
     except Exception as error:  # The errors of the checker, of shape inference and of protobuf share no base class.
         raise ExportError(f"the ONNX model is not valid ({describe(error)})") from error
 

@@ -25,11 +25,34 @@ def inner_nodes(node: "onnx.NodeProto") -> "Iterator[onnx.NodeProto]":
             yield from nodes_of(attribute.g)
 
 
-def quantises_activations(model: "onnx.ModelProto") -> bool:
-    """Return whether a model rounds tensors that it computes to integers of few bits.
+# ONNX's numbers of the types of two bytes: float16 and bfloat16.
+_HALF_TYPES = {10, 16}
+
+
+def rounds_activations(model: "onnx.ModelProto") -> bool:
+    """Return whether a model computes tensors of few bits: it quantises them, or they are float16 or bfloat16.
 
     A last digit then decides between two levels, and two right programs for the model differ by whole levels.
     """
+    return _quantises_activations(model) or _computes_in_half(model)
+
+
+def _computes_in_half(model: "onnx.ModelProto") -> bool:
+    """Whether an input, an output or the result of a cast is float16 or bfloat16; casts of weights do not count."""
+    values = (*model.graph.input, *model.graph.output)
+    weights = {tensor.name for tensor in model.graph.initializer}
+    graphs = [nodes_of(model.graph), *(function.node for function in model.functions)]
+    return any(value.type.tensor_type.elem_type in _HALF_TYPES for value in values if value.name not in weights) or any(
+        attribute.name == "to" and attribute.i in _HALF_TYPES
+        for nodes in graphs
+        for node in nodes
+        if node.op_type == "Cast" and node.input[0] not in weights
+        for attribute in node.attribute
+    )
+
+
+def _quantises_activations(model: "onnx.ModelProto") -> bool:
+    """Whether a model rounds tensors that it computes to integers of few bits."""
     weights = {tensor.name for tensor in model.graph.initializer}
     graphs = [nodes_of(model.graph), *(function.node for function in model.functions)]
     return any(

@@ -111,6 +111,20 @@ def test_a_node_before_what_it_reads_is_named(tmp_path: Path, nodes: str, reason
             read(path)
 
 
+@pytest.mark.parametrize(
+    ("operator", "reason"),
+    [
+        ("Gelu", "operator Gelu, node 'odd', is not in opset 18; export the model with opset 20 or later"),
+        ("Erfc", "operator Erfc, node 'odd', is none of ONNX's; the exporter had no form of it"),
+    ],
+)
+def test_an_operator_that_the_standard_lacks_is_named(tmp_path: Path, operator: str, reason: str) -> None:
+    text = f'<ir_version: 9, opset_import: ["": 18]> g (float x) => (float y) {{ ["odd"] y = {operator} (x) }}'
+    path = save_text(tmp_path / "model.onnx", text)
+    with pytest.raises(ModelImportError, match=re.escape(reason)):
+        import_onnx(path)
+
+
 def test_the_number_of_the_largest_is_an_operand_since_opset_10(
     make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import has_converter, is_function
 from tvmflow.errors import ModelImportError
-from tvmflow.onnx_domains import with_own_domain
+from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import explain_order, nodes_of
 from tvmflow.onnx_inputs import name_free_dimensions
@@ -31,9 +31,9 @@ def load_model(path: Path, label: str) -> onnx.ModelProto:
     """
     try:
         model = with_own_domain(onnx.load(path))
-        disorder = explain_order(model.graph)
-        if disorder is not None:
-            raise ValueError(disorder)
+        reason = explain_order(model.graph) or explain_unknown(model)
+        if reason is not None:
+            raise ValueError(reason)
         bring_to_usual_form(model)
         with _shapes_of_inputs(model.graph):
             onnx.checker.check_model(model)
