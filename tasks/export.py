@@ -314,6 +314,13 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
 def _check(model: "onnx.ModelProto") -> None:
     import onnx
 
+    for output in model.graph.output:
+        kind = output.type.WhichOneof("value")
+        if kind not in (None, "tensor_type"):
+            raise ExportError(
+                f"output {output.name!r} of the ONNX model is no tensor but a {str(kind).removesuffix('_type')}; "
+                "export the model with tensors as outputs"
+            )
     model = with_own_domain(model)
     reason = explain_order(model.graph) or explain_unknown(model)
     if reason is not None:
@@ -337,7 +344,10 @@ def described_by(model: "onnx.ModelProto") -> tuple[Input, ...]:
     for item in graph_inputs(model.graph):
         dtype = _input_dtype(item)
         if dtype not in _DTYPES:
-            raise ExportError(f"input {item.name!r} of the ONNX model is {dtype}; supported are {', '.join(_DTYPES)}")
+            raise ExportError(
+                f"input {item.name!r} of the ONNX model is {dtype}; supported are {', '.join(_DTYPES)}: "
+                "let the model take one of these and cast it"
+            )
         shape = tuple(dim.dim_value or dim.dim_param for dim in item.type.tensor_type.shape.dim)
         floating = dtype.startswith("float")
         kind: dict[str, Any] = {"kind": "normal"} if floating else {"kind": "integers", "low": 0, "high": 2}
@@ -349,8 +359,14 @@ def _input_dtype(value: "onnx.ValueInfoProto") -> str:
     """The name of the dtype of an input, as `float32`. Raises ExportError when it has none."""
     import onnx
 
+    element = value.type.tensor_type.elem_type
+    if element == onnx.TensorProto.STRING:
+        raise ExportError(
+            f"input {value.name!r} of the ONNX model holds strings, and only numbers are supported; export the model "
+            "from where its strings are numbers"
+        )
     try:
-        return str(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
+        return str(onnx.helper.tensor_dtype_to_np_dtype(element))
     except KeyError as error:
         raise ExportError(
             f"input {value.name!r} of the ONNX model is not a tensor of numbers; export the model with such inputs"

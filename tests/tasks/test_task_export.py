@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from support import forests, scale
-from support.models import save_model
+from support.models import save_model, save_text
 from support.processes import SECRETS, mentioned_secrets
 from tasks.export import ExportJob, ExportResult, described_by, export, read_onnx
 from tasks.original import find_original
@@ -361,3 +361,19 @@ def test_a_model_that_runs_at_no_size_is_refused_with_the_first_reason(export_sp
     spec = _onnx_spec(tmp_path, [node], ["n"], {"target": np.array([7, 11, 13], "int64")})
     with pytest.raises(ExportError, match="dimensions"):
         export_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("(string[n] x) => (string[n] y) { y = Identity (x) }", "input 'x' of the ONNX model holds strings"),
+        ("(uint32[n] x) => (float[n] y) { y = Cast <to = 1> (x) }", "let the model take one of these and cast it"),
+        ("(float[4, 2] x) => (seq(float[1, 2]) y) { y = SplitToSequence (x) }", "output 'y' .* is no tensor but a seq"),
+    ],
+)
+def test_inputs_and_outputs_that_no_bundle_has_are_refused(
+    export_spec: Any, tmp_path: Path, text: str, reason: str
+) -> None:
+    save_text(tmp_path / "model.onnx", f'<ir_version: 9, opset_import: ["" : 18]> g {text}')
+    with pytest.raises(ExportError, match=reason):
+        export_spec(parse({"name": "odd", "model": {"onnx": "model.onnx"}}, tmp_path))
