@@ -16,6 +16,7 @@ from tvmflow import samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
+from tvmflow.onnx_data import explain_data
 from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import explain_order, rounds_activations, standard_opset
@@ -306,6 +307,9 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
     except FileNotFoundError as error:
         raise ExportError(f"there is no ONNX file {label!r}") from error
     except Exception as error:
+        reason = explain_data(path)
+        if reason is not None:
+            raise ExportError(f"{label!r} cannot be read: {reason}") from error
         raise ExportError(f"{label!r} is not a readable ONNX file ({describe(error)})") from error
     name_free_dimensions(model.graph, zero_is_free=True)
     return model

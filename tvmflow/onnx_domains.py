@@ -46,7 +46,11 @@ def explain_unknown(model: "onnx.ModelProto") -> str | None:
     for node in nodes_of(model.graph):
         if node.domain not in ("", "ai.onnx") or (node.domain, node.op_type) in own:
             continue
-        if onnx.defs.has(node.op_type, opset):
+        try:
+            is_known = onnx.defs.has(node.op_type, opset)
+        except TypeError:  # In a damaged file a name may be no text; the checker refuses it.
+            continue
+        if is_known:
             continue
         where = f"operator {node.op_type}, node {node_name(node)!r}"
         if onnx.defs.has(node.op_type):

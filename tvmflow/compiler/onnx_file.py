@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import has_converter, is_function
 from tvmflow.errors import ModelImportError
+from tvmflow.onnx_data import explain_data
 from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import explain_order, nodes_of
@@ -40,6 +41,9 @@ def load_model(path: Path, label: str) -> onnx.ModelProto:
     except FileNotFoundError as error:
         raise ModelImportError(f"{label}: {error.strerror or 'file not found'}; expected an ONNX file") from error
     except Exception as error:  # protobuf, checker and external-data errors share no base class
+        reason = explain_data(path)
+        if reason is not None:
+            raise ModelImportError(f"{label} cannot be read: {reason}") from error
         raise ModelImportError(f"{label} is not a valid ONNX model ({shorten(error)}); export it again") from error
     if not model.graph.output:
         raise ModelImportError(f"{label} is not a valid ONNX model (it has no outputs); export it again")
