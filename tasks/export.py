@@ -28,7 +28,7 @@ from tvmflow.process import Emit
 from tvmflow.samples import NamedArrays
 from tvmflow.size_limits import SizeLimits
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
-from tvmflow.spec import Dimension, Dtype, Export, Input, Spec
+from tvmflow.spec import Dimension, Dtype, Export, Input, Samples, Spec
 from tvmflow.tolerance import Bounds, are_close, describe_bounds, largest_error
 from tvmflow.usercode import describe
 from tvmflow.workspace import Artifact, StepResult
@@ -142,11 +142,13 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             inputs = _pinned(job.inputs or described_by(model), job.dimensions)
             _fix_shapes(model, inputs)
             module = None
+            candidates = (inputs,) if job.inputs else (inputs, _between_zero_and_one(inputs))
         else:
             emit(0, 3, "loading the model")
             module = load_module(source)
             is_repeatable = _is_repeatable(source, module)
             inputs = _pinned(job.inputs, job.dimensions)
+            candidates = (inputs,)
             emit(1, 3, "exporting")
             model = _export(module, inputs, job, path)
         define(model, load_operators(job.operators))
@@ -155,9 +157,8 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         emit(2, 3, "comparing with ONNX Runtime")
         session = open_session(path, prints_errors=False)
         limits = SizeLimits(model) if module is None else None
-        dimensions = _find_dimensions(session, limits, inputs, job) if limits else job.dimensions
         ties = Ties(path)
-        pairs, error = _compare(session, module, limits, inputs, dimensions, ties, job)
+        dimensions, pairs, error = _compare_where_it_runs(session, module, limits, candidates, ties, job)
         samples.save(folder / "samples.npz", pairs)
         masks = ties.undecided(*pairs[0], _bounds(job.export))
         np.savez(folder / "undecided.npz", **masks)  # type: ignore[arg-type]
@@ -423,6 +424,36 @@ def _find_dimensions(
             "of a release file which sizes it takes, or fix them"
         )
     return {**job.dimensions, **ranges}
+
+
+def _between_zero_and_one(inputs: tuple[Input, ...]) -> tuple[Input, ...]:
+    """Inputs with floats from 0 to 1, as a model of images may need: in others a detector finds nothing."""
+    uniform = Samples(kind="uniform", low=0.0, high=1.0)
+    return tuple(
+        item.model_copy(update={"samples": uniform}) if item.dtype.startswith("float") else item for item in inputs
+    )
+
+
+def _compare_where_it_runs(
+    session: "onnxruntime.InferenceSession",
+    module: "torch.nn.Module | None",
+    limits: SizeLimits | None,
+    candidates: Iterable[tuple[Input, ...]],
+    ties: Ties,
+    job: ExportJob,
+) -> tuple[dict[str, Dimension], list[tuple[NamedArrays, NamedArrays]], float | None]:
+    """Return the dimensions and what `_compare` returns, for the first of `candidates` whose samples the model takes.
+
+    Raises the ExportError of the first candidate where the model takes none.
+    """
+    failure: ExportError | None = None
+    for inputs in candidates:
+        try:
+            dimensions = _find_dimensions(session, limits, inputs, job) if limits else job.dimensions
+            return dimensions, *_compare(session, module, limits, inputs, dimensions, ties, job)
+        except ExportError as error:
+            failure = failure or error
+    raise failure or ExportError("the model has no inputs to run on")
 
 
 def _compare(

@@ -363,6 +363,28 @@ def test_a_model_that_runs_at_no_size_is_refused_with_the_first_reason(export_sp
         export_spec(spec)
 
 
+def _save_lookup(folder: Path, scale: float) -> None:
+    """Write a model that takes rows of a table by its input times `scale`, which ONNX Runtime refuses beyond 4."""
+    save_text(
+        folder / "model.onnx",
+        f"""<ir_version: 9, opset_import: ["" : 18]> g (float[50] x) => (float[50] y)
+        <float[4] table = {{1, 2, 3, 4}}, float scale = {{{scale}}}>
+        {{ scaled = Mul (x, scale)  places = Cast <to = 7> (scaled)  y = Gather (table, places) }}""",
+    )
+
+
+def test_a_model_that_takes_no_normal_numbers_gets_samples_from_zero_to_one(export_spec: Any, tmp_path: Path) -> None:
+    _save_lookup(tmp_path, 3.5)
+    result = export_spec(parse({"name": "lookup", "model": {"onnx": "model.onnx"}}, tmp_path))
+    assert result.outputs[0].shape == (50,)
+
+
+def test_a_model_that_takes_no_samples_is_refused_with_what_to_do(export_spec: Any, tmp_path: Path) -> None:
+    _save_lookup(tmp_path, 35.0)
+    with pytest.raises(ExportError, match="give samples that it takes under `inputs` of a release file"):
+        export_spec(parse({"name": "lookup", "model": {"onnx": "model.onnx"}}, tmp_path))
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
