@@ -1,6 +1,7 @@
 """The nodes of an ONNX graph and their names, and the opset of a model."""
 
 import ast
+import heapq
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,40 @@ def names_read(node: "onnx.NodeProto") -> set[str]:
             read = {name for inner in graph.node for name in names_read(inner)}
             names |= (read | {value.name for value in graph.output}) - own
     return names
+
+
+def sort_nodes(graph: "onnx.GraphProto") -> None:
+    """Bring the nodes of a graph into an order in which each reads what nodes before it compute.
+
+    Nodes change places in it only where they must; nodes of a cycle stay at its end. ONNX wants such an order, ONNX
+    Runtime does not, and some converters append nodes to the end.
+    """
+    writers = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
+    needs = [
+        {writers[name] for name in names_read(node) if name in writers} - {place}
+        for place, node in enumerate(graph.node)
+    ]
+    if all(other < place for place, others in enumerate(needs) for other in others):
+        return
+    readers: dict[int, list[int]] = {}
+    for place, others in enumerate(needs):
+        for other in others:
+            readers.setdefault(other, []).append(place)
+    missing = [len(others) for others in needs]
+    ready = [place for place, count in enumerate(missing) if not count]
+    order: dict[int, None] = {}
+    while ready:
+        place = heapq.heappop(ready)
+        order[place] = None
+        for reader in readers.get(place, ()):
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, reader)
+    nodes = [graph.node[place] for place in (*order, *(item for item in range(len(needs)) if item not in order))]
+    copies = type(graph)()
+    copies.node.extend(nodes)
+    del graph.node[:]
+    graph.node.extend(copies.node)
 
 
 def explain_order(graph: "onnx.GraphProto") -> str | None:

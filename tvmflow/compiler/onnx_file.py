@@ -32,10 +32,10 @@ def load_model(path: Path, label: str) -> onnx.ModelProto:
     """
     try:
         model = with_own_domain(onnx.load(path))
+        bring_to_usual_form(model)
         reason = explain_order(model.graph) or explain_unknown(model)
         if reason is not None:
             raise ValueError(reason)
-        bring_to_usual_form(model)
         with _shapes_of_inputs(model.graph):
             onnx.checker.check_model(model)
     except FileNotFoundError as error:
