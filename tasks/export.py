@@ -16,9 +16,10 @@ from tvmflow import samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
-from tvmflow.onnx_domains import with_own_domain
+from tvmflow.onnx_data import explain_data
+from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
-from tvmflow.onnx_graph import explain_order, missing_data_file, quantises_activations, standard_opset
+from tvmflow.onnx_graph import explain_order, rounds_activations, standard_opset
 from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 from tvmflow.onnx_ties import Ties
@@ -27,7 +28,7 @@ from tvmflow.process import Emit
 from tvmflow.samples import NamedArrays
 from tvmflow.size_limits import SizeLimits
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
-from tvmflow.spec import Dimension, Dtype, Export, Input, Spec
+from tvmflow.spec import Dimension, Dtype, Export, Input, Samples, Spec
 from tvmflow.tolerance import Bounds, are_close, describe_bounds, largest_error
 from tvmflow.usercode import describe
 from tvmflow.workspace import Artifact, StepResult
@@ -94,8 +95,8 @@ class ExportResult(StepResult):
     gives none for a dimension of an ONNX file, the range of sizes at which ONNX Runtime runs the file. `registered` is
     the version of the registered model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the
     model's factory gave different weights. `without_labels` names the outputs that `notes` describes. `undecided` has,
-    for the first sample, the masks of the integers and bools that rounding decides, by the outputs' names. `quantises`
-    is whether the model quantises activations.
+    for the first sample, the masks of the integers and bools that rounding decides, by the outputs' names. `rounds`
+    is whether the model computes tensors of few bits: 8-bit integers, float16 or bfloat16.
     """
 
     onnx: Artifact
@@ -109,7 +110,7 @@ class ExportResult(StepResult):
     registered: str | None = None
     is_repeatable: bool = True
     without_labels: tuple[str, ...] = ()
-    quantises: bool = False
+    rounds: bool = False
 
     def notes(self) -> list[str]:
         """Return a sentence for each output that is a dictionary by label (ZipMap) in the original.
@@ -141,11 +142,13 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             inputs = _pinned(job.inputs or described_by(model), job.dimensions)
             _fix_shapes(model, inputs)
             module = None
+            candidates = (inputs,) if job.inputs else (inputs, _between_zero_and_one(inputs))
         else:
             emit(0, 3, "loading the model")
             module = load_module(source)
             is_repeatable = _is_repeatable(source, module)
             inputs = _pinned(job.inputs, job.dimensions)
+            candidates = (inputs,)
             emit(1, 3, "exporting")
             model = _export(module, inputs, job, path)
         define(model, load_operators(job.operators))
@@ -154,9 +157,8 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         emit(2, 3, "comparing with ONNX Runtime")
         session = _open(path) if module is None else open_session(path, prints_errors=False)
         limits = SizeLimits(model) if module is None else None
-        dimensions = _find_dimensions(session, limits, inputs, job) if limits else job.dimensions
         ties = Ties(path)
-        pairs, error = _compare(session, module, limits, inputs, dimensions, ties, job)
+        dimensions, pairs, error = _compare_where_it_runs(session, module, limits, candidates, ties, job)
         samples.save(folder / "samples.npz", pairs)
         masks = ties.undecided(*pairs[0], _bounds(job.export))
         np.savez(folder / "undecided.npz", **masks)  # type: ignore[arg-type]
@@ -172,7 +174,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             registered=job.original.registered,
             is_repeatable=is_repeatable,
             without_labels=without_labels,
-            quantises=quantises_activations(model),
+            rounds=rounds_activations(model),
             sources=usercode.imported_sources(job.folder),
         )
 
@@ -308,9 +310,9 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
     except FileNotFoundError as error:
         raise ExportError(f"there is no ONNX file {label!r}") from error
     except Exception as error:
-        missing = missing_data_file(path)
-        if missing is not None:
-            raise ExportError(f"{label!r} keeps weights in {missing!r}, which is missing; copy it there") from error
+        reason = explain_data(path)
+        if reason is not None:
+            raise ExportError(f"{label!r} cannot be read: {reason}") from error
         raise ExportError(f"{label!r} is not a readable ONNX file ({describe(error)}); export it again") from error
     name_free_dimensions(model.graph, zero_is_free=True)
     return model
@@ -319,11 +321,19 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
 def _check(model: "onnx.ModelProto") -> None:
     import onnx
 
-    disorder = explain_order(model.graph)
-    if disorder is not None:
-        raise ExportError(f"the ONNX model is not valid ({disorder})")
+    for output in model.graph.output:
+        kind = output.type.WhichOneof("value")
+        if kind not in (None, "tensor_type"):
+            raise ExportError(
+                f"output {output.name!r} of the ONNX model is no tensor but a {str(kind).removesuffix('_type')}; "
+                "export the model with tensors as outputs"
+            )
+    model = with_own_domain(model)
+    reason = explain_order(model.graph) or explain_unknown(model)
+    if reason is not None:
+        raise ExportError(f"the ONNX model is not valid ({reason})")
     try:
-        onnx.checker.check_model(with_own_domain(model), full_check=True)
+        onnx.checker.check_model(model, full_check=True)
     except Exception as error:  # The errors of the checker, of shape inference and of protobuf share no base class.
         raise ExportError(f"the ONNX model is not valid ({describe(error)})") from error
 
@@ -350,7 +360,10 @@ def described_by(model: "onnx.ModelProto", reshaped: Collection[str] = ()) -> tu
     for item in graph_inputs(model.graph):
         dtype = _input_dtype(item)
         if dtype not in _DTYPES:
-            raise ExportError(f"input {item.name!r} of the ONNX model is {dtype}; supported are {', '.join(_DTYPES)}")
+            raise ExportError(
+                f"input {item.name!r} of the ONNX model is {dtype}; supported are {', '.join(_DTYPES)}: "
+                "let the model take one of these and cast it"
+            )
         shape = tuple(dim.dim_value or dim.dim_param for dim in item.type.tensor_type.shape.dim)
         if item.name not in reshaped and not item.type.tensor_type.HasField("shape"):
             raise ExportError(
@@ -367,8 +380,14 @@ def _input_dtype(value: "onnx.ValueInfoProto") -> str:
     """The name of the dtype of an input, as `float32`. Raises ExportError when it has none."""
     import onnx
 
+    element = value.type.tensor_type.elem_type
+    if element == onnx.TensorProto.STRING:
+        raise ExportError(
+            f"input {value.name!r} of the ONNX model holds strings, and only numbers are supported; export the model "
+            "from where its strings are numbers"
+        )
     try:
-        return str(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
+        return str(onnx.helper.tensor_dtype_to_np_dtype(element))
     except KeyError as error:
         raise ExportError(
             f"input {value.name!r} of the ONNX model is not a tensor of numbers; export the model with such inputs"
@@ -421,6 +440,36 @@ def _find_dimensions(
             "of a release file which sizes it takes, or fix them"
         )
     return {**job.dimensions, **ranges}
+
+
+def _between_zero_and_one(inputs: tuple[Input, ...]) -> tuple[Input, ...]:
+    """Inputs with floats from 0 to 1, as a model of images may need: in others a detector finds nothing."""
+    uniform = Samples(kind="uniform", low=0.0, high=1.0)
+    return tuple(
+        item.model_copy(update={"samples": uniform}) if item.dtype.startswith("float") else item for item in inputs
+    )
+
+
+def _compare_where_it_runs(
+    session: "onnxruntime.InferenceSession",
+    module: "torch.nn.Module | None",
+    limits: SizeLimits | None,
+    candidates: Iterable[tuple[Input, ...]],
+    ties: Ties,
+    job: ExportJob,
+) -> tuple[dict[str, Dimension], list[tuple[NamedArrays, NamedArrays]], float | None]:
+    """Return the dimensions and what `_compare` returns, for the first of `candidates` whose samples the model takes.
+
+    Raises the ExportError of the first candidate where the model takes none.
+    """
+    failure: ExportError | None = None
+    for inputs in candidates:
+        try:
+            dimensions = _find_dimensions(session, limits, inputs, job) if limits else job.dimensions
+            return dimensions, *_compare(session, module, limits, inputs, dimensions, ties, job)
+        except ExportError as error:
+            failure = failure or error
+    raise failure or ExportError("the model has no inputs to run on")
 
 
 def _compare(

@@ -9,6 +9,7 @@ import yaml
 
 from tvmflow.bundle import sha256_file
 from tvmflow.errors import ExportError, SettingsError
+from tvmflow.onnx_data import data_digests
 from tvmflow.registry import Registry
 from tvmflow.source import Source
 from tvmflow.spec import Spec
@@ -59,7 +60,10 @@ def find_original(
     kind, path = ("pt2", model.pt2) if model.pt2 is not None else ("onnx", model.onnx)
     path = spec.path(path or Path())
     source = Source.model_validate({"kind": kind, "model": model, "path": path})
-    return Original(source=source, identity={"kind": kind, "sha256": sha256_file(path)})
+    data = data_digests(path) if kind == "onnx" else {}
+    return Original(
+        source=source, identity={"kind": kind, "sha256": sha256_file(path), **({"data": data} if data else {})}
+    )
 
 
 def _registered(spec: Spec, workspace: Workspace, registry: Registry, uri: str, trusts_pickle: bool) -> Original:

@@ -19,7 +19,7 @@ from tvmflow.reach import code_digest
 from tvmflow.spec import Dimension, Spec
 from tvmflow.target import Target, needed_features
 from tvmflow.tuning.best_records import read_threads
-from tvmflow.verification import QUANTISED
+from tvmflow.verification import ROUNDED
 from tvmflow.workspace import Artifact, Record, StepResult, Workspace
 
 
@@ -97,7 +97,7 @@ class PackageJob(Job):
                 "code": code_digest(__name__),
                 # The numbers of the processor by which the compiler chose.
                 **({} if target.profile is None else {"machine": target.profile.to_json()}),
-                **({"activations": QUANTISED} if exported.quantises else {}),
+                **({"activations": ROUNDED} if exported.rounds else {}),
                 # The modules of the user's operators, with their digests.
                 **({"operators": json.dumps(imported.sources.portable)} if spec.model.operators else {}),
             },

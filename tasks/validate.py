@@ -318,7 +318,7 @@ class ValidateJob(Job):
             packaged=packaged,
             reference=reference,
             # How a sample is shown changes no verdict.
-            bounds=spec.bounds(quantises=exported.quantises).model_copy(update={"show": None}),
+            bounds=spec.bounds(rounds=exported.rounds).model_copy(update={"show": None}),
             precision=spec.build.precision,
             allow_unverified=spec.gates.unverified_targets == "allow",
             refusal=why_not_here(target, spec.build.precision),

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tvmflow.onnx_graph import standard_opset
+from tvmflow.onnx_graph import node_name, nodes_of, standard_opset
 
 if TYPE_CHECKING:
     import onnx
@@ -32,3 +32,33 @@ def with_own_domain(model: "onnx.ModelProto") -> "onnx.ModelProto":
     if not any(entry.domain == "com.microsoft" for entry in result.opset_import):
         result.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
     return result
+
+
+def explain_unknown(model: "onnx.ModelProto") -> str | None:
+    """Return a clause on the first operator that ONNX's standard lacks in the model's opset, and what to do; else None.
+
+    Exporters leave an operator of their framework where they know no form of it in ONNX.
+    """
+    import onnx
+
+    opset = standard_opset(model) or 1
+    own = {(function.domain, function.name) for function in model.functions}
+    for node in nodes_of(model.graph):
+        if node.domain not in ("", "ai.onnx") or (node.domain, node.op_type) in own:
+            continue
+        try:
+            is_known = onnx.defs.has(node.op_type, opset)
+        except TypeError:  # In a damaged file a name may be no text; the checker refuses it.
+            continue
+        if is_known:
+            continue
+        where = f"operator {node.op_type}, node {node_name(node)!r}"
+        if onnx.defs.has(node.op_type):
+            since = min(
+                schema.since_version
+                for schema in onnx.defs.get_all_schemas_with_history()
+                if not schema.domain and schema.name == node.op_type
+            )
+            return f"{where}, is not in opset {opset}; export the model with opset {since} or later"
+        return f"{where}, is none of ONNX's; the exporter had no form of it: export the model without it"
+    return None

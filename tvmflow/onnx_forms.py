@@ -1,7 +1,9 @@
-"""Rare forms of an ONNX file, brought to the usual one: sparse weights, and outputs without a shape."""
+"""Rare forms of an ONNX file, brought to the usual one: sparse weights, outputs without a shape, unsorted nodes."""
 
 import math
 from typing import TYPE_CHECKING, Any
+
+from tvmflow.onnx_graph import sort_nodes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -11,11 +13,14 @@ if TYPE_CHECKING:
 def bring_to_usual_form(model: "onnx.ModelProto") -> None:
     """Replace the model's sparse weights by dense ones, and give each output without a shape an inferred one, in place.
 
+    Nodes that stand before those that compute what they read are moved after them.
+
     An output whose shape cannot be inferred gets an empty shape, because ONNX's checker requires the field.
     """
     import onnx
 
     graph = model.graph
+    sort_nodes(graph)
     graph.initializer.extend(
         onnx.numpy_helper.from_array(_dense(item), item.values.name) for item in graph.sparse_initializer
     )

@@ -1,8 +1,8 @@
 """The nodes of an ONNX graph and their names, and the opset of a model."""
 
 import ast
+import heapq
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,11 +26,34 @@ def inner_nodes(node: "onnx.NodeProto") -> "Iterator[onnx.NodeProto]":
             yield from nodes_of(attribute.g)
 
 
-def quantises_activations(model: "onnx.ModelProto") -> bool:
-    """Return whether a model rounds tensors that it computes to integers of few bits.
+# ONNX's numbers of the types of two bytes: float16 and bfloat16.
+_HALF_TYPES = {10, 16}
+
+
+def rounds_activations(model: "onnx.ModelProto") -> bool:
+    """Return whether a model computes tensors of few bits: it quantises them, or they are float16 or bfloat16.
 
     A last digit then decides between two levels, and two right programs for the model differ by whole levels.
     """
+    return _quantises_activations(model) or _computes_in_half(model)
+
+
+def _computes_in_half(model: "onnx.ModelProto") -> bool:
+    """Whether an input, an output or the result of a cast is float16 or bfloat16; casts of weights do not count."""
+    values = (*model.graph.input, *model.graph.output)
+    weights = {tensor.name for tensor in model.graph.initializer}
+    graphs = [nodes_of(model.graph), *(function.node for function in model.functions)]
+    return any(value.type.tensor_type.elem_type in _HALF_TYPES for value in values if value.name not in weights) or any(
+        attribute.name == "to" and attribute.i in _HALF_TYPES
+        for nodes in graphs
+        for node in nodes
+        if node.op_type == "Cast" and node.input[0] not in weights
+        for attribute in node.attribute
+    )
+
+
+def _quantises_activations(model: "onnx.ModelProto") -> bool:
+    """Whether a model rounds tensors that it computes to integers of few bits."""
     weights = {tensor.name for tensor in model.graph.initializer}
     graphs = [nodes_of(model.graph), *(function.node for function in model.functions)]
     return any(
@@ -68,6 +91,40 @@ def names_read(node: "onnx.NodeProto") -> set[str]:
     return names
 
 
+def sort_nodes(graph: "onnx.GraphProto") -> None:
+    """Bring the nodes of a graph into an order in which each reads what nodes before it compute.
+
+    Nodes change places in it only where they must; nodes of a cycle stay at its end. ONNX wants such an order, ONNX
+    Runtime does not, and some converters append nodes to the end.
+    """
+    writers = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
+    needs = [
+        {writers[name] for name in names_read(node) if name in writers} - {place}
+        for place, node in enumerate(graph.node)
+    ]
+    if all(other < place for place, others in enumerate(needs) for other in others):
+        return
+    readers: dict[int, list[int]] = {}
+    for place, others in enumerate(needs):
+        for other in others:
+            readers.setdefault(other, []).append(place)
+    missing = [len(others) for others in needs]
+    ready = [place for place, count in enumerate(missing) if not count]
+    order: dict[int, None] = {}
+    while ready:
+        place = heapq.heappop(ready)
+        order[place] = None
+        for reader in readers.get(place, ()):
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, reader)
+    nodes = [graph.node[place] for place in (*order, *(item for item in range(len(needs)) if item not in order))]
+    copies = type(graph)()
+    copies.node.extend(nodes)
+    del graph.node[:]
+    graph.node.extend(copies.node)
+
+
 def explain_order(graph: "onnx.GraphProto") -> str | None:
     """Return a clause on the first node that reads a value before it is computed; None for a graph in a valid order."""
     known = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
@@ -83,22 +140,6 @@ def explain_order(graph: "onnx.GraphProto") -> str | None:
             return f"{reads}, which node {node_name(writers[name])!r} after it computes"
         known.update(node.output)
     return None
-
-
-def missing_data_file(path: Path) -> str | None:
-    """Return the first file beside the ONNX file `path` that should hold its weights and does not exist.
-
-    None when there is no such file, and when `path` is no ONNX file.
-    """
-    import onnx
-    from google.protobuf.message import DecodeError
-
-    try:
-        graph = onnx.load(path, load_external_data=False).graph
-    except (OSError, DecodeError):
-        return None
-    names = (entry.value for item in graph.initializer for entry in item.external_data if entry.key == "location")
-    return next((name for name in names if not (path.parent / name).is_file()), None)
 
 
 def scope_of(node: "onnx.NodeProto") -> tuple[str, ...]:

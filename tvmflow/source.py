@@ -144,7 +144,10 @@ def run_session(session: "onnxruntime.InferenceSession", inputs: NamedArrays) ->
     try:
         return dict(zip(names, session.run(names, inputs), strict=True))
     except Exception as error:
-        raise ExportError(f"ONNX Runtime cannot run the model on the samples ({describe(error)})") from error
+        raise ExportError(
+            f"ONNX Runtime cannot run the model on the samples ({describe(error)}); give samples that it takes under "
+            "`inputs` of a release file"
+        ) from error
 
 
 def compute_values(model: "onnx.ModelProto", inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from tvmflow.supervisor import ChildProcess, visible_environment
 # The tolerance for an element of an output: relative to the original's, and absolute.
 _RTOL, _ATOL = 1e-2, 1e-3
 # The same relative to the output's largest magnitude, for bundles that compute in a reduced precision or whose model
-# quantises its activations.
+# rounds its activations.
 _REDUCED_RTOL = 1e-1
 # What the provenance of a bundle says of such a model's activations.
-QUANTISED = "quantised"
+ROUNDED = "rounded"
 _LARGEST_REPLY = 1 << 22
 _REFUSALS = (BundleError, VerdictError, SettingsError)
 
@@ -113,7 +113,7 @@ def _run_sample(bundle: Path) -> dict[str, Any]:
         raise BundleError(
             f"bundle {str(bundle)!r}: its golden sample has other outputs than the bundle; build it again"
         )
-    reduced = _precision(manifest) != "fp32" or manifest.provenance.get("activations") == QUANTISED
+    reduced = _precision(manifest) != "fp32" or manifest.provenance.get("activations") == ROUNDED
     worst = 0.0
     for name, array in expected.items():
         reference, output = array.astype(np.float64), outputs[name].astype(np.float64)

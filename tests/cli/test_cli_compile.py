@@ -182,7 +182,7 @@ def _with_an_unknown_operator(path: Path) -> None:
     ("spoil", "values"),
     [
         (_without_outputs, ("has no outputs", "export it again")),
-        (_without_its_weights, ("'weights.bin'", "is missing", "copy it there")),
+        (_without_its_weights, ("'weights.bin'", "is missing", "put it there")),
         (_with_an_unknown_operator, ("org.example:Mine", "`tvmflow doctor`")),
     ],
 )

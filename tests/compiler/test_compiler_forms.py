@@ -91,24 +91,52 @@ def test_blocks_of_data_are_quantised(tmp_path: Path, assert_same_as_onnxruntime
     ("nodes", "reason"),
     [
         (
-            '["second"] y = Relu (a)  ["first"] a = Neg (x)',
-            "node 'second', reads 'a', which node 'first' after it computes",
+            '["second"] a = Relu (b)  ["first"] b = Neg (a)  y = Neg (b)',
+            "node 'second', reads 'b', which node 'first' after it computes",
         ),
         ('["first"] a = Neg (x)  ["lonely"] y = Relu (b)', "node 'lonely', reads 'b', which nothing computes"),
         ('["round"] y = Add (x, y)', "node 'round', reads 'y', which it computes itself"),
         (
             'c = Greater (x, x)  ["branch"] y = If (c) <then_branch = t () => (float u) { u = Relu (a) }, '
-            "else_branch = e () => (float u) { u = Neg (x) }>  a = Neg (x)",
+            "else_branch = e () => (float u) { u = Neg (x) }>  a = Neg (y)",
             "node 'branch', reads 'a', which node 'a' after it computes",
         ),
     ],
 )
-def test_a_node_before_what_it_reads_is_named(tmp_path: Path, nodes: str, reason: str) -> None:
+def test_a_node_that_reads_what_no_order_computes_is_named(tmp_path: Path, nodes: str, reason: str) -> None:
     text = f'<ir_version: 9, opset_import: ["": 18]> g (float x) => (float y) {{ {nodes} }}'
     path = save_text(tmp_path / "model.onnx", text)
     for read in (import_onnx, survey_onnx):
         with pytest.raises(ModelImportError, match=re.escape(reason)):
             read(path)
+
+
+def test_nodes_in_any_order_are_taken(tmp_path: Path, assert_same_as_onnxruntime: Any) -> None:
+    text = """<ir_version: 9, opset_import: ["": 18]> g (float[4] x) => (float[4] y, float[4] z)
+    {
+      y = Relu (a)  z = If (c) <
+        then_branch = t () => (float[4] u) { v = Sub (a, x)  u = Relu (v) },
+        else_branch = e () => (float[4] w) { w = Neg (x) }
+      >
+      a = Neg (x)  c = Greater (first, second)  first = ReduceMax <keepdims = 0> (a)
+      second = ReduceMin <keepdims = 0> (y)
+    }"""
+    path = save_text(tmp_path / "model.onnx", text)
+    assert_same_as_onnxruntime(path, {"x": normal(4)}, {"x": np.abs(normal(4))})
+
+
+@pytest.mark.parametrize(
+    ("operator", "reason"),
+    [
+        ("Gelu", "operator Gelu, node 'odd', is not in opset 18; export the model with opset 20 or later"),
+        ("Erfc", "operator Erfc, node 'odd', is none of ONNX's; the exporter had no form of it"),
+    ],
+)
+def test_an_operator_that_the_standard_lacks_is_named(tmp_path: Path, operator: str, reason: str) -> None:
+    text = f'<ir_version: 9, opset_import: ["": 18]> g (float x) => (float y) {{ ["odd"] y = {operator} (x) }}'
+    path = save_text(tmp_path / "model.onnx", text)
+    with pytest.raises(ModelImportError, match=re.escape(reason)):
+        import_onnx(path)
 
 
 def test_the_number_of_the_largest_is_an_operand_since_opset_10(

@@ -780,6 +780,29 @@ def test_convolutions_of_free_images_without_padding_are_tiled(
     assert [rule for name, rule in model.schedules if "conv2d" in name] == ["conv2d"]
 
 
+def test_a_convolution_of_a_padded_tensor_of_computed_sizes_is_fused_with_its_epilogue(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    nodes = [
+        _node("Slice", ["x", "start", "end", "axes", "steps"], ["halved"]),
+        _node("Pad", ["halved", "pads"], ["padded"], mode="reflect"),
+        _node("Conv", ["padded", "filter"], ["filtered"]),
+        _node("Add", ["filtered", "biases"], ["sum"]),
+        _node("Relu", ["sum"], ["y"]),
+    ]
+    weights = {
+        "start": _ints(0, 0),
+        "end": _ints(10**9, 10**9),
+        "axes": _ints(2, 3),
+        "steps": _ints(2, 2),
+        "pads": _ints(0, 0, 1, 1, 0, 0, 1, 1),
+        "filter": normal(16, 3, 3, 3),
+        "biases": normal(1, 16, 1, 1),
+    }
+    path = make_model(nodes, [("x", ["n", 3, "h", "w"])], ["y"], weights)
+    assert_same_as_onnxruntime(path, *_feeds((1, 3, 17, 20), (2, 3, 8, 9)))
+
+
 @pytest.mark.parametrize("image", [[12, "w"], ["h", 7], [3, "w"], ["h", "w"]], ids=str)
 def test_pointwise_convolutions_of_free_images_are_tiled_with_their_epilogue(
     image: list[Any], make_model: Any, assert_same_as_onnxruntime: Any

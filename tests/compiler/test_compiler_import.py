@@ -1,6 +1,7 @@
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -190,6 +191,14 @@ def test_modules_and_weights_survive_saving(make_model: Any, tmp_path: Path) -> 
     assert tvm_ffi.structural_equal(load_module(tmp_path / "mod.json"), imported.mod)
     np.testing.assert_array_equal(load_params(tmp_path / "a.params")["w"], weights["w"])
     assert (tmp_path / "a.params").read_bytes() == (tmp_path / "b.params").read_bytes()
+
+
+def test_weights_of_bfloat16_survive_saving(tmp_path: Path) -> None:
+    weights = np.array([1.5, -2.0], ml_dtypes.bfloat16)
+    save_params({"w": weights}, tmp_path / "w.params")
+    loaded = load_params(tmp_path / "w.params")["w"]
+    assert loaded.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(loaded, weights)
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from support.builds import rule_counts
 from support.models import join_models, joined_name
 from support.quantised import quantise, quantise_dynamically
 from tvmflow.compiler import BuildOptions, build, import_onnx
-from tvmflow.onnx_graph import quantises_activations
+from tvmflow.onnx_graph import rounds_activations
 from tvmflow.target import Precision, Target, resolve
 
 Array = np.ndarray[Any, Any]
@@ -145,15 +145,27 @@ def test_models_that_quantise_as_they_run_are_computed_in_integers(
 
 def test_models_that_quantise_activations_are_told_from_those_that_do_not(make_model: MakeModel) -> None:
     path = _network(make_model)
-    assert not quantises_activations(onnx.load(path))
+    assert not rounds_activations(onnx.load(path))
     dynamic = path.with_name("dynamic.onnx")
     static = path.with_name("static.onnx")
     for form, result in ((quantise_dynamically, dynamic), (quantise, static)):
         form(path, result)
-        assert quantises_activations(onnx.load(result))
+        assert rounds_activations(onnx.load(result))
     weights = helper.make_node("DequantizeLinear", ["w", "scale"], ["y"])
     numbers = {"w": np.zeros(4, "int8"), "scale": np.array(0.5, "float32")}
-    assert not quantises_activations(onnx.load(make_model([weights], [], ["y"], numbers)))
+    assert not rounds_activations(onnx.load(make_model([weights], [], ["y"], numbers)))
+
+
+def test_models_that_compute_in_float16_are_told_from_those_that_store_weights_in_it(make_model: MakeModel) -> None:
+    multiply = helper.make_node("MatMul", ["x", "w"], ["y"])
+    weights = {"w": np.ones((4, 3), "float16")}
+    half = [(name, [2, size], onnx.TensorProto.FLOAT16) for name, size in (("x", 4), ("y", 3))]
+    assert rounds_activations(onnx.load(make_model([multiply], half[:1], half[1:], weights)))
+    widen = helper.make_node("Cast", ["h"], ["w"], to=onnx.TensorProto.FLOAT)
+    stored = {"h": weights["w"]}
+    assert not rounds_activations(onnx.load(make_model([widen, multiply], [("x", [2, 4])], ["y"], stored)))
+    narrow = helper.make_node("Cast", ["v"], ["x"], to=onnx.TensorProto.FLOAT16)
+    assert rounds_activations(onnx.load(make_model([narrow, multiply], [("v", [2, 4])], half[1:], weights)))
 
 
 def _integer_nodes(make_model: MakeModel) -> tuple[Path, dict[str, Array]]:

@@ -137,3 +137,11 @@ def test_suppression_with_and_without_a_limit_of_boxes_equals_onnx_runtime(
     scores = np.linspace(0.9, 0.1, 10, dtype="float32").reshape(1, 2, 5)[..., ::-1]
     feeds = [{"boxes": boxes[:, :some], "scores": scores[..., :some].copy()} for some in (5, 2)]
     assert_same_as_onnxruntime(path, *feeds[: 1 if count == 5 else 2])
+
+
+def test_bools_are_compared(assert_all_same: Check) -> None:
+    nodes = [helper.make_node("Equal", ["x", "y"], ["both"]), helper.make_node("Equal", ["no", "x"], ["neither"])]
+    inputs = [(name, ["n", 7], TensorProto.BOOL) for name in "xy"]
+    outputs = [(name, ["n", 7], TensorProto.BOOL) for name in ("both", "neither")]
+    feed = {name: normal(3, 7, seed=seed) > 0 for seed, name in enumerate("xy")}
+    assert_all_same([((nodes, inputs, outputs, {"no": np.array(False)}), feed)])

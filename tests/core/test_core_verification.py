@@ -16,7 +16,7 @@ from tvmflow import npz
 from tvmflow.bundle import extract, installed_versions, keygen, pack, read_manifest, sign
 from tvmflow.errors import BundleError, VerdictError
 from tvmflow.target import host
-from tvmflow.verification import QUANTISED, verify
+from tvmflow.verification import ROUNDED, verify
 
 GOOD = Path(__file__).parents[1] / "bundle" / "files" / "format-1.tar.gz"
 Bundle = Callable[..., Path]
@@ -119,9 +119,9 @@ def test_other_outputs_than_the_originals_are_a_verdict(bundle_of: Bundle) -> No
 
 
 @pytest.mark.usefixtures("runnable")
-def test_outputs_of_quantised_activations_may_differ_by_levels(bundle_of: Bundle) -> None:
+def test_outputs_of_rounded_activations_may_differ_by_levels(bundle_of: Bundle) -> None:
     levels = np.array([[0.3916757, 0.0969395, 0.01, 0.0]], np.float32)
-    verified = verify(bundle_of(provenance={"activations": QUANTISED}, output_y=levels), trusted=())
+    verified = verify(bundle_of(provenance={"activations": ROUNDED}, output_y=levels), trusted=())
     assert 0.009 < verified.max_abs_error < 0.011
 
 

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from support import forests, scale
-from support.models import save_model
+from support.models import save_model, save_text
 from support.processes import SECRETS, mentioned_secrets
 from tasks.export import ExportJob, ExportResult, described_by, export, read_onnx
 from tasks.original import find_original
@@ -378,3 +378,41 @@ def test_a_model_that_runs_at_no_size_is_refused_with_the_first_reason(export_sp
     spec = _onnx_spec(tmp_path, [node], ["n"], {"target": np.array([7, 11, 13], "int64")})
     with pytest.raises(ExportError, match="dimensions"):
         export_spec(spec)
+
+
+def _save_lookup(folder: Path, scale: float) -> None:
+    """Write a model that takes rows of a table by its input times `scale`, which ONNX Runtime refuses beyond 4."""
+    save_text(
+        folder / "model.onnx",
+        f"""<ir_version: 9, opset_import: ["" : 18]> g (float[50] x) => (float[50] y)
+        <float[4] table = {{1, 2, 3, 4}}, float scale = {{{scale}}}>
+        {{ scaled = Mul (x, scale)  places = Cast <to = 7> (scaled)  y = Gather (table, places) }}""",
+    )
+
+
+def test_a_model_that_takes_no_normal_numbers_gets_samples_from_zero_to_one(export_spec: Any, tmp_path: Path) -> None:
+    _save_lookup(tmp_path, 3.5)
+    result = export_spec(parse({"name": "lookup", "model": {"onnx": "model.onnx"}}, tmp_path))
+    assert result.outputs[0].shape == (50,)
+
+
+def test_a_model_that_takes_no_samples_is_refused_with_what_to_do(export_spec: Any, tmp_path: Path) -> None:
+    _save_lookup(tmp_path, 35.0)
+    with pytest.raises(ExportError, match="give samples that it takes under `inputs` of a release file"):
+        export_spec(parse({"name": "lookup", "model": {"onnx": "model.onnx"}}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("(string[n] x) => (string[n] y) { y = Identity (x) }", "input 'x' of the ONNX model holds strings"),
+        ("(uint32[n] x) => (float[n] y) { y = Cast <to = 1> (x) }", "let the model take one of these and cast it"),
+        ("(float[4, 2] x) => (seq(float[1, 2]) y) { y = SplitToSequence (x) }", "output 'y' .* is no tensor but a seq"),
+    ],
+)
+def test_inputs_and_outputs_that_no_bundle_has_are_refused(
+    export_spec: Any, tmp_path: Path, text: str, reason: str
+) -> None:
+    save_text(tmp_path / "model.onnx", f'<ir_version: 9, opset_import: ["" : 18]> g {text}')
+    with pytest.raises(ExportError, match=reason):
+        export_spec(parse({"name": "odd", "model": {"onnx": "model.onnx"}}, tmp_path))

@@ -85,7 +85,7 @@ def bisect_command(
     from tasks.export import read_onnx
     from tvmflow.bisection import bisect
     from tvmflow.compiler import BuildOptions
-    from tvmflow.onnx_graph import quantises_activations
+    from tvmflow.onnx_graph import rounds_activations
     from tvmflow.onnx_inputs import fix_shapes
     from tvmflow.operators import define
     from tvmflow.tolerance import Bounds
@@ -95,7 +95,7 @@ def bisect_command(
     define(original, own)
     fix_shapes(original.graph, {item.name: item.shape for item in spec.inputs})
     arrays = read_inputs(inputs) if inputs is not None else _make(model, original)
-    allowed = spec.bounds(quantises=quantises_activations(original))
+    allowed = spec.bounds(rounds=rounds_activations(original))
     bounds = Bounds(allowed.rtol, allowed.atol, allowed.max_relative_error)
     if max_relative_error is not None or are_elements_bounded:
         bounds = Bounds(rtol or 0.0, atol or 0.0, max_relative_error)

@@ -14,9 +14,10 @@ from onnx import numpy_helper
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import has_converter, is_function
 from tvmflow.errors import ModelImportError
-from tvmflow.onnx_domains import with_own_domain
+from tvmflow.onnx_data import explain_data
+from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
-from tvmflow.onnx_graph import explain_order, missing_data_file, nodes_of
+from tvmflow.onnx_graph import explain_order, nodes_of
 from tvmflow.onnx_inputs import name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 
@@ -31,18 +32,18 @@ def load_model(path: Path, label: str) -> onnx.ModelProto:
     """
     try:
         model = with_own_domain(onnx.load(path))
-        disorder = explain_order(model.graph)
-        if disorder is not None:
-            raise ValueError(disorder)
         bring_to_usual_form(model)
+        reason = explain_order(model.graph) or explain_unknown(model)
+        if reason is not None:
+            raise ValueError(reason)
         with _shapes_of_inputs(model.graph):
             onnx.checker.check_model(model)
     except FileNotFoundError as error:
         raise ModelImportError(f"{label}: {error.strerror or 'file not found'}; expected an ONNX file") from error
     except Exception as error:  # protobuf, checker and external-data errors share no base class
-        missing = missing_data_file(path)
-        if missing is not None:
-            raise ModelImportError(f"{label} keeps weights in {missing!r}, which is missing; copy it there") from error
+        reason = explain_data(path)
+        if reason is not None:
+            raise ModelImportError(f"{label} cannot be read: {reason}") from error
         raise ModelImportError(f"{label} is not a valid ONNX model ({shorten(error)}); export it again") from error
     if not model.graph.output:
         raise ModelImportError(f"{label} is not a valid ONNX model (it has no outputs); export it again")

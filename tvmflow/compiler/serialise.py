@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import tvm
 
 from tvmflow.errors import ModelImportError
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)
+# NumPy's files have no name for bfloat16: its numbers stand there as two bytes without a type.
+_BFLOAT16 = np.dtype("V2")
 
 
 def ir_text(mod: tvm.IRModule) -> str:
@@ -55,6 +58,9 @@ def load_params(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     """Read tensors that `save_params` wrote, in order. Raises ModelImportError if the file is missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
+            arrays = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise ModelImportError(f"{path} holds no weights that can be read; import the model again") from error
+    return {
+        name: array.view(ml_dtypes.bfloat16) if array.dtype == _BFLOAT16 else array for name, array in arrays.items()
+    }

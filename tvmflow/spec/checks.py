@@ -64,7 +64,7 @@ class Validate(Section):
     that is above 1."""
     max_relative_error: NonNegativeFloat | None = None
     """Largest error of an output over its largest magnitude; replaces `rtol` and `atol`. Without any bound it is 0.05
-    for a reduced precision and for a model that quantises its activations."""
+    for a reduced precision and for a model that rounds its activations to 8 or 16 bits."""
     top1_agreement: Share | None = 1.0
     """The least share of samples whose largest output has the same index as the original's. `null` where outputs are
     not class scores."""

@@ -15,8 +15,8 @@ from tvmflow.target import Precision, Target, resolve
 
 # The `max_relative_error` of each reduced precision, where the release file sets no bound.
 _REDUCED_PRECISION_ERROR: dict[Precision, float] = {"bf16": 5e-2, "fp16": 5e-2, "int8": 5e-2}
-# The same for activations of 8 bits: where a last digit decides between two levels, what follows differs by levels.
-_QUANTISED_ERROR = 5e-2
+# The same for activations of 8 or 16 bits: a last digit decides between two levels, and what follows differs by levels.
+_ROUNDED_ERROR = 5e-2
 
 
 class RegistrySection(Section):
@@ -159,12 +159,13 @@ class Spec(Section):
             raise ValueError("train makes the weights of a factory's model: give factory, and no weights file")
         return self
 
-    def bounds(self, *, quantises: bool = False) -> Validate:
+    def bounds(self, *, rounds: bool = False) -> Validate:
         """Return the bounds of validation: the release file's.
 
-        Where it sets none, they are wider for a reduced precision, and for a model that `quantises` its activations.
+        Where it sets none, they are wider for a reduced precision, and for a model that `rounds` its activations to 8
+        or 16 bits.
         """
-        error = _REDUCED_PRECISION_ERROR.get(self.build.precision, _QUANTISED_ERROR if quantises else None)
+        error = _REDUCED_PRECISION_ERROR.get(self.build.precision, _ROUNDED_ERROR if rounds else None)
         if error is None or self.validation.has_bounds:
             return self.validation
         return self.validation.model_copy(update={"max_relative_error": error})

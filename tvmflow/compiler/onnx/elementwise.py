@@ -210,6 +210,17 @@ def convert_mean(node: Node) -> relax.Expr | None:
     return None if total is None else relax.op.divide(total, relax.const(len(node.inputs), dtype_of(total)))
 
 
+def convert_equal(node: Node) -> relax.Expr | None:
+    """Return the Relax expression of ONNX's Equal of bools, which TVM would compare as floating point numbers.
+
+    Returns None, which leaves the node to TVM's converter, for other types and for operands that are not tensors.
+    """
+    one, other = node.inputs
+    if not all(isinstance(expr.ty, relax.TensorType) and dtype_of(expr) == "bool" for expr in (one, other)):
+        return None
+    return relax.op.logical_not(node.emit(relax.op.logical_xor(one, other)))
+
+
 def convert_bit_cast(node: Node) -> relax.Expr:
     """Return the Relax expression of ONNX's BitCast: the bits of each element, read as a type of the same width."""
     x, dtype = node.inputs[0], str(onnx.helper.tensor_dtype_to_np_dtype(node.attrs["to"]))

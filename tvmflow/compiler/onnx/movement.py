@@ -10,7 +10,7 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from tvmflow.compiler.onnx.broadcasting import cast_to, simplest, with_sizes
-from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
+from tvmflow.compiler.onnx.node import FreeSizeError, Node
 from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, elements_at_import
 from tvmflow.compiler.onnx.values import Array, const, dims_of
 
@@ -146,17 +146,6 @@ def convert_tile(node: Node) -> relax.Expr | None:
     whole = [node.evaluator.multiply(*pair) for pair in zip(repeats, dims, strict=True)]
     expanded = node.emit(relax.op.broadcast_to(node.emit(relax.op.reshape(data, apart)), relax.ShapeExpr(pairs)))
     return relax.op.reshape(expanded, relax.ShapeExpr(whole))
-
-
-def check_sequence(node: Node) -> None:
-    """Raise UnsupportedFormError for a sequence that is not a tuple of values at import.
-
-    TVM's converter would iterate over the rows of a tensor endlessly. Returns None for other sequences, which leaves
-    the node to TVM's converter.
-    """
-    sequence = node.inputs[0]
-    if not isinstance(sequence, relax.Tuple) and not isinstance(sequence.ty, relax.TupleType):
-        raise UnsupportedFormError("a sequence that is made when the model runs")
 
 
 def convert_squeeze(node: Node) -> relax.Expr | None:

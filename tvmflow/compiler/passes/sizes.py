@@ -164,8 +164,10 @@ def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
     if not products:
         # Nor may the expression depend on the function's other sizes, which the function that it is fused with lacks.
         name_parts([dim for dim in dims if not isinstance(_split_last_number(dim)[0], _OPAQUE)])
-    # A dimension that is an opaque expression and a number is itself the variable.
-    for dim in dims:
+    # A dimension that is an opaque expression and a number is itself the variable, as is one that is such an expression
+    # alone. In functions that are still to be fused the latter come first, so that no dimension is a difference: TVM
+    # would give that another expression than the dimension of the function before or after it.
+    for dim in dims if products else sorted(dims, key=lambda dim: not isinstance(dim, _OPAQUE)):
         core, number = _split_last_number(dim)
         if isinstance(core, _OPAQUE) and _key(core) not in table:
             size = tirx.Var(f"size{next(numbers)}", dim.ty)
