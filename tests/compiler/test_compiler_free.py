@@ -780,6 +780,24 @@ def test_convolutions_of_free_images_without_padding_are_tiled(
     assert [rule for name, rule in model.schedules if "conv2d" in name] == ["conv2d"]
 
 
+def test_a_tensor_is_joined_with_constants_of_sizes_that_are_computed_from_data(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    # As Mask R-CNN puts the mask of a box into an image.
+    nodes = [
+        _node("Relu", ["x"], ["part"]),
+        _node("Shape", ["part"], ["shape"]),
+        _node("Slice", ["shape", "one", "two", "zero"], ["width"]),
+        _node("Concat", ["above", "width"], ["whole"], axis=0),
+        _node("ConstantOfShape", ["whole"], ["zeros"]),
+        _node("Concat", ["zeros", "part"], ["y"], axis=0),
+    ]
+    inputs = [("x", ["n", "w"]), ("above", [1], TensorProto.INT64)]
+    path = make_model(nodes, inputs, ["y"], {name: _WEIGHTS[name] for name in ("zero", "one", "two")})
+    feeds = [{**feed, "above": _ints(rows)} for rows, feed in zip((3, 0), _feeds((2, 5), (4, 7)), strict=True)]
+    assert_same_as_onnxruntime(path, *feeds)
+
+
 def test_a_convolution_of_a_padded_tensor_of_computed_sizes_is_fused_with_its_epilogue(
     make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:

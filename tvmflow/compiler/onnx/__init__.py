@@ -63,6 +63,7 @@ _STANDARD: dict[str, Converter] = {
     "Compress": indexing.convert_compress,
     "ConcatFromSequence": sequences.convert_concat_from_sequence,
     "Conv": vision.convert_padding("Conv"),
+    "ConstantOfShape": movement.convert_constant_of_shape,
     "ConvInteger": quantised.convert_conv_integer,
     "ConvTranspose": vision.convert_conv_transpose,
     "CumSum": indexing.convert_cum_sum,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tvm_ffi
+from onnx import numpy_helper
 from tvm import relax, tirx
 
 from tvmflow.compiler.onnx.broadcasting import cast_to, simplest, with_sizes
@@ -130,6 +131,20 @@ def _expand_to_data(node: Node) -> relax.Expr:
     # A dimension that is no one is as large as the result's, which is checked at run time.
     data = cast_to(node.builder, data, own[rank - data.ty.ndim :])
     return relax.op.broadcast_to(data, relax.ShapeExpr(sizes))
+
+
+def convert_constant_of_shape(node: Node) -> relax.Expr | None:
+    """Return the Relax expression of a ConstantOfShape of sizes that are computed from data, each with a symbol.
+
+    Returns None, which leaves the node to TVM's converter, for other sizes. Raises FreeSizeError where the number of
+    sizes is unknown.
+    """
+    if node.sizes(0) is not None:
+        return None
+    target, value = node.integers(0), node.attrs.get("value")
+    sizes = node.bind(target, elements_at_import(node.builder, target))
+    number = np.zeros(1, "float32") if value is None else numpy_helper.to_array(value)
+    return relax.op.broadcast_to(const(number.reshape(())), relax.ShapeExpr(sizes))
 
 
 def convert_tile(node: Node) -> relax.Expr | None:
