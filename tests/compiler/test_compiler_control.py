@@ -205,7 +205,7 @@ model (float[2] state, float[{T}, 2] x, float[2, {T}] u) => (float[2] last, floa
 """
 
 
-@pytest.mark.parametrize(("length", "lengths"), [("t", (1, 2, 9)), ("3", (3,)), ("200", (200,))])
+@pytest.mark.parametrize(("length", "lengths"), [("t", (1, 2, 9)), ("3", (3,)), ("300", (300,))])
 def test_a_scan_takes_and_stacks_along_axes_in_both_directions(
     make_text: Any, assert_same_as_onnxruntime: Any, length: str, lengths: tuple[int, ...]
 ) -> None:

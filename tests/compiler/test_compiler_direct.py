@@ -17,7 +17,7 @@ from tvm.script.ir_builder import tirx as T
 from support import builds
 from support.models import save_model
 from tvmflow.bundle import DIRECT_MAIN
-from tvmflow.compiler import CompiledModel, build, import_onnx, lower
+from tvmflow.compiler import CompiledModel, build, direct, import_onnx, lower
 from tvmflow.compiler.codegen import PART, code_target
 from tvmflow.compiler.direct import add_direct_main
 from tvmflow.compiler.machine import machine
@@ -125,8 +125,8 @@ def test_the_direct_form_calls_functions_of_other_parts_of_the_library(tmp_path:
         (outputs,) = builds.run_in_memory(model, [feed])
         loaded = model.load()
         assert builds.has_direct_main(loaded.library)
-        for direct, output in zip(builds.run_directly(loaded, feed, outputs), outputs, strict=True):
-            np.testing.assert_array_equal(direct, output)
+        for result, output in zip(builds.run_directly(loaded, feed, outputs), outputs, strict=True):
+            np.testing.assert_array_equal(result, output)
 
 
 def test_the_direct_form_refuses_sizes_that_contradict_each_other(tmp_path: Path, native: Target) -> None:
@@ -180,6 +180,16 @@ def test_a_loop_of_free_length_is_parallel_where_it_is_long() -> None:
 def test_a_loop_that_stands_for_a_branch_counts_once() -> None:
     branch = forms(loops(None, lambda index: (index > 3).astype("int64")))
     assert isinstance(branch, tirx.IfThenElse)
+
+
+def test_a_main_of_very_many_calls_has_no_direct_form(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_model(tmp_path / "chain.onnx", [helper.make_node("Softmax", ["x"], ["y"])], [("x", [2, 3])], ["y"])
+    assert build(import_onnx(path), target).has_direct_main
+    # One call of two tensors of two dimensions.
+    monkeypatch.setattr(direct, "_MOST_SIZES", 3)
+    assert not build(import_onnx(path), target).has_direct_main
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ from tvmflow.compiler.passes.calls import ConstantKey, key_of_constant
 
 # Bytes; TVM puts less on the stack, which is not aligned for its vectors.
 _LEAST_MEMORY = 1024
+# The most dimensions of all tensors of all calls together. The time of LLVM grows with their square: it is a second or
+# two for these, and nine for the 3800 of a RegNet, which takes milliseconds to run and gains nothing.
+_MOST_SIZES = 1200
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 
 
@@ -35,13 +38,15 @@ def add_direct_main(scheduled: tvm.IRModule) -> tvm.IRModule:
 
     There is none for a `main` that does more than to call TIR functions and to return results of theirs, as control
     flow does, and none where the size of a result follows from more than the sizes of the inputs. A `main` with an
-    output that is always too large for the direct form gets none either.
+    output that is always too large for the direct form gets none either, nor does one of very many calls.
     """
     try:
         plan = _Plan(scheduled["main"])
     except _NoDirectFormError:
         return scheduled
     if any((static(_size(tensor)) or 0) > LARGEST_DIRECT_OUTPUT for tensor in plan.outputs):
+        return scheduled
+    if sum(len(tensor.type.shape.values) for step in plan.steps for tensor in step.tensors) > _MOST_SIZES:
         return scheduled
     mod = tvm.IRModule(dict(scheduled.functions_items()), attrs=scheduled.attrs)
     mod[DIRECT_MAIN] = _function_of(plan)

@@ -22,8 +22,9 @@ from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, SizeEvaluator, Sizes, mate
 from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of, is_static
 from tvmflow.onnx_graph import nodes_of
 
-# A loop is imported in place if all of its iterations together have no more nodes.
-_MOST_NODES = 256
+# A loop is imported in place if all of its iterations together have no more nodes, as many as a large network has.
+# They take a few seconds to build, and a fraction of the time of a loop, which the virtual machine runs.
+_MOST_NODES = 1024
 # Loops have no more iterations than two to this power.
 _LEVELS = 40
 
