@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from tvmflow.compiler.machine import machine
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.operators.packing import packing_of
 from tvmflow.compiler.passes import pass_names
-from tvmflow.compiler.schedules import error_bounds, schedule
+from tvmflow.compiler.schedules import ScheduleWarning, error_bounds, schedule
 from tvmflow.compiler.serialise import ir_text
 from tvmflow.errors import BuildError, OptionError, TargetError
 from tvmflow.runtime.profile import RULE
@@ -397,6 +398,8 @@ def _replace_refused(
         candidates.append((lowered[name].with_attr("tirx.is_scheduled", True), "none"))
         replacement, rules[name] = next((item for item in candidates if _compiles(item[0], native)), candidates[-1])
         scheduled.update_func(variable, replacement)
+        message = f"TVM generates no code for function {name!r} as rule {rule!r} schedules it: {rules[name]!r} takes it"
+        warnings.warn(message, ScheduleWarning, stacklevel=1)
     return list(rules.items()) if list(rules.items()) != schedules else None
 
 
