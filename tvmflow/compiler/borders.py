@@ -5,31 +5,25 @@ whether it lies in the image. Where the pixels have few channels, that condition
 LLVM from copying vectors. `split_lines` makes three loops of such a loop, and none of them has the condition.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import tvm
 import tvm_ffi
 from tvm import sym, tirx
-from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
+from tvm.tirx import For, ForKind, SeqStmt
 
-from tvmflow.compiler.schedules.common import terms
+from tvmflow.compiler.statements import map_functions, replace_variables, terms, uses, with_own_variables
 
 _IF_THEN_ELSE = tvm.ir.Op.get("prim.if_then_else")
-_renew = tvm_ffi.get_global_func("s_tir.RenewDefs")
 
 
 def split_lines(mod: tvm.IRModule) -> tvm.IRModule:
     """Return a lowered module whose loops over the pixels of padded lines have no condition for each pixel.
 
-    Only loops that hold one loop over the numbers of a pixel change, and only where these are copied one by one: a
-    condition for a vector of numbers costs little.
+    Only loops change in which the numbers of a pixel are copied one by one: a condition for a vector of numbers costs
+    little.
     """
-    functions = dict(mod.functions_items())
-    for variable, function in functions.items():
-        if isinstance(function, PrimFunc):
-            functions[variable] = function.with_body(tvm_ffi.structural_map(function.body, (For, _split)))
-    return tvm.IRModule(functions, attrs=mod.attrs)
+    return map_functions(mod, lambda func: func.with_body(tvm_ffi.structural_map(func.body, (For, _split))))
 
 
 def _split(pixels: For) -> Any:
@@ -47,8 +41,8 @@ def _split(pixels: For) -> Any:
     line: list[Any] = []
     pixel: list[Any] = []
     others: list[Any] = []
-    for term in terms(_substitute(condition, values)):
-        (others if _has(term, *numbers) else pixel if _has(term, place) else line).append(term)
+    for term in terms(replace_variables(condition, values)):
+        (others if uses(term, *numbers) else pixel if uses(term, place) else line).append(term)
     bounds = sym.detect_clip_bound(tirx.all(*pixel), [place]) if pixel else ()
     if not bounds or None in bounds:
         return pixels
@@ -63,8 +57,8 @@ def _split(pixels: For) -> Any:
         body: Any = tirx.BufferStore(store.buffer, value, store.indices)
         for loop in reversed(inner):
             body = For(loop.loop_var, loop.min, loop.extent, ForKind.SERIAL, body)
-        body = _substitute(_substitute(body, values), {place: place + start})
-        parts.append(_renew(PrimFunc([], For(place, zero, stop - start, ForKind.SERIAL, body))).body)
+        body = replace_variables(replace_variables(body, values), {place: place + start})
+        parts.append(with_own_variables(For(place, zero, stop - start, ForKind.SERIAL, body)))
     return SeqStmt(parts)
 
 
@@ -76,14 +70,5 @@ def _only(loop: Any, values: dict[Any, Any]) -> Any:
     for item in definitions:
         if not isinstance(item, tirx.Bind):
             return None
-        values[item.var] = _substitute(item.value, values)
+        values[item.var] = replace_variables(item.value, values)
     return last
-
-
-def _substitute(node: Any, values: Mapping[Any, Any]) -> Any:
-    """Return an expression or a statement with values in the place of variables."""
-    return tvm_ffi.structural_map(node, (tirx.Var, lambda name: values.get(name, name))) if values else node
-
-
-def _has(expr: Any, *variables: tirx.Var) -> bool:
-    return any(item.same_as(variable) for item in tirx.analysis.undefined_vars(expr) for variable in variables)

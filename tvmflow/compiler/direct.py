@@ -20,6 +20,7 @@ from tvm.script.ir_builder import tirx as T
 from tvmflow.bundle import DIRECT_MAIN, LARGEST_DIRECT_OUTPUT, MAIN_CONSTANTS
 from tvmflow.compiler.operators.common import buffer, static
 from tvmflow.compiler.passes.calls import ConstantKey, key_of_constant
+from tvmflow.compiler.statements import replace_variables
 
 # Bytes; TVM puts less on the stack, which is not aligned for its vectors.
 _LEAST_MEMORY = 1024
@@ -151,7 +152,7 @@ class _Plan:
 
     def _number(self, value: tirx.Expr) -> tirx.Expr:
         """Return a number in terms of the sizes of the inputs."""
-        value = tvm_ffi.structural_map(value, (tirx.Var, lambda size: self._named_sizes.get(size, size)))
+        value = replace_variables(value, self._named_sizes)
         if not self._sizes.issuperset(tirx.analysis.undefined_vars(value)):
             raise _NoDirectFormError
         return value

@@ -12,6 +12,8 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from tvmflow.compiler.statements import map_functions
+
 # TVM's intrinsic that reads a field of a structure, and its number for an element of an array of int64, as of a shape.
 _STRUCT_GET, _ARRAY_ELEMENT = tvm.ir.Op.get("tirx.tvm_struct_get"), 17
 # The operations that are not negative where both operands are not.
@@ -25,14 +27,14 @@ def lower_divisions(mod: tvm.IRModule) -> tvm.IRModule:
     Divisions of numbers that may be negative by a size, and of vectors, stay for TVM. So do all of a function that
     converts indices to floats: TVM's analysis of such a float raises where it knows the range of a quotient.
     """
-    functions = dict(mod.functions_items())
-    for variable, function in functions.items():
-        if isinstance(function, tirx.PrimFunc) and not _makes_floats(function.body):
-            lower = partial(_lowered, naturals=_Naturals(function.body))
-            functions[variable] = function.with_body(
-                tvm_ffi.structural_map(function.body, [(kind, lower) for kind in _FORMS])
-            )
-    return tvm.IRModule(functions, attrs=mod.attrs)
+
+    def change(func: tirx.PrimFunc) -> tirx.PrimFunc:
+        if _makes_floats(func.body):
+            return func
+        lower = partial(_lowered, naturals=_Naturals(func.body))
+        return func.with_body(tvm_ffi.structural_map(func.body, [(kind, lower) for kind in _FORMS]))
+
+    return map_functions(mod, change)
 
 
 def _makes_floats(body: Any) -> bool:

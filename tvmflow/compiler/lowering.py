@@ -14,6 +14,7 @@ from tvmflow.compiler.borders import split_lines
 from tvmflow.compiler.divisions import lower_divisions
 from tvmflow.compiler.quotients import unify_quotients
 from tvmflow.compiler.short_loops import run_short_loops_alone
+from tvmflow.compiler.statements import map_functions, replace_variables
 
 _IF_THEN_ELSE = tvm.ir.Op.get("prim.if_then_else")
 
@@ -77,11 +78,7 @@ class FixBufferSizes:
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with the buffers of fixed sizes."""
-        functions = dict(mod.functions_items())
-        for variable, function in functions.items():
-            if isinstance(function, PrimFunc):
-                functions[variable] = _with_fixed_sizes(function)
-        return tvm.IRModule(functions, attrs=mod.attrs)
+        return map_functions(mod, _with_fixed_sizes)
 
 
 def _with_fixed_sizes(function: PrimFunc) -> PrimFunc:
@@ -100,8 +97,7 @@ def _with_fixed_sizes(function: PrimFunc) -> PrimFunc:
     tvm_ffi.structural_walk(function.body, (s_tir.SBlock, visit))
     if not buffers:
         return function
-    body = tvm_ffi.structural_map(function.body, (tirx.Var, lambda name: buffers.get(name, name)))
-    return function.with_body(body)
+    return function.with_body(replace_variables(function.body, buffers))
 
 
 def _largest(size: Any) -> Any:
@@ -119,12 +115,8 @@ class TakeKnownBranches:
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with the values that are taken."""
-        functions = dict(mod.functions_items())
-        for variable, function in functions.items():
-            if isinstance(function, PrimFunc):
-                body = tvm_ffi.structural_map(function.body, [(tirx.Select, _select), (tvm.ir.Call, _if_then_else)])
-                functions[variable] = function.with_body(body)
-        return tvm.IRModule(functions, attrs=mod.attrs)
+        kinds = [(tirx.Select, _select), (tvm.ir.Call, _if_then_else)]
+        return map_functions(mod, lambda func: func.with_body(tvm_ffi.structural_map(func.body, kinds)))
 
 
 def _select(select: tirx.Select) -> Any:

@@ -13,6 +13,8 @@ from tvm import tirx
 from tvm.s_tir import SBlockRealize
 from tvm.tirx import For, PrimFunc
 
+from tvmflow.compiler.statements import map_functions, replace_variables
+
 _LARGEST = 2**31 - 1
 """The end of the range of a size and of a number of tiles, which TVM must be told."""
 
@@ -24,11 +26,7 @@ def unify_quotients(mod: tvm.IRModule) -> tvm.IRModule:
     `max(1, tiles)` where it cannot tell, and a condition around all that the loop does. Without elements the loop then
     runs not at all, where it ran once and did nothing.
     """
-    functions = {
-        variable: _unified(function) if isinstance(function, PrimFunc) else function
-        for variable, function in mod.functions_items()
-    }
-    return tvm.IRModule(functions, attrs=mod.attrs)
+    return map_functions(mod, _unified)
 
 
 def _unified(func: PrimFunc) -> PrimFunc:
@@ -50,7 +48,7 @@ def _unified(func: PrimFunc) -> PrimFunc:
         (SBlockRealize, table.shorten_condition),
     ]
     body = tvm_ffi.structural_map(body, shorten)
-    return func.with_body(tvm_ffi.structural_map(body, (tirx.Var, lambda name: table.values.get(name, name))))
+    return func.with_body(replace_variables(body, table.values))
 
 
 def _holds_quotient(expr: Any) -> bool:

@@ -13,10 +13,11 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.tirx import For, PrimFunc
 
+from tvmflow.compiler.statements import map_functions, with_own_variables
+
 PARALLEL_CYCLES = "tvmflow.parallel_cycles"
 """The attribute of a function whose loops may have both forms: the fewest cycles that are worth a parallel region."""
 
-_renew = tvm_ffi.get_global_func("s_tir.RenewDefs")
 # The operations of a lowered expression that a core runs in one cycle.
 _OPERATIONS = 4
 # The most nodes of the body of a loop that is in the code twice: a longer one would make the build much longer.
@@ -29,13 +30,14 @@ def run_short_loops_alone(mod: tvm.IRModule) -> tvm.IRModule:
     Only functions with the attribute `PARALLEL_CYCLES` change, and of these only loops whose work follows from sizes
     that are known before the loop.
     """
-    functions = dict(mod.functions_items())
-    for variable, function in functions.items():
-        cycles = (function.attrs or {}).get(PARALLEL_CYCLES) if isinstance(function, PrimFunc) else None
-        if cycles is not None:
-            body = tvm_ffi.structural_map(function.body, (For, partial(_with_both_forms, cycles=int(cycles))))
-            functions[variable] = function.with_body(body)
-    return tvm.IRModule(functions, attrs=mod.attrs)
+
+    def change(func: PrimFunc) -> PrimFunc:
+        cycles = (func.attrs or {}).get(PARALLEL_CYCLES)
+        if cycles is None:
+            return func
+        return func.with_body(tvm_ffi.structural_map(func.body, (For, partial(_with_both_forms, cycles=int(cycles)))))
+
+    return map_functions(mod, change)
 
 
 def _with_both_forms(loop: For, cycles: int) -> Any:
@@ -45,9 +47,7 @@ def _with_both_forms(loop: For, cycles: int) -> Any:
     work = _Work().of(loop)
     if work is None:
         return loop
-    serial = For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
-    # A variable has one definition: the serial form gets variables of its own.
-    serial = _renew(tirx.PrimFunc([], serial)).body
+    serial = with_own_variables(For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body))
     return tirx.IfThenElse(tvm.sym.Analyzer().simplify(work < _OPERATIONS * cycles), serial, loop)
 
 

@@ -399,10 +399,10 @@ def _transpose_smaller(rewriter: Rewriter, call: relax.Call) -> relax.Expr | Non
 
 def _pixels(image: relax.Expr, layout: str) -> int:
     """The pixels of an image, with a typical number where its height or width is free; 0 for images of unknown rank."""
-    dims = sizes(image) or []
-    return (
-        math.prod(typical_pixels(dim) for axis, dim in zip(layout, dims, strict=False) if axis in "HW") if dims else 0
-    )
+    dims = sizes(image)
+    if dims is None:
+        return 0
+    return math.prod(typical_pixels(dim) for axis, dim in zip(layout, dims, strict=True) if axis in "HW")
 
 
 def transpose_before_resizing() -> tvm.transform.Pass:

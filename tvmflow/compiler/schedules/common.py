@@ -114,13 +114,6 @@ def walk(expr: Any, *, indices: bool = True) -> Iterator[Any]:
             yield from walk(part, indices=indices)
 
 
-def terms(condition: Any) -> list[Any]:
-    """Return the terms of a conjunction."""
-    if isinstance(condition, tirx.And):
-        return [*terms(condition.a), *terms(condition.b)]
-    return [condition]
-
-
 def substitute(expr: Any, values: Mapping[Any, Any]) -> Any:
     """Return an expression, simplified, with `values` in the place of the variables that are its keys."""
     analyzer = tvm.sym.Analyzer()

@@ -20,6 +20,7 @@ from tvmflow.compiler import cost
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common
+from tvmflow.compiler.statements import uses
 
 # The annotation of a loop over chunks of a reduction: fetch the part of the last operand that the next chunk reads.
 PREFETCH = "tvmflow.prefetch"
@@ -145,8 +146,7 @@ def _fetch_tile(rows: For, parameters: Sequence[Any]) -> list[Any]:
     for how, regions in ((_TO_READ, realize.block.reads), (_TO_WRITE, realize.block.writes)):
         for region in regions:
             index = _start(region, realize)
-            used = [variable for item in index for variable in tirx.analysis.undefined_vars(item)]
-            has_rows = any(variable.same_as(rows.loop_var) for variable in used)
+            has_rows = any(uses(item, rows.loop_var) for item in index)
             if not has_rows or not any(region.source.same_as(item) for item in parameters):
                 continue
             fetch_loops = [(tirx.Var(f"{loop.loop_var.name}_fetched", loop.loop_var.ty), loop) for loop in outer]

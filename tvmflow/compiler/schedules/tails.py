@@ -17,6 +17,7 @@ from tvm.s_tir.schedule import LoopRV
 from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
 from tvmflow.compiler.schedules import common
+from tvmflow.compiler.statements import replace_variables, run_if, terms, uses
 
 # The annotation of the loop over the rows of a tile of the result: the size of a row.
 _TAIL = "tvmflow.tail"
@@ -63,10 +64,10 @@ def _add_tails(stmt: SeqStmt, result: Any, buffers: list[tirx.Var]) -> Any:
     (writer,) = _blocks(rows)
     whole = SeqStmt([product, rows])
     condition = writer.predicate if size == 1 else _place(writer, rows.extent) * size < result.shape[-2]
-    terms = [term for term in common.terms(condition) if _has(term, rows.loop_var)]
+    limits = [term for term in terms(condition) if uses(term, rows.loop_var)]
     inside: list[tirx.Var] = []
     tvm_ffi.structural_walk(rows.body, (For, lambda loop: inside.append(loop.loop_var)))
-    if len(terms) != 1 or any(_has(terms[0], variable) for variable in inside):
+    if len(limits) != 1 or uses(limits[0], *inside):
         return SeqStmt([*before, *whole.seq])
     half = (int(rows.extent) + 1) // 2
     loops = {rows.loop_var, *_list_row_loops(product, rows, writer)}
@@ -78,16 +79,8 @@ def _add_tails(stmt: SeqStmt, result: Any, buffers: list[tirx.Var]) -> Any:
         return For(loop.loop_var, loop.min, extent, loop.kind, loop.body, loop.thread_binding, loop.annotations)
 
     small = _renewed(tvm_ffi.structural_map(whole, (For, shorten)), buffers)
-    is_longer = common.substitute(terms[0], {rows.loop_var: tirx.const(half, rows.extent.ty.dtype)})
-    return SeqStmt([*before, _once(is_longer, whole), _once(tirx.Not(is_longer), small)])
-
-
-def _once(condition: Any, body: Any) -> For:
-    """A loop that runs once where a condition holds, else never.
-
-    A branch would have TVM use the condition wherever it simplifies an expression in the body, which takes it minutes.
-    """
-    return For(tirx.Var("once", "int64"), tirx.const(0, "int64"), condition.astype("int64"), ForKind.SERIAL, body)
+    is_longer = common.substitute(limits[0], {rows.loop_var: tirx.const(half, rows.extent.ty.dtype)})
+    return SeqStmt([*before, run_if(is_longer, whole), run_if(tirx.Not(is_longer), small)])
 
 
 def _place(realize: SBlockRealize, rows: Any) -> Any:
@@ -104,19 +97,18 @@ def _list_row_loops(product: Any, rows: For, writer: SBlockRealize) -> Iterator[
         region.source: place
         for region in writer.block.reads
         for place, span in enumerate(region.region)
-        if _has(common.substitute(span.min, values), rows.loop_var)
+        if uses(common.substitute(span.min, values), rows.loop_var)
     }
-    unrolled: list[For] = []
-    tvm_ffi.structural_walk(
-        product, (For, lambda loop: unrolled.append(loop) if loop.kind == ForKind.UNROLLED else None)
-    )
+    loops: list[For] = []
+    tvm_ffi.structural_walk(product, (For, loops.append))
+    unrolled = [item for item in loops if item.kind == ForKind.UNROLLED]
     for realize in _blocks(product):
         (region,) = realize.block.writes
         own = {item.var: value for item, value in zip(realize.block.iter_vars, realize.iter_values, strict=True)}
         place = places.get(region.source)
         if place is not None:
             index = common.substitute(region.region[place].min, own)
-            yield from (loop.loop_var for loop in unrolled if _has(index, loop.loop_var))
+            yield from (item.loop_var for item in unrolled if uses(index, item.loop_var))
 
 
 def _renewed(stmt: Any, buffers: list[tirx.Var]) -> Any:
@@ -140,14 +132,10 @@ def _renewed(stmt: Any, buffers: list[tirx.Var]) -> Any:
         values[loop.loop_var] = tirx.Var(loop.loop_var.name, loop.loop_var.ty)
 
     tvm_ffi.structural_walk(stmt, [(For, visit_loop), (SBlock, visit)])
-    return tvm_ffi.structural_map(stmt, (tirx.Var, lambda name: values.get(name, name)))
+    return replace_variables(stmt, values)
 
 
 def _blocks(stmt: Any) -> list[SBlockRealize]:
     blocks: list[SBlockRealize] = []
     tvm_ffi.structural_walk(stmt, (SBlockRealize, blocks.append))
     return blocks
-
-
-def _has(expr: Any, variable: tirx.Var) -> bool:
-    return any(item.same_as(variable) for item in tirx.analysis.undefined_vars(expr))

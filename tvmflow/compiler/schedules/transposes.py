@@ -21,6 +21,7 @@ from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 from tvmflow.compiler import intrinsics
 from tvmflow.compiler.machine import NARROWEST
 from tvmflow.compiler.schedules.common import substitute
+from tvmflow.compiler.statements import run_if
 
 # The annotation of a loop along the source's last dimension: the places of its variable, and of that of the loop inside
 # it, along the result's last dimension, among the variables of the one block in both.
@@ -104,7 +105,7 @@ class _Tile:
             (tirx.And(holds_small, tirx.Not(holds_whole)), self._shuffle_parts(small)),
             (tirx.Not(holds_small), self._write_plainly()),
         )
-        return SeqStmt([_run_if(condition, statement) for condition, statement in ways])
+        return SeqStmt([run_if(condition, statement) for condition, statement in ways])
 
     def _holds(self, lengths: list[int]) -> Any:
         """Whether both dimensions are at least as long as a tile of these lengths."""
@@ -155,16 +156,6 @@ def find_tile(statement: tirx.Evaluate) -> tuple[int, int] | None:
     name = str(getattr(call.args[0], "value", "")) if isinstance(call, tvm.ir.Call) and len(call.args) else ""
     match = re.fullmatch(r"tvmflow_transpose_(\d+)x(\d+)", name)
     return (int(match[1]), int(match[2])) if match else None
-
-
-def _run_if(condition: Any, statement: Any) -> Any:
-    """Run a statement under a condition on sizes, by a loop.
-
-    Of an `if`, TVM's simplifier would take the condition for true about the sizes in its branch. Where that contradicts
-    what it knows of them, as in a branch that never runs, it finds divisions by zero.
-    """
-    once = tirx.Var("once", "int64")
-    return For(once, tirx.IntImm("int64", 0), condition.astype("int64"), _SERIAL, statement)
 
 
 def _axis(indices: Sequence[Any], variable: tirx.Var) -> int:

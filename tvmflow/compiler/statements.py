@@ -1,0 +1,52 @@
+"""Helpers for passes over TIR: functions of a module, terms of a condition, variables, and statements that may run."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.tirx import For, ForKind, PrimFunc
+
+_renew = tvm_ffi.get_global_func("s_tir.RenewDefs")
+
+
+def map_functions(mod: tvm.IRModule, change: Callable[[PrimFunc], PrimFunc]) -> tvm.IRModule:
+    """Return a module with `change` applied to each TIR function; others stay."""
+    functions = {
+        variable: change(function) if isinstance(function, PrimFunc) else function
+        for variable, function in mod.functions_items()
+    }
+    return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def terms(condition: Any) -> list[Any]:
+    """Return the terms of a conjunction."""
+    if isinstance(condition, tirx.And):
+        return [*terms(condition.a), *terms(condition.b)]
+    return [condition]
+
+
+def uses(expr: Any, *variables: tirx.Var) -> bool:
+    """Whether any of the variables occurs in an expression."""
+    return any(item.same_as(variable) for item in tirx.analysis.undefined_vars(expr) for variable in variables)
+
+
+def replace_variables(node: Any, values: Mapping[Any, Any]) -> Any:
+    """Return an expression or a statement with `values` in the place of the variables that are its keys."""
+    return tvm_ffi.structural_map(node, (tirx.Var, lambda name: values.get(name, name)))
+
+
+def with_own_variables(statement: Any) -> Any:
+    """Return a copy of a lowered statement with new variables for those that it defines: one has one definition."""
+    return _renew(PrimFunc([], statement)).body
+
+
+def run_if(condition: Any, statement: Any) -> For:
+    """Run a statement under a condition, by a loop of at most one iteration.
+
+    Of an `if`, TVM's simplifier would take the condition for true in its branch. Where that contradicts what it knows
+    of sizes, as in a branch that never runs, it finds divisions by zero; and with conditions on several free sizes it
+    takes minutes.
+    """
+    return For(tirx.Var("once", "int64"), tirx.const(0, "int64"), condition.astype("int64"), ForKind.SERIAL, statement)
