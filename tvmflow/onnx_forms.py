@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 def bring_to_usual_form(model: "onnx.ModelProto") -> None:
     """Replace the model's sparse weights by dense ones, and give each output without a shape an inferred one, in place.
 
-    Nodes that stand before those that compute what they read are moved after them.
-
-    An output whose shape cannot be inferred gets an empty shape, because ONNX's checker requires the field.
+    Nodes that stand before those that compute what they read are moved after them. An output whose shape cannot be
+    inferred gets an empty shape, because ONNX's checker requires the field.
     """
     import onnx
 

@@ -22,8 +22,7 @@ def fix_shapes(graph: "onnx.GraphProto", shapes: Mapping[str, tuple[int | str, .
     `shapes` are the new shapes by input name. A dimension with a new name is renamed in all values of the graph. When a
     dimension gets a fixed size, outputs and inner values lose its name and have an unknown size there: exporters may
     use one name for dimensions of several sizes, and shapes are inferred again later. An input without a shape takes
-    any. Raises ExportError for a name
-    that is no input, and for a shape that the input cannot have.
+    any. Raises ExportError for a name that is no input, and for a shape that the input cannot have.
     """
     inputs = {value.name: value for value in graph_inputs(graph)}
     new_sizes: dict[str, int | str] = {}

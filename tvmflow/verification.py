@@ -21,8 +21,8 @@ _RTOL, _ATOL = 1e-2, 1e-3
 # The same relative to the output's largest magnitude, for bundles that compute in a reduced precision or whose model
 # rounds its activations.
 _REDUCED_RTOL = 1e-1
-# What the provenance of a bundle says of such a model's activations.
-ROUNDED = "rounded"
+# What the provenance of a bundle says of such a model's activations, and what that of earlier versions said.
+ROUNDED, _QUANTISED = "rounded", "quantised"
 _LARGEST_REPLY = 1 << 22
 _REFUSALS = (BundleError, VerdictError, SettingsError)
 
@@ -113,7 +113,7 @@ def _run_sample(bundle: Path) -> dict[str, Any]:
         raise BundleError(
             f"bundle {str(bundle)!r}: its golden sample has other outputs than the bundle; build it again"
         )
-    reduced = _precision(manifest) != "fp32" or manifest.provenance.get("activations") == ROUNDED
+    reduced = _precision(manifest) != "fp32" or manifest.provenance.get("activations") in (ROUNDED, _QUANTISED)
     worst = 0.0
     for name, array in expected.items():
         reference, output = array.astype(np.float64), outputs[name].astype(np.float64)

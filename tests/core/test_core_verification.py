@@ -119,9 +119,10 @@ def test_other_outputs_than_the_originals_are_a_verdict(bundle_of: Bundle) -> No
 
 
 @pytest.mark.usefixtures("runnable")
-def test_outputs_of_rounded_activations_may_differ_by_levels(bundle_of: Bundle) -> None:
+@pytest.mark.parametrize("activations", [ROUNDED, "quantised"], ids=["now", "by earlier versions"])
+def test_outputs_of_rounded_activations_may_differ_by_levels(bundle_of: Bundle, activations: str) -> None:
     levels = np.array([[0.3916757, 0.0969395, 0.01, 0.0]], np.float32)
-    verified = verify(bundle_of(provenance={"activations": ROUNDED}, output_y=levels), trusted=())
+    verified = verify(bundle_of(provenance={"activations": activations}, output_y=levels), trusted=())
     assert 0.009 < verified.max_abs_error < 0.011
 
 

@@ -234,8 +234,10 @@ def winograd_size(
         return None
     top, left, bottom, right = geometry["padding"]
     high, wide = ((size + around - 3) // stride + 1 for size, around in ((height, top + bottom), (width, left + right)))
-    # Where a size is unknown, a line of output tiles is filled up to whole register tiles.
-    rows = 1 if all(static(dim) is not None for dim in dims) else winograd.UNKNOWN_ROWS // 2
+    # Where a size is unknown, a line of output tiles is filled up to whole register tiles, of which the last has half
+    # the rows in float32 where these are enough (`schedules.tails`).
+    least = winograd.UNKNOWN_ROWS // 2 if group == 1 else winograd.UNKNOWN_ROWS
+    rows = 1 if all(static(dim) is not None for dim in dims) else least
     sizes = winograd.rank_sizes(high, wide, channels, out_channels, machine, stride, group, rows)
     if decisions is None:
         return sizes[0]
