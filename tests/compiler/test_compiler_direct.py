@@ -141,6 +141,15 @@ def test_the_direct_form_refuses_sizes_that_contradict_each_other(tmp_path: Path
         builds.run_directly(loaded, [a, b[:2]], [np.empty((3, 8), "float32")])
 
 
+def test_the_direct_form_says_which_size_a_free_one_must_have(tmp_path: Path, native: Target) -> None:
+    nodes = [node("Reshape", "x shape", "r"), node("Softmax", "r", "y")]
+    weights = {"shape": np.array([1, 24])}
+    path = save_model(tmp_path / "model.onnx", nodes, [("x", ["batch", 4, 6])], ["y"], weights)
+    loaded = build(import_onnx(path), native).load()
+    with pytest.raises(RuntimeError, match=r"match_cast error: batch must be 1$"):
+        builds.run_directly(loaded, [np.zeros((2, 4, 6), "float32")], [np.empty((1, 24), "float32")])
+
+
 def loops(length: Any, inner: Callable[[Any], Any] | None = None) -> tirx.PrimFunc:
     """A function whose parallel loop of `length` adds 1 to x, perhaps in an inner loop of `inner(index)`."""
     size = tirx.Var("size", "int64") if length is None else length

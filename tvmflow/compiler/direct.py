@@ -7,6 +7,7 @@ Its parameters are the inputs, the packed weights, the constants of `main` and t
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,8 +177,8 @@ def _function_of(plan: _Plan) -> tirx.PrimFunc:
     free: list[tuple[Any, Any]] = []
     with IRBuilder() as builder, T.seq_scope():
         for one, other in plan.equal_sizes:
-            # The words of the virtual machine's own error.
-            with T.Assert(one == other, f"match_cast error, {one} is not {other}"):
+            # It begins as the virtual machine's own error, by which the runtime knows it.
+            with T.Assert(one == other, f"match_cast error: {_text(one)} must be {_text(other)}"):
                 T.evaluate(0)
         for place, step in enumerate(plan.steps):
             for tensor in step.results:
@@ -192,6 +193,11 @@ def _function_of(plan: _Plan) -> tirx.PrimFunc:
             free += [(_size(item), memory[item]) for item in ended]
     function = tirx.PrimFunc(parameters, builder.get().body)
     return function.with_attr({"global_symbol": DIRECT_MAIN, "tirx.noalias": True, "tirx.is_scheduled": True})
+
+
+def _text(size: tirx.Expr) -> str:
+    """A size as its user writes it: without TVM's type of numbers."""
+    return re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(size))
 
 
 def _size(tensor: _Tensor) -> Any:
