@@ -130,7 +130,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         sch.compute_at(transformed, task, preserve_unit_loops=True)
     tile_loops = transform_input(sch, vertical, transformed, machine)
     if kind == "winograd" and places > 1:
-        tails.mark(sch, near, size)
+        tails.mark_tail(sch, near, size)
     if not whole:
         if places == 1:
             task, _ = sch.split(tile_loops[0], [None, wide])
