@@ -78,6 +78,16 @@ def test_tiles_fit_the_registers_and_the_sets_of_the_first_cache(name: str) -> N
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
+def test_a_tile_reads_its_weights_at_less_than_the_rate_of_the_second_level_cache(name: str) -> None:
+    machine = of_profile(named(name), _AVX512, 2)
+    for rows in (49, 196, 784):
+        for vectors in (2, 3, 5, 7, 12):
+            tile = tiles.choose(rows, vectors, machine)
+            weights = tile.vectors * machine.lanes * machine.number
+            assert weights < 0.8 * machine.second.read * cost.step(tile.rows, tile.vectors, machine)
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
 def test_sums_side_by_side_keep_a_core_busy_within_its_registers(name: str) -> None:
     machine = of_profile(named(name), _AVX512, 2)
     assert 1 < tiles.most_pixels(machine) <= machine.registers // 2

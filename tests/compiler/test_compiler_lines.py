@@ -78,6 +78,49 @@ def test_a_whole_tile_of_a_depthwise_convolution_has_no_condition_for_each_pixel
     assert "T.where" in last
 
 
+def _residual(first: int, second: int) -> list[Any]:
+    """The nodes of relu(first(x) + second(x)), two convolutions with kernels of `first` and `second` taps a side."""
+    return [
+        make_node("Conv", ["x", "w1", "b"], ["a"], pads=[first // 2] * 4),
+        make_node("Conv", ["x", "w2"], ["s"], pads=[second // 2] * 4),
+        make_node("Add", ["a", "s"], ["t"]),
+        make_node("Relu", ["t"], ["y"]),
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (3, 1)], ids=["both", "the first", "the second"])
+def test_all_pixels_of_free_images_are_one_line_of_a_pointwise_convolution(
+    sizes: tuple[int, int], make_model: Any, assert_same_as_onnxruntime: Any, target: Any
+) -> None:
+    weights = {f"w{place}": normal(24, 16, size, size, seed=place) for place, size in enumerate(sizes, 1)}
+    path = make_model(_residual(*sizes), [("x", ["n", 16, "h", "width"])], ["y"], {**weights, "b": normal(24)})
+    assert_same_as_onnxruntime(path, *_images(16))
+    # What follows the two convolutions is computed with the first.
+    functions = _code(path, target)
+    fused = [text for name, text in functions.items() if name.startswith("fused") and "add" in name]
+    assert any("relu" in text or "max" in text for text in fused)
+    on_a_line = [
+        text for name, text in functions.items() if "conv2d" in name and re.search(r"int64\(1\), size\d*,", text)
+    ]
+    assert len(on_a_line) == sizes.count(1)
+
+
+def test_a_gate_for_each_image_keeps_the_pixels_of_the_images_apart(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    nodes = [
+        make_node("Conv", ["x", "w"], ["c"]),
+        make_node("GlobalAveragePool", ["x"], ["p"]),
+        make_node("Conv", ["p", "g"], ["q"]),
+        make_node("Sigmoid", ["q"], ["gate"]),
+        make_node("Mul", ["c", "gate"], ["m"]),
+        make_node("Conv", ["m", "v"], ["y"]),
+    ]
+    weights = {"w": normal(32, 16, 1, 1), "g": normal(32, 16, 1, 1), "v": normal(8, 32, 1, 1)}
+    path = make_model(nodes, [("x", ["n", 16, "h", "width"])], ["y"], weights)
+    assert_same_as_onnxruntime(path, *_images(16))
+
+
 def test_a_line_of_known_length_has_one_tile(make_model: Any, target: Any) -> None:
     weights = {"w": normal(32, 24, 1, 1)}
     path = make_model([make_node("Conv", ["x", "w"], ["y"])], [("x", [1, 24, 5, 13])], ["y"], weights)

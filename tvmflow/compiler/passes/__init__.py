@@ -26,6 +26,7 @@ from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
 from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.packing import BindWeights, PackAtLoad
+from tvmflow.compiler.passes.pixels import JoinPixels
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.sizes import NameSizes
 from tvmflow.compiler.passes.strassen import StrassenProducts
@@ -91,6 +92,7 @@ def pass_names() -> list[str]:
         "BindSizesFirst",
         "ComposeAttention",
         "FuseBlocks",
+        "JoinPixels",
         "StrassenProducts",
         "MarkFollowers",
         "FuseRoundings",
@@ -141,8 +143,8 @@ def lower_passes(
         kernel_passes = [lower_recurrence(cpu, has_dots), lower_trees(cpu)]
         layout_passes = [attention.compose_attention(), *layout(cpu.lanes)]
         narrow: dict[Precision, list[tvm.transform.Pass]] = {
-            "fp32": [FuseBlocks(cpu, choices, fast)],
-            "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), RoundProducts(cpu, fast)],
+            "fp32": [FuseBlocks(cpu, choices, fast), JoinPixels()],
+            "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), JoinPixels(), RoundProducts(cpu, fast)],
             "fp16": [HalveProducts(cpu, choices)],
             "int8": [],
         }

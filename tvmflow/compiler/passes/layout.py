@@ -509,6 +509,8 @@ _BINARY = (
     "greater greater_equal less less_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
     "left_shift right_shift where"
 )
+# The operators that compute an element of their result from the operands' elements at the same place.
+ELEMENTWISE = frozenset(f"relax.{name}" for name in (*_UNARY.split(), *_BINARY.split()))
 _RULES: dict[str, _Rule] = {
     "relax.nn.conv1d": _spatial("NCW", "OIW", always=True),
     "relax.nn.conv2d": _spatial("NCHW", "OIHW", always=True),
@@ -528,7 +530,7 @@ _RULES: dict[str, _Rule] = {
     "relax.nn.rms_norm": _norm,
     "relax.nn.group_norm": _channel_norm,
     "relax.nn.instance_norm": _channel_norm,
-    **{f"relax.{name}": _elementwise for name in (*_UNARY.split(), *_BINARY.split())},
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
     **{f"relax.{name}": _reshape for name in ("reshape", "expand_dims", "squeeze", "flatten", "nn.batch_flatten")},
     **{
         f"relax.{name}": _reduction

@@ -1,0 +1,144 @@
+"""Computes pointwise convolutions of images of free height or width on all pixels as one line.
+
+A register tile holds neighbouring pixels of a line. The last tile of a line of unknown length may be mostly empty, and
+so each line wastes a part of its time. A pointwise convolution reads each pixel alone: all pixels of a batch are one
+long line for it, with one last tile.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmflow.compiler.operators.common import static
+from tvmflow.compiler.passes.layout import ELEMENTWISE
+
+
+@tvm.transform.module_pass(opt_level=0, name="JoinPixels")
+class JoinPixels:
+    """Makes one line of all pixels for pointwise convolutions of NHWC images of free height or width.
+
+    Element-wise operators that TVM fuses with such a convolution compute on the same line. Reshapes to the line and
+    back, which copy nothing, stand around them.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module with these convolutions changed."""
+        joining = _Joining(mod)
+        for variable, function in mod.functions_items():
+            if isinstance(function, relax.Function):
+                joining.builder_.update_func(variable, joining.rewrite(function))
+        return joining.builder_.get()
+
+
+@mutator
+class _Joining(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, mod: tvm.IRModule) -> None:
+        super().__init__(mod)
+        self._uses: Counter[relax.Var] = Counter()
+        # The places of the bindings in a function, and the results that are lines.
+        self._places: dict[relax.Var, int] = {}
+        self._lines: set[relax.Var] = set()
+
+    def rewrite(self, function: relax.Function) -> relax.Function:
+        """Return a function with its pointwise convolutions changed, or the function itself without any."""
+        bindings = [binding for block in getattr(function.body, "blocks", ()) for binding in block.bindings]
+        if not any(isinstance(item, relax.VarBinding) and _is_pointwise(item.value) for item in bindings):
+            return function
+        self._places = {binding.var: place for place, binding in enumerate(bindings)}
+        self._uses.clear()
+
+        def count(expr: relax.Expr) -> None:
+            operands = expr.args if isinstance(expr, relax.Call) else getattr(expr, "fields", ())
+            self._uses.update(item for item in operands if isinstance(item, relax.Var))
+
+        relax.analysis.post_order_visit(function, count)
+        return relax.analysis.remove_all_unused(self.visit_expr(function))
+
+    def visit_call_(self, op: relax.Call) -> relax.Expr:
+        """Compute a pointwise convolution, or an element-wise operator after one, on one line of pixels."""
+        call = super().visit_call_(op)
+        if _is_pointwise(op):
+            data, weight = call.args
+            return self._as_image(relax.Call(op.op, [self._as_line(data), weight], op.attrs), op)
+        if _is_elementwise(op) and self._follows_line(op, call.args):
+            operands = [self._as_line(item) if _same_shape(item, op) else item for item in call.args]
+            return self._as_image(relax.Call(op.op, operands, op.attrs), op)
+        return call
+
+    def _follows_line(self, call: relax.Call, operands: Sequence[relax.Expr]) -> bool:
+        """Whether TVM would fuse an element-wise operator with a convolution whose result is a line.
+
+        TVM fuses it with the first of several kernels whose results nothing else reads.
+        """
+        whole = [(old, new) for old, new in zip(call.args, operands, strict=True) if _same_shape(new, call)]
+        kernels = [
+            (self._places[old], self._line_of(new) is not None)
+            for old, new in whole
+            if old in self._places and self._uses[old] == 1
+        ]
+        others = [item for item in call.args if isinstance(item.ty, relax.TensorType) and not _same_shape(item, call)]
+        return bool(kernels) and min(kernels)[1] and all(map(_is_by_channel, others))
+
+    def _line_of(self, image: relax.Expr) -> relax.Var | None:
+        """The line of which an image is a view; None for another image."""
+        value = self.builder_.lookup_binding(image) if isinstance(image, relax.Var) else None
+        if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.reshape":
+            return None
+        return next((line for line in value.args[:1] if line in self._lines), None)
+
+    def _as_line(self, image: relax.Expr) -> relax.Expr:
+        line = self._line_of(image)
+        if line is not None:
+            return line
+        *pixels, channels = image.ty.shape.values
+        return self.builder_.emit(relax.op.reshape(image, [1, 1, _product(pixels), channels]))
+
+    def _as_image(self, result: relax.Call, call: relax.Call) -> relax.Call:
+        """The view of a result on a line in the shape of the call that it replaces."""
+        line = self.builder_.emit(result)
+        self._lines.add(line)
+        return relax.op.reshape(line, call.ty.shape)
+
+
+def _product(sizes: Sequence[Any]) -> Any:
+    batch, height, width = sizes
+    return tvm.sym.Analyzer().simplify(batch * height * width)
+
+
+def _is_pointwise(call: Any) -> bool:
+    """Whether a call is a convolution of single pixels of an NHWC image with several lines, of free height or width."""
+    if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.nn.conv2d":
+        return False
+    attrs, (data, weight) = call.attrs, call.args
+    shape, kernel = data.ty.shape, weight.ty.shape
+    if not isinstance(shape, relax.ShapeExpr) or not isinstance(kernel, relax.ShapeExpr):
+        return False
+    batch, height, width, _ = shape.values
+    return (
+        (attrs.data_layout, attrs.out_layout, attrs.kernel_layout) == ("NHWC", "NHWC", "OIHW")
+        and [static(size) for size in kernel.values[2:]] == [1, 1]
+        and int(attrs.groups) == 1
+        and all(int(item) == 1 for item in attrs.strides)
+        and not any(int(item) for item in attrs.padding)
+        and None in (static(height), static(width))
+        and (static(batch), static(height)) != (1, 1)
+    )
+
+
+def _is_elementwise(call: relax.Call) -> bool:
+    return getattr(call.op, "name", "") in ELEMENTWISE and isinstance(getattr(call.ty, "shape", None), relax.ShapeExpr)
+
+
+def _same_shape(tensor: relax.Expr, other: relax.Expr) -> bool:
+    return isinstance(tensor.ty, relax.TensorType) and tvm_ffi.structural_equal(tensor.ty.shape, other.ty.shape)
+
+
+def _is_by_channel(tensor: relax.Expr) -> bool:
+    """Whether a tensor has one number for each channel of all pixels, or one number."""
+    shape = tensor.ty.shape
+    return isinstance(shape, relax.ShapeExpr) and all(static(size) == 1 for size in shape.values[:-1])
