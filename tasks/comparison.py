@@ -107,8 +107,8 @@ def compare_pairs(
     threads: tuple[int, int],
     seconds: float,
     bounds: Sequence[float],
-    progress: Callable[[int, int], None] = lambda done, budget: None,
-    samples: Path | None = None,
+    progress: Callable[[int, int], None],
+    samples: Path | None,
 ) -> Comparison:
     """Compare a candidate with a baseline; `measure` gets the index of a pair, measures it and returns its run times.
 

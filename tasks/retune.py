@@ -11,7 +11,7 @@ from tasks.comparison import compare_latency
 from tasks.export import ExportResult
 from tasks.options import variants
 from tasks.package import PackageResult
-from tasks.step import ChildStep, Job, Step, StepRunner, slug
+from tasks.step import ChildStep, Step, StepRunner, TargetJob, slug
 from tasks.tune import TuneJob, TuneResult, run_job, shared_records
 from tvmflow import verdict
 from tvmflow.bundle import read_manifest
@@ -51,16 +51,10 @@ class Gain(verdict.Gain, StepResult):
     """A comparison of a new build with the bundle in production, on one target."""
 
 
-class ProfileJob(Job):
+class ProfileJob(TargetJob):
     """The path of a bundle in production, and its target."""
 
     bundle: Path
-    target: Target
-
-    @property
-    def label(self) -> str:
-        """The target's name."""
-        return self.target.name
 
 
 def profile_work(job: ProfileJob, emit: Emit) -> Profile:
@@ -85,7 +79,7 @@ _RETUNE = Step("retune", TuneResult, run_job, cached=False)
 
 
 def tune_costliest(
-    runner: StepRunner, job: TuneJob, costliest: tuple[str, ...], minutes: float, shared: "SharedRecords | None" = None
+    runner: StepRunner, job: TuneJob, costliest: tuple[str, ...], minutes: float, shared: "SharedRecords | None"
 ) -> Outcome[TuneResult]:
     """Tune the workloads named in `costliest`, with a new random seed in each call.
 
@@ -102,20 +96,14 @@ def tune_costliest(
         return _RETUNE(runner, job.model_copy(update={"tune": budget, "only": costliest}))
 
 
-class CompareJob(Job):
+class CompareJob(TargetJob):
     """A new build and the path of the bundle in production; `sizes` are the sizes of symbolic dimensions to measure."""
 
     exported: ExportResult
     production: Path
     build: BuildResult
     packaged: PackageResult
-    target: Target
     sizes: tuple[dict[str, int], ...]
-
-    @property
-    def label(self) -> str:
-        """The target's name."""
-        return self.target.name
 
     def cache_key(self) -> Mapping[str, Any]:
         """Return the digests of the two bundles."""

@@ -95,7 +95,7 @@ def bisect_command(
     define(original, own)
     fix_shapes(original.graph, {item.name: item.shape for item in spec.inputs})
     arrays = read_inputs(inputs) if inputs is not None else _make(model, original)
-    allowed = spec.bounds(rounds=rounds_activations(original))
+    allowed = spec.bounds(rounds_activations=rounds_activations(original))
     bounds = Bounds(allowed.rtol, allowed.atol, allowed.max_relative_error)
     if max_relative_error is not None or are_elements_bounded:
         bounds = Bounds(rtol or 0.0, atol or 0.0, max_relative_error)
