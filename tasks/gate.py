@@ -21,7 +21,7 @@ from tvmflow.figures import Answers, Measurement, Runner, Validation
 from tvmflow.release import Release, ReleaseTarget
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, channels
-from tvmflow.store.channels import Channel
+from tvmflow.store.channel_document import Channel
 from tvmflow.store.resolve import TargetEntry, fetch_target
 from tvmflow.target import host
 from tvmflow.verdict import Check

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tvmflow.cli.options import file_argument, json_option
 from tvmflow.errors import SpecError
 
 if TYPE_CHECKING:
     from tvmflow.spec import Policy
-    from tvmflow.store.channels import Channel
+    from tvmflow.store.channel_document import Channel
 
 _why_option = click.option("--why", default="", help="Kept in the channel's history.")
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 @click.group("channel")
@@ -25,7 +25,7 @@ def channel_command() -> None:
 @channel_command.command("show")
 @click.argument("name")
 @click.argument("channel", required=False)
-@_json_option
+@json_option
 def show_command(name: str, channel: str | None, as_json: bool) -> None:
     """Show what the channels of NAME hold and require, and what somebody wishes for; of one CHANNEL or of all."""
     from tvmflow import settings as machine
@@ -44,7 +44,7 @@ def show_command(name: str, channel: str | None, as_json: bool) -> None:
 @click.argument("channel")
 @click.argument("values", nargs=-1, required=True, metavar="KEY=VALUE...")
 @_why_option
-@_json_option
+@json_option
 def set_command(name: str, channel: str, values: tuple[str, ...], why: str, as_json: bool) -> None:
     """Change parts of the policy of a CHANNEL of NAME, e.g. approval=required gates.max_latency_ms=5 after=null."""
     from tvmflow import settings as machine
@@ -59,10 +59,10 @@ def set_command(name: str, channel: str, values: tuple[str, ...], why: str, as_j
 
 
 @channel_command.command("apply")
-@click.argument("file", type=click.Path(path_type=Path))
+@file_argument
 @click.option("--channel", help="One channel of the file; all of them unless given.")
 @_why_option
-@_json_option
+@json_option
 def apply_command(file: Path, channel: str | None, why: str, as_json: bool) -> None:
     """Give the channels of a release FILE the policies that it proposes."""
     from tvmflow import settings as machine

@@ -5,6 +5,8 @@ import sys
 
 import click
 
+from tvmflow.cli.options import json_option
+
 # The newest releases that the table of figures has columns for.
 _SHOWN = 8
 
@@ -13,7 +15,7 @@ _SHOWN = 8
 @click.argument("name")
 @click.option("--channel", help="The channel, e.g. production.")
 @click.option("--figures", is_flag=True, help="Show the figures of all releases, which drift, and where they stepped.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def history_command(name: str, channel: str | None, figures: bool, as_json: bool) -> None:
     """Show the moves of a channel of NAME, the changes of its policy and the wishes that were not granted.
 
@@ -36,6 +38,7 @@ def _show_channel(name: str, channel: str, as_json: bool) -> None:
     from tvmflow import settings as machine
     from tvmflow.services import open_store_of
     from tvmflow.store import channels
+    from tvmflow.store.channel_document import Move, PolicyChange, WishEnd
 
     with open_store_of(machine.load(), name) as store:
         document = channels.read(store, name, channel)
@@ -47,11 +50,11 @@ def _show_channel(name: str, channel: str, as_json: bool) -> None:
         table.add_column(column, no_wrap=column != "why")
     for event in document.history:
         match event:
-            case channels.Move():
+            case Move():
                 before, after, kind = event.from_version or "-", event.to_version, "rollback" if event.rollback else ""
-            case channels.WishEnd():
+            case WishEnd():
                 before, after, kind = "-", f"({event.version})", event.outcome
-            case channels.PolicyChange():
+            case PolicyChange():
                 before, after, kind = "-", "-", "policy"
         why = ": ".join(part for part in (kind, event.why) if part)
         table.add_row(event.when[:19].replace("T", " "), before, after, event.who, why)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tvmflow.cli.options import OutputFile, naming_output
+from tvmflow.cli.options import OutputFile, json_option, naming_output
 from tvmflow.errors import RegistryError, StatementError, StoreError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tvmflow.report.trust import ChannelEvent, Promotion, Standing
     from tvmflow.settings import Settings
     from tvmflow.store import ReleaseStore
-    from tvmflow.store.channels import Channel
+    from tvmflow.store.channel_document import Channel
 
 # The layers that the terminal shows.
 _LAYERS = 5
@@ -110,7 +110,7 @@ def _read_standing(settings: "Settings", store: "ReleaseStore", release: "Releas
 def _list_events(document: "Channel", version: str) -> Iterator["ChannelEvent"]:
     """Yield what happened to a version in a channel, the oldest first."""
     from tvmflow.report.trust import ChannelEvent
-    from tvmflow.store.channels import Move, WishEnd
+    from tvmflow.store.channel_document import Move, WishEnd
 
     for event in document.history:
         if isinstance(event, Move) and version in (event.from_version, event.to_version):
@@ -142,7 +142,7 @@ def _read_promotion(
 @click.argument("before")
 @click.argument("now")
 @click.option("--html", type=OutputFile(), help="Write a page.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def diff_command(name: str, before: str, now: str, html: Path | None, as_json: bool) -> None:
     """Show what differs between two versions of NAME, BEFORE and NOW: figures, model, tuning, bundles and layers.
 

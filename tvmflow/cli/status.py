@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tvmflow.cli.options import OutputFile, naming_output
+from tvmflow.cli.options import OutputFile, json_option, naming_output
 from tvmflow.errors import PrefectError, RegistryError, StatementError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from tvmflow.settings import Settings
     from tvmflow.store import ReleaseStore
-    from tvmflow.store.channels import Channel
+    from tvmflow.store.channel_document import Channel
 
 # The newest releases of a model in which drifts and steps are looked for.
 _HISTORY = 24
@@ -34,7 +34,7 @@ _HISTORY = 24
 
 @click.command("status")
 @click.option("--html", type=OutputFile(), help="Write a page.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def status_command(html: Path | None, as_json: bool) -> None:
     """Show every released model: what its channels hold and since when, what waits, and the last verdicts.
 
