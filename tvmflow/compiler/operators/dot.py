@@ -20,14 +20,13 @@ from tvmflow.compiler.dotproduct import BF16, Dot, round_bf16
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import (
     JoinedRows,
-    PaddedImage,
     divides,
-    output_size,
     round_up,
-    skipped_padding,
     static,
     vector,
 )
+from tvmflow.compiler.operators.geometry import Geometry
+from tvmflow.compiler.operators.padding import PaddedImage, skipped_padding
 
 Array = np.ndarray[Any, Any]
 
@@ -76,46 +75,34 @@ def conv2d(
     dot: Dot,
     channels: int,
     groups: int,
+    geometry: Geometry,
     machine: Machine,
-    strides: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
     zero: Any = 0,
 ) -> te.Tensor:
     """Define a convolution of NHWC data of type `dot.data` with weights from `pack_conv2d`.
 
-    `padding` is the number of elements to add at the top, left, bottom and right. They have the value `zero`, a number
-    or an expression. The result is NHWC with `channels` channels of type `dot.accumulator`.
+    The padding has the value `zero`, a number or an expression. The result is NHWC with `channels` channels of type
+    `dot.accumulator`.
     """
     batch, in_h, in_w, in_c = data.shape
     vectors, kernel_h, kernel_w, steps, lanes, group = (int(dim) for dim in weight.shape)
-    out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
-    out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
+    out_h, out_w = geometry.result_size(in_h, in_w)
+    (_, stride_w), (dilation_h, dilation_w) = geometry.strides, geometry.dilation
     rows = 0
-    if dot.name in machine.amx and (groups, lanes) == (1, amx.LANES) and (kernel_w == 1 or dilation[1] == 1):
+    if dot.name in machine.amx and (groups, lanes) == (1, amx.LANES) and (kernel_w == 1 or dilation_w == 1):
         rows = amx.choose_rows(static(out_w), kernel_w * steps, vectors, machine)
-    if not rows and (kernel_h, kernel_w, groups) == (1, 1, 1) and list(strides) == [1, 1] and not any(padding):
+    if not rows and groups == 1 and geometry.is_pointwise:
         return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
-    row_bytes = 4 // group * strides[1] * int(in_c)
-    tile = rows or tiles.choose(static(out_w), vectors // groups, machine, row_bytes).rows
-    tiled_w = round_up(out_w, tile)
-    height = in_h + padding[0] + padding[2]
-    whole = divides(tile, out_w)
-    required_width = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
-    width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
-    whole_groups = round_up(int(in_c), group) if groups == 1 else int(in_c)
+    per_group = vectors // groups
+    tile = rows or tiles.choose(static(out_w), per_group, machine, 4 // group * stride_w * int(in_c)).rows
     read = PaddedImage(
         data,
-        padding,
-        height,
-        width,
-        lines=out_h,
-        taps=kernel_h,
-        stride=strides[0],
-        dilation=dilation[0],
+        geometry,
+        (out_h, out_w),
+        tile,
         # AMX's kernel steps over the lines between those that it reads.
         gathered_from=math.inf if rows else 2,
-        channels=whole_groups,
+        channels=round_up(int(in_c), group) if groups == 1 else int(in_c),
         value=zero,
     )
     y, ki = te.reduce_axis((0, kernel_h), "y"), te.reduce_axis((0, group), "ki")
@@ -127,19 +114,15 @@ def conv2d(
     else:
         x, ko = te.reduce_axis((0, kernel_w), "x"), te.reduce_axis((0, steps), "ko")
         pixel, step, within = x, ko, [x, ko]
-    per_group = vectors // groups
 
     def depth(c: Any) -> Any:
         place = step * group + ki
         return place if groups == 1 else c // (per_group * lanes) * (steps * group) + place
 
     product = te.compute(
-        (batch, out_h, tiled_w, vectors * lanes),
+        (batch, out_h, read.tiled_width, vectors * lanes),
         lambda n, h, w, c: te.sum(
-            dot.product(
-                read(n, h, line, w * strides[1] + pixel * dilation[1], depth(c)),
-                weight[c // lanes, line, pixel, step, c % lanes, ki],
-            ),
+            dot.product(read(n, h, w, line, pixel, depth(c)), weight[c // lanes, line, pixel, step, c % lanes, ki]),
             axis=[*taps, *within, ki],
         ),
         name="conv2d",
@@ -151,8 +134,8 @@ def conv2d(
             LEAD: 1,
             SHARED: 1,
             # AMX's kernel runs over all taps. Other values than zero, those of integers, are no padding to leave out.
-            **({AMX: [steps, kernel_h, kernel_w, strides[1], dilation[0]]} if rows else {}),
-            **(skipped_padding(padding, strides, dilation) if dot is BF16 and not rows else {}),
+            **({AMX: [steps, kernel_h, kernel_w, stride_w, dilation_h]} if rows else {}),
+            **(skipped_padding(geometry) if dot is BF16 and not rows else {}),
         },
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")

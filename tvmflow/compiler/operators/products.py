@@ -15,10 +15,12 @@ from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.common import (
     FUSABLE,
+    Array,
     JoinedRows,
-    constant,
+    are_equal,
     divides,
     is_float32,
+    packed,
     round_up,
     static,
     vector,
@@ -117,27 +119,17 @@ def fast_product(
     return builder.call_te(compute, data, packed_weight, primfunc_name_hint="strassen", primfunc_attrs=FUSABLE)
 
 
-def _equal(a: Any, b: Any) -> bool:
-    return bool(tvm.sym.Analyzer().can_prove_equal(a, b))
-
-
 def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
     depth, units = (int(dim) for dim in weight.ty.shape.values)
-    vectors = -(-units // lanes)
-    if isinstance(weight, tvm.ir.GenericConst):
-        return constant(pack_array(weight.value.numpy(), lanes))
 
-    def pack(w: te.Tensor) -> te.Tensor:
-        return te.compute(
-            (vectors, depth, lanes),
-            lambda j, k, v: tirx.if_then_else(j * lanes + v < units, w[k, j * lanes + v], 0.0),
-            name="pack_weight",
-        )
+    def element(w: te.Tensor, j: Any, k: Any, v: Any) -> Any:
+        return tirx.if_then_else(j * lanes + v < units, w[k, j * lanes + v], 0.0)
 
-    return builder.emit_te(pack, weight)
+    shape = (-(-units // lanes), depth, lanes)
+    return packed(builder, weight, partial(pack_array, lanes=lanes), shape, element)
 
 
-def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
+def pack_array(weight: Array, lanes: int) -> Array:
     """Pack weights `[K][N]` into float32 `[N/v][K][v]`, with zeros after the last column."""
     depth, units = weight.shape
     vectors = -(-units // lanes)
@@ -189,7 +181,7 @@ def row_dimensions(sizes: Sequence[Any]) -> list[int]:
 def _broadcasts(sizes: Sequence[Any], batch: Sequence[Any]) -> bool:
     """Whether leading dimensions broadcast to the batch: counted from the last, each is one or equal to the batch's."""
     last = batch[len(batch) - len(sizes) :]
-    return all(static(size) == 1 or _equal(size, whole) for size, whole in zip(sizes, last, strict=True))
+    return all(static(size) == 1 or are_equal(size, whole) for size, whole in zip(sizes, last, strict=True))
 
 
 def _place(index: Sequence[Any], tensor: te.Tensor) -> tuple[Any, ...]:
