@@ -60,6 +60,24 @@ def test_the_last_pixels_of_a_line_of_any_length_have_a_tile_that_fits(
     assert rows[1] == (rows[0] + 1) // 2
 
 
+@pytest.mark.parametrize("size", [3, 5], ids=str)
+def test_a_whole_tile_of_a_depthwise_convolution_has_no_condition_for_each_pixel(
+    size: int, make_model: Any, assert_same_as_onnxruntime: Any, target: Any
+) -> None:
+    weights = {"w": normal(32, 1, size, size), "b": normal(32)}
+    nodes = [
+        make_node("Conv", ["x", "w", "b"], ["c"], pads=[size // 2] * 4, group=32),
+        make_node("Sigmoid", ["c"], ["s"]),
+        make_node("Mul", ["c", "s"], ["y"]),
+    ]
+    path = make_model(nodes, [("x", ["n", 32, "h", "width"])], ["y"], weights)
+    assert_same_as_onnxruntime(path, *_images(32))
+    (convolution,) = (text for name, text in _code(path, target).items() if "depthwise" in name)
+    whole, last = re.split(r"for once in", convolution)[1:]
+    assert "T.where" not in whole
+    assert "T.where" in last
+
+
 def test_a_line_of_known_length_has_one_tile(make_model: Any, target: Any) -> None:
     weights = {"w": normal(32, 24, 1, 1)}
     path = make_model([make_node("Conv", ["x", "w"], ["y"])], [("x", [1, 24, 5, 13])], ["y"], weights)

@@ -13,7 +13,7 @@ from tvmflow.compiler.annotations import DOT, LANES, NARROW, PADDING, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.depthwise import MOST_LINES
-from tvmflow.compiler.schedules import common, registers
+from tvmflow.compiler.schedules import common, registers, tails
 
 # The most taps of a kernel that are all unrolled, and the most of a kernel whose rows are unrolled.
 _TAPS_UNROLLED, _ROWS_UNROLLED = 9, 49
@@ -65,6 +65,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
         unrolled = [*([y] if taps <= _TAPS_UNROLLED else []), *([x] if taps <= _ROWS_UNROLLED else [])]
         registers.accumulate(sch, product, [strip, vector], [y, x], unrolled=unrolled)
     registers.keep_in_registers(sch, [near, pieces, lane])
+    tails.mark_whole(sch, near)
     return True
 
 

@@ -1,9 +1,10 @@
-"""Computes the last rows of a line of unknown length by a register tile of half as many rows.
+"""Computes the last rows of a line of unknown length by code of their own.
 
 The rows of a line fill whole register tiles. Where a function learns the length of its lines only when it runs, the
 last tile of a line may be mostly empty. A schedule marks the loop over the rows of a tile of the result by an
-annotation, and `expand` writes a second, smaller tile, and a branch that takes it where its rows are enough.
-The output tiles of Winograd's algorithm are such rows, too.
+annotation, and `expand` writes a second, smaller tile, and a branch that takes it where its rows are enough
+(`mark_tail`). The output tiles of Winograd's algorithm are such rows, too. Or it writes the rows of a tile a second
+time, without a condition for each row, and a branch that takes this form in whole tiles (`mark_whole`).
 """
 
 from collections.abc import Iterator
@@ -19,11 +20,12 @@ from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 from tvmflow.compiler.schedules import common
 from tvmflow.compiler.statements import replace_variables, run_if, terms, uses, with_body
 
-# The annotation of the loop over the rows of a tile of the result: the size of a row.
+# The annotations of the loop over the rows of a tile of the result. The value of the first is the size of a row.
 _TAIL = "tvmflow.tail"
+_WHOLE = "tvmflow.whole"
 
 
-def mark(sch: Schedule, rows: LoopRV, size: int = 1) -> None:
+def mark_tail(sch: Schedule, rows: LoopRV, size: int = 1) -> None:
     """Mark the outermost loop of the block that writes a tile, which runs over the tile's rows, for `expand`.
 
     A row stands for `size` neighbours in a line of the function's result. With a `size` above 1 the result is an image
@@ -35,11 +37,23 @@ def mark(sch: Schedule, rows: LoopRV, size: int = 1) -> None:
         sch.annotate(rows, _TAIL, size)
 
 
+def mark_whole(sch: Schedule, rows: LoopRV) -> None:
+    """Mark the outermost loop of the block that writes a tile, which runs over the tile's rows, for `expand`.
+
+    This serves sums that LLVM unrolls whole, such as those of a depthwise convolution: with a condition for each row,
+    LLVM moves the sum of a row into the branch that stores it, and the sums no longer run side by side. Does nothing
+    where all sizes are known.
+    """
+    if not common.is_static(sch) and (common.extent(sch, rows) or 1) > 1:
+        sch.annotate(rows, _WHOLE, 1)
+
+
 def expand(func: PrimFunc) -> PrimFunc:
-    """Return a scheduled function with the smaller tiles that its annotations ask for, or unchanged without any."""
+    """Return a scheduled function with the code that its annotations ask for, or unchanged without any."""
     buffers: list[tirx.Var] = []
     add_tails = partial(_add_tails, result=func.params[-1] if func.params else None, buffers=buffers)
     body = tvm_ffi.structural_map(func.body, (SeqStmt, add_tails))
+    body = tvm_ffi.structural_map(body, (For, _add_whole))
     if body.same_as(func.body):
         return func
     block = with_body(body.block, body.block.body, buffers)
@@ -78,6 +92,29 @@ def _add_tails(stmt: SeqStmt, result: Any, buffers: list[tirx.Var]) -> Any:
     small = _renewed(tvm_ffi.structural_map(whole, (For, shorten)), buffers)
     is_longer = common.substitute(limits[0], {rows.loop_var: tirx.const(half, rows.extent.ty.dtype)})
     return SeqStmt([*before, run_if(is_longer, whole), run_if(tirx.Not(is_longer), small)])
+
+
+def _add_whole(rows: For) -> Any:
+    """Return a loop over rows in two forms, of which the first has no condition for each row; others unchanged."""
+    if _WHOLE not in rows.annotations:
+        return rows
+    annotations = {name: value for name, value in rows.annotations.items() if name != _WHOLE}
+    rows = For(rows.loop_var, rows.min, rows.extent, rows.kind, rows.body, rows.thread_binding, annotations)
+    (writer,) = _blocks(rows)
+    limits = [term for term in terms(writer.predicate) if uses(term, rows.loop_var)]
+    inside: list[tirx.Var] = []
+    tvm_ffi.structural_walk(rows.body, (For, lambda loop: inside.append(loop.loop_var)))
+    if len(limits) != 1 or uses(limits[0], *inside):
+        return rows
+    others = [term for term in terms(writer.predicate) if not term.same_as(limits[0])]
+    always = tirx.all(*others) if others else tirx.const(True, "bool")
+
+    def drop_limit(realize: SBlockRealize) -> Any:
+        return SBlockRealize(realize.iter_values, always, realize.block)
+
+    whole = _renewed(tvm_ffi.structural_map(rows, (SBlockRealize, drop_limit)), [])
+    all_inside = common.substitute(limits[0], {rows.loop_var: rows.extent - 1})
+    return SeqStmt([run_if(all_inside, whole), run_if(tirx.Not(all_inside), rows)])
 
 
 def _place(realize: SBlockRealize, rows: Any) -> Any:

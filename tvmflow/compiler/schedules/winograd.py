@@ -118,7 +118,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         sch.compute_at(transformed, task, preserve_unit_loops=True)
     tile_loops = transform_input(sch, vertical, transformed, machine)
     if not form.is_bf16 and not form.is_flat:
-        tails.mark(sch, near, form.size)
+        tails.mark_tail(sch, near, form.size)
     if not whole:
         if form.is_flat:
             task, _ = sch.split(tile_loops[0], [None, columns])
