@@ -103,7 +103,8 @@ class Block:
         )
         if not self.depthwise:
             high, wide = middle.geometry.result_size(self.size, self.size)
-            size, *_ = winograd.rank_sizes(high, wide, self.between, self.between, machine, self.stride)
+            shape = winograd.Shape(high, wide, self.between, self.between, self.stride)
+            size, *_ = winograd.rank_sizes(shape, machine)
             middle = replace(middle, winograd=size)
         block = Block(self.size, self.size, self.inputs, first, middle, last)
         ranked, apart = plans(block, self.batch, machine)

@@ -171,12 +171,12 @@ def test_taps_that_would_share_one_set_of_the_cache_are_moved_apart(
     ("height", "channels", "size"), [(56, 64, 4), (28, 128, 4), (14, 4, None), (224, 3, None), (1, 256, None)]
 )
 def test_the_tile_size_follows_the_shape(machine: Machine, height: int, channels: int, size: int | None) -> None:
-    assert winograd.rank_sizes(height, height, channels, channels, machine)[0] == size
+    assert winograd.rank_sizes(winograd.Shape(height, height, channels, channels), machine)[0] == size
 
 
 @pytest.mark.parametrize(("height", "channels"), [(14, 256), (7, 512)])
 def test_large_weights_get_small_tiles(height: int, channels: int) -> None:
-    assert winograd.rank_sizes(height, height, channels, channels, AVX512)[0] == 2
+    assert winograd.rank_sizes(winograd.Shape(height, height, channels, channels), AVX512)[0] == 2
 
 
 def test_the_tuner_has_a_search_space_for_winograd(make_model: Any, target: Any) -> None:

@@ -148,7 +148,10 @@ class _Stages:
         )
 
     def softmax(self, scores: te.Tensor, mask: te.Tensor | None, scale: float) -> tuple[te.Tensor, te.Tensor]:
-        """The exponentials of the masked scores, less the largest of their row, and the inverse of a row's sum."""
+        """The exponentials of the scores, less the largest of their row, and the inverse of a row's sum.
+
+        `mask` is added to the scores; None adds nothing.
+        """
         queries = None if divides(self._rows, self._queries) else self._queries
         masked = _masked(scores, scale if self._bf16 else 1.0, mask, queries, self._keys, self._key_tile)
         logits = te.compute(self._score_sizes, lambda *index: masked(index), name="logits")

@@ -119,7 +119,8 @@ class _Costs:
         taps, vectors = middle.geometry.kernel[0] * middle.geometry.kernel[1], middle.channels // lanes
         if middle.winograd:
             size, stride = middle.winograd, middle.geometry.strides[0]
-            whole = winograd.cycles(size, self._out_h, self._out_w, depth, middle.channels, machine, stride)
+            shape = winograd.Shape(self._out_h, self._out_w, depth, middle.channels, stride)
+            whole = winograd.cycles(size, shape, machine)
             self._middle = whole / pixels + vectors * epilogue
             taps = winograd.side_of(size, stride) ** 2
         elif middle.depthwise:

@@ -1,8 +1,9 @@
 """Helpers that the operators share: sizes, constants and the rows of a matrix product."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import tvm
 from tvm import relax, te, tirx, topi
 
 from tvmflow.compiler import winograd
+from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED
 from tvmflow.compiler.machine import NARROWEST, Machine
 
 Array = np.ndarray[Any, Any]
@@ -25,6 +27,20 @@ FOLLOWS = {"tvmflow.follows": 1}
 def default(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     """Return TVM's own definition of a call."""
     return call.op.get_attr("FLegalize")(builder, call)
+
+
+def call_kernel(
+    builder: relax.BlockBuilder,
+    compute: Callable[..., te.Tensor],
+    *operands: relax.Expr,
+    name: str,
+    attrs: Mapping[str, Any] = MappingProxyType({}),
+) -> relax.Expr:
+    """Return a call of a function `name`, which `compute` defines and TVM fuses with element-wise operators after it.
+
+    `attrs` are further attributes of the function.
+    """
+    return builder.call_te(compute, *operands, primfunc_name_hint=name, primfunc_attrs={**FUSABLE, **attrs})
 
 
 def static(dim: Any) -> int | None:
@@ -117,7 +133,7 @@ def are_equal(one: Any, other: Any) -> bool:
 
 
 def same_shape(one: Sequence[Any] | None, other: Sequence[Any] | None) -> bool:
-    """Whether two shapes are provably equal; false where one is None (unknown)."""
+    """Whether two shapes are provably equal; false where `one` or `other` is None (unknown)."""
     if one is None or other is None or len(one) != len(other):
         return False
     analyzer = tvm.sym.Analyzer()
@@ -178,3 +194,42 @@ class JoinedRows:
         for place in self.joined[1:]:
             row = row * self.outer[place] + index[place]
         return (*(index[place] for place in self.lead), row, index[-1])
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product over a batch, of operands in any layout; the result is `[*batch, rows, channels]`.
+
+    `left(*batch_index, row, k)` returns an element of the left operand, whose k runs over `depth` values, and `right`
+    one of the right operand. `batch` are the sizes of the batch dimensions. `channels` is a multiple of `lanes`, the
+    lanes of a vector. `shared` is true where the right operand ignores the batch index. `joined` are the dimensions
+    that the rows stand for, as positions in the tensor into which the caller unpacks the result; None means all between
+    batch and channels.
+    """
+
+    batch: Sequence[Any]
+    rows: Any
+    depth: Any
+    channels: Any
+    lanes: int
+    left: Callable[..., Any]
+    right: Callable[..., Any]
+    shared: bool
+    joined: Sequence[int] | None = None
+
+    @property
+    def vectors(self) -> int | None:
+        """The number of vectors of channels; None where it is symbolic."""
+        channels = static(self.channels)
+        return None if channels is None else channels // self.lanes
+
+    @property
+    def annotations(self) -> dict[str, Any]:
+        """The annotations by which the schedules know the product's dimensions."""
+        rows = {} if self.joined is None else {ROWS: list(self.joined)}
+        return {LANES: self.lanes, LEAD: len(self.batch), SHARED: int(self.shared), **rows}
+
+    def last_row_repeated(self, *index: Any) -> Any:
+        """Return an element of the left operand by its index, in whose place a row beyond the last has the last one."""
+        *batch, row, k = index
+        return self.left(*batch, tirx.min(row, self.rows - 1), k)

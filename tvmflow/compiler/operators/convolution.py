@@ -18,9 +18,10 @@ from tvmflow.compiler.operators import depthwise, products
 from tvmflow.compiler.operators import winograd as winograd_stages
 from tvmflow.compiler.operators.common import (
     FOLLOWS,
-    FUSABLE,
     Array,
     JoinedRows,
+    Product,
+    call_kernel,
     called_operator,
     constant,
     is_float32,
@@ -62,16 +63,14 @@ def legalize(
         name, packed_weight = "grouped_conv2d", constant(depthwise.pack_groups(weight.value.numpy(), machine.lanes))
     if packed_weight is not None:
         compute = partial(depthwise.depthwise, geometry=geometry, machine=machine, subject=subject)
-        return builder.call_te(compute, data, packed_weight, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
+        return call_kernel(builder, compute, data, packed_weight, name=name)
     size = winograd_size(data, weight, groups, geometry, machine, decisions) if fast else None
     if size is not None:
         packed_weight = pack_weights(builder, weight, WinogradPacking(size, machine.lanes, geometry.strides[0]))
         compute = partial(
             winograd_conv2d, channels=out_channels, geometry=geometry, machine=machine, decisions=decisions
         )
-        return builder.call_te(
-            compute, data, packed_weight, primfunc_name_hint="winograd_conv2d", primfunc_attrs=FUSABLE
-        )
+        return call_kernel(builder, compute, data, packed_weight, name="winograd_conv2d")
     per_group = out_channels // groups
     lanes = vector(per_group, machine)
     if groups > 1:
@@ -91,8 +90,7 @@ def legalize(
             decisions=decisions,
             axes=axes,
         )
-    kind = {**FUSABLE, SUBJECT: subject}
-    return builder.call_te(compute, data, packed_weight, primfunc_name_hint="conv2d", primfunc_attrs=kind)
+    return call_kernel(builder, compute, data, packed_weight, name="conv2d", attrs={SUBJECT: subject})
 
 
 def multiply_fast(
@@ -226,7 +224,8 @@ def winograd_size(
     # the rows in float32 where these are enough (`schedules.tails`).
     least = winograd.UNKNOWN_ROWS // 2 if group == 1 else winograd.UNKNOWN_ROWS
     rows = 1 if all(static(dim) is not None for dim in dims) else least
-    sizes = winograd.rank_sizes(high, wide, channels, out_channels, machine, stride, group, rows)
+    shape = winograd.Shape(high, wide, channels, out_channels, stride, group, rows)
+    sizes = winograd.rank_sizes(shape, machine)
     if decisions is None:
         return sizes[0]
     options = {"direct" if size is None else f"winograd {size}": size for size in sizes}
@@ -234,10 +233,7 @@ def winograd_size(
     pixels_in = images * height * width
     pixels_out = images * high * wide
     moving = cost.images(4 * pixels_in * channels, 4 * pixels_out * out_channels, machine)
-    cycles = {
-        name: moving + images * winograd.cycles(size, high, wide, channels, out_channels, machine, stride, group, rows)
-        for name, size in options.items()
-    }
+    cycles = {name: moving + images * winograd.cycles(size, shape, machine) for name, size in options.items()}
     return decisions.choose("algorithm", options, cycles=cycles)
 
 
@@ -353,16 +349,15 @@ def pointwise_conv2d(
     vectors, _, _, _, lanes = (int(dim) for dim in weight.shape)
     is_by_line = static(height * width) is None and (static(width) is None or int(width) >= FEWEST_ROWS)
     joined = JoinedRows(outer, [2] if is_by_line else [1, 2])
-    product = rows_product(
-        joined.batch,
-        joined.rows,
-        depth,
-        lambda *index: data[joined.position(*index)],
-        lambda *index: weight[index[-1] // lanes, 0, 0, index[-2], index[-1] % lanes],
-        vectors * lanes,
-        lanes,
-        machine,
-        decisions,
+    product = Product(
+        batch=joined.batch,
+        rows=joined.rows,
+        depth=depth,
+        channels=vectors * lanes,
+        lanes=lanes,
+        left=lambda *index: data[joined.position(*index)],
+        right=lambda *index: weight[index[-1] // lanes, 0, 0, index[-2], index[-1] % lanes],
         shared=True,
     )
-    return te.compute((*outer, channels), lambda *index: product[joined.row(*index)], name="unpack")
+    result = rows_product(product, machine, decisions)
+    return te.compute((*outer, channels), lambda *index: result[joined.row(*index)], name="unpack")

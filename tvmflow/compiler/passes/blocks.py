@@ -16,7 +16,7 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import block_plans, blocks, convolution, depthwise, dot, elementwise
-from tvmflow.compiler.operators.common import FUSABLE, called_operator, constant, static, typical_pixels, vector
+from tvmflow.compiler.operators.common import call_kernel, called_operator, constant, static, typical_pixels, vector
 from tvmflow.compiler.operators.geometry import Geometry, has_constant_weights, is_depthwise
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
 from tvmflow.compiler.passes.bf16 import round_operand
@@ -127,12 +127,12 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
             blocks.block, block=fused.block, plan=fused.plan, machine=self._options.machine, subject=fused.subject
         )
         data = self.visit_expr(fused.data)
-        call = self.builder_.call_te(
+        call = call_kernel(
+            self.builder_,
             compute,
             self.builder_.emit(round_operand(self.builder_, data)) if fused.block.bf16 else data,
             *(self._pack(tensor) if isinstance(tensor, _Unpacked) else tensor for tensor in fused.tensors),
-            primfunc_name_hint="conv2d_block",
-            primfunc_attrs=FUSABLE,
+            name="conv2d_block",
         )
         self.set_var_remap(binding.var, self.builder_.emit(call))
 

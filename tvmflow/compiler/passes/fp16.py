@@ -12,7 +12,7 @@ from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.dotproduct import Widened
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot, products
-from tvmflow.compiler.operators.common import FUSABLE, constant, vector
+from tvmflow.compiler.operators.common import call_kernel, constant, vector
 from tvmflow.compiler.operators.geometry import Geometry, is_depthwise
 from tvmflow.compiler.passes.narrow import is_weighted, narrow_products
 
@@ -54,10 +54,7 @@ class _Float16:
         if is_depthwise(call):
             packed_weight = constant(depthwise.pack_array(value, vector(groups, self._machine)))
             filtered = partial(depthwise.depthwise, geometry=geometry, machine=self._machine)
-            name, attrs = "depthwise_conv2d", FUSABLE
-            return builder.call_te(
-                _reading(filtered), data, packed_weight, primfunc_name_hint=name, primfunc_attrs=attrs
-            )
+            return call_kernel(builder, _reading(filtered), data, packed_weight, name="depthwise_conv2d")
         packed_weight = convolution.pack_array(value, dot.lanes_of(channels, groups, self._half))
         decisions = self._choices.about(f"fp16 {convolution.subject_of(call)}")
         common = {"channels": channels, "machine": self._half, "decisions": decisions}
@@ -97,7 +94,7 @@ class _Float16:
             return _cast(operator(data, weight), "float32")
 
         packed_weight = constant(weight.astype("float16"))
-        return builder.call_te(compute, data, packed_weight, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
+        return call_kernel(builder, compute, data, packed_weight, name=name)
 
 
 def _cast(x: te.Tensor, dtype: str) -> te.Tensor:

@@ -19,7 +19,7 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import INT8
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot, products
-from tvmflow.compiler.operators.common import FUSABLE, called_operator, constant, static, vector
+from tvmflow.compiler.operators.common import call_kernel, called_operator, constant, static, vector
 from tvmflow.compiler.operators.geometry import Geometry, is_channels_last, is_depthwise
 from tvmflow.compiler.operators.products import row_dimensions
 from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
@@ -411,7 +411,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
                 exact = depthwise.depthwise(centred, weight, geometry=geometry, machine=self._machine)
                 return te.compute(exact.shape, lambda *index: exact[index].astype("int32"), name="whole")
 
-            return self._call(compute, data, packed_weight, *zeros, name="depthwise_conv2d")
+            return call_kernel(self.builder_, compute, data, packed_weight, *zeros, name="depthwise_conv2d")
         offsets = _offsets(weight)
         if offsets is None or not _is_dot(weight, groups, self._machine):
             return None
@@ -433,7 +433,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         packed_weight = constant(dot.pack_conv2d(weight, lanes, INT8))
         # Without padding, no result depends on what fills the last tile of a line.
         zeros = zeros if any(geometry.padding) else []
-        product = self._call(compute_dot, data, packed_weight, *zeros, name="conv2d_int8")
+        product = call_kernel(self.builder_, compute_dot, data, packed_weight, *zeros, name="conv2d_int8")
         return self._correct(product, zero, weight.sum(axis=(1, 2, 3)), offsets)
 
     def _matmul(self, call: relax.Call, data: relax.Var, zero: relax.Expr) -> relax.Expr | None:
@@ -446,11 +446,8 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         packed_weight = constant(dot.pack_dense(weight, vector(units, self._machine), INT8))
         rows = row_dimensions(data.ty.shape.values[:-1])
         compute = partial(dot.dense, dot=INT8, units=units, rows=rows, machine=self._machine)
-        product = self._call(compute, data, packed_weight, name="dense_int8")
+        product = call_kernel(self.builder_, compute, data, packed_weight, name="dense_int8")
         return self._correct(product, zero, weight.sum(axis=0), offsets)
-
-    def _call(self, compute: Callable[..., te.Tensor], *operands: relax.Expr, name: str) -> relax.Expr:
-        return self.builder_.call_te(compute, *operands, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
 
     def _correct(self, product: relax.Expr, zero: relax.Expr, sums: Array, offsets: Array) -> relax.Expr:
         """The product of centred integers with the weights, from that of unsigned ones with `_with_ones(weights)`."""
