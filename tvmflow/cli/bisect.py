@@ -12,6 +12,7 @@ from tvmflow.cli.compile import parse_shapes
 from tvmflow.cli.options import (
     check_output_folder,
     input_shapes_option,
+    json_option,
     load_own_operators,
     model_argument,
     operator_option,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, file_okay=False),
     help="The folder for the smallest model that shows the error; by default MODEL.bisect.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def bisect_command(
     model: Path,
     target: str,

@@ -1,7 +1,6 @@
 """`tvmflow channel`: show channels and change their policies."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,8 +137,9 @@ def describe_policy(policy: "Policy | None") -> str:
 
 def _show(documents: "list[Channel]", as_json: bool) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from tvmflow.cli.display import output_console
 
     if as_json:
         click.echo(json.dumps([document.model_dump(mode="json") for document in documents]))
@@ -151,4 +151,4 @@ def _show(documents: "list[Channel]", as_json: bool) -> None:
         wish = document.wish
         wish_text = f"{wish.version} of {wish.who}, {wish.when[:19].replace('T', ' ')}" if wish is not None else "-"
         table.add_row(document.channel, document.version or "-", describe_policy(document.policy), wish_text)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    output_console().print(table)

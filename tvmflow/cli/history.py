@@ -1,7 +1,6 @@
 """`tvmflow history`: show what happened to a channel, and how the figures of releases have changed."""
 
 import json
-import sys
 
 import click
 
@@ -32,10 +31,10 @@ def history_command(name: str, channel: str | None, figures: bool, as_json: bool
 
 def _show_channel(name: str, channel: str, as_json: bool) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from tvmflow import settings as machine
+    from tvmflow.cli.display import output_console
     from tvmflow.services import open_store_of
     from tvmflow.store import channels
     from tvmflow.store.channel_document import Move, PolicyChange, WishEnd
@@ -58,15 +57,15 @@ def _show_channel(name: str, channel: str, as_json: bool) -> None:
                 before, after, kind = "-", "-", "policy"
         why = ": ".join(part for part in (kind, event.why) if part)
         table.add_row(event.when[:19].replace("T", " "), before, after, event.who, why)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    output_console().print(table)
 
 
 def _show_figures(name: str, as_json: bool) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from tvmflow import settings as machine
+    from tvmflow.cli.display import output_console
     from tvmflow.errors import StoreError
     from tvmflow.report.drift import find_drifts, find_steps, list_figures
     from tvmflow.report.numbers import format_number
@@ -97,6 +96,6 @@ def _show_figures(name: str, as_json: bool) -> None:
     for (target, figure), points in series.items():
         values = dict(points)
         table.add_row(target, figure, *(format_number(values[each]) if each in values else "-" for each in versions))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    output_console(140).print(table)
     for change in (*drifts, *steps):
         click.echo(str(change))

@@ -1,7 +1,6 @@
 """`tvmflow report` and `tvmflow diff`: the page of a release, and what differs between two."""
 
 import json
-import sys
 import webbrowser
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -149,6 +148,7 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
     The figures of each were measured when it was made, so the machine or its load may differ.
     """
     from tvmflow import settings as machine
+    from tvmflow.cli.display import output_console
     from tvmflow.report.changes import compare_releases, find_slowdowns
     from tvmflow.report.layers import compare_layers, fetch_times
     from tvmflow.report.release import write_difference
@@ -176,7 +176,6 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
         click.echo(json.dumps(document))
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -191,7 +190,7 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
             if row.difference > 0:
                 table.add_row(target, f"layer {row.name}, ms", f"{row.before:.4g}", f"{row.ms:.4g}", "")
     if table.row_count:
-        Console(width=None if sys.stdout.isatty() else 140).print(table)
+        output_console(140).print(table)
     else:
         click.echo(f"{name} {before} and {now} do not differ")
     for slowdown in slowdowns:

@@ -1,7 +1,6 @@
 """`tvmflow status`: show every model with its channels, what waits, and what a person on duty should look at."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,8 +58,9 @@ def status_command(html: Path | None, as_json: bool) -> None:
 
 def _show(fleet: "Fleet") -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from tvmflow.cli.display import output_console
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("name", "channel", "version", "days", "p50 ms", "newer", "waits", "signed", "last verdict"):
@@ -78,7 +78,7 @@ def _show(fleet: "Fleet") -> None:
             "-" if days is None else f"{days:.0f}",
             "-" if item.verdict is None else f"{item.verdict.version} {item.verdict.verdict}",
         )
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    output_console(160).print(table)
     for task in fleet.list_tasks():
         click.echo(f"{task.sentence}\n  {task.command}")
 

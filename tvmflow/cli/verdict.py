@@ -1,7 +1,6 @@
 """`tvmflow verdict`: show the last verdict on a promotion, a build or a retuning, and decide it again."""
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,11 +40,11 @@ def verdict_command(name: str, version: str, channel: str, about: str, replay: b
     again from the times of all runs. Exit code 3: the verdict is not the same.
     """
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from tasks.gate import decide_again
     from tvmflow import settings as machine
+    from tvmflow.cli.display import output_console
     from tvmflow.services import open_registry
 
     settings = machine.load()
@@ -77,7 +76,7 @@ def verdict_command(name: str, version: str, channel: str, about: str, replay: b
                 "-" if check.bound is None else f"{check.bound:g}",
                 "-" if check.comparison is None else str(len(check.comparison.pairs)),
             )
-        Console(width=None if sys.stdout.isatty() else 120).print(table)
+        output_console().print(table)
         click.echo(f"{stored.sentence}, MLflow run {run}{stored.signed}")
     names = [check.name for check, before in zip(checks, stored.checks, strict=True) if check.passed != before.passed]
     if names:
