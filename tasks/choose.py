@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from tasks.build import BuildResult
-from tasks.comparison import compare_latency
+from tasks.comparison import compare_in_step
 from tasks.export import ExportResult
 from tasks.options import variants
 from tasks.package import PackageResult
@@ -97,20 +97,13 @@ class ComparisonJob(TargetJob):
         file with the times of all runs. Raises BundleError for a bundle that does not run here.
         """
         workspace = runner.workspace
-        with workspace.scratch() as folder:
-            comparison = compare_latency(
-                workspace,
-                runner.log(),
-                workspace.path(self.candidate.packaged.bundle),
-                workspace.path(self.baseline.packaged.bundle),
-                timeout=runner.timeout,
-                progress=lambda done, total: runner.emit(done, total, "in turn"),
-                seconds=runner.comparison_seconds,
-                bounds=(GAIN,),
-                inputs=tuned_sample(workspace, self.exported, self.sizes),
-                samples=folder / "samples.npz",
-            )
-            return comparison, workspace.keep(folder / "samples.npz")
+        return compare_in_step(
+            runner,
+            workspace.path(self.candidate.packaged.bundle),
+            workspace.path(self.baseline.packaged.bundle),
+            bounds=(GAIN,),
+            inputs=tuned_sample(workspace, self.exported, self.sizes),
+        )
 
 
 class ChooseJob(ComparisonJob):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.build import BuildResult
 from tasks.choose import tuned_sample
-from tasks.comparison import compare_latency
+from tasks.comparison import compare_in_step
 from tasks.export import ExportResult
 from tasks.options import variants
 from tasks.package import PackageResult
@@ -142,20 +142,13 @@ def compare_work(job: CompareJob, runner: StepRunner) -> Gain:
     if read_manifest(job.production).files["mod.so"].sha256 == job.build.library.sha256:
         message = f"target {name!r}: the new build is the one in production"
         return Gain(target=name, better=False, worse=False, message=message, ratio=1.0, ratios=())
-    with workspace.scratch() as folder:
-        comparison = compare_latency(
-            workspace,
-            runner.log(),
-            workspace.path(job.packaged.bundle),
-            job.production,
-            timeout=runner.timeout,
-            progress=lambda done, total: runner.emit(done, total, "in turn"),
-            seconds=runner.comparison_seconds,
-            bounds=(_GAIN, 1 / _GAIN),
-            inputs=tuned_sample(workspace, job.exported, job.sizes),
-            samples=folder / "samples.npz",
-        )
-        samples = workspace.keep(folder / "samples.npz")
+    comparison, samples = compare_in_step(
+        runner,
+        workspace.path(job.packaged.bundle),
+        job.production,
+        bounds=(_GAIN, 1 / _GAIN),
+        inputs=tuned_sample(workspace, job.exported, job.sizes),
+    )
     message = f"target {name!r}: " + comparison.describe("the new build's", "that in production")
     check = Check.of_ratio(f"{slug(name)}-retuned", message, comparison, _GAIN, samples)
     return Gain(
