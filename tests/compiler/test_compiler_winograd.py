@@ -1,7 +1,6 @@
 """Winograd's convolution beside ONNX Runtime, and the rule that says when it pays."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -256,7 +255,9 @@ def test_a_size_within_a_network_counts_as_it_is_for_a_typical_input() -> None:
 
 
 def test_a_line_that_is_filled_up_to_whole_register_tiles_costs_what_it_computes() -> None:
-    cost = partial(winograd.cycles, 4, 8, channels=512, out_channels=512, machine=AVX512)
+    def cost(width: int, rows: int = 1) -> float:
+        return winograd.cycles(4, winograd.Shape(8, width, 512, 512, rows=rows), AVX512)
+
     assert cost(8, rows=4) == cost(16) > cost(8)
 
 
