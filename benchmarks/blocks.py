@@ -91,13 +91,20 @@ class Block:
         Returns None where the compiler cannot compute the block as one function.
         """
         from tvmflow.compiler import winograd
-        from tvmflow.compiler.operators.blocks import Block, Convolution, plans
+        from tvmflow.compiler.operators.block_plans import plans
+        from tvmflow.compiler.operators.blocks import Block, Convolution
+        from tvmflow.compiler.operators.geometry import Geometry
 
-        first, last = (Convolution(channels, (1, 1), (1, 1), (0, 0, 0, 0)) for channels in (self.between, self.outputs))
-        middle = Convolution(self.between, (3, 3), (self.stride, self.stride), (1, 1, 1, 1), depthwise=self.depthwise)
+        first, last = (
+            Convolution(channels, Geometry((1, 1), (1, 1), (0, 0, 0, 0))) for channels in (self.between, self.outputs)
+        )
+        middle = Convolution(
+            self.between, Geometry((3, 3), (self.stride, self.stride), (1, 1, 1, 1)), depthwise=self.depthwise
+        )
         if not self.depthwise:
-            high, wide = middle.size(self.size, self.size)
-            size, *_ = winograd.rank_sizes(high, wide, self.between, self.between, machine, self.stride)
+            high, wide = middle.geometry.result_size(self.size, self.size)
+            shape = winograd.Shape(high, wide, self.between, self.between, self.stride)
+            size, *_ = winograd.rank_sizes(shape, machine)
             middle = replace(middle, winograd=size)
         block = Block(self.size, self.size, self.inputs, first, middle, last)
         ranked, apart = plans(block, self.batch, machine)

@@ -161,7 +161,7 @@ def main() -> int:
     for operator in list_operators():
         name = f"{operator.domain}.{operator.name}" if operator.domain else operator.name
         is_asked_for = name in options.operators or not options.operators
-        if operator.way == "refused":
+        if operator.kind == "refused":
             verdicts.pop(name, None)
         elif is_asked_for and not (options.new and name in verdicts):
             verdict = judge(name, examples.get(name, []))

@@ -1,17 +1,21 @@
-"""The context of a flow run, which the functions of a flow share; a step gets only the parts that it needs."""
+"""The context of a flow run: the services that its functions share; a step gets only the parts that it needs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Event
 from typing import TypeVar
 
+from flows.logs import keeping_logs
+from flows.runs import one_at_a_time
 from tasks.original import Original, find_original
 from tasks.step import StepRunner
 from tvmflow.outages import outlast
+from tvmflow.process import shared_imports
 from tvmflow.registry import Registry
-from tvmflow.services import Services, open_records
-from tvmflow.settings import Settings
+from tvmflow.services import Services, open_records, open_services, open_workspace, record_sections
+from tvmflow.settings import Settings, load
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore
 from tvmflow.store.records import RecordObjects
@@ -29,6 +33,25 @@ def outage_seconds(settings: Settings) -> float:
     from prefect.runtime import deployment
 
     return settings.outage_minutes * 60 if deployment.id else 0.0
+
+
+@contextmanager
+def open_context(spec: Spec) -> Iterator["RunContext"]:
+    """Open the context in which a flow run works on the model of a release file; one run of a model works at a time.
+
+    The sections `store` and `registry` of the file are recorded for later commands. When the body fails, the logs of
+    its steps are kept in MLflow. Raises PrefectError, SettingsError, StoreError and RegistryError.
+    """
+    settings = load()
+    with (
+        one_at_a_time(spec.name),
+        open_services(settings, spec.store, spec.registry, outage_seconds(settings)) as services,
+        shared_imports(),
+    ):
+        record_sections(settings, spec)
+        workspace = open_workspace(settings, services.store, spec.store)
+        with keeping_logs(spec.name, workspace, services.registry, spec.registry.tags):
+            yield RunContext(spec, settings, workspace, services)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The promotion flow: it checks a release, asks a person where the channel requires it, and moves the channel."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,8 @@ from tvmflow.services import Services, open_services, open_workspace, read_secti
 from tvmflow.settings import Settings
 from tvmflow.spec import Policy, RegistrySection, Store
 from tvmflow.store import channels
-from tvmflow.store.channels import WANTED, Wish
+from tvmflow.store.channel_document import Channel, Move, Wish, WishEnd
+from tvmflow.store.channels import WANTED
 from tvmflow.verdict import Answer, Check, Verdict, samples_of
 from tvmflow.workspace import Record, Workspace
 
@@ -59,6 +61,25 @@ class PromotionSummary(Record):
     moved: bool = False
 
 
+@dataclass(frozen=True)
+class PromotionRequest:
+    """A request to promote a release to a channel.
+
+    `who` asks for it, for the reason `why`, and approves of it where `approved` is true. With `while_wanted`, the
+    channel stays if neither an alias in MLflow nor an open wish asks for the release any more. `flow_run_id` is the id
+    of a deployment's run, which is suspended if the channel requires approval; None for other runs.
+    """
+
+    name: str
+    version: str
+    channel: str
+    who: str
+    why: str
+    approved: bool = False
+    while_wanted: bool = False
+    flow_run_id: str | None = None
+
+
 @flow(name="promote", flow_run_name="promote {name} {version} to {channel}", validate_parameters=True)
 def promote(
     name: str,
@@ -84,53 +105,37 @@ def promote(
     settings = machine.load()
     sections = read_sections(settings, name)
     who = who or (f"flow run {flow_run.name}" if deployment.id else promotion.identify_user())
-    run_id, outage = flow_run.id if deployment.id else None, outage_seconds(settings)
+    outage = outage_seconds(settings)
     with open_services(settings, store or sections.store, registry or sections.registry, outage) as services:
         workspace = open_workspace(settings, services.store)
 
-        def promote_once() -> PromotionSummary:
-            return promote_release(
-                services,
-                settings,
-                workspace,
-                name,
-                version,
-                channel,
-                who=who,
-                why=why,
-                approved=approved,
-                while_wanted=while_wanted,
-                flow_run_id=run_id,
-            )
-
+        request = PromotionRequest(
+            name,
+            version,
+            channel,
+            who=who,
+            why=why,
+            approved=approved,
+            while_wanted=while_wanted,
+            flow_run_id=flow_run.id if deployment.id else None,
+        )
         with keeping_logs(name, workspace, services.registry, {}):
-            return outlast(promote_once, outage).model_dump(mode="json")
+            summary = outlast(partial(promote_release, services, settings, workspace, request), outage)
+            return summary.model_dump(mode="json")
 
 
 def promote_release(
-    services: Services,
-    settings: Settings,
-    workspace: Workspace,
-    name: str,
-    version: str,
-    channel: str,
-    *,
-    who: str,
-    why: str,
-    approved: bool = False,
-    while_wanted: bool = False,
-    flow_run_id: str | None = None,
+    services: Services, settings: Settings, workspace: Workspace, request: PromotionRequest
 ) -> PromotionSummary:
     """Promote a release to a channel when it is complete and passes the channel's gates; call this within a flow.
 
-    The request, by `who` and for the reason `why`, is recorded as a wish in the channel. The wish is open until it is
-    granted or refused or somebody makes a newer one. `approved` says that `who` approves. `flow_run_id` is the id of a
-    deployment's run, which is suspended if the channel requires approval; None for other runs. With `while_wanted`, the
-    channel stays (status `left`) if neither an alias in MLflow nor an open wish asks for the release any more. Raises
-    VerdictError when the release is refused or lacks an approval, StoreError or RegistryError when a server fails.
+    The request is recorded as a wish in the channel. The wish is open until it is granted or refused or somebody makes
+    a newer one. Raises VerdictError when the release is refused or lacks an approval, StoreError or RegistryError when
+    a server fails.
     """
+    name, version, channel = request.name, request.version, request.channel
     destination = channels.find(services.store, name, channel)
-    job = GateJob.of(services.store, destination, version, who=who)
+    job = GateJob.of(services.store, destination, version, who=request.who)
     before = job.current_version
     summary = PromotionSummary(
         name=name,
@@ -139,75 +144,87 @@ def promote_release(
         from_version=before,
         status="unchanged",
         message=f"{channel} holds {version} already",
-        who=who,
-        why=why,
+        who=request.who,
+        why=request.why,
     )
     model = job.release.registered_version.model
     state = promotion.read_state(services, name, channel, model)
-    if while_wanted and (reason := _why_not_wanted(state, job.policy.policy, version)) is not None:
+    if request.while_wanted and (reason := _why_not_wanted(state, job.policy.policy, version)) is not None:
         if version in (before, state.hand_set_version):
             promotion.update_alias(services, name, channel, model)
         return summary if before == version else summary.model_copy(update={"status": "left", "message": reason})
-    document = promotion.make_wish(services, name, version, channel, who=who, why=why, id=flow_run_id)
+    document = promotion.make_wish(
+        services, name, version, channel, who=request.who, why=request.why, id=request.flow_run_id
+    )
     if document.version == version:
         return summary
     wish = document.wish
     if wish is None or wish.version != version:
-        return summary.model_copy(update=_describe_end(document, flow_run_id or ""))
-    job = GateJob.of(services.store, document, version, who=who)
-    before, approval = job.current_version, job.policy.policy.approval
-    if approval != "none" and not approved and flow_run_id is None:
-        raise VerdictError(f"{name}@{channel} needs a person's approval: {how_to_approve(job)}")
-    needs_another = approval == "another"
-    if needs_another and approved and promotion.is_same_person(who, wish.who):
-        raise VerdictError(
-            f"{name}@{channel} needs the approval of another person than {wish.who}, who asked for {version}: "
-            f"{how_to_approve(job)}"
-        )
+        return summary.model_copy(update=_describe_end(document, request.flow_run_id or ""))
+    job = GateJob.of(services.store, document, version, who=request.who)
+    _refuse_without_approver(job, request, wish)
     checks = _check(job, services, settings, workspace)
     reasons = [check.message for check in checks if not check.passed]
+    log_verdict = partial(_log_verdict, services, workspace, job, checks, wish, request.flow_run_id)
     answer: Approval | None = None
-    if approval != "none" and not reasons:
-        if approved:
-            answer = Approval(approve=True, why=why, who=who)
+    if job.policy.policy.approval != "none" and not reasons:
+        if request.approved:
+            answer = Approval(approve=True, why=request.why, who=request.who)
         else:
-            _log_verdict(services, workspace, job, checks, [], None, wish, flow_run_id, is_waiting=True)
+            log_verdict("waiting", [], None)
             answer = _ask(job, checks, wish)
-        if answer.approve and needs_another and promotion.is_same_person(answer.who, wish.who):
-            reasons = [f"{answer.who} asked for it, and another person must approve it"]
-        elif not answer.approve:
-            reasons = [f"{answer.who} rejected it" + (f" ({answer.why})" if answer.why else "")]
-    run = _log_verdict(services, workspace, job, checks, reasons, answer, wish, flow_run_id)
+        reasons = _objections(answer, wish, needs_another=job.policy.policy.approval == "another")
+    run = log_verdict("refused" if reasons else "passed", reasons, answer)
     if reasons:
-        promotion.refuse(services, job.release, channel, wish.id, who=who, reason="; ".join(reasons))
+        promotion.refuse(services, job.release, channel, wish.id, who=request.who, reason="; ".join(reasons))
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         raise VerdictError(
-            f"{job.label} is refused: {reasons[0]}{more}; {channel} stays at {before or 'nothing'}, "
+            f"{job.label} is refused: {reasons[0]}{more}; {channel} stays at {job.current_version or 'nothing'}, "
             f"the verdict is kept in MLflow run {run}"
         )
     why = wish.why
-    if answer is not None and not (approved and answer.who == wish.who):
+    if answer is not None and not (request.approved and answer.who == wish.who):
         why = "; ".join(part for part in (why, f"approved by {answer.who}", answer.why) if part)
-    document = promotion.grant(services, name, channel, wish.id, why=why, policy=job.policy)
+    summary = summary.model_copy(update={"checks": checks, "mlflow_run_id": run})
+    return summary.model_copy(update=_grant(services, job, wish, why, run))
+
+
+def _refuse_without_approver(job: GateJob, request: PromotionRequest, wish: Wish) -> None:
+    """Raise VerdictError where the channel requires an approval that this request can neither give nor ask for."""
+    channel, approval = f"{request.name}@{request.channel}", job.policy.policy.approval
+    if approval != "none" and not request.approved and request.flow_run_id is None:
+        raise VerdictError(f"{channel} needs a person's approval: {how_to_approve(job)}")
+    if approval == "another" and request.approved and promotion.is_same_person(request.who, wish.who):
+        raise VerdictError(
+            f"{channel} needs the approval of another person than {wish.who}, who asked for {request.version}: "
+            f"{how_to_approve(job)}"
+        )
+
+
+def _objections(answer: Approval, wish: Wish, *, needs_another: bool) -> list[str]:
+    """Return why a person's answer does not let a release pass; empty where it does."""
+    if answer.approve and needs_another and promotion.is_same_person(answer.who, wish.who):
+        return [f"{answer.who} asked for it, and another person must approve it"]
+    if not answer.approve:
+        return [f"{answer.who} rejected it" + (f" ({answer.why})" if answer.why else "")]
+    return []
+
+
+def _grant(services: Services, job: GateJob, wish: Wish, why: str, run: str) -> dict[str, Any]:
+    """Grant a wish for the reason `why`, whose verdict the MLflow run keeps; return the fields of its summary."""
+    channel = job.channel
+    document = promotion.grant(services, job.name, channel, wish.id, why=why, policy=job.policy)
     move = document.find_end(wish.id)
-    if not isinstance(move, channels.Move):
-        return summary.model_copy(update={"checks": checks, "mlflow_run_id": run, **_describe_end(document, wish.id)})
+    if not isinstance(move, Move):
+        return _describe_end(document, wish.id)
     services.registry.set_run_tag(run, "tvmflow.moved", "true")
-    message = f"{channel} moved from {before} to {version}" if before else f"{channel} is new and holds {version}"
+    before = job.current_version
+    message = (
+        f"{channel} moved from {before} to {job.version}" if before else f"{channel} is new and holds {job.version}"
+    )
     if job.policy.proposal is not None:
         message += f"; its release file proposes another policy: `tvmflow channel apply FILE --channel {channel}`"
-    return summary.model_copy(
-        update={
-            "status": "moved",
-            "moved": True,
-            "message": message,
-            "who": move.who,
-            "why": why,
-            "when": move.when,
-            "checks": checks,
-            "mlflow_run_id": run,
-        }
-    )
+    return {"status": "moved", "moved": True, "message": message, "who": move.who, "why": why, "when": move.when}
 
 
 def _why_not_wanted(state: promotion.ChannelState, policy: Policy, version: str) -> str | None:
@@ -223,15 +240,15 @@ def _why_not_wanted(state: promotion.ChannelState, policy: Policy, version: str)
     return f"the alias {alias}{WANTED} {names} by now"
 
 
-def _describe_end(document: channels.Channel, wish: str) -> dict[str, str]:
+def _describe_end(document: Channel, wish: str) -> dict[str, Any]:
     """Return the fields of a summary whose wish was not granted."""
     end = document.find_end(wish)
-    if isinstance(end, channels.WishEnd) and end.outcome == "superseded":
+    if isinstance(end, WishEnd) and end.outcome == "superseded":
         return {
             "status": "superseded",
             "message": f"{end.why}; {document.channel} holds {document.version or 'nothing'}",
         }
-    reason = "has moved on" if end is None or isinstance(end, channels.Move) else f"was {end.outcome}: {end.why}"
+    reason = "has moved on" if end is None or isinstance(end, Move) else f"was {end.outcome}: {end.why}"
     return {"status": "left", "message": f"the wish {reason}; {document.channel} holds {document.version or 'nothing'}"}
 
 
@@ -288,9 +305,8 @@ def _promote_automatically(context: RunContext, version: str, channel: str) -> P
             message = f"{channel} needs a person's approval: `tvmflow approve` lists what waits"
             return outcome(message, status="waiting", flow_run_id=run)
     try:
-        return promote_release(
-            context.services, settings, context.workspace, spec.name, version, channel, who=summary.who, why=summary.why
-        )
+        request = PromotionRequest(spec.name, version, channel, who=summary.who, why=summary.why)
+        return promote_release(context.services, settings, context.workspace, request)
     except VerdictError as error:
         return outcome(str(error), status="refused")
 
@@ -337,12 +353,11 @@ def _log_verdict(
     workspace: Workspace,
     job: GateJob,
     checks: tuple[Check, ...],
-    reasons: list[str],
-    answer: Approval | None,
     wish: Wish,
     flow_run_id: str | None,
-    *,
-    is_waiting: bool = False,
+    outcome: Literal["passed", "refused", "waiting"],
+    reasons: list[str],
+    answer: Approval | None,
 ) -> str:
     """Write the verdict to MLflow; return the id of its run."""
     verdict = Verdict(
@@ -350,7 +365,7 @@ def _log_verdict(
         version=job.version,
         channel=job.channel,
         from_version=job.current_version,
-        verdict="waiting" if is_waiting else "refused" if reasons else "passed",
+        verdict=outcome,
         reasons=tuple(reasons),
         checks=checks,
         policy=job.policy.policy,

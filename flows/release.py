@@ -10,12 +10,10 @@ from typing import Any
 
 from prefect import flow
 
-from flows.context import RunContext, outage_seconds
+from flows.context import RunContext, open_context
 from flows.local import LocalBuilds, ModelSteps, build_here, measure_here, refuse_unverifiable
-from flows.logs import keeping_logs
 from flows.promote import PromotionSummary, promote_automatically
 from flows.remote import make_on_pool, pools_of
-from flows.runs import one_at_a_time
 from tasks.export import ExportJob, ExportResult, export
 from tasks.insight import Insight, InsightJob, insight
 from tasks.publish import PublishJob, PublishResult, keep_published_origin, publish, release_document
@@ -27,14 +25,11 @@ from tasks.track import TargetResult, TrackJob, TrackResult, track
 from tasks.train import TrainJob, TrainResult, train
 from tasks.validate import ReferenceJob, reference
 from tvmflow import promotion, supervisor
-from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.documents import narrow
 from tvmflow.errors import VerdictError
 from tvmflow.figures import Point
-from tvmflow.process import shared_imports
 from tvmflow.release import Choice, Release
-from tvmflow.services import open_services, open_workspace, record_sections
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore, leases
 from tvmflow.target import Target, host
@@ -104,17 +99,8 @@ def release(
     published then.
     """
     spec = override(release_file.load(Path(file)), targets, trials, runs, source)
-    settings = machine.load()
-    with (
-        one_at_a_time(spec.name),
-        open_services(settings, spec.store, spec.registry, outage_seconds(settings)) as services,
-        shared_imports(),
-    ):
-        record_sections(settings, spec)
-        workspace = open_workspace(settings, services.store, spec.store)
-        context = RunContext(spec, settings, workspace, services)
-        with keeping_logs(spec.name, workspace, services.registry, spec.registry.tags):
-            return release_model(context).model_dump(mode="json")
+    with open_context(spec) as context:
+        return release_model(context).model_dump(mode="json")
 
 
 def override(
@@ -156,16 +142,9 @@ def release_model(
     if trained is None and spec.train is not None:
         trained = train(runner, TrainJob.of(spec))
     weights = None if trained is None else trained.result.weights
-    original = context.find_original(weights)
-    exported = export(runner, ExportJob.of(spec, original))
-    export_result = exported.result
-    if source is not None:
-        export_result = export_result.model_copy(update={"registered": source})
-    imported = relax_import(runner, ImportJob.of(spec, export_result))
-    held_out = None
-    if spec.validation.task is not None:
-        held_out = reference(runner, ReferenceJob.of(spec, original, export_result))
-    model = ModelSteps(original, export_result, imported.result, None if held_out is None else held_out.result)
+    model, steps = _prepare(context, weights, source)
+    if trained is not None:
+        steps = {"train": trained.summary, **steps}
 
     def make(target: Target) -> LocalBuilds | TargetResult:
         pool = pools.get(target.name)
@@ -176,12 +155,54 @@ def release_model(
     builds = _make_all(context, targets, make, pools)
     # Measured one after the other when all are built: nothing else of this release uses the machine meanwhile.
     results = tuple(measure_here(context, model, item) if isinstance(item, LocalBuilds) else item for item in builds)
+    tracked, published = _publish(context, model, trained, results)
+    steps |= {"track": tracked.summary, "publish": published.summary}
+    summary = _summary(context, results, tracked.result, published.result, steps)
+    _post_artifact(summary)
+    warnings = _warnings(spec, model.exported)
+    promotions = promote_automatically(context, summary.version)
+    return summary.model_copy(update={"promotions": promotions, "warnings": warnings})
+
+
+def _prepare(
+    context: RunContext, weights: Artifact | None, source: str | None
+) -> tuple[ModelSteps, dict[str, StepSummary]]:
+    """Export the model with these weights, None for its own, and import it; return that and the steps by name.
+
+    `source` is the registered version of the weights, None where they have none.
+    """
+    spec, runner = context.spec, context.runner
+    original = context.find_original(weights)
+    exported = export(runner, ExportJob.of(spec, original))
+    export_result = exported.result
+    if source is not None:
+        export_result = export_result.model_copy(update={"registered": source})
+    imported = relax_import(runner, ImportJob.of(spec, export_result))
+    steps = {"export": exported.summary, "relax_import": imported.summary}
+    held_out = None
+    if spec.validation.task is not None:
+        outcome = reference(runner, ReferenceJob.of(spec, original, export_result))
+        held_out, steps["reference"] = outcome.result, outcome.summary
+    return ModelSteps(original, export_result, imported.result, held_out), steps
+
+
+def _publish(
+    context: RunContext,
+    model: ModelSteps,
+    trained: Outcome[TrainResult] | None,
+    results: tuple[TargetResult, ...],
+) -> tuple[Outcome[TrackResult], Outcome[PublishResult]]:
+    """Log the targets in MLflow and publish them as a release, while no other process publishes one of this model.
+
+    Raises VerdictError when a target is out of bounds or fails a gate: that is logged, and nothing is published.
+    """
+    spec, runner = context.spec, context.runner
     job = TrackJob(
         spec=spec,
-        exported=export_result,
-        imported=imported.result,
+        exported=model.exported,
+        imported=model.imported,
         targets=results,
-        weights=weights,
+        weights=None if trained is None else trained.result.weights,
         registry=context.registry.config.address,
     )
     with ExitStack() as stack:
@@ -195,11 +216,10 @@ def release_model(
                 f"{spec.name} is not released: {reasons[0]}{more}; "
                 f"the verdict is kept in MLflow run {tracked.result.run_id}"
             )
-        endpoint = context.settings.s3_endpoint
         document = release_document(
             spec,
             context.workspace,
-            export_result,
+            model.exported,
             None if trained is None else trained.result,
             model.reference,
             results,
@@ -209,22 +229,9 @@ def release_model(
         if published_release is not None:
             document = keep_published_origin(document, published_release)
         page = _page_of(published_release) or _report(context, model, results, document)
+        endpoint = context.settings.s3_endpoint
         publishing = PublishJob.of(spec, context.store, endpoint, document, results, tracked.result, page)
-        published = publish(runner, publishing, context.store, context.registry, lease)
-    outcomes: dict[str, Outcome[Any] | None] = {
-        "train": trained,
-        "export": exported,
-        "relax_import": imported,
-        "reference": held_out,
-        "track": tracked,
-        "publish": published,
-    }
-    steps = {name: outcome.summary for name, outcome in outcomes.items() if outcome is not None}
-    summary = _summary(context, results, tracked.result, published.result, steps)
-    _post_artifact(summary)
-    warnings = _warnings(spec, export_result)
-    promotions = promote_automatically(context, summary.version)
-    return summary.model_copy(update={"promotions": promotions, "warnings": warnings})
+        return tracked, publish(runner, publishing, context.store, context.registry, lease)
 
 
 def _report(context: RunContext, model: ModelSteps, results: tuple[TargetResult, ...], document: Release) -> Artifact:

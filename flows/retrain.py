@@ -7,23 +7,18 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.context import RunContext, outage_seconds
-from flows.logs import keeping_logs
+from flows.context import RunContext, open_context
 from flows.release import ReleaseSummary, release_model
-from flows.runs import one_at_a_time
 from tasks.evaluate import EvaluateJob, Evaluation, evaluate, keep_verdict
 from tasks.export import ExportJob, export
 from tasks.register import RegisterJob, register
 from tasks.train import TrainJob, train
 from tasks.validate import ReferenceJob, reference
-from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow import verdict
 from tvmflow.documents import narrow
 from tvmflow.errors import VerdictError
 from tvmflow.fetch import cache_folder
-from tvmflow.process import shared_imports
-from tvmflow.services import open_services, open_workspace, record_sections
 from tvmflow.spec import Retrain, Spec
 from tvmflow.training import finite_json
 from tvmflow.verdict import RetrainVerdict
@@ -53,20 +48,11 @@ def retrain(file: str, arguments: dict[str, Any] | None = None, why: str = "", w
     JSON. Raises VerdictError when the challenger scores less: nothing is registered, released or moved then.
     """
     spec = with_arguments(release_file.load(Path(file)), arguments or {}, file)
-    settings = machine.load()
-    with (
-        one_at_a_time(spec.name),
-        open_services(settings, spec.store, spec.registry, outage_seconds(settings)) as services,
-        shared_imports(),
-    ):
-        record_sections(settings, spec)
-        workspace = open_workspace(settings, services.store, spec.store)
-        context = RunContext(spec, settings, workspace, services)
-        with keeping_logs(spec.name, workspace, services.registry, spec.registry.tags):
-            return _retrain(context, why, who).model_dump(mode="json")
+    with open_context(spec) as context:
+        return _retrain(context, why, who).model_dump(mode="json")
 
 
-def with_arguments(spec: Spec, arguments: Mapping[str, Any], source: str = "release file") -> Spec:
+def with_arguments(spec: Spec, arguments: Mapping[str, Any], source: str) -> Spec:
     """Return the release file with these training arguments, and without a budget of minutes for tuning.
 
     Errors name it `source`. Raises SpecError for a file without training or without held-out data.
@@ -122,9 +108,9 @@ def _keep_verdict(context: RunContext, evaluation: Evaluation, why: str, who: st
         context.workspace,
         context.spec,
         "retrain",
-        "passed" if evaluation.passed else "refused",
-        evaluation.reason,
         RetrainVerdict(**figures, why=why, who=who, arguments=finite_json(arguments)),
-        metrics,
-        {f"train.{name}": value for name, value in arguments.items()} | {"held_out_sha256": evaluation.held_out},
+        outcome="passed" if evaluation.passed else "refused",
+        reason=evaluation.reason,
+        metrics=metrics,
+        params={f"train.{name}": value for name, value in arguments.items()} | {"held_out_sha256": evaluation.held_out},
     )

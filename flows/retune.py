@@ -1,15 +1,14 @@
 """The retune flow: it tunes the costliest workloads of a bundle in production, and releases a faster build."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from prefect import flow
 
-from flows.context import RunContext, outage_seconds
+from flows.context import RunContext, open_context
 from flows.local import ModelSteps, build_here, choose_here
-from flows.logs import keeping_logs
 from flows.release import ReleaseSummary, override, release_model
-from flows.runs import one_at_a_time
 from tasks.evaluate import keep_verdict
 from tasks.export import ExportJob, export
 from tasks.relax_import import ImportJob, relax_import
@@ -18,16 +17,13 @@ from tasks.track import WEIGHTS
 from tasks.train import TrainJob, TrainResult, train
 from tasks.tune import TuneJob
 from tasks.validate import why_not_here
-from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.bundle.signature import trusted_keys
 from tvmflow.documents import narrow
 from tvmflow.errors import StoreError, TargetError, TuneError
 from tvmflow.fetch import cache_folder
-from tvmflow.process import shared_imports
 from tvmflow.registry import Registry
 from tvmflow.release import Release
-from tvmflow.services import open_services, open_workspace
 from tvmflow.store import channels
 from tvmflow.store.resolve import TargetEntry, fetch_target
 from tvmflow.target import Target
@@ -66,27 +62,19 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
     if not minutes > 0:
         raise TuneError(f"a budget of {minutes:g} minutes was given; give more than 0")
     spec = override(release_file.load(Path(file)), None, 0, None)
-    settings = machine.load()
-    with (
-        one_at_a_time(spec.name),
-        open_services(settings, spec.store, spec.registry, outage_seconds(settings)) as services,
-        shared_imports(),
-    ):
-        version = channels.find_checked(services.store, spec.name, channel).version
+    with open_context(spec) as context:
+        version = channels.find_checked(context.store, spec.name, channel).version
         if version is None:
             raise StoreError(
                 f"the channel {channel!r} of {spec.name} holds nothing to retune; promote a release to it first"
             )
-        production = services.store.get_release(spec.name, version, trusted=trusted_keys())
+        production = context.store.get_release(spec.name, version, trusted=trusted_keys())
         source = production.provenance.source
-        workspace = open_workspace(settings, services.store, spec.store)
-        weights = _weights(services.registry, workspace, production) if spec.train is not None else None
+        weights = _weights(context.registry, context.workspace, production) if spec.train is not None else None
         if source is not None and weights is None:
             # The model version that production was built from, even if the alias has moved since.
-            spec = override(spec, None, None, None, source)
-        context = RunContext(spec, settings, workspace, services)
-        with keeping_logs(spec.name, workspace, services.registry, spec.registry.tags):
-            return _retune(context, production, channel, minutes, weights).model_dump(mode="json")
+            context = replace(context, spec=override(spec, None, None, None, source))
+        return _retune(context, production, channel, minutes, weights).model_dump(mode="json")
 
 
 def _retune(
@@ -199,11 +187,11 @@ def _log_verdict(
         context.workspace,
         context.spec,
         "retune",
-        verdict,
-        reason,
         document,
-        metrics,
-        params,
-        version,
-        samples_of(context.workspace, checks),
+        outcome=verdict,
+        reason=reason,
+        metrics=metrics,
+        params=params,
+        version=version,
+        files=samples_of(context.workspace, checks),
     )

@@ -53,7 +53,7 @@ def is_registered(deployment: str) -> bool:
         return find_deployment(client, deployment) is not None
 
 
-def list_active(deployment: str, tags: Sequence[str] = ()) -> list[Run]:
+def list_active(deployment: str, tags: Sequence[str]) -> list[Run]:
     """List the runs of a deployment that are running, suspended or due, with all of these tags; the oldest first.
 
     Runs that a schedule plans for later are left out. Raises PrefectError when the server fails.
@@ -63,7 +63,7 @@ def list_active(deployment: str, tags: Sequence[str] = ()) -> list[Run]:
     return [_run(run, deployment) for run in runs if not _is_planned(run)]
 
 
-def list_ended(deployment: str, tags: Sequence[str] = ()) -> list[Run]:
+def list_ended(deployment: str, tags: Sequence[str]) -> list[Run]:
     """List the runs of a deployment in a final state, with all of these tags; the oldest first. Raises PrefectError."""
     with connect(f"look for runs of {deployment}") as client:
         runs = _read_runs(client, deployment, tags, _FINAL_STATES)

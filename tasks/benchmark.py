@@ -19,7 +19,7 @@ from tasks.comparison import measure_reference, observe_conditions, plan_pairs
 from tasks.export import ExportResult
 from tasks.original import Original
 from tasks.package import PackageResult
-from tasks.step import Job, Step, StepRunner, path_of
+from tasks.step import Job, Step, StepRunner, TargetJob, path_of
 from tvmflow import samples
 from tvmflow.bundle import read_manifest
 from tvmflow.comparison import Comparison, Pair, Plan, compare, percentile
@@ -63,7 +63,7 @@ class TurnJob(Job):
         return self.runner == "pytorch"
 
 
-class BenchmarkJob(Job):
+class BenchmarkJob(TargetJob):
     """The bundle, its original, and how to measure both; `points` are the sizes of symbolic dimensions to measure.
 
     The `peers` use `threads` threads, the bundle `bundle_threads`. `bounds` gives, for each peer that has gates, the
@@ -76,18 +76,12 @@ class BenchmarkJob(Job):
     onnx: Artifact
     bundle: Artifact
     samples: Artifact
-    target: Target
     section: Benchmark
     peers: tuple[Literal["onnxruntime", "pytorch"], ...]
     points: tuple[dict[str, int], ...]
     threads: int
     bundle_threads: int
     bounds: dict[Literal["onnxruntime", "pytorch"], tuple[float, ...]]
-
-    @property
-    def label(self) -> str:
-        """The target's name."""
-        return self.target.name
 
     @classmethod
     def of(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.options import as_options, variants
 from tasks.relax_import import ImportResult, load_imported
-from tasks.step import ChildStep, Job
+from tasks.step import ChildStep, TargetJob
 from tasks.tune import TuneResult
 from tvmflow.bundle import Weights
 from tvmflow.figures import Algorithm
@@ -31,7 +31,7 @@ class Inspect(Record):
     code: tuple[Literal["ll", "asm", "relax", "tir"], ...] = ()
 
 
-class BuildJob(Job):
+class BuildJob(TargetJob):
     """The imported model, the tuning records to apply, the target, the compiler's options, and the parts to inspect.
 
     `variants` are sizes of symbolic dimensions, by name, for which the build makes specialised functions.
@@ -39,15 +39,9 @@ class BuildJob(Job):
 
     imported: ImportResult
     records: Artifact
-    target: Target
     build: Build
     variants: tuple[dict[str, int], ...]
     inspect: Inspect = Inspect()
-
-    @property
-    def label(self) -> str:
-        """The target's name."""
-        return self.target.name
 
     @property
     def needs_compiler(self) -> bool:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from tasks.build import BuildResult
-from tasks.comparison import compare_latency
+from tasks.comparison import compare_in_step
 from tasks.export import ExportResult
 from tasks.options import variants
 from tasks.package import PackageResult
-from tasks.step import Job, Step, StepRunner, slug
+from tasks.step import Step, StepRunner, TargetJob, slug
 from tasks.tune import NOTHING_TUNED, TuneResult
 from tasks.validate import Verdict, why_not_here
 from tvmflow import release, samples
@@ -61,7 +61,7 @@ def untuned(workspace: Workspace) -> TuneResult:
     return TuneResult(records=records, workloads=(), trials=0, coverage=NOTHING_TUNED)
 
 
-class ComparisonJob(Job):
+class ComparisonJob(TargetJob):
     """Two builds of a target whose latencies are to be compared.
 
     `sizes` are the sizes of symbolic dimensions that the release file says to tune at. `sections` are the sections of
@@ -72,15 +72,9 @@ class ComparisonJob(Job):
     candidate: Candidate
     baseline: Candidate
     exported: ExportResult
-    target: Target
     sizes: tuple[dict[str, int], ...]
     sections: dict[str, Any]
     refusal: str | None
-
-    @property
-    def label(self) -> str:
-        """The target's name."""
-        return self.target.name
 
     def cache_key(self) -> Mapping[str, Any]:
         """Return the values that a measurement depends on.
@@ -103,20 +97,13 @@ class ComparisonJob(Job):
         file with the times of all runs. Raises BundleError for a bundle that does not run here.
         """
         workspace = runner.workspace
-        with workspace.scratch() as folder:
-            comparison = compare_latency(
-                workspace,
-                runner.log(),
-                workspace.path(self.candidate.packaged.bundle),
-                workspace.path(self.baseline.packaged.bundle),
-                timeout=runner.timeout,
-                progress=lambda done, total: runner.emit(done, total, "in turn"),
-                seconds=runner.comparison_seconds,
-                bounds=(GAIN,),
-                inputs=tuned_sample(workspace, self.exported, self.sizes),
-                samples=folder / "samples.npz",
-            )
-            return comparison, workspace.keep(folder / "samples.npz")
+        return compare_in_step(
+            runner,
+            workspace.path(self.candidate.packaged.bundle),
+            workspace.path(self.baseline.packaged.bundle),
+            bounds=(GAIN,),
+            inputs=tuned_sample(workspace, self.exported, self.sizes),
+        )
 
 
 class ChooseJob(ComparisonJob):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.step import Job
+from tasks.step import Job, StepRunner
 from tvmflow import npz
 from tvmflow.bundle import extract, read_manifest
 from tvmflow.comparison import Comparison, Conditions, Pair, Plan, compare
@@ -16,7 +16,7 @@ from tvmflow.comparison.pairs import Samples, write_samples
 from tvmflow.process import Child, Emit
 from tvmflow.samples import NamedArrays
 from tvmflow.target import host, processor
-from tvmflow.workspace import StepResult, Workspace
+from tvmflow.workspace import Artifact, StepResult, Workspace
 
 # The pairs of a budget: fewer could decide nothing, more would tell apart what nobody notices.
 _FEWEST_PAIRS, _MOST_PAIRS = 12, 150
@@ -48,6 +48,39 @@ class PairSamples(StepResult):
     """The times of all runs of a pair."""
 
     samples: Samples
+
+
+def compare_in_step(
+    runner: StepRunner,
+    candidate: Path,
+    baseline: Path,
+    *,
+    bounds: Sequence[float],
+    message: str = "in turn",
+    inputs: NamedArrays | None = None,
+) -> tuple[Comparison, Artifact]:
+    """Compare the latencies of two bundles by `compare_latency`, within the time that the settings give a step for it.
+
+    The step reports its progress with `message`. The comparison ends when each of the `bounds` is decided, and the
+    bundles run on `inputs`, arrays by name; None means the golden sample of `candidate`. Returns the comparison, and
+    the file with the times of all runs. Raises BundleError for a bundle that does not run here,
+    InputError where `baseline` takes other inputs.
+    """
+    with runner.workspace.scratch() as folder:
+        samples = folder / "samples.npz"
+        comparison = compare_latency(
+            runner.workspace,
+            runner.log(),
+            candidate,
+            baseline,
+            timeout=runner.timeout,
+            progress=lambda done, total: runner.emit(done, total, message),
+            seconds=runner.comparison_seconds,
+            bounds=bounds,
+            inputs=inputs,
+            samples=samples,
+        )
+        return comparison, runner.workspace.keep(samples)
 
 
 def compare_latency(
@@ -107,8 +140,8 @@ def compare_pairs(
     threads: tuple[int, int],
     seconds: float,
     bounds: Sequence[float],
-    progress: Callable[[int, int], None] = lambda done, budget: None,
-    samples: Path | None = None,
+    progress: Callable[[int, int], None],
+    samples: Path | None,
 ) -> Comparison:
     """Compare a candidate with a baseline; `measure` gets the index of a pair, measures it and returns its run times.
 

@@ -129,9 +129,10 @@ def keep_verdict(
     workspace: Workspace,
     spec: Spec,
     kind: Literal["retrain", "retune"],
+    document: Document,
+    *,
     outcome: str,
     reason: str,
-    document: Document,
     metrics: Mapping[str, float],
     params: Mapping[str, object],
     version: str | None = None,
@@ -139,10 +140,10 @@ def keep_verdict(
 ) -> str:
     """Write a verdict into a new MLflow run, as its artifact `verdict.json`, and return the run's id.
 
-    The run is named after `kind` and the model of `spec`. `outcome` is the verdict in a word or two, `reason` a
-    sentence, and `document` holds all of it. Metrics that are not finite are left out. `version` is the release that
-    the verdict is about, None where it is about no release. `files` gives local files by their paths among the run's
-    artifacts; None for none. `workspace` is used for a temporary file. Raises RegistryError when the registry fails.
+    The run is named after `kind` and the model of `spec`. `document` is the verdict, `outcome` says it in a word or
+    two, and `reason` in a sentence. Metrics that are not finite are left out. `version` is the release that the verdict
+    is about, None where it is about no release. `files` gives local files by their paths among the run's artifacts;
+    None for none. `workspace` is used for a temporary file. Raises RegistryError when the registry fails.
     """
     name = spec.name
     tags = {

@@ -95,8 +95,8 @@ class ExportResult(StepResult):
     gives none for a dimension of an ONNX file, the range of sizes at which ONNX Runtime runs the file. `registered` is
     the version of the registered model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the
     model's factory gave different weights. `without_labels` names the outputs that `notes` describes. `undecided` has,
-    for the first sample, the masks of the integers and bools that rounding decides, by the outputs' names. `rounds`
-    is whether the model computes tensors of few bits: 8-bit integers, float16 or bfloat16.
+    for the first sample, the masks of the integers and bools that rounding decides, by the outputs' names.
+    `rounds_activations` is whether the model computes tensors of few bits: 8-bit integers, float16 or bfloat16.
     """
 
     onnx: Artifact
@@ -110,7 +110,7 @@ class ExportResult(StepResult):
     registered: str | None = None
     is_repeatable: bool = True
     without_labels: tuple[str, ...] = ()
-    rounds: bool = False
+    rounds_activations: bool = False
 
     def notes(self) -> list[str]:
         """Return a sentence for each output that is a dictionary by label (ZipMap) in the original.
@@ -174,7 +174,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             registered=job.original.registered,
             is_repeatable=is_repeatable,
             without_labels=without_labels,
-            rounds=rounds_activations(model),
+            rounds_activations=rounds_activations(model),
             sources=usercode.imported_sources(job.folder),
         )
 

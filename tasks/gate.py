@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tasks.comparison import compare_latency
+from tasks.comparison import compare_in_step
 from tasks.step import Job, Step, StepRunner
 from tvmflow import promotion
 from tvmflow.advisories import Advisories, Vulnerability, list_packages
@@ -21,7 +21,7 @@ from tvmflow.figures import Answers, Measurement, Runner, Validation
 from tvmflow.release import Release, ReleaseTarget
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, channels
-from tvmflow.store.channels import Channel
+from tvmflow.store.channel_document import Channel
 from tvmflow.store.resolve import TargetEntry, fetch_target
 from tvmflow.target import host
 from tvmflow.verdict import Check
@@ -434,11 +434,15 @@ def _check_ratio(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: P
         return
     try:
         new, old = _best(job.release), _best(job.current)
-        with runner.workspace.scratch() as folder:
-            file, comparison, samples = folder / "samples.npz", None, None
-            if new.sha256 != old.sha256:
-                comparison = _compare(job, runner, store, cache, new, old, bound, file)
-                samples = runner.workspace.keep(file)
+        comparison, samples = None, None
+        if new.sha256 != old.sha256:
+            comparison, samples = compare_in_step(
+                runner,
+                fetch_target(store, new, cache),
+                fetch_target(store, old, cache),
+                bounds=(bound,),
+                message=f"beside {job.current_version}",
+            )
     except (BundleError, InputError) as error:
         message = f"gate {name} cannot be checked here: {error}"
         yield Check(name=name, message=message, passed=False, bound=bound)
@@ -488,33 +492,6 @@ def _best(release: Release) -> TargetEntry:
             "promote it where one does"
         )
     return fitting[0]
-
-
-def _compare(
-    job: GateJob,
-    runner: StepRunner,
-    store: ReleaseStore,
-    cache: Path,
-    new: TargetEntry,
-    old: TargetEntry,
-    bound: float,
-    samples: Path,
-) -> Comparison:
-    """Measure the two bundles in turn until `bound` is decided; the times of all runs are written to `samples`.
-
-    Raises InputError where the old takes other inputs.
-    """
-    return compare_latency(
-        runner.workspace,
-        runner.log(),
-        fetch_target(store, new, cache),
-        fetch_target(store, old, cache),
-        timeout=runner.timeout,
-        progress=lambda done, total: runner.emit(done, total, f"beside {job.current_version}"),
-        seconds=runner.comparison_seconds,
-        bounds=(bound,),
-        samples=samples,
-    )
 
 
 def _why_no_current(job: GateJob) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tasks.export import ExportResult
 from tasks.layers import find_layers, measure_peaks
-from tasks.step import ChildStep, Job
+from tasks.step import ChildStep, TargetJob
 from tasks.validate import ReferenceResult
 from tvmflow import samples
 from tvmflow.bundle import read_manifest
@@ -31,7 +31,7 @@ _LARGEST_SIDE, _LEAST_WAVE, _WAVE_POINTS = 128, 64, 160
 _SHOWN_VALUES = 24
 
 
-class InsightJob(Job):
+class InsightJob(TargetJob):
     """A bundle that runs here, the samples, and the held-out data with the original's outputs, if there are any.
 
     `held_out` and `labels` are None, and `count`, the number of held-out samples, is 0 without such data. The held-out
@@ -47,13 +47,7 @@ class InsightJob(Job):
     labels: Artifact | None
     count: int
     whole: bool
-    target: Target
     threads: int | None
-
-    @property
-    def label(self) -> str:
-        """The target's name."""
-        return self.target.name
 
     @property
     def needs_compiler(self) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from tasks.build import BuildResult
 from tasks.export import ExportResult
 from tasks.relax_import import ImportResult
-from tasks.step import Job, Step, StepRunner
+from tasks.step import Step, StepRunner, TargetJob
 from tasks.tune import TuneResult
 from tvmflow import npz, samples
 from tvmflow.bundle import Manifest, Variant, installed_versions, pack
@@ -23,7 +23,7 @@ from tvmflow.verification import ROUNDED
 from tvmflow.workspace import Artifact, Record, StepResult, Workspace
 
 
-class PackageJob(Job):
+class PackageJob(TargetJob):
     """The manifest, the build, and the samples, of which the first becomes the bundle's golden sample.
 
     `undecided` has masks of that sample's outputs, as in the result of the export. `signer` is the public key that
@@ -34,13 +34,7 @@ class PackageJob(Job):
     build: BuildResult
     samples: Artifact
     undecided: Artifact
-    target: Target
     signer: str | None
-
-    @property
-    def label(self) -> str:
-        """The target's name."""
-        return self.target.name
 
     def cache_key(self) -> Mapping[str, Any]:
         """Return the manifest, which names every other input by its digest, the build, and the signer."""
@@ -97,7 +91,7 @@ class PackageJob(Job):
                 "code": code_digest(__name__),
                 # The numbers of the processor by which the compiler chose.
                 **({} if target.profile is None else {"machine": target.profile.to_json()}),
-                **({"activations": ROUNDED} if exported.rounds else {}),
+                **({"activations": ROUNDED} if exported.rounds_activations else {}),
                 # The modules of the user's operators, with their digests.
                 **({"operators": json.dumps(imported.sources.portable)} if spec.model.operators else {}),
             },

@@ -120,7 +120,7 @@ def hold_contest(
     seconds: float,
     log: Path,
     timeout: float,
-    progress: Callable[[int, int], None] = lambda done, rounds: None,
+    progress: Callable[[int, int], None],
 ) -> Contest:
     """Measure a bundle and its peers on `threads` threads, in as many rounds as fit into `seconds`, 8 to 100.
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.build import BuildResult
 from tasks.choose import tuned_sample
-from tasks.comparison import compare_latency
+from tasks.comparison import compare_in_step
 from tasks.export import ExportResult
 from tasks.options import variants
 from tasks.package import PackageResult
-from tasks.step import ChildStep, Job, Step, StepRunner, slug
+from tasks.step import ChildStep, Step, StepRunner, TargetJob, slug
 from tasks.tune import TuneJob, TuneResult, run_job, shared_records
 from tvmflow import verdict
 from tvmflow.bundle import read_manifest
@@ -51,16 +51,10 @@ class Gain(verdict.Gain, StepResult):
     """A comparison of a new build with the bundle in production, on one target."""
 
 
-class ProfileJob(Job):
+class ProfileJob(TargetJob):
     """The path of a bundle in production, and its target."""
 
     bundle: Path
-    target: Target
-
-    @property
-    def label(self) -> str:
-        """The target's name."""
-        return self.target.name
 
 
 def profile_work(job: ProfileJob, emit: Emit) -> Profile:
@@ -85,7 +79,7 @@ _RETUNE = Step("retune", TuneResult, run_job, cached=False)
 
 
 def tune_costliest(
-    runner: StepRunner, job: TuneJob, costliest: tuple[str, ...], minutes: float, shared: "SharedRecords | None" = None
+    runner: StepRunner, job: TuneJob, costliest: tuple[str, ...], minutes: float, shared: "SharedRecords | None"
 ) -> Outcome[TuneResult]:
     """Tune the workloads named in `costliest`, with a new random seed in each call.
 
@@ -102,20 +96,14 @@ def tune_costliest(
         return _RETUNE(runner, job.model_copy(update={"tune": budget, "only": costliest}))
 
 
-class CompareJob(Job):
+class CompareJob(TargetJob):
     """A new build and the path of the bundle in production; `sizes` are the sizes of symbolic dimensions to measure."""
 
     exported: ExportResult
     production: Path
     build: BuildResult
     packaged: PackageResult
-    target: Target
     sizes: tuple[dict[str, int], ...]
-
-    @property
-    def label(self) -> str:
-        """The target's name."""
-        return self.target.name
 
     def cache_key(self) -> Mapping[str, Any]:
         """Return the digests of the two bundles."""
@@ -154,20 +142,13 @@ def compare_work(job: CompareJob, runner: StepRunner) -> Gain:
     if read_manifest(job.production).files["mod.so"].sha256 == job.build.library.sha256:
         message = f"target {name!r}: the new build is the one in production"
         return Gain(target=name, better=False, worse=False, message=message, ratio=1.0, ratios=())
-    with workspace.scratch() as folder:
-        comparison = compare_latency(
-            workspace,
-            runner.log(),
-            workspace.path(job.packaged.bundle),
-            job.production,
-            timeout=runner.timeout,
-            progress=lambda done, total: runner.emit(done, total, "in turn"),
-            seconds=runner.comparison_seconds,
-            bounds=(_GAIN, 1 / _GAIN),
-            inputs=tuned_sample(workspace, job.exported, job.sizes),
-            samples=folder / "samples.npz",
-        )
-        samples = workspace.keep(folder / "samples.npz")
+    comparison, samples = compare_in_step(
+        runner,
+        workspace.path(job.packaged.bundle),
+        job.production,
+        bounds=(_GAIN, 1 / _GAIN),
+        inputs=tuned_sample(workspace, job.exported, job.sizes),
+    )
     message = f"target {name!r}: " + comparison.describe("the new build's", "that in production")
     check = Check.of_ratio(f"{slug(name)}-retuned", message, comparison, _GAIN, samples)
     return Gain(

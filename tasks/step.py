@@ -24,6 +24,7 @@ from tvmflow.progress import reporter
 from tvmflow.reach import code_digest
 from tvmflow.settings import Settings
 from tvmflow.spec import Spec
+from tvmflow.target import Target
 from tvmflow.workspace import Outcome, Record, StepResult, Workspace, run_step, step_key
 
 # The most bytes of a log that Prefect gets: its end.
@@ -70,6 +71,17 @@ class Job(Record):
     def cache_key(self) -> Mapping[str, Any]:
         """Return all values that the result depends on; `tvmflow.workspace.step_key` writes them as JSON."""
         return self.model_dump(mode="json", exclude={"home": True, "folder": True, **self.not_in_key})
+
+
+class TargetJob(Job):
+    """The input of a step that works on one target of a release."""
+
+    target: Target
+
+    @property
+    def label(self) -> str:
+        """The target's name."""
+        return self.target.name
 
 
 J = TypeVar("J", bound=Job)

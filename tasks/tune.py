@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.options import as_options, variants
 from tasks.relax_import import ImportResult, load_imported
-from tasks.step import Job, Step, StepRunner
+from tasks.step import Step, StepRunner, TargetJob
 from tvmflow.errors import InputError
 from tvmflow.process import Emit
 from tvmflow.runtime.tracker import Address
@@ -32,7 +32,7 @@ class DeviceKey(Record):
     tracker: str
 
 
-class TuneJob(Job):
+class TuneJob(TargetJob):
     """The imported model, the target, the budget, and how the build will lower the model.
 
     Only the model's workloads named in `only` are tuned, or all of its workloads if it has none of these. Candidates
@@ -42,7 +42,6 @@ class TuneJob(Job):
     """
 
     imported: ImportResult
-    target: Target
     build: Build
     variants: tuple[dict[str, int], ...]
     tune: Tune
@@ -51,11 +50,6 @@ class TuneJob(Job):
     device: DeviceKey | None = None
     curve: Path | None = None
     is_extra: bool = False
-
-    @property
-    def label(self) -> str:
-        """The target's name."""
-        return self.target.name
 
     @property
     def needs_compiler(self) -> bool:

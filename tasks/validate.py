@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tasks.export import ExportResult
 from tasks.original import Original
 from tasks.package import PackageResult
-from tasks.step import ChildStep, Job, Step, StepRunner
+from tasks.step import ChildStep, Job, Step, StepRunner, TargetJob
 from tvmflow import samples, usercode
 from tvmflow.errors import ExportError
 from tvmflow.figures import Algorithm, Answers, Deviation, Validation
@@ -205,33 +205,22 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
     """
     workspace, bounds, reference = job.workspace, job.bounds, job.reference
     task = bounds.task
-
-    def outputs_of(artifact: Artifact) -> list[NamedArrays]:
-        return [outputs for _, outputs in samples.load(workspace.path(artifact))]
-
     originals = samples.load(workspace.path(job.exported.samples))
-    bundle_outputs = outputs_of(job.device.samples)
     session = open_session(workspace.path(job.exported.onnx))
     ties = Ties(workspace.path(job.exported.onnx))
     errors = Bounds(bounds.rtol, bounds.atol, bounds.max_relative_error)
     pairs, peers = [], []
-    for (inputs, expected), outputs in zip(originals, bundle_outputs, strict=True):
+    for (inputs, expected), outputs in zip(originals, _outputs(job, job.device.samples), strict=True):
         pairs.append((expected, ties.settle(inputs, expected, outputs, errors)))
         peer = run_session(session, inputs)
         peers.append((peer, ties.settle(inputs, peer, outputs, errors)))
     metric: float | None = None
     answers: Answers | None = None
     if reference is not None and job.device.held_out is not None and task is not None:
-        chunks = [chunk for chunk, _ in samples.load(workspace.path(reference.original))]
-        held_out = outputs_of(job.device.held_out)
+        held_out = _outputs(job, job.device.held_out)
+        pairs.append(_pair_held_out(job, reference, reference.original, held_out, ties, errors))
+        peers.append(_pair_held_out(job, reference, reference.onnxruntime, held_out, ties, errors))
         outputs = join(held_out, reference.count, whole=reference.whole)
-        for artifact, compared in ((reference.original, pairs), (reference.onnxruntime, peers)):
-            expected_chunks = outputs_of(artifact)
-            settled = [ties.settle(*arrays, errors) for arrays in zip(chunks, expected_chunks, held_out, strict=True)]
-            expected, actual = (
-                join(items, reference.count, whole=reference.whole) for items in (expected_chunks, settled)
-            )
-            compared.append((expected, actual))
         labels = np.load(workspace.path(reference.labels))
         metric = score(task, outputs, labels)
         if task.metric == "accuracy":
@@ -265,7 +254,28 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
     )
 
 
-class ValidateJob(Job):
+def _outputs(job: JudgeJob, artifact: Artifact) -> list[NamedArrays]:
+    """The outputs in a file of samples."""
+    return [outputs for _, outputs in samples.load(job.workspace.path(artifact))]
+
+
+def _pair_held_out(
+    job: JudgeJob,
+    reference: ReferenceResult,
+    artifact: Artifact,
+    held_out: list[NamedArrays],
+    ties: Ties,
+    errors: Bounds,
+) -> tuple[NamedArrays, NamedArrays]:
+    """The outputs on all held-out data: an original's, which `artifact` has, and the bundle's, which are `held_out`."""
+    chunks = [inputs for inputs, _ in samples.load(job.workspace.path(reference.original))]
+    expected = _outputs(job, artifact)
+    settled = [ties.settle(*arrays, errors) for arrays in zip(chunks, expected, held_out, strict=True)]
+    first, second = (join(items, reference.count, whole=reference.whole) for items in (expected, settled))
+    return first, second
+
+
+class ValidateJob(TargetJob):
     """The exported model, the bundle, the bounds, and the originals' outputs on the held-out data, if there are any.
 
     `bounds` are the allowed differences. With `allow_unverified`, a bundle that this machine cannot run passes.
@@ -279,12 +289,6 @@ class ValidateJob(Job):
     precision: Precision
     allow_unverified: bool
     refusal: str | None
-    target: Target
-
-    @property
-    def label(self) -> str:
-        """The target's name."""
-        return self.target.name
 
     def cache_key(self) -> Mapping[str, Any]:
         """Return the digests of the bundle, the ONNX file and the samples, and the fields that decide the verdict.
@@ -318,7 +322,7 @@ class ValidateJob(Job):
             packaged=packaged,
             reference=reference,
             # How a sample is shown changes no verdict.
-            bounds=spec.bounds(rounds=exported.rounds).model_copy(update={"show": None}),
+            bounds=spec.bounds(rounds_activations=exported.rounds_activations).model_copy(update={"show": None}),
             precision=spec.build.precision,
             allow_unverified=spec.gates.unverified_targets == "allow",
             refusal=why_not_here(target, spec.build.precision),

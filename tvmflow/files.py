@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 
 @contextlib.contextmanager
@@ -55,18 +56,30 @@ def check_folder_writable(folder: Path) -> None:
         pass
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in one step, in a folder that exists: whenever it stops, the file has the old text or the new one.
+@contextlib.contextmanager
+def replacing(path: Path, mode: int) -> Iterator[IO[bytes]]:
+    """Yield a new file that takes the place of `path`, with the permissions `mode`, when the body ends.
 
-    Only its owner may read it (mode 0600). Raises OSError when it cannot be written.
+    Whenever it stops, `path` has the old content or the new one. Raises OSError when the file cannot be written.
     """
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        Path(partial).chmod(mode)
         Path(partial).replace(path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file, in a folder that exists, by one with this text, which is on the disk before the name is.
+
+    Whenever this stops, the file has the old content or the new one. Only its owner may read it (mode
+    0600). Raises OSError when it cannot be written.
+    """
+    with replacing(path, 0o600) as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())

@@ -127,18 +127,18 @@ def sort_nodes(graph: "onnx.GraphProto") -> None:
 
 def explain_order(graph: "onnx.GraphProto") -> str | None:
     """Return a clause on the first node that reads a value before it is computed; None for a graph in a valid order."""
-    known = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    known |= {tensor.values.name for tensor in graph.sparse_initializer}
+    available = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    available |= {tensor.values.name for tensor in graph.sparse_initializer}
     writers = {name: node for node in graph.node for name in node.output}
     for node in graph.node:
-        for name in sorted(names_read(node) - known):
+        for name in sorted(names_read(node) - available):
             reads = f"operator {operator_name(node)}, node {node_name(node)!r}, reads {name!r}"
             if name not in writers:
                 return f"{reads}, which nothing computes"
             if writers[name] is node:
                 return f"{reads}, which it computes itself"
             return f"{reads}, which node {node_name(writers[name])!r} after it computes"
-        known.update(node.output)
+        available.update(node.output)
     return None
 
 

@@ -23,7 +23,8 @@ from tvmflow.release import Release
 from tvmflow.services import Services
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, channels
-from tvmflow.store.channels import WANTED, Channel, PolicyChange
+from tvmflow.store.channel_document import Channel, Move, PolicyChange
+from tvmflow.store.channels import WANTED
 from tvmflow.store.statements import Claim, Envelope, Subject, check, sign
 from tvmflow.verdict import Verdict
 
@@ -228,7 +229,7 @@ def grant(services: Services, name: str, channel: str, wish: str, *, why: str, p
     """
     after = channels.grant(services.store, name, channel, wish, why=why, policy=policy.policy, adoption=policy.adoption)
     move = after.find_end(wish)
-    if not isinstance(move, channels.Move):
+    if not isinstance(move, Move):
         return after
     model, number = services.store.get_release(name, move.to_version).registered_version
     after = update_alias(services, name, channel, model)

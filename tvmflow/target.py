@@ -322,12 +322,11 @@ def _arm_features(attributes: list[str]) -> tuple[str, ...]:
 
 
 def _cuda(name: str, arch: str) -> Target:
-    threads = {"sm_80": 1024, "sm_90": 1024}[arch]
     tvm: dict[str, Any] = {
         "kind": "cuda",
         "arch": arch,
-        "max_num_threads": threads,
-        "max_threads_per_block": threads,
+        "max_num_threads": 1024,
+        "max_threads_per_block": 1024,
         "max_shared_memory_per_block": 49152,
         "thread_warp_size": 32,
         "host": {"kind": "llvm", "mtriple": f"{host().arch}-linux-gnu"},

@@ -18,7 +18,7 @@ from support.models import join_models, joined_name, save_model
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, workloads
 from tvmflow.compiler.inspection import Inspection
 from tvmflow.compiler.machine import machine
-from tvmflow.compiler.operators import blocks
+from tvmflow.compiler.operators import block_plans
 from tvmflow.compiler.schedules import schedule
 from tvmflow.target import Target
 
@@ -33,7 +33,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     def apart(costs: Any) -> float:
         return 1e12 * sum(part is not None for part in (costs._block.first, costs._block.last))
 
-    monkeypatch.setattr(blocks._Costs, "apart", apart)
+    monkeypatch.setattr(block_plans._Costs, "apart", apart)
 
 
 class _Graph:

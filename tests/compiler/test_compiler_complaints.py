@@ -163,7 +163,7 @@ def test_19965_a_size_that_is_gathered_from_a_shape_bounds_topk(tmp_path: Path, 
 
 
 def test_20124_most_operators_that_tvm_lacks_are_taken() -> None:
-    ways = {item.name: item.way for item in list_operators() if not item.domain}
+    ways = {item.name: item.kind for item in list_operators() if not item.domain}
     operators = [operator for operator in MISSING_IN_TVM if ways[operator] != "refused"]
     assert len(operators) > len(MISSING_IN_TVM) / 2
 

@@ -19,7 +19,9 @@ from support.machines import AVX2, AVX512, require_level, runnable_levels
 from support.models import save_model
 from tvmflow.compiler import CompiledModel, build, import_onnx, lower
 from tvmflow.compiler.machine import machine
-from tvmflow.compiler.operators.recurrence import ACTIVATIONS, Cell, Recurrence, tiles
+from tvmflow.compiler.operators.cell_tiles import tiles
+from tvmflow.compiler.operators.cells import ACTIVATIONS, Cell
+from tvmflow.compiler.operators.recurrence import Recurrence
 from tvmflow.compiler.schedules import complete
 from tvmflow.errors import BuildError, UnsupportedOperatorError
 from tvmflow.target import Target, resolve

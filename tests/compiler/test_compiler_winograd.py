@@ -1,7 +1,6 @@
 """Winograd's convolution beside ONNX Runtime, and the rule that says when it pays."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -171,12 +170,12 @@ def test_taps_that_would_share_one_set_of_the_cache_are_moved_apart(
     ("height", "channels", "size"), [(56, 64, 4), (28, 128, 4), (14, 4, None), (224, 3, None), (1, 256, None)]
 )
 def test_the_tile_size_follows_the_shape(machine: Machine, height: int, channels: int, size: int | None) -> None:
-    assert winograd.rank_sizes(height, height, channels, channels, machine)[0] == size
+    assert winograd.rank_sizes(winograd.Shape(height, height, channels, channels), machine)[0] == size
 
 
 @pytest.mark.parametrize(("height", "channels"), [(14, 256), (7, 512)])
 def test_large_weights_get_small_tiles(height: int, channels: int) -> None:
-    assert winograd.rank_sizes(height, height, channels, channels, AVX512)[0] == 2
+    assert winograd.rank_sizes(winograd.Shape(height, height, channels, channels), AVX512)[0] == 2
 
 
 def test_the_tuner_has_a_search_space_for_winograd(make_model: Any, target: Any) -> None:
@@ -256,7 +255,9 @@ def test_a_size_within_a_network_counts_as_it_is_for_a_typical_input() -> None:
 
 
 def test_a_line_that_is_filled_up_to_whole_register_tiles_costs_what_it_computes() -> None:
-    cost = partial(winograd.cycles, 4, 8, channels=512, out_channels=512, machine=AVX512)
+    def cost(width: int, rows: int = 1) -> float:
+        return winograd.cycles(4, winograd.Shape(8, width, 512, 512, rows=rows), AVX512)
+
     assert cost(8, rows=4) == cost(16) > cost(8)
 
 

@@ -14,7 +14,7 @@ from tvmflow.errors import StoreError
 from tvmflow.release import Release
 from tvmflow.services import Sections
 from tvmflow.stack.record import Secrets, StackRecord
-from tvmflow.store.channels import Channel
+from tvmflow.store.channel_document import Channel
 from tvmflow.store.leases import Lease
 from tvmflow.training import finite_json
 from tvmflow.verdict import (

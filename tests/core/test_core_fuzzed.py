@@ -19,7 +19,7 @@ from tvmflow.release import Release
 from tvmflow.runtime.tracker import Address
 from tvmflow.spec import Spec, amend, load, parse, template, to_document
 from tvmflow.spec.messages import printable
-from tvmflow.store.channels import Channel
+from tvmflow.store.channel_document import Channel
 from tvmflow.target import presets, resolve
 from tvmflow.verdict import Verdict
 

@@ -26,6 +26,7 @@ from tvmflow.release import Blob
 from tvmflow.services import Services
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store.channel_document import Channel, WishEnd
 from tvmflow.store.statements import Subject, sign
 from tvmflow.verdict import Verdict
 
@@ -81,17 +82,17 @@ def release(services: Services, name: str) -> Callable[..., None]:
     return make
 
 
-def _wish(services: Services, name: str, version: str, who: str = "ann") -> channels.Channel:
+def _wish(services: Services, name: str, version: str, who: str = "ann") -> Channel:
     return promotion.make_wish(services, name, version, "production", who=who, why="test")
 
 
-def _grant(services: Services, document: channels.Channel) -> channels.Channel:
+def _grant(services: Services, document: Channel) -> Channel:
     assert document.wish is not None
     policy = promotion.EffectivePolicy(Policy())
     return promotion.grant(services, document.name, "production", document.wish.id, why="test", policy=policy)
 
 
-def _move(services: Services, name: str, version: str, who: str = "ann") -> channels.Channel:
+def _move(services: Services, name: str, version: str, who: str = "ann") -> Channel:
     return _grant(services, _wish(services, name, version, who))
 
 
@@ -138,7 +139,7 @@ def test_an_older_wish_does_not_overwrite_a_newer_one(
     assert _where(services, name) == ("1", "1")
     assert older.wish is not None
     end = after.find_end(older.wish.id)
-    assert isinstance(end, channels.WishEnd)
+    assert isinstance(end, WishEnd)
     assert end.outcome == "superseded"
     _grant(services, newer)
     _grant(services, older)
@@ -339,11 +340,11 @@ def test_a_refused_release_is_marked_and_its_wish_ends(
     assert (state.wanted_version, state.channel.wish, state.is_settled) == (None, None, True)
     assert promotion.read_refusal(services, name, "2", "production") == "too slow"
     end = state.channel.history[-1]
-    assert isinstance(end, channels.WishEnd)
+    assert isinstance(end, WishEnd)
     assert (end.outcome, end.why, end.who) == ("refused", "too slow", "ann")
 
 
-def _refuse(services: Services, waiting: channels.Channel, reason: str) -> None:
+def _refuse(services: Services, waiting: Channel, reason: str) -> None:
     assert waiting.wish is not None
     document = services.store.get_release(waiting.name, waiting.wish.version)
     promotion.refuse(services, document, "production", waiting.wish.id, who="ann", reason=reason)
@@ -358,12 +359,12 @@ def test_a_release_that_passes_is_no_longer_marked_as_refused(
     assert services.registry.get_version_tags(name, "1") == {}
 
 
-NEW = channels.Channel(name="m", channel="production")
-USED = channels.Channel(name="m", channel="production", number=1)
+NEW = Channel(name="m", channel="production")
+USED = Channel(name="m", channel="production", number=1)
 STRICT = Policy(after="staging", approval="required")
 
 
-def _find_policy(channel: channels.Channel, sections: Any, current: Any = None) -> promotion.EffectivePolicy:
+def _find_policy(channel: Channel, sections: Any, current: Any = None) -> promotion.EffectivePolicy:
     release = make_release("m", "2", channels=_policies(sections))
     before = None if current is None else make_release("m", "1", channels=_policies(current))
     return promotion.find_policy(channel, release, before, who="ann")
@@ -401,14 +402,14 @@ def test_a_channel_without_a_policy_takes_the_first_that_is_proposed() -> None:
 
 def test_a_channel_that_nobody_has_used_or_named_is_refused_with_the_likely_one() -> None:
     sections = {"staging": {}, "production": {"after": "staging"}}
-    typo = channels.Channel(name="m", channel="prod")
+    typo = Channel(name="m", channel="prod")
     with pytest.raises(SpecError, match=r"the channels production, staging: 'prod' is not .*; did you mean 'product"):
         _find_policy(typo, sections)
     assert _find_policy(typo.model_copy(update={"number": 1}), sections).policy == Policy()
     for proposals in ({}, {"prod": {}}):
         assert _find_policy(typo, proposals) == promotion.EffectivePolicy(Policy())
     with pytest.raises(SpecError) as refusal:
-        _find_policy(channels.Channel(name="m", channel="zzz"), {"staging": {}})
+        _find_policy(Channel(name="m", channel="zzz"), {"staging": {}})
     assert "did you mean" not in str(refusal.value)
 
 

@@ -698,9 +698,9 @@ def test_a_reduced_precision_has_wider_bounds_unless_the_file_sets_its_own(tmp_p
 
 def test_a_model_that_rounds_its_activations_gets_a_bound_on_errors(tmp_path: Path) -> None:
     spec = parse({**GOOD, "targets": ["x86-64-v2"]}, tmp_path)
-    assert spec.bounds(rounds=True).max_relative_error == 0.05
+    assert spec.bounds(rounds_activations=True).max_relative_error == 0.05
     explicit = parse({**GOOD, "targets": ["x86-64-v2"], "validate": {"atol": 1e-4}}, tmp_path)
-    assert explicit.bounds(rounds=True) == explicit.validation
+    assert explicit.bounds(rounds_activations=True) == explicit.validation
 
 
 def test_a_budget_is_anything_but_no_trials(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from support.cpp import Runner
 from support.models import save_model
 from support.steps import compile_by_steps
 from tvmflow.bundle import read_manifest
-from tvmflow.compiler.operators import blocks
+from tvmflow.compiler.operators import block_plans
 from tvmflow.runtime.profile import compiled_functions
 from tvmflow.target import host
 
@@ -109,7 +109,7 @@ def test_blocks_and_winograd_of_free_sizes_equal_onnx_runtime(
     aarch64_runner: Runner, target: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Every block that can be fused is fused.
-    monkeypatch.setattr(blocks._Costs, "apart", lambda costs: 1e12 * (costs._block.first is not None))
+    monkeypatch.setattr(block_plans._Costs, "apart", lambda costs: 1e12 * (costs._block.first is not None))
     path = _save_blocks(tmp_path / "blocks.onnx")
     build = {"precision": precision}
     document = {"name": "blocks", "model": {"onnx": str(path)}, "targets": [target], "build": build}

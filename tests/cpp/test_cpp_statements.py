@@ -23,6 +23,7 @@ from tvmflow.bundle import keygen, read_manifest, sha256_file, sign
 from tvmflow.bundle.signature import load_private
 from tvmflow.errors import StatementError
 from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store.channel_document import ChannelClaim
 from tvmflow.store.keys import channel_key, statement_key
 from tvmflow.store.statements import Envelope, check
 
@@ -268,7 +269,7 @@ def is_taken_by_python(content: bytes, trusted: Path) -> bool:
     """Whether Python takes the statement in the document of a channel."""
     try:
         envelope = Envelope.parse(json.dumps(json.loads(content)["statement"]).encode(), "it")
-        check(envelope, channels.ChannelClaim, (trusted,), "it", "sign it")
+        check(envelope, ChannelClaim, (trusted,), "it", "sign it")
     except (StatementError, ValueError, LookupError, TypeError, RecursionError):
         return False
     return True

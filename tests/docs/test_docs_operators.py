@@ -47,7 +47,7 @@ def test_every_operator_of_onnx_is_in_the_list(operators: dict[str, Operator]) -
 
 
 def test_every_refused_operator_has_a_reason(operators: dict[str, Operator]) -> None:
-    assert [name for name, item in operators.items() if item.way == "refused" and not item.reason] == []
+    assert [name for name, item in operators.items() if item.kind == "refused" and not item.reason] == []
 
 
 def test_the_importer_refuses_what_the_list_refuses_and_nothing_else_for_its_operator(
@@ -65,7 +65,7 @@ def test_the_importer_refuses_what_the_list_refuses_and_nothing_else_for_its_ope
             continue
         reasons = ("cannot be imported by", "random")
         refusal = {item.operator for item in refusals if any(reason in item.reason for reason in reasons)}
-        if (name in refusal) != (operators[name].way == "refused"):
+        if (name in refusal) != (operators[name].kind == "refused"):
             differences.append(name)
     assert differences == []
     assert len(examples) > 150

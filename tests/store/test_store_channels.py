@@ -16,7 +16,7 @@ from support.releases import make_release
 from tvmflow.errors import StoreError
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
-from tvmflow.store.channels import Channel, Move, PolicyChange, WishEnd
+from tvmflow.store.channel_document import Channel, Move, PolicyChange, WishEnd
 
 Damage = Callable[[str, bytes | None], None]
 FORMATS = Path(__file__).parent / "formats"
@@ -289,6 +289,7 @@ import json, sys
 from pathlib import Path
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store.channel_document import Move
 config = json.loads(sys.argv[1])
 store = ReleaseStore(StoreConfig(**{**config, "folder": Path(config["folder"])}))
 for _ in range(int(sys.argv[2])):
@@ -298,7 +299,7 @@ for _ in range(int(sys.argv[2])):
             break
         number = wished.wish.id
         after = channels.grant(store, "resnet", "production", number, why="?", policy=Policy())
-        if isinstance(after.find_end(number), channels.Move):
+        if isinstance(after.find_end(number), Move):
             break
 """
 

@@ -17,7 +17,7 @@ from tvmflow.bundle.signature import trusted_keys
 from tvmflow.errors import SettingsError, StatementError, StoreError
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
-from tvmflow.store.channels import Channel
+from tvmflow.store.channel_document import Channel
 from tvmflow.store.highest import Highest
 from tvmflow.store.keys import channel_key, release_key, statement_key
 

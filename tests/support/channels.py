@@ -2,7 +2,7 @@
 
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, channels
-from tvmflow.store.channels import Channel
+from tvmflow.store.channel_document import Channel
 
 
 def move_channel(

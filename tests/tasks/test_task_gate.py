@@ -14,7 +14,7 @@ from tvmflow.promotion import EffectivePolicy
 from tvmflow.release import Blob, Release
 from tvmflow.spec import Policy
 from tvmflow.spec.channels import ChannelGates
-from tvmflow.store.channels import Channel
+from tvmflow.store.channel_document import Channel
 from tvmflow.verdict import Check
 
 NEW = Channel(name="m", channel="production")

@@ -18,6 +18,7 @@ from typing import IO, NamedTuple, cast
 from tvmflow.bundle import signature
 from tvmflow.bundle.manifest import FileEntry, Manifest
 from tvmflow.errors import BundleError
+from tvmflow.files import replacing
 
 MANIFEST = "bundle.json"
 SIGNATURE = "bundle.sig"
@@ -80,26 +81,19 @@ def pack(
         raise BundleError(f"bundle {manifest.name!r} cannot be packed ({error}); change that in the model") from error
     signature_line = None if key is None else signature.sign(data, key)
     destination.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(dir=destination.parent, prefix=f".{destination.name}.")
-    try:
-        with (
-            os.fdopen(descriptor, "wb") as raw,
-            contextlib.closing(_Zipped(raw)) as stream,
-            tarfile.open(fileobj=cast("IO[bytes]", stream), mode="w", format=tarfile.USTAR_FORMAT) as archive,
-        ):
-            archive.addfile(_member(MANIFEST, len(data)), io.BytesIO(data))
-            if signature_line is not None:
-                archive.addfile(_member(SIGNATURE, len(signature_line)), io.BytesIO(signature_line))
-            for name, path in sorted(files.items()):
-                if leave_weights_out and name == WEIGHTS:
-                    continue
-                with path.open("rb") as source:
-                    archive.addfile(_member(name, complete.files[name].size), source)
-        Path(partial).chmod(0o644)
-        Path(partial).replace(destination)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    with (
+        replacing(destination, 0o644) as raw,
+        contextlib.closing(_Zipped(raw)) as stream,
+        tarfile.open(fileobj=cast("IO[bytes]", stream), mode="w", format=tarfile.USTAR_FORMAT) as archive,
+    ):
+        archive.addfile(_member(MANIFEST, len(data)), io.BytesIO(data))
+        if signature_line is not None:
+            archive.addfile(_member(SIGNATURE, len(signature_line)), io.BytesIO(signature_line))
+        for name, path in sorted(files.items()):
+            if leave_weights_out and name == WEIGHTS:
+                continue
+            with path.open("rb") as source:
+                archive.addfile(_member(name, complete.files[name].size), source)
     return complete
 
 

@@ -1,10 +1,11 @@
 """`tvmflow approve`: answer a promotion that waits for a person."""
 
 import json
-import sys
 from typing import TYPE_CHECKING
 
 import click
+
+from tvmflow.cli.options import json_option
 
 if TYPE_CHECKING:
     from flows.approvals import WaitingPromotion
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 @click.argument("run", required=False)
 @click.option("--reject", is_flag=True, help="Reject the promotion instead.")
 @click.option("--why", default="", help="Kept with the verdict and in the channel's history.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> None:
     """Approve the promotion that waits in the flow run RUN, an id or its beginning; without RUN, list all that wait."""
     from tvmflow import promotion
@@ -72,11 +73,12 @@ def _check(settings: "Settings", item: "WaitingPromotion", who: str) -> None:
 
 def _show(promotions: list["WaitingPromotion"], settings: "Settings") -> None:
     from rich import box
-    from rich.console import Console
     from rich.markdown import Markdown
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    from tvmflow.cli.display import output_console
+
+    console = output_console()
     if not promotions:
         console.print(f"nothing waits for approval at {settings.prefect_api_url}", highlight=False, soft_wrap=True)
         return

@@ -10,6 +10,7 @@ from tvmflow.cli.compile import build_best, make_spec, parse_shapes
 from tvmflow.cli.options import (
     OutputFile,
     input_shapes_option,
+    json_option,
     model_argument,
     naming_output,
     operator_option,
@@ -68,7 +69,7 @@ class _Peers(click.ParamType["tuple[Peer, ...]"]):
     help="The time to measure, in eight rounds or more.",
 )
 @click.option("--html", type=OutputFile(), help="Write a page with the figures.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def bench_command(
     model: Path,
     against: "tuple[Peer, ...]",

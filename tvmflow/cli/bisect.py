@@ -12,6 +12,7 @@ from tvmflow.cli.compile import parse_shapes
 from tvmflow.cli.options import (
     check_output_folder,
     input_shapes_option,
+    json_option,
     load_own_operators,
     model_argument,
     operator_option,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, file_okay=False),
     help="The folder for the smallest model that shows the error; by default MODEL.bisect.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def bisect_command(
     model: Path,
     target: str,
@@ -95,7 +96,7 @@ def bisect_command(
     define(original, own)
     fix_shapes(original.graph, {item.name: item.shape for item in spec.inputs})
     arrays = read_inputs(inputs) if inputs is not None else _make(model, original)
-    allowed = spec.bounds(rounds=rounds_activations(original))
+    allowed = spec.bounds(rounds_activations=rounds_activations(original))
     bounds = Bounds(allowed.rtol, allowed.atol, allowed.max_relative_error)
     if max_relative_error is not None or are_elements_bounded:
         bounds = Bounds(rtol or 0.0, atol or 0.0, max_relative_error)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tvmflow.cli.options import OutputFile, naming_output
+from tvmflow.cli.options import OutputFile, json_option, naming_output
 from tvmflow.errors import StepError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _MEASURED = ("multiply_adds", "latency", "loads", "stores", "read", "write", "sh
     help="The profile to write.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="The cores that work together; by default all.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def calibrate_command(output: Path, threads: int | None, as_json: bool) -> None:
     """Measure this machine's processor in under a minute, and write its profile for the compiler.
 
@@ -41,6 +41,7 @@ def calibrate_command(output: Path, threads: int | None, as_json: bool) -> None:
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
     from rich.table import Table
 
+    from tvmflow.cli.display import output_console
     from tvmflow.profiles import to_toml, with_caches
     from tvmflow.target import host, resolve
 
@@ -77,7 +78,7 @@ def calibrate_command(output: Path, threads: int | None, as_json: bool) -> None:
         table.add_column(heading, justify="left" if heading == "number" else "right")
     for path, before, after in _compared(nearest, profile):
         table.add_row(path, before, after)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    output_console().print(table)
     click.echo(f"{output}: export TVMFLOW_PROFILE={output.absolute()}")
 
 

@@ -1,20 +1,19 @@
 """`tvmflow channel`: show channels and change their policies."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from tvmflow.cli.options import file_argument, json_option
 from tvmflow.errors import SpecError
 
 if TYPE_CHECKING:
     from tvmflow.spec import Policy
-    from tvmflow.store.channels import Channel
+    from tvmflow.store.channel_document import Channel
 
 _why_option = click.option("--why", default="", help="Kept in the channel's history.")
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 @click.group("channel")
@@ -25,7 +24,7 @@ def channel_command() -> None:
 @channel_command.command("show")
 @click.argument("name")
 @click.argument("channel", required=False)
-@_json_option
+@json_option
 def show_command(name: str, channel: str | None, as_json: bool) -> None:
     """Show what the channels of NAME hold and require, and what somebody wishes for; of one CHANNEL or of all."""
     from tvmflow import settings as machine
@@ -44,7 +43,7 @@ def show_command(name: str, channel: str | None, as_json: bool) -> None:
 @click.argument("channel")
 @click.argument("values", nargs=-1, required=True, metavar="KEY=VALUE...")
 @_why_option
-@_json_option
+@json_option
 def set_command(name: str, channel: str, values: tuple[str, ...], why: str, as_json: bool) -> None:
     """Change parts of the policy of a CHANNEL of NAME, e.g. approval=required gates.max_latency_ms=5 after=null."""
     from tvmflow import settings as machine
@@ -59,10 +58,10 @@ def set_command(name: str, channel: str, values: tuple[str, ...], why: str, as_j
 
 
 @channel_command.command("apply")
-@click.argument("file", type=click.Path(path_type=Path))
+@file_argument
 @click.option("--channel", help="One channel of the file; all of them unless given.")
 @_why_option
-@_json_option
+@json_option
 def apply_command(file: Path, channel: str | None, why: str, as_json: bool) -> None:
     """Give the channels of a release FILE the policies that it proposes."""
     from tvmflow import settings as machine
@@ -138,8 +137,9 @@ def describe_policy(policy: "Policy | None") -> str:
 
 def _show(documents: "list[Channel]", as_json: bool) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from tvmflow.cli.display import output_console
 
     if as_json:
         click.echo(json.dumps([document.model_dump(mode="json") for document in documents]))
@@ -151,4 +151,4 @@ def _show(documents: "list[Channel]", as_json: bool) -> None:
         wish = document.wish
         wish_text = f"{wish.version} of {wish.who}, {wish.when[:19].replace('T', ' ')}" if wish is not None else "-"
         table.add_row(document.channel, document.version or "-", describe_policy(document.policy), wish_text)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    output_console().print(table)

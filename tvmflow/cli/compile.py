@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import os
 import re
 import shlex
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -15,6 +13,7 @@ import click
 from tvmflow.cli.options import (
     OutputFile,
     input_shapes_option,
+    json_option,
     model_argument,
     naming_output,
     operator_option,
@@ -23,7 +22,7 @@ from tvmflow.cli.options import (
     target_option,
 )
 from tvmflow.errors import InputError, VerdictError, naming_model
-from tvmflow.files import replaceable
+from tvmflow.files import replaceable, replacing
 
 if TYPE_CHECKING:
     from tasks.build import Inspect
@@ -138,7 +137,7 @@ class _Setting(click.ParamType[tuple[str, Any]]):
     default=(),
     help=f"Write the code beside the output: {','.join(_CODE)}, separated by commas.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def compile_command(
     model: Path,
     output: Path,
@@ -394,12 +393,5 @@ def _copy(bundle: Path, output: Path) -> None:
         if not replaceable(output):
             output.write_bytes(bundle.read_bytes())
             return
-        descriptor, partial = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
-        os.close(descriptor)
-        try:
-            shutil.copyfile(bundle, partial)
-            Path(partial).chmod(0o644)
-            Path(partial).replace(output)
-        except OSError:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        with bundle.open("rb") as source, replacing(output, 0o644) as file:
+            shutil.copyfileobj(source, file)

@@ -1,12 +1,12 @@
 """`tvmflow deploy`: register the deployments of release files, and MLflow's webhook."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from tvmflow.cli.options import json_option
 from tvmflow.errors import PrefectError, SettingsError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _WEBHOOK = "tvmflow"
 @click.option(
     "--receiver", metavar="URL", help="Make MLflow report aliases that are set to the receiver at this address."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def deploy_command(
     files: tuple[Path, ...],
     pool: str | None,
@@ -110,15 +110,16 @@ def _show(
     deployments: "list[Deployed]", pool: str, created: bool, connected: dict[str, str] | None, unmanaged: list[str]
 ) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from tvmflow.cli.display import output_console
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("deployment", "schedule", "event"):
         table.add_column(column, no_wrap=True)
     for item in deployments:
         table.add_row(item.name, ", ".join(item.schedules) or "-", ", ".join(item.events) or "-")
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = output_console()
     console.print(table)
     lines = [
         f"work pool {pool}{' was created' if created else ''}: `prefect worker start --pool {pool}` runs what is due"

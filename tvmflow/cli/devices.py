@@ -2,12 +2,13 @@
 
 import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from tvmflow.cli.options import json_option
 
 if TYPE_CHECKING:
     from tvmflow.runtime.tracker import Address
@@ -55,7 +56,7 @@ def devices_command() -> None:
 @click.option("--tracker", metavar="HOST:PORT", help="Join this tracker instead of starting one.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where tracker and servers listen.")
 @click.option("--port", type=click.IntRange(1, 65535), help="The port of the tracker; the first free from 9190 on.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def up_command(
     key: str, count: int, threads: int | None, tracker: str | None, host: str, port: int | None, as_json: bool
 ) -> None:
@@ -84,7 +85,7 @@ def up_command(
 
 
 @devices_command.command("down")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def down_command(as_json: bool) -> None:
     """End the devices that `tvmflow devices up` started, with their tracker and every session.
 
@@ -103,7 +104,7 @@ def down_command(as_json: bool) -> None:
 
 @devices_command.command("list")
 @click.option("--tracker", metavar="HOST:PORT", help="The tracker to ask, by default the one of `tvmflow devices up`.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def list_command(tracker: str | None, as_json: bool) -> None:
     """List a tracker's keys and servers, and the state of this machine's servers."""
     from tvmflow import settings as machine
@@ -117,9 +118,9 @@ def list_command(tracker: str | None, as_json: bool) -> None:
 
 def _show(address: str, status: "Status | None", as_json: bool) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
+    from tvmflow.cli.display import output_console
     from tvmflow.runtime.tracker import Tracker
 
     summary = Tracker(tracker_address(address)).summary()
@@ -135,7 +136,7 @@ def _show(address: str, status: "Status | None", as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"tracker": address, "keys": keys, "own": [_document(server) for server in own]}))
         return
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = output_console(160)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("key", "servers", "free", "waiting", "at"):
         table.add_column(column, no_wrap=True, justify="left" if column in ("key", "at") else "right")

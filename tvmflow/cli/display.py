@@ -1,5 +1,6 @@
-"""The progress of steps on a console: a line for each step that has ended, a spinner or bar for each that runs."""
+"""The consoles of commands: standard output, and the progress of steps beside it, a bar for each step that runs."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock
@@ -10,7 +11,14 @@ from rich.text import Text
 
 from tvmflow.progress import Status, reporting_to
 
+# The columns of a table in a file or a pipe, which have no width of their own.
+_WIDTH = 120
 _MARKS = {"ran": "[green]✓[/]", "cached": "[cyan]=[/]", "failed": "[red]✗[/]"}
+
+
+def output_console(width: int = _WIDTH) -> Console:
+    """Return the console of standard output, `width` characters wide where that is a file or a pipe."""
+    return Console(width=None if sys.stdout.isatty() else width)
 
 
 class _Bars(Progress):

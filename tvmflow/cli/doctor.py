@@ -11,6 +11,7 @@ import click
 from tvmflow.cli.compile import parse_shapes
 from tvmflow.cli.options import (
     input_shapes_option,
+    json_option,
     load_own_operators,
     model_argument,
     operator_option,
@@ -34,7 +35,7 @@ _REFUSED = 4
 @precision_option("The precision to compile for.")
 @input_shapes_option("; other dimensions stay free.")
 @operator_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def doctor_command(
     model: Path, target: str, precision: str, input_shapes: str | None, operators: tuple[str, ...], as_json: bool
 ) -> None:
@@ -47,6 +48,7 @@ def doctor_command(
     """
     from rich.console import Console
 
+    from tvmflow.cli.display import output_console
     from tvmflow.compiler.diagnosis import diagnose
     from tvmflow.target import resolve
 
@@ -61,7 +63,7 @@ def doctor_command(
         document = {**dataclasses.asdict(diagnosis), "smallest": smallest, "refused": bool(diagnosis.refusals)}
         click.echo(json.dumps(document))
     else:
-        _show(diagnosis, ranges, Console(width=None if sys.stdout.isatty() else 160))
+        _show(diagnosis, ranges, output_console(160))
     if diagnosis.refusals:
         sys.exit(_REFUSED)
 

@@ -4,9 +4,11 @@ import json
 
 import click
 
+from tvmflow.cli.options import json_option
+
 
 @click.command("down")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def down_command(as_json: bool) -> None:
     """End the servers that `tvmflow up` started; releases, runs and deployments are kept for the next start.
 

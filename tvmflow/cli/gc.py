@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tvmflow.cli.options import json_option
 from tvmflow.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _STATE_DAYS = 30.0
     help="With --releases: as many of the newest releases of each model stay; by default retention_releases.",
 )
 @click.option("--dry-run", is_flag=True, help="Remove nothing, and show what would be removed.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def gc_command(releases: bool, days: float | None, keep: int | None, dry_run: bool, as_json: bool) -> None:
     """Remove from this machine's state folder what can be made or fetched again, or releases that nobody needs.
 

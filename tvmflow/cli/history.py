@@ -1,9 +1,10 @@
 """`tvmflow history`: show what happened to a channel, and how the figures of releases have changed."""
 
 import json
-import sys
 
 import click
+
+from tvmflow.cli.options import json_option
 
 # The newest releases that the table of figures has columns for.
 _SHOWN = 8
@@ -13,7 +14,7 @@ _SHOWN = 8
 @click.argument("name")
 @click.option("--channel", help="The channel, e.g. production.")
 @click.option("--figures", is_flag=True, help="Show the figures of all releases, which drift, and where they stepped.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def history_command(name: str, channel: str | None, figures: bool, as_json: bool) -> None:
     """Show the moves of a channel of NAME, the changes of its policy and the wishes that were not granted.
 
@@ -30,12 +31,13 @@ def history_command(name: str, channel: str | None, figures: bool, as_json: bool
 
 def _show_channel(name: str, channel: str, as_json: bool) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from tvmflow import settings as machine
+    from tvmflow.cli.display import output_console
     from tvmflow.services import open_store_of
     from tvmflow.store import channels
+    from tvmflow.store.channel_document import Move, PolicyChange, WishEnd
 
     with open_store_of(machine.load(), name) as store:
         document = channels.read(store, name, channel)
@@ -47,23 +49,23 @@ def _show_channel(name: str, channel: str, as_json: bool) -> None:
         table.add_column(column, no_wrap=column != "why")
     for event in document.history:
         match event:
-            case channels.Move():
+            case Move():
                 before, after, kind = event.from_version or "-", event.to_version, "rollback" if event.rollback else ""
-            case channels.WishEnd():
+            case WishEnd():
                 before, after, kind = "-", f"({event.version})", event.outcome
-            case channels.PolicyChange():
+            case PolicyChange():
                 before, after, kind = "-", "-", "policy"
         why = ": ".join(part for part in (kind, event.why) if part)
         table.add_row(event.when[:19].replace("T", " "), before, after, event.who, why)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    output_console().print(table)
 
 
 def _show_figures(name: str, as_json: bool) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from tvmflow import settings as machine
+    from tvmflow.cli.display import output_console
     from tvmflow.errors import StoreError
     from tvmflow.report.drift import find_drifts, find_steps, list_figures
     from tvmflow.report.numbers import format_number
@@ -94,6 +96,6 @@ def _show_figures(name: str, as_json: bool) -> None:
     for (target, figure), points in series.items():
         values = dict(points)
         table.add_row(target, figure, *(format_number(values[each]) if each in values else "-" for each in versions))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    output_console(140).print(table)
     for change in (*drifts, *steps):
         click.echo(str(change))

@@ -1,11 +1,12 @@
 """`tvmflow list`: list the releases in the store."""
 
 import json
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
+
+from tvmflow.cli.options import json_option
 
 if TYPE_CHECKING:
     from tvmflow.release import Release
@@ -14,14 +15,14 @@ if TYPE_CHECKING:
 
 @click.command("list")
 @click.argument("name", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def list_command(name: str | None, as_json: bool) -> None:
     """List the releases in the store, of one NAME or of all, with the channels that hold each."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from tvmflow import settings as machine
+    from tvmflow.cli.display import output_console
     from tvmflow.services import open_store, open_store_of
 
     settings = machine.load()
@@ -42,7 +43,7 @@ def list_command(name: str | None, as_json: bool) -> None:
     for release, holders in zip(releases, channels, strict=True):
         for row in make_rows(release, holders):
             table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    output_console().print(table)
 
 
 def _read_channels(store: "ReleaseStore", releases: list["Release"]) -> list[list[str]]:

@@ -49,6 +49,8 @@ def check_output_folder(folder: Path) -> None:
 
 
 model_argument: Decorator = click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+file_argument: Decorator = click.argument("file", type=click.Path(path_type=Path))
+json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 target_option: Decorator = click.option(
     "--target", default="native", show_default=True, help="A preset, or a TVM target such as 'llvm -mcpu=znver4'."
 )

@@ -1,10 +1,11 @@
 """`tvmflow promote`: move a channel to a release."""
 
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from tvmflow.cli.options import json_option
 
 if TYPE_CHECKING:
     from tvmflow.settings import Settings
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 @click.option("--channel", required=True, help="The channel to move, e.g. production.")
 @click.option("--why", default="", help="Kept in the channel's history.")
 @click.option("--approve", is_flag=True, help="Approve of it yourself, where the channel requires a person to.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def promote_command(name: str, version: str, channel: str, why: str, approve: bool, as_json: bool) -> None:
     """Promote release VERSION of NAME: check that it is complete, run the channel's gates, move channel and alias.
 
@@ -89,10 +90,11 @@ def _ask(name: str, version: str, channel: str, why: str) -> dict[str, Any]:
 def show(summary: dict[str, Any]) -> None:
     """Print the checks and the outcome of a promotion; `summary` is a PromotionSummary as JSON."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    from tvmflow.cli.display import output_console
+
+    console = output_console()
     if summary["checks"]:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("check", no_wrap=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tvmflow.cli.options import json_option
 from tvmflow.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @click.command("reconcile")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def reconcile_command(as_json: bool) -> None:
     """Make channels and releases agree with MLflow's aliases, for every release file in the setting models.
 

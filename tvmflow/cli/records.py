@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tvmflow.cli.options import OutputFile
+from tvmflow.cli.options import OutputFile, json_option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from tvmflow.tuning.records import Context, Entry, Record
     from tvmflow.tuning.sharing import Sharing
 
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 _TARGET = click.option("--target", help="Only this target, e.g. native.")
 
 
@@ -32,7 +30,7 @@ def records_command() -> None:
 @records_command.command("list")
 @_TARGET
 @click.option("--workloads", is_flag=True, help="One line for each workload, with its key.")
-@_JSON
+@json_option
 def list_records(target: str | None, workloads: bool, as_json: bool) -> None:
     """List the records of each target, TVM version and search space."""
     with _open_records() as (store, sharing):
@@ -87,7 +85,7 @@ def list_records(target: str | None, workloads: bool, as_json: bool) -> None:
 @records_command.command("show")
 @click.argument("key")
 @_TARGET
-@_JSON
+@json_option
 def show_record(key: str, target: str | None, as_json: bool) -> None:
     """Show the workload KEY, which may be the beginning of a key: its function, history, and best schedule.
 
@@ -143,7 +141,7 @@ def show_record(key: str, target: str | None, as_json: bool) -> None:
 @click.argument("file", type=OutputFile(replaces=True))
 @click.option("--all", "everything", is_flag=True, help="Everything, not only the best record of each workload.")
 @_TARGET
-@_JSON
+@json_option
 def export(file: Path, everything: bool, target: str | None, as_json: bool) -> None:
     """Write the best record of each workload, and the trials spent on it, to FILE as JSON lines."""
     from tvmflow.tuning.imports import export_records
@@ -164,7 +162,7 @@ def export(file: Path, everything: bool, target: str | None, as_json: bool) -> N
 @records_command.command("import")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 @click.option("--target", help="The target of MetaSchedule's records, e.g. native; by default the one that they name.")
-@_JSON
+@json_option
 def import_(files: tuple[Path, ...], target: str | None, as_json: bool) -> None:
     """Import the records in FILES: our own files and folders, or MetaSchedule's JSON databases.
 
@@ -194,7 +192,7 @@ def import_(files: tuple[Path, ...], target: str | None, as_json: bool) -> None:
 
 @records_command.command("prune")
 @click.option("--keep", type=click.IntRange(min=1), default=3, show_default=True, help="Records kept per workload.")
-@_JSON
+@json_option
 def prune(keep: int, as_json: bool) -> None:
     """Keep the fastest records of each workload for this TVM and search space, and drop all others.
 
@@ -342,9 +340,10 @@ def _table(*columns: str) -> "Table":
 
 
 def _print(table: "Table") -> None:
-    from rich.console import Console
 
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    from tvmflow.cli.display import output_console
+
+    output_console(140).print(table)
 
 
 def _short(target: str) -> str:

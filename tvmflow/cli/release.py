@@ -2,14 +2,13 @@
 
 import json
 import os
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from tvmflow.cli.options import trace_option
+from tvmflow.cli.options import file_argument, json_option, trace_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
 
 
 @click.command("release")
-@click.argument("file", type=click.Path(path_type=Path))
+@file_argument
 @click.option("--target", "targets", multiple=True, help="Build for this target instead of the file's; repeatable.")
 @click.option("--trials", type=click.IntRange(min=0), help="Tuning trials in total; 0 uses known records only.")
 @click.option("--runs", type=click.IntRange(min=1), help="Timed runs of the bundle and of each peer in all.")
 @trace_option("when each step began and how long it took")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def release_command(
     file: Path, targets: tuple[str, ...], trials: int | None, runs: int | None, trace: Path | None, as_json: bool
 ) -> None:
@@ -39,7 +38,7 @@ def release_command(
 
     from tvmflow import settings as machine
     from tvmflow import spec as release_file
-    from tvmflow.cli.display import RichReporter
+    from tvmflow.cli.display import RichReporter, output_console
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.imports import importing
 
@@ -64,7 +63,7 @@ def release_command(
         click.echo(json.dumps(summary.model_dump(mode="json")))
     else:
         # A file or a pipe has no terminal width.
-        show(summary, settings, Console(width=None if sys.stdout.isatty() else 120))
+        show(summary, settings, output_console())
 
 
 @contextmanager

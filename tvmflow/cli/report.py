@@ -1,7 +1,6 @@
 """`tvmflow report` and `tvmflow diff`: the page of a release, and what differs between two."""
 
 import json
-import sys
 import webbrowser
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tvmflow.cli.options import OutputFile, naming_output
+from tvmflow.cli.options import OutputFile, json_option, naming_output
 from tvmflow.errors import RegistryError, StatementError, StoreError
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from tvmflow.report.trust import ChannelEvent, Promotion, Standing
     from tvmflow.settings import Settings
     from tvmflow.store import ReleaseStore
-    from tvmflow.store.channels import Channel
+    from tvmflow.store.channel_document import Channel
 
 # The layers that the terminal shows.
 _LAYERS = 5
@@ -110,7 +109,7 @@ def _read_standing(settings: "Settings", store: "ReleaseStore", release: "Releas
 def _list_events(document: "Channel", version: str) -> Iterator["ChannelEvent"]:
     """Yield what happened to a version in a channel, the oldest first."""
     from tvmflow.report.trust import ChannelEvent
-    from tvmflow.store.channels import Move, WishEnd
+    from tvmflow.store.channel_document import Move, WishEnd
 
     for event in document.history:
         if isinstance(event, Move) and version in (event.from_version, event.to_version):
@@ -142,13 +141,14 @@ def _read_promotion(
 @click.argument("before")
 @click.argument("now")
 @click.option("--html", type=OutputFile(), help="Write a page.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def diff_command(name: str, before: str, now: str, html: Path | None, as_json: bool) -> None:
     """Show what differs between two versions of NAME, BEFORE and NOW: figures, model, tuning, bundles and layers.
 
     The figures of each were measured when it was made, so the machine or its load may differ.
     """
     from tvmflow import settings as machine
+    from tvmflow.cli.display import output_console
     from tvmflow.report.changes import compare_releases, find_slowdowns
     from tvmflow.report.layers import compare_layers, fetch_times
     from tvmflow.report.release import write_difference
@@ -176,7 +176,6 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
         click.echo(json.dumps(document))
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -191,7 +190,7 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
             if row.difference > 0:
                 table.add_row(target, f"layer {row.name}, ms", f"{row.before:.4g}", f"{row.ms:.4g}", "")
     if table.row_count:
-        Console(width=None if sys.stdout.isatty() else 140).print(table)
+        output_console(140).print(table)
     else:
         click.echo(f"{name} {before} and {now} do not differ")
     for slowdown in slowdowns:

@@ -1,11 +1,12 @@
 """`tvmflow retrain` and `tvmflow notify`: retrain a model now, or report new data to its deployment."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from tvmflow.cli.options import file_argument, json_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,10 +16,10 @@ _RESOURCE = "tvmflow.model."
 
 
 @click.command("retrain")
-@click.argument("file", type=click.Path(path_type=Path))
+@file_argument
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="A training argument; repeatable.")
 @click.option("--why", default="", help="The reason, kept with the verdict.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json: bool) -> None:
     """Train the model of FILE again, and release it if it is at least as good as the release in production.
 
@@ -30,7 +31,7 @@ def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json:
     from tvmflow import promotion
     from tvmflow import settings as machine
     from tvmflow import spec as release_file
-    from tvmflow.cli.display import RichReporter
+    from tvmflow.cli.display import RichReporter, output_console
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.cli.release import show
     from tvmflow.imports import importing
@@ -51,7 +52,7 @@ def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json:
     if as_json:
         click.echo(json.dumps(summary.model_dump(mode="json")))
         return
-    output = Console(width=None if sys.stdout.isatty() else 120)
+    output = output_console()
     show(summary.release, settings, output)
     output.print(f"verdict  passed: {summary.evaluation.reason}", highlight=False, soft_wrap=True)
     output.print(f"source   models:/{summary.source}, run {summary.mlflow_run_id}", highlight=False, soft_wrap=True)
@@ -61,7 +62,7 @@ def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json:
 @click.argument("name")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="A training argument; repeatable.")
 @click.option("--why", default="", help="The reason, kept with the verdict.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def notify_command(name: str, assignments: tuple[str, ...], why: str, as_json: bool) -> None:
     """Report new data for the model NAME, so that its deployment retrain/NAME starts.
 

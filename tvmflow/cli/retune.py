@@ -1,14 +1,15 @@
 """`tvmflow retune`: tune the costliest workloads in production, and release a faster build."""
 
 import json
-import sys
 from pathlib import Path
 
 import click
 
+from tvmflow.cli.options import file_argument, json_option
+
 
 @click.command("retune")
-@click.argument("file", type=click.Path(path_type=Path))
+@file_argument
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0, min_open=True),
@@ -17,7 +18,7 @@ import click
     help="The time to spend on tuning, of all targets together.",
 )
 @click.option("--channel", default="production", show_default=True, help="The channel whose release to make faster.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def retune_command(file: Path, minutes: float, channel: str, as_json: bool) -> None:
     """Tune the costliest workloads of a channel's release of FILE's model, and release a faster build.
 
@@ -28,7 +29,7 @@ def retune_command(file: Path, minutes: float, channel: str, as_json: bool) -> N
 
     from tvmflow import settings as machine
     from tvmflow import spec as release_file
-    from tvmflow.cli.display import RichReporter
+    from tvmflow.cli.display import RichReporter, output_console
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.cli.release import show
     from tvmflow.imports import importing
@@ -48,7 +49,7 @@ def retune_command(file: Path, minutes: float, channel: str, as_json: bool) -> N
     if as_json:
         click.echo(json.dumps(summary.model_dump(mode="json")))
         return
-    output = Console(width=None if sys.stdout.isatty() else 120)
+    output = output_console()
     if summary.release is not None:
         show(summary.release, settings, output)
     for item in summary.targets:

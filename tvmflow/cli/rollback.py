@@ -4,13 +4,15 @@ import json
 
 import click
 
+from tvmflow.cli.options import json_option
+
 
 @click.command("rollback")
 @click.argument("name")
 @click.option("--channel", required=True, help="The channel to move back, e.g. production.")
 @click.option("--to", metavar="VERSION", help="A version that the channel has held; by default the one before.")
 @click.option("--why", default="", help="Kept in the channel's history.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def rollback_command(name: str, channel: str, to: str | None, why: str, as_json: bool) -> None:
     """Move a channel of NAME, alias and pointer, back to the release that it held before.
 

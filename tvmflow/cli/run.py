@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tvmflow.cli.options import OutputFile, naming_output, read_inputs, trace_option
+from tvmflow.cli.options import OutputFile, json_option, naming_output, read_inputs, trace_option
 from tvmflow.errors import BundleError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="The timeout of a run there, in seconds.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def run_command(
     bundle: str,
     inputs: Path | None,

@@ -1,7 +1,6 @@
 """`tvmflow status`: show every model with its channels, what waits, and what a person on duty should look at."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tvmflow.cli.options import OutputFile, naming_output
+from tvmflow.cli.options import OutputFile, json_option, naming_output
 from tvmflow.errors import PrefectError, RegistryError, StatementError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     )
     from tvmflow.settings import Settings
     from tvmflow.store import ReleaseStore
-    from tvmflow.store.channels import Channel
+    from tvmflow.store.channel_document import Channel
 
 # The newest releases of a model in which drifts and steps are looked for.
 _HISTORY = 24
@@ -34,7 +33,7 @@ _HISTORY = 24
 
 @click.command("status")
 @click.option("--html", type=OutputFile(), help="Write a page.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def status_command(html: Path | None, as_json: bool) -> None:
     """Show every released model: what its channels hold and since when, what waits, and the last verdicts.
 
@@ -59,8 +58,9 @@ def status_command(html: Path | None, as_json: bool) -> None:
 
 def _show(fleet: "Fleet") -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from tvmflow.cli.display import output_console
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("name", "channel", "version", "days", "p50 ms", "newer", "waits", "signed", "last verdict"):
@@ -78,7 +78,7 @@ def _show(fleet: "Fleet") -> None:
             "-" if days is None else f"{days:.0f}",
             "-" if item.verdict is None else f"{item.verdict.version} {item.verdict.verdict}",
         )
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    output_console(160).print(table)
     for task in fleet.list_tasks():
         click.echo(f"{task.sentence}\n  {task.command}")
 

@@ -1,13 +1,14 @@
 """`tvmflow tune`: tune a model's workloads within a budget; every later release uses the records."""
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from tvmflow.cli.options import file_argument, json_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command("tune")
-@click.argument("file", type=click.Path(path_type=Path))
+@file_argument
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="The time to spend, for each target.")
 @click.option("--trials", type=click.IntRange(min=0), help="Trials to measure in all, earlier ones included.")
 @click.option(
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--device", metavar="KEY", help="Measure on the devices with this key, not here.")
 @click.option("--tracker", metavar="HOST:PORT", help="The devices' tracker; by default it is `tvmflow devices up`'s.")
 @click.option("--target", "targets", multiple=True, help="Tune for this target instead of the file's; repeatable.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def tune_command(
     file: Path,
     minutes: float | None,
@@ -61,7 +62,7 @@ def tune_command(
     from tvmflow import settings as machine
     from tvmflow import spec as release_file
     from tvmflow.cli.devices import own_tracker, tracker_address
-    from tvmflow.cli.display import RichReporter
+    from tvmflow.cli.display import RichReporter, output_console
 
     spec = release_file.load(file)
     settings = machine.load()
@@ -111,7 +112,7 @@ def tune_command(
         results = {name: _document(outcome.result) for name, outcome in tuned.items()}
         click.echo(json.dumps({"name": spec.name, "device": device, "targets": results}))
         return
-    output = Console(width=None if sys.stdout.isatty() else 120)
+    output = output_console()
     for name, outcome in tuned.items():
         _show(name, outcome, output)
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tvmflow.cli.options import json_option
+
 if TYPE_CHECKING:
     from tvmflow.stack.control import Status
 
@@ -24,7 +26,7 @@ _MARKS = {"healthy": "green", "not answering": "red", "down": "red", "off": "dim
 @click.option(
     "--status", "only_status", is_flag=True, help="Start nothing; the exit code is 1 when a server is not healthy."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def up_command(
     files: tuple[Path, ...],
     prefect_port: int | None,
@@ -76,9 +78,9 @@ def up_command(
 
 def _show(statuses: "list[Status]", as_json: bool) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
+    from tvmflow.cli.display import output_console
     from tvmflow.stack.servers import TITLES
 
     if as_json:
@@ -94,7 +96,7 @@ def _show(statuses: "list[Status]", as_json: bool) -> None:
         address = status.address or "give it release files: tvmflow up FILE..."
         state = f"[{_MARKS[status.state]}]{status.state}[/]"
         table.add_row(TITLES[status.name], state, address, str(status.pid or ""), _short(status.log))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    output_console(160).print(table)
 
 
 def _short(log: str) -> str:

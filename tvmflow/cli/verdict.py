@@ -1,7 +1,6 @@
 """`tvmflow verdict`: show the last verdict on a promotion, a build or a retuning, and decide it again."""
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from tvmflow.cli.options import json_option
 from tvmflow.errors import StoreError, VerdictError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     help="The verdict to show: on the promotion, on the choice of each build, or on a retuning of the release.",
 )
 @click.option("--replay", is_flag=True, help="Decide again from the kept measurements.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def verdict_command(name: str, version: str, channel: str, about: str, replay: bool, as_json: bool) -> None:
     """Show the last verdict on a promotion of the release NAME VERSION: every check, its figure and its bound.
 
@@ -40,29 +40,29 @@ def verdict_command(name: str, version: str, channel: str, about: str, replay: b
     again from the times of all runs. Exit code 3: the verdict is not the same.
     """
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from tasks.gate import decide_again
     from tvmflow import settings as machine
+    from tvmflow.cli.display import output_console
     from tvmflow.services import open_registry
 
     settings = machine.load()
     registry = open_registry(settings)
     match about:
         case "promotion":
-            kept = _read_promotion(registry, name, version, channel)
+            stored = _read_promotion(registry, name, version, channel)
         case "build":
-            kept = _read_choices(registry, settings, name, version)
+            stored = _read_choices(registry, settings, name, version)
         case _:
-            kept = _read_retuning(registry, name, version)
-    run, checks = kept.run, kept.checks
+            stored = _read_retuning(registry, name, version)
+    run, checks = stored.run, stored.checks
     if replay:
         with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
             checks = tuple(decide_again(check, _read_samples(registry, run, check, Path(folder))) for check in checks)
     if as_json:
         rows = [check.model_dump(mode="json") for check in checks]
-        click.echo(json.dumps({**kept.document, "checks": rows, "mlflow_run_id": run}))
+        click.echo(json.dumps({**stored.document, "checks": rows, "mlflow_run_id": run}))
     else:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in ("check", "", "figure", "interval", "bound", "pairs"):
@@ -70,20 +70,20 @@ def verdict_command(name: str, version: str, channel: str, about: str, replay: b
         for check in checks:
             table.add_row(
                 check.name,
-                kept.outcomes[0] if check.passed else kept.outcomes[1],
+                stored.outcomes[0] if check.passed else stored.outcomes[1],
                 "-" if check.value is None else f"{check.value:.4g}",
                 "-" if check.interval is None else str(check.interval),
                 "-" if check.bound is None else f"{check.bound:g}",
                 "-" if check.comparison is None else str(len(check.comparison.pairs)),
             )
-        Console(width=None if sys.stdout.isatty() else 120).print(table)
-        click.echo(f"{kept.sentence}, MLflow run {run}{kept.signed}")
-    names = [check.name for check, before in zip(checks, kept.checks, strict=True) if check.passed != before.passed]
+        output_console().print(table)
+        click.echo(f"{stored.sentence}, MLflow run {run}{stored.signed}")
+    names = [check.name for check, before in zip(checks, stored.checks, strict=True) if check.passed != before.passed]
     if names:
         raise VerdictError(f"{', '.join(names)} of {name} {version} is decided otherwise than in MLflow run {run}")
 
 
-class _Kept(NamedTuple):
+class _StoredVerdict(NamedTuple):
     """A verdict that MLflow keeps: its run, its checks, the other keys of its document, and the whole in a sentence.
 
     `outcomes` are the words for a check that has passed and for one that has not; `signed` says by whom it is signed.
@@ -97,7 +97,7 @@ class _Kept(NamedTuple):
     signed: str = ""
 
 
-def _read_promotion(registry: "Registry", name: str, version: str, channel: str) -> _Kept:
+def _read_promotion(registry: "Registry", name: str, version: str, channel: str) -> _StoredVerdict:
     from tvmflow.bundle.signature import trusted_keys
     from tvmflow.promotion import read_verdict
 
@@ -110,10 +110,10 @@ def _read_promotion(registry: "Registry", name: str, version: str, channel: str)
     document = {**verdict.model_dump(mode="json", exclude={"checks"}), "signed_by": signer}
     sentence = f"{name} {version} to {channel}: {verdict.verdict}"
     signed = "" if signer is None else f", signed with {signer[:16]}"
-    return _Kept(run, verdict.checks, document, sentence, ("passed", "refused"), signed)
+    return _StoredVerdict(run, verdict.checks, document, sentence, ("passed", "refused"), signed)
 
 
-def _read_choices(registry: "Registry", settings: "Settings", name: str, version: str) -> _Kept:
+def _read_choices(registry: "Registry", settings: "Settings", name: str, version: str) -> _StoredVerdict:
     from tasks.track import CHOICES
     from tvmflow.documents import decode
     from tvmflow.services import open_store_of
@@ -126,10 +126,10 @@ def _read_choices(registry: "Registry", settings: "Settings", name: str, version
     choices = Choices(targets={}) if content is None else decode(Choices, content, place, remedy)
     checks = tuple(check for each in choices.targets.values() for check in each)
     sentence = f"{name} {version}: {len(checks) or 'no'} measurements of builds"
-    return _Kept(run, checks, {"name": name, "version": version}, sentence, ("faster", "not faster"))
+    return _StoredVerdict(run, checks, {"name": name, "version": version}, sentence, ("faster", "not faster"))
 
 
-def _read_retuning(registry: "Registry", name: str, version: str) -> _Kept:
+def _read_retuning(registry: "Registry", name: str, version: str) -> _StoredVerdict:
     from tvmflow.documents import decode
     from tvmflow.promotion import VERDICT
     from tvmflow.verdict import RetuneVerdict
@@ -141,7 +141,7 @@ def _read_retuning(registry: "Registry", name: str, version: str) -> _Kept:
     verdict = decode(RetuneVerdict, content, f"{VERDICT} of MLflow run {runs[0]}")
     checks = tuple(item.gain.check for item in verdict.targets if item.gain.check is not None)
     sentence = f"{name} {version}: {verdict.reason}"
-    return _Kept(runs[0], checks, verdict.model_dump(mode="json"), sentence, ("faster", "not faster"))
+    return _StoredVerdict(runs[0], checks, verdict.model_dump(mode="json"), sentence, ("faster", "not faster"))
 
 
 def _fetch(registry: "Registry", run: str, file: str) -> bytes | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from tvmflow.cli.options import json_option
 from tvmflow.errors import BundleError
 
 
@@ -23,7 +24,7 @@ from tvmflow.errors import BundleError
     type=click.Path(path_type=Path, dir_okay=False),
     help="Build it again from this release file or ONNX file, and compare the two.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def verify_command(bundle: str, keys: tuple[Path, ...], timeout: float, source: Path | None, as_json: bool) -> None:
     """Check BUNDLE's digests and signature and that this machine can run it, then run its golden sample.
 

@@ -241,9 +241,9 @@ def _lowered(imported: Imported, target: Target, options: BuildOptions, choices:
         imported,
         target,
         choices or Choices(),
-        options.variants,
-        options.precision,
-        options.fast_algorithms,
+        variants=options.variants,
+        precision=options.precision,
+        fast=options.fast_algorithms,
         packs_at_load=options.weights == "inside",
     )
 

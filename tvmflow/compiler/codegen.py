@@ -49,8 +49,8 @@ def compile_module(
     target: tvm.target.Target,
     pipeline: tvm.transform.Pass,
     exec_mode: str,
-    cache: Path | None = None,
-    in_order: bool = False,
+    cache: Path | None,
+    in_order: bool,
 ) -> Any:
     """Run `pipeline` on a scheduled module, generate its code, and return TVM's executable for the virtual machine.
 

@@ -107,7 +107,6 @@ def diagnose(
     precision: Precision = "fp32",
     shapes: Mapping[str, Sequence[int | str]] | None = None,
     sizes: Mapping[str, int] | None = None,
-    label: str | None = None,
     operators: Mapping[str, Converter] | None = None,
 ) -> Diagnosis:
     """Import an ONNX file, lower each kind of node by itself, and report the schedule rule that each gets.
@@ -115,12 +114,12 @@ def diagnose(
     Nodes with the same operator, attributes and operand shapes are of one kind. A node that cannot be compiled raises
     nothing: it is in the report. `shapes` fixes or renames symbolic dimensions of inputs by name:
     `{"x": (1, 3, 224, 224)}`, `{"x": ("batch", 10)}`.
-    `sizes` are sizes of free dimensions to estimate times with, by default 1. The report calls the file `label`, by
-    default its path. `operators` are converters of the caller's own, by domain and operator as in `org.example.Twice`.
+    `sizes` are sizes of free dimensions to estimate times with, by default 1. `operators` are converters of the
+    caller's own, by domain and operator as in `org.example.Twice`.
     Raises ModelImportError for a file that is missing or damaged and for shapes that contradict the model, TargetError
     for a precision that the target's processor has no instructions for.
     """
-    survey = survey_onnx(path, shapes, label, operators)
+    survey = survey_onnx(path, shapes, operators=operators)
     sizes = {name: (sizes or {}).get(name, 1) for name in survey.free}
     kinds = _kinds(survey)
     options = BuildOptions(precision=precision)

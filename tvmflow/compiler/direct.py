@@ -172,7 +172,8 @@ def _function_of(plan: _Plan) -> tirx.PrimFunc:
     """The TIR function that runs the steps of a plan."""
     tensors = [*plan.parameters, *(tensor for _, tensor in plan.constants.values()), *plan.outputs]
     parameters = [buffer(tensor.name, tensor.type.shape.values, str(tensor.type.dtype)) for tensor in tensors]
-    memory, kept = {tensor: item.data for tensor, item in zip(tensors, parameters, strict=True)}, set(tensors)
+    memory = {tensor: item.data for tensor, item in zip(tensors, parameters, strict=True)}
+    arguments = set(tensors)
     # Memory that no later step reads, with its size in bytes.
     free: list[tuple[Any, Any]] = []
     with IRBuilder() as builder, T.seq_scope():
@@ -189,7 +190,7 @@ def _function_of(plan: _Plan) -> tirx.PrimFunc:
                 for item in (*step.arguments, *step.results, *step.sizes)
             ]
             T.evaluate(T.call_cpacked(step.symbol, *operands))
-            ended = dict.fromkeys(item for item in step.tensors if item.last == place and item not in kept)
+            ended = dict.fromkeys(item for item in step.tensors if item.last == place and item not in arguments)
             free += [(_size(item), memory[item]) for item in ended]
     function = tirx.PrimFunc(parameters, builder.get().body)
     return function.with_attr({"global_symbol": DIRECT_MAIN, "tirx.noalias": True, "tirx.is_scheduled": True})

@@ -16,6 +16,7 @@ from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.operators.packing import packing_of
 from tvmflow.compiler.passes import lower_passes
 from tvmflow.compiler.passes.calls import ConstantKey, bind_constant_arguments, calls_of, change_calls, key_of_constant
+from tvmflow.compiler.passes.functions import relax_functions
 from tvmflow.runtime.profile import estimate_operations
 from tvmflow.target import Precision, Target
 
@@ -40,10 +41,11 @@ def lower_module(
     imported: Imported,
     target: Target,
     choices: Choices,
-    variants: Sequence[Mapping[str, int]] = (),
-    precision: Precision = "fp32",
-    fast: bool = True,
-    packs_at_load: bool = False,
+    *,
+    variants: Sequence[Mapping[str, int]],
+    precision: Precision,
+    fast: bool,
+    packs_at_load: bool,
 ) -> tvm.IRModule:
     """Lower an imported model by `lower_passes` in the current pass context, and return the module.
 
@@ -97,9 +99,8 @@ def workloads(lowered: tvm.IRModule) -> list[Workload]:
             candidates.append((callee.name_hint, func))
             counts[callee.name_hint] = 1
 
-    for _, function in sorted(lowered.functions_items(), key=lambda item: str(item[0].name_hint)):
-        if isinstance(function, relax.Function):
-            relax.analysis.post_order_visit(function, count)
+    for _, function in sorted(relax_functions(lowered).items(), key=lambda item: str(item[0].name_hint)):
+        relax.analysis.post_order_visit(function, count)
     return [Workload(name, lowered[name], calls, estimate_operations(lowered[name])) for name, calls in counts.items()]
 
 
@@ -112,10 +113,9 @@ def hoist_weights(lowered: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.nda
     """
     hoister = _HoistWeights(lowered)
     functions, needs = {}, {}
-    for variable, function in sorted(lowered.functions_items(), key=lambda item: str(item[0].name_hint)):
-        if isinstance(function, relax.Function):
-            hoister.weights = set()
-            functions[variable], needs[variable] = hoister.visit_expr(function), hoister.weights
+    for variable, function in sorted(relax_functions(lowered).items(), key=lambda item: str(item[0].name_hint)):
+        hoister.weights = set()
+        functions[variable], needs[variable] = hoister.visit_expr(function), hoister.weights
     callees = {
         variable: {call.op for call in calls_of(function, functions)} for variable, function in functions.items()
     }

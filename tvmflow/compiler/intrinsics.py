@@ -12,6 +12,8 @@ from tvm.s_tir import SBlock, TensorIntrin
 from tvm.script import from_source
 from tvm.script import tirx as script
 
+from tvmflow.compiler.statements import with_body
+
 
 def define(name: str, head: str, loops: str, instruction: str) -> None:
     """Register a tensor intrinsic with TVM; it replaces one with the same name.
@@ -30,7 +32,6 @@ def attach(body: Any, code: str) -> Any:
         if block.name_hint != "root":
             return block
         inner = tirx.AttrStmt(tirx.IntImm("int32", 0), "pragma_import_llvm", StringImm(code), block.body)
-        fields = (block.iter_vars, block.reads, block.writes, block.name_hint, inner, block.init)
-        return SBlock(*fields, block.alloc_buffers, block.match_buffers, block.annotations)
+        return with_body(block, inner)
 
     return tvm_ffi.structural_map(body, (SBlock, add))

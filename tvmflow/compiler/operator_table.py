@@ -21,15 +21,15 @@ from tvmflow.compiler.onnx import (
 )
 from tvmflow.onnx_graph import operator_name
 
-Way = Literal["converter", "function", "refused"]
+Kind = Literal["converter", "function", "refused"]
 
 
 @dataclass(frozen=True)
 class Operator:
     """An operator of the standard.
 
-    `versions` are the opsets that define or change it, the oldest first. `way` is `converter` where a converter imports
-    it, `function` where ONNX's own function body replaces it, and `refused`, with a `reason`, elsewhere.
+    `versions` are the opsets that define or change it, the oldest first. `kind` is `converter` where a converter
+    imports it, `function` where ONNX's own function body replaces it, and `refused`, with a `reason`, elsewhere.
     `refused_forms` are the forms that the converter refuses, as its errors name them; `...` stands for a part that
     depends on the model.
     """
@@ -37,7 +37,7 @@ class Operator:
     domain: str
     name: str
     versions: tuple[int, ...]
-    way: Way
+    kind: Kind
     reason: str
     refused_forms: tuple[str, ...]
 

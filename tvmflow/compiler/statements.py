@@ -1,11 +1,12 @@
 """Helpers for passes over TIR: functions of a module, terms of a condition, variables, and statements that may run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tvm
 import tvm_ffi
 from tvm import tirx
+from tvm.s_tir import SBlock
 from tvm.tirx import For, ForKind, PrimFunc
 
 _renew = tvm_ffi.get_global_func("s_tir.RenewDefs")
@@ -18,6 +19,12 @@ def map_functions(mod: tvm.IRModule, change: Callable[[PrimFunc], PrimFunc]) -> 
         for variable, function in mod.functions_items()
     }
     return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def with_body(block: SBlock, body: Any, buffers: Sequence[Any] = ()) -> SBlock:
+    """Return a block with another body, which allocates `buffers` as well."""
+    fields = (block.iter_vars, block.reads, block.writes, block.name_hint, body, block.init)
+    return SBlock(*fields, [*block.alloc_buffers, *buffers], block.match_buffers, block.annotations)
 
 
 def terms(condition: Any) -> list[Any]:

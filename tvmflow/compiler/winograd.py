@@ -9,6 +9,7 @@ third tap, which is a multiplication.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -47,60 +48,56 @@ UNKNOWN_ROWS = 4
 _LONG_LINE = 7
 
 
-def rank_sizes(
-    height: int,
-    width: int,
-    channels: int,
-    out_channels: int,
-    machine: Machine,
-    stride: int = 1,
-    group: int = 1,
-    rows: int = 1,
-) -> list[int | None]:
-    """Rank the sizes of output tiles for an output of `height` by `width`, the fastest first.
+@dataclass(frozen=True)
+class Shape:
+    """A 3x3 convolution as the cost model sees it, whose result has `height` by `width` pixels.
+
+    `group` is the number of multiply-adds that a dot-product instruction does in a lane: 1 for float32, 2 for bfloat16.
+    Lines of output tiles are filled up to a multiple of `rows`.
+    """
+
+    height: int
+    width: int
+    channels: int
+    out_channels: int
+    stride: int = 1
+    group: int = 1
+    rows: int = 1
+
+
+def rank_sizes(shape: Shape, machine: Machine) -> list[int | None]:
+    """Rank the sizes of output tiles for a convolution, the fastest first.
 
     None in the list is the direct convolution. It is the only entry for outputs of fewer than 2 pixels in a line or
     column, for channels that fill less than half of a vector, and for strides other than 1 and 2. The rank counts a
     core's cycles per image: for the products, for the transforms, and for reading weights that the core's own cache
-    does not hold. `group` is the number of multiply-adds of one instruction in a lane, and `rows` the multiple to which
-    a line of output tiles is filled up.
+    does not hold.
     """
     # Transforms of vectors that are mostly empty cost more than the products save.
-    if min(channels, out_channels) < machine.fewest_lanes or min(height, width) < 2 or stride not in _POINTS:
+    has_few_channels = min(shape.channels, shape.out_channels) < machine.fewest_lanes
+    if has_few_channels or min(shape.height, shape.width) < 2 or shape.stride not in _POINTS:
         return [None]
-    sizes = (None, *_POINTS[stride])
-    costs = {size: cycles(size, height, width, channels, out_channels, machine, stride, group, rows) for size in sizes}
+    costs = {size: cycles(size, shape, machine) for size in (None, *_POINTS[shape.stride])}
     return sorted(costs, key=lambda size: costs[size] * (1 + _CAUTION * (size or 0)))
 
 
-def cycles(
-    size: int | None,
-    height: int,
-    width: int,
-    channels: int,
-    out_channels: int,
-    machine: Machine,
-    stride: int = 1,
-    group: int = 1,
-    rows: int = 1,
-) -> float:
+def cycles(size: int | None, shape: Shape, machine: Machine) -> float:
     """Return a core's cycles for one image with output tiles of `size`, or by direct convolution if `size` is None.
 
-    The output has `height` by `width` pixels. `group` is the number of multiply-adds that a dot-product instruction
-    does in a lane: 1 for float32, 2 for bfloat16. Winograd's products use it only where `takes_narrow`. Lines of output
-    tiles are filled up to a multiple of `rows`.
+    Winograd's products use the dot-product instruction only where `takes_narrow`.
     """
-    vectors = -(-out_channels // machine.lanes)
+    height, width, channels, stride = shape.height, shape.width, shape.channels, shape.stride
+    vectors = -(-shape.out_channels // machine.lanes)
     if size is None:
-        depth = 9 * channels / group
+        depth = 9 * channels / shape.group
         tile = tiles.choose(width, vectors, machine)
         results = math.ceil(width / tile.rows) * tile.rows * height * vectors
         weights = 4 * depth * vectors * machine.lanes
         accumulators = tile.rows * tile.vectors
         return cost.results(results, depth, accumulators, machine) + cost.streaming(weights, machine)
-    high, wide = -(-height // size), -(-width // (size * rows)) * rows
+    high, wide = -(-height // size), -(-width // (size * shape.rows)) * shape.rows
     taps = side_of(size, stride) ** 2
-    steps = -(-channels // (group if takes_narrow(size, stride, channels) else 1))
+    steps = -(-channels // (shape.group if takes_narrow(size, stride, channels) else 1))
     tile = choose_tile(high, wide, taps, steps, vectors, machine)
     weights = 4 * taps * steps * vectors * machine.lanes
     products = cost.results(taps * high * wide * vectors, steps, tile.rows * tile.vectors, machine)

@@ -50,11 +50,10 @@ def shares(title: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping
     return _picture(title, "; ".join(texts), bottom + 28, parts, _NARROW)
 
 
-def intervals(title: str, rows: Mapping[str, tuple[float, float, float]], line: float, unit: str = "") -> str:
+def intervals(title: str, rows: Mapping[str, tuple[float, float, float]], line: float) -> str:
     """Return a chart with a line for each row: its interval as a bar and its value as a dot.
 
     `rows` maps a row's name to the low end, the value and the high end. A dashed vertical line marks the value `line`.
-    `unit` is written after each value.
     """
     ends = [value for row in rows.values() for value in row] + [line]
     low, high = min(ends), max(ends)
@@ -72,11 +71,11 @@ def intervals(title: str, rows: Mapping[str, tuple[float, float, float]], line: 
             f'<path d="M{place(least):.1f} {middle}H{place(most):.1f}" stroke="{COLOURS[0]}" stroke-width="6" '
             f'stroke-opacity=".45"/><circle cx="{place(value):.1f}" cy="{middle}" r="5" fill="{COLOURS[0]}"/>'
         )
-        parts.append(_figure(place(value), middle - 9, value, f"{value:.3f}{unit}", "middle"))
-        texts.append(f"{name} {value:.3f}{unit}, between {least:.3f} and {most:.3f}")
+        parts.append(_figure(place(value), middle - 9, value, f"{value:.3f}", "middle"))
+        texts.append(f"{name} {value:.3f}, between {least:.3f} and {most:.3f}")
     bottom = 40 + len(rows) * _ROW
     parts.append(f'<path class="axis" d="M{place(line):.1f} 24V{bottom - 8}" stroke-dasharray="4 3"/>')
-    parts.append(_tick(place(line), bottom + 6, f"{line:g}{unit}", "middle"))
+    parts.append(_tick(place(line), bottom + 6, f"{line:g}", "middle"))
     return _picture(title, "; ".join(texts), bottom + 14, parts, _NARROW)
 
 
@@ -134,16 +133,16 @@ def _ticks(low: float, high: float, least: float = 0.0) -> list[float]:
     return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def bars(title: str, rows: Mapping[str, float], form: str = "{:.3g}") -> str:
-    """Return a chart of horizontal bars from zero, each below its name; `form` is the format string of the values."""
+def bars(title: str, rows: Mapping[str, float]) -> str:
+    """Return a chart of horizontal bars from zero, each below its name."""
     scale = (_NARROW - 70) / (max(rows.values(), default=1.0) or 1.0)
     parts = []
     for index, (name, value) in enumerate(rows.items()):
         top, width = index * _BAR, value * scale
         parts.append(f"<g><title>{escape(name)}</title>{_text(0, top + 13, _cut(name, 56, 0.4))}")
         parts.append(f'<rect x="0" y="{top + 18}" width="{width:.1f}" height="12" fill="{COLOURS[0]}"/></g>')
-        parts.append(_figure(width + 6, top + 28, value, form.format(value)))
-    texts = ", ".join(f"{name} {form.format(value)}" for name, value in rows.items())
+        parts.append(_figure(width + 6, top + 28, value, f"{value:.3g}"))
+    texts = ", ".join(f"{name} {value:.3g}" for name, value in rows.items())
     return _picture(title, texts, 4 + len(rows) * _BAR, parts, _NARROW)
 
 

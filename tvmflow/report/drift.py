@@ -118,7 +118,7 @@ def find_steps(releases: Sequence[Release]) -> Iterator[Step]:
     random order of the releases gives as large a difference with a probability below 2 %. Then each side is split in
     the same way. Releases whose values a straight line fits better than a step are not split: they change gradually.
     """
-    made = {release.version: release.created_at for release in releases}
+    created = {release.version: release.created_at for release in releases}
     for (target, name), points in list_figures(releases).items():
         values = np.array([value for _, value in points])
         splits = sorted(_split(values, 0))
@@ -128,7 +128,7 @@ def find_steps(releases: Sequence[Release]) -> Iterator[Step]:
                 target=target,
                 figure=name,
                 version=points[index][0],
-                when=made[points[index][0]],
+                when=created[points[index][0]],
                 releases=len(values) - index,
                 before=float(values[start:index].mean()),
                 since=float(values[index:end].mean()),

@@ -165,14 +165,22 @@ class Fleet(Record):
 
 def write_fleet(fleet: Fleet) -> str:
     """Return the HTML page of the fleet: tasks first, then the channels, approvals, drifts and signatures."""
-    tasks = fleet.list_tasks()
-    first = [page.paragraph("Nothing waits, nothing was refused and nothing drifts.", "verdict pass")]
-    if tasks:
-        first = [
-            page.Markup(f"{page.paragraph(task.sentence, 'verdict fail')}{page.commands(task.command)}")
-            for task in tasks
-        ]
-    channels = page.table(
+    first = [
+        page.Markup(f"{page.paragraph(task.sentence, 'verdict fail')}{page.commands(task.command)}")
+        for task in fleet.list_tasks()
+    ]
+    sections = {
+        "First": first or [page.paragraph("Nothing waits, nothing was refused and nothing drifts.", "verdict pass")],
+        "Channels": [_channels_table(fleet)],
+        "Waiting": [_approvals_table(fleet)],
+        "Drift": [_steps_table(fleet), _drifts_table(fleet)],
+        "Signatures": [_signatures_table(fleet)],
+    }
+    return page.write(f"tvmflow, {fleet.when[:16].replace('T', ' ')} UTC", sections, describe_fleet(fleet))
+
+
+def _channels_table(fleet: Fleet) -> page.Markup:
+    return page.table(
         "What the channels hold",
         ("channel", "version", "last verdict", "waits", "newer", "p50 ms", "days"),
         (
@@ -188,7 +196,10 @@ def write_fleet(fleet: Fleet) -> str:
             for item in fleet.channels
         ),
     )
-    signatures = page.table(
+
+
+def _signatures_table(fleet: Fleet) -> page.Markup:
+    return page.table(
         "Signed statements on channels",
         ("channel", "key", "days until it expires", "fault"),
         (
@@ -202,7 +213,10 @@ def write_fleet(fleet: Fleet) -> str:
             if item.signature is not None
         ),
     )
-    approvals = page.table(
+
+
+def _approvals_table(fleet: Fleet) -> page.Markup:
+    return page.table(
         "Promotions that wait for a person",
         ("promotion", "asked by", "days", "run"),
         (
@@ -215,7 +229,10 @@ def write_fleet(fleet: Fleet) -> str:
             for item in fleet.approvals
         ),
     )
-    drifts = page.table(
+
+
+def _drifts_table(fleet: Fleet) -> page.Markup:
+    return page.table(
         "Figures that rise or fall over several releases",
         ("model", "target", "figure", "releases", "first", "last", "by chance"),
         (
@@ -231,7 +248,10 @@ def write_fleet(fleet: Fleet) -> str:
             for item in fleet.drifts
         ),
     )
-    steps = page.table(
+
+
+def _steps_table(fleet: Fleet) -> page.Markup:
+    return page.table(
         "Figures that changed at one release and stayed so",
         ("model", "target", "figure", "release", "made", "before", "since", "by chance"),
         (
@@ -248,14 +268,6 @@ def write_fleet(fleet: Fleet) -> str:
             for item in fleet.steps
         ),
     )
-    sections = {
-        "First": first,
-        "Channels": [channels],
-        "Waiting": [approvals],
-        "Drift": [steps, drifts],
-        "Signatures": [signatures],
-    }
-    return page.write(f"tvmflow, {fleet.when[:16].replace('T', ' ')} UTC", sections, describe_fleet(fleet))
 
 
 def describe_fleet(fleet: Fleet) -> dict[str, object]:

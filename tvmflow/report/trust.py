@@ -78,8 +78,8 @@ def show(release: Release, standing: Standing | None) -> Iterator[Markup]:
         for item in release.targets
     ]
     yield page.table("Bundles", ("target", "bytes", "signature", "SHA-256"), rows)
-    made = page.moment(release.created_at)
-    yield page.paragraph(Markup(f"Made at {made} (UTC) by tvmflow {page.text(release.tvmflow)}."))
+    created = page.moment(release.created_at)
+    yield page.paragraph(Markup(f"Made at {created} (UTC) by tvmflow {page.text(release.tvmflow)}."))
     if standing is None:
         yield page.paragraph(
             "This page was written while the release was made, when nobody had promoted it or built it again. It is "

@@ -159,13 +159,13 @@ class Spec(Section):
             raise ValueError("train makes the weights of a factory's model: give factory, and no weights file")
         return self
 
-    def bounds(self, *, rounds: bool = False) -> Validate:
+    def bounds(self, *, rounds_activations: bool = False) -> Validate:
         """Return the bounds of validation: the release file's.
 
-        Where it sets none, they are wider for a reduced precision, and for a model that `rounds` its activations to 8
+        Where it sets none, they are wider for a reduced precision, and for a model whose activations are rounded to 8
         or 16 bits.
         """
-        error = _REDUCED_PRECISION_ERROR.get(self.build.precision, _ROUNDED_ERROR if rounds else None)
+        error = _REDUCED_PRECISION_ERROR.get(self.build.precision, _ROUNDED_ERROR if rounds_activations else None)
         if error is None or self.validation.has_bounds:
             return self.validation
         return self.validation.model_copy(update={"max_relative_error": error})

@@ -1,13 +1,12 @@
 """Blobs: files under their SHA-256, which is checked when they are written and read."""
 
-import contextlib
 import hashlib
 import io
-import secrets
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from tvmflow.errors import StoreError
+from tvmflow.files import replacing
 from tvmflow.store.keys import blob_key
 from tvmflow.store.objects import MAX_PARTS, ObjectStore
 
@@ -61,28 +60,23 @@ class BlobStore:
         Raises StoreError for a blob that is missing or damaged, a file that cannot be written, and a server that fails.
         """
         key = blob_key(sha256)
-        partial = destination.with_name(f".{destination.name}.{secrets.token_hex(8)}.part")
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("xb") as file:
+            with replacing(destination, 0o644) as file:
                 digest = self._objects.stream(key, file.write)
-            if digest is None:
-                raise StoreError(
-                    f"{self._objects.uri(key)} is missing: publish the release again from where it was built."
-                )
-            if digest != sha256:
-                raise StoreError(
-                    f"{self._objects.uri(key)} is damaged (its content has the digest {digest}): publish the release "
-                    "again from where it was built."
-                )
-            partial.replace(destination)
+                if digest is None:
+                    raise StoreError(
+                        f"{self._objects.uri(key)} is missing: publish the release again from where it was built."
+                    )
+                if digest != sha256:
+                    raise StoreError(
+                        f"{self._objects.uri(key)} is damaged (its content has the digest {digest}): publish the "
+                        "release again from where it was built."
+                    )
         except OSError as error:
             raise StoreError(
                 f"{destination} cannot be written with a blob of the release store: {error.strerror or error}."
             ) from error
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
 
     def find_fault(self, sha256: str, sizes: Collection[int]) -> str | None:
         """Read a whole blob, and check that its digest is `sha256` and its size in bytes equals each of `sizes`.

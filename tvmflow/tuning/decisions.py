@@ -162,9 +162,7 @@ def decide(
 class Decider:
     """Measures the options of a model's decisions; `trials` is the number of functions measured so far."""
 
-    def __init__(
-        self, lower: Lower, measurer: Measurer, *, deadline: float = math.inf, trials: int | None = None
-    ) -> None:
+    def __init__(self, lower: Lower, measurer: Measurer, *, deadline: float, trials: int | None) -> None:
         """Prepare to measure the model that `lower` lowers.
 
         `trials` bounds the number of functions that are measured, `deadline` (of `time.monotonic`) the time.

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from tvmflow.files import replaceable
+from tvmflow.files import replaceable, replacing
 from tvmflow.tuning.records import (
     KINDS,
     Context,
@@ -271,12 +271,10 @@ def write_entries(path: Path, entries: Iterable[Entry], replaces: Mapping[str, i
         with path.open("wb") as file:
             _write_all(file, entries, replaces)
         return
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    with partial.open("wb") as file:
+    with replacing(path, 0o644) as file:
         _write_all(file, entries, replaces)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _write_all(file: IO[bytes], entries: Iterable[Entry], replaces: Mapping[str, int] | None) -> None:

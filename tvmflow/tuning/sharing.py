@@ -2,12 +2,12 @@
 
 import contextlib
 import logging
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from tvmflow.errors import TvmflowError
+from tvmflow.files import replacing
 from tvmflow.tuning.record_store import FETCHED, RecordStore, context_digest, hold_lock, whole_lines
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,8 @@ class Sharing:
             content = self._shared.read(name)
             if content is not None:
                 fetched.mkdir(parents=True, exist_ok=True)
-                partial = path.with_suffix(f".{secrets.token_hex(4)}.part")
-                partial.write_bytes(content)
-                partial.replace(path)
+                with replacing(path, 0o644) as file:
+                    file.write(content)
                 count += 1
         return count
 

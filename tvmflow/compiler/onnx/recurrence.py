@@ -10,7 +10,7 @@ from tvm import relax
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.quantised import quantise_dynamically
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
-from tvmflow.compiler.operators.recurrence import ACTIVATIONS, GATES, recurrence
+from tvmflow.compiler.operators.cells import ACTIVATIONS, GATES, recurrence
 
 _DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
 # The operands that an operator has after its input and its two matrices.

@@ -47,7 +47,7 @@ _OPERATORS: dict[str, _Definition] = {
 }
 
 
-def legalizations(machine: Machine, choices: Choices, fast: bool = True) -> dict[str, Legalization]:
+def legalizations(machine: Machine, choices: Choices, fast: bool) -> dict[str, Legalization]:
     """Return this project's definitions of operators for one machine, by the operator's name, for `LegalizeOps`.
 
     A call that no definition here fits gets TVM's own definition. `choices` takes the decisions about operators; `fast`

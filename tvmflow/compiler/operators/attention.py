@@ -61,7 +61,7 @@ def attention(
     mask: te.Tensor | None,
     scale: float,
     machine: Machine,
-    bf16: bool = False,
+    bf16: bool,
 ) -> te.Tensor:
     """Define scaled dot-product attention (Vaswani et al., 2017) in float32.
 
@@ -75,108 +75,146 @@ def attention(
     queries at a time through all stages, as in "FlashAttention" (Dao et al., 2022), but with whole rows of scores,
     which fit the cache.
     """
-    batch, queries, heads, channels = shape
-    depth = int(channels)
-    rows, key_vectors, value_vectors = choose(static(queries), static(keys), depth, machine)
-    lanes, value_lanes = machine.lanes, vector(depth, machine)
-    if value_lanes < machine.lanes:
-        value_vectors = 1
-    tiled_rows, wide = round_up(queries, rows), round_up(keys, key_vectors * lanes)
-    # In bfloat16 the innermost dimension of the panels is the pair that a lane multiplies at a time.
-    pair = (BF16.group,) if bf16 else ()
-    group, zero = math.prod(pair), tirx.const(0, BF16.data if bf16 else "float32")
-    multiply, dot_product = (BF16.product, {DOT: BF16.name}) if bf16 else (operator.mul, {})
+    stages = _Stages(shape, keys, machine, bf16)
+    scores = stages.scores(query, key, scale)
+    exponential, inverse = stages.softmax(scores, mask, scale)
+    mixed = stages.mixed(exponential, value)
+    return te.compute(tuple(shape), lambda b, s, h, c: mixed[b, h, s, c] * inverse[b, h, s], name="attention")
 
-    def place_of(step: Any, within: Sequence[Any]) -> Any:
-        """The channel, key or value of a step of a sum: each step has a pair of them, or one."""
-        return step * group + within[0] if within else step
 
-    def packed_key(b: Any, h: Any, d: Any, t: Any, *within: Any) -> Any:
-        element = key(b, t, h, place_of(d, within))
-        element = element if bf16 else element * scale
-        return element if divides(key_vectors * lanes, keys) else tirx.if_then_else(t < keys, element, zero)
+class _Stages:
+    """The stages of attention, whose parameters `attention` describes: their sizes, and the tiles of both products.
 
-    key_panel = te.compute((batch, heads, depth // group, wide, *pair), packed_key, name="keys")
+    The queries are filled up to whole strips, the keys of the scores to whole tiles. In bfloat16 the innermost
+    dimension of an operand's panel is the pair of numbers that a lane multiplies at a time.
+    """
 
-    def source(b: Any, h: Any, s: Any, d: Any) -> Any:
-        return query(b, s, h, d)
+    def __init__(self, shape: Sequence[Any], keys: Any, machine: Machine, bf16: bool) -> None:
+        self._batch, self._queries, self._heads, channels = shape
+        self._keys, self._depth, self._bf16 = keys, int(channels), bf16
+        self._lanes, self._value_lanes = machine.lanes, vector(self._depth, machine)
+        self._rows, self._key_vectors, value_vectors = choose(static(self._queries), static(keys), self._depth, machine)
+        self._value_vectors = value_vectors if self._value_lanes == machine.lanes else 1
+        self._key_tile = self._key_vectors * self._lanes
+        self._row_sizes = [self._batch, self._heads, round_up(self._queries, self._rows)]
+        self._score_sizes = (*self._row_sizes, round_up(keys, self._key_tile))
+        self._pair = (BF16.group,) if bf16 else ()
+        self._group = math.prod(self._pair)
+        self._zero = tirx.const(0, BF16.data if bf16 else "float32")
+        self._multiply = BF16.product if bf16 else operator.mul
+        self._dot: dict[str, Any] = {DOT: BF16.name} if bf16 else {}
 
-    if not divides(rows, queries):
-        panel = te.compute(
-            (batch, heads, tiled_rows, depth), lambda b, h, s, d: query(b, tirx.min(s, queries - 1), h, d), name="panel"
-        )
+    def scores(self, query: Element, key: Element, scale: float) -> te.Tensor:
+        """The products of queries and keys, scaled unless they are of bfloat16: `[batch, heads, query, key]`."""
+        batch, heads, rows, wide = self._score_sizes
+
+        def packed_key(b: Any, h: Any, d: Any, t: Any, *within: Any) -> Any:
+            element = key(b, t, h, self._place(d, within))
+            element = element if self._bf16 else element * scale
+            if divides(self._key_tile, self._keys):
+                return element
+            return tirx.if_then_else(t < self._keys, element, self._zero)
+
+        key_panel = te.compute((batch, heads, self._depth // self._group, wide, *self._pair), packed_key, name="keys")
 
         def source(b: Any, h: Any, s: Any, d: Any) -> Any:
-            return panel[b, h, s, d]
+            return query(b, s, h, d)
 
-    d, within = te.reduce_axis((0, depth // group), "d"), [te.reduce_axis((0, size), "g") for size in pair]
-    scores = te.compute(
-        (batch, heads, tiled_rows, wide),
-        lambda b, h, s, t: te.sum(
-            multiply(source(b, h, s, place_of(d, within)), key_panel[(b, h, d, t, *within)]),
-            axis=[d, *within],
-        ),
-        name="scores",
-        attrs={KERNEL: "attention", TILE: rows, LANES: lanes, VECTORS: [key_vectors, value_vectors], **dot_product},
-    )
-    masked = _masked(
-        scores, scale if bf16 else 1.0, mask, None if divides(rows, queries) else queries, keys, key_vectors * lanes
-    )
-    logits = te.compute((batch, heads, tiled_rows, wide), lambda *index: masked(index), name="logits")
-    row_sizes = [batch, heads, tiled_rows]
-    largest = _reduced(lambda index: logits[tuple(index)], row_sizes, wide, te.max, "max", lanes)
-    exponential = dot.stage(
-        (batch, heads, tiled_rows, wide),
-        lambda *index: vectormath.exp_of_negative(logits[index] - largest[index[:-1]]),
-        "exponential",
-        bf16,
-    )
+        if not divides(self._rows, self._queries):
+            panel = te.compute(
+                (batch, heads, rows, self._depth),
+                lambda b, h, s, d: query(b, tirx.min(s, self._queries - 1), h, d),
+                name="panel",
+            )
 
-    def weight(index: Sequence[Any]) -> Any:
-        return BF16.widen(exponential[tuple(index)]) if bf16 else exponential[tuple(index)]
+            def source(b: Any, h: Any, s: Any, d: Any) -> Any:
+                return panel[b, h, s, d]
 
-    total = _reduced(weight, row_sizes, wide, te.sum, "sum", lanes)
-    inverse = te.compute(row_sizes, lambda *row: 1.0 / total[row], name="inverse")
-    whole = round_up(depth, value_lanes * value_vectors)
-
-    def values(b: Any, t: Any, h: Any, c: Any, *_: Any) -> Any:
-        return value(b, t, h, c)
-
-    steps = parts(keys, group) if bf16 else keys
-    if bf16:
-
-        def packed_value(b: Any, h: Any, t: Any, c: Any, g: Any) -> Any:
-            # Clamp the index: vector code reads first and selects afterwards, so every read must be in bounds.
-            place = place_of(t, [g])
-            element = value(b, tirx.min(place, keys - 1), h, tirx.min(c, depth - 1))
-            return tirx.if_then_else(tirx.all(place < keys, c < depth), element, zero)
-
-        value_pairs = te.compute((batch, heads, steps, whole, group), packed_value, name="values")
-
-        def values(b: Any, t: Any, h: Any, c: Any, *within: Any) -> Any:
-            return value_pairs[(b, h, t, c, *within)]
-
-    elif int(whole) != depth:
-        value_panel = te.compute(
-            (batch, heads, keys, whole),
-            lambda b, h, t, c: tirx.if_then_else(c < depth, value(b, t, h, c), tirx.const(0, "float32")),
-            name="values",
+        d, within = self._axes(self._depth // self._group, "d")
+        return te.compute(
+            self._score_sizes,
+            lambda b, h, s, t: te.sum(
+                self._multiply(source(b, h, s, self._place(d, within)), key_panel[(b, h, d, t, *within)]),
+                axis=[d, *within],
+            ),
+            name="scores",
+            attrs={
+                KERNEL: "attention",
+                TILE: self._rows,
+                LANES: self._lanes,
+                VECTORS: [self._key_vectors, self._value_vectors],
+                **self._dot,
+            },
         )
 
-        def values(b: Any, t: Any, h: Any, c: Any, *_: Any) -> Any:
-            return value_panel[b, h, t, c]
+    def softmax(self, scores: te.Tensor, mask: te.Tensor | None, scale: float) -> tuple[te.Tensor, te.Tensor]:
+        """The exponentials of the scores, less the largest of their row, and the inverse of a row's sum.
 
-    t, near = te.reduce_axis((0, steps), "t"), [te.reduce_axis((0, size), "g") for size in pair]
-    mixed = te.compute(
-        (batch, heads, tiled_rows, whole),
-        lambda b, h, s, c: te.sum(
-            multiply(exponential[b, h, s, place_of(t, near)], values(b, t, h, c, *near)),
-            axis=[t, *near],
-        ),
-        name="mixed",
-        attrs={LANES: value_lanes, **dot_product},
-    )
-    return te.compute(tuple(shape), lambda b, s, h, c: mixed[b, h, s, c] * inverse[b, h, s], name="attention")
+        `mask` is added to the scores; None adds nothing.
+        """
+        queries = None if divides(self._rows, self._queries) else self._queries
+        masked = _masked(scores, scale if self._bf16 else 1.0, mask, queries, self._keys, self._key_tile)
+        logits = te.compute(self._score_sizes, lambda *index: masked(index), name="logits")
+        wide = self._score_sizes[-1]
+        largest = _reduced(lambda index: logits[tuple(index)], self._row_sizes, wide, te.max, "max", self._lanes)
+        exponential = dot.stage(
+            self._score_sizes,
+            lambda *index: vectormath.exp_of_negative(logits[index] - largest[index[:-1]]),
+            "exponential",
+            self._bf16,
+        )
+
+        def weight(index: Sequence[Any]) -> Any:
+            return BF16.widen(exponential[tuple(index)]) if self._bf16 else exponential[tuple(index)]
+
+        total = _reduced(weight, self._row_sizes, wide, te.sum, "sum", self._lanes)
+        return exponential, te.compute(self._row_sizes, lambda *row: 1.0 / total[row], name="inverse")
+
+    def mixed(self, exponential: te.Tensor, value: Element) -> te.Tensor:
+        """The sums of the values, each times the exponential of its score: `[batch, heads, query, channel]`."""
+        depth = round_up(self._depth, self._value_lanes * self._value_vectors)
+        values = self._values(value, depth)
+        t, within = self._axes(parts(self._keys, self._group) if self._bf16 else self._keys, "t")
+        return te.compute(
+            (*self._row_sizes, depth),
+            lambda b, h, s, c: te.sum(
+                self._multiply(exponential[b, h, s, self._place(t, within)], values(b, t, h, c, *within)),
+                axis=[t, *within],
+            ),
+            name="mixed",
+            attrs={LANES: self._value_lanes, **self._dot},
+        )
+
+    def _values(self, value: Element, depth: Any) -> Callable[..., Any]:
+        """The element of the values at a batch, step of the sum, head and channel, of which there are `depth`."""
+        batch, heads, keys = self._batch, self._heads, self._keys
+        if self._bf16:
+
+            def packed_value(b: Any, h: Any, t: Any, c: Any, g: Any) -> Any:
+                # Clamp the index: vector code reads first and selects afterwards, so every read must be in bounds.
+                place = self._place(t, [g])
+                element = value(b, tirx.min(place, keys - 1), h, tirx.min(c, self._depth - 1))
+                return tirx.if_then_else(tirx.all(place < keys, c < self._depth), element, self._zero)
+
+            sizes = (batch, heads, parts(keys, self._group), depth, self._group)
+            value_pairs = te.compute(sizes, packed_value, name="values")
+            return lambda b, t, h, c, g: value_pairs[b, h, t, c, g]
+        if int(depth) == self._depth:
+            return value
+        value_panel = te.compute(
+            (batch, heads, keys, depth),
+            lambda b, h, t, c: tirx.if_then_else(c < self._depth, value(b, t, h, c), self._zero),
+            name="values",
+        )
+        return lambda b, t, h, c: value_panel[b, h, t, c]
+
+    def _axes(self, steps: Any, name: str) -> tuple[Any, list[Any]]:
+        """The axes of a sum of `steps` steps: over the steps, and in bfloat16 over the pair of each step."""
+        return te.reduce_axis((0, steps), name), [te.reduce_axis((0, size), "g") for size in self._pair]
+
+    def _place(self, step: Any, within: Sequence[Any]) -> Any:
+        """The channel, key or value of a step of a sum: each step has a pair of them, or one."""
+        return step * self._group + within[0] if within else step
 
 
 def _masked(

@@ -1,8 +1,9 @@
-"""Helpers that the operators share: shapes, padding, packed weights."""
+"""Helpers that the operators share: sizes, constants and the rows of a matrix product."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import tvm
 from tvm import relax, te, tirx, topi
 
 from tvmflow.compiler import winograd
-from tvmflow.compiler.annotations import PADDING
+from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED
 from tvmflow.compiler.machine import NARROWEST, Machine
+
+Array = np.ndarray[Any, Any]
 
 Legalization = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
@@ -24,6 +27,20 @@ FOLLOWS = {"tvmflow.follows": 1}
 def default(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     """Return TVM's own definition of a call."""
     return call.op.get_attr("FLegalize")(builder, call)
+
+
+def call_kernel(
+    builder: relax.BlockBuilder,
+    compute: Callable[..., te.Tensor],
+    *operands: relax.Expr,
+    name: str,
+    attrs: Mapping[str, Any] = MappingProxyType({}),
+) -> relax.Expr:
+    """Return a call of a function `name`, which `compute` defines and TVM fuses with element-wise operators after it.
+
+    `attrs` are further attributes of the function.
+    """
+    return builder.call_te(compute, *operands, primfunc_name_hint=name, primfunc_attrs={**FUSABLE, **attrs})
 
 
 def static(dim: Any) -> int | None:
@@ -67,17 +84,34 @@ def vector(channels: int, machine: Machine) -> int:
     return min(machine.lanes, max(NARROWEST, 1 << (channels - 1).bit_length()))
 
 
-def constant(value: np.ndarray[Any, Any]) -> relax.Expr:
+def constant(value: Array) -> relax.Expr:
     """Return an array as a constant of the program."""
     return relax.const(tvm.runtime.tensor(np.asarray(value, order="C")))
 
 
-def output_size(size: Any, kernel: int, stride: int, before: int, after: int, dilation: int) -> Any:
-    """Return the size of a convolution's result along one dimension, an integer or a symbolic size.
+def packed(
+    builder: relax.BlockBuilder,
+    weight: relax.Expr,
+    pack: Callable[[Array], Array],
+    shape: Sequence[int],
+    element: Callable[..., Any],
+) -> relax.Expr:
+    """Return weights in another form: a constant, by `pack`, if they are constant; else the result of a call.
 
-    `size` is the size of the input, `before` and `after` are the padding at its two ends.
+    `element(weight, *index)` returns an element of the other form, whose `shape` this is.
     """
-    return topi.utils.simplify((size + before + after - dilation * (kernel - 1) - 1) // stride + 1)
+    if isinstance(weight, tvm.ir.GenericConst):
+        return constant(pack(weight.value.numpy()))
+    return builder.emit_te(
+        lambda w: te.compute(shape, lambda *index: element(w, *index), name="pack_weight"),
+        weight,
+        primfunc_name_hint="pack",
+    )
+
+
+def called_operator(expr: Any) -> str:
+    """Return the name of the operator that an expression calls, such as `relax.matmul`; empty for other expressions."""
+    return getattr(expr.op, "name", "") if isinstance(expr, relax.Call) else ""
 
 
 def round_up(size: Any, multiple: int) -> Any:
@@ -93,124 +127,23 @@ def parts(extent: Any, size: int) -> Any:
     return topi.utils.simplify((extent - 1) // size + 1)
 
 
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes are provably equal."""
+    return bool(tvm.sym.Analyzer().can_prove_equal(one, other))
+
+
+def same_shape(one: Sequence[Any] | None, other: Sequence[Any] | None) -> bool:
+    """Whether two shapes are provably equal; false where `one` or `other` is None (unknown)."""
+    if one is None or other is None or len(one) != len(other):
+        return False
+    analyzer = tvm.sym.Analyzer()
+    return all(bool(analyzer.can_prove_equal(a, b)) for a, b in zip(one, other, strict=True))
+
+
 def divides(tile: int, size: Any) -> bool:
     """Whether `size` is known and a multiple of `tile`."""
     number = static(size)
     return number is not None and number % tile == 0
-
-
-def skipped_padding(padding: Sequence[int], strides: Sequence[int], dilation: Sequence[int]) -> dict[str, list[int]]:
-    """Return the annotation by which a convolution's schedule leaves out padding of zeros; empty without padding.
-
-    `padding` is top, left, bottom, right.
-    """
-    return {PADDING: [*padding, *strides, *dilation]} if any(padding) else {}
-
-
-def padded_input(
-    data: te.Tensor, padding: Sequence[int], height: Any, width: Any, channels: int | None = None, value: Any = 0
-) -> te.Tensor:
-    """Pad a convolution's NHWC input with `value` to `height` by `width` pixels and `channels`.
-
-    `padding` is top, left, bottom, right; `channels` None means the channels of the input. An input that needs no
-    padding is returned unchanged if its width is constant.
-    """
-    *_, in_w, in_c = data.shape
-    wide = channels is not None and channels != int(in_c)
-    if not any(padding) and not wide and static(in_w) is not None and static(width) == static(in_w):
-        return data
-    return surrounded(data, padding[0], padding[1], height, width, channels, value)
-
-
-class PaddedImage:
-    """A convolution's NHWC data with padding around them, which the lines of its result read by the taps of its kernel.
-
-    `padding` is top, left, bottom, right, of the value `value`. `height` and `width` are the sizes with padding, and
-    `channels` None means the channels of the data. The result has `lines` and the kernel `taps` of them, `dilation`
-    lines apart. From the dilation `gathered_from` on, the image has, for each line of the result, a copy of the lines
-    that it reads (`is_gathered`), because these are few of those that the taps span.
-    """
-
-    def __init__(
-        self,
-        data: te.Tensor,
-        padding: Sequence[int],
-        height: Any,
-        width: Any,
-        *,
-        lines: Any,
-        taps: int,
-        stride: int,
-        dilation: int,
-        gathered_from: float = 2,
-        channels: int | None = None,
-        value: Any = 0,
-    ) -> None:
-        self._stride, self._dilation = stride, dilation
-        self._image = padded_input(data, padding, height, width, channels, value)
-        self.is_gathered = self._image is not data and taps > 1 and dilation >= gathered_from
-        if self.is_gathered:
-            sizes = (lines, taps, width)
-            self._image = _gathered_lines(data, padding, sizes, stride, dilation, channels, value)
-
-    def __call__(self, n: Any, line: Any, tap: Any, column: Any, channel: Any) -> Any:
-        """Return the element that `line` of the result reads at a tap: of image `n`, in a `column` with padding."""
-        places = (line, tap) if self.is_gathered else (line * self._stride + tap * self._dilation,)
-        return self._image[(n, *places, column, channel)]
-
-
-def _gathered_lines(
-    data: te.Tensor,
-    padding: Sequence[int],
-    sizes: tuple[Any, int, Any],
-    stride: int,
-    dilation: int,
-    channels: int | None,
-    value: Any,
-) -> te.Tensor:
-    """Gather the padded lines that each line of the result reads: `[batch, lines, taps, width, channels]`.
-
-    `sizes` are lines, taps and width; `channels` None means the channels of the data.
-    """
-    batch, in_h, in_w, in_c = data.shape
-    top, left = padding[:2]
-    around = tirx.const(value, data.dtype) if isinstance(value, int) else value.astype(data.dtype)
-
-    def element(n: Any, h: Any, tap: Any, x: Any, c: Any) -> Any:
-        y = h * stride + tap * dilation
-        inside = [tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left)]
-        if channels is not None and channels != int(in_c):
-            inside.append(c < in_c)
-        return tirx.if_then_else(tirx.all(*inside), data[n, y - top, x - left, c], around)
-
-    return te.compute((batch, *sizes, channels or in_c), element, name="pad")
-
-
-def surrounded(
-    data: te.Tensor,
-    top: int,
-    left: int,
-    height: Any,
-    width: Any,
-    channels: int | None = None,
-    value: Any = 0,
-    name: str = "pad",
-) -> te.Tensor:
-    """Place NHWC data into larger images of `height` by `width`, with `value` elsewhere.
-
-    Each image begins `top` lines and `left` columns before the data. It has `channels` channels where that is more than
-    the data has.
-    """
-    batch, in_h, in_w, in_c = data.shape
-    around = tirx.const(value, data.dtype) if isinstance(value, int) else value.astype(data.dtype)
-
-    def element(n: Any, y: Any, x: Any, c: Any) -> Any:
-        inside = [tirx.all(y >= top, y < in_h + top, x >= left, x < in_w + left)]
-        if channels is not None and channels != int(in_c):
-            inside.append(c < in_c)
-        return tirx.if_then_else(tirx.all(*inside), data[n, y - top, x - left, c], around)
-
-    return te.compute((batch, height, width, channels or in_c), element, name=name)
 
 
 @dataclass(frozen=True)
@@ -261,3 +194,42 @@ class JoinedRows:
         for place in self.joined[1:]:
             row = row * self.outer[place] + index[place]
         return (*(index[place] for place in self.lead), row, index[-1])
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product over a batch, of operands in any layout; the result is `[*batch, rows, channels]`.
+
+    `left(*batch_index, row, k)` returns an element of the left operand, whose k runs over `depth` values, and `right`
+    one of the right operand. `batch` are the sizes of the batch dimensions. `channels` is a multiple of `lanes`, the
+    lanes of a vector. `shared` is true where the right operand ignores the batch index. `joined` are the dimensions
+    that the rows stand for, as positions in the tensor into which the caller unpacks the result; None means all between
+    batch and channels.
+    """
+
+    batch: Sequence[Any]
+    rows: Any
+    depth: Any
+    channels: Any
+    lanes: int
+    left: Callable[..., Any]
+    right: Callable[..., Any]
+    shared: bool
+    joined: Sequence[int] | None = None
+
+    @property
+    def vectors(self) -> int | None:
+        """The number of vectors of channels; None where it is symbolic."""
+        channels = static(self.channels)
+        return None if channels is None else channels // self.lanes
+
+    @property
+    def annotations(self) -> dict[str, Any]:
+        """The annotations by which the schedules know the product's dimensions."""
+        rows = {} if self.joined is None else {ROWS: list(self.joined)}
+        return {LANES: self.lanes, LEAD: len(self.batch), SHARED: int(self.shared), **rows}
+
+    def last_row_repeated(self, *index: Any) -> Any:
+        """Return an element of the left operand by its index, in whose place a row beyond the last has the last one."""
+        *batch, row, k = index
+        return self.left(*batch, tirx.min(row, self.rows - 1), k)

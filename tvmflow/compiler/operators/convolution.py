@@ -18,20 +18,21 @@ from tvmflow.compiler.operators import depthwise, products
 from tvmflow.compiler.operators import winograd as winograd_stages
 from tvmflow.compiler.operators.common import (
     FOLLOWS,
-    FUSABLE,
+    Array,
     JoinedRows,
-    PaddedImage,
+    Product,
+    call_kernel,
+    called_operator,
     constant,
-    divides,
     is_float32,
-    output_size,
-    round_up,
-    skipped_padding,
+    packed,
     static,
     typical_pixels,
     vector,
 )
+from tvmflow.compiler.operators.geometry import Geometry, is_channels_last, is_depthwise
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
+from tvmflow.compiler.operators.padding import PaddedImage, skipped_padding
 from tvmflow.compiler.operators.products import FEWEST_ROWS, rows_product
 
 # The transpose of NHWC images to NCHW.
@@ -50,54 +51,46 @@ def legalize(
     if not _is_ours(call):
         return None
     (data, weight), attrs = call.args, call.attrs
-    groups, channels = int(attrs.groups), static(data.ty.shape.values[3])
+    groups, channels, geometry = int(attrs.groups), static(data.ty.shape.values[3]), Geometry.of(call)
     out_channels, depth, *_ = (int(dim) for dim in weight.ty.shape.values)
-    geometry: dict[str, Any] = {
-        "strides": [int(item) for item in attrs.strides],
-        "padding": [int(item) for item in attrs.padding],
-        "dilation": [int(item) for item in attrs.dilation],
-    }
     subject = subject_of(call)
     decisions = choices.about(subject)
     is_constant = isinstance(weight, tvm.ir.GenericConst)
     name, packed_weight = "", None
-    if channels is not None and groups == channels == out_channels and groups > 1:
+    if channels is not None and is_depthwise(call):
         name, packed_weight = "depthwise_conv2d", depthwise.pack(builder, weight, vector(channels, machine))
     elif is_constant and depthwise.is_narrow(out_channels, depth, groups, machine):
         name, packed_weight = "grouped_conv2d", constant(depthwise.pack_groups(weight.value.numpy(), machine.lanes))
     if packed_weight is not None:
-        compute = partial(depthwise.depthwise, machine=machine, subject=subject, **geometry)
-        return builder.call_te(compute, data, packed_weight, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
+        compute = partial(depthwise.depthwise, geometry=geometry, machine=machine, subject=subject)
+        return call_kernel(builder, compute, data, packed_weight, name=name)
     size = winograd_size(data, weight, groups, geometry, machine, decisions) if fast else None
     if size is not None:
-        stride = geometry["strides"][0]
-        packed_weight = pack_weights(builder, weight, WinogradPacking(size, machine.lanes, stride))
+        packed_weight = pack_weights(builder, weight, WinogradPacking(size, machine.lanes, geometry.strides[0]))
         compute = partial(
-            winograd_conv2d,
-            channels=out_channels,
-            padding=geometry["padding"],
-            stride=stride,
-            machine=machine,
-            decisions=decisions,
+            winograd_conv2d, channels=out_channels, geometry=geometry, machine=machine, decisions=decisions
         )
-        return builder.call_te(
-            compute, data, packed_weight, primfunc_name_hint="winograd_conv2d", primfunc_attrs=FUSABLE
-        )
+        return call_kernel(builder, compute, data, packed_weight, name="winograd_conv2d")
     per_group = out_channels // groups
     lanes = vector(per_group, machine)
     if groups > 1:
         # A vector of output channels must read one group's input channels only.
         lanes = math.gcd(per_group, machine.lanes)
     packed_weight = _pack(builder, weight, lanes)
-    if _is_pointwise(call) and geometry["strides"] == [1, 1]:
+    if groups == 1 and geometry.is_pointwise:
         compute = partial(pointwise_conv2d, channels=out_channels, machine=machine, decisions=decisions)
     else:
         data, axes = _edge(builder, data, decisions)
         compute = partial(
-            conv2d, channels=out_channels, groups=groups, machine=machine, decisions=decisions, axes=axes, **geometry
+            conv2d,
+            channels=out_channels,
+            groups=groups,
+            geometry=geometry,
+            machine=machine,
+            decisions=decisions,
+            axes=axes,
         )
-    kind = {**FUSABLE, SUBJECT: subject}
-    return builder.call_te(compute, data, packed_weight, primfunc_name_hint="conv2d", primfunc_attrs=kind)
+    return call_kernel(builder, compute, data, packed_weight, name="conv2d", attrs={SUBJECT: subject})
 
 
 def multiply_fast(
@@ -108,27 +101,22 @@ def multiply_fast(
     Returns None for other convolutions, and where the algorithm is slower or `choices` name the direct product.
     """
     data, weight = call.args
-    if not _is_ours(call) or not _is_pointwise(call) or not isinstance(weight, tvm.ir.GenericConst):
+    if not _is_ours(call) or not isinstance(weight, tvm.ir.GenericConst):
         return None
-    strides = [int(item) for item in call.attrs.strides]
-    return products.fast_product(builder, data, weight, machine, choices.about(subject_of(call)), strides)
+    geometry = Geometry.of(call)
+    if geometry.kernel != (1, 1) or int(call.attrs.groups) != 1 or any(geometry.padding):
+        return None
+    return products.fast_product(builder, data, weight, machine, choices.about(subject_of(call)), geometry.strides)
 
 
 def _is_ours(call: relax.Call) -> bool:
     """Whether a call convolves float32 NHWC data with kernels of known size."""
     data, weight = call.args
-    attrs = call.attrs
     return (
-        (attrs.data_layout, attrs.out_layout, attrs.kernel_layout) == ("NHWC", "NHWC", "OIHW")
+        is_channels_last(call)
         and is_float32(data, weight)
         and all(static(dim) is not None for dim in weight.ty.shape.values)
     )
-
-
-def _is_pointwise(call: relax.Call) -> bool:
-    """Whether a convolution's kernel is a single tap, without groups and padding."""
-    kernel = [int(dim) for dim in call.args[1].ty.shape.values[2:]]
-    return kernel == [1, 1] and int(call.attrs.groups) == 1 and not any(int(item) for item in call.attrs.padding)
 
 
 def legalize_transpose(
@@ -157,7 +145,7 @@ def legalize_transpose(
 def _writer(builder: relax.BlockBuilder, result: relax.Var, steps: int = _MOST_STEPS) -> str | None:
     """The subject of the direct convolution before at most `steps` element-wise operations; None without one."""
     call = builder.lookup_binding(result)
-    if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.call_tir" or steps == 0:
+    if called_operator(call) != "relax.call_tir" or steps == 0:
         return None
     subject = (builder.get()[call.args[0]].attrs or {}).get(SUBJECT)
     if subject is not None:
@@ -190,8 +178,8 @@ def winograd_conv2d(
     """Define a convolution by Winograd's algorithm with the annotations of the schedule rule `kind`.
 
     The `decisions` about the convolution choose the rows of its register tile; without them the cost model does.
-    `arguments` go to `operators.winograd.conv2d`, which also describes the layout of `weight`: `channels`, `padding`,
-    `machine`, and optionally `stride` and `rows`.
+    `arguments` go to `operators.winograd.conv2d`, which also describes the layout of `weight`: `channels`, `geometry`
+    and `machine`.
     """
     return winograd_stages.conv2d(
         data,
@@ -212,33 +200,32 @@ def winograd_size(
     data: relax.Expr,
     weight: relax.Expr,
     groups: int,
-    geometry: dict[str, Any],
+    geometry: Geometry,
     machine: Machine,
     decisions: Decisions | None = None,
     group: int = 1,
 ) -> int | None:
     """Choose the size of Winograd's output tiles, in pixels along each side; None for a direct convolution.
 
-    `weight` has the layout `[CO][CI/groups][KH][KW]`. `geometry` has the lists `strides`, `padding` (top, left, bottom,
-    right) and `dilation`. The `decisions` about the convolution choose among the sizes that apply. Without decisions
-    the cost model chooses. An unknown height or width counts as `typical_pixels`. `group` is the number of products
-    that one instruction adds up in a lane: 1 for float32.
+    `weight` has the layout `[CO][CI/groups][KH][KW]`. The `decisions` about the convolution choose among the sizes that
+    apply. Without decisions the cost model chooses. An unknown height or width counts as `typical_pixels`. `group` is
+    the number of products that one instruction adds up in a lane: 1 for float32.
     """
-    out_channels, channels, *kernel = (int(dim) for dim in weight.ty.shape.values)
+    out_channels, channels, *_ = (int(dim) for dim in weight.ty.shape.values)
     dims = data.ty.shape.values[1:3]
     height, width = map(typical_pixels, dims)
-    stride, *others = geometry["strides"]
-    if (kernel, others, geometry["dilation"], groups) != ([3, 3], [stride], [1, 1], 1):
+    stride, across = geometry.strides
+    if (geometry.kernel, across, geometry.dilation, groups) != ((3, 3), stride, (1, 1), 1):
         return None
     if not isinstance(weight, tvm.ir.GenericConst):
         return None
-    top, left, bottom, right = geometry["padding"]
-    high, wide = ((size + around - 3) // stride + 1 for size, around in ((height, top + bottom), (width, left + right)))
+    high, wide = geometry.result_size(height, width)
     # Where a size is unknown, a line of output tiles is filled up to whole register tiles, of which the last has half
     # the rows in float32 where these are enough (`schedules.tails`).
     least = winograd.UNKNOWN_ROWS // 2 if group == 1 else winograd.UNKNOWN_ROWS
     rows = 1 if all(static(dim) is not None for dim in dims) else least
-    sizes = winograd.rank_sizes(high, wide, channels, out_channels, machine, stride, group, rows)
+    shape = winograd.Shape(high, wide, channels, out_channels, stride, group, rows)
+    sizes = winograd.rank_sizes(shape, machine)
     if decisions is None:
         return sizes[0]
     options = {"direct" if size is None else f"winograd {size}": size for size in sizes}
@@ -246,10 +233,7 @@ def winograd_size(
     pixels_in = images * height * width
     pixels_out = images * high * wide
     moving = cost.images(4 * pixels_in * channels, 4 * pixels_out * out_channels, machine)
-    cycles = {
-        name: moving + images * winograd.cycles(size, high, wide, channels, out_channels, machine, stride, group, rows)
-        for name, size in options.items()
-    }
+    cycles = {name: moving + images * winograd.cycles(size, shape, machine) for name, size in options.items()}
     return decisions.choose("algorithm", options, cycles=cycles)
 
 
@@ -284,21 +268,15 @@ class _Transposed:
 
 def _pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
     channels, per_group, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
-    vectors = -(-channels // lanes)
-    if isinstance(weight, tvm.ir.GenericConst):
-        return constant(pack_array(weight.value.numpy(), lanes))
 
-    def pack(w: te.Tensor) -> te.Tensor:
-        return te.compute(
-            (vectors, kernel_h, kernel_w, per_group, lanes),
-            lambda j, y, x, k, v: tirx.if_then_else(j * lanes + v < channels, w[j * lanes + v, k, y, x], 0.0),
-            name="pack_weight",
-        )
+    def element(w: te.Tensor, j: Any, y: Any, x: Any, k: Any, v: Any) -> Any:
+        return tirx.if_then_else(j * lanes + v < channels, w[j * lanes + v, k, y, x], 0.0)
 
-    return builder.emit_te(pack, weight)
+    shape = (-(-channels // lanes), kernel_h, kernel_w, per_group, lanes)
+    return packed(builder, weight, partial(pack_array, lanes=lanes), shape, element)
 
 
-def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
+def pack_array(weight: Array, lanes: int) -> Array:
     """Pack weights `[CO][CI][KH][KW]` into float32 `[CO/v][KH][KW][CI][v]`, with zeros after the last channel."""
     channels, per_group, kernel_h, kernel_w = weight.shape
     vectors = -(-channels // lanes)
@@ -313,52 +291,36 @@ def conv2d(
     *,
     channels: int,
     groups: int,
+    geometry: Geometry,
     machine: Machine,
     decisions: Decisions,
     axes: Sequence[int] | None = None,
-    strides: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
 ) -> te.Tensor:
     """Define a convolution of NHWC data with weights that `pack_array` packed.
 
     The output channels of a group must fill whole vectors. With `axes` the data has another layout, and its transpose
-    by `axes` is NHWC; None means NHWC. `padding` is top, left, bottom, right. The `decisions` choose the rows of the
-    register tile. The result is NHWC with `channels` channels.
+    by `axes` is NHWC; None means NHWC. The `decisions` choose the rows of the register tile. The result is NHWC with
+    `channels` channels.
     """
     if axes is not None:
         data = _Transposed(data, axes)
-    batch, in_h, in_w, _ = data.shape
+    batch, in_h, in_w, in_c = data.shape
     vectors, kernel_h, kernel_w, depth, lanes = (int(dim) for dim in weight.shape)
-    out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
-    out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
-    row_bytes = 4 * strides[1] * (static(data.shape[3]) or 1)
-    tile = tiles.choose_rows(tiles.rank(static(out_w), vectors // groups, machine, row_bytes), decisions)
-    tiled_w = round_up(out_w, tile)
-    height = in_h + padding[0] + padding[2]
-    required_width = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
-    whole = divides(tile, out_w)
-    width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
-    read = PaddedImage(
-        data, padding, height, width, lines=out_h, taps=kernel_h, stride=strides[0], dilation=dilation[0]
-    )
-    y = te.reduce_axis((0, kernel_h), "y")
-    x = te.reduce_axis((0, kernel_w), "x")
-    k = te.reduce_axis((0, depth), "k")
     per_group = vectors // groups
+    out_h, out_w = geometry.result_size(in_h, in_w)
+    row_bytes = 4 * geometry.strides[1] * (static(in_c) or 1)
+    tile = tiles.choose_rows(tiles.rank(static(out_w), per_group, machine, row_bytes), decisions)
+    read = PaddedImage(data, geometry, (out_h, out_w), tile)
+    y, x, k = (te.reduce_axis((0, size), name) for size, name in ((kernel_h, "y"), (kernel_w, "x"), (depth, "k")))
+
+    def term(n: Any, h: Any, w: Any, c: Any) -> Any:
+        channel = k if groups == 1 else c // (per_group * lanes) * depth + k
+        value = read(n, h, w, y, x, channel) * weight[c // lanes, y, x, k, c % lanes]
+        return te.sum(value, axis=[y, x, k])
+
     product = te.compute(
-        (batch, out_h, tiled_w, vectors * lanes),
-        lambda n, h, w, c: te.sum(
-            read(
-                n,
-                h,
-                y,
-                w * strides[1] + x * dilation[1],
-                k if groups == 1 else c // (per_group * lanes) * depth + k,
-            )
-            * weight[c // lanes, y, x, k, c % lanes],
-            axis=[y, x, k],
-        ),
+        (batch, out_h, read.tiled_width, vectors * lanes),
+        term,
         name="conv2d",
         attrs={
             KERNEL: "conv2d",
@@ -367,7 +329,7 @@ def conv2d(
             LEAD: 1,
             SHARED: 1,
             SUBJECT: decisions.subject,
-            **skipped_padding(padding, strides, dilation),
+            **skipped_padding(geometry),
         },
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
@@ -387,16 +349,15 @@ def pointwise_conv2d(
     vectors, _, _, _, lanes = (int(dim) for dim in weight.shape)
     is_by_line = static(height * width) is None and (static(width) is None or int(width) >= FEWEST_ROWS)
     joined = JoinedRows(outer, [2] if is_by_line else [1, 2])
-    product = rows_product(
-        joined.batch,
-        joined.rows,
-        depth,
-        lambda *index: data[joined.position(*index)],
-        lambda *index: weight[index[-1] // lanes, 0, 0, index[-2], index[-1] % lanes],
-        vectors * lanes,
-        lanes,
-        machine,
-        decisions,
+    product = Product(
+        batch=joined.batch,
+        rows=joined.rows,
+        depth=depth,
+        channels=vectors * lanes,
+        lanes=lanes,
+        left=lambda *index: data[joined.position(*index)],
+        right=lambda *index: weight[index[-1] // lanes, 0, 0, index[-2], index[-1] % lanes],
         shared=True,
     )
-    return te.compute((*outer, channels), lambda *index: product[joined.row(*index)], name="unpack")
+    result = rows_product(product, machine, decisions)
+    return te.compute((*outer, channels), lambda *index: result[joined.row(*index)], name="unpack")

@@ -1,27 +1,20 @@
 """Depthwise convolution, and grouped convolution whose groups are narrower than a vector."""
 
 import math
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import tvm
-from tvm import relax, te, tirx, topi
+from tvm import relax, te, tirx
 
 from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.annotations import DOT, KERNEL, LANES, NARROW, SUBJECT, TILE
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import NARROWEST, Machine
-from tvmflow.compiler.operators.common import (
-    PaddedImage,
-    constant,
-    divides,
-    output_size,
-    round_up,
-    skipped_padding,
-    static,
-)
+from tvmflow.compiler.operators.common import Array, packed, static
+from tvmflow.compiler.operators.geometry import Geometry
+from tvmflow.compiler.operators.padding import PaddedImage, skipped_padding
 
 # The most lines of the result that one task computes as a strip, by default.
 MOST_LINES = 8
@@ -33,21 +26,15 @@ def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.E
     It is a constant if the weights are constant, else the variable of a call that packs them.
     """
     channels, _, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
-    padded_channels = _padded_channels(channels, lanes)
-    if isinstance(weight, tvm.ir.GenericConst):
-        return constant(pack_array(weight.value.numpy(), lanes))
 
-    def pack(w: te.Tensor) -> te.Tensor:
-        return te.compute(
-            (kernel_h, kernel_w, padded_channels),
-            lambda y, x, c: tirx.if_then_else(c < channels, w[c, 0, y, x], 0.0),
-            name="pack_weight",
-        )
+    def element(w: te.Tensor, y: Any, x: Any, c: Any) -> Any:
+        return tirx.if_then_else(c < channels, w[c, 0, y, x], 0.0)
 
-    return builder.emit_te(pack, weight)
+    shape = (kernel_h, kernel_w, _padded_channels(channels, lanes))
+    return packed(builder, weight, partial(pack_array, lanes=lanes), shape, element)
 
 
-def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
+def pack_array(weight: Array, lanes: int) -> Array:
     """Pack an array `[C][1][KH][KW]` into float32 `[KH][KW][C]`, with zeros after the last channel.
 
     Zeros fill up the last vector of `lanes` channels, unless exactly half of it is filled.
@@ -67,7 +54,7 @@ def is_narrow(out_channels: int, depth: int, groups: int, machine: Machine) -> b
     return groups > 1 and out_channels == depth * groups and 1 < depth < machine.lanes and machine.lanes % depth == 0
 
 
-def pack_groups(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
+def pack_groups(weight: Array, lanes: int) -> Array:
     """Pack weights `[C][G][KH][KW]` of groups of G channels into `[KH][KW][G][C]`, zeros after the last channel."""
     channels, size, kernel_h, kernel_w = weight.shape
     value = np.zeros((kernel_h, kernel_w, size, -(-channels // lanes) * lanes), "float32")
@@ -75,7 +62,7 @@ def pack_groups(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any
     return value
 
 
-def pack_pairs(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
+def pack_pairs(weight: Array, lanes: int) -> Array:
     """Pack weights `[C][G][KH][KW]` of groups of G channels, G even, into bfloat16 `[KH][KW][G/2][C][2]`.
 
     A bfloat16 is stored as uint16. Zeros stand after the last channel.
@@ -94,41 +81,29 @@ def depthwise(
     data: te.Tensor,
     weight: te.Tensor,
     *,
+    geometry: Geometry,
     machine: Machine,
     subject: str = "",
-    strides: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
 ) -> te.Tensor:
     """Define a depthwise convolution of NHWC data, or a grouped convolution that `is_narrow` accepts.
 
     `weight` has the layout `[KH][KW][C]` of `pack` for a depthwise convolution, and `[KH][KW][G][C]` of `pack_groups`
     for a convolution with G channels in each group. It is `[KH][KW][G/2][C][2]` of `pack_pairs` where the data are
-    bfloat16, stored as uint16, which such groups alone may be. `padding` is top, left, bottom, right. `subject` names
-    the convolution in the compiler's decisions (`compiler.choices`). The result is NHWC and float32.
+    bfloat16, stored as uint16, which such groups alone may be. `subject` names the convolution in the compiler's
+    decisions (`compiler.choices`). The result is NHWC and float32.
     """
     batch, in_h, in_w, channels = data.shape
     kernel_h, kernel_w, *rest = (int(dim) for dim in weight.shape)
     # What follows the taps: [C], [G][C], or [G/2][C][2].
     padded_channels, steps = (rest[-2], [rest[0], rest[2]]) if len(rest) == 3 else (rest[-1], rest[:-1])
-    out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
-    out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
+    out_h, out_w = geometry.result_size(in_h, in_w)
     tile = _depthwise_tile(static(out_w), machine)
     lanes = math.gcd(padded_channels, machine.lanes)
-    tiled_w = round_up(out_w, tile)
-    height = in_h + padding[0] + padding[2]
-    whole = divides(tile, out_w)
-    required_width = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
-    width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
     read = PaddedImage(
         data,
-        padding,
-        height,
-        width,
-        lines=out_h,
-        taps=kernel_h,
-        stride=strides[0],
-        dilation=dilation[0],
+        geometry,
+        (out_h, out_w),
+        tile,
         # A strip's lines and those that its taps read lie further apart than they are many.
         gathered_from=MOST_LINES,
         channels=padded_channels,
@@ -144,12 +119,12 @@ def depthwise(
         if steps:
             place, *pair = within
             channel = c // size * size + (place * steps[-1] + pair[0] if pair else place)
-        value = read(n, h, y, w * strides[1] + x * dilation[1], channel)
+        value = read(n, h, w, y, x, channel)
         factor = weight[(y, x, *within[:1], c, *within[1:])]
         return te.sum(BF16.product(value, factor) if is_bf16 else value * factor, axis=[y, x, *within])
 
     product = te.compute(
-        (batch, out_h, tiled_w, padded_channels),
+        (batch, out_h, read.tiled_width, padded_channels),
         term,
         name="depthwise_conv2d",
         attrs={
@@ -157,9 +132,9 @@ def depthwise(
             TILE: tile,
             LANES: lanes,
             SUBJECT: subject,
-            **({NARROW: [size, strides[1], dilation[1]]} if steps else {}),
+            **({NARROW: [size, geometry.strides[1], geometry.dilation[1]]} if steps else {}),
             **({DOT: BF16.name} if is_bf16 else {}),
-            **({} if read.is_gathered else skipped_padding(padding, strides, dilation)),
+            **({} if read.is_gathered else skipped_padding(geometry)),
         },
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")

@@ -15,19 +15,19 @@ import numpy as np
 from tvm import te, tirx, topi
 
 from tvmflow.compiler import amx, tiles
-from tvmflow.compiler.annotations import AMX, DOT, KERNEL, LANES, LEAD, ROWS, SHARED, TILE
+from tvmflow.compiler.annotations import AMX, DOT, KERNEL, LANES, LEAD, SHARED, TILE
 from tvmflow.compiler.dotproduct import BF16, Dot, round_bf16
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import (
     JoinedRows,
-    PaddedImage,
+    Product,
     divides,
-    output_size,
     round_up,
-    skipped_padding,
     static,
     vector,
 )
+from tvmflow.compiler.operators.geometry import Geometry
+from tvmflow.compiler.operators.padding import PaddedImage, skipped_padding
 
 Array = np.ndarray[Any, Any]
 
@@ -76,46 +76,34 @@ def conv2d(
     dot: Dot,
     channels: int,
     groups: int,
+    geometry: Geometry,
     machine: Machine,
-    strides: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
     zero: Any = 0,
 ) -> te.Tensor:
     """Define a convolution of NHWC data of type `dot.data` with weights from `pack_conv2d`.
 
-    `padding` is the number of elements to add at the top, left, bottom and right. They have the value `zero`, a number
-    or an expression. The result is NHWC with `channels` channels of type `dot.accumulator`.
+    The padding has the value `zero`, a number or an expression. The result is NHWC with `channels` channels of type
+    `dot.accumulator`.
     """
     batch, in_h, in_w, in_c = data.shape
     vectors, kernel_h, kernel_w, steps, lanes, group = (int(dim) for dim in weight.shape)
-    out_h = output_size(in_h, kernel_h, strides[0], padding[0], padding[2], dilation[0])
-    out_w = output_size(in_w, kernel_w, strides[1], padding[1], padding[3], dilation[1])
+    out_h, out_w = geometry.result_size(in_h, in_w)
+    (_, stride_w), (dilation_h, dilation_w) = geometry.strides, geometry.dilation
     rows = 0
-    if dot.name in machine.amx and (groups, lanes) == (1, amx.LANES) and (kernel_w == 1 or dilation[1] == 1):
+    if dot.name in machine.amx and (groups, lanes) == (1, amx.LANES) and (kernel_w == 1 or dilation_w == 1):
         rows = amx.choose_rows(static(out_w), kernel_w * steps, vectors, machine)
-    if not rows and (kernel_h, kernel_w, groups) == (1, 1, 1) and list(strides) == [1, 1] and not any(padding):
+    if not rows and groups == 1 and geometry.is_pointwise:
         return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
-    row_bytes = 4 // group * strides[1] * int(in_c)
-    tile = rows or tiles.choose(static(out_w), vectors // groups, machine, row_bytes).rows
-    tiled_w = round_up(out_w, tile)
-    height = in_h + padding[0] + padding[2]
-    whole = divides(tile, out_w)
-    required_width = (tiled_w - 1) * strides[1] + dilation[1] * (kernel_w - 1) + 1
-    width = in_w + padding[1] + padding[3] if whole else topi.utils.simplify(required_width)
-    whole_groups = round_up(int(in_c), group) if groups == 1 else int(in_c)
+    per_group = vectors // groups
+    tile = rows or tiles.choose(static(out_w), per_group, machine, 4 // group * stride_w * int(in_c)).rows
     read = PaddedImage(
         data,
-        padding,
-        height,
-        width,
-        lines=out_h,
-        taps=kernel_h,
-        stride=strides[0],
-        dilation=dilation[0],
+        geometry,
+        (out_h, out_w),
+        tile,
         # AMX's kernel steps over the lines between those that it reads.
         gathered_from=math.inf if rows else 2,
-        channels=whole_groups,
+        channels=round_up(int(in_c), group) if groups == 1 else int(in_c),
         value=zero,
     )
     y, ki = te.reduce_axis((0, kernel_h), "y"), te.reduce_axis((0, group), "ki")
@@ -127,19 +115,15 @@ def conv2d(
     else:
         x, ko = te.reduce_axis((0, kernel_w), "x"), te.reduce_axis((0, steps), "ko")
         pixel, step, within = x, ko, [x, ko]
-    per_group = vectors // groups
 
     def depth(c: Any) -> Any:
         place = step * group + ki
         return place if groups == 1 else c // (per_group * lanes) * (steps * group) + place
 
     product = te.compute(
-        (batch, out_h, tiled_w, vectors * lanes),
+        (batch, out_h, read.tiled_width, vectors * lanes),
         lambda n, h, w, c: te.sum(
-            dot.product(
-                read(n, h, line, w * strides[1] + pixel * dilation[1], depth(c)),
-                weight[c // lanes, line, pixel, step, c % lanes, ki],
-            ),
+            dot.product(read(n, h, w, line, pixel, depth(c)), weight[c // lanes, line, pixel, step, c % lanes, ki]),
             axis=[*taps, *within, ki],
         ),
         name="conv2d",
@@ -151,8 +135,8 @@ def conv2d(
             LEAD: 1,
             SHARED: 1,
             # AMX's kernel runs over all taps. Other values than zero, those of integers, are no padding to leave out.
-            **({AMX: [steps, kernel_h, kernel_w, strides[1], dilation[0]]} if rows else {}),
-            **(skipped_padding(padding, strides, dilation) if dot is BF16 and not rows else {}),
+            **({AMX: [steps, kernel_h, kernel_w, stride_w, dilation_h]} if rows else {}),
+            **(skipped_padding(geometry) if dot is BF16 and not rows else {}),
         },
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
@@ -162,21 +146,19 @@ def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, m
     """Define a 1x1 convolution: the pixels of an image are the rows of a matrix product."""
     batch, height, width, depth = data.shape
     vectors, _, _, _, lanes, _ = (int(dim) for dim in weight.shape)
-    product = _rows_product(
-        [batch],
-        topi.utils.simplify(height * width),
-        int(depth),
-        lambda n, m, k: data[n, m // width, m % width, k],
-        lambda n, ko, c, ki: weight[c // lanes, 0, 0, ko, c % lanes, ki],
-        vectors * lanes,
-        lanes,
-        machine,
-        dot,
+    product = Product(
+        batch=[batch],
+        rows=topi.utils.simplify(height * width),
+        depth=int(depth),
+        channels=vectors * lanes,
+        lanes=lanes,
+        left=lambda n, m, k: data[n, m // width, m % width, k],
+        right=lambda n, ko, c, ki: weight[c // lanes, 0, 0, ko, c % lanes, ki],
         shared=True,
-        pointwise=True,
     )
+    result = _rows_product(product, machine, dot, pointwise=True)
     shape = (batch, height, width, channels)
-    return te.compute(shape, lambda n, h, w, c: product[n, h * width + w, c], name="unpack")
+    return te.compute(shape, lambda n, h, w, c: result[n, h * width + w, c], name="unpack")
 
 
 def dense(
@@ -190,21 +172,19 @@ def dense(
     *outer, depth = data.shape
     vectors, _, lanes, _ = (int(dim) for dim in weight.shape)
     joined = JoinedRows(outer, rows)
-    product = _rows_product(
-        joined.batch,
-        joined.rows,
-        int(depth),
-        lambda *index: data[joined.position(*index)],
-        lambda *index: weight[index[-2] // lanes, index[-3], index[-2] % lanes, index[-1]],
-        vectors * lanes,
-        lanes,
-        machine,
-        dot,
+    product = Product(
+        batch=joined.batch,
+        rows=joined.rows,
+        depth=int(depth),
+        channels=vectors * lanes,
+        lanes=lanes,
+        left=lambda *index: data[joined.position(*index)],
+        right=lambda *index: weight[index[-2] // lanes, index[-3], index[-2] % lanes, index[-1]],
         shared=True,
         joined=rows,
-        in_line=sum(static(outer[place]) != 1 for place in rows) < 2,
     )
-    return te.compute((*outer, units), lambda *index: product[joined.row(*index)], name="unpack")
+    result = _rows_product(product, machine, dot, in_line=sum(static(outer[place]) != 1 for place in rows) < 2)
+    return te.compute((*outer, units), lambda *index: result[joined.row(*index)], name="unpack")
 
 
 def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.Tensor:
@@ -227,19 +207,18 @@ def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.T
         return tirx.if_then_else(tirx.all(k < size, c < units), value, tirx.const(0, dot.weight))
 
     packed_columns = te.compute((*batch, steps, round_up(units, lanes), dot.group), interleaved, name="pack")
-    product = _rows_product(
-        batch,
-        rows,
-        size,
-        lambda *index: left[index],
-        lambda *index: packed_columns[index],
-        packed_columns.shape[-2],
-        lanes,
-        machine,
-        dot,
+    product = Product(
+        batch=batch,
+        rows=rows,
+        depth=size,
+        channels=packed_columns.shape[-2],
+        lanes=lanes,
+        left=lambda *index: left[index],
+        right=lambda *index: packed_columns[index],
         shared=False,
     )
-    return te.compute((*batch, rows, units), lambda *index: product[index], name="unpack")
+    result = _rows_product(product, machine, dot)
+    return te.compute((*batch, rows, units), lambda *index: result[index], name="unpack")
 
 
 def stage(shape: Sequence[Any], element: Callable[..., Any], name: str, bf16: bool) -> te.Tensor:
@@ -255,52 +234,32 @@ def stage(shape: Sequence[Any], element: Callable[..., Any], name: str, bf16: bo
 
 
 def _rows_product(
-    batch: Sequence[Any],
-    rows: Any,
-    depth: int,
-    left: Callable[..., Any],
-    right: Callable[..., Any],
-    channels: Any,
-    lanes: int,
-    machine: Machine,
-    dot: Dot,
-    *,
-    shared: bool,
-    joined: Sequence[int] | None = None,
-    in_line: bool = False,
-    pointwise: bool = False,
+    product: Product, machine: Machine, dot: Dot, *, in_line: bool = False, pointwise: bool = False
 ) -> te.Tensor:
-    """Multiply left `[*batch, row, k]` by right `[*batch, k / g, channel, k % g]`: `[*batch, rows, channels]`.
+    """Define a product by dot products of g numbers, computed in whole register tiles.
 
-    `shared` is true where the whole batch has the same right operand. `joined` are the dimensions of the result that
-    are its rows; None means all that follow the batch. `in_line` is true where the rows are one dimension of the left
-    operand. `pointwise` is true where the right operand is packed as the weights of a 1x1 convolution. The product has
-    whole tiles of rows and a depth of whole groups. Where `rows` is no such multiple, the last row is repeated. Where
-    `depth` is none, the left operand is copied, with zeros after its depth; AMX's tiles need a copy in both cases.
+    The element of the right operand is `right(*batch_index, k / g, channel, k % g)`. `in_line` is true where the rows
+    are one dimension of the left operand. `pointwise` is true where the right operand is packed as the weights of a 1x1
+    convolution. The product has whole tiles of rows and a depth of whole groups. Where its rows are no such multiple,
+    the last row is repeated. Where its depth is none, the left operand is copied, with zeros after its depth; AMX's
+    tiles need a copy in both cases.
     """
-    columns = static(channels)
+    batch, rows, depth, lanes = product.batch, product.rows, product.depth, product.lanes
     group, steps = dot.group, -(-depth // dot.group)
-    by_amx = shared and dot.name in machine.amx and lanes == amx.LANES
-    tile = amx.choose_rows(static(rows), steps, (columns or lanes) // lanes, machine) if by_amx else 0
+    by_amx = product.shared and dot.name in machine.amx and lanes == amx.LANES
+    tile = amx.choose_rows(static(rows), steps, product.vectors or 1, machine) if by_amx else 0
     # Packed weights of a convolution have dimensions for taps, which the description of AMX's kernel must have too.
     by_tiles: dict[str, Any] = {AMX: [steps, *([1, 1, 1, 1] if pointwise else [])]} if tile else {}
-    tile = tile or tiles.choose(static(rows), columns // lanes if columns else 2, machine, 4 // group * depth).rows
-    source = left
-    tiled_rows = rows
-    is_clamped = not divides(tile, rows) and not depth % group and not by_tiles
-    if is_clamped:
-        tiled_rows = round_up(rows, tile)
-
-        def source(*index: Any) -> Any:
-            *place, row, k = index
-            return left(*place, tirx.min(row, rows - 1), k)
-
+    tile = tile or tiles.choose(static(rows), product.vectors or 2, machine, 4 // group * depth).rows
+    source = product.left
+    tiled_rows = rows if divides(tile, rows) else round_up(rows, tile)
+    if not divides(tile, rows) and not depth % group and not by_tiles:
+        source = product.last_row_repeated
     elif not divides(tile, rows) or depth % group or (by_tiles and not in_line):
-        tiled_rows = round_up(rows, tile)
 
         def value(*index: Any) -> Any:
             *lead, m, k = index
-            element = left(*lead, tirx.min(m, rows - 1), tirx.min(k, depth - 1))
+            element = product.last_row_repeated(*lead, m, tirx.min(k, depth - 1))
             return tirx.if_then_else(k < depth, element, tirx.const(0, dot.data)) if depth % group else element
 
         panel = te.compute((*batch, tiled_rows, steps * group), value, name="panel")
@@ -308,22 +267,13 @@ def _rows_product(
         def source(*index: Any) -> Any:
             return panel[index]
 
-    ko = te.reduce_axis((0, steps), "ko")
-    ki = te.reduce_axis((0, group), "ki")
+    ko, ki = te.reduce_axis((0, steps), "ko"), te.reduce_axis((0, group), "ki")
     return te.compute(
-        (*batch, tiled_rows, channels),
+        (*batch, tiled_rows, product.channels),
         lambda *index: te.sum(
-            dot.product(source(*index[:-1], ko * group + ki), right(*index[:-2], ko, index[-1], ki)), axis=[ko, ki]
+            dot.product(source(*index[:-1], ko * group + ki), product.right(*index[:-2], ko, index[-1], ki)),
+            axis=[ko, ki],
         ),
         name="product",
-        attrs={
-            KERNEL: "dot_rows",
-            DOT: dot.name,
-            TILE: tile,
-            LANES: lanes,
-            LEAD: len(batch),
-            SHARED: int(shared),
-            **by_tiles,
-            **({} if joined is None else {ROWS: list(joined)}),
-        },
+        attrs={KERNEL: "dot_rows", DOT: dot.name, TILE: tile, **product.annotations, **by_tiles},
     )

@@ -42,8 +42,8 @@ def legalize(
     reduced = sorted(range(len(shape)) if axes is None else {int(axis) % len(shape) for axis in axes})
     if not reduced or any(static(shape[place]) != 1 for place in range(reduced[0], len(shape)) if place not in reduced):
         return None
-    kept = len(call.ty.shape.values) - reduced[0]
-    kernel = _Kernel(shape, reduced[0], kept, machine, combine, is_mean)
+    ones = len(call.ty.shape.values) - reduced[0]
+    kernel = _Kernel(shape, reduced[0], ones, machine, combine, is_mean)
     function = extensions.emit_function(builder, kernel.function(), call.op.name.rpartition(".")[2])
     # An operand, because TVM fails on a function of one operand that has no blocks: it looks for reshapes among these.
     return relax.call_tir(function, [call.args[0], relax.const(np.float32(identity))], call.ty)
@@ -52,14 +52,14 @@ def legalize(
 class _Kernel:
     """Builds the TIR function of a reduction over the dimensions from index `first` on.
 
-    The result has `kept` dimensions of size one after the others.
+    The result has `ones` dimensions of size one after the others.
     """
 
     def __init__(
         self,
         shape: Sequence[Any],
         first: int,
-        kept: int,
+        ones: int,
         machine: Machine,
         combine: Callable[[Any, Any], Any],
         is_mean: bool,
@@ -71,7 +71,7 @@ class _Kernel:
         self._rows = math.prod(sizes[:first], start=one)
         self._depth = math.prod(sizes[first:], start=one)
         self._data = buffer("x", sizes)
-        self._result = buffer("y", [*sizes[:first], *[one] * kept])
+        self._result = buffer("y", [*sizes[:first], *[one] * ones])
         # Vectors that are accumulated side by side.
         self._side = cost.side_by_side(machine.registers, machine)
 

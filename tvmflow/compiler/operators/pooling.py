@@ -12,7 +12,7 @@ from tvm import relax, te, tirx
 
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import FUSABLE, is_float32, static
+from tvmflow.compiler.operators.common import call_kernel, is_float32, static
 
 # Windows with more taps are pooled along columns first, then along rows.
 _MOST_TAPS = 9
@@ -41,7 +41,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, l
     count_padding = bool(attrs.count_include_pad)
     compute = partial(pool, size=(height, width), windows=windows, largest=largest, count_padding=count_padding)
     hint = "max_pool2d" if largest else "avg_pool2d"
-    return builder.call_te(compute, data, primfunc_name_hint=hint, primfunc_attrs=FUSABLE)
+    return call_kernel(builder, compute, data, name=hint)
 
 
 def _windows_inside(size: Any, out: Any, kernel: int, stride: int, padding: Sequence[int]) -> bool | None:

@@ -1,6 +1,6 @@
 """Matrix products: dense layers with packed weights, and products over a batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,16 +9,19 @@ import tvm
 from tvm import relax, te, tirx
 
 from tvmflow.compiler import tiles
-from tvmflow.compiler.annotations import KERNEL, LANES, LEAD, ROWS, SHARED, SUBJECT, TILE
+from tvmflow.compiler.annotations import KERNEL, SUBJECT, TILE
 from tvmflow.compiler.choices import Choices, Decisions, shape_text
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.common import (
-    FUSABLE,
+    Array,
     JoinedRows,
-    constant,
+    Product,
+    are_equal,
+    call_kernel,
     divides,
     is_float32,
+    packed,
     round_up,
     static,
     vector,
@@ -46,12 +49,12 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
         lanes = vector(int(right_shape[1]), machine)
         packed_weight = _pack_dense(builder, right, lanes)
         compute = partial(dense, units=int(right_shape[1]), machine=machine, decisions=decisions)
-        return builder.call_te(compute, left, packed_weight, primfunc_name_hint="dense", primfunc_attrs=FUSABLE)
+        return call_kernel(builder, compute, left, packed_weight, name="dense")
     batch = list(call.ty.shape.values)[:-2] if isinstance(call.ty.shape, relax.ShapeExpr) else []
     if not batch or not all(_broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)):
         return None
     compute = partial(batch_matmul, batch=batch, machine=machine, decisions=decisions)
-    return builder.call_te(compute, left, right, primfunc_name_hint="batch_matmul", primfunc_attrs=FUSABLE)
+    return call_kernel(builder, compute, left, right, name="batch_matmul")
 
 
 def multiply_fast(
@@ -114,30 +117,20 @@ def fast_product(
         return None
     packed_weight = pack_weights(builder, weight, StrassenPacking(machine.lanes))
     compute = partial(strassen.multiply, outer=outer, steps=[1, *steps], tile=tile, subject=decisions.subject)
-    return builder.call_te(compute, data, packed_weight, primfunc_name_hint="strassen", primfunc_attrs=FUSABLE)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return bool(tvm.sym.Analyzer().can_prove_equal(a, b))
+    return call_kernel(builder, compute, data, packed_weight, name="strassen")
 
 
 def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
     depth, units = (int(dim) for dim in weight.ty.shape.values)
-    vectors = -(-units // lanes)
-    if isinstance(weight, tvm.ir.GenericConst):
-        return constant(pack_array(weight.value.numpy(), lanes))
 
-    def pack(w: te.Tensor) -> te.Tensor:
-        return te.compute(
-            (vectors, depth, lanes),
-            lambda j, k, v: tirx.if_then_else(j * lanes + v < units, w[k, j * lanes + v], 0.0),
-            name="pack_weight",
-        )
+    def element(w: te.Tensor, j: Any, k: Any, v: Any) -> Any:
+        return tirx.if_then_else(j * lanes + v < units, w[k, j * lanes + v], 0.0)
 
-    return builder.emit_te(pack, weight)
+    shape = (-(-units // lanes), depth, lanes)
+    return packed(builder, weight, partial(pack_array, lanes=lanes), shape, element)
 
 
-def pack_array(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
+def pack_array(weight: Array, lanes: int) -> Array:
     """Pack weights `[K][N]` into float32 `[N/v][K][v]`, with zeros after the last column."""
     depth, units = weight.shape
     vectors = -(-units // lanes)
@@ -155,20 +148,19 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, d
     *outer, depth = data.shape
     vectors, _, lanes = (int(dim) for dim in weight.shape)
     joined = JoinedRows(outer, row_dimensions(outer))
-    product = rows_product(
-        joined.batch,
-        joined.rows,
-        depth,
-        lambda *index: data[joined.position(*index)],
-        lambda *index: weight[index[-1] // lanes, index[-2], index[-1] % lanes],
-        vectors * lanes,
-        lanes,
-        machine,
-        decisions,
+    product = Product(
+        batch=joined.batch,
+        rows=joined.rows,
+        depth=depth,
+        channels=vectors * lanes,
+        lanes=lanes,
+        left=lambda *index: data[joined.position(*index)],
+        right=lambda *index: weight[index[-1] // lanes, index[-2], index[-1] % lanes],
         shared=True,
         joined=joined.joined,
     )
-    return te.compute((*outer, units), lambda *index: product[joined.row(*index)], name="unpack")
+    result = rows_product(product, machine, decisions)
+    return te.compute((*outer, units), lambda *index: result[joined.row(*index)], name="unpack")
 
 
 def row_dimensions(sizes: Sequence[Any]) -> list[int]:
@@ -189,7 +181,7 @@ def row_dimensions(sizes: Sequence[Any]) -> list[int]:
 def _broadcasts(sizes: Sequence[Any], batch: Sequence[Any]) -> bool:
     """Whether leading dimensions broadcast to the batch: counted from the last, each is one or equal to the batch's."""
     last = batch[len(batch) - len(sizes) :]
-    return all(static(size) == 1 or _equal(size, whole) for size, whole in zip(sizes, last, strict=True))
+    return all(static(size) == 1 or are_equal(size, whole) for size, whole in zip(sizes, last, strict=True))
 
 
 def _place(index: Sequence[Any], tensor: te.Tensor) -> tuple[Any, ...]:
@@ -225,87 +217,55 @@ def batch_matmul(
             lambda *index: tirx.if_then_else(index[-1] < units, right[index], tirx.const(0, right.dtype)),
             name="pack",
         )
-    product = rows_product(
-        batch,
-        rows,
-        depth,
-        lambda *index: left[_place(index, left)],
-        lambda *index: whole[_place(index, whole)],
-        whole.shape[-1],
-        lanes,
-        machine,
-        decisions,
+    product = Product(
+        batch=batch,
+        rows=rows,
+        depth=depth,
+        channels=whole.shape[-1],
+        lanes=lanes,
+        left=lambda *index: left[_place(index, left)],
+        right=lambda *index: whole[_place(index, whole)],
         shared=False,
     )
-    return te.compute((*batch, rows, units), lambda *index: product[index], name="unpack")
+    result = rows_product(product, machine, decisions)
+    return te.compute((*batch, rows, units), lambda *index: result[index], name="unpack")
 
 
-def rows_product(
-    batch: Sequence[Any],
-    rows: Any,
-    depth: Any,
-    left: Callable[..., Any],
-    right: Callable[..., Any],
-    channels: Any,
-    lanes: int,
-    machine: Machine,
-    decisions: Decisions,
-    *,
-    shared: bool,
-    joined: Sequence[int] | None = None,
-) -> te.Tensor:
-    """Define a matrix product over a batch, of operands in any layout; the result is `[*batch, rows, channels]`.
+def rows_product(product: Product, machine: Machine, decisions: Decisions) -> te.Tensor:
+    """Define a float32 matrix product, computed in whole register tiles.
 
-    `left(*batch_index, row, k)` and `right(*batch_index, k, channel)` return one element of an operand. k runs over
-    `depth` values. `batch` are the sizes of the batch dimensions. `channels` is a multiple of `lanes`, the lanes of a
-    vector. The result has whole register tiles: where the rows of a tile do not divide `rows`, it has more rows, which
-    repeat the last row of the left operand.
-
-    `shared` is true where the right operand ignores the batch index. `joined` are the dimensions that the rows stand
-    for, as positions in the tensor into which the caller unpacks the result. None means all between batch and channels.
-    The `decisions` choose the rows of a tile. Where rows of the left operand evict each other from the first-level
-    cache, they also choose whether the rows of each tile are first copied side by side.
+    The element of the right operand is `right(*batch_index, k, channel)`. Where the rows of a tile do not divide those
+    of the product, the result has more rows, which repeat the last row of the left operand. The `decisions` choose the
+    rows of a tile. Where rows of the left operand evict each other from the first-level cache, they also choose whether
+    the rows of each tile are first copied side by side.
     """
-    columns = static(channels)
+    batch, rows, depth = product.batch, product.rows, product.depth
     row_bytes = 4 * int(depth) if static(depth) else None
-    ranked = tiles.rank(static(rows), columns // lanes if columns else 2, machine, row_bytes)
+    ranked = tiles.rank(static(rows), product.vectors or 2, machine, row_bytes)
     tile = tiles.choose_rows(ranked, decisions)
-    source = left
+    source = product.left
     tiled_rows = rows
-    if divides(tile, rows):
-        if (
-            shared
-            and tiles.conflicts(row_bytes, machine)
-            and decisions.choose("panel", {"in place": False, "packed": True})
-        ):
-            packed_rows = te.compute(
-                (*batch, rows // tile, depth, tile),
-                lambda *index: left(*index[:-3], index[-3] * tile + index[-1], index[-2]),
-                name="packed_rows",
-            )
-
-            def source(*index: Any) -> Any:
-                *place, row, k = index
-                return packed_rows[(*place, row // tile, k, row % tile)]
-    else:
-        tiled_rows = round_up(rows, tile)
+    if not divides(tile, rows):
+        source, tiled_rows = product.last_row_repeated, round_up(rows, tile)
+    elif (
+        product.shared
+        and tiles.conflicts(row_bytes, machine)
+        and decisions.choose("panel", {"in place": False, "packed": True})
+    ):
+        packed_rows = te.compute(
+            (*batch, rows // tile, depth, tile),
+            lambda *index: product.left(*index[:-3], index[-3] * tile + index[-1], index[-2]),
+            name="packed_rows",
+        )
 
         def source(*index: Any) -> Any:
             *place, row, k = index
-            return left(*place, tirx.min(row, rows - 1), k)
+            return packed_rows[(*place, row // tile, k, row % tile)]
 
     k = te.reduce_axis((0, depth), "k")
     return te.compute(
-        (*batch, tiled_rows, channels),
-        lambda *index: te.sum(source(*index[:-1], k) * right(*index[:-2], k, index[-1]), axis=k),
+        (*batch, tiled_rows, product.channels),
+        lambda *index: te.sum(source(*index[:-1], k) * product.right(*index[:-2], k, index[-1]), axis=k),
         name="product",
-        attrs={
-            KERNEL: "rows",
-            SUBJECT: decisions.subject,
-            TILE: tile,
-            LANES: lanes,
-            LEAD: len(batch),
-            SHARED: int(shared),
-            **({} if joined is None else {ROWS: list(joined)}),
-        },
+        attrs={KERNEL: "rows", SUBJECT: decisions.subject, TILE: tile, **product.annotations},
     )

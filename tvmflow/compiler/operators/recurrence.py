@@ -5,33 +5,22 @@ function reads the recurrent weights once per step, from packed tiles of whole v
 tile in registers. Either each core computes whole sequences, or all cores share the units of each step.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from tvm import relax, tirx
+from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from tvmflow.compiler import cost, extensions, vectormath
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.dotproduct import INT8, add_dot_int8
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import buffer, size_parameter, static, vector
-
-Array = npt.NDArray[Any]
-
-GATES = {"lstm": 4, "gru": 3, "rnn": 1}
-# The most units that padding may add to a tile of several vectors, as a fraction of all: that much work is wasted.
-_MOST_PADDING = 1 / 8
-
-
-def _zero() -> Any:
-    return tirx.const(0.0, "float32")
+from tvmflow.compiler.operators.cell_tiles import parts_of_batch, tiles
+from tvmflow.compiler.operators.cells import ACTIVATIONS, ZERO, Cell
+from tvmflow.compiler.operators.common import buffer, size_parameter, static
 
 
 def _stored(index: Any, dtype: str = "int64") -> Any:
@@ -45,184 +34,6 @@ def _stored(index: Any, dtype: str = "int64") -> Any:
     variable = T.alloc_buffer((1,), dtype, scope="local", layout=None)
     T.buffer_store(variable, index, [0])
     return variable[0]
-
-
-def _elu(x: Any, alpha: float, _beta: float) -> Any:
-    return tirx.Select(x >= _zero(), x, alpha * (vectormath.exp(x) - 1.0))
-
-
-def _softplus(x: Any, _alpha: float, _beta: float) -> Any:
-    return tirx.Select(x > _zero(), x, _zero()) + tirx.log(vectormath.exp(_zero() - tirx.abs(x)) + 1.0)
-
-
-def _hard_sigmoid(x: Any, alpha: float, beta: float) -> Any:
-    return tirx.max(_zero(), tirx.min(tirx.const(1.0, "float32"), alpha * x + beta))
-
-
-@dataclass(frozen=True)
-class Activation:
-    """An activation function of x, alpha and beta.
-
-    `parameters` is 0 if it uses neither alpha nor beta, 1 if it uses alpha alone, 2 if it uses both.
-    """
-
-    parameters: int
-    function: Callable[[Any, float, float], Any]
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "Affine": Activation(2, lambda x, alpha, beta: alpha * x + beta),
-    "Elu": Activation(1, _elu),
-    "HardSigmoid": Activation(2, _hard_sigmoid),
-    "LeakyRelu": Activation(1, lambda x, alpha, _: tirx.Select(x >= _zero(), x, alpha * x)),
-    "Relu": Activation(0, lambda x, *_: tirx.Select(x > _zero(), x, _zero())),
-    "ScaledTanh": Activation(2, lambda x, alpha, beta: alpha * vectormath.tanh(beta * x)),
-    "Sigmoid": Activation(0, lambda x, *_: vectormath.sigmoid(x)),
-    "Softplus": Activation(0, _softplus),
-    "Softsign": Activation(0, lambda x, *_: x / (1.0 + tirx.abs(x))),
-    "Tanh": Activation(0, lambda x, *_: vectormath.tanh(x)),
-    "ThresholdedRelu": Activation(1, lambda x, alpha, _: tirx.Select(x > alpha, x, _zero())),
-}
-
-
-def recurrence(operands: Mapping[str, relax.Expr], **attrs: Any) -> relax.Call:
-    """Return a Relax call that stands for an LSTM, GRU or RNN until a pass lowers it.
-
-    `operands` are those of the ONNX operator, without absent ones, by name: `x` [steps, batch, inputs], `w`
-    [directions, gates * units, inputs], `r` [directions, gates * units, units], and `bias`, `lengths`, `initial_h`,
-    `initial_c` and `peepholes` in ONNX's shapes. With `r_scale` [directions, gates * units], `r` is a constant of int8,
-    whose rows are multiplied by these scales. With `x_scale`, `x_zero` and `w_scale`, `x` is uint8, with that one scale
-    and zero point of uint8, and `w` is a constant of int32, whose rows are multiplied by the scales `w_scale`
-    [directions, gates * units]. `attrs` are the fields of `Cell`; in the place of its `activations`
-    stand three lists: `activations` with the names, `alphas` and `betas`. The result is a float32 tuple: all outputs
-    [steps, directions, batch, units], those of the last step [directions, batch, units] and, of an LSTM, the last cell
-    state of the same shape.
-    """
-    return extensions.call("recurrence", list(operands.values()), operands=list(operands), **attrs)
-
-
-def _infer(call: relax.Call) -> relax.TupleType:
-    operands = dict(zip((str(name) for name in call.attrs["operands"]), call.args, strict=True))
-    steps, batch, _ = operands["x"].ty.shape.values
-    directions, _, units = operands["r"].ty.shape.values
-    state = relax.TensorType([directions, batch, units], "float32")
-    count = 2 if str(call.attrs["kind"]) == "lstm" else 1
-    return relax.TupleType([relax.TensorType([steps, directions, batch, units], "float32"), *[state] * count])
-
-
-extensions.register("recurrence", _infer)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """The computation of one step, as ONNX defines it: `kind` is lstm, gru or rnn.
-
-    `activations` are (name, alpha, beta) of the first direction, then of the second. The operands of activations are
-    clamped to the range from `-clip` to `clip`; 0 means no clamp. With `quantised`, the outputs of the previous
-    step are rounded to one of 256 levels between the least and the greatest of the whole batch, with zero, before they
-    are multiplied. The other fields are ONNX's attributes of the same names.
-    """
-
-    kind: str
-    direction: str
-    activations: tuple[tuple[str, float, float], ...]
-    clip: float
-    input_forget: bool
-    linear_before_reset: bool
-    quantised: bool = False
-
-    @classmethod
-    def of(cls, attrs: Any) -> "Cell":
-        """Return the cell that the attributes of a call of `recurrence` describe."""
-        names, alphas, betas = (list(attrs[key]) for key in ("activations", "alphas", "betas"))
-        return cls(
-            kind=str(attrs["kind"]),
-            direction=str(attrs["direction"]),
-            activations=tuple(
-                (str(name), float(alpha), float(beta)) for name, alpha, beta in zip(names, alphas, betas, strict=True)
-            ),
-            clip=float(attrs["clip"]),
-            input_forget=bool(int(attrs["input_forget"])),
-            linear_before_reset=bool(int(attrs["linear_before_reset"])),
-            quantised=bool(int(attrs["quantised"])),
-        )
-
-    @property
-    def directions(self) -> int:
-        """The number of directions, 1 or 2."""
-        return 2 if self.direction == "bidirectional" else 1
-
-    @property
-    def gates(self) -> int:
-        """The number of gates: 4 of an LSTM, 3 of a GRU, 1 of an RNN."""
-        return GATES[self.kind]
-
-    @property
-    def phases(self) -> tuple[tuple[int, ...], ...]:
-        """The gates that each phase of a step computes, as their indices in ONNX's order.
-
-        The gates of the second phase, if there is one, need gates of the first phase of the same step.
-        """
-        if self.kind == "gru" and not self.linear_before_reset:
-            return ((0, 1), (2,))
-        return (tuple(range(self.gates)),)
-
-    @property
-    def splits_bias(self) -> bool:
-        """Whether the last gate adds its recurrent bias in every step, because the reset gate multiplies that bias.
-
-        Otherwise the bias is added to the products of the inputs before the recurrence.
-        """
-        return self.kind == "gru" and self.linear_before_reset
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The division of hidden units into `count` tiles of `blocks` vectors of `lanes` units each.
-
-    A tile is computed for `rows` sequences at a time.
-    """
-
-    lanes: int
-    blocks: int
-    count: int
-    rows: int
-
-    @property
-    def units(self) -> int:
-        """The number of units, padding included."""
-        return self.count * self.blocks * self.lanes
-
-
-def tiles(cell: Cell, units: int, batch: int | None, machine: Machine) -> Tiles:
-    """Choose tiles whose sums fit into the registers and keep the multiply-add units busy.
-
-    `batch` is None where it is symbolic.
-    """
-    lanes = vector(units, machine)
-    gates = max(map(len, cell.phases))
-    rows = max(1, (machine.registers - 1) // (gates + 1))
-    if batch is not None:
-        batch = _rows_per_task(cell, batch, machine)
-        # Each group of sequences reads the weights once, and a remaining sequence is a group by itself.
-        rows = min(range(1, min(rows, batch) + 1), key=lambda count: (batch // count + batch % count, count))
-    vectors = -(-units // lanes)
-    busy = -(-cost.in_flight(machine) // (gates * rows))
-    most = min((machine.registers - 1 - rows) // (gates * rows), busy, vectors)
-    for blocks in range(max(1, most), 0, -1):
-        count = -(-vectors // blocks)
-        if blocks == 1 or count * blocks <= vectors * (1 + _MOST_PADDING):
-            return Tiles(lanes, blocks, count, rows)
-    raise AssertionError("one vector always fits")
-
-
-def _rows_per_task(cell: Cell, batch: int, machine: Machine) -> int:
-    return -(-batch // _parts(cell, machine))
-
-
-def _parts(cell: Cell, machine: Machine) -> int:
-    """The number of parts of a batch, so that there is a task for each core."""
-    return -(-machine.cores // cell.directions)
 
 
 class Recurrence:
@@ -337,7 +148,7 @@ class Recurrence:
 
     def _by_sequence(self) -> None:
         """Compute whole sequences: a task for each direction and part of the batch."""
-        parts = 1 if self.cell.quantised else _parts(self.cell, self._machine)
+        parts = 1 if self.cell.quantised else parts_of_batch(self.cell, self._machine)
         batch = static(self._batch)
         parts = parts if batch is None else min(parts, batch)
         rows = tirx.floordiv(self._batch + parts - 1, parts) if batch is None else -(-batch // parts)
@@ -381,7 +192,7 @@ class Recurrence:
                     continue
                 place = (direction, begin + row) if name == "initial_c" else (0, direction, begin + row)
                 with T.serial(0, self.tiles.units) as unit:
-                    T.buffer_store(target, _zero(), [*place, unit])
+                    T.buffer_store(target, ZERO, [*place, unit])
                 if name in self._optional:
                     with T.serial(0, self.units) as unit:
                         value = self._optional[name][direction, begin + row, unit]
@@ -399,7 +210,7 @@ class Recurrence:
         chooses = (tirx.min, tirx.max)
         for which in range(2):
             with T.vectorized(0, lanes) as lane:
-                T.buffer_store(ends, _zero(), [which, lane])
+                T.buffer_store(ends, ZERO, [which, lane])
         with T.serial(0, end - begin) as row, T.serial(0, blocks) as block:
             for which, choose in enumerate(chooses):
                 with T.vectorized(0, lanes) as lane:
@@ -407,20 +218,20 @@ class Recurrence:
                     T.buffer_store(ends, choose(ends[which, lane], value), [which, lane])
         totals = []
         for which, choose in enumerate(chooses):
-            total = _zero()
+            total = ZERO
             for lane in range(lanes):
                 total = choose(total, ends[which, lane])
             totals.append(_stored(total, "float32"))
         least, greatest = totals
         span = _stored(greatest - least, "float32")
-        distance = _stored(tirx.Select(span > _zero(), span / 255.0, tirx.const(1.0, "float32")), "float32")
-        zero = _stored(tirx.nearbyint(_zero() - least / distance), "float32")
+        distance = _stored(tirx.Select(span > ZERO, span / 255.0, tirx.const(1.0, "float32")), "float32")
+        zero = _stored(tirx.nearbyint(ZERO - least / distance), "float32")
         if self._integers:
             T.buffer_store(self._distance, distance, [direction])
             T.buffer_store(self._zero, zero.astype("int32"), [direction])
         with T.serial(0, end - begin) as row, T.serial(0, blocks) as block, T.vectorized(0, lanes) as lane:
             value = self._h[(step % 2, direction, begin + row, block * lanes + lane)]
-            number = tirx.max(tirx.min(tirx.nearbyint(value / distance) + zero, 255.0), _zero())
+            number = tirx.max(tirx.min(tirx.nearbyint(value / distance) + zero, 255.0), ZERO)
             place = [direction, begin + row, block * lanes + lane]
             number = number.astype(INT8.data) if self._integers else (number - zero) * distance
             T.buffer_store(self._levels, number, place)
@@ -523,8 +334,8 @@ class Recurrence:
     def _initial(self, gate: int, direction: Any, tile: Any, block: int, lane: Any) -> Any:
         if self.cell.splits_bias and gate == 2:
             bias = self._optional.get("split_bias")
-            return _zero() if bias is None else bias[direction, tile, block, lane]
-        return _zero()
+            return ZERO if bias is None else bias[direction, tile, block, lane]
+        return ZERO
 
     def _directions(self, direction: Any) -> Iterator[Any]:
         """Yield a context for each direction with other activations, which gives the direction's number."""
@@ -547,12 +358,14 @@ class Recurrence:
                 value = before + update * (hidden - before)
             else:
                 value = unit.gate(block, 2, lane, 0, unit.peephole(block, 2, before, lane)) * before + update * hidden
-            T.buffer_store(cells, unit.kept(value, before), unit.state(block, lane))
+            T.buffer_store(cells, unit.unless_ended(value, before), unit.state(block, lane))
         with T.vectorized(0, self.tiles.lanes) as lane:
             cell = cells[tuple(unit.state(block, lane))]
             output = unit.gate(block, 1, lane, 0, unit.peephole(block, 1, cell, lane))
             unit.store(
-                block, lane, unit.kept(output * unit.activation(2, unit.clipped(cell)), unit.before(block, lane))
+                block,
+                lane,
+                unit.unless_ended(output * unit.activation(2, unit.clipped(cell)), unit.before(block, lane)),
             )
         unit.write(block)
 
@@ -583,7 +396,7 @@ class Recurrence:
 
     def _rnn(self, unit: "_Units", _phase: int, block: int) -> None:
         with T.vectorized(0, self.tiles.lanes) as lane:
-            unit.store(block, lane, unit.kept(unit.gate(block, 0, lane, 0), unit.before(block, lane)))
+            unit.store(block, lane, unit.unless_ended(unit.gate(block, 0, lane, 0), unit.before(block, lane)))
         unit.write(block)
 
 
@@ -671,14 +484,14 @@ class _Units:
         x = tirx.Var("x", "float32")
         return tirx.Let(x, value, ACTIVATIONS[name].function(x, alpha, beta))
 
-    def kept(self, value: Any, before: Any) -> Any:
+    def unless_ended(self, value: Any, before: Any) -> Any:
         """Return the new state, or the previous one where the sequence has ended."""
         return value if self.is_within is None else tirx.Select(self.is_within, value, before)
 
     def blend(self, block: int, lane: Any, update: Any) -> None:
         """Blend the previous output with the stored candidate by the update gate of a GRU."""
         before, hidden = self.before(block, lane), self.after(block, lane)
-        self.store(block, lane, self.kept(hidden + update * (before - hidden), before))
+        self.store(block, lane, self.unless_ended(hidden + update * (before - hidden), before))
 
     def store(self, block: int, lane: Any, value: Any) -> None:
         """Store a unit's output."""
@@ -691,7 +504,7 @@ class _Units:
 
         def copy(lane: Any) -> None:
             value = owner._h[((self.step + 1) % 2, self.direction, self.sequence, first + lane)]
-            value = value if self.is_within is None else tirx.Select(self.is_within, value, _zero())
+            value = value if self.is_within is None else tirx.Select(self.is_within, value, ZERO)
             T.buffer_store(owner._y, value, [self.position, self.direction, self.sequence, first + lane])
 
         if tile.units == owner.units:
@@ -719,38 +532,3 @@ def _when(condition: Any, number: int) -> Iterator[int]:
 def _run(count: int) -> Any:
     """The indices of the first `count` elements."""
     return tirx.Ramp(tirx.const(0, "int64"), tirx.const(1, "int64"), count)
-
-
-def pack_integers(weights: Array, scales: Array, gates: int, tile: Tiles) -> tuple[Array, Array, Array]:
-    """Return integers [directions, gates * units, units] as `Recurrence` reads them, the packed scales, and the sums.
-
-    The first has the shape [directions, tiles, groups of inputs, blocks, gates, lanes * numbers of a group], the others
-    [directions, tiles, blocks, gates, lanes]. `scales` are [directions, gates * units].
-    """
-    directions, _, units = weights.shape
-    groups = -(-units // INT8.group)
-
-    def pack(rows: Array) -> Array:
-        rows = rows.reshape(directions, gates, units, *rows.shape[2:])
-        rows = np.pad(rows, [(0, 0), (0, 0), (0, tile.units - units), *[(0, 0)] * (rows.ndim - 3)])
-        return rows.reshape(directions, gates, tile.count, tile.blocks, tile.lanes, *rows.shape[3:])
-
-    deep = np.pad(weights, [(0, 0), (0, 0), (0, groups * INT8.group - units)])
-    packed = pack(deep).reshape(directions, gates, tile.count, tile.blocks, tile.lanes, groups, INT8.group)
-    packed = packed.transpose(0, 2, 5, 3, 1, 4, 6).reshape(directions, tile.count, groups, tile.blocks, gates, -1)
-    by_scale, by_sum = (pack(values).transpose(0, 2, 3, 1, 4) for values in (scales, weights.sum(-1, dtype="int32")))
-    return packed, by_scale, by_sum
-
-
-def pack_units(value: relax.Expr, gates: int, tile: Tiles, emit: Callable[[relax.Expr], relax.Expr]) -> relax.Expr:
-    """Pack rows [directions, gates * units, n] into tiles [directions, tiles, blocks, gates, lanes, n].
-
-    `emit` adds an expression to the program and returns its variable. Units that padding adds are zero.
-    """
-    directions, rows, columns = (int(size) for size in value.ty.shape.values)
-    units = rows // gates
-    result = emit(relax.op.reshape(value, [directions, gates, units, columns]))
-    if units != tile.units:
-        result = emit(relax.op.nn.pad(result, [0, 0, 0, 0, 0, tile.units - units, 0, 0]))
-    result = emit(relax.op.reshape(result, [directions, gates, tile.count, tile.blocks, tile.lanes, columns]))
-    return emit(relax.op.permute_dims(result, [0, 2, 3, 1, 4, 5]))

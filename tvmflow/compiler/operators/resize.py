@@ -11,7 +11,7 @@ from tvm import relax, te, tirx
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.interpolation import Array, interpolation_weights, source_places
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static
+from tvmflow.compiler.operators.common import call_kernel, constant, is_float32, static
 
 # Images with the channels last take so many taps at once, each a whole vector; more are cheaper in two steps.
 _MOST_TAPS = 4
@@ -45,7 +45,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -
     taps = math.prod(len(places) for places, _ in tables)
     apart = layout == "NCHW" or taps > _MOST_TAPS
     compute = partial(resize, axes=[axes[place] for place in order], apart=apart)
-    return builder.call_te(compute, data, *arguments, primfunc_name_hint="resize2d", primfunc_attrs=FUSABLE)
+    return call_kernel(builder, compute, data, *arguments, name="resize2d")
 
 
 def _taps(weights: Array) -> tuple[Array, Array]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tvm import te, tirx, topi
 
@@ -10,7 +10,9 @@ from tvmflow.compiler import tiles, winograd
 from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.dotproduct import BF16, round_bf16
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import output_size, parts, static, surrounded
+from tvmflow.compiler.operators.common import parts, static
+from tvmflow.compiler.operators.geometry import Geometry
+from tvmflow.compiler.operators.padding import surrounded
 
 
 def conv2d(
@@ -18,18 +20,17 @@ def conv2d(
     weight: te.Tensor,
     *,
     channels: int,
-    padding: Sequence[int],
+    geometry: Geometry,
     annotations: Callable[[int, int, int], dict[str, Any]],
     machine: Machine,
-    stride: int = 1,
     decisions: Decisions | None = None,
     rows: int | None = None,
 ) -> te.Tensor:
     """Define a convolution of NHWC data by Winograd's algorithm.
 
-    The weights come from `transform_kernel` or `narrow_kernel` of `compiler.winograd`. `padding` is top, left, bottom,
-    right. The output tiles are the rows of a matrix product. `annotations(rows, lanes, size)` returns the annotations
-    of the product from the rows of its register tile, its lanes and the side of the output tiles in pixels.
+    The weights come from `transform_kernel` or `narrow_kernel` of `compiler.winograd`. The output tiles are the rows of
+    a matrix product. `annotations(rows, lanes, size)` returns the annotations of the product from the rows of its
+    register tile, its lanes and the side of the output tiles in pixels.
 
     With `rows` the register tile has that many rows, and the product keeps the dimensions of the images: batch, lines
     and columns of output tiles. `rows` must divide the number of output tiles in a line. Without padding, the batch may
@@ -39,70 +40,43 @@ def conv2d(
     """
     *batch, in_h, in_w, depth = data.shape
     taps, vectors, steps, lanes, *group = (int(dim) for dim in weight.shape)
-    side = math.isqrt(taps)
+    side, stride = math.isqrt(taps), geometry.strides[0]
     size = (side - 3) // stride + 1
-    top, left, bottom, right = padding
-    height, width = (
-        output_size(extent, 3, stride, before, after, 1)
-        for extent, before, after in ((in_h, top, bottom), (in_w, left, right))
-    )
+    top, left, *_ = geometry.padding
+    height, width = geometry.result_size(in_h, in_w)
     high, wide = (parts(extent, size) for extent in (height, width))
     count = topi.utils.simplify(high * wide)
     step = size * stride
-    keeps_images = rows is not None
-    in_groups = rows is None and static(count) is None
-    if rows is None:
-        if in_groups:
+    grid: _Grid
+    if rows is not None:
+        grid = _ImageGrid(batch, high, wide, size)
+    else:
+        is_free = static(count) is None
+        if is_free:
             ranked = tiles.rank(static(wide), vectors, machine, 4 * steps, unknown=winograd.UNKNOWN_ROWS)
         else:
             ranked = winograd.rank_tiles(int(high), int(wide), taps, steps, vectors, machine)
         rows = ranked[0].rows
         if decisions is not None:
             rows = tiles.choose_rows(ranked, decisions.choices.about(f"winograd {size} of {decisions.subject}"))
-    if in_groups:
-        groups = parts(width, size * rows)
-        wide = topi.utils.simplify(groups * rows)
-        dimensions = [*batch, high, groups, rows]
-    elif keeps_images:
-        dimensions = [*batch, high, wide]
-    else:
-        dimensions = [topi.utils.simplify(batch[0] * count)]
-
-    def image(*place: Any) -> tuple[Any, ...]:
-        """The image, line and column of an output tile."""
-        if in_groups:
-            *n, y, group, row = place
-            return *n, y, group * rows + row
-        if keeps_images:
-            return place
-        (p,) = place
-        return p // count, p % count // wide, p % wide
-
-    def place_of(*pixel: Any) -> tuple[Any, ...]:
-        """The place of the output tile that has a pixel: image, line and column."""
-        *n, h, w = pixel
-        if in_groups:
-            return (*n, h // size, w // (size * rows), w % (size * rows) // size)
-        if keeps_images:
-            return (*n, h // size, w // size)
-        return (n[0] * count + h // size * wide + w // size,)
+        grid = _GroupedGrid(batch, high, width, size, rows) if is_free else _FlatGrid(batch, high, wide, size)
 
     inputs, _, outputs = (matrix.tolist() for matrix in winograd.transforms(size, stride))
-    required_size = [topi.utils.simplify(step * (number - 1) + side) for number in (high, wide)]
-    needs_padding = any(padding) or not all(
+    required_size = [topi.utils.simplify(step * (number - 1) + side) for number in (high, grid.columns)]
+    needs_padding = any(geometry.padding) or not all(
         static(extent) is not None and static(required) is not None and int(extent) >= int(required)
         for extent, required in zip((in_h, in_w), required_size, strict=True)
     )
     source = surrounded(data, top, left, *required_size) if needs_padding else data
 
     def column(a: Any, j: Any, *index: Any) -> Any:
-        *n, y, x = image(*index[:-1])
+        *n, y, x = grid.image(*index[:-1])
         return combine(inputs, a, lambda i: source[(*n, y * step + i, x * step + j, index[-1])])
 
-    vertical = te.compute((side, side, *dimensions, depth), column, name="input_vertical")
+    vertical = te.compute((side, side, *grid.sizes, depth), column, name="input_vertical")
     rounded = round_bf16 if group else lambda value: value
     transformed = te.compute(
-        (side, side, *dimensions, depth),
+        (side, side, *grid.sizes, depth),
         lambda a, b, *index: rounded(combine(inputs, b, lambda j: vertical[(a, j, *index)])),
         name="input",
     )
@@ -116,23 +90,90 @@ def conv2d(
         return BF16.product(value, kernel) if group else value * kernel
 
     product = te.compute(
-        (side, side, *dimensions, vectors * lanes),
+        (side, side, *grid.sizes, vectors * lanes),
         lambda *index: te.sum(term(*index), axis=[k, *within]),
         name="product",
         attrs=annotations(rows, lanes, size),
     )
     # The dimensions of tiles come first. In the product's order, MetaSchedule would mistake this stage for its copy.
     back = te.compute(
-        (*dimensions, size, side, vectors * lanes),
+        (*grid.sizes, size, side, vectors * lanes),
         lambda *index: combine(outputs, index[-3], lambda i: product[(i, index[-2], *index[:-3], index[-1])]),
         name="output_vertical",
     )
 
     def element(*index: Any) -> Any:
         *_, h, w, c = index
-        return combine(outputs, w % size, lambda j: back[(*place_of(*index[:-1]), h % size, j, c)])
+        return combine(outputs, w % size, lambda j: back[(*grid.place(*index[:-1]), h % size, j, c)])
 
     return te.compute((*batch, height, width, channels), element, name="unpack")
+
+
+class _Grid(Protocol):
+    """The output tiles of a batch of images, as dimensions of the stages between the two transforms.
+
+    `sizes` are these dimensions, and `columns` is the number of tiles in a line.
+    """
+
+    sizes: list[Any]
+    columns: Any
+
+    def image(self, *place: Any) -> tuple[Any, ...]:
+        """Return the image, the line and the column of the tile at a place of these dimensions."""
+
+    def place(self, *pixel: Any) -> tuple[Any, ...]:
+        """Return the place of the tile that holds a pixel: image, line and column."""
+
+
+class _ImageGrid:
+    """Tiles of `size` by `size` pixels in the dimensions of the images: batch, lines and columns."""
+
+    def __init__(self, batch: Sequence[Any], lines: Any, columns: Any, size: int) -> None:
+        self.sizes, self.columns = [*batch, lines, columns], columns
+        self._size = size
+
+    def image(self, *place: Any) -> tuple[Any, ...]:
+        return place
+
+    def place(self, *pixel: Any) -> tuple[Any, ...]:
+        *n, h, w = pixel
+        return (*n, h // self._size, w // self._size)
+
+
+class _FlatGrid:
+    """Tiles of `size` by `size` pixels in one dimension; their number in an image is known."""
+
+    def __init__(self, batch: Sequence[Any], lines: Any, columns: Any, size: int) -> None:
+        self.columns, self._size = columns, size
+        self._count = topi.utils.simplify(lines * columns)
+        self.sizes = [topi.utils.simplify(batch[0] * self._count)]
+
+    def image(self, *place: Any) -> tuple[Any, ...]:
+        (p,) = place
+        return p // self._count, p % self._count // self.columns, p % self.columns
+
+    def place(self, *pixel: Any) -> tuple[Any, ...]:
+        n, h, w = pixel
+        return (n * self._count + h // self._size * self.columns + w // self._size,)
+
+
+class _GroupedGrid:
+    """Tiles of `size` by `size` pixels in lines of free length, which are filled up to whole groups of `rows` tiles."""
+
+    def __init__(self, batch: Sequence[Any], lines: Any, width: Any, size: int, rows: int) -> None:
+        groups = parts(width, size * rows)
+        self.columns = topi.utils.simplify(groups * rows)
+        self.sizes = [*batch, lines, groups, rows]
+        self._size, self._rows = size, rows
+
+    def image(self, *place: Any) -> tuple[Any, ...]:
+        *n, y, group, row = place
+        return (*n, y, group * self._rows + row)
+
+    def place(self, *pixel: Any) -> tuple[Any, ...]:
+        *n, h, w = pixel
+        pixels = self._size * self._rows
+        return (*n, h // self._size, w // pixels, w % pixels // self._size)
 
 
 def combine(matrix: Sequence[Sequence[float]], row: Any, element: Callable[[int], Any]) -> Any:

@@ -1,6 +1,7 @@
 """The passes that lower an imported model to fused, unscheduled functions, in their order."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import tvm
 from tvm import relax
@@ -114,6 +115,47 @@ def pass_names() -> list[str]:
     return sorted({*others, *(str(item.info.name) for item in ours)})
 
 
+@dataclass(frozen=True)
+class _TargetPasses:
+    """The passes that depend on the target, by where they run.
+
+    `kernels` and `integers` come first, and `layout` after the canonical form. Then `products` and `legalize` define
+    the operators as loops. `storing` decides, before functions are fused, which results are stored.
+    """
+
+    legalize: tvm.transform.Pass
+    kernels: Sequence[tvm.transform.Pass] = ()
+    integers: Sequence[tvm.transform.Pass] = ()
+    layout: Sequence[tvm.transform.Pass] = ()
+    products: Sequence[tvm.transform.Pass] = ()
+    storing: Sequence[tvm.transform.Pass] = ()
+
+
+def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bool, weights: int) -> _TargetPasses:
+    cpu = machine(target).for_weights(weights)
+    # Integer operators such as ConvInteger compute in integers in every precision; AMX serves `precision` only.
+    has_dots = explain_missing_unit(target, "int8") is None
+    narrow: dict[Precision, list[tvm.transform.Pass]] = {
+        "fp32": [FuseBlocks(cpu, choices, fast), JoinPixels()],
+        "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), JoinPixels(), RoundProducts(cpu, fast)],
+        "fp16": [HalveProducts(cpu, choices)],
+        "int8": [],
+    }
+    return _TargetPasses(
+        kernels=[lower_recurrence(cpu, has_dots), lower_trees(cpu)],
+        integers=[IntegerArithmetic(cpu, is_required=precision == "int8")] if has_dots else [],
+        layout=[attention.compose_attention(), *layout(cpu.lanes)],
+        products=[
+            attention.lower_attention(cpu, precision == "bf16"),
+            *narrow[precision],
+            IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, has_dots),
+            *([StrassenProducts(cpu, choices)] if fast else []),
+        ],
+        storing=[StoreRepeats(cpu)],
+        legalize=relax.transform.LegalizeOps(legalizations(cpu, choices, fast)),
+    )
+
+
 def lower_passes(
     target: Target,
     choices: Choices,
@@ -128,48 +170,25 @@ def lower_passes(
     `weights` is the size of the module's weights in bytes. With `packs_at_load`, the library packs large weights when
     it is loaded instead of holding them packed.
     """
-    integer_passes: list[tvm.transform.Pass] = []
-    kernel_passes: list[tvm.transform.Pass] = []
-    store_passes: list[tvm.transform.Pass] = []
     if target.arch == "cuda":
-        kernel_passes = [refuse_kernels(target.name)]
-        layout_passes: list[tvm.transform.Pass] = []
-        product_passes: list[tvm.transform.Pass] = []
-        legalize = relax.transform.LegalizeOps()
+        own = _TargetPasses(relax.transform.LegalizeOps(), kernels=[refuse_kernels(target.name)])
     else:
-        cpu = machine(target).for_weights(weights)
-        # Integer operators such as ConvInteger compute in integers in every precision; AMX serves `precision` only.
-        has_dots = explain_missing_unit(target, "int8") is None
-        kernel_passes = [lower_recurrence(cpu, has_dots), lower_trees(cpu)]
-        layout_passes = [attention.compose_attention(), *layout(cpu.lanes)]
-        narrow: dict[Precision, list[tvm.transform.Pass]] = {
-            "fp32": [FuseBlocks(cpu, choices, fast), JoinPixels()],
-            "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), JoinPixels(), RoundProducts(cpu, fast)],
-            "fp16": [HalveProducts(cpu, choices)],
-            "int8": [],
-        }
-        integers = IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, has_dots)
-        strassen = [StrassenProducts(cpu, choices)] if fast else []
-        attend = attention.lower_attention(cpu, precision == "bf16")
-        product_passes = [attend, *narrow[precision], integers, *strassen]
-        store_passes = [StoreRepeats(cpu)]
-        integer_passes = [IntegerArithmetic(cpu, is_required=precision == "int8")] if has_dots else []
-        legalize = relax.transform.LegalizeOps(legalizations(cpu, choices, fast))
+        own = _cpu_passes(target, choices, precision, fast, weights)
     return [
-        *kernel_passes,
-        *integer_passes,
+        *own.kernels,
+        *own.integers,
         *canonicalize(),
         relax.transform.DecomposeOpsForInference(),
         relax.transform.CanonicalizeBindings(),
         relax.transform.FoldConstant(),
-        *layout_passes,
+        *own.layout,
         *tidy(),
         relax.transform.CanonicalizeBindings(),
         relax.transform.EliminateCommonSubexpr(),
-        *product_passes,
+        *own.products,
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
-        legalize,
+        own.legalize,
         PackAtLoad(packs_at_load),
         NameSizes(),
         relax.transform.AnnotateTIROpPattern(),
@@ -177,7 +196,7 @@ def lower_passes(
         FuseRoundings(),
         SeparateSizes(),
         SeparateRepeats(),
-        *store_passes,
+        *own.storing,
         SeparateActivations(),
         relax.transform.FoldConstant(),
         relax.transform.DeadCodeElimination(),

@@ -10,10 +10,10 @@ from tvm import relax, te, tirx
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import attention
-from tvmflow.compiler.operators.common import FUSABLE
+from tvmflow.compiler.operators.common import FUSABLE, same_shape
 from tvmflow.compiler.passes.bf16 import round_operand
 from tvmflow.compiler.passes.patterns import factors
-from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rank, rewriting, same_shape, sizes
+from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rank, rewriting, sizes
 
 _ATTENTION = ("nn.attention", "nn.attention_bias")
 
@@ -304,7 +304,7 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
     return rewriter.builder_.call_te(compute, *bases, *masks, primfunc_name_hint="attention", primfunc_attrs=kind)
 
 
-def lower_attention(machine: Machine, bf16: bool = False) -> tvm.transform.Pass:
+def lower_attention(machine: Machine, bf16: bool) -> tvm.transform.Pass:
     """Return the pass that lowers float32 attention to one function, for this machine.
 
     The function reads queries, keys and values in place, through the transposes and slices before them. With `bf16`

@@ -11,10 +11,19 @@ from tvmflow.compiler import winograd
 from tvmflow.compiler.dotproduct import BF16, Widened, round_bf16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot
-from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, vector
+from tvmflow.compiler.operators.common import (
+    call_kernel,
+    called_operator,
+    constant,
+    is_float32,
+    same_shape,
+    static,
+    vector,
+)
+from tvmflow.compiler.operators.geometry import Geometry, is_depthwise
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
 from tvmflow.compiler.operators.products import row_dimensions
-from tvmflow.compiler.passes.narrow import ROUNDING, geometry, is_depthwise, is_weighted, narrow_products
+from tvmflow.compiler.passes.narrow import ROUNDING, is_weighted, narrow_products
 
 
 @tvm.transform.module_pass(opt_level=0, name="RoundProducts")
@@ -59,33 +68,31 @@ class _BFloat16:
                 return []
             narrow = depthwise.is_narrow(out_channels, depth, groups, self._machine)
             return [left] if narrow or dot.lanes_of(out_channels, groups, self._machine) else []
-        if getattr(call.op, "name", "") != "relax.matmul" or not is_float32(*call.args, call):
+        if called_operator(call) != "relax.matmul" or not is_float32(*call.args, call):
             return []
         left, right = call.args
         left_shape, right_shape = list(left.ty.shape.values), list(right.ty.shape.values)
         if len(left_shape) < 3 or len(left_shape) != len(right_shape) or not static(left_shape[-1]):
             return []
-        equal = tvm.sym.Analyzer().can_prove_equal
-        same = all(equal(a, b) for a, b in zip(left_shape[:-2], right_shape[:-2], strict=True))
-        return [left, right] if same else []
+        return [left, right] if same_shape(left_shape[:-2], right_shape[:-2]) else []
 
     def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
-        weight, machine, shape = call.args[1], self._machine, geometry(call)
+        weight, machine, geometry = call.args[1], self._machine, Geometry.of(call)
         groups, channels = int(call.attrs.groups), int(weight.ty.shape.values[0])
         value = weight.value.numpy()
         if is_depthwise(call):
             packed_weight = constant(depthwise.pack_array(value, vector(groups, machine)))
-            compute = _reading_bf16(depthwise.depthwise, machine=machine, **shape)
-            return _call(builder, compute, data, packed_weight, "depthwise_conv2d")
+            compute = _reading_bf16(depthwise.depthwise, geometry=geometry, machine=machine)
+            return call_kernel(builder, compute, data, packed_weight, name="depthwise_conv2d")
         if depthwise.is_narrow(channels, int(weight.ty.shape.values[1]), groups, machine):
             packed_weight = constant(depthwise.pack_pairs(value, machine.lanes))
-            compute = partial(depthwise.depthwise, machine=machine, **shape)
-            return _call(builder, compute, data, packed_weight, "grouped_conv2d_bf16")
+            compute = partial(depthwise.depthwise, geometry=geometry, machine=machine)
+            return call_kernel(builder, compute, data, packed_weight, name="grouped_conv2d_bf16")
         size = None
         if self._winograd and BF16.name not in machine.amx:
-            size = convolution.winograd_size(call.args[0], weight, groups, shape, machine, group=BF16.group)
+            size = convolution.winograd_size(call.args[0], weight, groups, geometry, machine, group=BF16.group)
         if size is not None:
-            stride, padding = shape["strides"][0], shape["padding"]
+            stride = geometry.strides[0]
             narrow = winograd.takes_narrow(size, stride, int(weight.ty.shape.values[1]))
             packed_weight = (
                 constant(winograd.narrow_kernel(value, size, machine.lanes))
@@ -96,25 +103,26 @@ class _BFloat16:
                 convolution.winograd_conv2d,
                 kind="dot_winograd" if narrow else "winograd",
                 channels=channels,
-                padding=padding,
-                stride=stride,
+                geometry=geometry,
                 machine=machine,
             )
-            return _call(builder, compute, data, packed_weight, "winograd_conv2d" + ("_bf16" if narrow else ""))
+            name = "winograd_conv2d_bf16" if narrow else "winograd_conv2d"
+            return call_kernel(builder, compute, data, packed_weight, name=name)
         packed_weight = constant(dot.pack_conv2d(value, dot.lanes_of(channels, groups, machine), BF16))
-        compute = partial(dot.conv2d, dot=BF16, channels=channels, groups=groups, machine=machine, **shape)
-        return _call(builder, compute, data, packed_weight, "conv2d_bf16")
+        compute = partial(dot.conv2d, dot=BF16, channels=channels, groups=groups, geometry=geometry, machine=machine)
+        return call_kernel(builder, compute, data, packed_weight, name="conv2d_bf16")
 
     def matmul(self, builder: relax.BlockBuilder, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
         if len(operands) == 2:
             left, right = operands
-            return _call(builder, partial(dot.batch_matmul, machine=self._machine), left, right, "batch_matmul_bf16")
+            compute = partial(dot.batch_matmul, machine=self._machine)
+            return call_kernel(builder, compute, left, right, name="batch_matmul_bf16")
         (data,), weight = operands, call.args[1]
         units = int(weight.ty.shape.values[1])
         packed_weight = constant(dot.pack_dense(weight.value.numpy(), vector(units, self._machine), BF16))
         rows = row_dimensions(data.ty.shape.values[:-1])
         compute = partial(dot.dense, dot=BF16, units=units, rows=rows, machine=self._machine)
-        return _call(builder, compute, data, packed_weight, "dense_bf16")
+        return call_kernel(builder, compute, data, packed_weight, name="dense_bf16")
 
     def round(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
         return round_operand(builder, value)
@@ -124,12 +132,6 @@ class _BFloat16:
             return te.compute(x.shape, lambda *index: BF16.widen(x[index]), name="widen")
 
         return builder.call_te(compute, value, primfunc_name_hint="widen")
-
-
-def _call(
-    builder: relax.BlockBuilder, compute: Callable[..., te.Tensor], data: relax.Expr, weight: relax.Expr, name: str
-) -> relax.Expr:
-    return builder.call_te(compute, data, weight, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
 
 
 def _reading_bf16(operator: Callable[..., te.Tensor], **arguments: Any) -> Callable[..., te.Tensor]:

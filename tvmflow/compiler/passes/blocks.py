@@ -15,10 +15,12 @@ from tvmflow.compiler import winograd
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import blocks, convolution, depthwise, dot, elementwise
-from tvmflow.compiler.operators.common import FUSABLE, constant, is_float32, static, typical_pixels, vector
+from tvmflow.compiler.operators import block_plans, blocks, convolution, depthwise, dot, elementwise
+from tvmflow.compiler.operators.common import call_kernel, called_operator, constant, static, typical_pixels, vector
+from tvmflow.compiler.operators.geometry import Geometry, has_constant_weights, is_depthwise
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
 from tvmflow.compiler.passes.bf16 import round_operand
+from tvmflow.compiler.passes.functions import relax_functions
 from tvmflow.compiler.passes.strassen import takes_one_item
 
 Array = np.ndarray[Any, Any]
@@ -92,7 +94,7 @@ class FuseBlocks:
     AMX computes the products.
     """
 
-    def __init__(self, machine: Machine, choices: Choices, fast: bool = True, bf16: bool = False) -> None:
+    def __init__(self, machine: Machine, choices: Choices, fast: bool, bf16: bool = False) -> None:
         self._options = _Options(machine, choices, fast, bf16)
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
@@ -100,10 +102,9 @@ class FuseBlocks:
         if self._options.bf16 and BF16.name in self._options.machine.amx:
             return mod
         rewriter = _Rewriter(mod, self._options)
-        for variable, function in mod.functions_items():
-            if isinstance(function, relax.Function):
-                rewriter.find_blocks(function)
-                rewriter.builder_.update_func(variable, rewriter.visit_expr(function))
+        for variable, function in relax_functions(mod).items():
+            rewriter.find_blocks(function)
+            rewriter.builder_.update_func(variable, rewriter.visit_expr(function))
         return rewriter.builder_.get()
 
 
@@ -126,12 +127,12 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
             blocks.block, block=fused.block, plan=fused.plan, machine=self._options.machine, subject=fused.subject
         )
         data = self.visit_expr(fused.data)
-        call = self.builder_.call_te(
+        call = call_kernel(
+            self.builder_,
             compute,
             self.builder_.emit(round_operand(self.builder_, data)) if fused.block.bf16 else data,
             *(self._pack(tensor) if isinstance(tensor, _Unpacked) else tensor for tensor in fused.tensors),
-            primfunc_name_hint="conv2d_block",
-            primfunc_attrs=FUSABLE,
+            name="conv2d_block",
         )
         self.set_var_remap(binding.var, self.builder_.emit(call))
 
@@ -152,7 +153,7 @@ def _find_blocks(function: relax.Function, options: _Options) -> dict[relax.Var,
         neighbours = _Neighbours(values, relax.analysis.udchain(bindings))
         members: set[relax.Var] = set()
         calls = [(variable, call) for variable, call in values.items() if _is_convolution(call)]
-        middles = [(variable, call) for variable, call in calls if _is_depthwise(call)]
+        middles = [(variable, call) for variable, call in calls if is_depthwise(call)]
         middles += [(variable, call) for variable, call in calls if _is_spatial(call)]
         for variable, call in middles:
             first, (after, last) = neighbours.before(call), neighbours.after(variable)
@@ -188,8 +189,8 @@ class _Neighbours:
             value: Any = self._values.get(variable)
             if _is_convolution(value):
                 # Before a dense convolution only a pointwise one counts: Winograd is faster for larger kernels.
-                fits = _groups(value) == 1 and (_is_depthwise(call) or _geometry(value)["kernel"] == (1, 1))
-                return _Step(value, tuple(after), variable) if fits and not _is_depthwise(value) else None
+                fits = _groups(value) == 1 and (is_depthwise(call) or Geometry.of(value).kernel == (1, 1))
+                return _Step(value, tuple(after), variable) if fits and not is_depthwise(value) else None
             place = _operand(value)
             if place is None:
                 return None
@@ -219,55 +220,25 @@ class _Neighbours:
 
 
 def _is_convolution(value: Any) -> bool:
-    if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.nn.conv2d":
-        return False
-    attrs, (data, weight) = value.attrs, value.args
-    return (
-        (attrs.data_layout, attrs.out_layout, attrs.kernel_layout) == ("NHWC", "NHWC", "OIHW")
-        and is_float32(data, weight)
-        and isinstance(weight, tvm.ir.GenericConst)
-        and static(data.ty.shape.values[3]) is not None
-    )
+    return called_operator(value) == "relax.nn.conv2d" and has_constant_weights(value)
 
 
 def _groups(call: relax.Call) -> int:
     return int(call.attrs.groups)
 
 
-def _is_depthwise(call: relax.Call) -> bool:
-    channels = int(call.args[0].ty.shape.values[3])
-    return _groups(call) == channels == int(call.args[1].ty.shape.values[0]) and channels > 1
-
-
 def _is_spatial(call: relax.Call) -> bool:
     """Whether a convolution is dense and reads more than one pixel for each pixel of its result."""
-    return _groups(call) == 1 and _geometry(call)["kernel"] != (1, 1)
+    return _groups(call) == 1 and Geometry.of(call).kernel != (1, 1)
 
 
 def _is_pointwise(call: relax.Call, data: relax.Var) -> bool:
-    geometry = _geometry(call)
-    return (
-        call.args[0].same_as(data)
-        and _groups(call) == 1
-        and geometry["kernel"] == geometry["strides"] == (1, 1)
-        and not any(geometry["padding"])
-    )
-
-
-def _geometry(call: relax.Call) -> dict[str, Any]:
-    attrs, shape = call.attrs, call.args[1].ty.shape.values
-    return {
-        "channels": int(shape[0]),
-        "kernel": (int(shape[2]), int(shape[3])),
-        "strides": tuple(int(item) for item in attrs.strides),
-        "padding": tuple(int(item) for item in attrs.padding),
-        "dilation": tuple(int(item) for item in attrs.dilation),
-    }
+    return call.args[0].same_as(data) and _groups(call) == 1 and Geometry.of(call).is_pointwise
 
 
 def _operand(value: Any) -> int | None:
     """The position of the one tensor that an element-wise call reads; None for other calls."""
-    name = getattr(value.op, "name", "") if isinstance(value, relax.Call) else ""
+    name = called_operator(value)
     if name in _UNARY:
         return 0
     if name not in _BINARY:
@@ -315,7 +286,7 @@ def _describe(steps: _Steps, options: _Options, one_item: bool, inputs: set[tirx
     image = (_assumed(height, inputs), _assumed(width, inputs), int(depth))
     block = blocks.Block(*image, first, middle, last, free, options.bf16)
     strassen = options.fast and one_item and not options.bf16
-    ranked, apart = blocks.plans(block, static(batch) or 1, options.machine, strassen=strassen)
+    ranked, apart = block_plans.plans(block, static(batch) or 1, options.machine, strassen=strassen)
     if not ranked or (not middle.depthwise and ranked[0].cycles > CLOSE * apart):
         return None
     return _Candidate(block, ranked, apart)
@@ -335,17 +306,17 @@ def _choose(candidate: _Candidate, steps: _Steps, options: _Options) -> _FusedBl
     block, ranked = candidate.block, candidate.plans
     parts = tuple(convolution.subject_of(step.call) for step in steps if step)
     decisions = options.choices.about(f"block {' and '.join(parts)}")
-    ways = {"whole": True, "apart": False}
+    forms = {"whole": True, "apart": False}
     if ranked[0].cycles >= (1.0 if block.middle.depthwise else _SURE) * candidate.apart:
-        ways = dict(reversed(ways.items()))
+        forms = dict(reversed(forms.items()))
     cycles = {"whole": ranked[0].cycles, "apart": candidate.apart}
-    if not decisions.choose("block", ways, parts, cycles):
+    if not decisions.choose("block", forms, parts, cycles):
         return None
     tensors: list[relax.Expr | _Unpacked] = []
     for step, plan_of_step in zip(steps, (block.first, block.middle, block.last), strict=True):
         if step is not None and plan_of_step is not None:
             tensors += [_pack(step.call, plan_of_step, options), *map(constant, _epilogue(step.after)[1])]
-    plan = blocks.decide(block, ranked, options.machine, decisions)
+    plan = block_plans.decide(block, ranked, options.machine, decisions)
     return _FusedBlock(_data(steps), block, plan, tuple(tensors), decisions.subject)
 
 
@@ -356,28 +327,30 @@ def _data(steps: _Steps) -> relax.Expr:
 
 def _winograd_size(call: relax.Call, options: _Options) -> int | None:
     """Return the size of Winograd's output tiles for a convolution; None for a direct convolution."""
-    if _is_depthwise(call):
+    if is_depthwise(call):
         return None
-    geometry = {name: list(_geometry(call)[name]) for name in ("strides", "padding", "dilation")}
+    data, weight = call.args
     decisions = None if options.bf16 else options.choices.about(convolution.subject_of(call))
     group = BF16.group if options.bf16 else 1
-    return convolution.winograd_size(
-        call.args[0], call.args[1], _groups(call), geometry, options.machine, decisions, group
-    )
+    return convolution.winograd_size(data, weight, _groups(call), Geometry.of(call), options.machine, decisions, group)
 
 
 def _convolution(step: _Step, winograd_size: int | None) -> blocks.Convolution:
-    call, geometry = step.call, _geometry(step.call)
-    epilogue, arrays = _epilogue(step.after)
+    call, (epilogue, arrays) = step.call, _epilogue(step.after)
     return blocks.Convolution(
-        **geometry, depthwise=_is_depthwise(call), winograd=winograd_size, epilogue=epilogue, reads=len(arrays)
+        int(call.args[1].ty.shape.values[0]),
+        Geometry.of(call),
+        depthwise=is_depthwise(call),
+        winograd=winograd_size,
+        epilogue=epilogue,
+        reads=len(arrays),
     )
 
 
 def _pack(call: relax.Call, step: blocks.Convolution, options: _Options) -> relax.Expr | _Unpacked:
     weight, machine = call.args[1], options.machine
     if step.winograd is not None:
-        return _Unpacked(weight, WinogradPacking(step.winograd, machine.lanes, step.strides[0]))
+        return _Unpacked(weight, WinogradPacking(step.winograd, machine.lanes, step.geometry.strides[0]))
     value = weight.value.numpy()
     if step.depthwise:
         return constant(depthwise.pack_array(value, machine.lanes))

@@ -9,6 +9,8 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.compiler.passes.functions import relax_functions
+
 # What a parameter is in all calls: a constant, or None where it differs. One that is not in the table was never passed.
 _Values = dict[relax.Var, "tvm.ir.GenericConst | None"]
 
@@ -27,7 +29,7 @@ def bind_constant_arguments(mod: tvm.IRModule) -> tvm.IRModule:
 
     Branches and loops are functions that get their weights as arguments. The compiler packs only constant weights.
     """
-    functions = {var: func for var, func in mod.functions_items() if isinstance(func, relax.Function)}
+    functions = relax_functions(mod)
     values = _constant_parameters(functions)
     places = {
         variable: [place for place, param in enumerate(function.params) if values.get(param) is None]

@@ -7,16 +7,15 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from tvmflow.compiler.operators.common import constant, same_shape
 from tvmflow.compiler.passes.rewrite import (
     ELEMENT,
     Array,
     Rewriter,
     by_channel,
-    constant,
     dtype,
     rank,
     rewriting,
-    same_shape,
     sizes,
     static_sizes,
 )

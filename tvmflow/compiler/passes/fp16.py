@@ -12,8 +12,9 @@ from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.dotproduct import Widened
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot, products
-from tvmflow.compiler.operators.common import FUSABLE, constant, vector
-from tvmflow.compiler.passes.narrow import geometry, is_depthwise, is_weighted, narrow_products
+from tvmflow.compiler.operators.common import call_kernel, constant, vector
+from tvmflow.compiler.operators.geometry import Geometry, is_depthwise
+from tvmflow.compiler.passes.narrow import is_weighted, narrow_products
 
 
 @tvm.transform.module_pass(opt_level=0, name="HalveProducts")
@@ -48,25 +49,20 @@ class _Float16:
         return [left] if dot.lanes_of(int(right.ty.shape.values[0]), int(call.attrs.groups), self._half) else []
 
     def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
-        weight, shape = call.args[1], geometry(call)
-        value, groups = weight.value.numpy(), int(call.attrs.groups)
-        channels, _, *kernel = value.shape
+        value, groups, geometry = call.args[1].value.numpy(), int(call.attrs.groups), Geometry.of(call)
+        channels = value.shape[0]
         if is_depthwise(call):
             packed_weight = constant(depthwise.pack_array(value, vector(groups, self._machine)))
-            filtered = partial(depthwise.depthwise, machine=self._machine, **shape)
-            name, attrs = "depthwise_conv2d", FUSABLE
-            return builder.call_te(
-                _reading(filtered), data, packed_weight, primfunc_name_hint=name, primfunc_attrs=attrs
-            )
+            filtered = partial(depthwise.depthwise, geometry=geometry, machine=self._machine)
+            return call_kernel(builder, _reading(filtered), data, packed_weight, name="depthwise_conv2d")
         packed_weight = convolution.pack_array(value, dot.lanes_of(channels, groups, self._half))
         decisions = self._choices.about(f"fp16 {convolution.subject_of(call)}")
         common = {"channels": channels, "machine": self._half, "decisions": decisions}
-        pointwise = (kernel, groups, shape["strides"]) == ([1, 1], 1, [1, 1]) and not any(shape["padding"])
         compute: Callable[..., te.Tensor]
-        if pointwise:
+        if groups == 1 and geometry.is_pointwise:
             compute = partial(convolution.pointwise_conv2d, **common)
         else:
-            compute = partial(convolution.conv2d, groups=groups, **common, **shape)
+            compute = partial(convolution.conv2d, groups=groups, geometry=geometry, **common)
         return self._call(builder, compute, data, packed_weight, "conv2d_fp16")
 
     def matmul(self, builder: relax.BlockBuilder, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
@@ -98,7 +94,7 @@ class _Float16:
             return _cast(operator(data, weight), "float32")
 
         packed_weight = constant(weight.astype("float16"))
-        return builder.call_te(compute, data, packed_weight, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
+        return call_kernel(builder, compute, data, packed_weight, name=name)
 
 
 def _cast(x: te.Tensor, dtype: str) -> te.Tensor:

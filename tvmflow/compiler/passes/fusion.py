@@ -10,7 +10,8 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.tirx import Let, PrimFunc
 
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import FOLLOWS, static
+from tvmflow.compiler.operators.common import FOLLOWS, called_operator, static
+from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
 from tvmflow.compiler.passes.narrow import ROUNDING
 from tvmflow.compiler.schedules import kernels_of
 from tvmflow.compiler.schedules.common import walk
@@ -46,8 +47,8 @@ class FuseRoundings:
         """Return the module in which such a call runs a copy of its function with the `op_pattern` of a kernel."""
         calls: list[relax.Call] = []
         of_rows: dict[tvm.ir.GlobalVar, bool] = {}
-        for _, function in mod.functions_items():
-            for block in function.body.blocks if isinstance(function, relax.Function) else ():
+        for function in relax_functions(mod).values():
+            for block in function.body.blocks:
                 users = relax.analysis.udchain(block) if isinstance(block, relax.DataflowBlock) else {}
                 values = {binding.var: binding.value for binding in block.bindings}
                 for variable, value in values.items():
@@ -92,9 +93,7 @@ class SeparateRepeats:
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with `op_pattern` set to injective for functions that repeat a kernel's result."""
-        for _, function in mod.functions_items():
-            if not isinstance(function, relax.Function):
-                continue
+        for function in relax_functions(mod).values():
             results: set[relax.Var] = set()
             for binding in (binding for block in function.body.blocks for binding in block.bindings):
                 kind = _kind(mod, binding.value)
@@ -126,9 +125,8 @@ class StoreRepeats:
         Tensors stay fused where computing them again takes less time than a function of their own.
         """
         stored: list[relax.Call] = []
-        for _, function in mod.functions_items():
-            if isinstance(function, relax.Function):
-                stored += self._list_repeated(mod, function)
+        for function in relax_functions(mod).values():
+            stored += self._list_repeated(mod, function)
         return _Separation(mod, stored, _REDUCTION).run() if stored else mod
 
     def _list_repeated(self, mod: tvm.IRModule, function: relax.Function) -> list[relax.Call]:
@@ -195,9 +193,7 @@ class SeparateActivations:
         """
         has_binding: dict[tvm.ir.GlobalVar, bool] = {}
         separate: list[relax.Call] = []
-        for _, function in mod.functions_items():
-            if not isinstance(function, relax.Function):
-                continue
+        for function in relax_functions(mod).values():
             nested: dict[relax.Var, int] = {}
             for binding in (binding for block in function.body.blocks for binding in block.bindings):
                 kind = _kind(mod, binding.value)
@@ -233,11 +229,7 @@ class _Separation(PyExprMutator):  # type: ignore[misc]
 
     def run(self) -> tvm.IRModule:
         """Return the module with the calls changed."""
-        mod = self.builder_.get()
-        for variable, function in mod.functions_items():
-            if isinstance(function, relax.Function):
-                self.builder_.update_func(variable, self.visit_expr(function))
-        return self.builder_.get()
+        return rewrite_functions(self, self.builder_.get())
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
         """Change one of the calls."""
@@ -252,7 +244,7 @@ class _Separation(PyExprMutator):  # type: ignore[misc]
 
 def _kind(mod: tvm.IRModule, call: Any) -> int | None:
     """The kind of the function that a call runs; None for other expressions and for functions without a kind."""
-    if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.call_tir":
+    if called_operator(call) != "relax.call_tir":
         return None
     function = mod[call.args[0]]
     kind = (function.attrs or {}).get("op_pattern") if isinstance(function, PrimFunc) else None

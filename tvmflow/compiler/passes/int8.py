@@ -19,8 +19,10 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import INT8
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot, products
-from tvmflow.compiler.operators.common import FUSABLE, constant, static, vector
+from tvmflow.compiler.operators.common import call_kernel, called_operator, constant, static, vector
+from tvmflow.compiler.operators.geometry import Geometry, is_channels_last, is_depthwise
 from tvmflow.compiler.operators.products import row_dimensions
+from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
 from tvmflow.errors import BuildError
 
 Array = np.ndarray[Any, Any]
@@ -52,11 +54,10 @@ class IntegerArithmetic:
         """
         layers = 0
         rewriter = _ToIntegers(mod, self._machine)
-        for variable, function in mod.functions_items():
-            if isinstance(function, relax.Function):
-                rewriter.values = relax.analysis.get_var2val(function)
-                rewriter.builder_.update_func(variable, rewriter.visit_expr(function))
-                layers += rewriter.layers
+        for variable, function in relax_functions(mod).items():
+            rewriter.values = relax.analysis.get_var2val(function)
+            rewriter.builder_.update_func(variable, rewriter.visit_expr(function))
+            layers += rewriter.layers
         if not layers and not self._is_required:
             return mod
         if not layers:
@@ -86,8 +87,7 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
             self._unsigned[binding.var] = unsigned
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
-        name = getattr(op.op, "name", "")
-        rewrite = _REWRITES.get(name)
+        rewrite = _REWRITES.get(called_operator(op))
         replacement = rewrite(self, op) if rewrite else None
         return super().visit_call_(op) if replacement is None else replacement
 
@@ -97,7 +97,7 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
     def call(self, expr: relax.Expr, *names: str) -> relax.Call | None:
         """Return the call that `expr` is, or is bound to, if its operator has one of these names; None for others."""
         value = self.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
-        return value if isinstance(value, relax.Call) and getattr(value.op, "name", "") in names else None
+        return value if called_operator(value) in names else None
 
     def value(self, expr: relax.Expr) -> Array | None:
         """Return the value of a constant, or of a variable bound to one; None for other expressions."""
@@ -226,7 +226,7 @@ def _conv2d(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
         return None
     weight, scales = weights
     groups = int(attrs.groups)
-    has_kernel = _is_depthwise(weight, groups) or _is_dot(weight, groups, rewriter._machine)
+    has_kernel = is_depthwise(call) or _is_dot(weight, groups, rewriter._machine)
     if not has_kernel or scales.size not in (1, scales.shape[0]):
         return None
     data = rewriter.integers(call.args[0])
@@ -267,10 +267,6 @@ def _matmul(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
 def _centred(rewriter: _ToIntegers, integers: relax.Var, zero: int) -> relax.Var:
     wide = rewriter.emit(relax.op.astype(integers, "int32"))
     return rewriter.emit(relax.op.subtract(wide, relax.const(zero, "int32")))
-
-
-def _is_depthwise(weight: Array, groups: int) -> bool:
-    return bool(weight.shape[1] == 1 and groups == weight.shape[0] > 1)
 
 
 def _is_dot(weight: Array, groups: int, machine: Machine) -> bool:
@@ -326,11 +322,7 @@ class IntegerProducts:
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with every Relax function rewritten."""
-        lowering = _LowerIntegers(mod, self._machine, self._choices, self._has_dots)
-        for variable, function in mod.functions_items():
-            if isinstance(function, relax.Function):
-                lowering.builder_.update_func(variable, lowering.visit_expr(function))
-        return lowering.builder_.get()
+        return rewrite_functions(_LowerIntegers(mod, self._machine, self._choices, self._has_dots), mod)
 
 
 @mutator
@@ -343,7 +335,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
         call = super().visit_call_(op)
-        lower = {"relax.nn.conv2d": self._conv2d, "relax.matmul": self._matmul}.get(getattr(call.op, "name", ""))
+        lower = {"relax.nn.conv2d": self._conv2d, "relax.matmul": self._matmul}.get(called_operator(call))
         if lower is None or not isinstance(call.args[1], tvm.ir.GenericConst):
             return call
         if str(call.args[1].ty.dtype) != "int32":
@@ -400,34 +392,26 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
 
     def _bound_call(self, expr: relax.Expr, *names: str) -> relax.Call | None:
         value = self.lookup_binding(expr) if isinstance(expr, relax.Var) else None
-        return value if isinstance(value, relax.Call) and getattr(value.op, "name", "") in names else None
+        return value if called_operator(value) in names else None
 
     def _conv2d(self, call: relax.Call, data: relax.Var, zero: relax.Expr) -> relax.Expr | None:
-        attrs, weight = call.attrs, call.args[1].value.numpy()
-        if (attrs.data_layout, attrs.out_layout, attrs.kernel_layout) != ("NHWC", "NHWC", "OIHW"):
+        if not is_channels_last(call) or static(data.ty.shape.values[3]) is None:
             return None
-        if static(data.ty.shape.values[3]) is None:
-            return None
-        groups = int(attrs.groups)
-        geometry: dict[str, Any] = {
-            "strides": [int(item) for item in attrs.strides],
-            "padding": [int(item) for item in attrs.padding],
-            "dilation": [int(item) for item in attrs.dilation],
-        }
+        weight, groups, geometry = call.args[1].value.numpy(), int(call.attrs.groups), Geometry.of(call)
         number = _number(zero)
         # A computed zero point is an operand of the function, because the padding has its value.
         zeros = [zero] if number is None else []
-        if _is_depthwise(weight, groups):
+        if is_depthwise(call):
             packed_weight = depthwise.pack(
                 self.builder_, constant(weight.astype("float32")), vector(groups, self._machine)
             )
 
             def compute(data: te.Tensor, weight: te.Tensor, *zeros: te.Tensor) -> te.Tensor:
                 centred = _Centred(data, zeros[0]() if zeros else number)
-                exact = depthwise.depthwise(centred, weight, machine=self._machine, **geometry)
+                exact = depthwise.depthwise(centred, weight, geometry=geometry, machine=self._machine)
                 return te.compute(exact.shape, lambda *index: exact[index].astype("int32"), name="whole")
 
-            return self._call(compute, data, packed_weight, *zeros, name="depthwise_conv2d")
+            return call_kernel(self.builder_, compute, data, packed_weight, *zeros, name="depthwise_conv2d")
         offsets = _offsets(weight)
         if offsets is None or not _is_dot(weight, groups, self._machine):
             return None
@@ -436,14 +420,20 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
 
         def compute_dot(data: te.Tensor, packed: te.Tensor, *zeros: te.Tensor) -> te.Tensor:
             return dot.conv2d(
-                data, packed, dot=INT8, channels=len(weight), groups=groups, machine=self._machine,
-                zero=zeros[0]() if zeros else number or 0, **geometry,
-            )  # fmt: skip
+                data,
+                packed,
+                dot=INT8,
+                channels=len(weight),
+                groups=groups,
+                geometry=geometry,
+                machine=self._machine,
+                zero=zeros[0]() if zeros else number or 0,
+            )
 
         packed_weight = constant(dot.pack_conv2d(weight, lanes, INT8))
         # Without padding, no result depends on what fills the last tile of a line.
-        zeros = zeros if any(geometry["padding"]) else []
-        product = self._call(compute_dot, data, packed_weight, *zeros, name="conv2d_int8")
+        zeros = zeros if any(geometry.padding) else []
+        product = call_kernel(self.builder_, compute_dot, data, packed_weight, *zeros, name="conv2d_int8")
         return self._correct(product, zero, weight.sum(axis=(1, 2, 3)), offsets)
 
     def _matmul(self, call: relax.Call, data: relax.Var, zero: relax.Expr) -> relax.Expr | None:
@@ -456,11 +446,8 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         packed_weight = constant(dot.pack_dense(weight, vector(units, self._machine), INT8))
         rows = row_dimensions(data.ty.shape.values[:-1])
         compute = partial(dot.dense, dot=INT8, units=units, rows=rows, machine=self._machine)
-        product = self._call(compute, data, packed_weight, name="dense_int8")
+        product = call_kernel(self.builder_, compute, data, packed_weight, name="dense_int8")
         return self._correct(product, zero, weight.sum(axis=0), offsets)
-
-    def _call(self, compute: Callable[..., te.Tensor], *operands: relax.Expr, name: str) -> relax.Expr:
-        return self.builder_.call_te(compute, *operands, primfunc_name_hint=name, primfunc_attrs=FUSABLE)
 
     def _correct(self, product: relax.Expr, zero: relax.Expr, sums: Array, offsets: Array) -> relax.Expr:
         """The product of centred integers with the weights, from that of unsigned ones with `_with_ones(weights)`."""

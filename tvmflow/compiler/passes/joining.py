@@ -10,7 +10,8 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmflow.compiler.operators.common import static
+from tvmflow.compiler.operators.common import called_operator, static
+from tvmflow.compiler.passes.functions import relax_functions
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,11 @@ class JoinProducts:
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with such products joined, where they multiply more than half of a tensor's slices."""
         joining = _Joining(mod)
-        for variable, function in mod.functions_items():
-            if isinstance(function, relax.Function):
-                joining.groups = [group for group in _find_groups(function) if group.is_worth_it()]
-                if joining.groups:
-                    joined = relax.analysis.remove_all_unused(joining.visit_expr(function))
-                    joining.builder_.update_func(variable, joined)
+        for variable, function in relax_functions(mod).items():
+            joining.groups = [group for group in _find_groups(function) if group.is_worth_it()]
+            if joining.groups:
+                joined = relax.analysis.remove_all_unused(joining.visit_expr(function))
+                joining.builder_.update_func(variable, joined)
         return joining.builder_.get()
 
 
@@ -65,7 +65,7 @@ def _find_groups(function: relax.Function) -> Iterator[_Group]:
         values = {binding.var: binding.value for binding in block.bindings if isinstance(binding, relax.VarBinding)}
         groups: list[_Group] = []
         for call in values.values():
-            piece = _slice_of(values.get(call.args[0])) if _is_call(call, "relax.matmul") else None
+            piece = _slice_of(values.get(call.args[0])) if called_operator(call) == "relax.matmul" else None
             if piece is None or call.args[1].ty.ndim != 2:
                 continue
             group = next((group for group in groups if group.takes(piece, call.args[1])), None)
@@ -76,13 +76,9 @@ def _find_groups(function: relax.Function) -> Iterator[_Group]:
         yield from groups
 
 
-def _is_call(expr: relax.Expr, name: str) -> bool:
-    return isinstance(expr, relax.Call) and getattr(expr.op, "name", "") == name
-
-
 def _slice_of(expr: relax.Expr | None) -> _Slice | None:
     """The slice of a tensor, before its last dimension, that an expression takes by a constant index; else None."""
-    if expr is None or not _is_call(expr, "relax.take") or expr.attrs.axis is None:
+    if expr is None or called_operator(expr) != "relax.take" or expr.attrs.axis is None:
         return None
     data, index = expr.args
     if not isinstance(data, relax.Var) or not isinstance(data.ty.shape, relax.ShapeExpr):
@@ -104,7 +100,7 @@ class _Joining(PyExprMutator):  # type: ignore[misc]
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
         """Replace a product of a group by a slice of the group's product."""
-        for group in self.groups if _is_call(op, "relax.matmul") else ():
+        for group in self.groups if called_operator(op) == "relax.matmul" else ():
             piece = next((piece for call, piece in group.members if call.same_as(op)), None)
             if piece is not None:
                 return relax.op.take(self._product(group, op), piece.index, axis=group.axis)
@@ -112,8 +108,8 @@ class _Joining(PyExprMutator):  # type: ignore[misc]
 
     def _product(self, group: _Group, call: relax.Call) -> relax.Var:
         """The variable of the product of the group's whole tensor, which the first member emits."""
-        for known, product in self._products:
-            if known is group:
+        for other, product in self._products:
+            if other is group:
                 return product
         whole = relax.op.matmul(*map(self.visit_expr, (group.data, group.weight)), out_dtype=call.attrs.out_dtype)
         product = self.builder_.emit(whole)

@@ -9,6 +9,9 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmflow.compiler.machine import NARROWEST
+from tvmflow.compiler.operators.common import are_equal, same_shape
+from tvmflow.compiler.passes.functions import rewrite_functions
+from tvmflow.compiler.passes.rewrite import sizes
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,7 @@ class ChannelsLast:
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with every Relax function rewritten."""
-        layout = _Layout(mod, self._lanes)
-        for variable, function in mod.functions_items():
-            if isinstance(function, relax.Function):
-                layout.builder_.update_func(variable, layout.visit_expr(function))
-        return layout.builder_.get()
+        return rewrite_functions(_Layout(mod, self._lanes), mod)
 
 
 @mutator
@@ -196,6 +195,16 @@ def _elements(sizes: Sequence[Any]) -> int:
 _Rule = Callable[[_Layout, relax.Call], _Permuted | None]
 
 
+def _on_transposed(rule: Callable[[_Layout, relax.Call, _Permuted], _Permuted | None]) -> _Rule:
+    """Make a rule for calls of which the first operand has a pending transpose; `rule` gets this operand as well."""
+
+    def apply(layout: _Layout, call: relax.Call) -> _Permuted | None:
+        value = layout.value(call.args[0])
+        return None if value is None or value.is_plain else rule(layout, call, value)
+
+    return apply
+
+
 def _elementwise(layout: _Layout, call: relax.Call) -> _Permuted | None:
     tensors = [arg for arg in call.args if isinstance(arg.ty, relax.TensorType)]
     values = _operands(layout, tensors)
@@ -249,10 +258,10 @@ def _pool2d(layout: _Layout, call: relax.Call) -> _Permuted | None:
     return _spatial("NCHW", None, always=wide and overlap)(layout, call)
 
 
-def _pool1d(layout: _Layout, call: relax.Call) -> _Permuted | None:
+@_on_transposed
+def _pool1d(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
     """Write one-dimensional pooling as pooling of images one line high."""
-    value = _transposed(call, layout)
-    if value is None or value.axes != (0, 2, 1) or (call.attrs.layout, call.attrs.out_layout) != ("NCW", "NCW"):
+    if value.axes != (0, 2, 1) or (call.attrs.layout, call.attrs.out_layout) != ("NCW", "NCW"):
         return None
     size, stride, dilation = (int(item[0]) for item in (call.attrs.pool_size, call.attrs.strides, call.attrs.dilation))
     before, after = (int(item) for item in call.attrs.padding)
@@ -261,10 +270,11 @@ def _pool1d(layout: _Layout, call: relax.Call) -> _Permuted | None:
     return _Permuted(layout.emit(relax.op.squeeze(pooled, [1])), value.axes)
 
 
-def _pool3d(layout: _Layout, call: relax.Call) -> _Permuted | None:
+@_on_transposed
+def _pool3d(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
     """Pool within every slice, then across slices: a window's maximum or mean is that of its slices' results."""
-    value, out, attrs = _transposed(call, layout), _shape(call), call.attrs
-    if value is None or out is None or value.axes != (0, 4, 1, 2, 3):
+    out, attrs = sizes(call), call.attrs
+    if out is None or value.axes != (0, 4, 1, 2, 3):
         return None
     if (attrs.layout, attrs.out_layout) != ("NCDHW", "NCDHW"):
         return None
@@ -295,16 +305,8 @@ def _pool_images(
     return layout.emit(pool(images, size, strides, padding, dilation, *modes, layout="NHWC", out_layout="NHWC"))
 
 
-def _transposed(call: relax.Call, layout: _Layout) -> _Permuted | None:
-    """The first operand if it is not plain; else None."""
-    value = layout.value(call.args[0])
-    return None if value is None or value.is_plain else value
-
-
-def _reduction(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    value = _transposed(call, layout)
-    if value is None:
-        return None
+@_on_transposed
+def _reduction(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
     rank, axis = len(value.axes), call.attrs.axis
     single = isinstance(axis, int | tvm.tirx.IntImm)
     places = range(rank) if axis is None else [int(item) % rank for item in ([axis] if single else axis)]
@@ -322,10 +324,10 @@ def _without(axes: Sequence[int], base_axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(rest).index(axis) for axis in rest)
 
 
-def _along(layout: _Layout, call: relax.Call) -> _Permuted | None:
+@_on_transposed
+def _along(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
     """Operators on one dimension that keep the shape."""
-    value = _transposed(call, layout)
-    if value is None or call.attrs.axis is None:
+    if call.attrs.axis is None:
         return None
     axis = value.axes[int(call.attrs.axis) % len(value.axes)]
     return _Permuted(
@@ -333,11 +335,9 @@ def _along(layout: _Layout, call: relax.Call) -> _Permuted | None:
     )
 
 
-def _norm(layout: _Layout, call: relax.Call) -> _Permuted | None:
+@_on_transposed
+def _norm(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
     """Norms over the last dimensions, which stay there."""
-    value = _transposed(call, layout)
-    if value is None:
-        return None
     rank = len(value.axes)
     axes = [int(axis) % rank for axis in call.attrs.axes]
     if axes != list(range(rank - len(axes), rank)) or [value.axes[axis] for axis in axes] != axes:
@@ -345,11 +345,9 @@ def _norm(layout: _Layout, call: relax.Call) -> _Permuted | None:
     return _Permuted(_call(layout, call, [value.base, *map(layout.visit_expr, call.args[1:])]), value.axes)
 
 
-def _channel_norm(layout: _Layout, call: relax.Call) -> _Permuted | None:
+@_on_transposed
+def _channel_norm(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
     """Norms over the dimensions of each group of channels."""
-    value = _transposed(call, layout)
-    if value is None:
-        return None
     rank = len(value.axes)
     channel = value.axes[int(call.attrs.channel_axis) % rank]
     axes = sorted(value.axes[int(axis) % rank] for axis in call.attrs.axes)
@@ -368,69 +366,61 @@ def _concat(layout: _Layout, call: relax.Call) -> _Permuted | None:
     return _Permuted(_call(layout, call, [fields], {"axis": axes[int(call.attrs.axis) % len(axes)]}), axes)
 
 
-def _split(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    value = _transposed(call, layout)
-    if value is None:
-        return None
+@_on_transposed
+def _split(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
     axis = value.axes[int(call.attrs.axis) % len(value.axes)]
     return _Permuted(_call(layout, call, [value.base], {"axis": axis}), value.axes)
 
 
-def _strided_slice(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    value = _transposed(call, layout)
-    if value is None or not isinstance(call.args[1], relax.Tuple):
+@_on_transposed
+def _strided_slice(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
+    if not isinstance(call.args[1], relax.Tuple):
         return None
     axes = relax.Tuple([tvm.tirx.IntImm("int64", value.axes[int(axis) % len(value.axes)]) for axis in call.args[1]])
     args = [value.base, axes, *map(layout.visit_expr, call.args[2:])]
     return _Permuted(_call(layout, call, args), value.axes)
 
 
-def _pad(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    value = _transposed(call, layout)
-    if value is None:
-        return None
+@_on_transposed
+def _pad(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
     widths = [int(width) for width in call.attrs.pad_width]
     base_widths = [width for place in _inverse(value.axes) for width in widths[2 * place : 2 * place + 2]]
     return _Permuted(_call(layout, call, [value.base], {"pad_width": base_widths}), value.axes)
 
 
-def _tile(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    value = _transposed(call, layout)
-    if value is None or len(call.attrs.repeats) != len(value.axes):
+@_on_transposed
+def _tile(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
+    if len(call.attrs.repeats) != len(value.axes):
         return None
     repeats = [int(call.attrs.repeats[place]) for place in _inverse(value.axes)]
     return _Permuted(_call(layout, call, [value.base], {"repeats": repeats}), value.axes)
 
 
-def _broadcast_to(layout: _Layout, call: relax.Call) -> _Permuted | None:
-    value, target = _transposed(call, layout), _shape(call)
-    if value is None or target is None or len(target) != len(value.axes):
+@_on_transposed
+def _broadcast_to(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
+    target = sizes(call)
+    if target is None or len(target) != len(value.axes):
         return None
     return _Permuted(
         layout.emit(relax.op.broadcast_to(value.base, [target[i] for i in _inverse(value.axes)])), value.axes
     )
 
 
-def _shape(call: relax.Call) -> list[Any] | None:
-    shape = call.ty.shape if isinstance(call.ty, relax.TensorType) else None
-    return list(shape.values) if isinstance(shape, relax.ShapeExpr) else None
-
-
-def _reshape(layout: _Layout, call: relax.Call) -> _Permuted | None:
+@_on_transposed
+def _reshape(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
     """Reshape, or add or remove dimensions of size one.
 
     Dimensions that merge must be neighbours in memory; where they are not, a transpose brings them together first.
     """
-    value, target = _transposed(call, layout), _shape(call)
-    groups = None if value is None or target is None else _groups(value.sizes, target)
-    if value is None or target is None or groups is None:
+    target = sizes(call)
+    groups = None if target is None else _groups(value.sizes, target)
+    if target is None or groups is None:
         return None
-    sizes = value.sizes
-    ones = [place for place, size in enumerate(sizes) if _is_one(size)]
+    ones = [place for place, size in enumerate(value.sizes) if _is_one(size)]
     stored_axes = [place for place in _inverse(value.axes) if place not in ones]
     memory = stored_axes
     for before, _ in groups:
-        memory = _together(memory, before, sizes, layout.run)
+        memory = _together(memory, before, value.sizes, layout.run)
     base = value.base
     if memory != stored_axes:
         base = layout.emit(relax.op.permute_dims(base, [value.axes[place] for place in (*ones, *memory)]))
@@ -442,7 +432,7 @@ def _reshape(layout: _Layout, call: relax.Call) -> _Permuted | None:
         leading = all(_is_one(size) for size in target[:place])
         order.insert(place if leading else len(order) if following is None else order.index(following), place)
     shape = [target[place] for place in order]
-    if not _same(base.ty.shape.values, shape):
+    if not same_shape(base.ty.shape.values, shape):
         base = layout.emit(relax.op.reshape(base, shape))
     return _Permuted(base, tuple(_inverse(order)))
 
@@ -457,7 +447,7 @@ def _groups(sizes: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int]
     groups = []
     while rest and right:
         before, after = [rest.pop(0)], [right.pop(0)]
-        while not _equal(_product(sizes, before), _product(target, after)):
+        while not are_equal(_product(sizes, before), _product(target, after)):
             wide = _elements([sizes[place] for place in before]), _elements([target[place] for place in after])
             group, source = (before, rest) if wide[0] < wide[1] else (after, right)
             if not source:
@@ -472,14 +462,6 @@ def _product(sizes: Sequence[Any], places: Sequence[int]) -> Any:
     for place in places[1:]:
         total = total * sizes[place]
     return total
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return bool(tvm.sym.Analyzer().can_prove_equal(a, b))
-
-
-def _same(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(sizes) == len(others) and all(_equal(a, b) for a, b in zip(sizes, others, strict=True))
 
 
 def _together(memory: list[int], places: list[int], sizes: Sequence[Any], run: int) -> list[int]:

@@ -6,7 +6,9 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmflow.compiler.operators.common import is_float32, static
+from tvmflow.compiler.operators.common import called_operator, is_float32, static
+from tvmflow.compiler.operators.geometry import has_constant_weights
+from tvmflow.compiler.passes.functions import relax_functions
 
 # The attribute of functions that round a tensor to the type. A pass before this one may have emitted calls of them.
 ROUNDING = "tvmflow.rounding"
@@ -41,51 +43,28 @@ def narrow_products(mod: tvm.IRModule, numbers: Numbers) -> tvm.IRModule:
     is rounded once for all of them.
     """
     rounding = _Round(mod, numbers)
-    for variable, function in mod.functions_items():
-        if isinstance(function, relax.Function):
-            rounding.collect_operands(function)
-            rounding.builder_.update_func(variable, rounding.visit_expr(function))
+    for variable, function in relax_functions(mod).items():
+        rounding.collect_operands(function)
+        rounding.builder_.update_func(variable, rounding.visit_expr(function))
     return rounding.builder_.get()
 
 
 def is_weighted(call: relax.Call) -> bool:
     """Whether a call is a convolution of NHWC data or a matrix product, in float32 and with constant weights."""
-    name = getattr(call.op, "name", "")
+    name = called_operator(call)
     if name not in ("relax.nn.conv2d", "relax.matmul") or not is_float32(*call.args):
         return False
-    left, right = call.args
-    if not isinstance(right, tvm.ir.GenericConst):
-        return False
     if name == "relax.nn.conv2d":
-        layouts = (call.attrs.data_layout, call.attrs.out_layout, call.attrs.kernel_layout)
-        return layouts == ("NHWC", "NHWC", "OIHW") and static(left.ty.shape.values[3]) is not None
+        return has_constant_weights(call)
+    left, right = call.args
     sizes = left.ty.shape.values
     return (
-        str(call.ty.dtype) == "float32"
+        isinstance(right, tvm.ir.GenericConst)
+        and str(call.ty.dtype) == "float32"
         and len(right.ty.shape.values) == 2
         and len(sizes) >= 2
         and bool(static(sizes[-1]))
     )
-
-
-def is_depthwise(call: relax.Call) -> bool:
-    """Whether a convolution with constant weights filters each channel by itself."""
-    out_channels, depth = (int(dim) for dim in call.args[1].ty.shape.values[:2])
-    return depth == 1 and int(call.attrs.groups) == out_channels > 1
-
-
-def geometry(call: relax.Call) -> dict[str, Any]:
-    """Return a convolution's strides, padding and dilation, as keyword arguments."""
-    attrs = call.attrs
-    return {
-        "strides": [int(item) for item in attrs.strides],
-        "padding": [int(item) for item in attrs.padding],
-        "dilation": [int(item) for item in attrs.dilation],
-    }
-
-
-def _is_reshape(value: relax.Expr) -> bool:
-    return isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.reshape"
 
 
 @mutator
@@ -116,7 +95,7 @@ class _Round(PyExprMutator):  # type: ignore[misc]
         super().visit_var_binding_(binding)
         if binding.var in self._operands:
             # A tensor is rounded before it is reshaped, so that the function that computes it can round its result.
-            reshape = binding.value if _is_reshape(binding.value) else None
+            reshape = binding.value if called_operator(binding.value) == "relax.reshape" else None
             value = self.visit_expr(binding.var if reshape is None else reshape.args[0])
             # A value that is read outside of its dataflow block is rounded for its readers there, too.
             emit = self.builder_.emit if isinstance(binding.var, relax.DataflowVar) else self._emit_output

@@ -21,13 +21,13 @@ class BindSizesFirst:
         """Return the function with its bindings in that order; those that need not move stay in theirs."""
         if not isinstance(function.body, relax.SeqExpr):
             return function
-        known = {*function.params, *relax.analysis.defined_symbolic_vars(_signature(function))}
+        available = {*function.params, *relax.analysis.defined_symbolic_vars(_signature(function))}
         blocks = []
         for block in function.body.blocks:
-            bindings = _ordered(block.bindings, known) if isinstance(block, relax.DataflowBlock) else block.bindings
+            bindings = _ordered(block.bindings, available) if isinstance(block, relax.DataflowBlock) else block.bindings
             blocks.append(relax.DataflowBlock(bindings) if isinstance(block, relax.DataflowBlock) else block)
             for binding in bindings:
-                known.update(_defined(binding))
+                available.update(_defined(binding))
         if all(old.same_as(new) for old, new in zip(function.body.blocks, blocks, strict=True)):
             return function
         body = relax.SeqExpr(blocks, function.body.body)
@@ -39,19 +39,19 @@ def _signature(function: relax.Function) -> relax.Function:
     return relax.Function(function.params, relax.Tuple([]), relax.TupleType([]))
 
 
-def _ordered(bindings: Sequence[Any], known: set[Any]) -> list[Any]:
+def _ordered(bindings: Sequence[Any], available: set[Any]) -> list[Any]:
     """The bindings, each after those that it reads; as they are where there is no such order."""
-    known = set(known)
+    available = set(available)
     waiting: list[tuple[Any, set[Any]]] = []
     ordered: list[Any] = []
 
     def place(binding: Any) -> None:
         ordered.append(binding)
-        known.update(_defined(binding))
+        available.update(_defined(binding))
 
     for binding in bindings:
         waiting.append((binding, set(_read(binding))))
-        while (ready := next((item for item in waiting if item[1] <= known), None)) is not None:
+        while (ready := next((item for item in waiting if item[1] <= available), None)) is not None:
             waiting.remove(ready)
             place(ready[0])
     return ordered if not waiting else list(bindings)

@@ -13,6 +13,7 @@ from tvmflow.bundle import PACK_WEIGHTS
 from tvmflow.compiler.operators.common import constant
 from tvmflow.compiler.operators.packing import packing_of
 from tvmflow.compiler.passes.calls import ConstantKey, calls_of, key_of_constant
+from tvmflow.compiler.passes.functions import relax_functions
 
 # The fewest bytes by which packed weights must exceed the weights. Each call of the model passes the packed weights as
 # an argument, which costs more than a few pages of memory are worth.
@@ -42,7 +43,7 @@ class PackAtLoad:
         A packing that makes the weights larger by 16 KiB or more is moved to `pack_weights`, which is added to the
         module if any is moved. Another packing is replaced by its result.
         """
-        functions = {variable: func for variable, func in mod.functions_items() if isinstance(func, relax.Function)}
+        functions = relax_functions(mod)
         called = {call.op for function in functions.values() for call in calls_of(function, functions)}
         packings = _Packings(mod)
         for variable, function in functions.items():

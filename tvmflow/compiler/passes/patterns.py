@@ -7,7 +7,8 @@ import numpy as np
 import tvm
 from tvm import relax, tirx
 
-from tvmflow.compiler.passes.rewrite import Rewriter, by_channel, constant, dtype, rank, rewriting, same_shape, sizes
+from tvmflow.compiler.operators.common import constant, same_shape
+from tvmflow.compiler.passes.rewrite import Rewriter, by_channel, dtype, rank, rewriting, sizes
 
 # The relative tolerance for the constants of a formula: exporters write them with few digits.
 _TOLERANCE = 1e-4
@@ -74,13 +75,13 @@ def _without(
     return rest
 
 
-def _plus(rewriter: Rewriter, expr: relax.Expr, number: float) -> relax.Expr | None:
-    """Return x if an expression is `x + number`, else None."""
+def _plus_one(rewriter: Rewriter, expr: relax.Expr) -> relax.Expr | None:
+    """Return x if an expression is `x + 1`, else None."""
     call = rewriter.call(expr, "add")
     if call is None:
         return None
     for a, b in ((0, 1), (1, 0)):
-        if _is_close(rewriter.scalar(call.args[a]), number):
+        if _is_close(rewriter.scalar(call.args[a]), 1.0):
             return call.args[b]
     return None
 
@@ -104,7 +105,7 @@ def _gelu(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         return None
     scale, parts = factors(rewriter, call)
     for part in parts:
-        inner = _plus(rewriter, part, 1.0)
+        inner = _plus_one(rewriter, part)
         if inner is None:
             continue
         x = _of(rewriter, inner, "erf", math.sqrt(0.5))
@@ -151,7 +152,7 @@ def compose_gelu() -> tvm.transform.Pass:
 def _logistic(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     """Write 1 / (1 + e^-x) as sigmoid, x / (1 + e^-x) as SiLU."""
     above, below = call.args
-    exponential = _plus(rewriter, below, 1.0) if _is_float(call) else None
+    exponential = _plus_one(rewriter, below) if _is_float(call) else None
     x = None if exponential is None else _of(rewriter, exponential, "exp", -1.0)
     if x is None or not same_shape(sizes(x), sizes(call)):
         return None
@@ -181,7 +182,7 @@ def _softplus(rewriter: Rewriter, expr: relax.Expr) -> relax.Expr | None:
     """Return x if an expression is ln(1 + e^x), plainly or as max(x, 0) + ln(1 + e^-|x|); else None."""
     log = rewriter.call(expr, "log")
     if log is not None:
-        exponential = _plus(rewriter, log.args[0], 1.0)
+        exponential = _plus_one(rewriter, log.args[0])
         call = None if exponential is None else rewriter.call(exponential, "exp")
         return None if call is None else call.args[0]
     total = rewriter.call(expr, "add")
@@ -190,7 +191,7 @@ def _softplus(rewriter: Rewriter, expr: relax.Expr) -> relax.Expr | None:
     for a, b in ((0, 1), (1, 0)):
         positive = rewriter.call(total.args[a], "nn.relu", "maximum")
         log = rewriter.call(total.args[b], "log")
-        exponential = None if log is None else _plus(rewriter, log.args[0], 1.0)
+        exponential = None if log is None else _plus_one(rewriter, log.args[0])
         distance = None if exponential is None else _of(rewriter, exponential, "exp", -1.0)
         call = None if distance is None else rewriter.call(distance, "abs")
         if positive is None or call is None or not rewriter.same(positive.args[0], call.args[0]):

@@ -8,9 +8,11 @@ from tvm import relax, tirx
 from tvmflow.compiler import extensions
 from tvmflow.compiler.dotproduct import has_dot
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import vector
-from tvmflow.compiler.operators.recurrence import Array, Cell, Recurrence, Tiles, pack_integers, pack_units
-from tvmflow.compiler.passes.rewrite import Rewriter, constant, rewriting
+from tvmflow.compiler.operators.cell_tiles import Array, Tiles, pack_integers, pack_units
+from tvmflow.compiler.operators.cells import Cell
+from tvmflow.compiler.operators.common import constant, vector
+from tvmflow.compiler.operators.recurrence import Recurrence
+from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 
 
 def lower_recurrence(machine: Machine, has_dots: bool) -> tvm.transform.Pass:

@@ -10,6 +10,9 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.compiler.operators.common import called_operator
+from tvmflow.compiler.passes.functions import relax_functions
+
 Array = npt.NDArray[Any]
 # Replaces a call, or an element of the tuple that a call returned; None where the rule does not apply.
 Rule = Callable[["Rewriter", Any], relax.Expr | None]
@@ -64,12 +67,8 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         return expr
 
     def _apply_once(self, expr: relax.Expr) -> relax.Expr | None:
-        if isinstance(expr, relax.TupleGetItem):
-            name = ELEMENT
-        elif isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op):
-            name = expr.op.name.removeprefix("relax.")
-        else:
-            return None
+        is_element = isinstance(expr, relax.TupleGetItem)
+        name = ELEMENT if is_element else called_operator(expr).removeprefix("relax.")
         for rule in self._rules.get(name, ()):
             replacement = rule(self, expr)
             if replacement is not None:
@@ -99,9 +98,7 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         The names are without `relax.`.
         """
         expr = self.behind(expr)
-        if isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op):
-            return expr if expr.op.name.removeprefix("relax.") in names else None
-        return None
+        return expr if called_operator(expr).removeprefix("relax.") in names else None
 
     def constant(self, expr: relax.Expr) -> Array | None:
         """Return the value of a constant, or of a variable bound to one; None for other expressions."""
@@ -170,21 +167,15 @@ def rewriting(name: str, rules: Mapping[str, Sequence[Rule]]) -> tvm.transform.P
         for _ in range(_MOST):
             rewriter = Rewriter(mod, rules)
             has_changed = False
-            for variable, function in mod.functions_items():
-                if isinstance(function, relax.Function):
-                    rewriter.builder_.update_func(variable, rewriter.rewrite(function))
-                    has_changed = has_changed or rewriter.has_changed
+            for variable, function in relax_functions(mod).items():
+                rewriter.builder_.update_func(variable, rewriter.rewrite(function))
+                has_changed = has_changed or rewriter.has_changed
             if not has_changed:
                 return mod
             mod = rewriter.builder_.get()
         return mod
 
     return tvm.transform.module_pass(transform, opt_level=0, name=name)
-
-
-def constant(value: Array) -> relax.Expr:
-    """Return an array as a constant of the program."""
-    return relax.const(tvm.runtime.tensor(np.asarray(value, order="C")))
 
 
 def sizes(expr: relax.Expr) -> list[Any] | None:
@@ -209,14 +200,6 @@ def rank(expr: relax.Expr) -> int | None:
 def dtype(expr: relax.Expr) -> str:
     """Return the name of a tensor's element type, such as `float32`; empty where it is unknown."""
     return str(expr.ty.dtype) if isinstance(expr.ty, relax.TensorType) and expr.ty.dtype is not None else ""
-
-
-def same_shape(a: Sequence[Any] | None, b: Sequence[Any] | None) -> bool:
-    """Whether two shapes `a` and `b` are provably equal; false where one is None (unknown)."""
-    if a is None or b is None or len(a) != len(b):
-        return False
-    analyzer = tvm.sym.Analyzer()
-    return all(bool(analyzer.can_prove_equal(x, y)) for x, y in zip(a, b, strict=True))
 
 
 def by_channel(value: Array, dims: int, channel: int, extent: int) -> Array | None:

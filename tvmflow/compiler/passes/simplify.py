@@ -8,16 +8,14 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from tvmflow.compiler.operators.common import typical_pixels
+from tvmflow.compiler.operators.common import constant, same_shape, typical_pixels
 from tvmflow.compiler.passes.rewrite import (
     ELEMENT,
     Array,
     Rewriter,
-    constant,
     dtype,
     rank,
     rewriting,
-    same_shape,
     sizes,
     static_sizes,
 )

@@ -18,6 +18,8 @@ from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.tirx import PrimFunc
 
+from tvmflow.compiler.passes.functions import relax_functions
+
 # Operators on sizes that no simplification sees through.
 _OPAQUE = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod, tirx.Min, tirx.Max)
 _COMPOUND = (tirx.Add, tirx.Sub, tirx.Mul, *_OPAQUE)
@@ -100,9 +102,8 @@ def _calls_of_functions(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, list[relax.
             else:
                 others.add(variable)
 
-    for _, function in sorted(mod.functions_items(), key=lambda item: str(item[0].name_hint)):
-        if isinstance(function, relax.Function):
-            relax.analysis.post_order_visit(function, visit)
+    for _, function in sorted(relax_functions(mod).items(), key=lambda item: str(item[0].name_hint)):
+        relax.analysis.post_order_visit(function, visit)
     return {variable: sites for variable, sites in calls.items() if variable not in others}
 
 
@@ -126,6 +127,69 @@ def _is_symbolic(function: PrimFunc) -> bool:
     return any(shape is None or not all(isinstance(dim, tirx.IntImm) for dim in shape) for shape in dims)
 
 
+class _SizeNames:
+    """Names for the sizes of a function's tensors that are expressions.
+
+    `table` has what replaces an expression, by its `_key`. `scalars` are the variables that stand for a part of an
+    expression, with that part.
+    """
+
+    def __init__(self, function: PrimFunc, products: bool) -> None:
+        self.table: dict[Any, Any] = {}
+        self.scalars: dict[tirx.Var, Any] = {}
+        self._function, self._products = function, products
+        self._numbers = count()
+        self._analyzer = tvm.sym.Analyzer()
+        self._quotients: list[tirx.FloorDiv] = []
+
+    def add(self, dims: Sequence[Any]) -> None:
+        """Name these dimensions, none of which is a number or a variable."""
+        if not self._products:
+            # Nor may the expression depend on the function's other sizes, which the function that it is fused with
+            # lacks.
+            self._name_parts([dim for dim in dims if not isinstance(_split_last_number(dim)[0], _OPAQUE)])
+        # A dimension that is an opaque expression and a number is itself the variable, as is one that is such an
+        # expression alone. In functions that are still to be fused the latter come first, so that no dimension is a
+        # difference: TVM would give that another expression than the dimension of the function before or after it.
+        for dim in dims if self._products else sorted(dims, key=lambda dim: not isinstance(dim, _OPAQUE)):
+            self._name(dim)
+        self._name_parts(dims)
+
+    def replace(self, expr: Any) -> Any:
+        """Return what replaces an expression, the expression itself where nothing does."""
+        key = _key(expr)
+        if key not in self.table and isinstance(expr, tirx.FloorDiv):
+            self.table[key] = _by_quotients(expr, self._quotients, self.table)
+        return self.table.get(key, expr)
+
+    def _name(self, dim: Any) -> None:
+        """Make a variable of a dimension that is an expression, and a number larger or smaller, where that helps."""
+        core, number = _split_last_number(dim)
+        is_opaque = isinstance(core, _OPAQUE)
+        if _key(core) in self.table:
+            if is_opaque and _key(dim) not in self.table:
+                # By the variable of the other dimension it would get another expression in a function that is fused.
+                self.table[_key(dim)] = self._variable(dim)
+        elif is_opaque or (self._products and _is_alone(core, self._function)):
+            size = self._variable(dim)
+            self.table[_key(core)] = size if isinstance(number, int) else size - number
+            self.table[_key(dim)] = size
+
+    def _name_parts(self, dims: Sequence[Any]) -> None:
+        """Make variables of the opaque parts of dimensions, and give each dimension one form."""
+        for part in _opaque_parts(dims, self.table):
+            size = self._variable(part)
+            self.table[_key(part)], self.scalars[size] = size, part
+        self._quotients.extend(key.key for key in self.table if isinstance(key.key, tirx.FloorDiv))
+        forms = {_key(dim): tvm_ffi.structural_map(dim, [(_COMPOUND, self.replace)], order="pre") for dim in dims}
+        # One size has one expression, as TVM compares the buffers of functions that it fuses by structure.
+        simplified = {key: self._analyzer.simplify(form) for key, form in forms.items() if key not in self.table}
+        self.table.update(simplified)
+
+    def _variable(self, expr: Any) -> tirx.Var:
+        return tirx.Var(f"size{next(self._numbers)}", expr.ty)
+
+
 def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
     """A function with names of its own for the sizes of its tensors."""
     arguments = len(call.args[1].fields)
@@ -139,56 +203,18 @@ def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
         for axis, dim in enumerate(shape or ()):
             if isinstance(dim, tirx.Var):
                 variables.setdefault(dim, (place, axis))
-    dims = [dim for shape in shapes for dim in shape or () if not isinstance(dim, tirx.IntImm | tirx.Var)]
-    table: dict[Any, Any] = {}
-    scalars: dict[tirx.Var, Any] = {}
-    numbers = count()
-    analyzer = tvm.sym.Analyzer()
-    quotients: list[tirx.FloorDiv] = []
-
-    def replace(expr: Any) -> Any:
-        key = _key(expr)
-        if key not in table and isinstance(expr, tirx.FloorDiv):
-            table[key] = _by_quotients(expr, quotients, table)
-        return table.get(key, expr)
-
-    def name_parts(dims: Sequence[Any]) -> None:
-        for part in _opaque_parts(dims, table):
-            size = tirx.Var(f"size{next(numbers)}", part.ty)
-            table[_key(part)], scalars[size] = size, part
-        quotients.extend(key.key for key in table if isinstance(key.key, tirx.FloorDiv))
-        forms = {_key(dim): tvm_ffi.structural_map(dim, [(_COMPOUND, replace)], order="pre") for dim in dims}
-        # One size has one expression, as TVM compares the buffers of functions that it fuses by structure.
-        table.update({key: analyzer.simplify(form) for key, form in forms.items() if key not in table})
-
-    if not products:
-        # Nor may the expression depend on the function's other sizes, which the function that it is fused with lacks.
-        name_parts([dim for dim in dims if not isinstance(_split_last_number(dim)[0], _OPAQUE)])
-    # A dimension that is an opaque expression and a number is itself the variable, as is one that is such an expression
-    # alone. In functions that are still to be fused the latter come first, so that no dimension is a difference: TVM
-    # would give that another expression than the dimension of the function before or after it.
-    for dim in dims if products else sorted(dims, key=lambda dim: not isinstance(dim, _OPAQUE)):
-        core, number = _split_last_number(dim)
-        if isinstance(core, _OPAQUE) and _key(core) not in table:
-            size = tirx.Var(f"size{next(numbers)}", dim.ty)
-            table[_key(core)] = size if isinstance(number, int) else size - number
-            table[_key(dim)] = size
-        elif isinstance(core, _OPAQUE) and _key(dim) not in table:
-            # By the variable of the other dimension it would get another expression in a function that is fused.
-            table[_key(dim)] = tirx.Var(f"size{next(numbers)}", dim.ty)
-        elif products and _key(core) not in table and _is_alone(core, function):
-            size = tirx.Var(f"size{next(numbers)}", dim.ty)
-            table[_key(core)] = size if isinstance(number, int) else size - number
-            table[_key(dim)] = size
-    name_parts(dims)
-    mapped = tvm_ffi.structural_map(function, [(_COMPOUND, replace)], order="pre") if table else function
+    names = _SizeNames(function, products)
+    names.add([dim for shape in shapes for dim in shape or () if not isinstance(dim, tirx.IntImm | tirx.Var)])
+    mapped = function
+    if names.table:
+        mapped = tvm_ffi.structural_map(function, [(_COMPOUND, names.replace)], order="pre")
     tensors = [place for place, shape in enumerate(shapes[:arguments]) if shape is not None]
     params = list(mapped.params)
     defined = {dim for param in params for dim in _dims(param) or () if isinstance(dim, tirx.Var)}
     plain_values = {params[place]: function.params[place] for place, shape in enumerate(shapes) if shape is None}
-    values = {**plain_values, **scalars}
-    used = _variables([*(_dims(param) or [] for param in params), mapped.body])
-    symbols = [item for item in used if item in values and item not in defined]
+    values = {**plain_values, **names.scalars}
+    read_variables = _variables([*(_dims(param) or [] for param in params), mapped.body])
+    symbols = [item for item in read_variables if item in values and item not in defined]
     outputs = params[arguments:]
     whole = PrimFunc(
         [*(params[place] for place in tensors), *symbols, *outputs], mapped.body, mapped.ret_type, mapped.attrs
@@ -204,12 +230,12 @@ def _by_results(function: PrimFunc, arguments: int) -> PrimFunc:
     """
     scalars = {param for param in function.params if not tirx.is_buffer_var(param)}
     results = [dim for param in function.params[arguments:] for dim in _dims(param) or ()]
-    kept = {dim for dim in results if isinstance(dim, tirx.Var)} | scalars
+    unchanged = {dim for dim in results if isinstance(dim, tirx.Var)} | scalars
     analyzer = tvm.sym.Analyzer()
     new: dict[tirx.Var, Any] = {}
     for dim in results:
         variables = _variables([dim]) if isinstance(dim, tirx.Add | tirx.Sub) else []
-        if len(variables) != 1 or variables[0] in kept or variables[0] in new:
+        if len(variables) != 1 or variables[0] in unchanged or variables[0] in new:
             continue
         number = analyzer.simplify(dim - variables[0])
         if isinstance(number, tirx.IntImm):

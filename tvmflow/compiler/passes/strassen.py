@@ -7,7 +7,8 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, products
-from tvmflow.compiler.operators.common import static
+from tvmflow.compiler.operators.common import called_operator, static
+from tvmflow.compiler.passes.functions import relax_functions
 
 
 @tvm.transform.module_pass(opt_level=2, name="StrassenProducts")
@@ -31,8 +32,8 @@ class StrassenProducts:
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Rewrite the Relax functions whose inputs all have 1 as their first dimension; return the module."""
         rewriter = _Rewriter(mod, self._machine, self._choices)
-        for variable, function in mod.functions_items():
-            if isinstance(function, relax.Function) and takes_one_item(function):
+        for variable, function in relax_functions(mod).items():
+            if takes_one_item(function):
                 rewriter.builder_.update_func(variable, rewriter.visit_expr(function))
         return rewriter.builder_.get()
 
@@ -62,6 +63,6 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
         multiply = {
             "relax.matmul": products.multiply_fast,
             "relax.nn.conv2d": convolution.multiply_fast,
-        }.get(getattr(op.op, "name", ""))
+        }.get(called_operator(op))
         product = None if multiply is None else multiply(self.builder_, call, self._machine, self._choices)
         return call if product is None else product

@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import tvm_ffi
-from tvm import sym, tirx
-from tvm.s_tir import SBlock, SBlockRealize, Schedule
+from tvm import tirx
+from tvm.s_tir import SBlockRealize, Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
 from tvmflow.compiler import cost
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import same_shape
 from tvmflow.compiler.schedules import common
-from tvmflow.compiler.statements import uses
+from tvmflow.compiler.statements import uses, with_body
 
 # The annotation of a loop over chunks of a reduction: fetch the part of the last operand that the next chunk reads.
 PREFETCH = "tvmflow.prefetch"
@@ -91,22 +92,10 @@ def _add_prefetches(stmt: Any, parameters: Sequence[Any]) -> Any:
         same = all(new.same_as(old) for new, old in zip(parts, stmt.seq, strict=True))
         return stmt if same else SeqStmt(parts)
     if isinstance(stmt, SBlockRealize):
-        block = stmt.block
-        body = _add_prefetches(block.body, parameters)
-        if body.same_as(block.body):
+        body = _add_prefetches(stmt.block.body, parameters)
+        if body.same_as(stmt.block.body):
             return stmt
-        new_block = SBlock(
-            block.iter_vars,
-            block.reads,
-            block.writes,
-            block.name_hint,
-            body,
-            block.init,
-            block.alloc_buffers,
-            block.match_buffers,
-            block.annotations,
-        )
-        return SBlockRealize(stmt.iter_values, stmt.predicate, new_block)
+        return SBlockRealize(stmt.iter_values, stmt.predicate, with_body(stmt.block, body))
     if not isinstance(stmt, For):
         return stmt
     body, annotations = _add_prefetches(stmt.body, parameters), dict(stmt.annotations)
@@ -129,7 +118,7 @@ def _fetch_next(chunks: For) -> Any:
     fetch_loops: list[tuple[Any, For]] = []
     for loop in loops:
         replacements[loop.loop_var] = loop.min
-        moves = not _is_same(index, [common.substitute(item, {loop.loop_var: loop.min}) for item in index])
+        moves = not same_shape(index, [common.substitute(item, {loop.loop_var: loop.min}) for item in index])
         if moves and loop.kind != ForKind.VECTORIZED:
             variable = replacements[loop.loop_var] = tirx.Var(f"{loop.loop_var.name}_next", loop.loop_var.ty)
             fetch_loops.append((variable, loop))
@@ -184,8 +173,3 @@ def _fetch(tensor: Any, index: Sequence[Any], loops: Sequence[tuple[Any, For]], 
     for variable, loop in reversed(loops):
         fetch = For(variable, loop.min, loop.extent, ForKind.SERIAL, fetch)
     return fetch
-
-
-def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    analyzer = sym.Analyzer()
-    return all(analyzer.can_prove_equal(left, right) for left, right in zip(one, other, strict=True))

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
@@ -12,6 +11,7 @@ from tvmflow.compiler import cost
 from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import static
 from tvmflow.compiler.schedules import common, prefetch, registers, tails
 from tvmflow.compiler.schedules.registers import RegisterTile
 
@@ -86,7 +86,7 @@ def tile_product(
     annotations = sch.get(product).annotations
     rows, lead_count, lanes = (int(annotations[name]) for name in (TILE, LEAD, LANES))
     sizes = [variable.dom.extent for variable in sch.get(product).iter_vars]
-    channels = _static(sizes[-reduced - 1])
+    channels = static(sizes[-reduced - 1])
     vectors = None if channels is None else channels // lanes
     out = common.inline_epilogue(sch, product)
     common.put_channels_last(sch, out, product)
@@ -104,7 +104,7 @@ def tile_product(
         count = choose_vectors(rows, vectors or 1)
     outer, pieces, lane = common.split_channels(sch, channel, count, lanes)
     far, near = sch.split(loops[-2], [None, rows])
-    weights = [_static(size) or 1 for size in sizes[-reduced : len(sizes) - grouped]]
+    weights = [static(size) or 1 for size in sizes[-reduced : len(sizes) - grouped]]
     # To find a tile in an image of free height and width takes divisions, unless a line is one task.
     is_free_image = len(lead) > 1 and all(common.extent(sch, loop) is None for loop in (lead[-1], far))
     by_lines = is_free_image and math.prod(weights) * cost.step(rows, count, machine) < _SHORT_TILE
@@ -120,21 +120,8 @@ def tile_product(
     task = common.fuse(sch, order)
     common.parallel(sch, task, machine)
     sch.compute_at(product, at_inner[0] if at_inner else task, preserve_unit_loops=True)
-    for block in common.find_blocks(sch, "pad"):
-        if order is by_weights:
-            # Each of the tasks that read the same pixels would pad them again.
-            common.parallel(sch, common.fuse(sch, list(sch.get_loops(block))[:-2]), machine)
-        else:
-            sch.compute_at(block, task, preserve_unit_loops=True)
-        common.vectorize_inner(sch, block, machine)
-    # One copy of the left operand (`dot`) serves all tiles of channels, one of the right operand all tiles of rows.
-    for name in ("panel", "pack"):
-        for block in common.find_blocks(sch, name):
-            copied = common.fuse(sch, list(sch.get_loops(block))[:-1])
-            common.parallel(sch, copied, machine)
-            common.vectorize_padded(sch, block, machine)
-    for block in common.find_blocks(sch, "packed_rows"):
-        _pack_rows(sch, block, machine)
+    # Tasks that read the same pixels would each pad them again.
+    _schedule_copies(sch, None if order is by_weights else task, machine)
     inner = list(sch.get_loops(product))
     (row, column), reductions = inner[-reduced - 2 : -reduced], inner[-reduced:]
     tile = registers.split_tile(sch, row, column, rows, count, lanes)
@@ -142,12 +129,24 @@ def tile_product(
     return TiledProduct(product, task, tile, tuple(reductions), RegisterTile(near, pieces, lane), streams)
 
 
-def _pack_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Write the rows of each tile side by side, for all tiles before the first product."""
-    *outer, k, row = sch.get_loops(block)
-    sch.unroll(row)
-    common.parallel(sch, common.fuse(sch, [*outer, k]), machine)
+def _schedule_copies(sch: Schedule, task: LoopRV | None, machine: Machine) -> None:
+    """Compute the padded input of a product in the loop `task`, and copies of its operands in parallel loops before it.
 
-
-def _static(size: tirx.Expr) -> int | None:
-    return int(size) if isinstance(size, tirx.IntImm) else None
+    Where `task` is None, the padded input has a parallel loop of its own, too.
+    """
+    for block in common.find_blocks(sch, "pad"):
+        if task is None:
+            common.parallel(sch, common.fuse(sch, list(sch.get_loops(block))[:-2]), machine)
+        else:
+            sch.compute_at(block, task, preserve_unit_loops=True)
+        common.vectorize_inner(sch, block, machine)
+    # One copy of the left operand (`dot`) serves all tiles of channels, one of the right operand all tiles of rows.
+    for name in ("panel", "pack"):
+        for block in common.find_blocks(sch, name):
+            common.parallel(sch, common.fuse(sch, list(sch.get_loops(block))[:-1]), machine)
+            common.vectorize_padded(sch, block, machine)
+    # The rows of each tile stand side by side.
+    for block in common.find_blocks(sch, "packed_rows"):
+        *outer, k, row = sch.get_loops(block)
+        sch.unroll(row)
+        common.parallel(sch, common.fuse(sch, [*outer, k]), machine)

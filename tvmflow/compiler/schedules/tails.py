@@ -18,7 +18,7 @@ from tvm.s_tir.schedule import LoopRV
 from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
 from tvmflow.compiler.schedules import common
-from tvmflow.compiler.statements import replace_variables, run_if, terms, uses
+from tvmflow.compiler.statements import replace_variables, run_if, terms, uses, with_body
 
 # The annotations of the loop over the rows of a tile of the result. The value of the first is the size of a row.
 _TAIL = "tvmflow.tail"
@@ -56,10 +56,7 @@ def expand(func: PrimFunc) -> PrimFunc:
     body = tvm_ffi.structural_map(body, (For, _add_whole))
     if body.same_as(func.body):
         return func
-    root = body.block
-    fields = (root.iter_vars, root.reads, root.writes, root.name_hint, root.body, root.init)
-    allocated = [*root.alloc_buffers, *buffers]
-    block = SBlock(*fields, allocated, root.match_buffers, root.annotations)
+    block = with_body(body.block, body.block.body, buffers)
     return func.with_body(SBlockRealize(body.iter_values, body.predicate, block))
 
 

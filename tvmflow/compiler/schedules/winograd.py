@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.s_tir import Schedule
@@ -61,49 +62,123 @@ def _own_loops(sch: Schedule, block: SBlockRV) -> list[LoopRV]:
     return list(sch.get_loops(block))[-len(sch.get(block).iter_vars) :]
 
 
+@dataclass(frozen=True)
+class _Form:
+    """The form of a convolution by Winograd's algorithm, as its product has it.
+
+    `rows` and `lanes` are those of the product's register tile, `size` is the side of an output tile in pixels and
+    `side` that of an input tile. `places` are the sizes of the dimensions of the output tiles, of which there is one,
+    or four: images, lines, groups of tiles in a line, and tiles of a group. Each of the `channels` of a product is a
+    sum of `steps` terms, in bfloat16 (`is_bf16`) of pairs of them.
+    """
+
+    product: SBlockRV
+    is_bf16: bool
+    rows: int
+    lanes: int
+    size: int
+    side: int
+    places: tuple[tirx.Expr, ...]
+    channels: int
+    steps: int
+
+    @classmethod
+    def of(cls, sch: Schedule, product: SBlockRV, *, is_bf16: bool) -> "_Form":
+        """Read the form from the product's annotations and loops: two of taps, the places, channels, and the sum's."""
+        annotations = sch.get(product).annotations
+        rows, lanes, size = (int(annotations[name]) for name in (TILE, LANES, WINOGRAD))
+        sizes = [variable.dom.extent for variable in sch.get(product).iter_vars]
+        _, side, *places, channels, steps = sizes[:-1] if is_bf16 else sizes
+        return cls(product, is_bf16, rows, lanes, size, int(side), tuple(places), int(channels), int(steps))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the output tiles have one dimension."""
+        return len(self.places) == 1
+
+
 def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool:
     product = common.find_kernel(sch, kind)
     if product is None:
         return False
-    annotations = sch.get(product).annotations
-    rows, lanes, size = (int(annotations[name]) for name in (TILE, LANES, WINOGRAD))
-    variables = sch.get(product).iter_vars
-    # Output tiles have one dimension, or four: images, lines, groups of tiles in a line, and tiles of a group.
-    places = sum(variable.iter_type == tirx.IterVar.DataPar for variable in variables) - 3
-    sizes = [variable.dom.extent for variable in variables]
-    side, channels, steps = int(sizes[0]), int(sizes[places + 2]), int(sizes[places + 3])
+    form = _Form.of(sch, product, is_bf16=kind == "dot_winograd")
     (vertical,), (transformed,), (back,) = (
         common.find_blocks(sch, name) for name in ("input_vertical", "input", "output_vertical")
     )
     out = common.inline_epilogue(sch, back)
-    stages = {"together": True, "apart": False}
-    if places == 1:
-        wide = -(-int(sch.get(out).iter_vars[2].dom.extent) // size)
-        if wide % rows:
-            del stages["together"]
-    elif kind == "dot_winograd" and not isinstance(sizes[places], tirx.IntImm):
-        # TVM would put a condition around the products of a line of unknown length, which the instruction cannot have.
-        del stages["together"]
-    if 4 * side**2 * channels * steps > machine.own_cache:
-        stages = dict(reversed(stages.items()))
-    whole = choices.choose("stages", "", stages)
+    # The output tiles of a line of the image; where these have one dimension, the width is known.
+    columns = -(-int(sch.get(out).iter_vars[2].dom.extent) // form.size) if form.is_flat else 0
+    whole = choices.choose("stages", "", _rank_stages(form, columns, machine))
     result = sch.cache_write(product, 0, "global")
+    task = _schedule_output(sch, form, out, back, machine)
+    if whole:
+        sch.compute_at(result, task, preserve_unit_loops=True)
+    near, outermost, lane = _schedule_product(sch, form, result, whole, machine, choices)
+    if whole:
+        sch.compute_at(transformed, task, preserve_unit_loops=True)
+    tile_loops = transform_input(sch, vertical, transformed, machine)
+    if not form.is_bf16 and not form.is_flat:
+        tails.mark_tail(sch, near, form.size)
+    if not whole:
+        if form.is_flat:
+            task, _ = sch.split(tile_loops[0], [None, columns])
+        else:
+            task = sch.fuse(*tile_loops[:-1])
+        common.parallel(sch, task, machine)
+    if not form.is_bf16:
+        # The output tiles from one tap to the next: those of a line or of all images.
+        count = columns if whole and form.is_flat else _count(form.places)
+        for stage, depth in ((transformed, form.steps), (result, form.channels)):
+            _separate_taps(sch, stage, 4 * count * depth, form.side**2, machine)
+    for pad in common.find_blocks(sch, "pad"):
+        sch.compute_at(pad, task, preserve_unit_loops=True)
+        common.vectorize_inner(sch, pad, machine)
+    if form.is_bf16:
+        # This comes last, because no stage can be moved to a block that an instruction has replaced.
+        use(sch, BF16, form.lanes, outermost, lane)
+    return True
 
+
+def _rank_stages(form: _Form, columns: int, machine: Machine) -> dict[str, bool]:
+    """The options of a line of output tiles: through all stages on one core, or every stage by itself; best first.
+
+    `columns` is the number of tiles in a line, where they have one dimension.
+    """
+    stages = {"together": True, "apart": False}
+    # TVM would put a condition around the products of a line of unknown length, which the instruction cannot have.
+    has_condition = not form.is_flat and form.is_bf16 and not isinstance(form.places[-2], tirx.IntImm)
+    if has_condition or (form.is_flat and columns % form.rows):
+        del stages["together"]
+    if 4 * form.side**2 * form.channels * form.steps > machine.own_cache:
+        stages = dict(reversed(stages.items()))
+    return stages
+
+
+def _schedule_output(sch: Schedule, form: _Form, out: SBlockRV, back: SBlockRV, machine: Machine) -> LoopRV:
+    """Write the output by lines of tiles, in parallel; return that parallel loop."""
     n, h, w, c = sch.get_loops(out)
-    high, h = sch.split(h, [None, size])
-    *far, w = sch.split(w, [None, size] if places == 1 else [None, rows, size])
-    outer, pieces, lane = common.split_channels(sch, c, 1, lanes)
+    high, h = sch.split(h, [None, form.size])
+    *far, w = sch.split(w, [None, form.size] if form.is_flat else [None, form.rows, form.size])
+    outer, pieces, lane = common.split_channels(sch, c, 1, form.lanes)
     sch.reorder(n, high, *far, outer, h, w, pieces, lane)
     task = sch.fuse(n, high)
     common.parallel(sch, task, machine)
     transform_back(sch, back, outer, [h, w, pieces, lane])
+    return task
 
-    if whole:
-        sch.compute_at(result, task, preserve_unit_loops=True)
-    a, b, *tiles, c = list(sch.get_loops(result))[-places - 3 :]
-    count = registers.choose_vectors(rows, channels // lanes, machine, choices)
-    *line, near = sch.split(tiles[0], [None, rows]) if places == 1 else tiles
-    outer, pieces, lane = sch.split(c, [None, count, lanes])
+
+def _schedule_product(
+    sch: Schedule, form: _Form, result: SBlockRV, whole: bool, machine: Machine, choices: Choices
+) -> tuple[LoopRV, LoopRV, LoopRV]:
+    """Compute the products in register tiles; `result` is the block that stores them.
+
+    `whole` is true where one core takes a line of output tiles through all stages. Returns the loop over a tile's rows
+    in the result, and the outermost loop and the loop over lanes of the product.
+    """
+    a, b, *tiles, c = list(sch.get_loops(result))[-len(form.places) - 3 :]
+    count = registers.choose_vectors(form.rows, form.channels // form.lanes, machine, choices)
+    *line, near = sch.split(tiles[0], [None, form.rows]) if form.is_flat else tiles
+    outer, pieces, lane = sch.split(c, [None, count, form.lanes])
     at = line[-1]
     # Either one core reads each weight once, or each core continues with the lines of tiles that it transformed.
     if whole or choices.choose("order", "", {"weights": True, "rows": False}):
@@ -114,41 +189,19 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         sch.reorder(*line, a, b, outer, near, pieces, lane)
         common.parallel(sch, common.fuse(sch, line), machine)
         at = outer
+    product = form.product
     sch.compute_at(product, at, preserve_unit_loops=True)
     registers.keep_in_registers(sch, [near, pieces, lane])
-    grouped = len(sizes) - places - 4
-    *around, row, channel, k = list(sch.get_loops(product))[: -grouped or None]
-    group = list(sch.get_loops(product))[len(around) + 3 :]
-    tile = registers.split_tile(sch, row, channel, rows, count, lanes)
+    loops = list(sch.get_loops(product))
+    group = [loops.pop()] if form.is_bf16 else []
+    *around, row, channel, k = loops
+    tile = registers.split_tile(sch, row, channel, form.rows, count, form.lanes)
     reductions = [k]
-    if kind == "winograd":
+    if not form.is_bf16:
         *chunks, k = [k] if whole else prefetch.split_chunks(sch, k, choices)
         reductions = [*chunks, *registers.split_steps(sch, k, choices)]
     registers.accumulate(sch, product, tile.loops, reductions, group)
-
-    if whole:
-        sch.compute_at(transformed, task, preserve_unit_loops=True)
-    tile_loops = transform_input(sch, vertical, transformed, machine)
-    if kind == "winograd" and places > 1:
-        tails.mark_tail(sch, near, size)
-    if not whole:
-        if places == 1:
-            task, _ = sch.split(tile_loops[0], [None, wide])
-        else:
-            task = sch.fuse(*tile_loops[:-1])
-        common.parallel(sch, task, machine)
-    if kind == "winograd":
-        # The output tiles from one tap to the next: those of a line or of all images.
-        count = wide if whole and places == 1 else _count(sizes[2 : places + 2])
-        for stage, depth in ((transformed, steps), (result, channels)):
-            _separate_taps(sch, stage, 4 * count * depth, side**2, machine)
-    for pad in common.find_blocks(sch, "pad"):
-        sch.compute_at(pad, task, preserve_unit_loops=True)
-        common.vectorize_inner(sch, pad, machine)
-    if kind == "dot_winograd":
-        # This comes last, because no stage can be moved to a block that an instruction has replaced.
-        use(sch, BF16, lanes, around[0], tile.lane)
-    return True
+    return near, around[0], tile.lane
 
 
 def _count(sizes: Sequence[tirx.Expr]) -> int:
