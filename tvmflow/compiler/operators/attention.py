@@ -62,6 +62,7 @@ def attention(
     scale: float,
     machine: Machine,
     bf16: bool = False,
+    zero_for_nan: bool = False,
 ) -> te.Tensor:
     """Define scaled dot-product attention (Vaswani et al., 2017) in float32.
 
@@ -71,9 +72,10 @@ def attention(
     The result has the `shape` `[batch, queries, heads, channels]`. `query`, `key` and `value` return the element of an
     operand at a batch, position, head and channel. `keys` is the number of keys and of values; each query and key has
     as many channels as the result. The scores are multiplied by `scale`. The `mask`, unless it is None, is added to the
-    scaled scores and has the shape `[batch or 1, heads or 1, queries or 1, keys]`. The schedule takes a strip of a few
-    queries at a time through all stages, as in "FlashAttention" (Dao et al., 2022), but with whole rows of scores,
-    which fit the cache.
+    scaled scores and has the shape `[batch or 1, heads or 1, queries or 1, keys]`. With `zero_for_nan`, a query whose
+    weights are NaN has zeros as its result, such as one for which the mask excludes every key. The schedule takes a
+    strip of a few queries at a time through all stages, as in "FlashAttention" (Dao et al., 2022), but with whole rows
+    of scores, which fit the cache.
     """
     batch, queries, heads, channels = shape
     depth = int(channels)
@@ -176,7 +178,15 @@ def attention(
         name="mixed",
         attrs={LANES: value_lanes, **dot_product},
     )
-    return te.compute(tuple(shape), lambda b, s, h, c: mixed[b, h, s, c] * inverse[b, h, s], name="attention")
+
+    def result(b: Any, s: Any, h: Any, c: Any) -> Any:
+        element = mixed[b, h, s, c] * inverse[b, h, s]
+        if not zero_for_nan:
+            return element
+        # The sum is at least one, unless it is NaN or all scores are minus infinity.
+        return tirx.Select(total[b, h, s] > 0.0, element, tirx.const(0.0, "float32"))
+
+    return te.compute(tuple(shape), result, name="attention")
 
 
 def _masked(
