@@ -23,6 +23,7 @@ from tasks.tune import send_records
 from tvmflow import errors
 from tvmflow import spec as release_file
 from tvmflow.errors import SettingsError, StepError, StoreError, TvmflowError
+from tvmflow.onnx_data import data_digests
 from tvmflow.progress import reporter
 from tvmflow.settings import Settings
 from tvmflow.target import Target, resolve
@@ -147,6 +148,8 @@ def _files(context: RunContext, results: list[StepResult]) -> dict[str, Artifact
     spec, model = context.spec, context.spec.model
     files_in_spec = [model.onnx, model.pt2, model.weights, *(item.samples.file for item in spec.inputs)]
     paths = {str(path) for path in files_in_spec if path is not None and not path.is_absolute()}
+    if model.onnx is not None and not model.onnx.is_absolute():
+        paths |= {str(model.onnx.parent / location) for location in data_digests(spec.folder / model.onnx)}
     paths |= {path for result in results for path in result.sources.files if not Path(path).is_absolute()}
     files = {}
     with context.workspace.scratch() as scratch:

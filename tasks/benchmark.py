@@ -248,7 +248,8 @@ def work(job: BenchmarkJob, runner: StepRunner) -> BenchmarkResult:
     bounds: dict[Runner, tuple[float, ...]] = {peer: job.bounds.get(peer, ()) for peer in job.peers}
     pairs = compare(plan, bounds, measure, lambda done, budget: runner.emit(done, budget, "in turn"))
     conditions = observe_conditions((job.bundle_threads, job.threads), load)
-    size: dict[Runner, int] = {"tvm": job.bundle.size, "onnxruntime": job.onnx.size, "pytorch": job.onnx.size}
+    original = job.onnx.whole_size
+    size: dict[Runner, int] = {"tvm": job.bundle.size, "onnxruntime": original, "pytorch": original}
     return BenchmarkResult(
         runs=len(rounds) * job.section.repeats,
         threads=job.threads,

@@ -124,14 +124,15 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
         (folder / "pass_timings.json").write_text(json.dumps(dict(timings), indent=1))
         inspected = {**asdict(model.inspected), "decisions": _decisions(choices)}
         (folder / "inspected.json").write_text(json.dumps(inspected))
-        if job.build.weights == "apart":
+        is_apart = model.weights == "apart"
+        if is_apart:
             compiler.save_params(model.params, folder / "mod.params")
         rules = [rule for _, rule in model.schedules]
         return BuildResult(
             library=workspace.keep(folder / "mod.so"),
             ir=workspace.keep(folder / "mod.json"),
             text=workspace.keep(folder / "mod.txt"),
-            params=workspace.keep(folder / "mod.params") if job.build.weights == "apart" else None,
+            params=workspace.keep(folder / "mod.params") if is_apart else None,
             pass_timings=workspace.keep(folder / "pass_timings.json"),
             schedules={rule: rules.count(rule) for rule in sorted(set(rules))},
             variants=model.variants,

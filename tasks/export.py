@@ -12,11 +12,10 @@ from pydantic import Field
 
 from tasks.original import Original
 from tasks.step import ChildStep, Job
-from tvmflow import samples, usercode
+from tvmflow import onnx_data, samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
-from tvmflow.onnx_data import explain_data
 from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import explain_order, rounds_activations, standard_opset
@@ -153,7 +152,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             model = _export(module, inputs, job, path)
         define(model, load_operators(job.operators))
         _check(model)
-        _save(model, path)
+        data = onnx_data.save(model, path)
         emit(2, 3, "comparing with ONNX Runtime")
         session = _open(path) if module is None else open_session(path, prints_errors=False)
         limits = SizeLimits(model) if module is None else None
@@ -163,7 +162,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         masks = ties.undecided(*pairs[0], _bounds(job.export))
         np.savez(folder / "undecided.npz", **masks)  # type: ignore[arg-type]
         return ExportResult(
-            onnx=workspace.keep(path),
+            onnx=workspace.keep(path, data=data),
             samples=workspace.keep(folder / "samples.npz"),
             undecided=workspace.keep(folder / "undecided.npz"),
             inputs=tuple(TensorSpec(item.name, item.shape, item.dtype) for item in inputs),
@@ -211,7 +210,6 @@ def _pinned(inputs: tuple[Input, ...], dimensions: Mapping[str, Dimension]) -> t
 
 
 def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob, path: Path) -> "onnx.ModelProto":
-    import onnx
     import torch
 
     # torch.export bakes sizes 0 and 1 into the graph, so symbolic dimensions are traced at two or more.
@@ -230,7 +228,7 @@ def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob
         # The exporter gives an output its name even when a value inside the graph has that name already.
         "output_names": [f"{_PRIVATE}{index}" for index in range(len(job.outputs))] or None,
         "dynamo": True,
-        "external_data": False,
+        "external_data": _weights_size(module) > onnx_data.LARGEST_FILE,
         "verbose": False,
         **job.export.options,
     }
@@ -242,7 +240,7 @@ def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             torch.onnx.export(exported, arguments if source.kind != "pt2" else (), str(path), **options)
-        model = onnx.load(path)
+        model = onnx_data.load(path)
         _name_outputs(model, job.outputs)
     except ExportError:
         raise
@@ -255,6 +253,14 @@ def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob
     _remove_traces(model)
     _fix_shapes(model, inputs)
     return model
+
+
+def _weights_size(module: "torch.nn.Module") -> int:
+    """The bytes of a module's weights."""
+    import torch
+
+    tensors = (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _name_outputs(model: "onnx.ModelProto", names: tuple[str, ...]) -> None:
@@ -299,18 +305,17 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
 
     Raises ExportError when the file is missing or not an ONNX file; the message calls it `label`, by default its path.
     """
-    import onnx
 
     label = label or str(path)
     try:
-        model = onnx.load(str(path))
+        model = onnx_data.load(path)
         if not model.graph.output:
             raise ValueError("it has no outputs" if model.graph.node else "it holds no graph")
         bring_to_usual_form(model)
     except FileNotFoundError as error:
         raise ExportError(f"there is no ONNX file {label!r}") from error
     except Exception as error:
-        reason = explain_data(path)
+        reason = onnx_data.explain_data(path)
         if reason is not None:
             raise ExportError(f"{label!r} cannot be read: {reason}") from error
         raise ExportError(f"{label!r} is not a readable ONNX file ({describe(error)}); export it again") from error
@@ -333,7 +338,7 @@ def _check(model: "onnx.ModelProto") -> None:
     if reason is not None:
         raise ExportError(f"the ONNX model is not valid ({reason})")
     try:
-        onnx.checker.check_model(model, full_check=True)
+        onnx.checker.check_model(onnx_data.without_weights(model), full_check=True)
     except Exception as error:  # The errors of the checker, of shape inference and of protobuf share no base class.
         raise ExportError(f"the ONNX model is not valid ({describe(error)})") from error
 
@@ -344,10 +349,6 @@ def _open(path: Path) -> "onnxruntime.InferenceSession":
         return open_session(path, prints_errors=False)
     except ExportError as error:
         raise ExportError(f"{error}; `tvmflow doctor` says for each operator what to do") from error
-
-
-def _save(model: "onnx.ModelProto", path: Path) -> None:
-    path.write_bytes(model.SerializeToString(deterministic=True))
 
 
 def described_by(model: "onnx.ModelProto", reshaped: Collection[str] = ()) -> tuple[Input, ...]:

@@ -15,6 +15,7 @@ from tasks.step import ChildStep, TargetJob
 from tasks.validate import ReferenceResult
 from tvmflow import samples
 from tvmflow.bundle import read_manifest
+from tvmflow.onnx_data import load
 from tvmflow.process import Emit
 from tvmflow.report import insight as report
 from tvmflow.report.insight import Drawing, FunctionTime, SampleInsight
@@ -104,8 +105,6 @@ def work(job: InsightJob, emit: Emit) -> Insight:
     The step calls this in a child process. Samples are run for a minute at most. Raises BundleError when the bundle
     does not run here.
     """
-    import onnx
-
     from tvmflow import runtime
     from tvmflow.runtime.profile import compiled_functions, group_calls, measure_calls
 
@@ -119,7 +118,7 @@ def work(job: InsightJob, emit: Emit) -> Insight:
         run = partial(model, **sample)
         calls = measure_calls(model.machine, run, _REPEATS, model.device.sync)
         times = group_calls(calls, functions)
-        layers = find_layers(model.machine, run, functions, calls, onnx.load(job.workspace.path(job.onnx)), sample)
+        layers = find_layers(model.machine, run, functions, calls, load(job.workspace.path(job.onnx)), sample)
         peaks = measure_peaks(job.target, model.threads)
         comparisons = list(_compare(job, model, labels, emit))
     worst = sorted(comparisons, key=lambda item: -item[1])[:_SAMPLES]

@@ -6,6 +6,7 @@ from tasks.gate import GateJob, GateResult, has_passed
 from tasks.rebuild import rebuild
 from tasks.step import Step, StepRunner, slug
 from tvmflow.errors import TvmflowError
+from tvmflow.onnx_data import data_digests
 from tvmflow.registry import Registry
 from tvmflow.store import ReleaseStore
 from tvmflow.store.resolve import TargetEntry, fetch_target
@@ -22,6 +23,8 @@ def work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path, reg
     checks = []
     with runner.workspace.scratch() as folder:
         onnx = registry.fetch_artifact(run, "model.onnx", folder)
+        for location in {} if onnx is None else data_digests(onnx):
+            registry.fetch_artifact(run, location, folder)
         for entry in TargetEntry.read_all(job.release):
             runner.emit(0, 0, f"building {entry.target}")
             records = registry.fetch_artifact(run, f"{slug(entry.target)}/records.jsonl", folder)

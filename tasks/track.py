@@ -183,6 +183,9 @@ def _files(job: TrackJob, workspace: Workspace, scratch: Path) -> dict[str, Path
         "model.onnx": workspace.path(job.exported.onnx),
         "relax/imported.txt": workspace.path(job.imported.text),
     }
+    if job.exported.onnx.data is not None:
+        # The ONNX file names it so.
+        files[job.exported.onnx.data.sha256] = workspace.path(job.exported.onnx.data)
     if job.weights is not None:
         # A later build of the same model starts from them, wherever it runs.
         files[WEIGHTS] = workspace.path(job.weights)

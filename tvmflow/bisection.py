@@ -15,6 +15,7 @@ from tvmflow import npz
 from tvmflow.compiler import BuildOptions, build, import_onnx
 from tvmflow.compiler.onnx import Converter
 from tvmflow.errors import TvmflowError
+from tvmflow.onnx_data import save
 from tvmflow.onnx_graph import names_read, node_name, operator_name
 from tvmflow.source import compute_values
 from tvmflow.target import Target
@@ -48,7 +49,7 @@ class Bisection:
     def save(self, folder: Path) -> None:
         """Write `model.onnx`, `inputs.npz` and `expected.npz` into a folder; create the folder if it is missing."""
         folder.mkdir(parents=True, exist_ok=True)
-        onnx.save(self.reproduction, str(folder / "model.onnx"))
+        save(self.reproduction, folder / "model.onnx")
         npz.write(folder / "inputs.npz", self.inputs)
         npz.write(folder / "expected.npz", self.expected)
 
@@ -258,7 +259,7 @@ def _run(
     """Compile a part and run it in this process; return its outputs by name."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        onnx.save(part, str(path))
+        save(part, path)
         imported = import_onnx(path, label="the part of the model", operators=operators)
     compiled = build(imported, target, options)
     arrays = compiled.load().run(*(np.asarray(fed[spec.name], order="C") for spec in imported.inputs))

@@ -3,6 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
+from tvmflow.onnx_data import without_weights
 from tvmflow.onnx_graph import sort_nodes
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def bring_to_usual_form(model: "onnx.ModelProto") -> None:
     if not shapeless:
         return
     try:
-        inferred = {value.name: value for value in onnx.shape_inference.infer_shapes(model).graph.output}
+        whole = onnx.shape_inference.infer_shapes(without_weights(model))
+        inferred = {value.name: value for value in whole.graph.output}
     except Exception:  # The inference refuses graphs that runtimes take, and files beyond 2 GB.
         inferred = {}
     for value in shapeless:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tvmflow.errors import ExportError
+from tvmflow.onnx_data import load, save
 from tvmflow.source import open_session, run_session
 from tvmflow.tolerance import Bounds
 
@@ -29,8 +30,6 @@ Array = npt.NDArray[Any]
 _KEEPS_ORDER = frozenset({"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten"})
 _COMPARISONS = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 _CLASSIFIERS = frozenset({"TreeEnsembleClassifier", "LinearClassifier"})
-# Bytes; protobuf's limit.
-_LARGEST_MODEL = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -116,15 +115,13 @@ class Ties:
         """ONNX Runtime's session of the model with the scores as further outputs."""
         import onnx
 
-        model = onnx.load(str(self._path))
+        model = load(self._path)
         present = {item.name for item in (*model.graph.output, *model.graph.input)}
         names = dict.fromkeys(name for decision in self._decisions.values() for name in decision.scores)
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in present)
-        if model.ByteSize() > _LARGEST_MODEL:
-            raise ExportError("the model is too large to compare its scores")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
-            onnx.save(model, str(path))
+            save(model, path)
             return open_session(path, prints_errors=False)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from tvmflow import usercode
 from tvmflow.errors import ExportError
+from tvmflow.onnx_data import save
 from tvmflow.samples import NamedArrays
 from tvmflow.spec import Model
 from tvmflow.usercode import describe
@@ -164,7 +165,7 @@ def compute_values(model: "onnx.ModelProto", inputs: Mapping[str, Any]) -> dict[
     whole.graph.output.extend(onnx.ValueInfoProto(name=name) for name in results)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        onnx.save(whole, str(path))
+        save(whole, path)
         session = open_session(path)
     values = {**run_session(session, dict(inputs)), **inputs}
     return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}

@@ -36,11 +36,21 @@ class Record(BaseModel):
 
 
 class Artifact(Record):
-    """A file of the workspace, identified by its SHA-256; `size` is in bytes, `name` is for people."""
+    """A file of the workspace, identified by its SHA-256; `size` is in bytes, `name` is for people.
+
+    `data` is a file that it names by that file's SHA-256: an ONNX file may have its weights in one. Both are in one
+    folder.
+    """
 
     sha256: str
     size: int
     name: str
+    data: "Artifact | None" = None
+
+    @property
+    def whole_size(self) -> int:
+        """The bytes of the file and of its `data`."""
+        return self.size + (0 if self.data is None else self.data.whole_size)
 
 
 class Sources(Record):
@@ -161,11 +171,15 @@ class Workspace:
 
     def path(self, artifact: Artifact) -> Path:
         """Return the path of an artifact's file, which need not exist."""
-        return self.folder / "artifacts" / artifact.sha256[:2] / artifact.sha256
+        return self.folder / "artifacts" / (artifact.data or artifact).sha256[:2] / artifact.sha256
 
-    def keep(self, path: Path, name: str | None = None) -> Artifact:
-        """Move a file into the workspace and return its artifact; `name` replaces the file's own name."""
-        artifact = Artifact(sha256=sha256_file(path), size=path.stat().st_size, name=name or path.name)
+    def keep(self, path: Path, name: str | None = None, data: Path | None = None) -> Artifact:
+        """Move a file into the workspace and return its artifact; `name` replaces the file's own name.
+
+        `data` is a file to which it refers by its SHA-256, which is moved too; None without such a file.
+        """
+        kept = None if data is None else self.keep(data)
+        artifact = Artifact(sha256=sha256_file(path), size=path.stat().st_size, name=name or path.name, data=kept)
         place = self.path(artifact)
         place.parent.mkdir(parents=True, exist_ok=True)
         if not self.holds(artifact):
@@ -378,7 +392,9 @@ def _parsed(record: bytes, result_type: type[R]) -> R | None:
 
 
 def _is_safe(artifact: Artifact) -> bool:
-    """Whether the digest and the name stay inside the workspace; records of other machines may hold anything."""
+    """Whether digests and names stay inside the workspace; records of other machines may hold anything."""
+    if artifact.data is not None and not _is_safe(artifact.data):
+        return False
     return _SHA256.fullmatch(artifact.sha256) is not None and Path(artifact.name).name == artifact.name
 
 
@@ -397,6 +413,7 @@ def _versions() -> dict[str, str]:
 def _artifacts(value: object) -> Iterator[Artifact]:
     if isinstance(value, Artifact):
         yield value
+        yield from _artifacts(value.data)
     elif isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from _artifacts(getattr(value, name))

@@ -784,6 +784,25 @@ def test_tokens_masked_with_minus_infinity_have_no_weight(make_model: Any, asser
     assert rule_counts(model)["attention"] == 1
 
 
+@pytest.mark.parametrize("shapes", [((1, 2, 9, 16), (9, 9)), (("n", 2, "s", 16), ("s", "s"))], ids=["fixed", "free"])
+def test_a_query_whose_keys_are_all_masked_has_zeros_where_the_model_says_so(
+    shapes: Any, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = (
+        "a = Transpose(k; perm=[0,1,3,2])\n b = MatMul(q, a)\n c = Add(b, m)\n d = Softmax(c)\n"
+        "e = IsNaN(d)\n f = Where(e, zero, d)\n y = MatMul(f, v)"
+    )
+    operand, mask = shapes
+    inputs = [("q", operand), ("k", operand), ("v", operand), ("m", mask)]
+    path = make_model(_nodes(nodes), inputs, ["y"], {"zero": _number(0.0)})
+    feed = {name: normal(1, 2, 9, 16, seed=seed) for seed, name in enumerate("qkv")}
+    feed["m"] = np.triu(np.full((9, 9), -np.inf, "float32"), 1)
+    feed["m"][[0, 4]] = -np.inf
+    feed["q"][0, 1, 7, 3] = np.nan
+    model = assert_same_as_onnxruntime(path, feed)
+    assert rule_counts(model)["attention"] == 1
+
+
 @pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "aarch64-cortex-a72"])
 def test_other_processors_get_attention(name: str, make_model: Any) -> None:
     nodes = "a = Transpose(k; perm=[0,1,3,2])\n b = MatMul(q, a)\n d = Softmax(b)\n y = MatMul(d, v)"

@@ -44,11 +44,11 @@ def test_a_file_that_holds_its_weights_has_no_data_files(tmp_path: Path) -> None
     assert data_digests(tmp_path / "empty.onnx") == data_digests(tmp_path / "text.onnx") == {}
 
 
-def _move(path: Path, location: str) -> None:
+def _change(path: Path, key: str, value: str) -> None:
     model = onnx.load(path, load_external_data=False)
     for entry in model.graph.initializer[0].external_data:
-        if entry.key == "location":
-            entry.value = location
+        if entry.key == key:
+            entry.value = value
     onnx.save(model, path)
 
 
@@ -58,6 +58,7 @@ def _move(path: Path, location: str) -> None:
         ("missing", r"'weights.bin' with its weight 'w' is missing beside the model; put it there"),
         ("short", r"'weights.bin' with its weight 'w' has 100 bytes of at least 2048; copy it anew"),
         ("link", r"'weights.bin' with its weight 'w' is a link, .* put the file itself beside the model"),
+        ("offset", r"'weights.bin' with its weight 'w' has the offset 'x' and the length '2048'; save the model anew"),
         ("outside", r"'../weights.bin' with its weight 'w' is outside the model's folder; put it beside the model"),
     ],
 )
@@ -68,12 +69,14 @@ def test_a_data_file_that_cannot_be_read_is_named(tmp_path: Path, damage: str, r
     data = folder / "weights.bin"
     if damage == "short":
         data.write_bytes(data.read_bytes()[:100])
+    elif damage == "offset":
+        _change(path, "offset", "x")
     else:
         moved = data.rename(tmp_path / "weights.bin")
         if damage == "link":
             data.symlink_to(moved)
         elif damage == "outside":
-            _move(path, "../weights.bin")
+            _change(path, "location", "../weights.bin")
     assert set(data_digests(path)) == {"../weights.bin" if damage == "outside" else "weights.bin"}
     with pytest.raises(ExportError, match=reason):
         read_onnx(path)

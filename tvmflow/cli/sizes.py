@@ -22,6 +22,7 @@ def find_ranges(path: Path, model: "onnx.ModelProto") -> "dict[str, Dimension] |
     from tasks.export import described_by
     from tvmflow import samples
     from tvmflow.dimensions import find_dimensions
+    from tvmflow.onnx_data import save
     from tvmflow.size_limits import SizeLimits
     from tvmflow.source import open_session, run_session
 
@@ -29,7 +30,7 @@ def find_ranges(path: Path, model: "onnx.ModelProto") -> "dict[str, Dimension] |
     with tempfile.TemporaryDirectory() as folder:
         if model.functions:
             path = Path(folder) / "model.onnx"
-            path.write_bytes(model.SerializeToString())
+            save(model, path)
         session = open_session(path, prints_errors=False)
 
     limits = SizeLimits(model)

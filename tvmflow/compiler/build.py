@@ -44,6 +44,8 @@ from tvmflow.target import Precision, Target, explain_missing_unit
 
 # The worker threads of a library, in C: the linker compiles it and adds it to the library.
 _THREADS = Path(__file__).with_name("threads.c")
+# Bytes of weights. Code reaches what is within 2 GiB of it, and packed weights may be larger than those of the model.
+_MOST_WEIGHTS_INSIDE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,10 @@ class BuildOptions:
     `opt_level`, `required_passes`, `disabled_passes` and `config` are those of TVM's pass context. `exec_mode` is the
     form of `main`: bytecode for the virtual machine, or compiled code. `weights="apart"` makes all packed weights
     parameters of `main`, which follow the inputs. With "inside", only the weights that the library packs when it is
-    loaded are such parameters, and the library holds the others. `precision` is the type of the operands of
-    convolutions and matrix products; `int8` is for quantised models. `fast_algorithms` allows the algorithms of
-    Winograd and Strassen, which multiply less and round more. Each of `variants` maps names of symbolic dimensions to
-    sizes, and adds a function with these sizes beside `main`.
+    loaded are such parameters, and the library holds the others; more than a GiB of weights is apart nonetheless.
+    `precision` is the type of the operands of convolutions and matrix products; `int8` is for quantised models.
+    `fast_algorithms` allows the algorithms of Winograd and Strassen, which multiply less and round more. Each of
+    `variants` maps names of symbolic dimensions to sizes, and adds a function with these sizes beside `main`.
     """
 
     opt_level: int = 3
@@ -244,7 +246,7 @@ def _lowered(imported: Imported, target: Target, options: BuildOptions, choices:
         variants=options.variants,
         precision=options.precision,
         fast=options.fast_algorithms,
-        packs_at_load=options.weights == "inside",
+        packs_at_load=not _are_apart(imported, options),
     )
 
 
@@ -279,7 +281,7 @@ def build(
     with _passes(options, target, instruments):
         lowered = _lowered(imported, target, options, choices)
         bare, weights = hoist_weights(lowered)
-        apart = options.weights == "apart"
+        apart = _are_apart(imported, options)
         scheduled, schedules = _schedule(bare if apart else lowered, target, tuned)
         if target.arch != "cuda":
             scheduled = add_direct_main(scheduled)
@@ -304,7 +306,7 @@ def build(
         params=weights if apart else {},
         weights="unpacked"
         if any(item.name_hint == PACK_WEIGHTS for item in lowered.get_global_vars())
-        else options.weights,
+        else ("apart" if apart else "inside"),
         pass_timings=list(timings.items()),
         schedules=schedules,
         variants={variant_name(sizes): dict(sizes) for sizes in options.variants},
@@ -316,6 +318,12 @@ def build(
         fresh_outputs=outputs.are_fresh(lowered),
         has_direct_main=any(variable.name_hint == DIRECT_MAIN for variable in scheduled.get_global_vars()),
     )
+
+
+def _are_apart(imported: Imported, options: BuildOptions) -> bool:
+    """Whether the weights are parameters of `main`: as the options say, or because a library cannot hold as many."""
+    size = sum(value.nbytes for value in imported.params.values())
+    return options.weights == "apart" or size > _MOST_WEIGHTS_INSIDE
 
 
 def _algorithms(lowered: tvm.IRModule) -> dict[str, Algorithm]:

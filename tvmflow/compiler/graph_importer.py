@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 import onnx
 import tvm
-from onnx import numpy_helper
 from tvm import relax, tirx
 from tvm.relax.frontend.onnx import onnx_frontend
 
@@ -50,6 +49,7 @@ from tvmflow.compiler.refusals import (
     check_types,
     missing_converter,
 )
+from tvmflow.onnx_data import array_of
 from tvmflow.onnx_graph import inner_nodes, node_name, operator_name
 from tvmflow.size_limits import BROADCASTING
 
@@ -147,7 +147,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         for tensor in graph.initializer:
-            self._nodes[tensor.name] = self._initial(tensor.name, numpy_helper.to_array(tensor))
+            self._nodes[tensor.name] = self._initial(tensor.name, array_of(tensor))
 
     def _initial(self, name: str, array: np.ndarray[Any, Any]) -> relax.Expr:
         """An array that is known at import: a constant, or a parameter where it is large."""

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import has_converter, is_function
 from tvmflow.errors import ModelImportError
-from tvmflow.onnx_data import explain_data
+from tvmflow.onnx_data import array_of, explain_data, load, without_weights
 from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import explain_order, nodes_of
@@ -31,13 +31,13 @@ def load_model(path: Path, label: str) -> onnx.ModelProto:
     Raises ModelImportError if the file or one beside it is missing or damaged, and for a model without outputs.
     """
     try:
-        model = with_own_domain(onnx.load(path))
+        model = with_own_domain(load(path))
         bring_to_usual_form(model)
         reason = explain_order(model.graph) or explain_unknown(model)
         if reason is not None:
             raise ValueError(reason)
         with _shapes_of_inputs(model.graph):
-            onnx.checker.check_model(model)
+            onnx.checker.check_model(without_weights(model))
     except FileNotFoundError as error:
         raise ModelImportError(f"{label}: {error.strerror or 'file not found'}; expected an ONNX file") from error
     except Exception as error:  # protobuf, checker and external-data errors share no base class
@@ -72,9 +72,7 @@ def _widen_few_bits(graph: onnx.GraphProto) -> None:
             readers.setdefault(name, set()).add(node.op_type)
     for tensor in graph.initializer:
         if tensor.data_type in _FEW_BITS and readers.get(tensor.name, set()) == {"DequantizeLinear"}:
-            tensor.CopyFrom(
-                numpy_helper.from_array(numpy_helper.to_array(tensor).astype(_FEW_BITS[tensor.data_type]), tensor.name)
-            )
+            tensor.CopyFrom(numpy_helper.from_array(array_of(tensor).astype(_FEW_BITS[tensor.data_type]), tensor.name))
 
 
 def apply_shapes(
@@ -232,7 +230,7 @@ def decide_rank(model: onnx.ModelProto, name: str, ranks: Sequence[int]) -> int 
 
 def _agrees(model: onnx.ModelProto, name: str, rank: int) -> bool:
     trial = onnx.ModelProto()
-    trial.CopyFrom(model)
+    trial.CopyFrom(without_weights(model))
     # Inference takes the type of a value from here where it finds out nothing else.
     trial.graph.value_info.add(name=name).type.tensor_type.shape.dim.extend([onnx.TensorShapeProto.Dimension()] * rank)
     try:

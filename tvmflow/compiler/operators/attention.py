@@ -62,6 +62,7 @@ def attention(
     scale: float,
     machine: Machine,
     bf16: bool,
+    zero_for_nan: bool = False,
 ) -> te.Tensor:
     """Define scaled dot-product attention (Vaswani et al., 2017) in float32.
 
@@ -71,15 +72,24 @@ def attention(
     The result has the `shape` `[batch, queries, heads, channels]`. `query`, `key` and `value` return the element of an
     operand at a batch, position, head and channel. `keys` is the number of keys and of values; each query and key has
     as many channels as the result. The scores are multiplied by `scale`. The `mask`, unless it is None, is added to the
-    scaled scores and has the shape `[batch or 1, heads or 1, queries or 1, keys]`. The schedule takes a strip of a few
-    queries at a time through all stages, as in "FlashAttention" (Dao et al., 2022), but with whole rows of scores,
-    which fit the cache.
+    scaled scores and has the shape `[batch or 1, heads or 1, queries or 1, keys]`. With `zero_for_nan`, a query whose
+    weights are NaN has zeros as its result, such as one for which the mask excludes every key. The schedule takes a
+    strip of a few queries at a time through all stages, as in "FlashAttention" (Dao et al., 2022), but with whole rows
+    of scores, which fit the cache.
     """
     stages = _Stages(shape, keys, machine, bf16)
     scores = stages.scores(query, key, scale)
-    exponential, inverse = stages.softmax(scores, mask, scale)
+    exponential, total, inverse = stages.softmax(scores, mask, scale)
     mixed = stages.mixed(exponential, value)
-    return te.compute(tuple(shape), lambda b, s, h, c: mixed[b, h, s, c] * inverse[b, h, s], name="attention")
+
+    def result(b: Any, s: Any, h: Any, c: Any) -> Any:
+        element = mixed[b, h, s, c] * inverse[b, h, s]
+        if not zero_for_nan:
+            return element
+        # The sum is at least one, unless it is NaN or all scores are minus infinity.
+        return tirx.Select(total[b, h, s] > 0.0, element, tirx.const(0.0, "float32"))
+
+    return te.compute(tuple(shape), result, name="attention")
 
 
 class _Stages:
@@ -147,8 +157,10 @@ class _Stages:
             },
         )
 
-    def softmax(self, scores: te.Tensor, mask: te.Tensor | None, scale: float) -> tuple[te.Tensor, te.Tensor]:
-        """The exponentials of the scores, less the largest of their row, and the inverse of a row's sum.
+    def softmax(
+        self, scores: te.Tensor, mask: te.Tensor | None, scale: float
+    ) -> tuple[te.Tensor, te.Tensor, te.Tensor]:
+        """The exponentials of the scores, less the largest of their row; the sum of a row, and its inverse.
 
         `mask` is added to the scores; None adds nothing.
         """
@@ -168,7 +180,7 @@ class _Stages:
             return BF16.widen(exponential[tuple(index)]) if self._bf16 else exponential[tuple(index)]
 
         total = _reduced(weight, self._row_sizes, wide, te.sum, "sum", self._lanes)
-        return exponential, te.compute(self._row_sizes, lambda *row: 1.0 / total[row], name="inverse")
+        return exponential, total, te.compute(self._row_sizes, lambda *row: 1.0 / total[row], name="inverse")
 
     def mixed(self, exponential: te.Tensor, value: Element) -> te.Tensor:
         """The sums of the values, each times the exponential of its score: `[batch, heads, query, channel]`."""

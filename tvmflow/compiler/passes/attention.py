@@ -16,6 +16,8 @@ from tvmflow.compiler.passes.patterns import factors
 from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rank, rewriting, sizes
 
 _ATTENTION = ("nn.attention", "nn.attention_bias")
+# In the place of a causal mask, which `ComposeAttention` never gives: a query without a key to attend to has zeros.
+_ZERO_FOR_NAN = "zero for NaN"
 
 
 def _merge(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -57,7 +59,7 @@ def _attention(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
     The dimension of heads may be absent.
     """
-    softmax = rewriter.call(call.args[0], "nn.softmax")
+    softmax, zero_for_nan = _softmax(rewriter, call.args[0])
     count = rank(call)
     if softmax is None or count not in (3, 4) or dtype(call) != "float32" or not rewriter.used_once(call.args[0]):
         return None
@@ -78,6 +80,8 @@ def _attention(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     channels = [sizes(query)[-1], sizes(value)[-1]]  # type: ignore[index]
     if not same_shape(*[[item] for item in channels]) or not isinstance(channels[0], tirx.IntImm):
         return None
+    if zero_for_nan and count == 4 and not isinstance(batches[0][1], tirx.IntImm):
+        return None
     mask = None
     for item in masks:
         mask = item if mask is None else rewriter.emit(relax.op.add(mask, item))
@@ -86,10 +90,27 @@ def _attention(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         if mask is None:
             return None
     operands = [_positions_first(rewriter, item, transposed) for item, transposed in _sides(query, key, value)]
-    result = rewriter.emit(relax.op.nn.attention(*operands, mask, tirx.FloatImm("float32", scale)))
+    causal = _ZERO_FOR_NAN if zero_for_nan else None
+    result = rewriter.emit(relax.op.nn.attention(*operands, mask, tirx.FloatImm("float32", scale), causal))
     if count == 3:
         return relax.op.squeeze(result, [2])
     return relax.op.permute_dims(result, [0, 2, 1, 3])
+
+
+def _softmax(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Call | None, bool]:
+    """Find the softmax in the weights of attention; return it, and whether zeros stand in the place of NaN.
+
+    PyTorch writes zeros where a mask excludes all keys of a query.
+    """
+    where = rewriter.call(expr, "where")
+    if where is None:
+        return rewriter.call(expr, "nn.softmax"), False
+    condition = rewriter.call(where.args[0], "isnan")
+    if condition is None or rewriter.scalar(where.args[1]) != 0.0:
+        return None, False
+    if not rewriter.used_once(where.args[0]) or not rewriter.same(condition.args[0], where.args[2]):
+        return None, False
+    return rewriter.call(where.args[2], "nn.softmax"), True
 
 
 def _sides(query: relax.Expr, key: relax.Expr, value: relax.Expr) -> list[tuple[relax.Expr, bool]]:
@@ -269,8 +290,9 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
     """The call of one function that reads queries, keys and values in place."""
     attrs = call.attrs
     shape, keys = sizes(call.args[0]), sizes(call.args[1])
-    if shape is None or keys is None or attrs.causal_mask is not None or attrs.window_size is not None:
+    if shape is None or keys is None or attrs.causal_mask not in (None, _ZERO_FOR_NAN) or attrs.window_size is not None:
         return None
+    zero_for_nan = attrs.causal_mask == _ZERO_FOR_NAN
     if not all(dtype(item) == "float32" for item in call.args) or not same_shape(shape, sizes(call)):
         return None
     if not all(isinstance(size, tirx.IntImm) for size in shape[2:]) or attrs.scale is None:
@@ -298,7 +320,8 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
             # The function's tensors have variables of their own for symbolic sizes.
             axes = zip(tensors[places[1]].shape, views[1].places, strict=True)
             count = next((size for size, (dim, _, _) in axes if dim == 1), count)
-        return attention.attention(shape, count, query, key, value, mask, float(attrs.scale), machine, bf16)
+        scale = float(attrs.scale)
+        return attention.attention(shape, count, query, key, value, mask, scale, machine, bf16, zero_for_nan)
 
     kind = FUSABLE if bf16 else {}
     return rewriter.builder_.call_te(compute, *bases, *masks, primfunc_name_hint="attention", primfunc_attrs=kind)
