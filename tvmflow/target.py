@@ -367,7 +367,8 @@ def _from_tvm(name: str, tvm: dict[str, Any]) -> Target:
         return Target(name, tvm, "cuda")
     if kind != "llvm":
         raise TargetError(f"target {name!r}: kind {kind!r} is not built here; use kind 'llvm' or 'cuda'")
-    triple = str(tvm.get("mtriple", f"{host().arch}-linux-gnu"))
+    # The levels are x86-64's, on whatever machine they are built for.
+    triple = str(tvm.get("mtriple", f"{'x86_64' if tvm.get('mcpu') in _LEVELS else host().arch}-linux-gnu"))
     arch = _ARCH_NAMES.get(triple.split("-")[0], triple.split("-")[0])
     if arch not in ("x86_64", "aarch64"):
         raise TargetError(f"target {name!r}: architecture {arch!r} is not built here; use x86_64 or aarch64")
@@ -382,13 +383,13 @@ def _from_tvm(name: str, tvm: dict[str, Any]) -> Target:
 def profile_of(tvm: Mapping[str, Any], arch: str, features: tuple[str, ...]) -> Profile:
     """Return the profile for a TVM target of a CPU.
 
-    The target's `model`, if it has one, names the profile. Otherwise its `mcpu` does, if a shipped profile is for that
-    CPU. Otherwise the profile is `aarch64-generic` on ARM, and on x86-64 `sapphire-rapids` for a target with AMX and
-    else that of the highest psABI level that `features` include. `features` are in the words of /proc/cpuinfo. Raises
-    TargetError for a `model` that is no profile's name.
+    The target's `model`, if it has one, names the profile, a shipped one or this machine's. Otherwise its `mcpu` does,
+    if a shipped profile is for that CPU. Otherwise the profile is `aarch64-generic` on ARM, and on x86-64
+    `sapphire-rapids` for a target with AMX and else that of the highest psABI level that `features` include. `features`
+    are in the words of /proc/cpuinfo. Raises TargetError for a `model` that is no profile's name.
     """
     if tvm.get("model"):
-        return profiles.named(str(tvm["model"]))
+        return _named_profile(str(tvm["model"]))
     mcpu = str(tvm.get("mcpu", ""))
     own = profiles.of_mcpu(mcpu)
     if own is not None and own.arch == arch and mcpu not in _LEVELS:
@@ -398,6 +399,18 @@ def profile_of(tvm: Mapping[str, Any], arch: str, features: tuple[str, ...]) -> 
     if "amx_tile" in features:
         return profiles.named("sapphire-rapids")
     return profiles.named("x86-64-v4" if "avx512f" in features else "x86-64-v3" if "avx2" in features else "x86-64-v2")
+
+
+def _named_profile(name: str) -> Profile:
+    """The shipped profile of a name or a `model`, or this machine's, which may have no file. Raises TargetError."""
+    try:
+        return profiles.named(name)
+    except TargetError:
+        with suppress(TargetError):
+            own = _native().profile
+            if own is not None and name in (own.name, own.model):
+                return own
+        raise
 
 
 def _llvm_features(name: str, tvm: dict[str, Any]) -> tuple[str, ...]:

@@ -103,6 +103,8 @@ def test_on_another_architecture_the_compilers_and_hosts_change_places(become: B
     assert resolve("aarch64-generic").cross_compiler is None
     assert resolve("cuda-sm80").tvm["host"] == {"kind": "llvm", "mtriple": "aarch64-linux-gnu"}
     assert resolve("llvm").tvm == {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "num-cores": 2}
+    level = resolve("llvm -mcpu=x86-64-v3")
+    assert (level.arch, level.tvm["mtriple"], level.features) == ("x86_64", "x86_64-linux-gnu", tuple(sorted(V3)))
 
 
 @pytest.mark.parametrize(
