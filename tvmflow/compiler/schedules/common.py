@@ -277,13 +277,7 @@ def split_for_cores(sch: Schedule, tasks: Sequence[LoopRV], loop: LoopRV, machin
 
 def fuse(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:
     """Fuse loops into one and return it; a single loop is returned unchanged."""
-    if all(isinstance(sch.get(loop).extent, tirx.IntImm | tirx.Var) for loop in loops):
-        return sch.fuse(*loops) if len(loops) > 1 else loops[0]
-    # Of three loops at once, the middle one of n - 2 iterations, TVM cannot prove that the number of all is divisible.
-    *outer, fused = loops
-    for loop in reversed(outer):
-        fused = sch.fuse(loop, fused)
-    return fused
+    return sch.fuse(*loops) if len(loops) > 1 else loops[0]
 
 
 def join_dimensions(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> None:
