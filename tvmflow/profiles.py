@@ -327,8 +327,8 @@ def with_caches(profile: Profile, folder: Path = _CACHES) -> Profile:
             sharing = (entry / "shared_cpu_map").read_text().replace(",", "")
         except (OSError, ValueError):
             continue
-        if size is not None and ways > 0 and line > 0:
-            total = int(size[1]) * _UNITS[size[2]]
+        total = 0 if size is None else int(size[1]) * _UNITS[size[2]]
+        if ways > 0 and line > 0 and total >= ways * line:
             levels[level] = {"size": total, "ways": ways, "line": line, "cores": max(1, int(sharing, 16).bit_count())}
     changes: dict[str, Any] = {}
     for level, key in ((1, "first"), (2, "second"), (3, "third")):

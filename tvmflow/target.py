@@ -50,9 +50,11 @@ _EXTENDED = {
     "x86-64-v4-bf16": ("avx512_bf16", "avx512_vnni"),
     "x86-64-v4-amx": ("amx_bf16", "amx_int8", "amx_tile", "avx512_bf16", "avx512_vnni"),
 }
-# ARM's arithmetic in float16, in the words of /proc/cpuinfo and of LLVM, and the presets that have it.
+# ARM's arithmetic in float16, in the words of /proc/cpuinfo and of LLVM, and the presets that have it, with their other
+# extensions that LLVM uses.
 _HALF, _LLVM_HALF = "asimdhp", "+fullfp16"
-_WITH_HALF = {"aarch64-cortex-a76": (_HALF,), "aarch64-neoverse-n1": (_HALF,)}
+_ARMV8_2 = ("asimddp", _HALF, "asimdrdm", "atomics")
+_WITH_HALF = {"aarch64-cortex-a76": _ARMV8_2, "aarch64-neoverse-n1": _ARMV8_2}
 
 _AVX = ("avx", "avx2", "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
 # LLVM's name of a feature -> the name in /proc/cpuinfo, for the features that a bundle's code can depend on.
@@ -88,6 +90,17 @@ _LLVM_TO_CPUINFO: dict[str, str] = {
             *_AVX,
         )
     },
+}
+# The same for ARM. LLVM computes no cipher, hash or checksum by itself, and not every processor of a name has them.
+_LLVM_TO_ARM = {
+    "complxnum": "fcma",
+    "dotprod": "asimddp",
+    "fp16fml": "asimdfhm",
+    "fullfp16": _HALF,
+    "lse": "atomics",
+    "neon": "asimd",
+    "rdm": "asimdrdm",
+    **{same: same for same in ("bf16", "i8mm", "sve", "sve2")},
 }
 
 # The file of the profile that `native` uses in place of the recognised one; `tvmflow calibrate` writes such files.
@@ -241,7 +254,7 @@ def resolve(text: str | Mapping[str, Any]) -> Target:
     if name in presets():
         kind, _, model = name.partition("-")
         return (
-            _aarch64(name, model, half=name in _WITH_HALF)
+            _aarch64(name, model, extensions=_WITH_HALF.get(name, ()))
             if kind == "aarch64"
             else _cuda(name, model.replace("sm", "sm_"))
         )
@@ -262,13 +275,16 @@ def _native() -> Target:
     machine = host()
     if machine.arch == "aarch64":
         profile = _native_profile("aarch64-generic")
-        return _aarch64("native", "generic", machine.cores, half=_HALF in machine.features, profile=profile)
+        half = tuple({_HALF} & machine.features)
+        return _aarch64("native", "generic", machine.cores, extensions=half, profile=profile)
     if machine.arch != "x86_64":
         raise TargetError(f"target 'native' is not known for this machine's architecture {machine.arch!r}; name one")
     level = max(
         (name for name, features in _LEVELS.items() if machine.features.issuperset(features)), key=list(_LEVELS).index
     )
-    extensions = tuple(name for name in _EXTENSIONS if name in machine.features)
+    # Kernels before Linux 5.16 list AMX and let no process use it, and a sandbox may forbid the request.
+    usable = (name for name in _EXTENSIONS if not name.startswith("amx_") or request_amx())
+    extensions = tuple(name for name in usable if name in machine.features)
     return _x86("native", level, extensions, machine.cores, _native_profile(level))
 
 
@@ -304,21 +320,19 @@ def _x86(name: str, level: str, extensions: tuple[str, ...], cores: int, profile
     return Target(name, tvm, "x86_64", features, _cross_compiler("x86_64", "x86_64"), profile)
 
 
-def _aarch64(name: str, mcpu: str, cores: int = 4, *, half: bool, profile: Profile | None = None) -> Target:
+def _aarch64(
+    name: str, mcpu: str, cores: int = 4, *, extensions: tuple[str, ...] = (), profile: Profile | None = None
+) -> Target:
     tvm: dict[str, Any] = {
         "kind": "llvm",
         "mtriple": "aarch64-linux-gnu",
         "mcpu": mcpu,
-        "mattr": ["+neon", *([_LLVM_HALF] if half else [])],
+        "mattr": ["+neon", *([_LLVM_HALF] if _HALF in extensions else [])],
         "num-cores": cores,
     }
-    features = _arm_features(tvm["mattr"])
+    features = tuple(sorted(("asimd", *extensions)))
     profile = profile or profile_of(tvm, "aarch64", features)
     return Target(name, tvm, "aarch64", features, _cross_compiler("aarch64", "aarch64"), profile)
-
-
-def _arm_features(attributes: list[str]) -> tuple[str, ...]:
-    return ("asimd", _HALF) if _LLVM_HALF in attributes else ("asimd",)
 
 
 def _cuda(name: str, arch: str) -> Target:
@@ -366,12 +380,13 @@ def _from_tvm(name: str, tvm: dict[str, Any]) -> Target:
         return Target(name, tvm, "cuda")
     if kind != "llvm":
         raise TargetError(f"target {name!r}: kind {kind!r} is not built here; use kind 'llvm' or 'cuda'")
-    triple = str(tvm.get("mtriple", f"{host().arch}-linux-gnu"))
+    # The levels are x86-64's, on whatever machine they are built for.
+    triple = str(tvm.get("mtriple", f"{'x86_64' if tvm.get('mcpu') in _LEVELS else host().arch}-linux-gnu"))
     arch = _ARCH_NAMES.get(triple.split("-")[0], triple.split("-")[0])
     if arch not in ("x86_64", "aarch64"):
         raise TargetError(f"target {name!r}: architecture {arch!r} is not built here; use x86_64 or aarch64")
     full = {"mtriple": triple, "num-cores": host().cores, **tvm}
-    features = _arm_features(attributes) if arch == "aarch64" else _llvm_features(name, full)
+    features = _llvm_features(name, full, arch)
     profile = profile_of(full, arch, features)
     if profile.arch != arch:
         raise TargetError(f"target {name!r}: the profile {profile.name!r} is for {profile.arch}, not {arch}")
@@ -381,13 +396,13 @@ def _from_tvm(name: str, tvm: dict[str, Any]) -> Target:
 def profile_of(tvm: Mapping[str, Any], arch: str, features: tuple[str, ...]) -> Profile:
     """Return the profile for a TVM target of a CPU.
 
-    The target's `model`, if it has one, names the profile. Otherwise its `mcpu` does, if a shipped profile is for that
-    CPU. Otherwise the profile is `aarch64-generic` on ARM, and on x86-64 `sapphire-rapids` for a target with AMX and
-    else that of the highest psABI level that `features` include. `features` are in the words of /proc/cpuinfo. Raises
-    TargetError for a `model` that is no profile's name.
+    The target's `model`, if it has one, names the profile, a shipped one or this machine's. Otherwise its `mcpu` does,
+    if a shipped profile is for that CPU. Otherwise the profile is `aarch64-generic` on ARM, and on x86-64
+    `sapphire-rapids` for a target with AMX and else that of the highest psABI level that `features` include. `features`
+    are in the words of /proc/cpuinfo. Raises TargetError for a `model` that is no profile's name.
     """
     if tvm.get("model"):
-        return profiles.named(str(tvm["model"]))
+        return _named_profile(str(tvm["model"]))
     mcpu = str(tvm.get("mcpu", ""))
     own = profiles.of_mcpu(mcpu)
     if own is not None and own.arch == arch and mcpu not in _LEVELS:
@@ -399,15 +414,31 @@ def profile_of(tvm: Mapping[str, Any], arch: str, features: tuple[str, ...]) -> 
     return profiles.named("x86-64-v4" if "avx512f" in features else "x86-64-v3" if "avx2" in features else "x86-64-v2")
 
 
-def _llvm_features(name: str, tvm: dict[str, Any]) -> tuple[str, ...]:
-    """The CPU features that LLVM may use for an x86-64 target, in /proc/cpuinfo's words. Raises TargetError."""
-    mcpu, attributes = str(tvm.get("mcpu", "x86-64")), [str(item) for item in tvm.get("mattr", [])]
-    if mcpu in ("generic", "x86-64") and not attributes:
+def _named_profile(name: str) -> Profile:
+    """The shipped profile of a name or a `model`, or this machine's, which may have no file. Raises TargetError."""
+    try:
+        return profiles.named(name)
+    except TargetError:
+        with suppress(TargetError):
+            own = _native().profile
+            if own is not None and name in (own.name, own.model):
+                return own
+        raise
+
+
+def _llvm_features(name: str, tvm: dict[str, Any], arch: str) -> tuple[str, ...]:
+    """The CPU features that LLVM may use for a CPU target, in /proc/cpuinfo's words. Raises TargetError."""
+    is_arm = arch == "aarch64"
+    words = _LLVM_TO_ARM if is_arm else _LLVM_TO_CPUINFO
+    levels = {"generic": ("asimd",)} if is_arm else _LEVELS
+    mcpu = str(tvm.get("mcpu", "generic" if is_arm else "x86-64"))
+    attributes = [str(item) for item in tvm.get("mattr", [])]
+    if not is_arm and mcpu == "generic" and not attributes:
         return ()
-    if mcpu in _LEVELS:
-        features = set(_LEVELS[mcpu])
+    if mcpu in levels:
+        features = set(levels[mcpu])
         for attribute in attributes:
-            feature = _LLVM_TO_CPUINFO.get(attribute[1:])
+            feature = words.get(attribute[1:])
             if feature:
                 (features.add if attribute.startswith("+") else features.discard)(feature)
         return tuple(sorted(features))
@@ -423,4 +454,4 @@ def _llvm_features(name: str, tvm: dict[str, Any]) -> tuple[str, ...]:
     except (ValueError, TypeError) as error:
         raise TargetError(f"target {name!r} is refused by TVM: {str(error).splitlines()[0]}") from error
     features_of_llvm = (str(feature) for feature in get_global_func("target.llvm_get_cpu_features")(target))
-    return tuple(sorted({_LLVM_TO_CPUINFO[feature] for feature in features_of_llvm if feature in _LLVM_TO_CPUINFO}))
+    return tuple(sorted({words[feature] for feature in features_of_llvm if feature in words}))

@@ -798,8 +798,10 @@ def test_a_tensor_is_joined_with_constants_of_sizes_that_are_computed_from_data(
     assert_same_as_onnxruntime(path, *feeds)
 
 
+# One tile of channels, and several.
+@pytest.mark.parametrize("channels", [16, 70])
 def test_a_convolution_of_a_padded_tensor_of_computed_sizes_is_fused_with_its_epilogue(
-    make_model: Any, assert_same_as_onnxruntime: Any
+    channels: int, make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:
     nodes = [
         _node("Slice", ["x", "start", "end", "axes", "steps"], ["halved"]),
@@ -814,11 +816,12 @@ def test_a_convolution_of_a_padded_tensor_of_computed_sizes_is_fused_with_its_ep
         "axes": _ints(2, 3),
         "steps": _ints(2, 2),
         "pads": _ints(0, 0, 1, 1, 0, 0, 1, 1),
-        "filter": normal(16, 3, 3, 3),
-        "biases": normal(1, 16, 1, 1),
+        "filter": normal(channels, 3, 3, 3),
+        "biases": normal(1, channels, 1, 1),
     }
     path = make_model(nodes, [("x", ["n", 3, "h", "w"])], ["y"], weights)
-    assert_same_as_onnxruntime(path, *_feeds((1, 3, 17, 20), (2, 3, 8, 9)))
+    model = assert_same_as_onnxruntime(path, *_feeds((1, 3, 17, 20), (2, 3, 8, 9)))
+    assert [rule for name, rule in model.schedules if "conv2d" in name] == ["conv2d"]
 
 
 @pytest.mark.parametrize("image", [[12, "w"], ["h", 7], [3, "w"], ["h", "w"]], ids=str)

@@ -14,11 +14,12 @@ from onnx import TensorProto, helper
 from support import scale
 from support.arrays import normal, onnxruntime_outputs
 from support.builds import rule_counts
+from support.machines import simple_target
 from support.models import join_models, joined_name
 from support.quantised import quantise, quantise_dynamically
 from tvmflow.compiler import BuildOptions, build, import_onnx
 from tvmflow.onnx_graph import rounds_activations
-from tvmflow.target import Precision, Target, resolve
+from tvmflow.target import Precision, Target
 
 Array = np.ndarray[Any, Any]
 MakeModel = Callable[..., Path]
@@ -216,7 +217,7 @@ def _integer_nodes(make_model: MakeModel) -> tuple[Path, dict[str, Array]]:
 def test_operators_of_integers_are_exact(
     has_dots: bool, make_model: MakeModel, run_built: RunBuilt, request: pytest.FixtureRequest
 ) -> None:
-    target: Target = request.getfixturevalue("int8") if has_dots else resolve("x86-64-v3")
+    target: Target = request.getfixturevalue("int8") if has_dots else simple_target()
     path, inputs = _integer_nodes(make_model)
     model = build(import_onnx(path), target)
     expected = onnx.reference.ReferenceEvaluator(str(path)).run(None, inputs)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from support import scale
 from support.arrays import Refused, onnxruntime_results
+from support.cpp import build_aarch64_runner
 from support.machines import best_target
+from support.models import join_models, joined_name
+from support.steps import compile_by_steps
 from tvmflow.compiler import build, import_onnx
+from tvmflow.target import host
 
 Array = np.ndarray[Any, Any]
 
@@ -563,6 +568,38 @@ def test_random_models_equal_onnx_runtime(kind: str, tmp_path: Path) -> None:
             continue
         assert not message, message
     assert refusal * _MOST_REFUSED <= count, f"ONNX Runtime refuses {refusal} of {count} models"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(host().arch == "aarch64", reason="a target that this machine cannot run is meant")
+@pytest.mark.parametrize("cpu", ["generic", "neoverse-n1", "neoverse-v1"])
+def test_random_models_for_arm_equal_onnx_runtime(cpu: str, tmp_path: Path) -> None:
+    """All of them are one bundle, which the emulated runner runs once."""
+    runner = build_aarch64_runner()
+    drawn, protos, feeds = [], [], {}
+    for kind, (seed, more) in product(KINDS, enumerate((0, _MORE, 0))):
+        model, outputs = KINDS[kind].draw(np.random.default_rng([seed, *kind.encode()]))
+        path = tmp_path / f"{len(protos)}.onnx"
+        protos.append(model.proto(outputs, KINDS[kind].symbolic))
+        onnx.save(protos[-1], path)
+        rows = more if KINDS[kind].symbolic else 0
+        shapes = {name: (shape[0] + rows, *shape[1:]) if rows else shape for name, shape in model.inputs.items()}
+        feed = {
+            name: np.random.default_rng(1).standard_normal(shape).astype("float32") for name, shape in shapes.items()
+        }
+        try:
+            drawn.append((model, outputs, onnxruntime_results(path, feed)))
+        except Refused:
+            protos.pop()
+            continue
+        feeds |= {joined_name(len(protos) - 1, name): value for name, value in feed.items()}
+    onnx.save(join_models(protos), tmp_path / "joined.onnx")
+    target = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": cpu, "num-cores": 2}
+    document = {"name": "random", "model": {"onnx": str(tmp_path / "joined.onnx")}, "targets": [target]}
+    actual = runner.outputs(compile_by_steps(document, tmp_path, tmp_path / "state"), feeds, tmp_path)
+    for place, (model, outputs, expected) in enumerate(drawn):
+        results = [actual[joined_name(place, name)] for name in outputs]
+        assert not (message := _first_difference(model, results, expected)), f"{message}\n{_describe(model)}"
 
 
 def main() -> int:

@@ -108,8 +108,9 @@ def test_a_convolution_of_an_image_that_was_enlarged_from_a_free_size_is_tiled(
     }.get(operator, normal(1))  # fmt: skip
     path = make_model(nodes, [("x", ["n", 16, "h", "w"])], ["y"], weights)
     model = assert_same_as_onnxruntime(path, {"x": normal(2, 16, 9, 13)}, {"x": normal(1, 16, 16, 8)})
-    rules = [rule for name, rule in model.schedules if name.startswith("fused_conv2d")]
-    assert rules == ["rows" if size == 1 else "conv2d"]
+    (rule,) = (rule for name, rule in model.schedules if name.startswith("fused") and "conv2d" in name)
+    # With the narrowest vectors, Winograd's algorithm is faster.
+    assert rule in (["rows"] if size == 1 else ["conv2d", "winograd"])
 
 
 # channels in and out, kernel, strides, padding, dilation

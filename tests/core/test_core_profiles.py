@@ -101,6 +101,7 @@ def test_the_caches_of_an_unknown_processor_are_those_that_the_kernel_tells(tmp_
     _cache(tmp_path, 1, level="1", type="Instruction", size="64K", shared_cpu_map="3", **common)
     _cache(tmp_path, 2, level="3", type="Unified", size="30M", shared_cpu_map="ff", **common)
     _cache(tmp_path, 3, level="2", type="Unified", size="?", shared_cpu_map="3", **common)
+    _cache(tmp_path, 4, level="2", type="Unified", size="0K", shared_cpu_map="3", **common)
     level = profiles.named("x86-64-v3")
     profile = profiles.with_caches(level, tmp_path)
     assert profile.name == "x86-64-v3-caches"
@@ -125,6 +126,8 @@ def test_native_uses_the_recognised_profile_or_the_one_of_a_file(
     own = resolve("native").profile
     assert own is not None
     assert (own.name, own.digest) == ("mine", profiles.named("zen5").digest)
+    canonical = resolve("native").canonical
+    assert resolve(canonical).canonical == canonical
     for text, reason in (("x = ", "cannot be read"), ((_FILES / "cortex-a72.toml").read_text(), "aarch64")):
         mine.write_text(text)
         with pytest.raises(TargetError, match=reason):

@@ -68,6 +68,22 @@ def test_a_cpu_by_name_needs_the_features_that_llvm_uses_on_it() -> None:
     assert not {"amx_tile", "avx512_fp16"} & features
 
 
+@pytest.mark.parametrize("name", ["aarch64-generic", "aarch64-cortex-a72", "aarch64-cortex-a76", "aarch64-neoverse-n1"])
+def test_a_preset_of_arm_needs_the_features_that_llvm_uses_on_its_cpu(name: str) -> None:
+    target = resolve(name)
+    assert (
+        resolve({"kind": "llvm", "mtriple": target.tvm["mtriple"], "mcpu": target.tvm["mcpu"]}).features
+        == target.features
+    )
+
+
+def test_an_arm_cpu_by_name_needs_the_features_that_llvm_uses_on_it() -> None:
+    features = set(resolve("llvm -mtriple=aarch64-linux-gnu -mcpu=neoverse-v1").features)
+    assert features >= {"asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve"}
+    assert "sve2" not in features
+    assert "sve2" in resolve("llvm -mtriple=aarch64-linux-gnu -mattr=+neon,+sve2").features
+
+
 def test_an_attribute_adds_to_a_cpus_features() -> None:
     assert "amx_tile" in resolve("llvm -mcpu=znver4 -mtriple=x86_64-linux-gnu -mattr=+amx-tile").features
 
@@ -97,6 +113,8 @@ REFUSED = [
     ("llvm mcpu=znver4", "'mcpu=znver4'"),
     ("llvm -mcpu", "'-mcpu'"),
     ("llvm -mcpu=nonesuch -mtriple=x86_64-linux-gnu", "'nonesuch'"),
+    ("llvm -mcpu=znver4 -mtriple=aarch64-linux-gnu", "'znver4'"),
+    ("llvm -mcpu=x86-64 -mtriple=aarch64-linux-gnu", "'x86-64'"),
     ("c", "kind 'c'"),
     ("llvm -num-cores=0", "num-cores is 0"),
     ("llvm -num-cores=many", "num-cores is 'many'"),

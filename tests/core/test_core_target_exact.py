@@ -27,13 +27,15 @@ V3 = V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 VNNI, BF16 = {"avx512_vnni"}, {"avx512_bf16", "avx512_vnni"}
 AMX = BF16 | {"amx_bf16", "amx_int8", "amx_tile"}
+ARM_V8_2 = {"asimd", "asimddp", "asimdhp", "asimdrdm", "atomics"}
 WIDE = "-prefer-256-bit"
 Become = Callable[..., None]
 
 
 @pytest.fixture
 def become(monkeypatch: pytest.MonkeyPatch) -> Become:
-    """Pretend that this machine is another one."""
+    """Pretend that this machine is another one, which permits AMX where it has it."""
+    monkeypatch.setattr("tvmflow.target.request_amx", lambda: True)
 
     def replace(arch: str, features: set[str] = frozenset(), cores: int = 6) -> None:  # type: ignore[assignment]
         machine = Host(arch, frozenset(features), cores)
@@ -76,8 +78,8 @@ PRESETS: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "aarch64-generic": (arm("generic"), {"asimd"}),
     "aarch64-cortex-a72": (arm("cortex-a72"), {"asimd"}),
-    "aarch64-cortex-a76": (arm("cortex-a76", "+fullfp16"), {"asimd", "asimdhp"}),
-    "aarch64-neoverse-n1": (arm("neoverse-n1", "+fullfp16"), {"asimd", "asimdhp"}),
+    "aarch64-cortex-a76": (arm("cortex-a76", "+fullfp16"), ARM_V8_2),
+    "aarch64-neoverse-n1": (arm("neoverse-n1", "+fullfp16"), ARM_V8_2),
     "cuda-sm80": (cuda("sm_80"), set()),
     "cuda-sm90": (cuda("sm_90"), set()),
 }
@@ -103,6 +105,8 @@ def test_on_another_architecture_the_compilers_and_hosts_change_places(become: B
     assert resolve("aarch64-generic").cross_compiler is None
     assert resolve("cuda-sm80").tvm["host"] == {"kind": "llvm", "mtriple": "aarch64-linux-gnu"}
     assert resolve("llvm").tvm == {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "num-cores": 2}
+    level = resolve("llvm -mcpu=x86-64-v3")
+    assert (level.arch, level.tvm["mtriple"], level.features) == ("x86_64", "x86_64-linux-gnu", tuple(sorted(V3)))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +137,14 @@ def test_native_is_the_highest_level_and_every_extension_of_this_machine(
     assert target.features == tuple(sorted(extensions))
     assert target.cross_compiler is None
     assert missing_features(target.features) == ()
+
+
+def test_native_does_without_amx_where_the_system_does_not_permit_it(
+    become: Become, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become("x86_64", V4 | AMX)
+    monkeypatch.setattr("tvmflow.target.request_amx", lambda: False)
+    assert resolve("native").features == tuple(sorted(V4 | BF16))
 
 
 def test_native_of_an_unknown_architecture_is_refused(become: Become) -> None:

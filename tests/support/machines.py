@@ -36,6 +36,16 @@ def on_two_cores(name: str) -> Target:
     return resolve({**resolve(name).tvm, "num-cores": 2})
 
 
+def simple_target() -> Target:
+    """The best target without dot products of narrow numbers that this machine runs, up to AVX2 where it is x86-64."""
+    return resolve("".join(runnable_levels()[:2][-1:]) or "native")
+
+
+def other_preset() -> str:
+    """A preset besides `native` whose code this machine runs."""
+    return "aarch64-generic" if host().arch == "aarch64" else "x86-64-v2"
+
+
 def best_target() -> Target:
     """The best level of x86-64 that this machine runs, on two cores; this machine where it is no x86-64."""
     level = runnable_levels()[-1:]

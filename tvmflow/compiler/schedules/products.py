@@ -1,9 +1,10 @@
 """Schedules for matrix products and dense convolutions: a register tile of rows by vectors of output channels."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
@@ -117,7 +118,7 @@ def tile_product(
         orders = dict(reversed(orders.items()))
     order = choices.choose("order", "", orders)
     sch.reorder(*order, *at_inner, near, pieces, lane)
-    task = common.fuse(sch, order)
+    task = _fuse_tasks(sch, order)
     common.parallel(sch, task, machine)
     sch.compute_at(product, at_inner[0] if at_inner else task, preserve_unit_loops=True)
     # Tasks that read the same pixels would each pad them again.
@@ -127,6 +128,18 @@ def tile_product(
     tile = registers.split_tile(sch, row, column, rows, count, lanes)
     prefetch.fetch_result(sch, out, near, machine, choices)
     return TiledProduct(product, task, tile, tuple(reductions), RegisterTile(near, pieces, lane), streams)
+
+
+def _fuse_tasks(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:
+    """Fuse the loops over tiles into one.
+
+    Of n lines of `size - 2` pixels and several tiles, fused at once, TVM cannot prove that lines divide their number.
+    """
+    extents = [sch.get(loop).extent for loop in loops]
+    if all(isinstance(extent, tirx.IntImm | tirx.Var) for extent in extents) or static(extents[-1]) in (None, 1):
+        return common.fuse(sch, loops)
+    *outer, line, last = loops
+    return common.fuse(sch, [*outer, common.fuse(sch, [line, last])])
 
 
 def _schedule_copies(sch: Schedule, task: LoopRV | None, machine: Machine) -> None:
