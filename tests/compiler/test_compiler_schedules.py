@@ -131,10 +131,10 @@ def test_a_line_of_an_image_of_free_sizes_is_one_task_where_its_tiles_are_short(
     channels: int, is_line: bool, make_model: Any, assert_same_as_onnxruntime: Any, target: Target
 ) -> None:
     path: Path = make_model(
-        [helper.make_node("Conv", ["x", "w"], ["y"])],
-        [("x", [1, channels, "height", "width"])],
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        [("x", [1, "height", "width", channels])],
         ["y"],
-        {"w": normal(96, channels, 1, 1)},
+        {"w": normal(channels, 96)},
     )
     functions = [item.func for item in workloads(lower(import_onnx(path), target))]
     (func,) = (func for func in functions if kernels_of(func) == ["rows"])
@@ -142,7 +142,7 @@ def test_a_line_of_an_image_of_free_sizes_is_one_task_where_its_tiles_are_short(
     task, *_ = (sch.get(loop) for loop in sch.get_loops(sch.get_sblock("product_update")))
     sizes = {variable.name for variable in tvm.tirx.analysis.undefined_vars(task.extent)}
     assert sizes == ({"height"} if is_line else {"height", "width"})
-    assert_same_as_onnxruntime(path, {"x": normal(1, channels, 5, 21)}, {"x": normal(1, channels, 1, 3)})
+    assert_same_as_onnxruntime(path, {"x": normal(1, 5, 21, channels)}, {"x": normal(1, 1, 3, channels)})
 
 
 @pytest.mark.parametrize(
