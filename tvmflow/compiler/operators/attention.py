@@ -62,7 +62,7 @@ def attention(
     scale: float,
     machine: Machine,
     bf16: bool,
-    zero_for_nan: bool = False,
+    zero_for_nan: bool,
 ) -> te.Tensor:
     """Define scaled dot-product attention (Vaswani et al., 2017) in float32.
 
@@ -79,7 +79,8 @@ def attention(
     """
     stages = _Stages(shape, keys, machine, bf16)
     scores = stages.scores(query, key, scale)
-    exponential, total, inverse = stages.softmax(scores, mask, scale)
+    exponential, total = stages.softmax(scores, mask, scale)
+    inverse = te.compute(total.shape, lambda *row: 1.0 / total[row], name="inverse")
     mixed = stages.mixed(exponential, value)
 
     def result(b: Any, s: Any, h: Any, c: Any) -> Any:
@@ -157,10 +158,8 @@ class _Stages:
             },
         )
 
-    def softmax(
-        self, scores: te.Tensor, mask: te.Tensor | None, scale: float
-    ) -> tuple[te.Tensor, te.Tensor, te.Tensor]:
-        """The exponentials of the scores, less the largest of their row; the sum of a row, and its inverse.
+    def softmax(self, scores: te.Tensor, mask: te.Tensor | None, scale: float) -> tuple[te.Tensor, te.Tensor]:
+        """The exponentials of the scores, less the largest of their row, and the sum of each row.
 
         `mask` is added to the scores; None adds nothing.
         """
@@ -179,8 +178,7 @@ class _Stages:
         def weight(index: Sequence[Any]) -> Any:
             return BF16.widen(exponential[tuple(index)]) if self._bf16 else exponential[tuple(index)]
 
-        total = _reduced(weight, self._row_sizes, wide, te.sum, "sum", self._lanes)
-        return exponential, total, te.compute(self._row_sizes, lambda *row: 1.0 / total[row], name="inverse")
+        return exponential, _reduced(weight, self._row_sizes, wide, te.sum, "sum", self._lanes)
 
     def mixed(self, exponential: te.Tensor, value: Element) -> te.Tensor:
         """The sums of the values, each times the exponential of its score: `[batch, heads, query, channel]`."""
