@@ -9,7 +9,7 @@ from tvm import relax
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import NARROWEST, machine
 from tvmflow.compiler.operators import legalizations
-from tvmflow.compiler.passes import attention, dimensions, folding, patterns, simplify
+from tvmflow.compiler.passes import attention, branches, dimensions, folding, patterns, simplify
 from tvmflow.compiler.passes.bf16 import RoundProducts
 from tvmflow.compiler.passes.blocks import FuseBlocks
 from tvmflow.compiler.passes.fp16 import HalveProducts
@@ -57,6 +57,7 @@ def canonicalize() -> list[tvm.transform.Pass]:
         folding.fold_scales(),
         simplify.split_clip(),
         simplify.convolve_in_two_dimensions(),
+        branches.add_branches(),
         *tidy(),
         JoinProducts(),
     ]
