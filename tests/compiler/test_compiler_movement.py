@@ -390,6 +390,19 @@ def test_slices_written_to_computed_places_equal_onnx_runtime(reduction: str, as
     assert rule_counts(model)["scatter"] == len(cases)
 
 
+@pytest.mark.parametrize("exclusive", [0, 1])
+@pytest.mark.parametrize("reverse", [0, 1])
+def test_running_sums_of_slices_equal_onnx_runtime(exclusive: int, reverse: int, assert_all_same: Check) -> None:
+    cases = []
+    for axis, shape in ((1, (2, 9, 70)), (0, (5, 3)), (-2, (2, 3, 4, 16)), (0, (40, 2, 16))):
+        node = helper.make_node("CumSum", ["x", "axis"], ["y"], exclusive=exclusive, reverse=reverse)
+        free = [f"n{place}" for place in range(len(shape))]
+        for own in (free, shape):
+            cases.append((([node], [("x", own)], ["y"], {"axis": np.array(axis)}), {"x": normal(*shape)}))
+    model = assert_all_same(cases)
+    assert rule_counts(model)["scan"] == len(cases)
+
+
 @pytest.mark.parametrize("opset", [11, 18])
 def test_hardmax_of_free_dimensions_is_that_of_onnx_runtime(
     opset: int, make_model: Any, assert_same_as_onnxruntime: Check

@@ -27,6 +27,7 @@ from tvmflow.compiler.passes.layout import ChannelsLast
 from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.packing import BindWeights, PackAtLoad
 from tvmflow.compiler.passes.recurrence import lower_recurrence
+from tvmflow.compiler.passes.scans import lower_scans
 from tvmflow.compiler.passes.sizes import NameSizes
 from tvmflow.compiler.passes.strassen import StrassenProducts
 from tvmflow.compiler.passes.trees import lower_trees
@@ -100,6 +101,7 @@ def pass_names() -> list[str]:
         "StoreRepeats",
         "LowerAttention",
         "LowerRecurrence",
+        "LowerScans",
         "LowerTrees",
         "RefuseKernels",
         "NameSizes",
@@ -149,7 +151,7 @@ def lower_passes(
         integers = IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, has_dots)
         strassen = [StrassenProducts(cpu, choices)] if fast else []
         attend = attention.lower_attention(cpu, precision == "bf16")
-        product_passes = [attend, *narrow[precision], integers, *strassen]
+        product_passes = [attend, lower_scans(cpu), *narrow[precision], integers, *strassen]
         store_passes = [StoreRepeats(cpu)]
         integer_passes = [IntegerArithmetic(cpu, is_required=precision == "int8")] if has_dots else []
         legalize = relax.transform.LegalizeOps(legalizations(cpu, choices, fast))
