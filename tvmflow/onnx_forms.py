@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 def bring_to_usual_form(model: "onnx.ModelProto") -> None:
     """Replace the model's sparse weights by dense ones, and give each output without a shape an inferred one, in place.
 
-    Nodes that stand before those that compute what they read are moved after them. An output whose shape cannot be
-    inferred gets an empty shape, because ONNX's checker requires the field.
+    Nodes that stand before those that compute what they read are moved after them. A shape without dimensions counts as
+    none: exporters write it for outputs of unknown rank. An output whose shape cannot be inferred gets such a shape,
+    because ONNX's checker requires the field.
     """
     import onnx
 
@@ -28,6 +29,9 @@ def bring_to_usual_form(model: "onnx.ModelProto") -> None:
     shapeless = [value for value in graph.output if _lacks_shape(value)]
     if not shapeless:
         return
+    for value in shapeless:
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.ClearField("shape")
     try:
         whole = onnx.shape_inference.infer_shapes(without_weights(model))
         inferred = {value.name: value for value in whole.graph.output}
@@ -35,14 +39,14 @@ def bring_to_usual_form(model: "onnx.ModelProto") -> None:
         inferred = {}
     for value in shapeless:
         value.CopyFrom(inferred.get(value.name, value))
-        if _lacks_shape(value):
+        if _lacks_shape(value) and not value.type.tensor_type.HasField("shape"):
             value.type.tensor_type.shape.SetInParent()
 
 
 def _lacks_shape(value: "onnx.ValueInfoProto") -> bool:
-    """Whether a value is a tensor, or of unknown type, without a shape."""
+    """Whether a value is a tensor, or of unknown type, without a shape or with one of no dimensions."""
     kind = value.type.WhichOneof("value")
-    return kind is None or (kind == "tensor_type" and not value.type.tensor_type.HasField("shape"))
+    return kind is None or (kind == "tensor_type" and not value.type.tensor_type.shape.dim)
 
 
 def _dense(sparse: "onnx.SparseTensorProto") -> "np.ndarray[Any, Any]":

@@ -374,6 +374,35 @@ def test_a_flattened_image_has_the_order_of_the_model(make_model: Any, assert_sa
     assert_same_as_onnxruntime(path, {"x": normal(1, 3, 4, 5)}, {"x": normal(2, 3, 4, 5)})
 
 
+@pytest.mark.parametrize("reduction", ["none", "add", "mul", "max", "min"])
+def test_slices_written_to_computed_places_equal_onnx_runtime(reduction: str, assert_all_same: Check) -> None:
+    cases = []
+    for depth, shape in ((1, (9, 70)), (2, (4, 5, 3)), (1, (40,)), (3, (2, 3, 4))):
+        node = helper.make_node("ScatterND", ["x", "i", "u"], ["y"], reduction=reduction)
+        free = [f"n{place}" for place in range(len(shape))]
+        inputs = [("x", free), ("i", ["count", depth], TensorProto.INT64), ("u", ["count", *free[depth:]])]
+        places = np.array(list(np.ndindex(*shape[:depth])))
+        # Of two writes to one place it is not said which one is last; a sum has the order of the indices in both.
+        places = places[::2] if reduction == "none" else places[[0, 1, 0, 1, 1]]
+        feed = {"x": normal(*shape), "i": places, "u": normal(len(places), *shape[depth:], seed=1)}
+        cases.append((([node], inputs, ["y"], {}), feed))
+    model = assert_all_same(cases)
+    assert rule_counts(model)["scatter"] == len(cases)
+
+
+@pytest.mark.parametrize("exclusive", [0, 1])
+@pytest.mark.parametrize("reverse", [0, 1])
+def test_running_sums_of_slices_equal_onnx_runtime(exclusive: int, reverse: int, assert_all_same: Check) -> None:
+    cases = []
+    for axis, shape in ((1, (2, 9, 70)), (0, (5, 3)), (-2, (2, 3, 4, 16)), (0, (40, 2, 16))):
+        node = helper.make_node("CumSum", ["x", "axis"], ["y"], exclusive=exclusive, reverse=reverse)
+        free = [f"n{place}" for place in range(len(shape))]
+        for own in (free, shape):
+            cases.append((([node], [("x", own)], ["y"], {"axis": np.array(axis)}), {"x": normal(*shape)}))
+    model = assert_all_same(cases)
+    assert rule_counts(model)["scan"] == len(cases)
+
+
 @pytest.mark.parametrize("opset", [11, 18])
 def test_hardmax_of_free_dimensions_is_that_of_onnx_runtime(
     opset: int, make_model: Any, assert_same_as_onnxruntime: Check

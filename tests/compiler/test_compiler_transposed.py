@@ -65,6 +65,37 @@ def test_a_transposed_convolution_of_one_dimension_equals_onnx_runtime(
     assert rule_counts(model)["conv2d"] + rule_counts(model)["rows"] >= 1
 
 
+# kernel, stride, padding, output padding, dilation
+_GROWN_VOLUMES = [
+    ((2, 2, 2), (2, 2, 2), (0, 0, 0, 0, 0, 0), (0, 0, 0), (1, 1, 1)),
+    ((4, 4, 4), (2, 2, 2), (1, 1, 1, 1, 1, 1), (0, 0, 0), (1, 1, 1)),
+    ((3, 3, 3), (2, 2, 2), (1, 1, 1, 1, 1, 1), (1, 1, 1), (1, 1, 1)),
+    ((1, 2, 3), (3, 1, 2), (0, 1, 0, 0, 0, 1), (2, 0, 1), (1, 1, 1)),
+    ((3, 1, 1), (1, 1, 1), (0, 0, 0, 2, 0, 0), (0, 0, 0), (2, 1, 1)),
+    ((5, 2, 2), (2, 2, 2), (4, 0, 0, 3, 0, 0), (0, 0, 0), (1, 1, 1)),
+]
+
+
+def test_transposed_convolutions_of_volumes_equal_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for kernel, strides, pads, more, dilations in _GROWN_VOLUMES:
+        geometry = {"strides": strides, "pads": pads, "output_padding": more, "dilations": dilations}
+        nodes = [helper.make_node("ConvTranspose", ["x", "w", "b"], ["y"], **geometry)]
+        weights = {"w": normal(6, 9, *kernel), "b": normal(9)}
+        cases.append(((nodes, [("x", [2, 6, 5, 4, 7])], ["y"], weights), {"x": normal(2, 6, 5, 4, 7)}))
+    model = assert_all_same(cases)
+    assert not [name for name, _ in model.schedules if "conv3d" in name]
+
+
+def test_a_transposed_convolution_of_a_volume_of_free_sizes_is_a_product(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    node = helper.make_node("ConvTranspose", ["x", "w"], ["y"], strides=[2, 2, 2])
+    path = make_model([node], [("x", ["batch", 16, "deep", "high", "wide"])], ["y"], {"w": normal(16, 8, 2, 2, 2)})
+    model = assert_same_as_onnxruntime(path, {"x": normal(1, 16, 3, 5, 4)}, {"x": normal(2, 16, 1, 2, 7)})
+    assert rule_counts(model)["rows"] == 1
+
+
 @pytest.mark.parametrize("pad", [0, 1])
 @pytest.mark.parametrize("shape", [("batch", 20, "long"), ("batch", 20, "high", "wide")])
 def test_transposed_convolutions_of_free_sizes_follow_each_other(

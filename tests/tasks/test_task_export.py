@@ -416,3 +416,12 @@ def test_inputs_and_outputs_that_no_bundle_has_are_refused(
     save_text(tmp_path / "model.onnx", f'<ir_version: 9, opset_import: ["" : 18]> g {text}')
     with pytest.raises(ExportError, match=reason):
         export_spec(parse({"name": "odd", "model": {"onnx": "model.onnx"}}, tmp_path))
+
+
+def test_an_output_declared_without_dimensions_gets_those_that_it_has(
+    export_spec: Callable[[Spec], ExportResult], tmp_path: Path
+) -> None:
+    node = helper.make_node("Sigmoid", ["x"], ["y"])
+    save_model(tmp_path / "model.onnx", [node], [("x", ["n", 3])], [("y", [])])
+    result = export_spec(parse({"name": "flat", "model": {"onnx": "model.onnx"}}, tmp_path))
+    assert result.outputs[0].shape == ("n", 3)

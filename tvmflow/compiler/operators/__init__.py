@@ -23,6 +23,7 @@ from tvmflow.compiler.operators import (
     reshape,
     resize,
     rowwise,
+    scatter,
 )
 from tvmflow.compiler.operators.common import Legalization, default
 
@@ -42,6 +43,7 @@ _OPERATORS: dict[str, _Definition] = {
     "relax.nn.group_norm": norms.legalize,
     "relax.maximum": partial(elementwise.legalize_extreme, largest=True),
     "relax.minimum": partial(elementwise.legalize_extreme, largest=False),
+    "relax.scatter_nd": scatter.legalize,
     "relax.quantize": elementwise.legalize_quantize,
     **{name: partial(elementwise.legalize, function=function) for name, function in elementwise.FUNCTIONS.items()},
 }

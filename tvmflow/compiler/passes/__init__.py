@@ -29,6 +29,7 @@ from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.packing import BindWeights, PackAtLoad
 from tvmflow.compiler.passes.pixels import JoinPixels
 from tvmflow.compiler.passes.recurrence import lower_recurrence
+from tvmflow.compiler.passes.scans import lower_scans
 from tvmflow.compiler.passes.sizes import NameSizes
 from tvmflow.compiler.passes.strassen import StrassenProducts
 from tvmflow.compiler.passes.trees import lower_trees
@@ -104,6 +105,7 @@ def pass_names() -> list[str]:
         "StoreRepeats",
         "LowerAttention",
         "LowerRecurrence",
+        "LowerScans",
         "LowerTrees",
         "RefuseKernels",
         "NameSizes",
@@ -148,6 +150,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
         layout=[attention.compose_attention(), *layout(cpu.lanes)],
         products=[
             attention.lower_attention(cpu, precision == "bf16"),
+            lower_scans(cpu),
             *narrow[precision],
             IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, has_dots),
             *([StrassenProducts(cpu, choices)] if fast else []),

@@ -16,7 +16,7 @@ _MOST_GROUPS = 8
 
 
 def in_two_dimensions() -> tvm.transform.Pass:
-    """Return the pass that writes transposed 1D convolutions and 3D convolutions as two-dimensional ones.
+    """Return the pass that writes transposed 1D convolutions and all 3D convolutions as two-dimensional ones.
 
     It also exchanges height and width of images of one column: a register tile is a part of a line.
     """
@@ -26,6 +26,7 @@ def in_two_dimensions() -> tvm.transform.Pass:
             "nn.conv1d_transpose": (_transposed_1d,),
             "nn.conv2d": (_lay_column,),
             "nn.conv3d": (_conv3d,),
+            "nn.conv3d_transpose": (_transposed_3d,),
         },
     )
 
@@ -242,3 +243,67 @@ def _conv3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     )
     apart = rewriter.emit(relax.op.reshape(result, [dims[0], count, outputs, *out[3:]]))
     return relax.op.permute_dims(apart, [0, 2, 1, 3, 4])
+
+
+def _transposed_3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Write a transposed 3D convolution as transposed 2D ones, one for each phase of the slices, or one for all.
+
+    The input slices that an output slice reads are an image's channels. Output slices whose positions leave the same
+    remainder when divided by the stride use the same taps.
+    """
+    attrs, weight = call.attrs, rewriter.constant(call.args[1])
+    if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCDHW", "IODHW", "NCDHW"):
+        return None
+    data, dims, out = call.args[0], sizes(call.args[0]), sizes(call)
+    if weight is None or dims is None or out is None or dtype(data) != "float32" or int(attrs.groups) != 1:
+        return None
+    outputs, taps = weight.shape[1:3]
+    (deep, *strides), (step, *dilation) = ([int(item) for item in values] for values in (attrs.strides, attrs.dilation))
+    (more, *others), (front, top, left, back, bottom, right) = (
+        [int(item) for item in values] for values in (attrs.output_padding, attrs.padding)
+    )
+    extra = -(-_overhang(taps, deep, step, (front, back), more) // deep)
+    analyzer = tvm.sym.Analyzer()
+    count = analyzer.simplify(dims[2] + extra)
+    whole_depth = analyzer.can_prove_equal(count * deep, out[2])
+    if not whole_depth and static(dims[2]) is None:
+        return None  # TVM knows no shape for a slice of a symbolic size.
+    phases = [(taps, first, step) if taps else ([], 0, 1) for taps, first, step in _phases(taps, deep, step, front)]
+    alike = len({(len(taps), first, step) for taps, first, step in phases}) == 1
+    starts = [first + step * place for taps, first, step in phases for place in range(max(1, len(taps)))]
+    before, after = max(0, -min(starts)), max(0, max(starts) + extra)
+    if before or after:
+        data = rewriter.emit(relax.op.nn.pad(data, [0, 0, 0, 0, before, after, 0, 0, 0, 0]))
+
+    def transposed(begins: Sequence[int], kernels: Sequence[Array]) -> relax.Expr:
+        """The images whose channels are the slices from each of `begins` on; one kernel for each of them."""
+        parts = [
+            rewriter.emit(_slice_between(data, before + begin, before + begin + count, 1))
+            if before or after or begin or extra
+            else data
+            for begin in begins
+        ]
+        slices = rewriter.emit(relax.op.concat(parts, 1)) if len(parts) > 1 else parts[0]
+        slices_first = rewriter.emit(relax.op.permute_dims(slices, [0, 2, 1, 3, 4]))
+        channels = len(begins) * weight.shape[0]
+        images = rewriter.emit(relax.op.reshape(slices_first, [dims[0] * count, channels, *dims[3:]]))
+        result = relax.op.nn.conv2d_transpose(
+            images, constant(np.concatenate(kernels)), strides=strides, padding=[top, left, bottom, right],
+            output_padding=others, dilation=dilation,
+        )  # fmt: skip
+        return rewriter.emit(result)
+
+    # For each phase the kernels of its taps, [inputs, outputs, height, width]; zeros where no input reaches an output.
+    kernels = [[weight[:, :, tap] for tap in taps] or [np.zeros_like(weight[:, :, 0])] for taps, _, _ in phases]
+    begins = [[first + step * place for place in range(max(1, len(taps)))] for taps, first, step in phases]
+    if alike:
+        joined = [np.concatenate([item[place] for item in kernels], axis=1) for place in range(len(kernels[0]))]
+        whole = transposed(begins[0], joined)
+    else:
+        results = [transposed(*item) for item in zip(begins, kernels, strict=True)]
+        whole = rewriter.emit(relax.op.concat(results, 1))
+    parts = rewriter.emit(relax.op.reshape(whole, [dims[0], count, deep, outputs, *out[3:]]))
+    apart = rewriter.emit(relax.op.permute_dims(parts, [0, 3, 1, 2, 4, 5]))
+    depth = out[2] if whole_depth else count * deep
+    volume = relax.op.reshape(apart, [dims[0], outputs, depth, *out[3:]])
+    return volume if whole_depth else relax.op.strided_slice(rewriter.emit(volume), [2], [0], [out[2]])
