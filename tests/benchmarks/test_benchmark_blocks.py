@@ -8,9 +8,9 @@ from types import ModuleType
 
 import pytest
 
+from support.machines import on_two_cores
 from support.processes import refusal
 from tvmflow.compiler.machine import machine
-from tvmflow.target import resolve
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -23,7 +23,7 @@ def test_every_block_is_a_valid_model(module: Callable[[str], ModuleType]) -> No
 
 
 def test_every_block_has_a_plan_and_an_estimate(module: Callable[[str], ModuleType]) -> None:
-    cpu = machine(resolve("x86-64-v4"))
+    cpu = machine(on_two_cores("x86-64-v4"))
     for block in module("blocks").BLOCKS:
         lines, ratio = block.plan(cpu)
         assert 0 < lines <= block.size, block.label

@@ -8,6 +8,8 @@ from typing import Any
 os.environ.setdefault("TVM_NUM_THREADS", "2")
 # Idle threads of the pool would spin, and take the time of the compiler.
 os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
+# On one core TVM's pool would take the limit of the cores from the process, and its children would count more cores.
+os.environ.setdefault("TVM_BIND_THREADS", "0")
 
 import numpy as np
 import onnx
