@@ -5,11 +5,16 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cctype>
 #include <fstream>
+#include <iterator>
+#include <optional>
 #include <sstream>
 #include <string_view>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #if defined(__aarch64__)
 #include <asm/hwcap.h>
@@ -76,12 +81,83 @@ bool PermitAmx() { return false; }
 
 #endif
 
-int HostCores() {
+namespace {
+
+// The text of a file without white space at its end; empty where it cannot be read.
+std::string ReadText(const std::string& path) {
+  std::ifstream file(path);
+  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.back()))) text.pop_back();
+  return text;
+}
+
+// The hardware threads that this process may run on.
+std::vector<int> Processors() {
+  std::vector<int> processors;
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-  unsigned cores = std::thread::hardware_concurrency();
-  return cores ? static_cast<int>(cores) : 1;
+  const bool is_known = sched_getaffinity(0, sizeof set, &set) == 0;
+  const int count = is_known ? CPU_SETSIZE : static_cast<int>(std::thread::hardware_concurrency());
+  for (int cpu = 0; cpu < count; ++cpu) {
+    if (!is_known || CPU_ISSET(cpu, &set)) processors.push_back(cpu);
+  }
+  return processors;
+}
+
+// The cores that hardware threads belong to: those of one core share its multiply-adds.
+int CountPhysical(const std::vector<int>& processors, const std::string& root) {
+  std::set<std::string> cores;
+  for (int cpu : processors) {
+    const std::string name = std::to_string(cpu);
+    const std::string siblings = ReadText(root + "/sys/devices/system/cpu/cpu" + name + "/topology/thread_siblings_list");
+    cores.insert(siblings.empty() ? name : siblings);
+  }
+  return static_cast<int>(cores.size());
+}
+
+// The quota in cores that files of a control group hold: one file with quota and period, or two with one number each.
+std::optional<double> QuotaIn(const std::string& group, const std::vector<std::string>& files) {
+  std::string text;
+  for (const std::string& name : files) text += ReadText(group + "/" + name) + " ";
+  std::istringstream numbers(text);
+  double quota = 0, period = 0;
+  // `max` and -1 mean no quota.
+  if (!(numbers >> quota >> period) || quota <= 0 || period <= 0) return std::nullopt;
+  return quota / period;
+}
+
+// The smallest quota in cores of the process's control group and of the groups around it, by versions 1 and 2.
+std::optional<double> ReadQuota(const std::string& root) {
+  std::optional<double> least;
+  std::istringstream lines(ReadText(root + "/proc/self/cgroup"));
+  for (std::string line; std::getline(lines, line);) {
+    // A line is NUMBER:CONTROLLERS:PATH; version 2 has no controllers.
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    std::vector<std::string> places{""}, files{"cpu.max"};
+    if (!controllers.empty()) {
+      if (("," + controllers + ",").find(",cpu,") == std::string::npos) continue;
+      places = {"/" + controllers, "/cpu"};
+      files = {"cpu.cfs_quota_us", "cpu.cfs_period_us"};
+    }
+    for (const std::string& place : places) {
+      // A container sees its own group as the topmost one.
+      for (std::string path = line.substr(second + 1);; path.erase(path.rfind('/'))) {
+        const std::optional<double> quota = QuotaIn(root + "/sys/fs/cgroup" + place + path, files);
+        if (quota && (!least || *quota < *least)) least = quota;
+        if (path.rfind('/') == std::string::npos) break;
+      }
+    }
+  }
+  return least;
+}
+
+}  // namespace
+
+int HostCores(const std::string& root) {
+  const int cores = CountPhysical(Processors(), root);
+  return std::max(1, std::min(cores, static_cast<int>(ReadQuota(root).value_or(cores))));
 }
 
 }  // namespace tvmflow

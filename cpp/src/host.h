@@ -16,7 +16,8 @@ std::set<std::string> HostFeatures();
 // gives it.
 bool PermitAmx();
 
-// The number of cores that this process may use.
-int HostCores();
+// The number of cores for this process, at least 1: physical ones, within its affinity and the quota of its control
+// group. A quota of 2.5 cores counts as 2. `root` is the folder in which /proc and /sys lie.
+int HostCores(const std::string& root = "");
 
 }  // namespace tvmflow
