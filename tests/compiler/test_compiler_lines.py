@@ -79,10 +79,11 @@ def test_a_whole_tile_of_a_depthwise_convolution_has_no_condition_for_each_pixel
 
 
 def _residual(first: int, second: int) -> list[Any]:
-    """The nodes of relu(first(x) + second(x)), two convolutions with kernels of `first` and `second` taps a side."""
+    """The nodes of relu(first(x) + second(|x|)), two convolutions with kernels of `first` and `second` taps a side."""
     return [
         make_node("Conv", ["x", "w1", "b"], ["a"], pads=[first // 2] * 4),
-        make_node("Conv", ["x", "w2"], ["s"], pads=[second // 2] * 4),
+        make_node("Abs", ["x"], ["m"]),
+        make_node("Conv", ["m", "w2"], ["s"], pads=[second // 2] * 4),
         make_node("Add", ["a", "s"], ["t"]),
         make_node("Relu", ["t"], ["y"]),
     ]
