@@ -89,6 +89,30 @@ def test_memory_that_no_later_function_reads_is_used_again(tmp_path: Path, nativ
     assert (len(calls), len(allocations)) == (7, 2)
 
 
+def test_a_reshape_between_functions_is_a_view(assert_all_same: Check, tmp_path: Path, native: Target) -> None:
+    nodes = [
+        node("Softmax", "x", "a", axis=1),
+        node("Reshape", "a flat", "b"),
+        node("CumSum", "b axis", "c"),
+        node("Reshape", "c flat", "d"),
+        node("Reshape", "d apart", "e"),
+        # The first result is read again after its view.
+        node("CumSum", "a axis", "f"),
+        node("Add", "e f", "g"),
+        node("Softmax", "g", "h", axis=1),
+        node("Reshape", "h flat", "y"),
+    ]
+    weights = {**AXIS, "flat": np.array([1, -1], "int64"), "apart": np.array([-1, _VECTOR], "int64")}
+    signature = ([("x", ["rows", _VECTOR])], [("y", [1, "all"])])
+    feeds = [{"x": np.random.default_rng(count).standard_normal((count, _VECTOR), "float32")} for count in (1, 3)]
+    assert builds.has_direct_main(assert_all_same([((nodes, *signature, weights), *feeds)]).load().library)
+    path = save_model(tmp_path / "model.onnx", nodes, *signature, weights)
+    direct = add_direct_main(lower(import_onnx(path), native))[DIRECT_MAIN]
+    names = [str(item.value.args[0].value) for item in direct.body.seq if isinstance(item, tirx.Evaluate)]
+    # An output has memory of the caller.
+    assert sum("reshape" in name for name in names) == 1
+
+
 @pytest.mark.parametrize(
     ("nodes", "inputs", "outputs"),
     [

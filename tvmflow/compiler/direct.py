@@ -15,6 +15,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import relax, tirx, topi
+from tvm.s_tir import SBlockRealize
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
@@ -43,7 +44,7 @@ def add_direct_main(scheduled: tvm.IRModule) -> tvm.IRModule:
     output that is always too large for the direct form gets none either, nor does one of very many calls.
     """
     try:
-        plan = _Plan(scheduled["main"])
+        plan = _Plan(scheduled["main"], _reshapes(scheduled))
     except _NoDirectFormError:
         return scheduled
     if any((static(_size(tensor)) or 0) > LARGEST_DIRECT_OUTPUT for tensor in plan.outputs):
@@ -56,13 +57,33 @@ def add_direct_main(scheduled: tvm.IRModule) -> tvm.IRModule:
     return mod
 
 
+def _reshapes(mod: tvm.IRModule) -> set[str]:
+    """The names of the functions that copy a tensor in its order, as to another shape."""
+    return {
+        variable.name_hint
+        for variable, function in mod.functions_items()
+        if isinstance(function, tirx.PrimFunc)
+        and isinstance(function.body, SBlockRealize)
+        and relax.analysis.has_reshape_pattern(function)
+    }
+
+
 @dataclass(eq=False)
 class _Tensor:
-    """A tensor of `main`, and the place of the last step that reads or writes it."""
+    """A tensor of `main`, and the place of the last step that reads or writes its memory.
+
+    A view has the memory of another tensor, its `source`.
+    """
 
     name: str
     type: relax.TensorType
     last: int = -1
+    source: "_Tensor | None" = None
+
+    @property
+    def root(self) -> "_Tensor":
+        """The tensor whose memory this one has."""
+        return self if self.source is None else self.source.root
 
 
 @dataclass(frozen=True)
@@ -83,11 +104,13 @@ class _Step:
 class _Plan:
     """What a Relax function does: its `parameters`, `constants` by their values, `steps` in order, and `outputs`.
 
-    `equal_sizes` are pairs of sizes that the function takes for equal, and that may differ for wrong inputs. Raises
+    `equal_sizes` are pairs of sizes that the function takes for equal, and that may differ for wrong inputs. `reshapes`
+    are the names of functions whose results are views of their arguments, unless they are outputs. Raises
     _NoDirectFormError for a function that has no direct form.
     """
 
-    def __init__(self, main: relax.Function) -> None:
+    def __init__(self, main: relax.Function, reshapes: set[str]) -> None:
+        self._reshapes, self._outputs = reshapes, _variables_of_outputs(main)
         self.steps: list[_Step] = []
         self.equal_sizes: list[tuple[tirx.Expr, tirx.Expr]] = []
         # The sizes that casts name, in terms of those of the inputs.
@@ -99,7 +122,7 @@ class _Plan:
         self._values = {param: [tensor] for param, tensor in zip(main.params, self.parameters, strict=True)}
         for block in main.body.blocks:
             for binding in block.bindings:
-                values = self._evaluate(str(binding.var.name), binding.value)
+                values = self._view(binding) or self._evaluate(str(binding.var.name), binding.value)
                 if isinstance(binding, relax.MatchCast):
                     self._match(values, binding.ty)
                 self._values[binding.var] = values
@@ -107,6 +130,18 @@ class _Plan:
         written = [result for step in self.steps for result in step.results]
         if len(set(self.outputs)) < len(self.outputs) or not set(self.outputs) <= set(written):
             raise _NoDirectFormError
+
+    def _view(self, binding: relax.Binding) -> list[_Tensor]:
+        """The tensor that a reshape makes a view of another; empty for other expressions."""
+        value = binding.value
+        if not isinstance(value, relax.Call) or value.op != _CALL_TIR or binding.var in self._outputs:
+            return []
+        callee, operands, *_ = value.args
+        if callee.name_hint not in self._reshapes or len(_items(operands)) != 1:
+            return []
+        view, (source,) = self._tensor(str(binding.var.name), value.ty), self._argument("", _items(operands)[0])
+        view.source = source if isinstance(source, _Tensor) else None
+        return [] if view.source is None else [view]
 
     def _evaluate(self, name: str, value: relax.Expr) -> list[_Tensor]:
         """The tensors that an expression stands for; a call becomes a step."""
@@ -130,7 +165,7 @@ class _Plan:
         numbers = [self._number(size) for item in sizes for size in item.values]
         step = _Step(callee.name_hint, arguments, results, numbers)
         for tensor in step.tensors:
-            tensor.last = len(self.steps)
+            tensor.root.last = len(self.steps)
         self.steps.append(step)
         return results
 
@@ -164,6 +199,22 @@ class _Plan:
         return _Tensor(name, relax.TensorType([*map(self._number, type_of.shape.values)], type_of.dtype))
 
 
+def _variables_of_outputs(main: relax.Function) -> set[relax.Var]:
+    """The variables whose values a function returns."""
+    values = {binding.var: binding.value for block in main.body.blocks for binding in block.bindings}
+    pending, outputs = [main.body.body], set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, relax.Var):
+            outputs.add(value)
+            pending.append(values.get(value))
+        elif isinstance(value, relax.Tuple):
+            pending.extend(value.fields)
+        elif isinstance(value, relax.TupleGetItem):
+            pending.append(value.tuple_value)
+    return outputs
+
+
 def _items(operands: relax.Expr) -> Sequence[relax.Expr]:
     return list(operands.fields) if isinstance(operands, relax.Tuple) else [operands]
 
@@ -186,11 +237,12 @@ def _function_of(plan: _Plan) -> tirx.PrimFunc:
                 if tensor not in memory:
                     memory[tensor] = _allocate(_size(tensor), free)
             operands = [
-                _array(memory[item], item) if isinstance(item, _Tensor) else item
+                _array(memory[item.root], item) if isinstance(item, _Tensor) else item
                 for item in (*step.arguments, *step.results, *step.sizes)
             ]
             T.evaluate(T.call_cpacked(step.symbol, *operands))
-            ended = dict.fromkeys(item for item in step.tensors if item.last == place and item not in arguments)
+            roots = dict.fromkeys(item.root for item in step.tensors)
+            ended = [item for item in roots if item.last == place and item not in arguments]
             free += [(_size(item), memory[item]) for item in ended]
     function = tirx.PrimFunc(parameters, builder.get().body)
     return function.with_attr({"global_symbol": DIRECT_MAIN, "tirx.noalias": True, "tirx.is_scheduled": True})
