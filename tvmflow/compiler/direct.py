@@ -59,13 +59,17 @@ def add_direct_main(scheduled: tvm.IRModule) -> tvm.IRModule:
 
 def _reshapes(mod: tvm.IRModule) -> set[str]:
     """The names of the functions that copy a tensor in its order, as to another shape."""
-    return {
-        variable.name_hint
-        for variable, function in mod.functions_items()
-        if isinstance(function, tirx.PrimFunc)
-        and isinstance(function.body, SBlockRealize)
-        and relax.analysis.has_reshape_pattern(function)
-    }
+    return {variable.name_hint for variable, function in mod.functions_items() if _is_reshape(function)}
+
+
+def _is_reshape(function: Any) -> bool:
+    if not isinstance(function, tirx.PrimFunc) or not isinstance(function.body, SBlockRealize):
+        return False
+    try:
+        return bool(relax.analysis.has_reshape_pattern(function))
+    except tvm.error.InternalError:
+        # TVM's analysis fails on the loops of other functions, such as a convolution of free sizes.
+        return False
 
 
 @dataclass(eq=False)
