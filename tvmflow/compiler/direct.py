@@ -44,7 +44,7 @@ def add_direct_main(scheduled: tvm.IRModule) -> tvm.IRModule:
     output that is always too large for the direct form gets none either, nor does one of very many calls.
     """
     try:
-        plan = _Plan(scheduled["main"], _reshapes(scheduled))
+        plan = _Plan(scheduled)
     except _NoDirectFormError:
         return scheduled
     if any((static(_size(tensor)) or 0) > LARGEST_DIRECT_OUTPUT for tensor in plan.outputs):
@@ -57,12 +57,8 @@ def add_direct_main(scheduled: tvm.IRModule) -> tvm.IRModule:
     return mod
 
 
-def _reshapes(mod: tvm.IRModule) -> set[str]:
-    """The names of the functions that copy a tensor in its order, as to another shape."""
-    return {variable.name_hint for variable, function in mod.functions_items() if _is_reshape(function)}
-
-
 def _is_reshape(function: Any) -> bool:
+    """Whether a function copies a tensor in its order, as to another shape."""
     if not isinstance(function, tirx.PrimFunc) or not isinstance(function.body, SBlockRealize):
         return False
     try:
@@ -106,15 +102,16 @@ class _Step:
 
 
 class _Plan:
-    """What a Relax function does: its `parameters`, `constants` by their values, `steps` in order, and `outputs`.
+    """What the `main` of a module does: its `parameters`, `constants` by their values, `steps` in order, and `outputs`.
 
-    `equal_sizes` are pairs of sizes that the function takes for equal, and that may differ for wrong inputs. `reshapes`
-    are the names of functions whose results are views of their arguments, unless they are outputs. Raises
-    _NoDirectFormError for a function that has no direct form.
+    `equal_sizes` are pairs of sizes that the function takes for equal, and that may differ for wrong inputs. The result
+    of a reshape is a view of its argument, unless it is an output. Raises _NoDirectFormError for a function that has no
+    direct form.
     """
 
-    def __init__(self, main: relax.Function, reshapes: set[str]) -> None:
-        self._reshapes, self._outputs = reshapes, _variables_of_outputs(main)
+    def __init__(self, mod: tvm.IRModule) -> None:
+        main = mod["main"]
+        self._mod, self._outputs = mod, _variables_of_outputs(main)
         self.steps: list[_Step] = []
         self.equal_sizes: list[tuple[tirx.Expr, tirx.Expr]] = []
         # The sizes that casts name, in terms of those of the inputs.
@@ -141,7 +138,7 @@ class _Plan:
         if not isinstance(value, relax.Call) or value.op != _CALL_TIR or binding.var in self._outputs:
             return []
         callee, operands, *_ = value.args
-        if callee.name_hint not in self._reshapes or len(_items(operands)) != 1:
+        if len(_items(operands)) != 1 or not _is_reshape(self._mod[callee]):
             return []
         view, (source,) = self._tensor(str(binding.var.name), value.ty), self._argument("", _items(operands)[0])
         view.source = source if isinstance(source, _Tensor) else None

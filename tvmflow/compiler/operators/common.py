@@ -195,6 +195,31 @@ class JoinedRows:
             row = row * self.outer[place] + index[place]
         return (*(index[place] for place in self.lead), row, index[-1])
 
+    def product(
+        self, data: te.Tensor, right: Callable[..., Any], channels: int, lanes: int, joined: Sequence[int] | None = None
+    ) -> "Product":
+        """Describe the product of the rows of `data`, of shape `[*outer, K]`, and of weights that all rows share.
+
+        `right(*batch_index, k, channel)` returns an element of the weights. `channels` is a multiple of `lanes`, the
+        lanes of a vector. `joined` annotates the result with the dimensions that the rows stand for; None annotates
+        nothing, because they are all between batch and channels.
+        """
+        return Product(
+            batch=self.batch,
+            rows=self.rows,
+            depth=data.shape[-1],
+            channels=channels,
+            lanes=lanes,
+            left=lambda *index: data[self.position(*index)],
+            right=right,
+            shared=True,
+            joined=joined,
+        )
+
+    def unpack(self, result: te.Tensor, units: int) -> te.Tensor:
+        """Define the first `units` channels of a product's result in the shape `[*outer, units]`."""
+        return te.compute((*self.outer, units), lambda *index: result[self.row(*index)], name="unpack")
+
 
 @dataclass(frozen=True)
 class Product:

@@ -20,7 +20,6 @@ from tvmflow.compiler.operators.common import (
     FOLLOWS,
     Array,
     JoinedRows,
-    Product,
     call_kernel,
     called_operator,
     constant,
@@ -344,20 +343,14 @@ def pointwise_conv2d(
     It has strides of 1 and no padding. `weight` comes from `pack_array`; the `decisions` choose the product's register
     tile. The result is NHWC with `channels` channels.
     """
-    *outer, depth = data.shape
+    *outer, _ = data.shape
     _, height, width = outer
     vectors, _, _, _, lanes = (int(dim) for dim in weight.shape)
     is_by_line = static(height * width) is None and (static(width) is None or int(width) >= FEWEST_ROWS)
     joined = JoinedRows(outer, [2] if is_by_line else [1, 2])
-    product = Product(
-        batch=joined.batch,
-        rows=joined.rows,
-        depth=depth,
-        channels=vectors * lanes,
-        lanes=lanes,
-        left=lambda *index: data[joined.position(*index)],
-        right=lambda *index: weight[index[-1] // lanes, 0, 0, index[-2], index[-1] % lanes],
-        shared=True,
-    )
-    result = rows_product(product, machine, decisions)
-    return te.compute((*outer, channels), lambda *index: result[joined.row(*index)], name="unpack")
+
+    def right(*index: Any) -> Any:
+        return weight[index[-1] // lanes, 0, 0, index[-2], index[-1] % lanes]
+
+    product = joined.product(data, right, vectors * lanes, lanes)
+    return joined.unpack(rows_product(product, machine, decisions), channels)

@@ -169,22 +169,16 @@ def dense(
     `rows` are the positions of the leading dimensions that are flattened into the rows of the product. The others stay
     dimensions of a batch. The result has the shape `[..., units]` and the type `dot.accumulator`.
     """
-    *outer, depth = data.shape
+    *outer, _ = data.shape
     vectors, _, lanes, _ = (int(dim) for dim in weight.shape)
     joined = JoinedRows(outer, rows)
-    product = Product(
-        batch=joined.batch,
-        rows=joined.rows,
-        depth=int(depth),
-        channels=vectors * lanes,
-        lanes=lanes,
-        left=lambda *index: data[joined.position(*index)],
-        right=lambda *index: weight[index[-2] // lanes, index[-3], index[-2] % lanes, index[-1]],
-        shared=True,
-        joined=rows,
-    )
-    result = _rows_product(product, machine, dot, in_line=sum(static(outer[place]) != 1 for place in rows) < 2)
-    return te.compute((*outer, units), lambda *index: result[joined.row(*index)], name="unpack")
+
+    def right(*index: Any) -> Any:
+        return weight[index[-2] // lanes, index[-3], index[-2] % lanes, index[-1]]
+
+    product = joined.product(data, right, vectors * lanes, lanes, rows)
+    in_line = sum(static(outer[place]) != 1 for place in rows) < 2
+    return joined.unpack(_rows_product(product, machine, dot, in_line=in_line), units)
 
 
 def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.Tensor:

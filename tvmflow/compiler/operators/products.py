@@ -145,22 +145,15 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, d
     The leading dimensions that `row_dimensions` chooses are flattened into one dimension of rows. The others stay
     dimensions of a batch, because TVM cannot simplify divisions by symbolic sizes. `units` is N.
     """
-    *outer, depth = data.shape
+    *outer, _ = data.shape
     vectors, _, lanes = (int(dim) for dim in weight.shape)
     joined = JoinedRows(outer, row_dimensions(outer))
-    product = Product(
-        batch=joined.batch,
-        rows=joined.rows,
-        depth=depth,
-        channels=vectors * lanes,
-        lanes=lanes,
-        left=lambda *index: data[joined.position(*index)],
-        right=lambda *index: weight[index[-1] // lanes, index[-2], index[-1] % lanes],
-        shared=True,
-        joined=joined.joined,
-    )
-    result = rows_product(product, machine, decisions)
-    return te.compute((*outer, units), lambda *index: result[joined.row(*index)], name="unpack")
+
+    def right(*index: Any) -> Any:
+        return weight[index[-1] // lanes, index[-2], index[-1] % lanes]
+
+    product = joined.product(data, right, vectors * lanes, lanes, joined.joined)
+    return joined.unpack(rows_product(product, machine, decisions), units)
 
 
 def row_dimensions(sizes: Sequence[Any]) -> list[int]:

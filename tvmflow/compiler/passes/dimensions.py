@@ -212,14 +212,27 @@ def _slice_between(data: relax.Expr, begin: int, end: Any, step: int) -> relax.E
     return relax.op.strided_slice(data, [2], [begin], [end], [step], assume_inbound=True)
 
 
+def _volumes(rewriter: Rewriter, call: relax.Call, kernel: str) -> tuple[Array, list[Any], list[Any]] | None:
+    """The weights of a convolution of float32 volumes, and the dimensions of its data and of its result.
+
+    None for one with groups or of unknown shape, and for weights that are not constant or of another layout than
+    `kernel`.
+    """
+    attrs, weight = call.attrs, rewriter.constant(call.args[1])
+    if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCDHW", kernel, "NCDHW"):
+        return None
+    dims, out = sizes(call.args[0]), sizes(call)
+    if weight is None or dims is None or out is None or dtype(call.args[0]) != "float32" or int(attrs.groups) != 1:
+        return None
+    return weight, dims, out
+
+
 def _conv3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     """Write a 3D convolution as a 2D one: the input slices that an output slice reads are an image's channels."""
-    attrs, weight = call.attrs, rewriter.constant(call.args[1])
-    if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCDHW", "OIDHW", "NCDHW"):
+    volumes = _volumes(rewriter, call, "OIDHW")
+    if volumes is None:
         return None
-    data, dims, out = call.args[0], sizes(call.args[0]), sizes(call)
-    if weight is None or dims is None or out is None or dtype(data) != "float32" or int(attrs.groups) != 1:
-        return None
+    attrs, data, (weight, dims, out) = call.attrs, call.args[0], volumes
     outputs, inputs, taps, *kernel = weight.shape
     (deep, *strides), (step, *dilation) = ([int(item) for item in values] for values in (attrs.strides, attrs.dilation))
     front, top, left, back, bottom, right = (int(item) for item in attrs.padding)
@@ -251,12 +264,10 @@ def _transposed_3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     The input slices that an output slice reads are an image's channels. Output slices whose positions leave the same
     remainder when divided by the stride use the same taps.
     """
-    attrs, weight = call.attrs, rewriter.constant(call.args[1])
-    if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCDHW", "IODHW", "NCDHW"):
+    volumes = _volumes(rewriter, call, "IODHW")
+    if volumes is None:
         return None
-    data, dims, out = call.args[0], sizes(call.args[0]), sizes(call)
-    if weight is None or dims is None or out is None or dtype(data) != "float32" or int(attrs.groups) != 1:
-        return None
+    attrs, data, (weight, dims, out) = call.attrs, call.args[0], volumes
     outputs, taps = weight.shape[1:3]
     (deep, *strides), (step, *dilation) = ([int(item) for item in values] for values in (attrs.strides, attrs.dilation))
     (more, *others), (front, top, left, back, bottom, right) = (

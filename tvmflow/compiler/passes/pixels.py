@@ -14,8 +14,10 @@ import tvm_ffi
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmflow.compiler.operators.common import static
+from tvmflow.compiler.operators.common import called_operator, static
+from tvmflow.compiler.passes.functions import relax_functions
 from tvmflow.compiler.passes.layout import ELEMENTWISE
+from tvmflow.compiler.passes.rewrite import count_uses
 
 
 @tvm.transform.module_pass(opt_level=0, name="JoinPixels")
@@ -29,9 +31,8 @@ class JoinPixels:
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with these convolutions changed."""
         joining = _Joining(mod)
-        for variable, function in mod.functions_items():
-            if isinstance(function, relax.Function):
-                joining.builder_.update_func(variable, joining.rewrite(function))
+        for variable, function in relax_functions(mod).items():
+            joining.builder_.update_func(variable, joining.rewrite(function))
         return joining.builder_.get()
 
 
@@ -50,13 +51,7 @@ class _Joining(PyExprMutator):  # type: ignore[misc]
         if not any(isinstance(item, relax.VarBinding) and _is_pointwise(item.value) for item in bindings):
             return function
         self._places = {binding.var: place for place, binding in enumerate(bindings)}
-        self._uses.clear()
-
-        def count(expr: relax.Expr) -> None:
-            operands = expr.args if isinstance(expr, relax.Call) else getattr(expr, "fields", ())
-            self._uses.update(item for item in operands if isinstance(item, relax.Var))
-
-        relax.analysis.post_order_visit(function, count)
+        self._uses = count_uses(function)
         return relax.analysis.remove_all_unused(self.visit_expr(function))
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
@@ -87,9 +82,9 @@ class _Joining(PyExprMutator):  # type: ignore[misc]
     def _line_of(self, image: relax.Expr) -> relax.Var | None:
         """The line of which an image is a view; None for another image."""
         value = self.builder_.lookup_binding(image) if isinstance(image, relax.Var) else None
-        if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.reshape":
+        if value is None or called_operator(value) != "relax.reshape":
             return None
-        return next((line for line in value.args[:1] if line in self._lines), None)
+        return value.args[0] if value.args[0] in self._lines else None
 
     def _as_line(self, image: relax.Expr) -> relax.Expr:
         line = self._line_of(image)
@@ -112,7 +107,7 @@ def _product(sizes: Sequence[Any]) -> Any:
 
 def _is_pointwise(call: Any) -> bool:
     """Whether a call is a convolution of single pixels of an NHWC image with several lines, of free height or width."""
-    if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.nn.conv2d":
+    if called_operator(call) != "relax.nn.conv2d":
         return False
     attrs, (data, weight) = call.attrs, call.args
     shape, kernel = data.ty.shape, weight.ty.shape
@@ -131,7 +126,7 @@ def _is_pointwise(call: Any) -> bool:
 
 
 def _is_elementwise(call: relax.Call) -> bool:
-    return getattr(call.op, "name", "") in ELEMENTWISE and isinstance(getattr(call.ty, "shape", None), relax.ShapeExpr)
+    return called_operator(call) in ELEMENTWISE and isinstance(getattr(call.ty, "shape", None), relax.ShapeExpr)
 
 
 def _same_shape(tensor: relax.Expr, other: relax.Expr) -> bool:

@@ -128,11 +128,11 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         if not isinstance(expr, relax.Var):
             return True
         if self._uses is None:
-            self._uses = _count_uses(self._function)
+            self._uses = count_uses(self._function)
         return self._uses[expr] <= 1
 
 
-def _count_uses(function: relax.Function | None) -> Counter[relax.Var]:
+def count_uses(function: relax.Function | None) -> Counter[relax.Var]:
     """Count, for each variable, the expressions of a function that read it."""
     uses: Counter[relax.Var] = Counter()
     if function is not None:

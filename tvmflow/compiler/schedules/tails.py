@@ -33,8 +33,7 @@ def mark_tail(sch: Schedule, rows: LoopRV, size: int = 1) -> None:
     channels. Does nothing where all sizes are known: these tiles fit. The product must not run by an instruction that
     has buffers of its own, as those of bfloat16 and of 8-bit integers have.
     """
-    if not common.is_static(sch) and (common.extent(sch, rows) or 1) > 1:
-        sch.annotate(rows, _TAIL, size)
+    _annotate(sch, rows, _TAIL, size)
 
 
 def mark_whole(sch: Schedule, rows: LoopRV) -> None:
@@ -44,8 +43,13 @@ def mark_whole(sch: Schedule, rows: LoopRV) -> None:
     LLVM moves the sum of a row into the branch that stores it, and the sums no longer run side by side. Does nothing
     where all sizes are known.
     """
+    _annotate(sch, rows, _WHOLE, 1)
+
+
+def _annotate(sch: Schedule, rows: LoopRV, name: str, value: int) -> None:
+    """Annotate a loop over several rows in a function of free sizes."""
     if not common.is_static(sch) and (common.extent(sch, rows) or 1) > 1:
-        sch.annotate(rows, _WHOLE, 1)
+        sch.annotate(rows, name, value)
 
 
 def expand(func: PrimFunc) -> PrimFunc:
@@ -69,16 +73,11 @@ def _add_tails(stmt: SeqStmt, result: Any, buffers: list[tirx.Var]) -> Any:
     *before, product, rows = stmt.seq
     if not isinstance(rows, For) or _TAIL not in rows.annotations:
         return stmt
-    annotations = dict(rows.annotations)
-    size = int(annotations.pop(_TAIL))
-    rows = For(rows.loop_var, rows.min, rows.extent, rows.kind, rows.body, rows.thread_binding, annotations)
+    size, rows = int(rows.annotations[_TAIL]), _unmarked(rows, _TAIL)
     (writer,) = _blocks(rows)
     whole = SeqStmt([product, rows])
-    condition = writer.predicate if size == 1 else _place(writer, rows.extent) * size < result.shape[-2]
-    limits = [term for term in terms(condition) if uses(term, rows.loop_var)]
-    inside: list[tirx.Var] = []
-    tvm_ffi.structural_walk(rows.body, (For, lambda loop: inside.append(loop.loop_var)))
-    if len(limits) != 1 or uses(limits[0], *inside):
+    limit = _limit(rows, writer.predicate if size == 1 else _place(writer, rows.extent) * size < result.shape[-2])
+    if limit is None:
         return SeqStmt([*before, *whole.seq])
     half = (int(rows.extent) + 1) // 2
     loops = {rows.loop_var, *_list_row_loops(product, rows, writer)}
@@ -90,7 +89,7 @@ def _add_tails(stmt: SeqStmt, result: Any, buffers: list[tirx.Var]) -> Any:
         return For(loop.loop_var, loop.min, extent, loop.kind, loop.body, loop.thread_binding, loop.annotations)
 
     small = _renewed(tvm_ffi.structural_map(whole, (For, shorten)), buffers)
-    is_longer = common.substitute(limits[0], {rows.loop_var: tirx.const(half, rows.extent.ty.dtype)})
+    is_longer = common.substitute(limit, {rows.loop_var: tirx.const(half, rows.extent.ty.dtype)})
     return SeqStmt([*before, run_if(is_longer, whole), run_if(tirx.Not(is_longer), small)])
 
 
@@ -98,23 +97,34 @@ def _add_whole(rows: For) -> Any:
     """Return a loop over rows in two forms, of which the first has no condition for each row; others unchanged."""
     if _WHOLE not in rows.annotations:
         return rows
-    annotations = {name: value for name, value in rows.annotations.items() if name != _WHOLE}
-    rows = For(rows.loop_var, rows.min, rows.extent, rows.kind, rows.body, rows.thread_binding, annotations)
+    rows = _unmarked(rows, _WHOLE)
     (writer,) = _blocks(rows)
-    limits = [term for term in terms(writer.predicate) if uses(term, rows.loop_var)]
-    inside: list[tirx.Var] = []
-    tvm_ffi.structural_walk(rows.body, (For, lambda loop: inside.append(loop.loop_var)))
-    if len(limits) != 1 or uses(limits[0], *inside):
+    limit = _limit(rows, writer.predicate)
+    if limit is None:
         return rows
-    others = [term for term in terms(writer.predicate) if not term.same_as(limits[0])]
+    others = [term for term in terms(writer.predicate) if not term.same_as(limit)]
     always = tirx.all(*others) if others else tirx.const(True, "bool")
 
     def drop_limit(realize: SBlockRealize) -> Any:
         return SBlockRealize(realize.iter_values, always, realize.block)
 
     whole = _renewed(tvm_ffi.structural_map(rows, (SBlockRealize, drop_limit)), [])
-    all_inside = common.substitute(limits[0], {rows.loop_var: rows.extent - 1})
+    all_inside = common.substitute(limit, {rows.loop_var: rows.extent - 1})
     return SeqStmt([run_if(all_inside, whole), run_if(tirx.Not(all_inside), rows)])
+
+
+def _unmarked(rows: For, name: str) -> For:
+    """Return a loop without the annotation `name`."""
+    annotations = {key: value for key, value in rows.annotations.items() if key != name}
+    return For(rows.loop_var, rows.min, rows.extent, rows.kind, rows.body, rows.thread_binding, annotations)
+
+
+def _limit(rows: For, condition: Any) -> Any | None:
+    """The one term of a condition that depends on the row; None without one, or where it depends on inner loops too."""
+    limits = [term for term in terms(condition) if uses(term, rows.loop_var)]
+    inside: list[tirx.Var] = []
+    tvm_ffi.structural_walk(rows.body, (For, lambda loop: inside.append(loop.loop_var)))
+    return limits[0] if len(limits) == 1 and not uses(limits[0], *inside) else None
 
 
 def _place(realize: SBlockRealize, rows: Any) -> Any:
