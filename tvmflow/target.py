@@ -448,7 +448,11 @@ def _llvm_features(name: str, tvm: dict[str, Any], arch: str) -> tuple[str, ...]
     # For an unknown CPU TVM only warns, and builds for any. The list of CPUs comes from a target that names none.
     generic = library.target.Target({"kind": "llvm", "mtriple": tvm["mtriple"]})
     if mcpu not in [str(name) for name in get_global_func("target.llvm_get_cpu_archlist")(generic)]:
-        raise TargetError(f"target {name!r}: LLVM knows no CPU {mcpu!r}; see `llc -mcpu=help` for its names")
+        other = "x86_64" if is_arm else "aarch64"
+        raise TargetError(
+            f"target {name!r}: LLVM knows no CPU {mcpu!r} of {arch}; see `llc -mcpu=help` for its names, and add "
+            f"-mtriple={other}-linux-gnu for one of {other}"
+        )
     try:
         target = library.target.Target({key: value for key, value in tvm.items() if key != "num-cores"})
     except (ValueError, TypeError) as error:

@@ -58,7 +58,7 @@ _REASONS = {
     "schedules.registers._SHORT": "scope of tuning",
     "schedules.registers._UNROLLED": "scope of tuning",
     "tiles.UNKNOWN_ROWS": "share of wasted work where rows are few",
-    "tiles._BESIDE": "the model's assumption for every cache",
+    "tiles._READ_SHARE": "the model's assumption for every cache",
     "tiles._CHOICES": "scope of tuning",
     "winograd._CAUTION": "rounding error",
     "winograd.UNKNOWN_PIXELS": "shape: a multiple of the sides of all tiles",

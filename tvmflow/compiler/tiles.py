@@ -20,7 +20,7 @@ class Tile:
 # vectors of this many rows, at most, fit the registers.
 UNKNOWN_ROWS = 8
 # The share of a cache's read rate that is left while a core computes: a part of the model, of every cache.
-_BESIDE = 0.75
+_READ_SHARE = 0.75
 # The most heights of tiles that tuning measures.
 _CHOICES = 4
 
@@ -90,7 +90,7 @@ def rank(
 
 def step(tile: Tile, machine: Machine) -> float:
     """Return the cycles of one step of a product's reduction, with weights from the second-level cache."""
-    weights = tile.vectors * machine.lanes * machine.number / (_BESIDE * machine.second.read)
+    weights = tile.vectors * machine.lanes * machine.number / (_READ_SHARE * machine.second.read)
     return max(cost.step(tile.rows, tile.vectors, machine), weights)
 
 
