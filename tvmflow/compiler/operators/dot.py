@@ -238,7 +238,7 @@ def _rows_product(
     the last row is repeated. Where its depth is none, the left operand is copied, with zeros after its depth; AMX's
     tiles need a copy in both cases.
     """
-    batch, rows, depth, lanes = product.batch, product.rows, product.depth, product.lanes
+    batch, rows, depth, lanes = product.batch, product.rows, int(product.depth), product.lanes
     group, steps = dot.group, -(-depth // dot.group)
     by_amx = product.shared and dot.name in machine.amx and lanes == amx.LANES
     tile = amx.choose_rows(static(rows), steps, product.vectors or 1, machine) if by_amx else 0
