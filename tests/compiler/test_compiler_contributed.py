@@ -442,6 +442,7 @@ def test_a_dynamically_quantised_lstm_equals_onnx_runtimes(
     options = onnxruntime.SessionOptions()
     # Several threads quantise the states of a batch in parts.
     options.intra_op_num_threads = 1
+    options.add_session_config_entry("session.x64quantprecision", "1")
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     for batch in (1, 3):
         x, h, c = normal(3, batch, 5), 3 * normal(directions, batch, units), normal(directions, batch, units)

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from support.arrays import normal
 from support.models import save_amplifier
@@ -219,3 +221,26 @@ def test_a_model_that_amplifies_rounding_is_named_as_the_cause(tmp_path: Path, f
     text = _explain(path, [(inputs, {})], [optimized], _compare("onnxruntime", [_pair([0.0], [0.5])]))
     assert ("amplifies rounding errors" in text) is explains
     assert ("`validate.max_relative_error` in the release file or as --max-relative-error" in text) is explains
+
+
+def test_the_reference_is_exact_where_the_processor_saturates_sums_of_8_bit_products(tmp_path: Path) -> None:
+    """Without VNNI, ONNX Runtime's default adds two products of 8-bit integers in 16 bits."""
+    rng = np.random.default_rng(0)
+    weights, x = rng.integers(-127, 128, (64, 32)).astype("int8"), rng.integers(0, 256, (8, 64)).astype("uint8")
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["x", "w"], ["y"])],
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.UINT8, [8, 64])],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, [8, 32])],
+        [numpy_helper.from_array(weights, "w")],
+    )
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    session = open_session(path)
+    exact = x.astype("int32") @ weights.astype("int32")
+    np.testing.assert_array_equal(run_session(session, {"x": x})["y"], exact)
+    # The processor of this run may have VNNI, where the default is exact, too.
+    entry = "session.x64quantprecision"
+    assert session.get_session_options().get_session_config_entry(entry) == "1"
+    with pytest.raises(RuntimeError, match="does not have"):
+        open_session(path, exact_integers=False).get_session_options().get_session_config_entry(entry)
