@@ -78,6 +78,30 @@ def test_tiles_fit_the_registers_and_the_sets_of_the_first_cache(name: str) -> N
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
+def test_vectors_that_only_poor_tiles_divide_are_filled_up(name: str) -> None:
+    machine = of_profile(named(name), _AVX512, 2)
+    for rows in (1, 7, 49, 169, None):
+        for vectors in range(1, 130):
+            assert tiles.filled(rows, vectors, machine) - vectors in (0, 1)
+            # Tiles of two and three vectors keep every processor busy.
+            assert vectors % 6 or tiles.filled(rows, vectors, machine) == vectors
+
+
+def test_1000_channels_of_eight_lanes_are_filled_up_to_1008() -> None:
+    machine = of_profile(named("zen3"), ("avx",), 2)
+    assert machine.lanes == 8
+    assert tiles.filled(169, 125, machine) == 126
+    assert tiles.choose(169, 126, machine).vectors > 1
+
+
+def test_pixels_beyond_a_line_are_copied_once_for_all_taps() -> None:
+    machine = of_profile(named("zen3"), ("avx",), 2)
+    # Lines of 14 pixels, groups of 16 channels: three tiles of five pixels by two vectors waste one pixel.
+    assert tiles.choose(14, 2, machine, uses=9) == tiles.Tile(5, 2)
+    assert tiles.choose(14, 2, machine) == tiles.Tile(7, 1)
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
 def test_a_tile_reads_its_weights_at_less_than_the_rate_of_the_second_level_cache(name: str) -> None:
     machine = of_profile(named(name), _AVX512, 2)
     for rows in (49, 196, 784):

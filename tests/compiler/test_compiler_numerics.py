@@ -68,6 +68,31 @@ def _convolution(case: tuple[int, ...]) -> tuple[Any, ...]:
     return (nodes, [("x", shape)], ["y"], weights), {"x": normal(*shape)}
 
 
+@pytest.mark.parametrize("channels", [88, 136, 187, 272])
+def test_channels_of_a_prime_number_of_vectors_equal_onnx_runtime(channels: int, assert_all_same: Check) -> None:
+    """A vector of zeros after the last channel, of 4, 8 or 16 lanes, must be in no result."""
+    weights = {"w": normal(channels, 24, 1, 1), "v": normal(channels, 24, 3, 3), "d": normal(24, channels)}
+    pads = [("w", {}), ("v", {"pads": [1] * 4, "strides": [2, 2]})]
+    cases: list[tuple[Any, Any]] = [
+        (
+            ([helper.make_node("Conv", ["x", name], ["y"], **options)], [("x", [1, 24, 13, 9])], ["y"], weights),
+            {"x": normal(1, 24, 13, 9)},
+        )
+        for name, options in pads
+    ]
+    for rows in (1, 26):
+        nodes = [helper.make_node("MatMul", ["x", "d"], ["p"]), helper.make_node("Exp", ["p"], ["y"])]
+        cases.append(((nodes, [("x", [rows, 24])], ["y"], {"d": weights["d"] / 24}), {"x": normal(rows, 24)}))
+    computed = [helper.make_node("MatMul", ["x", "z"], ["y"])]
+    cases.append(
+        (
+            (computed, [("x", [2, 26, 24]), ("z", [2, 24, channels])], ["y"], {}),
+            {"x": normal(2, 26, 24), "z": normal(2, 24, channels)},
+        )
+    )
+    assert_all_same(cases)
+
+
 def test_convolutions_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = _CONVOLUTIONS[:: scale.count(normal=2, long=1)]
     rules = rule_counts(assert_all_same(map(_convolution, cases)))

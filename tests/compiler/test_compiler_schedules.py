@@ -184,6 +184,39 @@ def test_a_strip_of_a_depthwise_convolution_keeps_a_core_busy(name: str) -> None
         assert strips * strip - width < strip <= tiles.most_pixels(processor)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "function", "is_stored"), [(5, "Sigmoid", True), (5, "Relu", False), (3, "Sigmoid", False)]
+)
+@pytest.mark.parametrize("width", [14, "width"])
+def test_sums_that_llvm_would_move_into_an_exponential_are_stored_first(
+    width: int | str,
+    kernel: int,
+    function: str,
+    is_stored: bool,
+    make_model: Any,
+    assert_same_as_onnxruntime: Any,
+    target: Target,
+) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], group=40, pads=[kernel // 2] * 4),
+        helper.make_node(function, ["a"], ["y"]),
+    ]
+    path: Path = make_model(nodes, [("x", [1, 40, 9, width])], ["y"], {"w": normal(40, 1, kernel, kernel)})
+    functions = [item.func for item in workloads(lower(import_onnx(path), target))]
+    (func,) = (func for func in functions if kernels_of(func) == ["depthwise"])
+    sch, *_ = variants(func, machine(target), most=1)
+    (out,) = (block for block in sch.get_child_blocks(sch.get_sblock("root")) if not sch.get_consumers(block))
+    product, result = (
+        [sch.get(loop) for loop in sch.get_loops(block)] for block in (sch.get_sblock("depthwise_conv2d_update"), out)
+    )
+    shared = [loop for loop in product if any(loop.same_as(other) for other in result)]
+    # The loops of both over a strip of pixels stand in one over channels, or each in its own.
+    around = len(result) - len(shared)
+    assert around == (4 if is_stored else 3)
+    sizes = [width] if isinstance(width, int) else [3, 14, 17]
+    assert_same_as_onnxruntime(path, *({"x": normal(1, 40, 9, size)} for size in sizes))
+
+
 @pytest.mark.parametrize("columns", [5, 21, 77, 197])
 def test_columns_that_no_vector_divides_are_copied_once_for_all_rows(
     columns: int, make_model: Any, assert_same_as_onnxruntime: Any, target: Target

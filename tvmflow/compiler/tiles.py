@@ -26,14 +26,21 @@ _CHOICES = 4
 
 
 def choose(
-    rows: int | None, vectors: int, machine: Machine, row_bytes: int | None = None, *, exact: bool = False
+    rows: int | None,
+    vectors: int,
+    machine: Machine,
+    row_bytes: int | None = None,
+    *,
+    exact: bool = False,
+    uses: int = 1,
 ) -> Tile:
     """Return the fastest register tile for a product of `rows` rows (None: symbolic) and `vectors` vectors of channels.
 
     `row_bytes` is the distance in memory from one row of the left operand to the next, None where it is unknown. With
-    `exact` the number of the tile's rows divides `rows`.
+    `exact` the number of the tile's rows divides `rows`. A number of the left operand has `uses` uses for each channel,
+    as one of a convolution's input has for its taps.
     """
-    return rank(rows, vectors, machine, row_bytes, exact=exact)[0]
+    return rank(rows, vectors, machine, row_bytes, exact=exact, uses=uses)[0]
 
 
 def rank(
@@ -44,6 +51,7 @@ def rank(
     *,
     exact: bool = False,
     unknown: int = UNKNOWN_ROWS,
+    uses: int = 1,
 ) -> list[Tile]:
     """Rank the register tiles for a product of `rows` rows (None: symbolic) and `vectors` vectors of channels.
 
@@ -56,7 +64,8 @@ def rank(
 
     Tiles are ranked by their multiply-adds per cycle. In a step of the reduction, a tile of r rows by v vectors does
     r*v multiply-adds with r + v loads, of which v load weights from the second-level cache. It needs r*v + v + 1
-    registers. Work on the missing rows of a last, partial tile is wasted.
+    registers. Work on the missing rows of a last, partial tile is wasted. Rows that no tile divides are copied, at a
+    cost that the `uses` of each number share.
     """
     # More results in flight than this, two and a half times those that hide the latency, make no tile better.
     enough = cost.in_flight(machine) * 5 // 2
@@ -76,16 +85,33 @@ def rank(
                 continue
             if exact and rows is not None and rows % height:
                 continue
-            cycles = step(Tile(height, count), machine)
-            useful = 1.0 if rows is None else rows / (-(-rows // height) * height)
-            # Uneven rows are copied into a panel first, once for all vectors of channels.
-            is_even = rows is not None and rows % height == 0
-            copying = 0.0 if is_even else 2 * height / machine.lanes / machine.vectors.loads * count / vectors
-            rate = height * count * useful / (cycles + copying)
+            rate = _rate(Tile(height, count), rows, vectors, machine, uses)
             key = (round(rate, 2), min(height * count, enough), -abs(count - 2))
             rated_tiles.append((key, Tile(height, count)))
     # The sort is stable: of equal tiles the first one stays first.
     return [tile for _, tile in sorted(rated_tiles, key=lambda item: item[0], reverse=True)] or [Tile(1, 1)]
+
+
+def _rate(tile: Tile, rows: int | None, vectors: int, machine: Machine, uses: int = 1) -> float:
+    """The multiply-adds per cycle of a tile on a product of `rows` rows and `vectors` vectors of channels."""
+    useful = 1.0 if rows is None else rows / (-(-rows // tile.rows) * tile.rows)
+    # Uneven rows are copied into a panel first, once for all vectors of channels.
+    is_even = rows is not None and rows % tile.rows == 0
+    copying = 0.0 if is_even else 2 * tile.rows / machine.lanes / machine.vectors.loads * tile.vectors / vectors / uses
+    return tile.rows * tile.vectors * useful / (step(tile, machine) + copying)
+
+
+def filled(rows: int | None, vectors: int, machine: Machine) -> int:
+    """Return how many vectors of channels to compute for `vectors` of them: as many, or one more, of zeros.
+
+    One more takes less time where only poor register tiles divide `vectors`, as they do a prime number. The product has
+    `rows` rows (None: symbolic).
+    """
+
+    def cycles(count: int) -> float:
+        return count / _rate(choose(rows, count, machine), rows, count, machine)
+
+    return min(vectors, vectors + 1, key=cycles)
 
 
 def step(tile: Tile, machine: Machine) -> float:

@@ -90,7 +90,7 @@ def cycles(size: int | None, shape: Shape, machine: Machine) -> float:
     vectors = -(-shape.out_channels // machine.lanes)
     if size is None:
         depth = 9 * channels / shape.group
-        tile = tiles.choose(width, vectors, machine)
+        tile = tiles.choose(width, vectors, machine, uses=9)
         results = math.ceil(width / tile.rows) * tile.rows * height * vectors
         weights = 4 * depth * vectors * machine.lanes
         accumulators = tile.rows * tile.vectors

@@ -32,7 +32,7 @@ from tvmflow.compiler.operators.common import (
 from tvmflow.compiler.operators.geometry import Geometry, is_channels_last, is_depthwise
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
 from tvmflow.compiler.operators.padding import PaddedImage, skipped_padding
-from tvmflow.compiler.operators.products import FEWEST_ROWS, rows_product
+from tvmflow.compiler.operators.products import FEWEST_ROWS, filled_vectors, rows_product
 
 # The transpose of NHWC images to NCHW.
 _CHANNELS_FIRST = [0, 3, 1, 2]
@@ -75,7 +75,12 @@ def legalize(
     if groups > 1:
         # A vector of output channels must read one group's input channels only.
         lanes = math.gcd(per_group, machine.lanes)
-    packed_weight = _pack(builder, weight, lanes)
+    vectors = -(-out_channels // lanes)
+    if groups == 1:
+        batch, height, width, _ = call.ty.shape.values
+        rows = static(batch * height * width if geometry.is_pointwise else width)
+        vectors = filled_vectors(out_channels, lanes, rows, machine)
+    packed_weight = _pack(builder, weight, lanes, vectors)
     if groups == 1 and geometry.is_pointwise:
         compute = partial(pointwise_conv2d, channels=out_channels, machine=machine, decisions=decisions)
     else:
@@ -265,20 +270,23 @@ class _Transposed:
         return self._tensor[tuple(index[self._axes.index(place)] for place in range(len(self._axes)))]
 
 
-def _pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
+def _pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int, vectors: int) -> relax.Expr:
     channels, per_group, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
 
     def element(w: te.Tensor, j: Any, y: Any, x: Any, k: Any, v: Any) -> Any:
         return tirx.if_then_else(j * lanes + v < channels, w[j * lanes + v, k, y, x], 0.0)
 
-    shape = (-(-channels // lanes), kernel_h, kernel_w, per_group, lanes)
-    return packed(builder, weight, partial(pack_array, lanes=lanes), shape, element)
+    shape = (vectors, kernel_h, kernel_w, per_group, lanes)
+    return packed(builder, weight, partial(pack_array, lanes=lanes, vectors=vectors), shape, element)
 
 
-def pack_array(weight: Array, lanes: int) -> Array:
-    """Pack weights `[CO][CI][KH][KW]` into float32 `[CO/v][KH][KW][CI][v]`, with zeros after the last channel."""
+def pack_array(weight: Array, lanes: int, vectors: int | None = None) -> Array:
+    """Pack weights `[CO][CI][KH][KW]` into float32 `[CO/v][KH][KW][CI][v]`, with zeros after the last channel.
+
+    `vectors` is CO/v, by default as many as the channels need.
+    """
     channels, per_group, kernel_h, kernel_w = weight.shape
-    vectors = -(-channels // lanes)
+    vectors = vectors or -(-channels // lanes)
     value = np.zeros((vectors * lanes, per_group, kernel_h, kernel_w), "float32")
     value[:channels] = weight
     return value.reshape(vectors, lanes, per_group, kernel_h, kernel_w).transpose(0, 3, 4, 2, 1)
@@ -308,7 +316,8 @@ def conv2d(
     per_group = vectors // groups
     out_h, out_w = geometry.result_size(in_h, in_w)
     row_bytes = 4 * geometry.strides[1] * (static(in_c) or 1)
-    tile = tiles.choose_rows(tiles.rank(static(out_w), per_group, machine, row_bytes), decisions)
+    ranked = tiles.rank(static(out_w), per_group, machine, row_bytes, uses=kernel_h * kernel_w)
+    tile = tiles.choose_rows(ranked, decisions)
     read = PaddedImage(data, geometry, (out_h, out_w), tile)
     y, x, k = (te.reduce_axis((0, size), name) for size, name in ((kernel_h, "y"), (kernel_w, "x"), (depth, "k")))
 

@@ -95,7 +95,8 @@ def conv2d(
     if not rows and groups == 1 and geometry.is_pointwise:
         return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
     per_group = vectors // groups
-    tile = rows or tiles.choose(static(out_w), per_group, machine, 4 // group * stride_w * int(in_c)).rows
+    row_bytes = 4 // group * stride_w * int(in_c)
+    tile = rows or tiles.choose(static(out_w), per_group, machine, row_bytes, uses=kernel_h * kernel_w).rows
     read = PaddedImage(
         data,
         geometry,

@@ -1,5 +1,6 @@
 """Matrix products: dense layers with packed weights, and products over a batch."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -30,8 +31,6 @@ from tvmflow.compiler.operators.packing import StrassenPacking, pack_weights
 
 # The fewest rows that fill a tile of their own.
 FEWEST_ROWS = 4
-# The vectors of columns that a register tile may have.
-_TILES = (2, 3, 4)
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices) -> relax.Expr | None:
@@ -47,7 +46,8 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
     decisions = choices.about(subject_of(call))
     if _is_dense(right):
         lanes = vector(int(right_shape[1]), machine)
-        packed_weight = _pack_dense(builder, right, lanes)
+        rows = static(math.prod(left_shape[:-1]))
+        packed_weight = _pack_dense(builder, right, lanes, filled_vectors(int(right_shape[1]), lanes, rows, machine))
         compute = partial(dense, units=int(right_shape[1]), machine=machine, decisions=decisions)
         return call_kernel(builder, compute, left, packed_weight, name="dense")
     batch = list(call.ty.shape.values)[:-2] if isinstance(call.ty.shape, relax.ShapeExpr) else []
@@ -120,20 +120,33 @@ def fast_product(
     return call_kernel(builder, compute, data, packed_weight, name="strassen")
 
 
-def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
+def filled_vectors(channels: int, lanes: int, rows: int | None, machine: Machine) -> int:
+    """Return the number of vectors of `lanes` lanes to which weights of `channels` channels are packed.
+
+    There may be one more than the channels need, which register tiles divide (`tiles.filled`). The product has `rows`
+    rows (None: symbolic).
+    """
+    vectors = -(-channels // lanes)
+    return tiles.filled(rows, vectors, machine) if lanes == machine.lanes else vectors
+
+
+def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int, vectors: int) -> relax.Expr:
     depth, units = (int(dim) for dim in weight.ty.shape.values)
 
     def element(w: te.Tensor, j: Any, k: Any, v: Any) -> Any:
         return tirx.if_then_else(j * lanes + v < units, w[k, j * lanes + v], 0.0)
 
-    shape = (-(-units // lanes), depth, lanes)
-    return packed(builder, weight, partial(pack_array, lanes=lanes), shape, element)
+    shape = (vectors, depth, lanes)
+    return packed(builder, weight, partial(pack_array, lanes=lanes, vectors=vectors), shape, element)
 
 
-def pack_array(weight: Array, lanes: int) -> Array:
-    """Pack weights `[K][N]` into float32 `[N/v][K][v]`, with zeros after the last column."""
+def pack_array(weight: Array, lanes: int, vectors: int | None = None) -> Array:
+    """Pack weights `[K][N]` into float32 `[N/v][K][v]`, with zeros after the last column.
+
+    `vectors` is N/v, by default as many as the columns need.
+    """
     depth, units = weight.shape
-    vectors = -(-units // lanes)
+    vectors = vectors or -(-units // lanes)
     value = np.zeros((depth, vectors * lanes), "float32")
     value[:, :units] = weight
     return value.reshape(depth, vectors, lanes).transpose(1, 0, 2)
@@ -199,12 +212,8 @@ def batch_matmul(
     if columns is None or columns % lanes:
         # Pad the columns to whole vectors, and to a number of vectors that register tiles divide.
         room = round_up(units, lanes)
-        if (
-            columns is not None
-            and all(int(room) // lanes % count for count in _TILES)
-            and int(room) // lanes > _TILES[-1]
-        ):
-            room += lanes
+        if columns is not None:
+            room = lanes * filled_vectors(columns, lanes, static(rows), machine)
         whole = te.compute(
             (*right.shape[:-1], room),
             lambda *index: tirx.if_then_else(index[-1] < units, right[index], tirx.const(0, right.dtype)),

@@ -5,6 +5,7 @@ Convolutions in groups narrower than a vector use the same tile, and shuffle a v
 
 from collections.abc import Sequence
 
+from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
@@ -41,7 +42,8 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     sch.reorder(n, strip_of, part, line, far, outer, near, pieces, lane)
     task = sch.fuse(n, strip_of, part)
     common.parallel(sch, task, machine)
-    sch.compute_at(product, outer, preserve_unit_loops=True)
+    is_apart = NARROW not in annotations and _is_moved(sch, product, out)
+    sch.compute_at(product, far if is_apart else outer, preserve_unit_loops=True)
     numbers = [int(item) for item in annotations.get(PADDING, [])]
     for pad in common.find_blocks(sch, "pad"):
         if numbers and _pads_twice(height, lines, kernel_h, numbers):
@@ -53,6 +55,9 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     pair = 2 if DOT in annotations else 1
     around = list(sch.get_loops(product))
     *_, strip, vector, y, x = around[:-pair] if narrow else around
+    if is_apart:
+        chunk, vector = sch.split(vector, [None, lanes])
+        sch.reorder(chunk, strip, vector, y, x)
     if [common.extent(sch, loop) for loop in (strip, vector)] != [pixels, lanes]:
         raise ValueError("the strip's extents are not constant")
     if narrow:
@@ -83,6 +88,16 @@ def _schedule_groups(
     start = sch.decompose_reduction(product, y)
     registers.keep_in_registers(sch, list(sch.get_loops(start))[-2:])
     groups.use(sch, form, task, replaced[0])
+
+
+def _is_moved(sch: Schedule, product: SBlockRV, out: SBlockRV) -> bool:
+    """Whether LLVM would move the sum of each pixel to where `out` reads it, so that sums do not run side by side.
+
+    It does so with sums whose loops it unrolls whole itself, beside a function of many steps such as an exponential.
+    The sums of a strip and of all channels are stored first then.
+    """
+    *_, y, x = (common.extent(sch, loop) or 0 for loop in sch.get_loops(product))
+    return y * x > _TAPS_UNROLLED and any(isinstance(node, tirx.Let) for node in common.walk(sch.get(out).body))
 
 
 def _pads_twice(height: int | None, lines: int, taps: int | None, numbers: Sequence[int]) -> bool:
