@@ -31,9 +31,13 @@ from tvmflow.launch import die_with_parent
 from tvmflow.runtime.library import without_torch
 
 _STAND_IN = Path(__file__).with_name("stand_in.py")
+_TORCHLIB = Path(__file__).with_name("torchlib.py")
 _ROOT = Path(__file__).parents[2]
 # The steps whose processes have neither the compiler nor torch.
-_PLAIN = ("tasks.export:work", "tasks.validate:judge_work", "tasks.benchmark:turn_work", "tasks.comparison:work")
+_PLAIN = (
+    *("tasks.export:work", "tasks.show:work_show", "tasks.show:work_texts", "tasks.validate:judge_work"),
+    *("tasks.benchmark:turn_work", "tasks.comparison:work"),
+)
 # Builds that tests compare differ by more than short pairs do.
 _PAIR_SECONDS, _MOST_PAIRS = 0.03, 20
 # A request comes as a whole; whoever stops within it keeps the others waiting for this long.
@@ -163,6 +167,10 @@ def _import_compiler() -> None:
 
 def _import_torch() -> None:
     _import_all("torch.onnx", "tasks.export", "tasks.train", "tasks.validate")
+    # This process does not have the tests' packages, whose place the user's code may search.
+    share_table = runpy.run_path(str(_TORCHLIB))["share_table"]
+    # The forks export with the opset that release files have unless they name another.
+    share_table()(opset_version=import_module("tvmflow.spec.model").Export().opset)
 
 
 def _import_all(*modules: str) -> None:

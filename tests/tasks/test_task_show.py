@@ -17,6 +17,7 @@ from tvmflow.report.insight import SampleInsight
 from tvmflow.workspace import Workspace
 
 UserCode = Callable[[str], str]
+pytestmark = pytest.mark.usefixtures("children_in_forks")
 
 
 def _job(workspace: Workspace, function: str, chunks: list[list[int]], *indices: int) -> TextsJob:
