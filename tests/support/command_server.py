@@ -38,6 +38,8 @@ _PLAIN = (
     *("tasks.export:work", "tasks.show:work_show", "tasks.show:work_texts", "tasks.validate:judge_work"),
     *("tasks.benchmark:turn_work", "tasks.comparison:work"),
 )
+# Those with the compiler, where no shared imports name it.
+_COMPILING = ("tasks.relax_import:work", "tasks.build:work")
 # Builds that tests compare differ by more than short pairs do.
 _PAIR_SECONDS, _MOST_PAIRS = 0.03, 20
 # A request comes as a whole; whoever stops within it keeps the others waiting for this long.
@@ -227,6 +229,8 @@ def _kind_of(module: str, arguments: Sequence[str]) -> str | None:
     """The server that has imported what a child process imports; None if there is no such server."""
     if module == "tvmflow.process" and arguments[0] == "--fork":
         return "compiler" if "tvmflow.compiler" in arguments else "torch" if "torch" in arguments else "steps"
+    if module == "tvmflow.process" and arguments[0] in _COMPILING:
+        return "compiler"
     is_plain = module == "tvmflow.verification" or (module == "tvmflow.process" and arguments[0] in _PLAIN)
     return "steps" if is_plain else "compiler" if module == "tvmflow.tuning.worker" else None
 

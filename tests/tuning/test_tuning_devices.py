@@ -21,6 +21,7 @@ from tvm import script
 from tvm.tirx import PrimFunc
 
 from support.arrays import normal
+from support.databases import Databases
 from support.models import save_model
 from support.scale import choose, count
 from support.waits import wait_until
@@ -298,8 +299,9 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path, native: Ta
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Callable[..., Any]:
-    """Runs `tvmflow` with a state folder of its own."""
+def command(tmp_path: Path, databases: Databases) -> Callable[..., Any]:
+    """Runs `tvmflow` with a state folder of its own, which holds empty databases."""
+    databases.prepare(tmp_path / "state")
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
