@@ -1,9 +1,9 @@
 """Processes that have imported what commands and their steps import, and fork for each: 0.1 s instead of 3 s of CPU.
 
 A command still has a process, a session, an environment and a folder of its own, and so has a step; in its place as a
-child of the command stands `support/stand_in.py`. What cold processes do otherwise is the import alone, which the tests
-with embedded servers, of interrupts and of workers go through: Prefect's server is one that the settings name, or that
-of a running stack.
+child of the command stands `support/stand_in.py`. What cold processes do otherwise is the import alone, with torch's
+table of operators, which the tests with embedded servers, of interrupts and of workers go through: Prefect's server is
+one that the settings name, or that of a running stack.
 """
 
 import gc
