@@ -25,7 +25,7 @@ setup: .venv/ready
 	@echo "Setting up .venv (once; later runs start at once) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv -c constraints.txt
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode $(TORCH) -c constraints.txt -e '.[pipeline,serve,dev]'
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) -c constraints.txt -e '.[pipeline,serve,dev]'
 	@touch $@
 
 demo: setup

@@ -15,11 +15,35 @@ import numpy as np
 import onnx
 import pytest
 
-from support import builds
+from support import builds, scale
 from support.machines import best_target, on_two_cores, require_level
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel
+from tvmflow.compiler.inspection import Inspection
 from tvmflow.target import Target, host, resolve
+
+# Files whose tests are about what operators and passes mean: how well LLVM optimises the code is nothing to them, and
+# takes a quarter of their time. Those about kernels, precisions, instructions and schedules are not among them.
+_MEANINGS = {
+    "classical",
+    "constants",
+    "contributed",
+    "control",
+    "deformed",
+    "free",
+    "movement",
+    "norms",
+    "operands",
+    "passes",
+    "pooling",
+    "rare",
+    "recurrence",
+    "reductions",
+    "sequences",
+    "signals",
+    "transposed",
+    "trees",
+}
 
 Array = np.ndarray[Any, Any]
 MakeModel = Callable[..., Path]
@@ -32,10 +56,15 @@ def native() -> Target:
     return resolve("native")
 
 
-@pytest.fixture(scope="session")
-def target() -> Target:
-    """The best level of x86-64 that this machine runs, on two cores, so that equal tests build equal code."""
-    return best_target()
+@pytest.fixture(scope="module")
+def target(request: pytest.FixtureRequest) -> Target:
+    """The best level of x86-64 that this machine runs, on two cores, so that equal tests build equal code.
+
+    In a normal run LLVM optimises less for the files of `_MEANINGS`.
+    """
+    best = best_target()
+    is_less_optimised = request.path.stem.removeprefix("test_compiler_") in _MEANINGS and not scale.is_long()
+    return resolve({**best.tvm, "opt-level": 1}) if is_less_optimised else best
 
 
 @pytest.fixture(scope="session")
@@ -89,9 +118,13 @@ def assert_same_as_onnxruntime(target: Target) -> Callable[..., CompiledModel]:
     """Build the model for `target`, run it and ONNX Runtime on the same inputs, and compare."""
 
     def check(
-        path: Path, *feeds: dict[str, Array], options: BuildOptions | None = None, rtol: float = 1e-4
+        path: Path,
+        *feeds: dict[str, Array],
+        options: BuildOptions | None = None,
+        rtol: float = 1e-4,
+        inspect: Inspection | None = None,
     ) -> CompiledModel:
-        return builds.assert_same_as_onnxruntime(path, feeds, target, options, rtol)
+        return builds.assert_same_as_onnxruntime(path, feeds, target, options, rtol, inspect=inspect)
 
     return check
 

@@ -435,7 +435,9 @@ def test_a_dynamically_quantised_lstm_equals_onnx_runtimes(
     inputs: list[Any] = [("x", [3, "batch", 5]), *((name, [directions, "batch", units]) for name in ("h", "c"))]
     weights = {**matrices, **scales, **zeros, "B": normal(directions, 8 * units)}
     path = make_model([node], inputs, ["y", "last_h", "last_c"], weights)
-    built = [build(import_onnx(path), target) for target in (native, simple_target())]
+    # Without such instructions, both targets have the same schedules.
+    targets = [native, simple_target()] if {"avx512_vnni", "avx_vnni", "asimddp"} & set(native.features) else [native]
+    built = [build(import_onnx(path), target) for target in targets]
     if "avx512_vnni" in native.features:
         # The inputs are multiplied as integers too.
         assert "dot_rows" in [rule for _, rule in built[0].schedules]

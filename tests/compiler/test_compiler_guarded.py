@@ -234,7 +234,9 @@ CASES = [(kind, "") for kind in KINDS] + [
     for place, kind in enumerate(kind for kind in KINDS if "bfloat16" not in kind)
     for level in scale.choose(normal=_LESSER[place % 2 :][:1], long=_LESSER)
 ]
-PRECISIONS_AND_LEVELS = [("fp32", ""), ("bf16", ""), *(("fp32", level) for level in _LESSER)]
+# The precisions at the best level, and float32 at the lesser ones.
+BEST: list[tuple[Precision, str]] = [("fp32", ""), ("bf16", "")]
+PRECISIONS_AND_LEVELS: list[tuple[Precision, str]] = [*BEST, *(("fp32", level) for level in _LESSER)]
 # Functions that every image model begins and ends with.
 _AT_THE_ENDS = ("transpose", "round", "widen")
 
@@ -335,12 +337,14 @@ def test_a_triangle_of_a_free_width_stays_within_its_buffers(upper: int, tmp_pat
     onnx.save(make_model([node], [("x", [3, "width"])], ["y"]), tmp_path / "model.onnx")
     (workload,) = workloads(lower(import_onnx(tmp_path / "model.onnx"), _target("fp32")))
     function = schedule(workload.func, _always_parallel(_target("fp32"), 2))[0]
-    for width in (1, 3, 9, 20):
-        assert_within_buffers({"triangle": function}, _target("fp32"), {"width": width})
+    assert_within_buffers({"triangle": function}, _target("fp32"), *({"width": width} for width in (1, 3, 9, 20)))
 
 
-@pytest.mark.parametrize(("precision", "level"), PRECISIONS_AND_LEVELS)
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(
+    ("stride", "precision", "level"),
+    [(1, *case) for case in PRECISIONS_AND_LEVELS]
+    + [(2, *case) for case in scale.choose(normal=BEST, long=PRECISIONS_AND_LEVELS)],
+)
 def test_winograd_of_free_sizes_stays_within_its_buffers(
     stride: int, precision: Precision, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,15 +359,19 @@ def test_winograd_of_free_sizes_stays_within_its_buffers(
     (func,) = (item.func for item in workloads(lowered) if "winograd" in item.name)
     schedules = variants(func, _always_parallel(target, 16), scale.count(normal=1 if level else 2, long=64))
     functions = {f"winograd_{place}": complete(item.mod["main"]) for place, item in enumerate(schedules)}
+    chosen = []
     for n, h, w in ((1, 2, 3), (3, 9, 34)):
         high, wide = h // stride + 1, (w - 2) // stride + 1
         results = {"size0": high, "size1": wide} if stride > 1 else {"result0": high, "result1": wide}
-        sizes = {"n": n, "h": h, "w": w, **results}
-        assert_within_buffers(functions, target, sizes)
+        chosen.append({"n": n, "h": h, "w": w, **results})
+    assert_within_buffers(functions, target, *chosen)
 
 
-@pytest.mark.parametrize(("precision", "level"), PRECISIONS_AND_LEVELS)
-@pytest.mark.parametrize("is_depthwise", [True, False])
+@pytest.mark.parametrize(
+    ("is_depthwise", "precision", "level"),
+    [(True, *case) for case in PRECISIONS_AND_LEVELS]
+    + [(False, *case) for case in scale.choose(normal=BEST, long=PRECISIONS_AND_LEVELS)],
+)
 def test_blocks_of_free_sizes_stay_within_their_buffers(
     is_depthwise: bool, precision: Precision, level: str, tmp_path: Path
 ) -> None:
@@ -383,8 +391,7 @@ def test_blocks_of_free_sizes_stay_within_their_buffers(
     (func,) = (item.func for item in workloads(lowered) if "block" in item.name)
     schedules = variants(func, _always_parallel(target, 16), scale.count(normal=1, long=64))
     functions = {f"block_{place}": complete(item.mod["main"]) for place, item in enumerate(schedules)}
-    for n, h, w in ((1, 2, 3), (3, 9, 37)):
-        assert_within_buffers(functions, target, {"n": n, "h": h, "w": w})
+    assert_within_buffers(functions, target, {"n": 1, "h": 2, "w": 3}, {"n": 3, "h": 9, "w": 37})
 
 
 @pytest.mark.parametrize(("precision", "level"), PRECISIONS_AND_LEVELS)
@@ -399,8 +406,8 @@ def test_attention_of_free_sizes_stays_within_its_buffers(precision: Precision, 
     lowered = lower(import_onnx(tmp_path / "model.onnx"), target, BuildOptions(precision=precision))
     (func,) = (item.func for item in workloads(lowered) if "attention" in item.name)
     function = schedule(func, _always_parallel(target, 16))[0]
-    for n, rows, keys in ((1, 1, 3), (2, 5, 70)):
-        assert_within_buffers({"attention": function}, target, {"n": n, "rows": rows, "keys": keys})
+    sizes = ({"n": 1, "rows": 1, "keys": 3}, {"n": 2, "rows": 5, "keys": 70})
+    assert_within_buffers({"attention": function}, target, *sizes)
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0)])
@@ -409,5 +416,5 @@ def test_a_transpose_of_free_sizes_stays_within_its_buffers(order: tuple[int, ..
     onnx.save(make_model([node], [("x", ["a", "b", "c"])], ["y"]), tmp_path / "model.onnx")
     (workload,) = workloads(lower(import_onnx(tmp_path / "model.onnx"), _target("fp32")))
     function = schedule(workload.func, _always_parallel(_target("fp32"), 2))[0]
-    for sizes in ((1, 1, 3), (2, 5, 7), (33, 18, 20)):
-        assert_within_buffers({"transpose": function}, _target("fp32"), dict(zip("abc", sizes, strict=True)))
+    sizes = [dict(zip("abc", values, strict=True)) for values in ((1, 1, 3), (2, 5, 7), (33, 18, 20))]
+    assert_within_buffers({"transpose": function}, _target("fp32"), *sizes)

@@ -13,7 +13,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from support.arrays import normal
-from tvmflow.compiler import build, import_onnx
+from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.compiler.borders import split_lines
 from tvmflow.compiler.inspection import Inspection
 from tvmflow.compiler.operators.common import buffer
@@ -32,10 +32,12 @@ def _images(channels: int) -> list[dict[str, Any]]:
     return [{"x": normal(1 + width % 2, channels, 3, width, seed=width)} for width in _WIDTHS]
 
 
-def _code(path: Path, target: Any) -> dict[str, str]:
-    """The scheduled functions of a model, by name."""
-    inspected = build(import_onnx(path), target, inspect=Inspection(code=("tir",))).inspected.code["tir"]
-    functions = re.split(r"@T\.prim_func", inspected)
+_TIR = Inspection(code=("tir",))
+
+
+def _code(model: CompiledModel) -> dict[str, str]:
+    """The scheduled functions of a model that was built to be inspected, by name."""
+    functions = re.split(r"@T\.prim_func", model.inspected.code["tir"])
     return {name[1]: text for text in functions if (name := re.search(r"def (\w+)\(", text))}
 
 
@@ -50,11 +52,11 @@ def _code(path: Path, target: Any) -> dict[str, str]:
     ids=["pointwise", "strided", "dilated", "winograd"],
 )
 def test_the_last_pixels_of_a_line_of_any_length_have_a_tile_that_fits(
-    channels: tuple[int, int], size: int, attributes: Any, make_model: Any, assert_same_as_onnxruntime: Any, target: Any
+    channels: tuple[int, int], size: int, attributes: Any, make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:
     path = _convolution(make_model, channels, size, **attributes)
-    assert_same_as_onnxruntime(path, *_images(channels[1]))
-    (convolution,) = (text for name, text in _code(path, target).items() if "conv2d" in name)
+    model = assert_same_as_onnxruntime(path, *_images(channels[1]), inspect=_TIR)
+    (convolution,) = (text for name, text in _code(model).items() if "conv2d" in name)
     whole, small = re.split(r"for once in", convolution)[1:]
     rows = [int(re.findall(r"T\.unroll\(T\.int64\((\d+)\)\)", part)[0]) for part in (whole, small)]
     assert rows[1] == (rows[0] + 1) // 2
@@ -62,7 +64,7 @@ def test_the_last_pixels_of_a_line_of_any_length_have_a_tile_that_fits(
 
 @pytest.mark.parametrize("size", [3, 5], ids=str)
 def test_a_whole_tile_of_a_depthwise_convolution_has_no_condition_for_each_pixel(
-    size: int, make_model: Any, assert_same_as_onnxruntime: Any, target: Any
+    size: int, make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:
     weights = {"w": normal(32, 1, size, size), "b": normal(32)}
     nodes = [
@@ -71,8 +73,8 @@ def test_a_whole_tile_of_a_depthwise_convolution_has_no_condition_for_each_pixel
         make_node("Mul", ["c", "s"], ["y"]),
     ]
     path = make_model(nodes, [("x", ["n", 32, "h", "width"])], ["y"], weights)
-    assert_same_as_onnxruntime(path, *_images(32))
-    (convolution,) = (text for name, text in _code(path, target).items() if "depthwise" in name)
+    model = assert_same_as_onnxruntime(path, *_images(32), inspect=_TIR)
+    (convolution,) = (text for name, text in _code(model).items() if "depthwise" in name)
     whole, last = re.split(r"for once in", convolution)[1:]
     assert "T.where" not in whole
     assert "T.where" in last
@@ -91,13 +93,12 @@ def _residual(first: int, second: int) -> list[Any]:
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (3, 1)], ids=["both", "the first", "the second"])
 def test_all_pixels_of_free_images_are_one_line_of_a_pointwise_convolution(
-    sizes: tuple[int, int], make_model: Any, assert_same_as_onnxruntime: Any, target: Any
+    sizes: tuple[int, int], make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:
     weights = {f"w{place}": normal(24, 16, size, size, seed=place) for place, size in enumerate(sizes, 1)}
     path = make_model(_residual(*sizes), [("x", ["n", 16, "h", "width"])], ["y"], {**weights, "b": normal(24)})
-    assert_same_as_onnxruntime(path, *_images(16))
     # What follows the two convolutions is computed with the first.
-    functions = _code(path, target)
+    functions = _code(assert_same_as_onnxruntime(path, *_images(16), inspect=_TIR))
     fused = [text for name, text in functions.items() if name.startswith("fused") and "add" in name]
     assert any("relu" in text or "max" in text for text in fused)
     on_a_line = [
@@ -125,7 +126,8 @@ def test_a_gate_for_each_image_keeps_the_pixels_of_the_images_apart(
 def test_a_line_of_known_length_has_one_tile(make_model: Any, target: Any) -> None:
     weights = {"w": normal(32, 24, 1, 1)}
     path = make_model([make_node("Conv", ["x", "w"], ["y"])], [("x", [1, 24, 5, 13])], ["y"], weights)
-    assert not any("for once in" in text for text in _code(path, target).values())
+    model = build(import_onnx(path), target, inspect=_TIR)
+    assert not any("for once in" in text for text in _code(model).values())
 
 
 @pytest.mark.parametrize("channels", [1, 3, 5], ids=str)

@@ -17,7 +17,7 @@ from tvm import te, tirx
 from tvm.s_tir import Schedule
 
 from support import scale
-from support.arrays import normal, onnxruntime_outputs
+from support.arrays import normal, onnxruntime_outputs, open_session
 from support.builds import rule_counts
 from support.models import join_models, joined_name
 from support.quantised import quantise
@@ -49,10 +49,7 @@ def _rounded(value: Array) -> Array:
 
 
 def _onnxruntime(path: Path, **feed: Array) -> Array:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return np.asarray(session.run(None, feed)[0])
+    return np.asarray(open_session(path).run(None, feed)[0])
 
 
 def _conv(groups: int, kernel: int, stride: int, pad: int, dilation: int) -> onnx.NodeProto:

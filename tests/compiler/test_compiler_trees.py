@@ -57,8 +57,12 @@ def test_aggregates_and_targets_equal_onnx_runtime(aggregate: str, assert_all_sa
     )
 
 
-@pytest.mark.parametrize("trees", [5, 100, 803])
-@pytest.mark.parametrize("targets", [1, 3])
+@pytest.mark.parametrize(
+    ("trees", "targets"),
+    scale.choose(
+        normal=[(5, 1), (100, 3), (803, 1)], long=[(trees, targets) for trees in (5, 100, 803) for targets in (1, 3)]
+    ),
+)
 def test_a_row_has_the_same_scores_to_the_last_bit_in_every_batch(
     tmp_path: Path, run_built: Any, target: Target, trees: int, targets: int
 ) -> None:

@@ -15,11 +15,18 @@ def normal(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal(shape).astype("float32")
 
 
-def onnxruntime_outputs(model: Path, feed: Mapping[str, Array]) -> dict[str, Array]:
-    """Run ONNX Runtime on the CPU and return all outputs by name."""
+def open_session(model: Path) -> Any:
+    """Load a model into ONNX Runtime on one thread of the CPU: the idle ones of a pool would spin."""
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def onnxruntime_outputs(model: Path, feed: Mapping[str, Array]) -> dict[str, Array]:
+    """Run ONNX Runtime on the CPU and return all outputs by name."""
+    session = open_session(model)
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(feed)), strict=True))
 

@@ -11,9 +11,11 @@ import numpy as np
 import onnx
 import tvm
 
+from support.arrays import open_session
 from support.models import join_models, joined_name
 from tvmflow.bundle import DIRECT_MAIN, MAIN_CONSTANTS
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, LoadedModel, build, import_onnx
+from tvmflow.compiler.inspection import Inspection
 from tvmflow.target import Target
 
 Array = np.ndarray[Any, Any]
@@ -78,16 +80,15 @@ def assert_same_as_onnxruntime(
     options: BuildOptions | None = None,
     rtol: float = 1e-4,
     choices: Choices | None = None,
+    inspect: Inspection | None = None,
 ) -> CompiledModel:
     """Build an ONNX file and compare its outputs with those of ONNX Runtime for each of `feeds`, inputs by name.
 
     The tolerance is `rtol` of an element, or 1e-5 of the output's largest.
     """
-    import onnxruntime
-
     imported = import_onnx(path)
-    model = build(imported, target, options, choices=choices)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    model = build(imported, target, options, choices=choices, inspect=inspect)
+    session = open_session(path)
     outputs = run_in_memory(model, [[feed[item.name] for item in imported.inputs] for feed in feeds])
     for feed, actual in zip(feeds, outputs, strict=True):
         expected = session.run(None, dict(feed))

@@ -1,9 +1,9 @@
 """Processes that have imported what commands and their steps import, and fork for each: 0.1 s instead of 3 s of CPU.
 
 A command still has a process, a session, an environment and a folder of its own, and so has a step; in its place as a
-child of the command stands `support/stand_in.py`. What cold processes do otherwise is the import alone, which the tests
-with embedded servers, of interrupts and of workers go through: Prefect's server is one that the settings name, or that
-of a running stack.
+child of the command stands `support/stand_in.py`. What cold processes do otherwise is the import alone, with torch's
+table of operators, which the tests with embedded servers, of interrupts and of workers go through: Prefect's server is
+one that the settings name, or that of a running stack.
 """
 
 import gc
@@ -31,9 +31,15 @@ from tvmflow.launch import die_with_parent
 from tvmflow.runtime.library import without_torch
 
 _STAND_IN = Path(__file__).with_name("stand_in.py")
+_TORCHLIB = Path(__file__).with_name("torchlib.py")
 _ROOT = Path(__file__).parents[2]
 # The steps whose processes have neither the compiler nor torch.
-_PLAIN = ("tasks.export:work", "tasks.validate:judge_work", "tasks.benchmark:turn_work", "tasks.comparison:work")
+_PLAIN = (
+    *("tasks.export:work", "tasks.show:work_show", "tasks.show:work_texts", "tasks.validate:judge_work"),
+    *("tasks.benchmark:turn_work", "tasks.comparison:work"),
+)
+# Those with the compiler, where no shared imports name it.
+_COMPILING = ("tasks.relax_import:work", "tasks.build:work")
 # Builds that tests compare differ by more than short pairs do.
 _PAIR_SECONDS, _MOST_PAIRS = 0.03, 20
 # A request comes as a whole; whoever stops within it keeps the others waiting for this long.
@@ -163,6 +169,10 @@ def _import_compiler() -> None:
 
 def _import_torch() -> None:
     _import_all("torch.onnx", "tasks.export", "tasks.train", "tasks.validate")
+    # This process does not have the tests' packages, whose place the user's code may search.
+    share_table = runpy.run_path(str(_TORCHLIB))["share_table"]
+    # The forks export with the opset that release files have unless they name another.
+    share_table()(opset_version=import_module("tvmflow.spec.model").Export().opset)
 
 
 def _import_all(*modules: str) -> None:
@@ -219,6 +229,8 @@ def _kind_of(module: str, arguments: Sequence[str]) -> str | None:
     """The server that has imported what a child process imports; None if there is no such server."""
     if module == "tvmflow.process" and arguments[0] == "--fork":
         return "compiler" if "tvmflow.compiler" in arguments else "torch" if "torch" in arguments else "steps"
+    if module == "tvmflow.process" and arguments[0] in _COMPILING:
+        return "compiler"
     is_plain = module == "tvmflow.verification" or (module == "tvmflow.process" and arguments[0] in _PLAIN)
     return "steps" if is_plain else "compiler" if module == "tvmflow.tuning.worker" else None
 

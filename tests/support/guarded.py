@@ -36,12 +36,13 @@ _UNTOUCHED = 0xFF  # As float32 and as bfloat16 this byte repeated is NaN.
 
 
 def assert_within_buffers(
-    functions: "Mapping[str, PrimFunc]", target: "Target", sizes: Mapping[str, int] | None = None, seed: int = 0
+    functions: "Mapping[str, PrimFunc]", target: "Target", *sizes: Mapping[str, int], seed: int = 0
 ) -> None:
     """Compile scheduled functions for a target that this machine runs, and run them on guarded buffers on two threads.
 
-    `sizes` are those of symbolic dimensions, by name. Raises AssertionError that names the first function which reads
-    or writes outside its buffers, or which leaves an element of a floating-point result unwritten or not a number.
+    Each of `sizes` are those of symbolic dimensions, by name; the functions run once for each. Raises AssertionError
+    that names the first function, and its sizes, which reads or writes outside its buffers, or which leaves an element
+    of a floating-point result unwritten or not a number.
     """
     import tvm
 
@@ -52,7 +53,11 @@ def assert_within_buffers(
     with tempfile.TemporaryDirectory(prefix="guarded-") as folder:
         library = Path(folder) / "functions.so"
         tvm.tirx.build(tvm.IRModule(marked), target=tvm.target.Target(target.tvm)).export_library(str(library))
-        calls = {name: _parameters(func, sizes or {}) for name, func in functions.items()}
+        calls = [
+            {"name": name, "sizes": dict(chosen), "parameters": _parameters(func, chosen)}
+            for chosen in sizes or ({},)
+            for name, func in functions.items()
+        ]
         (Path(folder) / "calls.json").write_text(json.dumps({"seed": seed, "calls": calls}))
         child = subprocess.run(
             [sys.executable, str(Path(__file__).resolve()), folder],
@@ -62,7 +67,7 @@ def assert_within_buffers(
             timeout=300,
             check=False,
         )
-    function = child.stdout.splitlines()[-1] if child.stdout else "(none)"
+    function = child.stdout.splitlines()[-1].rstrip() if child.stdout else "(none)"
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
         raise AssertionError(f"{function} reads or writes outside its buffers: {name}")
@@ -171,10 +176,10 @@ def main() -> int:
     folder = Path(sys.argv[1])
     document = json.loads((folder / "calls.json").read_text())
     library = tvm_ffi.load_module(str(folder / "functions.so"))
-    for name, parameters in document["calls"].items():
-        print(name, flush=True)  # noqa: T201
+    for call in document["calls"]:
+        print(call["name"], call["sizes"] or "", flush=True)  # noqa: T201
         for at_end in (True, False):
-            if wrong := _call(library, name, parameters, document["seed"], at_end=at_end):
+            if wrong := _call(library, call["name"], call["parameters"], document["seed"], at_end=at_end):
                 print(wrong, file=sys.stderr)  # noqa: T201
                 return 1
     return 0

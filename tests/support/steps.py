@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from support.torchlib import share_table
+
 T = TypeVar("T")
 
 
@@ -50,6 +52,8 @@ def steps_in_this_process() -> Iterator[None]:
 
 def _call_here(function: str, job: Any, result: Callable[..., T], **_options: Any) -> T:
     """Do what `tvmflow.process.call` does, without a child."""
+    if function == "tasks.export:work" and job.original.source.framework == "pytorch":
+        share_table()
     module, _, name = function.partition(":")
     value: T = getattr(import_module(module), name)(job, lambda done, total, message: None)
     return value

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from support.torchlib import share_table
 from tasks.export import ExportJob, ExportResult, work
 from tasks.original import find_original
 from tvmflow import samples
@@ -44,6 +45,8 @@ def export_spec(workspace: Workspace) -> Callable[[Spec], ExportResult]:
     """Exports the factory's model of a release file."""
 
     def export(spec: Spec) -> ExportResult:
+        if spec.model.onnx is None:
+            share_table()
         job = ExportJob.of(spec, find_original(spec, workspace))
         job = job.model_copy(update={"home": workspace.folder, "folder": spec.folder})
         return work(job, lambda done, total, message: None)

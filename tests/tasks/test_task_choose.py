@@ -35,6 +35,8 @@ from tvmflow.target import host, resolve
 from tvmflow.tuning.best_records import read_decisions, read_threads
 from tvmflow.workspace import Artifact, Outcome, Workspace
 
+pytestmark = pytest.mark.usefixtures("children_in_forks")
+
 
 def _artifact(content: str) -> Artifact:
     return Artifact(sha256=content * 64, size=1, name=content)

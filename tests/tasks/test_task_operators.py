@@ -20,6 +20,8 @@ from tvmflow.errors import ExportError
 from tvmflow.spec import Spec, parse
 from tvmflow.workspace import Workspace
 
+pytestmark = pytest.mark.usefixtures("children_in_forks")
+
 _MODULE = '''
 from tvmflow.operators import operator
 

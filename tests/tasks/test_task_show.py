@@ -19,6 +19,13 @@ from tvmflow.workspace import Workspace
 UserCode = Callable[[str], str]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forks(children_in_forks: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Children are forks of a server that has started: no test's time limit holds for that."""
+    folder = tmp_path_factory.mktemp("forks")
+    find_show(StepRunner(Workspace(folder / "state"), "net", folder, timeout=60), ShowJob(function="json:dumps"))
+
+
 def _job(workspace: Workspace, function: str, chunks: list[list[int]], *indices: int) -> TextsJob:
     """The job that shows samples of one number each, which are in chunks where a chunk has more than one."""
     with workspace.scratch() as folder:

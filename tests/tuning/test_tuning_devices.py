@@ -21,7 +21,9 @@ from tvm import script
 from tvm.tirx import PrimFunc
 
 from support.arrays import normal
+from support.command_server import CommandServer
 from support.models import save_model
+from support.processes import clean_environment
 from support.scale import choose, count
 from support.waits import wait_until
 from tvmflow.errors import RemoteError, SettingsError, StackError, TuneError
@@ -329,13 +331,14 @@ def test_the_command_line_starts_lists_and_ends_devices(command: Callable[..., A
     assert command("devices", "down").stdout == "no devices were running\n"
 
 
-def test_a_model_is_tuned_on_devices(command: Callable[..., Any], tmp_path: Path, device: Device) -> None:
+def test_a_model_is_tuned_on_devices(commands: CommandServer, tmp_path: Path, device: Device) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["m"]), helper.make_node("Relu", ["m"], ["y"])]
     save_model(tmp_path / "m.onnx", nodes, [("x", [8, 64])], ["y"], {"w": normal(64, 64)})
     (tmp_path / "release.yaml").write_text("name: dense\nmodel: {onnx: m.onnx}\ntargets: [native]\n")
-    there = ("--device", "lab", "--tracker", device.tracker)
+    environment = clean_environment(TVMFLOW_HOME=str(tmp_path / "state"))
+    arguments = ["tune", "release.yaml", "--trials", "4", "--device", "lab", "--tracker", str(device.tracker), "--json"]
     # Trials that a run has spent are not spent again.
     for trials in choose(normal=[4], long=[4, 0]):
-        result = command("tune", "release.yaml", "--trials", 4, *there, "--json")
+        result = commands.run(arguments, environment, tmp_path, 300)
         assert result.returncode == 0, result.stderr
         assert json.loads(result.stdout)["targets"]["native"]["trials"] == trials
