@@ -31,6 +31,9 @@ from tvmflow.compiler.operators.packing import StrassenPacking, pack_weights
 
 # The fewest rows that fill a tile of their own.
 FEWEST_ROWS = 4
+# The vectors of columns that a register tile may have. Columns that are copied in any case are filled up to a multiple
+# of one of them; weights are, where the cost model gains by it (`tiles.filled`).
+_TILES = (2, 3, 4)
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices) -> relax.Expr | None:
@@ -212,8 +215,12 @@ def batch_matmul(
     if columns is None or columns % lanes:
         # Pad the columns to whole vectors, and to a number of vectors that register tiles divide.
         room = round_up(units, lanes)
-        if columns is not None:
-            room = lanes * filled_vectors(columns, lanes, static(rows), machine)
+        if (
+            columns is not None
+            and all(int(room) // lanes % count for count in _TILES)
+            and int(room) // lanes > _TILES[-1]
+        ):
+            room += lanes
         whole = te.compute(
             (*right.shape[:-1], room),
             lambda *index: tirx.if_then_else(index[-1] < units, right[index], tirx.const(0, right.dtype)),
