@@ -26,7 +26,6 @@ from tvmflow.target import Target, host, resolve
 # takes a quarter of their time. Those about kernels, precisions, instructions and schedules are not among them.
 _MEANINGS = {
     "classical",
-    "constants",
     "contributed",
     "control",
     "deformed",

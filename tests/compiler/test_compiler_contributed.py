@@ -14,6 +14,7 @@ from support.machines import simple_target
 from support.quantised import quantise_dynamically
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
+from tvmflow.source import open_session
 from tvmflow.target import Target
 
 Array = np.ndarray[Any, Any]
@@ -415,8 +416,6 @@ def test_a_dynamically_quantised_lstm_equals_onnx_runtimes(
     units: int, direction: str, make_model: MakeModel, native: Target, run_built: Any
 ) -> None:
     """The target without dot-product instructions computes with dequantised weights."""
-    import onnxruntime
-
     rng, directions = np.random.default_rng(0), 2 if direction == "bidirectional" else 1
     matrices = {
         name: rng.integers(-127, 128, (directions, depth, 4 * units)).astype("int8")
@@ -441,11 +440,8 @@ def test_a_dynamically_quantised_lstm_equals_onnx_runtimes(
     if "avx512_vnni" in native.features:
         # The inputs are multiplied as integers too.
         assert "dot_rows" in [rule for _, rule in built[0].schedules]
-    options = onnxruntime.SessionOptions()
     # Several threads quantise the states of a batch in parts.
-    options.intra_op_num_threads = 1
-    options.add_session_config_entry("session.x64quantprecision", "1")
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = open_session(path, threads=1)
     for batch in (1, 3):
         x, h, c = normal(3, batch, 5), 3 * normal(directions, batch, units), normal(directions, batch, units)
         expected = session.run(None, {"x": x, "h": h, "c": c})

@@ -17,7 +17,7 @@ from tvm import te, tirx
 from tvm.s_tir import Schedule
 
 from support import scale
-from support.arrays import normal, onnxruntime_outputs, open_session
+from support.arrays import normal, onnxruntime_outputs
 from support.builds import rule_counts
 from support.models import join_models, joined_name
 from support.quantised import quantise
@@ -26,6 +26,7 @@ from tvmflow.compiler.dotproduct import round_bf16, use_rounding
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import complete, variants
 from tvmflow.errors import BuildError, SpecError, TargetError
+from tvmflow.source import open_session
 from tvmflow.spec import parse
 from tvmflow.target import Precision, Target, resolve
 from tvmflow.tuning.candidates import Candidate, Library, arguments_of
@@ -49,7 +50,7 @@ def _rounded(value: Array) -> Array:
 
 
 def _onnxruntime(path: Path, **feed: Array) -> Array:
-    return np.asarray(open_session(path).run(None, feed)[0])
+    return np.asarray(open_session(path, threads=1).run(None, feed)[0])
 
 
 def _conv(groups: int, kernel: int, stride: int, pad: int, dilation: int) -> onnx.NodeProto:

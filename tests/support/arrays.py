@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tvmflow.source import open_session, run_session
+
 Array = npt.NDArray[Any]
 
 
@@ -15,20 +17,9 @@ def normal(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal(shape).astype("float32")
 
 
-def open_session(model: Path) -> Any:
-    """Load a model into ONNX Runtime on one thread of the CPU: the idle ones of a pool would spin."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
 def onnxruntime_outputs(model: Path, feed: Mapping[str, Array]) -> dict[str, Array]:
-    """Run ONNX Runtime on the CPU and return all outputs by name."""
-    session = open_session(model)
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, dict(feed)), strict=True))
+    """Run ONNX Runtime on one thread of the CPU, since idle ones would spin, and return all outputs by name."""
+    return run_session(open_session(model, threads=1), dict(feed))
 
 
 class Refused(Exception):

@@ -11,11 +11,11 @@ import numpy as np
 import onnx
 import tvm
 
-from support.arrays import open_session
 from support.models import join_models, joined_name
 from tvmflow.bundle import DIRECT_MAIN, MAIN_CONSTANTS
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, LoadedModel, build, import_onnx
 from tvmflow.compiler.inspection import Inspection
+from tvmflow.source import open_session
 from tvmflow.target import Target
 
 Array = np.ndarray[Any, Any]
@@ -88,7 +88,7 @@ def assert_same_as_onnxruntime(
     """
     imported = import_onnx(path)
     model = build(imported, target, options, choices=choices, inspect=inspect)
-    session = open_session(path)
+    session = open_session(path, threads=1)
     outputs = run_in_memory(model, [[feed[item.name] for item in imported.inputs] for feed in feeds])
     for feed, actual in zip(feeds, outputs, strict=True):
         expected = session.run(None, dict(feed))

@@ -37,8 +37,8 @@ def choose(
     """Return the fastest register tile for a product of `rows` rows (None: symbolic) and `vectors` vectors of channels.
 
     `row_bytes` is the distance in memory from one row of the left operand to the next, None where it is unknown. With
-    `exact` the number of the tile's rows divides `rows`. A number of the left operand has `uses` uses for each channel,
-    as one of a convolution's input has for its taps.
+    `exact` the number of the tile's rows divides `rows`. Each number of the left operand is read `uses` times for each
+    channel, as a convolution's taps read its input.
     """
     return rank(rows, vectors, machine, row_bytes, exact=exact, uses=uses)[0]
 
@@ -101,15 +101,15 @@ def _rate(tile: Tile, rows: int | None, vectors: int, machine: Machine, uses: in
     return tile.rows * tile.vectors * useful / (step(tile, machine) + copying)
 
 
-def filled(rows: int | None, vectors: int, machine: Machine) -> int:
+def filled(rows: int | None, vectors: int, machine: Machine, uses: int = 1) -> int:
     """Return how many vectors of channels to compute for `vectors` of them: as many, or one more, of zeros.
 
     One more takes less time where only poor register tiles divide `vectors`, as they do a prime number. The product has
-    `rows` rows (None: symbolic).
+    `rows` rows (None: symbolic), and reads each number of its left operand `uses` times for each channel.
     """
 
     def cycles(count: int) -> float:
-        return count / _rate(choose(rows, count, machine), rows, count, machine)
+        return count / _rate(choose(rows, count, machine, uses=uses), rows, count, machine, uses)
 
     return min(vectors, vectors + 1, key=cycles)
 

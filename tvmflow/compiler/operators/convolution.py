@@ -75,11 +75,8 @@ def legalize(
     if groups > 1:
         # A vector of output channels must read one group's input channels only.
         lanes = math.gcd(per_group, machine.lanes)
-    vectors = -(-out_channels // lanes)
-    if groups == 1:
-        batch, height, width, _ = call.ty.shape.values
-        rows = static(batch * height * width if geometry.is_pointwise else width)
-        vectors = filled_vectors(out_channels, lanes, rows, machine)
+    # The vectors of each group are full.
+    vectors = _count_vectors(call, geometry, lanes, machine) if groups == 1 else out_channels // lanes
     packed_weight = _pack(builder, weight, lanes, vectors)
     if groups == 1 and geometry.is_pointwise:
         compute = partial(pointwise_conv2d, channels=out_channels, machine=machine, decisions=decisions)
@@ -268,6 +265,13 @@ class _Transposed:
 
     def __getitem__(self, index: Any) -> Any:
         return self._tensor[tuple(index[self._axes.index(place)] for place in range(len(self._axes)))]
+
+
+def _count_vectors(call: relax.Call, geometry: Geometry, lanes: int, machine: Machine) -> int:
+    """Return the number of vectors to which the weights of a convolution without groups are packed."""
+    batch, height, width, channels = call.ty.shape.values
+    rows = static(batch * height * width if geometry.is_pointwise else width)
+    return filled_vectors(int(channels), lanes, rows, machine, math.prod(geometry.kernel))
 
 
 def _pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int, vectors: int) -> relax.Expr:

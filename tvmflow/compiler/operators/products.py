@@ -32,7 +32,7 @@ from tvmflow.compiler.operators.packing import StrassenPacking, pack_weights
 # The fewest rows that fill a tile of their own.
 FEWEST_ROWS = 4
 # The vectors of columns that a register tile may have. Columns that are copied in any case are filled up to a multiple
-# of one of them; weights are, where the cost model gains by it (`tiles.filled`).
+# of one of them; of weights the cost model decides (`tiles.filled`).
 _TILES = (2, 3, 4)
 
 
@@ -123,14 +123,14 @@ def fast_product(
     return call_kernel(builder, compute, data, packed_weight, name="strassen")
 
 
-def filled_vectors(channels: int, lanes: int, rows: int | None, machine: Machine) -> int:
+def filled_vectors(channels: int, lanes: int, rows: int | None, machine: Machine, uses: int = 1) -> int:
     """Return the number of vectors of `lanes` lanes to which weights of `channels` channels are packed.
 
-    There may be one more than the channels need, which register tiles divide (`tiles.filled`). The product has `rows`
-    rows (None: symbolic).
+    There may be one more than the channels need, so that better register tiles divide them (`tiles.filled`, which says
+    what `rows` and `uses` are).
     """
     vectors = -(-channels // lanes)
-    return tiles.filled(rows, vectors, machine) if lanes == machine.lanes else vectors
+    return tiles.filled(rows, vectors, machine, uses) if lanes == machine.lanes else vectors
 
 
 def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int, vectors: int) -> relax.Expr:

@@ -42,8 +42,8 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     sch.reorder(n, strip_of, part, line, far, outer, near, pieces, lane)
     task = sch.fuse(n, strip_of, part)
     common.parallel(sch, task, machine)
-    is_apart = NARROW not in annotations and _is_moved(sch, product, out)
-    sch.compute_at(product, far if is_apart else outer, preserve_unit_loops=True)
+    is_stored = NARROW not in annotations and _llvm_moves_sums(sch, product, out)
+    sch.compute_at(product, far if is_stored else outer, preserve_unit_loops=True)
     numbers = [int(item) for item in annotations.get(PADDING, [])]
     for pad in common.find_blocks(sch, "pad"):
         if numbers and _pads_twice(height, lines, kernel_h, numbers):
@@ -55,7 +55,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     pair = 2 if DOT in annotations else 1
     around = list(sch.get_loops(product))
     *_, strip, vector, y, x = around[:-pair] if narrow else around
-    if is_apart:
+    if is_stored:
         chunk, vector = sch.split(vector, [None, lanes])
         sch.reorder(chunk, strip, vector, y, x)
     if [common.extent(sch, loop) for loop in (strip, vector)] != [pixels, lanes]:
@@ -90,7 +90,7 @@ def _schedule_groups(
     groups.use(sch, form, task, replaced[0])
 
 
-def _is_moved(sch: Schedule, product: SBlockRV, out: SBlockRV) -> bool:
+def _llvm_moves_sums(sch: Schedule, product: SBlockRV, out: SBlockRV) -> bool:
     """Whether LLVM would move the sum of each pixel to where `out` reads it, so that sums do not run side by side.
 
     It does so with sums whose loops it unrolls whole itself, beside a function of many steps such as an exponential.
