@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from catalogue import Array, Model, find
+from pydantic import Field
 
 from tvmflow import process, samples
 from tvmflow import spec as release_file
@@ -52,13 +53,17 @@ class ExportJob(Record):
 
 
 class BuildJob(Record):
-    """The job to build an ONNX file to a bundle at `output`, after `trials` of tuning."""
+    """The job to build an ONNX file to a bundle at `output`, after `trials` of tuning.
+
+    `shapes` are fixed shapes of inputs by name; an input without one keeps its free dimensions.
+    """
 
     name: str
     onnx: Path
     sample: Path
+    shapes: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     target: Target
-    trials: int
+    trials: int = 0
     precision: Precision = "fp32"
     state: Path
     output: Path
@@ -203,7 +208,7 @@ def build_bundle(job: BuildJob) -> "CompiledModel":
 
     from tvmflow import compiler
 
-    imported = compiler.import_onnx(job.onnx)
+    imported = compiler.import_onnx(job.onnx, job.shapes or None)
     tuned = _tuned(imported, job) if job.trials else None
     model = compiler.build(imported, job.target, compiler.BuildOptions(precision=job.precision), tuned)
     manifest = Manifest(

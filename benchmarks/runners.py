@@ -196,7 +196,7 @@ def work(job: RunnerJob, emit: Emit) -> Round:
     A process also loads the model before the first round with it, and compares its outputs with ONNX Runtime's.
     """
     with np.load(job.sample) as archive:
-        inputs = {name: _aligned(archive[name]) for name in archive.files}
+        inputs = {name: aligned(archive[name]) for name in archive.files}
     key = (job.runner, job.onnx)
     if key not in _loaded:
         _loaded.clear()
@@ -239,8 +239,8 @@ def _error(outputs: NamedArrays, job: RunnerJob) -> float:
     return float(np.max(differences))
 
 
-def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A copy at an address that is a multiple of 64, which no runner has to copy again for its vectors."""
+def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a copy at an address that is a multiple of 64, which no runner has to copy again for its vectors."""
     buffer = np.empty(array.nbytes + 64, np.uint8)
     start = -buffer.ctypes.data % 64
     copy: npt.NDArray[Any] = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

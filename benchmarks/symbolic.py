@@ -1,15 +1,15 @@
 """Measures what free dimensions cost: `python benchmarks/symbolic.py [MODEL|FILE.onnx ...]`.
 
-Each model is built twice: with free dimensions, and with the sizes of the run fixed. Both take turns in one process;
-`free / fixed` is the ratio of the smallest times, which other work on the machine disturbs least. A file has the free
-dimensions that it says, and runs at sizes at which ONNX Runtime runs it. A model of the catalogue gets free ones: the
-batch, the height and the width of images, or the length of texts.
+Of each model two bundles are built: with free dimensions, and with the sizes of the run fixed. Both take turns in one
+process; `free / fixed` is the ratio of the smallest times, which other work on the machine disturbs least. A file has
+the free dimensions that it says, and runs at sizes at which ONNX Runtime runs it. A model of the catalogue gets free
+ones: the batch, the height and the width of images, or the length of texts.
 """
 
 import argparse
 import json
 import math
-import os
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +24,7 @@ from commandline import new_parser, positive, run_main, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from runners import aligned
 
 from tvmflow import process
 from tvmflow.errors import InputError, TvmflowError
@@ -65,31 +66,38 @@ class Comparison(Record):
 
 def work(job: SymbolicJob, emit: Emit) -> Comparison:
     """Build and time a model in a child process."""
-    os.environ["TVM_NUM_THREADS"] = str(job.target.threads)
-    import tvm
-
-    from tvmflow import compiler
+    from tvmflow import compiler, runtime
 
     with np.load(job.sample) as archive:
-        arrays = dict(archive)
-    imported = {"free": compiler.import_onnx(job.onnx)}
+        arrays = {name: aligned(array) for name, array in archive.items()}
+    inputs = compiler.import_onnx(job.onnx).inputs
     sizes = {
         size: length
-        for item in imported["free"].inputs
+        for item in inputs
         for size, length in zip(item.shape, arrays[item.name].shape, strict=True)
         if isinstance(size, str)
     }
     if not sizes:
         raise InputError(f"no input of {job.onnx} has a free dimension")
-    shapes = {item.name: arrays[item.name].shape for item in imported["free"].inputs}
-    imported["fixed"] = compiler.import_onnx(job.onnx, shapes)
+    fixed = {item.name: arrays[item.name].shape for item in inputs}
     runs, builds = {}, {}
-    for way, model in imported.items():
-        start = time.perf_counter()
-        loaded = compiler.build(model, job.target).load()
-        builds[way] = time.perf_counter() - start
-        inputs = [tvm.runtime.tensor(np.ascontiguousarray(arrays[item.name])) for item in model.inputs]
-        runs[way] = partial(loaded.machine["main"], *inputs, *loaded.weights)
+    with tempfile.TemporaryDirectory() as folder:
+        for way, shapes in {"free": {}, "fixed": fixed}.items():
+            bundle = Path(folder) / f"{way}.tar.gz"
+            start = time.perf_counter()
+            prepare.build_bundle(
+                prepare.BuildJob(
+                    name=way,
+                    onnx=job.onnx,
+                    sample=job.sample,
+                    shapes=shapes,
+                    target=job.target,
+                    state=bundle.parent,
+                    output=bundle,
+                )
+            )
+            builds[way] = time.perf_counter() - start
+            runs[way] = partial(runtime.load(bundle, threads=job.target.threads), **arrays)
     best = dict.fromkeys(runs, math.inf)
     for _ in range(job.rounds):
         for way, run in runs.items():

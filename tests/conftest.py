@@ -51,9 +51,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A long file that came last would keep one process busy while the others are done.
     """
-    selected = [item for item in items if _is_selected(item)]
+    others = _beyond_the_few(items)
+    selected = [item for item in items if item not in others and _is_selected(item)]
     if len(selected) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if not _is_selected(item)])
+        config.hook.pytest_deselected(items=sorted(set(items) - set(selected), key=lambda item: item.nodeid))
     files, seconds = durations.seconds_of_files(), defaultdict[str, float](float)
     for file in {durations.file_of(item.nodeid) for item in selected}:
         seconds[_unit(file)] += files.get(file, inf)
@@ -72,6 +73,19 @@ def _is_selected(item: pytest.Item) -> bool:
     if item.get_closest_marker("long") and not scale.is_long():
         return False
     return not scale.is_quick() or durations.is_quick(item)
+
+
+def _beyond_the_few(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The tests that a run leaves out by the mark `few`; none in a long run."""
+    tests = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("few"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    others = set[pytest.Item]()
+    for alike in tests.values() if not scale.is_long() else ():
+        (count,) = next(iter(alike[0].iter_markers("few"))).args
+        others.update(set(alike) - set(scale.spread(alike, count)))
+    return others
 
 
 @pytest.hookimpl(wrapper=True)
@@ -106,7 +120,7 @@ def _unit(nodeid: str) -> str:
     file = Path(durations.file_of(nodeid))
     if file.parent.name in ("cli", "cpp", "registry", "stack"):
         return file.parent.name
-    if file.parent.name != "flows" or file.name in ("test_flow_workers.py", "test_flow_triggers.py"):
+    if file.parent.name != "flows" or file.name == "test_flow_workers.py":
         return str(file)
     return "releases" if file.name.startswith(("test_flow_release", "test_flow_bad")) else "flows"
 

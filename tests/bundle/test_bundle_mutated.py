@@ -38,6 +38,7 @@ from tvmflow.verification import verify
 MANIFEST = read_manifest(ORIGINAL_FILE)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("mutator", MUTATORS, ids=lambda mutator: mutator.__name__)
 def test_a_mutated_bundle_is_refused_or_changes_nothing(mutator: Mutator, tmp_path: Path) -> None:
     path, messages = tmp_path / "mutated.tar.gz", list[str]()

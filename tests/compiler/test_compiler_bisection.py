@@ -96,12 +96,14 @@ def test_a_wrong_pass_is_shown_by_the_nodes_that_it_joins(target: Target, monkey
     assert [node.op_type for node in bisection.reproduction.graph.node] == ["Relu", "Exp"]
 
 
+@pytest.mark.long
 def test_the_first_of_two_wrong_branches_is_found(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONVERTERS, "Tanh", _halve)
     monkeypatch.setitem(CONVERTERS, "Add", _halve)
     assert _found(_chain(), target).node == "squash"
 
 
+@pytest.mark.long
 def test_fewer_models_are_compiled_than_the_model_has_nodes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [helper.make_node("Relu", ["x"], ["v0"])]
     nodes += [helper.make_node("Abs" if i != 19 else "Tanh", [f"v{i}"], [f"v{i + 1}"]) for i in range(30)]

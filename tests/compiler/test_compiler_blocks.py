@@ -146,6 +146,7 @@ def test_a_strided_convolution_with_uneven_padding_may_come_first(
     assert rule_counts(assert_same_as_onnxruntime(path, feed)) == {"block": 1, "fallback": 2}
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_depthwise_convolution_takes_its_one_neighbour(
@@ -248,6 +249,7 @@ def _free(case: tuple[Any, ...], added: bool = False) -> tuple[Any, ...]:
     return (graph.nodes, [("x", ["n", channels, "h", "w"])], [output], graph.weights), *feeds
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always")
 def test_blocks_of_free_height_and_width_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = [_free(case) for case in _BLOCKS[:: scale.count(normal=3, long=1)]]
@@ -255,6 +257,7 @@ def test_blocks_of_free_height_and_width_equal_onnx_runtime(assert_all_same: Che
     assert rule_counts(assert_all_same(cases))["block"] == len(cases)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("algorithm", ["winograd", ""])
 def test_bottlenecks_of_free_height_and_width_equal_onnx_runtime(algorithm: str, assert_all_same: Check) -> None:
@@ -274,6 +277,7 @@ def test_bottlenecks_of_free_height_and_width_equal_onnx_runtime(algorithm: str,
     assert set(model.algorithms) == ({algorithm} if algorithm else set())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4", "aarch64-neoverse-n1"])
 def test_a_block_near_a_free_input_is_whole_and_one_that_few_pixels_reach_is_apart(level: str, make_model: Any) -> None:
     graph, target = _Graph(), on_two_cores(level)

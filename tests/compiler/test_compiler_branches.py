@@ -50,6 +50,7 @@ _POINT = {"kernel_shape": [1, 1]}
 _THREE = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("groups", [1, 4, 32], ids=["dense", "groups", "depthwise"])
 @pytest.mark.parametrize(
     ("kernels", "has_scale"),
@@ -81,6 +82,7 @@ def test_parallel_convolutions_that_are_added_are_one(
     assert_same_as_onnxruntime(path, {"x": normal(1, 32, 9, 12, seed=9)})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("second", "results"),
     [({"kernel_shape": [3, 3], "pads": [1] * 4}, ["y", "c1"]), ({"kernel_shape": [2, 2], "pads": [0, 0, 1, 1]}, ["y"])],

@@ -57,6 +57,7 @@ build(import_onnx(Path(sys.argv[1])), resolve("native")).export(Path(sys.argv[2]
 """
 
 
+@pytest.mark.long
 def test_libraries_of_different_processes_and_folders_are_identical(
     model: Path, tmp_path: Path, native: Target
 ) -> None:
@@ -181,6 +182,7 @@ def test_a_linker_that_fails_is_one_sentence(usual: CompiledModel, tmp_path: Pat
         replace(usual, cross_compiler="false").export(tmp_path / "mod.so")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "aarch64-cortex-a72"])
 def test_other_processors_get_the_same_rules(name: str, model: Path) -> None:
     compiled_model = build(import_onnx(model), resolve(name))

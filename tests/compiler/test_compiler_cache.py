@@ -98,6 +98,7 @@ def test_the_library_is_the_same_with_and_without_the_cache(
         assert exported(build(model, native, options, cache=tmp_path / "cache"), tmp_path) == plain
 
 
+@pytest.mark.long
 def test_each_part_of_a_library_is_an_entry_of_the_cache(
     model: Imported, uncached: CompiledModel, native: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +129,7 @@ def test_other_weights_take_the_same_code_and_give_their_own_results(
     assert len(list(cache.iterdir())) == 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", ["shapes", "target", "level", "schedule"])
 def test_other_functions_targets_options_or_schedules_are_compiled_anew(
     make: Make, model: Imported, native: Target, cache: Path, change: str
@@ -146,6 +148,7 @@ def test_other_functions_targets_options_or_schedules_are_compiled_anew(
     assert len(list(cache.iterdir())) == 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("damage", [lambda content: content[:100], lambda content: content[:-1] + b"\0", lambda _: b""])
 def test_a_damaged_entry_is_made_again(
     model: Imported, plain: bytes, native: Target, cache: Path, tmp_path: Path, damage: Any

@@ -140,6 +140,7 @@ def test_prefetching_weights_that_the_cache_cannot_hold_is_a_choice_with_the_sam
         np.testing.assert_allclose(_called(scheduled, target, arrays), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("width", [11, 12])
 def test_a_residual_that_the_cache_cannot_hold_is_fetched_before_its_tile_is_computed(
     width: int, make_model: Any, target: Target

@@ -37,6 +37,7 @@ def model(make_model: Callable[..., Path]) -> Path:
     return make_model(nodes, [("x", ["batch", 3, 12, 12])], ["y"], {"w": normal(8, 3, 3, 3)})
 
 
+@pytest.mark.long
 def test_functions_of_one_part_are_lowered_side_by_side(
     model: Path, native: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,6 @@ _REASONS = {
     "operators.pooling._LONGEST": "size of the code",
     "operators.pooling._MOST_TAPS": "operations: columns first saves them from here on",
     "operators.products.FEWEST_ROWS": "shape: known beside symbolic sizes",
-    "operators.products._TILES": "shape: divisors that padding makes possible",
     "operators.cell_tiles._MOST_PADDING": "share of wasted work",
     "operators.resize._MOST_TAPS": "size of the code",
     "operators.scatter._PARTS": "balance: pieces of a core that other programs delay",

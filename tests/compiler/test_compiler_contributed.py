@@ -411,6 +411,7 @@ def test_rows_of_embeddings_beyond_a_table_are_the_nearest_within(
         np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("units", "direction"), [(20, "bidirectional"), (200, "forward")])
 def test_a_dynamically_quantised_lstm_equals_onnx_runtimes(
     units: int, direction: str, make_model: MakeModel, native: Target, run_built: Any

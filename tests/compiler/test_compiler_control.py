@@ -57,6 +57,7 @@ def _numbers(value: Array) -> str:
     return "{" + ", ".join(f"{item:.6f}" for item in value.reshape(-1)) + "}"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weights", ["inside", "apart"])
 def test_a_condition_of_the_inputs_is_decided_when_the_model_runs(
     make_text: Any, assert_same_as_onnxruntime: Any, weights: Any
@@ -130,6 +131,7 @@ def _loop(trips: str, start: str) -> str:
     return _LOOP.format(W=_numbers(_random(4, 4, seed=2) / 4), TRIPS=trips, START=start)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("start", ["start", "go", ""])
 def test_a_loop_runs_as_often_as_its_inputs_say(make_text: Any, assert_same_as_onnxruntime: Any, start: str) -> None:
     feeds = [
@@ -205,6 +207,7 @@ model (float[2] state, float[{T}, 2] x, float[2, {T}] u) => (float[2] last, floa
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("length", "lengths"), [("t", (1, 2, 9)), ("3", (3,)), ("300", (300,))])
 def test_a_scan_takes_and_stacks_along_axes_in_both_directions(
     make_text: Any, assert_same_as_onnxruntime: Any, length: str, lengths: tuple[int, ...]
@@ -272,6 +275,7 @@ model (int64[bags] sizes, float[n, 4] x) => ({TYPE} y, float[b, 4] sums)
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "part", "axis"),
     [("float[m, 4]", "Neg", 0), ("float[4, m]", "Transpose", 1), ("float[4, m]", "Transpose", -1)],

@@ -77,6 +77,7 @@ def test_tiles_fit_the_registers_and_the_sets_of_the_first_cache(name: str) -> N
                 assert row_bytes in (None, 4) or tile.rows <= max(1, cost.rows_in_set(machine))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_vectors_that_only_poor_tiles_divide_are_filled_up(name: str) -> None:
     machine = of_profile(named(name), _AVX512, 2)
@@ -92,6 +93,14 @@ def test_1000_channels_of_eight_lanes_are_filled_up_to_1008() -> None:
     assert machine.lanes == 8
     assert tiles.filled(169, 125, machine) == 126
     assert tiles.choose(169, 126, machine).vectors > 1
+
+
+def test_whole_vectors_are_copied_for_one_more_where_many_rows_share_the_copy() -> None:
+    machine = of_profile(named("zen3"), ("avx",), 2)
+    assert tiles.filled(144, 25, machine, is_packed=False) == 26
+    assert tiles.filled(8, 25, machine) == 26
+    for rows in (1, 2, 8, None):
+        assert tiles.filled(rows, 25, machine, is_packed=False) == 25
 
 
 def test_pixels_beyond_a_line_are_copied_once_for_all_taps() -> None:

@@ -50,6 +50,7 @@ def chain(count: int) -> list[Any]:
 AXIS = {"axis": np.array(1, "int64")}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows", [[1], ["rows"], [3]], ids=str)
 def test_results_in_between_have_memory_of_their_own(rows: list[Any], assert_all_same: Check) -> None:
     several = [
@@ -113,6 +114,7 @@ def test_a_reshape_between_functions_is_a_view(assert_all_same: Check, tmp_path:
     assert sum("reshape" in name for name in names) == 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("nodes", "inputs", "outputs"),
     [

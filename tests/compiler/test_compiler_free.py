@@ -423,6 +423,7 @@ def test_a_computed_shape_is_known_by_its_free_sizes(make_model: Any, model: tup
 
 
 # Several at once compile in less time; a failure names the output: `m3_y` is that of the fourth.
+@pytest.mark.few(1)
 @pytest.mark.parametrize("start", range(scale.count(normal=2, long=4)))
 def test_a_computed_shape_is_that_of_every_size(assert_all_same: Any, start: int) -> None:
     assert_all_same([(_MODELS[name], *_feeds(*shapes)) for name, _, _, shapes in _CASES[start::4]])
@@ -592,6 +593,7 @@ _BY_DATA: list[tuple[str, list[str], list[list[int]], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 def test_a_parameter_that_is_computed_from_data_is_taken(assert_all_same: Any) -> None:
     cases = []
     for operator, rest, values, attributes in _BY_DATA:
@@ -768,6 +770,7 @@ def test_same_padding_of_free_sizes_equals_onnx_runtime(make_model: Any, assert_
     assert_same_as_onnxruntime(path, *_feeds((2, 3, 8), (2, 3, 9), (2, 3, 11), (2, 3, 2)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kernel", [(64, 16, 5), (32, 1, 3), (64, 4, 3)], ids=str)
 def test_convolutions_of_free_images_without_padding_are_tiled(
     kernel: tuple[int, int, int], make_model: Any, assert_same_as_onnxruntime: Any
@@ -799,6 +802,7 @@ def test_a_tensor_is_joined_with_constants_of_sizes_that_are_computed_from_data(
 
 
 # One tile of channels, and several.
+@pytest.mark.few(1)
 @pytest.mark.parametrize("channels", [16, 70])
 def test_a_convolution_of_a_padded_tensor_of_computed_sizes_is_fused_with_its_epilogue(
     channels: int, make_model: Any, assert_same_as_onnxruntime: Any
@@ -824,6 +828,7 @@ def test_a_convolution_of_a_padded_tensor_of_computed_sizes_is_fused_with_its_ep
     assert [rule for name, rule in model.schedules if "conv2d" in name] == ["conv2d"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("image", [[12, "w"], ["h", 7], [3, "w"], ["h", "w"]], ids=str)
 def test_pointwise_convolutions_of_free_images_are_tiled_with_their_epilogue(
     image: list[Any], make_model: Any, assert_same_as_onnxruntime: Any

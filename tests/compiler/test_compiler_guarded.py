@@ -234,9 +234,12 @@ CASES = [(kind, "") for kind in KINDS] + [
     for place, kind in enumerate(kind for kind in KINDS if "bfloat16" not in kind)
     for level in scale.choose(normal=_LESSER[place % 2 :][:1], long=_LESSER)
 ]
-# The precisions at the best level, and float32 at the lesser ones.
-BEST: list[tuple[Precision, str]] = [("fp32", ""), ("bf16", "")]
-PRECISIONS_AND_LEVELS: list[tuple[Precision, str]] = [*BEST, *(("fp32", level) for level in _LESSER)]
+# The precisions at the best level and, in a long run, float32 at the lesser ones.
+PRECISIONS_AND_LEVELS: list[tuple[Precision, str]] = [
+    ("fp32", ""),
+    ("bf16", ""),
+    *scale.choose(normal=[], long=[("fp32", level) for level in _LESSER]),
+]
 # Functions that every image model begins and ends with.
 _AT_THE_ENDS = ("transpose", "round", "widen")
 
@@ -294,6 +297,7 @@ def test_kernels_stay_within_their_buffers(kind: str, level: str, tmp_path: Path
     assert_within_buffers(functions, target)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count_include_pad", [0, 1])
 @pytest.mark.parametrize("size", scale.choose(normal=[35], long=[5, 14, 35, 71, 113]))
 def test_padded_average_pooling_between_convolutions_stays_within_its_buffers(
@@ -341,9 +345,7 @@ def test_a_triangle_of_a_free_width_stays_within_its_buffers(upper: int, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("stride", "precision", "level"),
-    [(1, *case) for case in PRECISIONS_AND_LEVELS]
-    + [(2, *case) for case in scale.choose(normal=BEST, long=PRECISIONS_AND_LEVELS)],
+    ("stride", "precision", "level"), [(stride, *case) for stride in (1, 2) for case in PRECISIONS_AND_LEVELS]
 )
 def test_winograd_of_free_sizes_stays_within_its_buffers(
     stride: int, precision: Precision, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -369,8 +371,7 @@ def test_winograd_of_free_sizes_stays_within_its_buffers(
 
 @pytest.mark.parametrize(
     ("is_depthwise", "precision", "level"),
-    [(True, *case) for case in PRECISIONS_AND_LEVELS]
-    + [(False, *case) for case in scale.choose(normal=BEST, long=PRECISIONS_AND_LEVELS)],
+    [(is_depthwise, *case) for is_depthwise in (True, False) for case in PRECISIONS_AND_LEVELS],
 )
 def test_blocks_of_free_sizes_stay_within_their_buffers(
     is_depthwise: bool, precision: Precision, level: str, tmp_path: Path
@@ -410,6 +411,7 @@ def test_attention_of_free_sizes_stays_within_its_buffers(precision: Precision, 
     assert_within_buffers({"attention": function}, target, *sizes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0)])
 def test_a_transpose_of_free_sizes_stays_within_its_buffers(order: tuple[int, ...], tmp_path: Path) -> None:
     node = helper.make_node("Transpose", ["x"], ["y"], perm=order)

@@ -41,6 +41,7 @@ def _code(model: CompiledModel) -> dict[str, str]:
     return {name[1]: text for text in functions if (name := re.search(r"def (\w+)\(", text))}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("channels", "size", "attributes"),
     [
@@ -62,6 +63,7 @@ def test_the_last_pixels_of_a_line_of_any_length_have_a_tile_that_fits(
     assert rows[1] == (rows[0] + 1) // 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [3, 5], ids=str)
 def test_a_whole_tile_of_a_depthwise_convolution_has_no_condition_for_each_pixel(
     size: int, make_model: Any, assert_same_as_onnxruntime: Any
@@ -91,6 +93,7 @@ def _residual(first: int, second: int) -> list[Any]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (3, 1)], ids=["both", "the first", "the second"])
 def test_all_pixels_of_free_images_are_one_line_of_a_pointwise_convolution(
     sizes: tuple[int, int], make_model: Any, assert_same_as_onnxruntime: Any
@@ -130,6 +133,7 @@ def test_a_line_of_known_length_has_one_tile(make_model: Any, target: Any) -> No
     assert not any("for once in" in text for text in _code(model).values())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("channels", [1, 3, 5], ids=str)
 def test_padded_lines_of_few_channels_of_any_length_are_right(
     channels: int, make_model: Any, assert_same_as_onnxruntime: Any

@@ -138,6 +138,7 @@ def test_transposes_of_a_part_equal_onnx_runtime(assert_all_same: Check) -> None
     assert_all_same(cases)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("axis", [1, 3])
 def test_concatenation_and_what_follows_equal_onnx_runtime(axis: int, assert_all_same: Check) -> None:
     cases = []
@@ -156,6 +157,7 @@ def test_concatenation_and_what_follows_equal_onnx_runtime(axis: int, assert_all
     assert_all_same(cases)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("channels", [20, 116])
 def test_shuffled_channels_stay_last(channels: int, make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes, weights = _between(
@@ -199,6 +201,7 @@ _RESIZES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_channels_last", [True, False], ids=["channels last", "channels first"])
 def test_resizing_equals_onnx_runtime(is_channels_last: bool, assert_all_same: Check) -> None:
     cases = []
@@ -222,6 +225,7 @@ def test_resizing_equals_onnx_runtime(is_channels_last: bool, assert_all_same: C
     assert rule_counts(assert_all_same(cases))["resize"] >= len(scales)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [[2, 3, 8, 6], ["n", 3, 8, 6], ["n", 3, "h", "w"]], ids=str)
 def test_an_image_is_transposed_before_it_is_enlarged(
     shape: list[Any], make_model: Any, assert_same_as_onnxruntime: Check, target: Target
@@ -297,7 +301,7 @@ _FREE_RESIZES: list[tuple[dict[str, Any], list[float] | str, int]] = [
 
 def test_resizes_of_free_and_computed_sizes_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
-    for attributes, scales, rank in _FREE_RESIZES:
+    for attributes, scales, rank in choose(normal=_FREE_RESIZES[::2], long=_FREE_RESIZES):
         free = ["n", 2, "h", "w", "d"][:rank]
         inputs: list[tuple[Any, ...]] = [("x", free)]
         given, weights = ["x", "", "s"], {}
@@ -377,6 +381,7 @@ def test_a_flattened_image_has_the_order_of_the_model(make_model: Any, assert_sa
     assert_same_as_onnxruntime(path, {"x": normal(1, 3, 4, 5)}, {"x": normal(2, 3, 4, 5)})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reduction", ["none", "add", "mul", "max", "min"])
 def test_slices_written_to_computed_places_equal_onnx_runtime(reduction: str, assert_all_same: Check) -> None:
     cases = []
@@ -396,6 +401,7 @@ def test_slices_written_to_computed_places_equal_onnx_runtime(reduction: str, as
     assert rule_counts(model)["scatter"] == len(cases)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("exclusive", [0, 1])
 @pytest.mark.parametrize("reverse", [0, 1])
 def test_running_sums_of_slices_equal_onnx_runtime(exclusive: int, reverse: int, assert_all_same: Check) -> None:
@@ -452,6 +458,7 @@ def test_a_concatenation_along_a_free_last_dimension_reads_each_part(
     assert_same_as_onnxruntime(path, *({"x": normal(3, size)} for size in (1, 3, 9, 20)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [(4, 3), ("n", 3)], ids=str)
 def test_indices_outside_of_the_data_are_kept_within_it(
     shape: tuple[Any, ...], make_model: Any, assert_same_as_onnxruntime: Check, run_built: Any
@@ -493,6 +500,7 @@ def test_a_constant_index_outside_of_the_data_is_refused(make_model: Any, operat
         import_onnx(path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [(4, 5, 3), ("batch", "high", 3)])
 def test_places_of_elements_are_found_without_functions_of_python(
     shape: tuple[int | str, ...], make_model: Any, assert_same_as_onnxruntime: Check, target: Target

@@ -199,6 +199,7 @@ def test_reductions_over_no_dimensions_apply_to_each_element(assert_all_same: Ch
     assert_all_same(cases)
 
 
+@pytest.mark.long
 def test_norms_of_a_free_number_of_channels_equal_onnx_runtime(
     make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
@@ -224,6 +225,7 @@ def test_groups_of_a_free_number_of_channels_are_those_of_the_channels_alone(
     assert_same_as_onnxruntime(make_model([node], inputs, ["y"], opset=21), feeds)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("operator", "attributes", "shape", "through_convolution"),
     [

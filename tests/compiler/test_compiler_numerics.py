@@ -68,6 +68,7 @@ def _convolution(case: tuple[int, ...]) -> tuple[Any, ...]:
     return (nodes, [("x", shape)], ["y"], weights), {"x": normal(*shape)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("channels", [88, 136, 187, 272])
 def test_channels_of_a_prime_number_of_vectors_equal_onnx_runtime(channels: int, assert_all_same: Check) -> None:
     """A vector of zeros after the last channel, of 4, 8 or 16 lanes, must be in no result."""
@@ -296,6 +297,9 @@ _BATCHED = [
     ((3, 17, 20), (2, 3, 20, 33)),
     ((2, 3, 17, 20), (3, 20, 64)),
     ((2, 1, 9, 20), (1, 3, 20, 197)),
+    # 25 vectors of eight lanes, or 17 of sixteen: one more is copied.
+    ((2, 40, 16), (2, 16, 200)),
+    ((2, 40, 16), (2, 16, 272)),
     ((9, 20), (4, 20, 31)),
     ((1, 9, 20), (4, 20, 8)),
 ]
@@ -397,7 +401,7 @@ def test_exponentials_of_extremes_are_zero_infinite_and_not_a_number(
 
 def test_global_pooling_over_any_channels_equals_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
-    for channels in (1, 19, 24, 40, 70):
+    for channels in scale.choose(normal=(19, 40), long=(1, 19, 24, 40, 70)):
         nodes = [
             helper.make_node("Conv", ["x", "w"], ["a"]),
             helper.make_node("GlobalAveragePool", ["a"], ["y"]),
@@ -559,6 +563,7 @@ def test_indices_smaller_than_a_free_dimension_leave_the_rest_of_the_data(
     assert_same_as_onnxruntime(path, *feeds)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("before", ["", "Conv"])
 def test_nan_stays_nan_in_rectifiers(before: str, make_model: Any, target: Target) -> None:
     convolution = [helper.make_node("Conv", ["x", "w"], ["a"])] if before else []

@@ -692,6 +692,7 @@ _MORE_ATTENTIONS: list[tuple[tuple[Any, ...], int, list[tuple[int, int]]]] = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mask", [False, True], ids=["plain", "masked"])
 @pytest.mark.parametrize(
     ("shape", "heads", "sizes"),
@@ -784,6 +785,7 @@ def test_tokens_masked_with_minus_infinity_have_no_weight(make_model: Any, asser
     assert rule_counts(model)["attention"] == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shapes", [((1, 2, 9, 16), (9, 9)), (("n", 2, "s", 16), ("s", "s"))], ids=["fixed", "free"])
 def test_a_query_whose_keys_are_all_masked_has_zeros_where_the_model_says_so(
     shapes: Any, make_model: Any, assert_same_as_onnxruntime: Check
@@ -803,6 +805,7 @@ def test_a_query_whose_keys_are_all_masked_has_zeros_where_the_model_says_so(
     assert rule_counts(model)["attention"] == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "aarch64-cortex-a72"])
 def test_other_processors_get_attention(name: str, make_model: Any) -> None:
     nodes = "a = Transpose(k; perm=[0,1,3,2])\n b = MatMul(q, a)\n d = Softmax(b)\n y = MatMul(d, v)"
@@ -901,6 +904,7 @@ def _layers() -> tuple[str, dict[str, Array]]:
 _REWRITERS = sorted({case.rewriter for case in CASES} | {"ComposeAttention", "ChannelsLast", "FuseBlocks"})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "disabled",
     [(), tuple(_REWRITERS), *scale.choose(normal=[], long=[(name,) for name in pass_names()])],

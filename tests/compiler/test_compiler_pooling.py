@@ -25,6 +25,7 @@ _WINDOWS = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["MaxPool", "AveragePool", "AveragePool with padding"])
 def test_pooling_between_convolutions_equals_onnx_runtime(kind: str, assert_all_same: Check) -> None:
     attributes = {"count_include_pad": 1} if "with" in kind else {}

@@ -78,6 +78,7 @@ def test_a_shape_of_a_parameter_keeps_its_quotient() -> None:
     assert tvm_ffi.structural_equal(unify_quotients(mod), mod)
 
 
+@pytest.mark.long
 def test_loops_of_a_winograd_convolution_of_free_sizes_have_no_bounds_to_choose(
     make_model: Any, target: Target, assert_same_as_onnxruntime: Any
 ) -> None:

@@ -121,6 +121,7 @@ def test_weights_of_a_free_window_are_refused_in_words(make_model: Any) -> None:
         import_onnx(path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("count", [5, "count"])
 @pytest.mark.parametrize("limit", [1, np.iinfo("int64").max])
 def test_suppression_with_and_without_a_limit_of_boxes_equals_onnx_runtime(

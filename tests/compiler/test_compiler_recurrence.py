@@ -122,6 +122,7 @@ def test_cores_that_share_the_units_of_each_step_equal_onnx_runtime(assert_all_s
     assert_all_same(cases)
 
 
+@pytest.mark.long
 def test_operands_of_free_sizes_have_those_of_the_matrices(assert_all_same: Check) -> None:
     cases: list[Case] = []
     for operator in ("LSTM", "GRU"):
@@ -230,6 +231,7 @@ def test_recurrences_of_integers_stay_within_their_buffers(shares_units: bool, n
     assert_within_buffers({"lstm": complete(function)}, target)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("batch", "cores"), [(1, 3), (3, 16)])
 def test_the_last_parts_of_a_free_batch_may_be_empty(batch: int, cores: int) -> None:
     target = resolve("".join(runnable_levels()[-1:]) or "native")

@@ -87,6 +87,7 @@ def _largest_result_of_a_kernel(path: Path, target: Target) -> int:
     return max(math.prod(int(size) for size in function.params[-1].shape) for function in functions)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_convolution_of_means_is_not_computed_again_for_each_pixel_that_it_scales(
     batch: int, make_model: Any, assert_same_as_onnxruntime: Any, target: Target
@@ -184,6 +185,7 @@ def test_a_strip_of_a_depthwise_convolution_keeps_a_core_busy(name: str) -> None
         assert strips * strip - width < strip <= tiles.most_pixels(processor)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kernel", "function", "is_stored"), [(5, "Sigmoid", True), (5, "Relu", False), (3, "Sigmoid", False)]
 )
@@ -217,6 +219,7 @@ def test_sums_that_llvm_would_move_into_an_exponential_are_stored_first(
     assert_same_as_onnxruntime(path, *({"x": normal(1, 40, 9, size)} for size in sizes))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("columns", [5, 21, 77, 197])
 def test_columns_that_no_vector_divides_are_copied_once_for_all_rows(
     columns: int, make_model: Any, assert_same_as_onnxruntime: Any, target: Target
@@ -246,6 +249,7 @@ def test_weights_from_the_second_level_cache_keep_pace_with_a_tile(rows: int, na
         assert weights <= max(tile.rows * tile.vectors / cpu.vectors.multiply_adds, 4), tile
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows", [4, "rows"])
 def test_a_chain_that_reads_each_value_several_times_does_not_grow_with_every_step(
     rows: int | str, make_model: Any, assert_same_as_onnxruntime: Any

@@ -50,6 +50,7 @@ def test_few_lines_and_few_rows_keep_many_cores_busy(cores: int, model: Path, ta
         assert all(cost.evenness(count, cpu) >= cost.EVEN for count in of_part), (part, of_part)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cores", [2, 64])
 def test_the_answer_is_the_same_for_any_number_of_cores(
     cores: int, model: Path, target: Target, run_built: Callable[..., Any]

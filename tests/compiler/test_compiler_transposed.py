@@ -78,8 +78,8 @@ _GROWN_VOLUMES = [
 
 def test_transposed_convolutions_of_volumes_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
-    # Of the cases of eight phases, the one of 64 taps runs in a long run only.
-    volumes = _GROWN_VOLUMES if scale.is_long() else [case for case in _GROWN_VOLUMES if case[0] != (4, 4, 4)]
+    # Of the cases of eight phases, a normal run takes one.
+    volumes = scale.choose(normal=_GROWN_VOLUMES[2:5], long=_GROWN_VOLUMES)
     for kernel, strides, pads, more, dilations in volumes:
         geometry = {"strides": strides, "pads": pads, "output_padding": more, "dilations": dilations}
         nodes = [helper.make_node("ConvTranspose", ["x", "w", "b"], ["y"], **geometry)]
@@ -123,6 +123,7 @@ _UPSAMPLING = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("upsampling", "kernel"),
     scale.choose(
@@ -192,6 +193,7 @@ def test_convolutions_of_three_free_dimensions_equal_onnx_runtime(
     assert_same_as_onnxruntime(path, {"x": normal(1, 3, 5, 6, 7)}, {"x": normal(2, 3, 4, 9, 8)})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("high", [61, "high"])
 def test_convolutions_of_images_of_one_column_run_along_a_line(
     high: Any, make_model: Any, assert_same_as_onnxruntime: Check, native: Target

@@ -45,6 +45,7 @@ def test_missing_values_go_where_each_node_says(assert_all_same: Check) -> None:
     assert_all_same([_regression(modes=[mode], missing=True, seed=place) for place, mode in enumerate(_MODES[:5])])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("aggregate", scale.choose(normal=["SUM", "MIN"], long=["SUM", "AVERAGE", "MIN", "MAX"]))
 def test_aggregates_and_targets_equal_onnx_runtime(aggregate: str, assert_all_same: Check) -> None:
     more = {"aggregate_function": aggregate}
@@ -57,6 +58,7 @@ def test_aggregates_and_targets_equal_onnx_runtime(aggregate: str, assert_all_sa
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("trees", "targets"),
     scale.choose(
@@ -82,6 +84,7 @@ def _classification(labels: list[int], ids: list[int], **drawn: Any) -> tuple[An
     return ([classifier(labels, ids, **drawn)], _INPUT, _LABELLED), *_feeds()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "post", scale.choose(normal=["LOGISTIC", "SOFTMAX_ZERO"], long=["NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO"])
 )

@@ -66,6 +66,7 @@ _FREE_CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", scale.choose(normal=[4], long=[2, 4]))
 def test_winograd_of_free_sizes_equals_onnx_runtime(
     size: int, assert_all_same: Check, monkeypatch: pytest.MonkeyPatch
@@ -101,6 +102,7 @@ def test_sizes_that_a_model_computes_from_free_ones_are_convolved_by_winograd(
     assert rule_counts(assert_all_same([case]))["winograd"] == 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stride", "size"), scale.choose(normal=[(1, 4), (2, 3)], long=[(1, 2), (1, 4), (2, 2), (2, 3), (2, 4)])
 )
@@ -113,6 +115,7 @@ def test_every_tile_size_serves_every_batch(
     assert rule_counts(assert_all_same(cases))["winograd"] == len(cases)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stride", "size", "bound"),
     scale.choose(
@@ -231,6 +234,7 @@ def test_a_build_says_what_is_computed_by_winograd_and_its_bound(make_model: Any
     assert model.algorithms["winograd"].bound == winograd.error_bound(4, 1, 64)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "stride"),
     scale.choose(normal=[(4, 1), (3, 2)], long=[(2, 1), (4, 1), (2, 2), (3, 2), (4, 2)]),

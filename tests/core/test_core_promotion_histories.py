@@ -198,6 +198,7 @@ def registry_config(tmp_path_factory: pytest.TempPathFactory, databases: Databas
     return embedded_registry(folder)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(scale.count(normal=4, long=60)))
 def test_after_any_history_the_channel_holds_what_was_granted_and_reconciling_settles_it(
     registry_config: RegistryConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int

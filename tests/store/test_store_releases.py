@@ -240,6 +240,7 @@ def test_a_release_that_json_cannot_hold_is_refused(moto_server: StoreConfig) ->
     assert store.list_names() == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "limit", [5 * MIB, 12 * MIB, 12 * MIB + 5 * MIB], ids=["within the first", "between", "within the second"]
 )

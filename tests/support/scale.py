@@ -1,5 +1,6 @@
 """The scale of a run: how many cases a test tries by default, with `--long` and with `--quick`."""
 
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 Mode = Literal["quick", "normal", "long"]
@@ -37,3 +38,10 @@ def choose(normal: T, long: T, quick: T | None = None) -> T:
     if _mode == "long":
         return long
     return quick if _mode == "quick" and quick is not None else normal
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """Return `count` of the items at even distances, from the first to the last; the last alone for a count of one."""
+    if count == 1 or len(items) <= count:
+        return [*items[-1:]] if count == 1 else [*items]
+    return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]

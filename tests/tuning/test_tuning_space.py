@@ -31,16 +31,19 @@ def propose(func: PrimFunc, target: Target, tuner: TunerName, seed: int, rounds:
     return traces
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_a_seed_makes_proposals_repeatable(matmul: PrimFunc, native: Target, tuner: TunerName) -> None:
     assert propose(matmul, native, tuner, seed=7) == propose(matmul, native, tuner, seed=7)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_another_seed_makes_other_proposals(matmul: PrimFunc, native: Target, tuner: TunerName) -> None:
     assert propose(matmul, native, tuner, seed=7, rounds=1) != propose(matmul, native, tuner, seed=8, rounds=1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tuner", TUNERS[:: count(normal=2, long=1)])
 def test_nothing_is_proposed_twice(conv: PrimFunc, native: Target, tuner: TunerName) -> None:
     traces = propose(conv, native, tuner, seed=7, rounds=count(normal=2, long=3))
@@ -67,6 +70,7 @@ def dense(native: Target, tmp_path_factory: pytest.TempPathFactory) -> PrimFunc:
     return normalize(workload.func)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tuner", choose(normal=("xgb", "grid"), long=TUNERS))
 def test_all_schedules_of_the_compilers_rules_come_first(dense: PrimFunc, native: Target, tuner: TunerName) -> None:
     own = variants(dense, machine(native))[1:]

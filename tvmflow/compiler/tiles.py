@@ -101,15 +101,19 @@ def _rate(tile: Tile, rows: int | None, vectors: int, machine: Machine, uses: in
     return tile.rows * tile.vectors * useful / (step(tile, machine) + copying)
 
 
-def filled(rows: int | None, vectors: int, machine: Machine, uses: int = 1) -> int:
+def filled(rows: int | None, vectors: int, machine: Machine, uses: int = 1, *, is_packed: bool = True) -> int:
     """Return how many vectors of channels to compute for `vectors` of them: as many, or one more, of zeros.
 
     One more takes less time where only poor register tiles divide `vectors`, as they do a prime number. The product has
-    `rows` rows (None: symbolic), and reads each number of its left operand `uses` times for each channel.
+    `rows` rows (None: symbolic), and reads each number of its left operand `uses` times for each channel. Without
+    `is_packed` the right operand has `vectors` whole vectors side by side, and is copied where it needs one more.
     """
 
     def cycles(count: int) -> float:
-        return count / _rate(choose(rows, count, machine, uses=uses), rows, count, machine, uses)
+        copying = 0.0
+        if count > vectors and not is_packed:
+            copying = (1 / machine.vectors.loads + 1 / machine.vectors.stores) / (rows or UNKNOWN_ROWS)
+        return count * (1 / _rate(choose(rows, count, machine, uses=uses), rows, count, machine, uses) + copying)
 
     return min(vectors, vectors + 1, key=cycles)
 

@@ -31,9 +31,6 @@ from tvmflow.compiler.operators.packing import StrassenPacking, pack_weights
 
 # The fewest rows that fill a tile of their own.
 FEWEST_ROWS = 4
-# The vectors of columns that a register tile may have. Columns that are copied in any case are filled up to a multiple
-# of one of them; of weights the cost model decides (`tiles.filled`).
-_TILES = (2, 3, 4)
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices) -> relax.Expr | None:
@@ -123,14 +120,16 @@ def fast_product(
     return call_kernel(builder, compute, data, packed_weight, name="strassen")
 
 
-def filled_vectors(channels: int, lanes: int, rows: int | None, machine: Machine, uses: int = 1) -> int:
-    """Return the number of vectors of `lanes` lanes to which weights of `channels` channels are packed.
+def filled_vectors(
+    channels: int, lanes: int, rows: int | None, machine: Machine, uses: int = 1, *, is_packed: bool = True
+) -> int:
+    """Return the number of vectors of `lanes` lanes to which the right operand's `channels` columns are packed.
 
-    There may be one more than the channels need, so that better register tiles divide them (`tiles.filled`, which says
-    what `rows` and `uses` are).
+    There may be one more than the columns need, so that better register tiles divide them (`tiles.filled`, which says
+    what `rows`, `uses` and `is_packed` are).
     """
     vectors = -(-channels // lanes)
-    return tiles.filled(rows, vectors, machine, uses) if lanes == machine.lanes else vectors
+    return tiles.filled(rows, vectors, machine, uses, is_packed=is_packed) if lanes == machine.lanes else vectors
 
 
 def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int, vectors: int) -> relax.Expr:
@@ -211,16 +210,11 @@ def batch_matmul(
     units = right.shape[-1]
     columns = static(units)
     lanes = machine.lanes if columns is None else vector(columns, machine)
-    whole = right
-    if columns is None or columns % lanes:
-        # Pad the columns to whole vectors, and to a number of vectors that register tiles divide.
-        room = round_up(units, lanes)
-        if (
-            columns is not None
-            and all(int(room) // lanes % count for count in _TILES)
-            and int(room) // lanes > _TILES[-1]
-        ):
-            room += lanes
+    whole, room = right, round_up(units, lanes)
+    if columns is not None:
+        room = lanes * filled_vectors(columns, lanes, static(rows), machine, is_packed=columns % lanes != 0)
+    if columns is None or room != columns:
+        # Copy the columns to whole vectors, whose number good register tiles divide.
         whole = te.compute(
             (*right.shape[:-1], room),
             lambda *index: tirx.if_then_else(index[-1] < units, right[index], tirx.const(0, right.dtype)),
