@@ -14,13 +14,12 @@ from tasks.choose import (
     choose,
     comparison_fields,
     fewer_threads,
-    untuned,
 )
 from tasks.export import ExportResult
 from tasks.package import PackageJob, PackageResult, package
 from tasks.relax_import import ImportResult
 from tasks.step import StepRunner
-from tasks.tune import TuneResult, part_of, with_threads
+from tasks.tune import TuneResult, part_of, untuned, with_threads
 from tasks.validate import ReferenceResult, ValidateJob, validate, why_not_here
 from tvmflow.bundle import public_key
 from tvmflow.spec import Spec

@@ -12,7 +12,7 @@ from tasks.export import ExportResult
 from tasks.options import variants
 from tasks.package import PackageResult
 from tasks.step import Step, StepRunner, TargetJob, slug
-from tasks.tune import NOTHING_TUNED, TuneResult
+from tasks.tune import TuneResult
 from tasks.validate import Verdict, why_not_here
 from tvmflow import release, samples
 from tvmflow.comparison import Comparison
@@ -50,15 +50,6 @@ class FewerThreads(StepResult):
     """The measurement of a bundle on fewer threads; `check` has passed if the bundle is faster on these."""
 
     check: Check
-
-
-def untuned(workspace: Workspace) -> TuneResult:
-    """Return the result of a tuning without records."""
-    with workspace.scratch() as folder:
-        path = folder / "records.jsonl"
-        path.touch()
-        records = workspace.keep(path)
-    return TuneResult(records=records, workloads=(), trials=0, coverage=NOTHING_TUNED)
 
 
 class ComparisonJob(TargetJob):

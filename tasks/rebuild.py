@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from tasks.build import BuildJob, build
-from tasks.choose import untuned
 from tasks.export import ExportJob, export
 from tasks.original import find_original
 from tasks.package import PackageJob, options, package
 from tasks.relax_import import ImportJob, relax_import
 from tasks.step import StepRunner
 from tasks.train import TrainJob, train
-from tasks.tune import TuneResult
+from tasks.tune import TuneResult, untuned
 from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.bundle import Manifest, extract, installed_versions, sha256_file

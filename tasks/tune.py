@@ -110,9 +110,11 @@ class Coverage(Record):
     untimed: int
 
     def __str__(self) -> str:
-        """Return text such as "17 of 20 workloads tuned, 96 % of time"."""
+        """Return text such as "17 of 20 workloads tuned, 96 % of time", or "nothing tuned" without workloads."""
+        if not self.workloads:
+            return "nothing tuned"
         text = f"{self.tuned} of {self.workloads} workloads tuned"
-        if self.share_of_time is not None and self.workloads:
+        if self.share_of_time is not None:
             text += f", {100 * self.share_of_time:.0f} % of time"
             text += f" ({self.untimed} without a time not counted)" if self.untimed else ""
         return text
@@ -143,12 +145,18 @@ class TuneResult(StepResult):
     records_digest: str = ""
 
 
+def untuned(workspace: Workspace) -> TuneResult:
+    """Return the result of a tuning without records."""
+    return TuneResult(records=_keep_lines(workspace, []), workloads=(), trials=0, coverage=NOTHING_TUNED)
+
+
 def work(job: TuneJob, emit: Emit) -> TuneResult:
-    """Tune the model, or look up its best records where the job has no budget.
+    """Tune the model, or look up its best records where the job has no budget and there are any for the target.
 
     The step calls this in a child process. Raises TuneError when tuning fails as a whole.
     """
     from tvmflow import tuning
+    from tvmflow.tuning.best_records import best_digest
     from tvmflow.tuning.model import tune_model
 
     def write_point(trial: int, milliseconds: float) -> None:
@@ -157,6 +165,10 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
                 file.write(f"{trial} {milliseconds}\n")
 
     workspace = job.workspace
+    store = tuning.RecordStore(workspace.records)
+    if not job.tune.has_budget and not job.is_extra and store.is_empty(job.target):
+        # To look up the model's workloads would lower it, and the build does that again.
+        return untuned(workspace).model_copy(update={"records_digest": best_digest(store, job.target, ())})
     report = tune_model(
         load_imported(workspace, job.imported),
         job.target,
@@ -167,7 +179,7 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
             until=job.tune.until,
             early_stopping=job.tune.early_stopping,
         ),
-        tuning.RecordStore(workspace.records),
+        store,
         tuner=job.tune.tuner,
         seed=job.tune.seed,
         threads=job.threads,

@@ -14,7 +14,7 @@ BROADCASTING = {
 _POOLINGS = {"AveragePool", "LpPool", "MaxPool"}
 # Tensors of more elements are weights; shapes and axes, which the inference of shapes reads, have fewer.
 _LARGEST_SHAPE = 1024
-# So many times their size, no tensor has the size one because the free dimensions are small.
+# Where the free dimensions are this large or larger, no tensor has the size one because they are small.
 _FAR = 4096
 
 _Shapes = Mapping[str, Sequence[int]]
@@ -31,6 +31,7 @@ class SizeLimits:
     def __init__(self, model: "onnx.ModelProto") -> None:
         import onnx
 
+        self._known_shapes: dict[frozenset[tuple[str, int]], _Shapes] = {}
         nodes = [node for node in model.graph.node if node.domain in ("", "ai.onnx")]
         self._poolings = [node for node in nodes if node.op_type in _POOLINGS]
         self._broadcasts = [node for node in nodes if node.op_type in BROADCASTING]
@@ -53,13 +54,20 @@ class SizeLimits:
             return "a pooling is larger than its data"
         repeated = {pair for node in self._broadcasts for pair in _repeated(node, shapes)}
         if repeated:
-            larger = self._shapes({name: size * _FAR for name, size in sizes.items()})
+            # A multiple of a size is divided by what divides the size.
+            larger = self._shapes({name: size * -(-_FAR // size) for name, size in sizes.items() if size})
             if any(name in larger and larger[name][axis] > 1 for name, axis in repeated):
                 return "a size that is one by chance stands beside a larger one"
         return None
 
     def _shapes(self, sizes: Mapping[str, int]) -> _Shapes:
         """The shapes of tensors at sizes of the free dimensions, 0 for an unknown size."""
+        key = frozenset(sizes.items())
+        if key not in self._known_shapes:
+            self._known_shapes[key] = self._infer(sizes)
+        return self._known_shapes[key]
+
+    def _infer(self, sizes: Mapping[str, int]) -> _Shapes:
         import onnx
 
         model = onnx.ModelProto()

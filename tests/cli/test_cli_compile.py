@@ -239,7 +239,7 @@ def test_an_impossible_target_is_one_sentence(tvmflow: Command, models: Path, ta
 
 def test_a_target_that_only_tvm_can_refuse_is_one_sentence(tvmflow: Command, bundle: Path, models: Path) -> None:
     target = '{"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v3", "nonsense": 1}'
-    _assert_refused(tvmflow, models / "small.onnx", "BuildError", ["small.onnx", "nonsense"], "--target", target)
+    _assert_refused(tvmflow, models / "small.onnx", "TargetError", ["small.onnx", "nonsense"], "--target", target)
 
 
 def test_a_state_folder_that_cannot_be_written_is_one_sentence(

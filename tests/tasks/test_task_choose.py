@@ -18,7 +18,6 @@ from tasks.choose import (
     comparison_fields,
     fewer_threads,
     tuned_sample,
-    untuned,
 )
 from tasks.export import ExportJob, ExportResult, export
 from tasks.options import variants
@@ -26,7 +25,7 @@ from tasks.original import find_original
 from tasks.package import PackageJob, PackageResult, limit_sizes, package
 from tasks.relax_import import ImportJob, ImportResult, relax_import
 from tasks.step import StepRunner
-from tasks.tune import TuneResult, with_threads
+from tasks.tune import TuneResult, untuned, with_threads
 from tasks.validate import Verdict
 from tvmflow.bundle import TensorSpec, read_manifest
 from tvmflow.settings import Settings

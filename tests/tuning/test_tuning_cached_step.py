@@ -13,6 +13,7 @@ from tasks.relax_import import ImportJob
 from tasks.relax_import import work as import_model
 from tasks.step import StepRunner
 from tasks.tune import TuneJob, TuneResult, tune
+from tvmflow import compiler
 from tvmflow import spec as release_file
 from tvmflow.settings import Settings
 from tvmflow.spec import Spec
@@ -30,6 +31,41 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> Spec:
     save_model(folder / "model.onnx", [node], [("x", [1, 16, 12, 12])], ["y"], weights)
     document = {"name": "cached", "model": {"onnx": "model.onnx"}, "tune": {"trials": 6, "tuner": "random", "seed": 1}}
     return release_file.parse(document, folder)
+
+
+def test_without_records_and_budget_the_model_is_not_lowered(
+    spec: Spec, native: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = Workspace(spec.folder / "empty")
+    runner = StepRunner.of(spec, Settings(), workspace)
+    shapes: dict[str, tuple[int | str, ...]] = {"x": (1, 16, 12, 12)}
+    onnx = workspace.keep(spec.folder / "model.onnx")
+    imported = import_model(
+        ImportJob(home=workspace.folder, onnx=onnx, model_label="model.onnx", shapes=shapes), lambda *_: None
+    )
+    job = TuneJob.of(spec, imported, native)
+    job = job.model_copy(update={"tune": job.tune.model_copy(update={"trials": 0})})
+
+    def tuned() -> Outcome[TuneResult]:
+        with steps_in_this_process():
+            return tune(runner, job)
+
+    lowered = []
+    lower = compiler.lower
+    monkeypatch.setattr(compiler, "lower", lambda *arguments: lowered.append(arguments) or lower(*arguments))
+    first = tuned()
+    assert (first.status, first.result.workloads, str(first.result.coverage)) == ("ran", (), "nothing tuned")
+    assert tuned().status == "cached"
+    assert not lowered
+    # Once anything was measured for the target, the model's functions are looked up.
+    times = {"seconds": 1e-9, "baseline_seconds": 1e-8}
+    record = Record(
+        "another", "", "", **times, **asdict(current_context(native)), tuner="random", trial=1, created_at=now()
+    )
+    RecordStore(workspace.records).append(record)
+    second = tuned()
+    assert (second.status, len(lowered)) == ("ran", 1)
+    assert str(second.result.coverage).startswith("0 of ")
 
 
 @pytest.mark.long

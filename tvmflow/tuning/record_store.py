@@ -115,6 +115,10 @@ class RecordStore:
         decisions = (entry for entry in self.entries(current_context(target)) if isinstance(entry, Decision))
         return {decision.key: decision for decision in sorted(decisions, key=lambda decision: decision.created_at)}
 
+    def is_empty(self, target: "Target") -> bool:
+        """Whether nothing was ever measured for a target that this TVM and this version of the search space can use."""
+        return next(iter(self.entries(current_context(target))), None) is None
+
     def measurements(self, target: "Target") -> list[Record | Trial]:
         """Return all schedules measured for a target with this TVM, of every model and every search space.
 
