@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from tasks.original import Original
-from tasks.step import ChildStep, Job
+from tasks.step import Job, Step, StepRunner
 from tvmflow import onnx_data, samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives, find_dimensions
@@ -178,7 +178,13 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         )
 
 
-export = ChildStep("export", ExportResult, work)
+def _export_in_child(job: ExportJob, runner: StepRunner) -> ExportResult:
+    # The steps that follow need the compiler.
+    runner.expect_compiler()
+    return runner.call(work, job, ExportResult)
+
+
+export = Step("export", ExportResult, _export_in_child)
 
 
 def _opset(model: "onnx.ModelProto") -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar
 
-from tvmflow import process
+from tvmflow import cores, process
 from tvmflow.errors import StepError, TvmflowError, UnavailableError
 from tvmflow.outages import JITTER, delays
 from tvmflow.process import Emit
@@ -175,6 +175,11 @@ class StepRunner:
             torch=job.needs_torch,
             imports=_COMPILER if job.needs_compiler else _TORCH if job.needs_torch else _LIGHT,
         )
+
+    def expect_compiler(self) -> None:
+        """Begin to import the compiler for later steps of this thread, if a core is free beside the running step."""
+        if cores.count() > 1:
+            process.start_imports(_COMPILER, log=self.log("compiler"), paths=(self.folder,))
 
 
 class Step(Generic[J, P, R]):

@@ -154,6 +154,17 @@ def shared_imports() -> Iterator[None]:
         servers.close()
 
 
+def start_imports(imports: Sequence[str], *, log: Path, paths: Sequence[Path] = (), torch: bool = False) -> None:
+    """Within `shared_imports`, start the process that imports these modules for later calls of this thread.
+
+    Returns at once, and does nothing if the process runs already. `log` gets what the imports print; the other
+    arguments are those of the later calls.
+    """
+    servers = _fork_servers.get()
+    if servers is not None:
+        servers.find(imports, log, paths, torch)
+
+
 class _ForkServer:
     """A process without threads of its own that imports modules, and forks for each job."""
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support.processes import SECRETS, mentioned_secrets
@@ -327,6 +328,24 @@ def test_forks_share_imports_and_nothing_else(jobs: Path) -> None:
             assert executor.submit(copy_context().run, count).result()[0] != first[0]
         assert count()[0] == first[0]
     assert count()[0] == str(os.getpid())
+
+
+def test_imports_may_begin_before_the_call_that_needs_them(jobs: Path) -> None:
+    def children() -> set[str]:
+        return {str(child.pid) for child in psutil.Process().children()}
+
+    with process.shared_imports():
+        others = children()
+        for _ in range(2):
+            process.start_imports(("jobs",), log=jobs / "early", paths=(jobs,))
+        (early,) = children() - others
+        called = process.call(
+            "jobs:counts", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,), imports=("jobs",)
+        )
+        assert called.text.split()[0] == early
+    # Nothing is shared here, and nothing begins.
+    process.start_imports(("jobs",), log=jobs / "early", paths=(jobs,))
+    assert early not in children() <= others
 
 
 def test_a_fork_that_crashes_is_replaced(jobs: Path) -> None:

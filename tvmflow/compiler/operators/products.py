@@ -211,7 +211,7 @@ def batch_matmul(
     columns = static(units)
     lanes = machine.lanes if columns is None else vector(columns, machine)
     whole, room = right, round_up(units, lanes)
-    if columns is not None:
+    if columns:
         room = lanes * filled_vectors(columns, lanes, static(rows), machine, is_packed=columns % lanes != 0)
     if columns is None or room != columns:
         # Copy the columns to whole vectors, whose number good register tiles divide.
