@@ -179,8 +179,8 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
 
 
 def _export_in_child(job: ExportJob, runner: StepRunner) -> ExportResult:
-    # The steps that follow need the compiler.
-    runner.expect_compiler()
+    # The model is imported and built next.
+    runner.start_compiler()
     return runner.call(work, job, ExportResult)
 
 

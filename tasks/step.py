@@ -176,7 +176,7 @@ class StepRunner:
             imports=_COMPILER if job.needs_compiler else _TORCH if job.needs_torch else _LIGHT,
         )
 
-    def expect_compiler(self) -> None:
+    def start_compiler(self) -> None:
         """Begin to import the compiler for later steps of this thread, if a core is free beside the running step."""
         if cores.count() > 1:
             process.start_imports(_COMPILER, log=self.log("compiler"), paths=(self.folder,))

@@ -51,10 +51,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A long file that came last would keep one process busy while the others are done.
     """
-    others = _beyond_the_few(items)
-    selected = [item for item in items if item not in others and _is_selected(item)]
-    if len(selected) < len(items):
-        config.hook.pytest_deselected(items=sorted(set(items) - set(selected), key=lambda item: item.nodeid))
+    others = _left_out_by_few(items) | {item for item in items if not _is_selected(item)}
+    if others:
+        config.hook.pytest_deselected(items=[item for item in items if item in others])
+    selected = [item for item in items if item not in others]
     files, seconds = durations.seconds_of_files(), defaultdict[str, float](float)
     for file in {durations.file_of(item.nodeid) for item in selected}:
         seconds[_unit(file)] += files.get(file, inf)
@@ -75,17 +75,15 @@ def _is_selected(item: pytest.Item) -> bool:
     return not scale.is_quick() or durations.is_quick(item)
 
 
-def _beyond_the_few(items: list[pytest.Item]) -> set[pytest.Item]:
+def _left_out_by_few(items: list[pytest.Item]) -> set[pytest.Item]:
     """The tests that a run leaves out by the mark `few`; none in a long run."""
-    tests = defaultdict[str, list[pytest.Item]](list)
+    if scale.is_long():
+        return set()
+    tests = defaultdict[tuple[str, int], list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("few"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    others = set[pytest.Item]()
-    for alike in tests.values() if not scale.is_long() else ():
-        (count,) = next(iter(alike[0].iter_markers("few"))).args
-        others.update(set(alike) - set(scale.spread(alike, count)))
-    return others
+        if mark := item.get_closest_marker("few"):
+            tests[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    return {item for (_, count), alike in tests.items() for item in {*alike}.difference(scale.spread(alike, count))}
 
 
 @pytest.hookimpl(wrapper=True)

@@ -54,8 +54,9 @@ class SizeLimits:
             return "a pooling is larger than its data"
         repeated = {pair for node in self._broadcasts for pair in _repeated(node, shapes)}
         if repeated:
-            # A multiple of a size is divided by what divides the size.
-            larger = self._shapes({name: size * -(-_FAR // size) for name, size in sizes.items() if size})
+            # One factor for all: a size that is the sum of two others stays that.
+            factor = -(-_FAR // min(sizes.values(), default=1))
+            larger = self._shapes({name: size * factor for name, size in sizes.items()})
             if any(name in larger and larger[name][axis] > 1 for name, axis in repeated):
                 return "a size that is one by chance stands beside a larger one"
         return None
@@ -68,6 +69,7 @@ class SizeLimits:
         return self._known_shapes[key]
 
     def _infer(self, sizes: Mapping[str, int]) -> _Shapes:
+        """Infer the shapes; nothing where ONNX cannot."""
         import onnx
 
         model = onnx.ModelProto()

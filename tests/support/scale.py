@@ -42,6 +42,6 @@ def choose(normal: T, long: T, quick: T | None = None) -> T:
 
 def spread(items: Sequence[T], count: int) -> list[T]:
     """Return `count` of the items at even distances, from the first to the last; the last alone for a count of one."""
-    if count == 1 or len(items) <= count:
-        return [*items[-1:]] if count == 1 else [*items]
-    return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]
+    last = len(items) - 1
+    places = {round(step * last / (count - 1)) for step in range(count)} if count > 1 else {last}
+    return [items[place] for place in sorted(places)]
