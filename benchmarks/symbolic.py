@@ -9,6 +9,7 @@ ones: the batch, the height and the width of images, or the length of texts.
 import argparse
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -159,8 +160,8 @@ def _size(text: str) -> tuple[str, int]:
     return name, positive(number)
 
 
-def main() -> None:
-    """Measure the models and print them."""
+def main() -> int:
+    """Measure the models and print them; return 1 if one could not be measured."""
     parser = new_parser(__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL|FILE.onnx", help="names of the catalogue, and files (all)")
     parser.add_argument("--rounds", type=positive, default=10, help="turns of each build (10)")
@@ -193,13 +194,15 @@ def main() -> None:
                 results.append((Path(name).stem, item))
             except TvmflowError as error:
                 failures.append(f"{name}: {error}")
-    Console(width=max(140, Console().width)).print(show(results), highlight=False)
-    above = sum(item.ratio > _GOAL for _, item in results)
-    print(f"{above} of {len(results)} models above {_GOAL}, threads {arguments.threads}")
-    print(*failures, sep="\n", end="\n" if failures else "")
+    if results:
+        Console(width=max(140, Console().width)).print(show(results), highlight=False)
+        above = sum(item.ratio > _GOAL for _, item in results)
+        print(f"{above} of {len(results)} models above {_GOAL}, threads {arguments.threads}")
+    print(*failures, sep="\n", end="\n" if failures else "", file=sys.stderr)
     if arguments.json is not None:
         figures = [{"model": name, "ratio": item.ratio, **item.model_dump()} for name, item in results]
         arguments.json.write_text(json.dumps(figures, indent=1))
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

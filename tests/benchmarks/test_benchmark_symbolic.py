@@ -43,6 +43,12 @@ def test_a_model_without_free_dimensions_is_refused(module: Callable[[str], Modu
         symbolic.work(job, lambda _: None)
 
 
+def test_a_model_that_cannot_be_measured_is_one_sentence(command: Command, tmp_path: Path) -> None:
+    process = command("symbolic", str(_product(tmp_path / "product.onnx", 4)))
+    assert (process.returncode, process.stdout) == (1, "")
+    assert re.search(r"no input of .*product\.onnx has a free dimension", process.stderr)
+
+
 @pytest.mark.parametrize(
     ("size", "sentence"),
     [

@@ -177,6 +177,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory, prefect_server: str, comman
     (example / "shown.py").write_text("def show(inputs):\n    return f'brightest {inputs[\"image\"].max():.2f}'\n")
     (example / "release.yaml").write_text(yaml.safe_dump(document))
     embedded = Machine(folder / "state")
+    # The commands run in this folder, whose modules are not those of the embedded servers.
+    (folder / "uvicorn.py").write_text("raise ImportError('a module of the working folder')\n")
     first = embedded.release(example / "release.yaml", "--trace", str(folder / "steps.json"))
     assert first.code == 0, first.stderr
     return Digits(Machine(embedded.home, {"TVMFLOW_PREFECT_API_URL": prefect_server}, commands), example, first)

@@ -80,9 +80,12 @@ def kill(pid: int | None) -> None:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The state folder of two devices with key `lab`."""
+    """The state folder of two devices with key `lab`, started where a file has the name of a module that they need."""
     state = tmp_path_factory.mktemp("lab")
-    devices.up(state, DeviceConfig("lab", 2, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("work"))
+        Path("json.py").write_text("raise ImportError('a module of the working folder')\n")
+        devices.up(state, DeviceConfig("lab", 2, 1))
     yield state
     devices.down(state)
 

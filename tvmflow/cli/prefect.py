@@ -123,7 +123,7 @@ def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
         address = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
         with output:
             server = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(os.getpid()), str(listening.fileno())],
+                [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(listening.fileno())],
                 pass_fds=(listening.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

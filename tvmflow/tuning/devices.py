@@ -158,7 +158,7 @@ def up(state: Path, config: DeviceConfig) -> Status:
         with log_file(state, "supervisor").open("wb") as log:
             # Not a `tvmflow.supervisor.ChildProcess`: it goes on when this process has ended.
             process = subprocess.Popen(
-                [sys.executable, "-m", "tvmflow.tuning.devicesupervisor", str(state), json.dumps(asdict(config))],
+                [sys.executable, "-P", "-m", "tvmflow.tuning.devicesupervisor", str(state), json.dumps(asdict(config))],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
