@@ -201,7 +201,7 @@ def request_amx() -> bool:
 def explain_missing_unit(target: Target, precision: Precision) -> str | None:
     """Return the sentence that says why a target cannot compute in a precision; None if it can."""
     units = _UNITS[precision]
-    if not units or set(units) & set(target.features):
+    if not units or set(units) & set(target.features) or (target.arch == "cuda" and precision == "fp16"):
         return None
     extended = {**_EXTENDED, **_WITH_HALF}
     alternatives = [name for name, extensions in extended.items() if set(units) & set(extensions)]

@@ -29,6 +29,7 @@ from tvmflow.compiler import outputs
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.codegen import code_target, compile_module
 from tvmflow.compiler.direct import add_direct_main
+from tvmflow.compiler.gpu.code import compile_kernels, packer
 from tvmflow.compiler.graph import hoist_weights, lower_module, variant_name
 from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.inspection import Inspected, Inspection, KeepIR, code_of
@@ -118,6 +119,7 @@ class CompiledModel:
     target. `cross_compiler` is the command that links the library, None for the compiler of this machine. `inspected`
     are the parts of the build that the Inspection asked for. `fresh_outputs` is true where every call writes all
     outputs to memory that nothing else uses. `has_direct_main` is true where the library has the direct form of `main`.
+    `kernels` is the machine code of a GPU for each CUDA source of the library.
     """
 
     executable: Any
@@ -135,6 +137,7 @@ class CompiledModel:
     inspected: Inspected
     fresh_outputs: bool
     has_direct_main: bool
+    kernels: Mapping[str, bytes]
 
     def load(self) -> LoadedModel:
         """Load a model for this machine's CPU into this process, and pack its weights."""
@@ -165,12 +168,15 @@ class CompiledModel:
         compiler, options = (words[0], words[1:]) if words else (None, [])
         triple = cc.get_target_by_dump_machine(compiler)
         link = cc.cross_compiler(compiler, options, get_target_triple=triple) if compiler else None
-        threads = {} if self.arch == "cuda" else {"addons": [str(_THREADS)], "options": ["-O2"]}
+        if self.arch == "cuda":
+            own: dict[str, Any] = {"fpack_imports": packer(self.kernels)}
+        else:
+            own = {"addons": [str(_THREADS)], "options": ["-O2"]}
         try:
             # The file is replaced as a whole: a process that has loaded the old library would crash on changed bytes.
             with tempfile.TemporaryDirectory(prefix=".tvmflow-", dir=Path(path).parent) as folder:
                 library = Path(folder) / "mod.so"
-                self.executable.export_library(str(library), fcompile=link, **threads)
+                self.executable.export_library(str(library), fcompile=link, **own)
                 library.replace(path)
         except Exception as error:
             raise BuildError(
@@ -317,6 +323,7 @@ def build(
         inspected=inspected,
         fresh_outputs=outputs.are_fresh(lowered),
         has_direct_main=any(variable.name_hint == DIRECT_MAIN for variable in scheduled.get_global_vars()),
+        kernels=compile_kernels(executable.mod, str(target.tvm["arch"]), cache) if target.arch == "cuda" else {},
     )
 
 
@@ -345,14 +352,9 @@ def _schedule(
 ) -> tuple[tvm.IRModule, list[tuple[str, str]]]:
     mod = tvm.IRModule(dict(lowered.functions_items()), attrs=lowered.attrs)
     if target.arch == "cuda":
-        from tvm.s_tir import dlight
+        from tvmflow.compiler.gpu.schedules import schedule_functions
 
-        gpu = dlight.gpu
-        with tvm.target.Target(target.tvm):
-            rules = (gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback())
-            mod = dlight.ApplyDefaultSchedule(*rules)(mod)
-        names = sorted(v.name_hint for v, f in mod.functions_items() if isinstance(f, PrimFunc))
-        return mod, [(name, "dlight") for name in names]
+        return schedule_functions(mod, tvm.target.Target(target.tvm))
     cpu = machine(target)
     functions = [
         (variable, function)
@@ -472,12 +474,14 @@ def _with_rules(lowered: tvm.IRModule, schedules: Sequence[tuple[str, str]]) -> 
 def _passes(options: BuildOptions, target: Target, instruments: Sequence[Any] = ()) -> Iterator[None]:
     """Enter TVM's pass context for the options; errors of passes become BuildError."""
     _check_options(options)
+    # The kernels of a model whose sizes are known run as one CUDA graph.
+    defaults = {"relax.backend.use_cuda_graph": True} if target.arch == "cuda" else {}
     try:
         with tvm.transform.PassContext(
             opt_level=options.opt_level,
             required_pass=list(options.required_passes),
             disabled_pass=list(options.disabled_passes),
-            config=dict(options.config),
+            config={**defaults, **options.config},
             instruments=list(instruments),
         ):
             yield

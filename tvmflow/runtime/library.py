@@ -15,34 +15,43 @@ from typing import Any
 
 from tvmflow.errors import BundleError
 
-# TVM's numbers of the device type `cpu` and of the allocator that keeps freed memory for later calls.
-_CPU, _POOLED_ALLOCATOR = 1, 2
+# TVM's numbers of the device types `cpu` and `cuda`, and of the allocator that keeps freed memory for later calls.
+_CPU, _GPU, _POOLED_ALLOCATOR = 1, 2, 2
 
 
 @cache
 def load() -> None:
     """Load the library once per process; a later `import tvm` uses it. Raises BundleError if there is none."""
-    package = find_spec("tvm")
-    if package is None or package.origin is None:
-        raise BundleError("bundles run with the package apache-tvm, which is not installed; install tvmflow anew")
-    folder = Path(os.environ.get("TVM_LIBRARY_PATH") or Path(package.origin).parent / "lib")
+    place = folder()
     with without_torch():
         # First: it loads the library of tvm-ffi, which the others need.
         import tvm_ffi  # noqa: F401
     try:
-        ctypes.CDLL(str(folder / "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(place / "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise BundleError(f"TVM's runtime library cannot be loaded ({error}); install apache-tvm anew") from error
-    extra = folder / "libtvm_runtime_extra.so"
+    extra = place / "libtvm_runtime_extra.so"
     if extra.is_file():
         # Sorting and random numbers, which compiled models call.
         ctypes.CDLL(str(extra), ctypes.RTLD_GLOBAL)
 
 
-def create_machine(library: Any) -> "Callable[[str], Callable[..., Any]]":
-    """Create a virtual machine of a library on the CPU; return the function that looks up its functions by name."""
+def folder() -> Path:
+    """Return the folder of TVM's libraries. Raises BundleError if TVM is not installed."""
+    package = find_spec("tvm")
+    if package is None or package.origin is None:
+        raise BundleError("bundles run with the package apache-tvm, which is not installed; install tvmflow anew")
+    return Path(os.environ.get("TVM_LIBRARY_PATH") or Path(package.origin).parent / "lib")
+
+
+def create_machine(library: Any, *, on_gpu: bool = False) -> "Callable[[str], Callable[..., Any]]":
+    """Create a virtual machine of a library; return the function that looks up its functions by name.
+
+    It runs on the CPU, or with `on_gpu` on the first GPU.
+    """
     machine = library["vm_load_executable"]()
-    machine["vm_initialization"](_CPU, 0, _POOLED_ALLOCATOR)
+    devices = (_GPU, _CPU) if on_gpu else (_CPU,)
+    machine["vm_initialization"](*(item for device in devices for item in (device, 0, _POOLED_ALLOCATOR)))
     find_function: Callable[[str], Callable[..., Any]] = machine.get_function
     return find_function
 

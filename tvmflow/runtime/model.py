@@ -30,7 +30,7 @@ from tvmflow.bundle import (
     extract,
 )
 from tvmflow.errors import BundleError, InputError
-from tvmflow.runtime import library
+from tvmflow.runtime import cuda, library
 from tvmflow.runtime import threads as pools
 from tvmflow.runtime.uri import locate
 
@@ -206,9 +206,9 @@ class CompiledModel:
         self._on_cpu = manifest.arch != "cuda" and not self._remote
         kind = "cuda" if manifest.arch == "cuda" else "cpu"
         self._device = session.device(kind, 0) if self._remote else None
-        if not self._on_cpu and not self.device.exist:
-            where = "the remote machine" if self._remote else "this machine"
-            raise BundleError(f"bundle {manifest.name!r} needs an NVIDIA GPU, and {where} shows none")
+        if self._remote and not self.device.exist:
+            raise BundleError(f"bundle {manifest.name!r} needs an NVIDIA GPU, and the remote machine shows none")
+        self._gpu = None if self._on_cpu or self._remote else _gpu_for(manifest)
         try:
             if self._remote:
                 session.upload(str(folder / "mod.so"))
@@ -356,11 +356,14 @@ class CompiledModel:
 
     def _prepare_function(self, name: str, arrays: "Sequence[Array]") -> _Call:
         """Prepare a call of a function of the virtual machine."""
-        inputs = (
-            self._copier(array) if self._on_cpu and array.nbytes <= _LARGEST_COPY else self._to_tensor
-            for array in arrays
-        )
-        return _Call(self._functions()[name], tuple(inputs), self._params)
+        inputs = tuple(map(self._copier_for, arrays))
+        return _Call(self._functions()[name], inputs, self._params)
+
+    def _copier_for(self, example: "Array") -> "Callable[[Array], Any]":
+        """The function that makes tensors of arrays of the example's shape and dtype."""
+        if self._gpu is not None:
+            return self._gpu.copier(example)
+        return self._copier(example) if self._on_cpu and example.nbytes <= _LARGEST_COPY else self._to_tensor
 
     def _prepare_direct(self, arrays: "Sequence[Array]", sizes: Mapping[str, int]) -> _DirectCall | None:
         """Prepare a call of the direct form of `main`; None without such a form, and for a large output.
@@ -417,6 +420,8 @@ class CompiledModel:
 
     def _to_tensor(self, array: "Array") -> Any:
         """An array as a tensor on the model's device; on a CPU an aligned array is not copied."""
+        if self._gpu is not None:
+            return self._gpu.to_tensor(array)
         if not self._on_cpu:
             from tvm import runtime
 
@@ -437,8 +442,9 @@ class CompiledModel:
         if not self._local.functions:
             if self._library is None:
                 raise ValueError(f"model {self.manifest.name!r} is closed")
-            if self._on_cpu:
-                self._local.functions = self._find_functions(library.create_machine(self._library))
+            if not self._remote:
+                machine = library.create_machine(self._library, on_gpu=self._gpu is not None)
+                self._local.functions = self._find_functions(machine)
             else:
                 self._local.functions = self._find_functions(self._lookup_of(self.machine))
         return self._local.functions
@@ -461,6 +467,8 @@ class CompiledModel:
             raise BundleError(f"bundle {self.manifest.name!r}: {error}; build it again") from error
 
     def _to_array(self, tensor: Any) -> "Array":
+        if self._gpu is not None:
+            return self._gpu.to_array(tensor)
         if not self._on_cpu:
             array: Array = tensor.numpy()
             return array
@@ -628,6 +636,22 @@ class CompiledModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _gpu_for(manifest: Manifest) -> cuda.Memory:
+    """The memory of this machine's GPU. Raises BundleError without one."""
+    try:
+        memory = cuda.Memory()
+    except BundleError as error:
+        raise BundleError(f"bundle {manifest.name!r} needs an NVIDIA GPU: {error}") from error
+    needed = str(manifest.tvm_target.get("arch", "")).removeprefix("sm_").rstrip("af")
+    if needed.isdigit() and memory.capability < divmod(int(needed), 10):
+        raise BundleError(
+            f"bundle {manifest.name!r} is built for NVIDIA GPUs of compute capability {int(needed) / 10}, "
+            f"this machine's has {memory.capability[0]}.{memory.capability[1]}; build for cuda-sm"
+            f"{memory.capability[0]}{memory.capability[1]}"
+        )
+    return memory
 
 
 def _stateful(machine: Any, name: str) -> "Callable[..., Any]":

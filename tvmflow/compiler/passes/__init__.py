@@ -7,6 +7,9 @@ import tvm
 from tvm import relax
 
 from tvmflow.compiler.choices import Choices
+from tvmflow.compiler.gpu.passes import UseTensorCores
+from tvmflow.compiler.gpu.passes import legalizations as gpu_legalizations
+from tvmflow.compiler.gpu.tiling import gpu_of
 from tvmflow.compiler.machine import NARROWEST, machine
 from tvmflow.compiler.operators import legalizations
 from tvmflow.compiler.passes import attention, branches, dimensions, folding, patterns, simplify
@@ -112,6 +115,7 @@ def pass_names() -> list[str]:
         "PackAtLoad",
         "RoundProducts",
         "HalveProducts",
+        "UseTensorCores",
         "IntegerArithmetic",
         "IntegerProducts",
     }
@@ -160,6 +164,21 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
     )
 
 
+def _gpu_passes(target: Target, precision: Precision) -> _TargetPasses:
+    gpu = gpu_of(target)
+    return _TargetPasses(
+        kernels=[refuse_kernels(target.name)],
+        layout=[
+            dimensions.in_two_dimensions(),
+            dimensions.split_transposed(),
+            ChannelsLast(NARROWEST),
+            simplify.transpose_before_resizing(),
+        ],
+        products=[UseTensorCores(gpu)] if precision == "fp16" else [],
+        legalize=relax.transform.LegalizeOps(gpu_legalizations(gpu)),
+    )
+
+
 def lower_passes(
     target: Target,
     choices: Choices,
@@ -175,7 +194,8 @@ def lower_passes(
     it is loaded instead of holding them packed.
     """
     if target.arch == "cuda":
-        own = _TargetPasses(relax.transform.LegalizeOps(), kernels=[refuse_kernels(target.name)])
+        own = _gpu_passes(target, precision)
+        packs_at_load = False
     else:
         own = _cpu_passes(target, choices, precision, fast, weights)
     return [

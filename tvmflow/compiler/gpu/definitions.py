@@ -1,0 +1,170 @@
+"""Definitions, as loops, of convolutions and matrix products for a GPU, which its schedules recognise.
+
+Their loops say what is computed. How, the annotation says: it holds a `Product` as JSON, of which `schedules` makes a
+call of the kernel `product.cuh`.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from tvm import relax, te, tirx
+
+from tvmflow.compiler.gpu.tiling import Gpu, Tile, choose_tile
+from tvmflow.compiler.operators.common import Array, call_kernel, constant, static
+from tvmflow.compiler.operators.geometry import Geometry
+
+# The annotation of the block of a product.
+PRODUCT = "tvmflow.product"
+# Rows that a product is planned for if their number is unknown.
+_UNKNOWN_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Product:
+    """How a block multiplies matrices: `rows` by `depth` numbers by `depth` by `columns` numbers.
+
+    The left rows are the pixels of a window that slides over NHWC images, described by `kernel`, `strides`, `dilation`
+    and `padding` (top, left). `groups` products lie side by side in the channels. Without a window (`kernel` is None)
+    the rows are those of a matrix. `right` says how the right operand lies in memory (`product.cuh`). `batched` is true
+    where both operands are batches of matrices.
+    """
+
+    columns: int | None
+    depth: int | None
+    tile: Tile
+    right: str = "PACKED"
+    kernel: tuple[int, int] | None = None
+    strides: tuple[int, int] = (1, 1)
+    dilation: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    groups: int = 1
+    batched: bool = False
+
+    def annotate(self) -> dict[str, str]:
+        """Return the product as the annotation of its block."""
+        return {PRODUCT: json.dumps(asdict(self), sort_keys=True)}
+
+    @classmethod
+    def read(cls, text: str) -> "Product":
+        """Return the product of an annotation."""
+        values = json.loads(text)
+        for name in ("kernel", "strides", "dilation", "padding"):
+            values[name] = None if values[name] is None else tuple(values[name])
+        return cls(**{**values, "tile": Tile(**values["tile"])})
+
+
+def convolve(
+    builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr, gpu: Gpu, dtype: str, name: str
+) -> relax.Expr:
+    """Return the float32 convolution `call`, with constant weights in OIHW, of NHWC data of a type `dtype`."""
+    weight = call.args[1].value.numpy()
+    geometry, groups = Geometry.of(call), int(call.attrs.groups)
+    units, channels = weight.shape[0] // groups, weight.shape[1]
+    rows = math.prod(static(size) or 0 for size in call.ty.shape.values[:3]) or _UNKNOWN_ROWS
+    depth = channels * math.prod(geometry.kernel)
+    tile = choose_tile(gpu, rows, units, depth, groups, dtype)
+    product = Product(
+        columns=units,
+        depth=depth,
+        tile=tile,
+        kernel=geometry.kernel,
+        strides=geometry.strides,
+        dilation=geometry.dilation,
+        padding=geometry.padding[:2],
+        groups=groups,
+    )
+    # [group][column][line, column, channel of the window]
+    taps = weight.reshape(groups, units, channels, *geometry.kernel).transpose(0, 1, 3, 4, 2)
+    packed = constant(pack(taps.reshape(groups, units, depth), tile).astype(dtype))
+    (down, across), top, left = geometry.kernel, *geometry.padding[:2]
+
+    def compute(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
+        images, height, width, _ = data.shape
+        lines, pixels = geometry.result_size(height, width)
+        taps = [te.reduce_axis((0, size), name=f"k{place}") for place, size in enumerate((down, across, channels))]
+
+        def element(image: Any, line: Any, pixel: Any, unit: Any) -> Any:
+            y = line * geometry.strides[0] + taps[0] * geometry.dilation[0] - top
+            x = pixel * geometry.strides[1] + taps[1] * geometry.dilation[1] - left
+            group = unit // units if groups > 1 else 0
+            value = data[image, y, x, group * channels + taps[2]].astype("float32")
+            if any(geometry.padding):
+                inside = tirx.all(y >= 0, y < height, x >= 0, x < width)
+                value = tirx.if_then_else(inside, value, tirx.const(0, "float32"))
+            other = weight[group, unit - group * units, (taps[0] * across + taps[1]) * channels + taps[2]]
+            return te.sum(value * other.astype("float32"), axis=taps)
+
+        shape = (images, lines, pixels, units * groups)
+        return te.compute(shape, element, name=name, attrs=product.annotate())
+
+    return call_kernel(builder, compute, data, packed, name=name)
+
+
+def multiply_weights(
+    builder: relax.BlockBuilder, data: relax.Expr, weight: Array, gpu: Gpu, dtype: str, name: str
+) -> relax.Expr:
+    """Return the float32 product of rows of a type `dtype` and constant weights, `[depth, columns]`."""
+    depth, units = weight.shape
+    rows = math.prod(static(size) or 0 for size in data.ty.shape.values[:-1]) or _UNKNOWN_ROWS
+    tile = choose_tile(gpu, rows, units, depth, 1, dtype)
+    product = Product(columns=units, depth=depth, tile=tile)
+    packed = constant(pack(weight.T[None], tile).astype(dtype))
+
+    def compute(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
+        inner = te.reduce_axis((0, depth), name="k")
+        return te.compute(
+            (*data.shape[:-1], units),
+            lambda *index: te.sum(
+                data[(*index[:-1], inner)].astype("float32") * weight[0, index[-1], inner].astype("float32"),
+                axis=[inner],
+            ),
+            name=name,
+            attrs=product.annotate(),
+        )
+
+    return call_kernel(builder, compute, data, packed, name=name)
+
+
+def multiply(
+    builder: relax.BlockBuilder, left: relax.Expr, right: relax.Expr, gpu: Gpu, dtype: str, name: str
+) -> relax.Expr:
+    """Return the float32 product of two batches of matrices, `[..., rows, depth]` and `[..., depth, columns]`."""
+    (*leading, rows, depth), columns = list(left.ty.shape.values), right.ty.shape.values[-1]
+    batch = math.prod(static(size) or 1 for size in leading)
+    tile = choose_tile(
+        gpu,
+        static(rows) or _UNKNOWN_ROWS,
+        static(columns) or _UNKNOWN_ROWS,
+        static(depth) or _UNKNOWN_ROWS,
+        batch,
+        dtype,
+    )
+    product = Product(columns=static(columns), depth=static(depth), tile=tile, right="ROWS", batched=True)
+
+    def compute(left: te.Tensor, right: te.Tensor) -> te.Tensor:
+        inner = te.reduce_axis((0, left.shape[-1]), name="k")
+        return te.compute(
+            (*left.shape[:-1], right.shape[-1]),
+            lambda *index: te.sum(
+                left[(*index[:-1], inner)].astype("float32") * right[(*index[:-2], inner, index[-1])].astype("float32"),
+                axis=[inner],
+            ),
+            name=name,
+            attrs=product.annotate(),
+        )
+
+    return call_kernel(builder, compute, left, right, name=name)
+
+
+def pack(weight: Array, tile: Tile) -> Array:
+    """Return `[group][column][depth]` weights with zeros for the columns and the depth beyond them in whole tiles."""
+    _, columns, depth = weight.shape
+    beyond = [(0, 0), (0, -columns % tile.columns), (0, -depth % tile.depth)]
+    return np.pad(weight, beyond)
+
+
+Definition = Callable[[relax.BlockBuilder, relax.Call], relax.Expr | None]
