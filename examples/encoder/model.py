@@ -22,7 +22,7 @@ class Attention(nn.Module):
         """[batch, sequence, width]; `bias` [batch, 1, 1, sequence] is added to the scores."""
         query, key, value = (self._split(layer(x)) for layer in (self.query, self.key, self.value))
         scores = torch.matmul(query * self.scale, key.transpose(-1, -2)) + bias
-        mixed = torch.matmul(torch.softmax(scores, dim=-1), value)
+        mixed = torch.matmul(torch.softmax(scores, dim=-1).to(value.dtype), value)
         joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return joined
 

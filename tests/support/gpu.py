@@ -205,5 +205,5 @@ class EmulatedModel:
             for item in kinds
             for shape in [tuple(_evaluate(size, sizes) for size in item.shape.values)]
         ]
-        self._kernels.run(str(function.name_hint), *map(np.ascontiguousarray, arguments), *outputs)
+        self._kernels.run(str(function.name_hint), *(np.asarray(item, order="C") for item in arguments), *outputs)
         return tuple(outputs) if isinstance(kind, relax.TupleType) else outputs[0]

@@ -55,6 +55,7 @@ inline longlong4 make_longlong4(long long x, long long y, long long z, long long
 inline float __half2float(half x) { return float(x); }
 inline half __float2half(float x) { return half(x); }
 inline half __float2half_rn(float x) { return half(x); }
+inline half2 __floats2half2_rn(float x, float y) { return {half(x), half(y)}; }
 inline bool __hgt(half a, half b) { return a > b; }
 inline bool __hlt(half a, half b) { return a < b; }
 inline half hexp(half x) { return half(std::exp(float(x))); }

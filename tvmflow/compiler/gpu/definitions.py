@@ -6,19 +6,23 @@ call of the kernel `product.cuh`.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-from tvm import relax, te, tirx
+from tvm import relax, te, tirx, topi
 
 from tvmflow.compiler.gpu.tiling import Gpu, Tile, choose_tile
 from tvmflow.compiler.operators.common import Array, call_kernel, constant, static
 from tvmflow.compiler.operators.geometry import Geometry
+from tvmflow.compiler.passes.attention import View
 
-# The annotation of the block of a product.
-PRODUCT = "tvmflow.product"
+# The annotations of the block of a product, of the last block of attention, and of the blocks before that.
+PRODUCT, ATTENTION, PART = "tvmflow.product", "tvmflow.attention", "tvmflow.part"
+# For each dimension of a tensor: the dimension of its view that runs along it, None for none, the step and the start.
+Places = tuple[tuple[int | None, int, int], ...]
 # Rows that a product is planned for if their number is unknown.
 _UNKNOWN_ROWS = 1024
 
@@ -160,11 +164,125 @@ def multiply(
     return call_kernel(builder, compute, left, right, name=name)
 
 
+@dataclass(frozen=True)
+class Attention:
+    """How blocks compute attention (`attention.cuh`): a thread block has 16 queries for each of `row_warps`.
+
+    The keys are shared out to `key_warps` warps, `keys` at a time. `places` say where queries, keys and values lie in
+    their tensors (`passes.attention.View`).
+    """
+
+    scale: float
+    zero_for_nan: bool
+    row_warps: int
+    key_warps: int
+    keys: int
+    places: tuple[Places, Places, Places]
+
+    @property
+    def threads(self) -> int:
+        """Return the number of threads of a block."""
+        return 32 * self.row_warps * self.key_warps
+
+    def shared_bytes(self, channels: int) -> int:
+        """Return the bytes of shared memory for heads of so many channels."""
+        width, rows = -(-channels // 16) * 16, 16 * self.row_warps
+        tiles = (rows + 4 * self.keys * self.key_warps) * (width * 2 + 16)
+        return max(tiles, rows * (width + 8) * 4 + 2 * self.key_warps * rows * 4)
+
+    def annotate(self) -> dict[str, str]:
+        """Return the attention as the annotation of its last block."""
+        return {ATTENTION: json.dumps(asdict(self), sort_keys=True)}
+
+    @classmethod
+    def read(cls, text: str) -> "Attention":
+        """Return the attention of an annotation."""
+        values = json.loads(text)
+        values["places"] = tuple(tuple(map(tuple, places)) for places in values["places"])
+        return cls(**values)
+
+
+def attend(
+    builder: relax.BlockBuilder,
+    views: Sequence[View],
+    shape: Sequence[Any],
+    keys: Any,
+    mask: relax.Expr | None,
+    scale: float,
+    zero_for_nan: bool,
+    gpu: Gpu,
+) -> relax.Expr:
+    """Return attention over float16 queries, keys and values, the `views`, in float32.
+
+    `shape` is that of the queries and of the result, `[batch, positions, heads, channels]`, and `keys` the number of
+    keys. `mask`, float32, is added to the scores, `[batch, heads, queries, keys]`; any of its dimensions may be 1.
+    """
+    batch, queries, heads, channels = shape
+    layers = (static(batch) or 1) * (static(heads) or 1)
+    count = static(queries) or _UNKNOWN_ROWS
+    row_warps = next((warps for warps in (4, 2) if layers * -(-count // (16 * warps)) >= gpu.processors[1]), 1)
+    tile = 64 if int(channels) <= 64 and row_warps == 4 else 32
+    places = (views[0].places, views[1].places, views[2].places)
+    plan = Attention(float(scale), zero_for_nan, row_warps, 4 // row_warps, tile, places)
+    bases: list[relax.Expr] = []
+    for view in views:
+        if not any(view.base.same_as(base) for base in bases):
+            bases.append(view.base)
+    numbers = [next(i for i, base in enumerate(bases) if view.base.same_as(base)) for view in views]
+
+    def size_of(tensors: Sequence[te.Tensor], operand: int, dim: int, size: Any) -> Any:
+        """A size as a variable of the function, whose tensors have variables of their own for symbolic sizes."""
+        axes = zip(tensors[numbers[operand]].shape, views[operand].places, strict=True)
+        return size if static(size) is not None else next((item for item, (at, _, _) in axes if at == dim), size)
+
+    def compute(*tensors: te.Tensor) -> te.Tensor:
+        query, key, value = (
+            partial(_element, view, tensors[number]) for view, number in zip(views, numbers, strict=True)
+        )
+        masks = tensors[len(bases) :]
+        batch, queries = (size_of(tensors, 0, dim, shape[dim]) for dim in (0, 1))
+        count = size_of(tensors, 1, 1, keys)
+        inner, place = te.reduce_axis((0, channels), name="channel"), te.reduce_axis((0, count), name="key")
+        scores = te.compute(
+            (batch, heads, queries, count),
+            lambda b, h, i, j: te.sum(
+                query(b, i, h, inner).astype("float32") * key(b, j, h, inner).astype("float32"), axis=[inner]
+            ),
+            name="scores",
+            attrs={PART: "scores"},
+        )
+
+        def masked(*index: Any) -> Any:
+            score = scores[index] * tirx.const(float(scale), "float32")
+            for item in masks:
+                place = (0 if static(size) == 1 else at for size, at in zip(item.shape, index, strict=True))
+                score = score + item[tuple(place)]
+            return score
+
+        weighted = te.compute(scores.shape, masked, name="masked", attrs={PART: "mask"} if masks else {PART: "scaled"})
+        weights = topi.nn.softmax(weighted, axis=-1)
+        if zero_for_nan:
+            weights = te.compute(
+                weights.shape,
+                lambda *index: tirx.if_then_else(tirx.isnan(weights[index]), tirx.const(0, "float32"), weights[index]),
+                name="zero_for_nan",
+            )
+        return te.compute(
+            (batch, queries, heads, channels),
+            lambda b, i, h, d: te.sum(weights[b, h, i, place] * value(b, place, h, d).astype("float32"), axis=[place]),
+            name="attended",
+            attrs=plan.annotate(),
+        )
+
+    return call_kernel(builder, compute, *bases, *([] if mask is None else [mask]), name="attention_fp16")
+
+
+def _element(view: View, tensor: te.Tensor, *index: Any) -> Any:
+    return view.element(tensor, index)
+
+
 def pack(weight: Array, tile: Tile) -> Array:
     """Return `[group][column][depth]` weights with zeros for the columns and the depth beyond them in whole tiles."""
     _, columns, depth = weight.shape
     beyond = [(0, 0), (0, -columns % tile.columns), (0, -depth % tile.depth)]
     return np.pad(weight, beyond)
-
-
-Definition = Callable[[relax.BlockBuilder, relax.Call], relax.Expr | None]

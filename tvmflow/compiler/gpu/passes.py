@@ -1,18 +1,35 @@
 """The passes that rewrite products of a model for a GPU."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import tvm
 from tvm import relax, te
 
 from tvmflow.compiler.gpu import definitions
 from tvmflow.compiler.gpu.tiling import Gpu
-from tvmflow.compiler.operators.common import Legalization, called_operator, default, is_float32, same_shape
+from tvmflow.compiler.operators.common import (
+    Array,
+    Legalization,
+    called_operator,
+    default,
+    is_float32,
+    same_shape,
+    static,
+)
 from tvmflow.compiler.operators.geometry import has_constant_weights, is_depthwise
-from tvmflow.compiler.passes.narrow import is_weighted, narrow_products
+from tvmflow.compiler.passes import attention
+from tvmflow.compiler.passes.attention import View, view_of
+from tvmflow.compiler.passes.narrow import ROUNDING, is_weighted, narrow_products
+from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 
 # The fewest output channels of a group for which tensor cores are worth while: their tiles have at least 16.
 _FEWEST_UNITS = 8
+# The most channels of a head of attention whose sums fit the registers.
+_MOST_CHANNELS = 128
 
 
 @tvm.transform.module_pass(opt_level=0, name="UseTensorCores")
@@ -30,6 +47,145 @@ class UseTensorCores:
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with every Relax function rewritten."""
         return narrow_products(mod, self._numbers)
+
+
+def lower_attention(gpu: Gpu) -> tvm.transform.Pass:
+    """Return the pass that lowers float32 attention to kernels that round its operands to float16.
+
+    Other attention is written as products, a mask and a softmax. The pass runs before `UseTensorCores`, which lets all
+    readers of an operand share its rounding.
+    """
+
+    def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr:
+        masks, attrs = list(call.args[3:]), call.attrs
+        zero_for_nan = attrs.causal_mask == attention.ZERO_FOR_NAN
+        if _is_kernel(call):
+            views = _views(rewriter, call.args[:3])
+            rounded: dict[relax.Expr, relax.Expr] = {}
+            for view in views:
+                if view.base not in rounded:
+                    rounded[view.base] = rewriter.emit(_round(rewriter.builder_, view.base))
+            views = [replace(view, base=rounded[view.base]) for view in views]
+            shape, keys = call.ty.shape.values, call.args[1].ty.shape.values[1]
+            mask = masks[0] if masks else None
+            return definitions.attend(
+                rewriter.builder_, views, shape, keys, mask, float(attrs.scale), zero_for_nan, gpu
+            )
+        query, key, value = (
+            rewriter.emit(relax.op.permute_dims(operand, axes))
+            for operand, axes in zip(call.args[:3], ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3]), strict=True)
+        )
+        scaled = rewriter.emit(relax.op.multiply(query, relax.const(float(attrs.scale), "float32")))
+        scores = rewriter.emit(relax.op.matmul(scaled, key))
+        for mask in masks:
+            scores = rewriter.emit(relax.op.add(scores, mask))
+        weights = rewriter.emit(relax.op.nn.softmax(scores, axis=-1))
+        if zero_for_nan:
+            zeros = relax.const(0.0, "float32")
+            weights = rewriter.emit(relax.op.where(rewriter.emit(relax.op.isnan(weights)), zeros, weights))
+        return relax.op.permute_dims(rewriter.emit(relax.op.matmul(weights, value)), [0, 2, 1, 3])
+
+    return rewriting("LowerAttentionForGpu", dict.fromkeys(("nn.attention", "nn.attention_bias"), (lower,)))
+
+
+def _views(rewriter: Rewriter, operands: Sequence[relax.Expr]) -> list[View]:
+    """The tensors behind transposes, slices and reshapes that the kernel can read instead of the operands.
+
+    Dense layers of one tensor become one, of which each operand is a slice.
+    """
+    layers = [_layer(rewriter, operand) for operand in operands]
+    views: list[View] = []
+    for operand, layer in zip(operands, layers, strict=True):
+        together = [item for item in layers if layer is not None and item is not None and layer.joins(rewriter, item)]
+        if layer is not None and len(together) > 1:
+            views.append(layer.view(rewriter, together, views))
+            continue
+        view = view_of(rewriter, operand)
+        own = View(operand, tuple((dim, 1, 0) for dim in range(4)))
+        views.append(view if _has_whole_chunks(view) else own)
+    return views
+
+
+def _has_whole_chunks(view: View) -> bool:
+    """Whether the channels of a head lie together, at places that are multiples of 8 numbers."""
+    *others, (dim, step, start) = view.places
+    shape = view.base.ty.shape.values
+    return (
+        (dim, step) == (3, 1)
+        and start % 8 == 0
+        and (static(shape[-1]) or 1) % 8 == 0
+        and {0, 1, 2} >= {dim for dim, _, _ in others if dim is not None}
+        and 1 in {dim for dim, _, _ in others}
+    )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A dense layer whose result is reshaped to heads: `data` by `weight`, and `bias` if there is one."""
+
+    data: relax.Expr
+    weight: Array
+    bias: Array | None
+    shape: tuple[Any, ...]
+
+    def joins(self, rewriter: Rewriter, other: "_Layer") -> bool:
+        """Whether two layers can be one."""
+        return (
+            rewriter.same(self.data, other.data)
+            and self.weight.shape == other.weight.shape
+            and (self.bias is None) == (other.bias is None)
+            and same_shape(self.shape, other.shape)
+        )
+
+    def view(self, rewriter: Rewriter, together: "Sequence[_Layer]", views: Sequence[View]) -> View:
+        """The layer's part of the layers' joint result, which the first of them emits."""
+        place = next(i for i, item in enumerate(together) if item is self)
+        places = ((0, 1, 0), (1, 1, 0), (None, 1, place), (2, 1, 0), (3, 1, 0))
+        if place > 0:
+            return View(next(view.base for view in views if len(view.places) == len(places)), places)
+        weight = relax.const(np.concatenate([item.weight for item in together], axis=1))
+        value = rewriter.emit(relax.op.matmul(self.data, weight))
+        biases = [item.bias for item in together if item.bias is not None]
+        if biases:
+            value = rewriter.emit(relax.op.add(value, relax.const(np.concatenate(biases))))
+        shape = [*self.shape[:2], len(together), *self.shape[2:]]
+        return View(rewriter.emit(relax.op.reshape(value, shape)), places)
+
+
+def _layer(rewriter: Rewriter, operand: relax.Expr) -> _Layer | None:
+    """The dense layer that computes an operand of attention and nothing else; None for other operands."""
+    heads = rewriter.call(operand, "reshape")
+    value, bias = None if heads is None else heads.args[0], None
+    added = None if value is None else rewriter.call(value, "add")
+    if added is not None:
+        bias = next((item for item in map(rewriter.constant, added.args) if item is not None), None)
+        value = next((item for item in added.args if rewriter.constant(item) is None), None)
+    product = None if value is None else rewriter.call(value, "matmul")
+    if heads is None or product is None or not is_weighted(product) or (added is not None and bias is None):
+        return None
+    weight = product.args[1].value.numpy()
+    if bias is not None and (bias.size != weight.shape[1] or bias.shape[-1] != bias.size):
+        return None
+    shape = tuple(heads.ty.shape.values)
+    return _Layer(product.args[0], weight, None if bias is None else bias.reshape(-1), shape)
+
+
+def _is_kernel(call: relax.Call) -> bool:
+    """Whether the kernel can compute the attention of a call: heads of few channels, whole chunks of them."""
+    channels = {static(operand.ty.shape.values[-1]) or 0 for operand in call.args[:3]}
+    return (
+        is_float32(*call.args)
+        and len(channels) == 1
+        and all(item % 8 == 0 and 0 < item <= _MOST_CHANNELS for item in channels)
+    )
+
+
+def _round(builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
+    """Return an expression for a float32 tensor rounded to float16."""
+    attributes = {ROUNDING: 1}
+    return builder.call_te(
+        partial(_cast, dtype="float16"), value, primfunc_name_hint="round", primfunc_attrs=attributes
+    )
 
 
 class _Float16:

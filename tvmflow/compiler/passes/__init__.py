@@ -7,7 +7,7 @@ import tvm
 from tvm import relax
 
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.gpu.passes import UseTensorCores
+from tvmflow.compiler.gpu.passes import UseTensorCores, lower_attention
 from tvmflow.compiler.gpu.passes import legalizations as gpu_legalizations
 from tvmflow.compiler.gpu.tiling import gpu_of
 from tvmflow.compiler.machine import NARROWEST, machine
@@ -116,6 +116,7 @@ def pass_names() -> list[str]:
         "RoundProducts",
         "HalveProducts",
         "UseTensorCores",
+        "LowerAttentionForGpu",
         "IntegerArithmetic",
         "IntegerProducts",
     }
@@ -169,12 +170,13 @@ def _gpu_passes(target: Target, precision: Precision) -> _TargetPasses:
     return _TargetPasses(
         kernels=[refuse_kernels(target.name)],
         layout=[
+            *([attention.compose_attention()] if precision == "fp16" else []),
             dimensions.in_two_dimensions(),
             dimensions.split_transposed(),
             ChannelsLast(NARROWEST),
             simplify.transpose_before_resizing(),
         ],
-        products=[UseTensorCores(gpu)] if precision == "fp16" else [],
+        products=[lower_attention(gpu), UseTensorCores(gpu)] if precision == "fp16" else [],
         legalize=relax.transform.LegalizeOps(gpu_legalizations(gpu)),
     )
 

@@ -17,7 +17,7 @@ from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rank, rewriting, si
 
 _ATTENTION = ("nn.attention", "nn.attention_bias")
 # In the place of a causal mask, which `ComposeAttention` never gives: a query without a key to attend to has zeros.
-_ZERO_FOR_NAN = "zero for NaN"
+ZERO_FOR_NAN = "zero for NaN"
 
 
 def _merge(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -90,7 +90,7 @@ def _attention(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         if mask is None:
             return None
     operands = [_positions_first(rewriter, item, transposed) for item, transposed in _sides(query, key, value)]
-    causal = _ZERO_FOR_NAN if zero_for_nan else None
+    causal = ZERO_FOR_NAN if zero_for_nan else None
     result = rewriter.emit(relax.op.nn.attention(*operands, mask, tirx.FloatImm("float32", scale), causal))
     if count == 3:
         return relax.op.squeeze(result, [2])
@@ -191,7 +191,7 @@ def compose_attention() -> tvm.transform.Pass:
 
 
 @dataclass(frozen=True)
-class _View:
+class View:
     """The places in `base` of the elements of a tensor by batch, position, head and channel.
 
     For each dimension of the base: the dimension of the tensor that runs along it, None for none, the step and the
@@ -206,9 +206,9 @@ class _View:
         return tensor[tuple(start if dim is None else index[dim] * step + start for dim, step, start in self.places)]
 
 
-def _view(rewriter: Rewriter, expr: relax.Expr) -> _View:
+def view_of(rewriter: Rewriter, expr: relax.Expr) -> View:
     """The tensor behind transposes and slices, which then need no copy."""
-    best = view = _View(expr, tuple((dim, 1, 0) for dim in range(4)))
+    best = view = View(expr, tuple((dim, 1, 0) for dim in range(4)))
     while True:
         deeper = _through(rewriter, view)
         if deeper is None:
@@ -219,7 +219,7 @@ def _view(rewriter: Rewriter, expr: relax.Expr) -> _View:
             best = view
 
 
-def _through(rewriter: Rewriter, view: _View) -> _View | None:
+def _through(rewriter: Rewriter, view: View) -> View | None:
     base = rewriter.behind(view.base)
     if isinstance(base, relax.TupleGetItem):
         return _part(rewriter, base, view)
@@ -233,7 +233,7 @@ def _through(rewriter: Rewriter, view: _View) -> _View | None:
         base_places: list[Any] = [None] * len(places)
         for place, axis in zip(places, _axes(call, len(places)), strict=True):
             base_places[axis] = place
-        return _View(data, tuple(base_places))
+        return View(data, tuple(base_places))
     if call.op.name == "relax.strided_slice":
         steps = list(call.args[4]) if len(call.args) > 4 else [1] * len(call.args[1])
         for axis, start, step in zip(call.args[1], call.args[2], steps, strict=True):
@@ -245,11 +245,11 @@ def _through(rewriter: Rewriter, view: _View) -> _View | None:
                 return None
             dim, own, offset = places[int(axis)]
             places[int(axis)] = (dim, own * int(step), offset * int(step) + begin)
-        return _View(data, tuple(places))
+        return View(data, tuple(places))
     return _unsqueezed(data, before, sizes(call), places)
 
 
-def _part(rewriter: Rewriter, element: relax.TupleGetItem, view: _View) -> _View | None:
+def _part(rewriter: Rewriter, element: relax.TupleGetItem, view: View) -> View | None:
     """The view of the tensor before a split into equal or known parts."""
     split = rewriter.call(element.tuple_value, "split")
     dims = None if split is None else sizes(split.args[0])
@@ -265,12 +265,12 @@ def _part(rewriter: Rewriter, element: relax.TupleGetItem, view: _View) -> _View
     places = list(view.places)
     dim, step, offset = places[axis]
     places[axis] = (dim, step, offset + begin)
-    return _View(split.args[0], tuple(places))
+    return View(split.args[0], tuple(places))
 
 
 def _unsqueezed(
     data: relax.Expr, before: list[Any], after: list[Any] | None, places: list[tuple[int | None, int, int]]
-) -> _View | None:
+) -> View | None:
     """The view of the tensor before an operator that only adds or removes dimensions of one."""
     if after is None:
         return None
@@ -279,7 +279,7 @@ def _unsqueezed(
     if not same_shape([size for size in before if not _is_one(size)], real):
         return None
     remaining = iter(rest)
-    return _View(data, tuple((None, 1, 0) if _is_one(size) else next(remaining) for size in before))
+    return View(data, tuple((None, 1, 0) if _is_one(size) else next(remaining) for size in before))
 
 
 def _is_one(size: Any) -> bool:
@@ -290,14 +290,14 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
     """The call of one function that reads queries, keys and values in place."""
     attrs = call.attrs
     shape, keys = sizes(call.args[0]), sizes(call.args[1])
-    if shape is None or keys is None or attrs.causal_mask not in (None, _ZERO_FOR_NAN) or attrs.window_size is not None:
+    if shape is None or keys is None or attrs.causal_mask not in (None, ZERO_FOR_NAN) or attrs.window_size is not None:
         return None
-    zero_for_nan = attrs.causal_mask == _ZERO_FOR_NAN
+    zero_for_nan = attrs.causal_mask == ZERO_FOR_NAN
     if not all(dtype(item) == "float32" for item in call.args) or not same_shape(shape, sizes(call)):
         return None
     if not all(isinstance(size, tirx.IntImm) for size in shape[2:]) or attrs.scale is None:
         return None
-    views = [_view(rewriter, item) for item in call.args[:3]]
+    views = [view_of(rewriter, item) for item in call.args[:3]]
     bases: list[relax.Expr] = []
     for view in views:
         if not any(rewriter.same(view.base, base) for base in bases):
@@ -310,7 +310,7 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
         bases = [rewriter.emit(round_operand(rewriter.builder_, base)) for base in bases]
 
     def compute(*tensors: te.Tensor) -> te.Tensor:
-        def element(view: _View, tensor: te.Tensor, *index: Any) -> Any:
+        def element(view: View, tensor: te.Tensor, *index: Any) -> Any:
             return view.element(tensor, index)
 
         query, key, value = (partial(element, view, tensors[place]) for view, place in zip(views, places, strict=True))
