@@ -111,7 +111,7 @@ def _peers(model: Model, inputs: Any, dtype: Any, compiles: bool) -> dict[str, C
         network(*tensors)
     ways = {"eager": eager, "graph": graph.replay}
     if compiles:
-        compiled = run(torch.compile(network, mode="max-autotune"))
+        compiled = run(torch.compile(network, mode="reduce-overhead"))
         for _ in range(3):
             compiled()
         ways["compiled"] = compiled

@@ -1,17 +1,29 @@
 """Kernels for GPUs compute what the model does; an emulator runs their CUDA code on the CPU."""
 
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import tvm
 from tvm import relax, tirx
 
-from support.gpu import Emulation
+from support.arrays import onnxruntime_outputs
+from support.gpu import EmulatedModel, Emulation
+from tvmflow.compiler import BuildOptions, build, can_build, import_onnx, lower
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.gpu import definitions, tiling
+from tvmflow.compiler.gpu.code import compile_kernels, with_code
 from tvmflow.compiler.gpu.kernels import product_kernel
-from tvmflow.compiler.gpu.tiling import Tile, gpu_of
+from tvmflow.compiler.gpu.schedules import schedule_functions
+from tvmflow.compiler.gpu.tiling import Tile, choose_tile, gpu_of
+from tvmflow.compiler.passes import lower_passes
+from tvmflow.errors import BuildError, TargetError
 from tvmflow.target import resolve
 
 Array = np.ndarray[Any, Any]
@@ -45,7 +57,7 @@ def every_tile() -> list[Convolution]:
         (tile, dtype)
         for dtype in ("float16", "float32")
         for tile in tiling._tiles(GPU, 72 * 9, dtype)
-        if tile.cluster in (1, 4) or (tile.cluster == 8 and tile.rows == 32)
+        if tile.cluster == 1 or (tile.cluster, tile.rows, tile.columns) in {(2, 64, 64), (4, 16, 64), (8, 32, 32)}
     }
     return [replace(small, tile=tile, dtype=dtype) for tile, dtype in sorted(tiles, key=str)]
 
@@ -62,6 +74,14 @@ CONVOLUTIONS = [
     Convolution((2, 10, 11, 8), 16, free=True),
 ]
 CASES = [replace(case, dtype=dtype) for case in CONVOLUTIONS for dtype in ("float16", "float32")] + every_tile()
+
+
+def require_nvcc() -> None:
+    """Skip the test where this machine cannot build for the GPU."""
+    try:
+        can_build(HOPPER)
+    except TargetError as error:
+        pytest.skip(str(error))
 
 
 def case_id(case: Convolution) -> str:
@@ -199,3 +219,285 @@ def test_the_images_of_a_batch_are_apart(number: int, kernels: tuple[Emulation, 
     # An infinity is an infinity in float32, too, whose numbers are split in two.
     data[0] = np.inf
     assert not np.isfinite(run(emulation, number, case, data, bias, packed[case_id(case)])[0]).any()
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention of `queries` to `keys`; `mask` is the shape of a mask, and `free` lets both lengths be free."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    channels: int
+    mask: tuple[int, ...] | None = None
+    free: bool = False
+
+
+HEADS = [
+    Heads(2, 37, 37, 2, 32),
+    Heads(1, 70, 150, 3, 64, mask=(1, 1, 70, 150)),
+    Heads(2, 5, 9, 1, 8, mask=(2, 1, 1, 9)),
+    Heads(1, 33, 33, 2, 40, mask=(1, 2, 33, 33)),
+    Heads(2, 21, 34, 2, 128, free=True),
+]
+
+
+def attention_model(case: Heads) -> tvm.IRModule:
+    """A model that computes attention as exporters write it: products, a mask, a softmax."""
+    queries, keys = (tirx.Var(name, "int64") for name in ("q", "k")) if case.free else (case.queries, case.keys)
+    shapes = [
+        (case.batch, case.heads, queries, case.channels),
+        (case.batch, case.heads, keys, case.channels),
+        (case.batch, case.heads, keys, case.channels),
+        *([case.mask] if case.mask else []),
+    ]
+    variables = [relax.Var(f"x{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(shapes)]
+    builder = relax.BlockBuilder()
+    with builder.function("main", variables):
+        with builder.dataflow():
+            turned = builder.emit(relax.op.permute_dims(variables[1], [0, 1, 3, 2]))
+            scores = builder.emit(relax.op.matmul(variables[0], turned))
+            scores = builder.emit(relax.op.multiply(scores, relax.const(np.float32(case.channels**-0.5))))
+            for mask in variables[3:]:
+                scores = builder.emit(relax.op.add(scores, mask))
+            weights = builder.emit(relax.op.nn.softmax(scores, axis=-1))
+            result = builder.emit_output(builder.emit(relax.op.matmul(weights, variables[2])))
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+def lowered(mod: tvm.IRModule, precision: Any = "fp16") -> tvm.IRModule:
+    """A module lowered for the GPU, with all functions scheduled; the rules' names are its attribute `rules`."""
+    with TVM_TARGET, tvm.transform.PassContext(opt_level=3):
+        mod = tvm.transform.Sequential(lower_passes(HOPPER, Choices(), precision))(mod)
+    scheduled, rules = schedule_functions(mod, TVM_TARGET)
+    return scheduled.with_attr("rules", dict(rules))
+
+
+@pytest.mark.parametrize("case", HEADS, ids=str)
+def test_attention_is_one_kernel_and_right(case: Heads, tmp_path: Path) -> None:
+    mod = lowered(attention_model(case))
+    assert [name for name, rule in mod.attrs["rules"].items() if rule == "tensor_cores" and "attention" in name]
+    assert not any("softmax" in str(name) for name in mod.attrs["rules"])
+    generator = np.random.default_rng(0)
+    inputs = [
+        generator.standard_normal((case.batch, case.heads, count, case.channels)).astype("float32")
+        for count in (case.queries, case.keys, case.keys)
+    ]
+    if case.mask:
+        # Some keys are masked, but none of a query's are all masked.
+        mask = np.where(generator.random(case.mask) < 0.3, -1e9, generator.random(case.mask)).astype("float32")
+        mask[..., 0] = 0.0
+        inputs.append(mask)
+    query, key, value = (item.astype("float16").astype("float64") for item in inputs[:3])
+    scores = np.einsum("bhqc,bhkc->bhqk", query, key) * case.channels**-0.5 + (inputs[3] if case.mask else 0.0)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("bhqk,bhkc->bhqc", weights / weights.sum(-1, keepdims=True), value)
+    (result,) = EmulatedModel(mod, TVM_TARGET, tmp_path)(*inputs)
+    assert np.abs(result - expected).max() <= 2e-3 * np.abs(expected).max()
+
+
+NETWORK = """<ir_version: 9, opset_import: ["" : 18]>
+network (float[n, 3, 20, 18] image) => (float[n, 10] y) {
+  a = Conv<strides=[2, 2], pads=[1, 1, 1, 1]>(image, w0, b0)
+  b = Sigmoid(a)
+  c = Mul(a, b)
+  d = Conv<group=24, pads=[1, 1, 1, 1]>(c, w1)
+  e = MaxPool<kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]>(d)
+  f = Conv<group=2, pads=[1, 1, 1, 1]>(e, w2, b2)
+  g = Relu(f)
+  h = GlobalAveragePool(g)
+  i = Flatten(h)
+  y = Gemm<transB=1>(i, w3, b3)
+}"""
+LAYER = """<ir_version: 9, opset_import: ["" : 18]>
+layer (float[2, 20, 48] x, float[2, 1, 1, 20] mask) => (float[2, 20, 48] y) {
+  heads = Constant<value_ints=[0, 0, 2, 24]>()
+  width = Constant<value_ints=[0, 0, 48]>()
+  scale = Constant<value_float=0.2>()
+  q0 = MatMul(x, wq)
+  q1 = Add(q0, bq)
+  q2 = Reshape(q1, heads)
+  q = Transpose<perm=[0, 2, 1, 3]>(q2)
+  k0 = MatMul(x, wk)
+  k1 = Add(k0, bk)
+  k2 = Reshape(k1, heads)
+  k = Transpose<perm=[0, 2, 3, 1]>(k2)
+  v0 = MatMul(x, wv)
+  v1 = Add(v0, bv)
+  v2 = Reshape(v1, heads)
+  v = Transpose<perm=[0, 2, 1, 3]>(v2)
+  s0 = MatMul(q, k)
+  s1 = Mul(s0, scale)
+  s2 = Add(s1, mask)
+  s3 = Softmax<axis=-1>(s2)
+  m0 = MatMul(s3, v)
+  m1 = Transpose<perm=[0, 2, 1, 3]>(m0)
+  m2 = Reshape(m1, width)
+  m3 = MatMul(m2, wo)
+  m4 = Add(m3, x)
+  y = LayerNormalization<axis=-1>(m4, gain)
+}"""
+
+
+def with_weights(text: str, **shapes: tuple[int, ...]) -> onnx.ModelProto:
+    """The model of a text with random weights of these shapes."""
+    model, generator = onnx.parser.parse_model(text), np.random.default_rng(0)
+    for name, shape in shapes.items():
+        spread = np.sqrt(max(np.prod(shape[1:]), 1)) if len(shape) != 2 else np.sqrt(shape[0])
+        values = (generator.standard_normal(shape) / spread).astype("float32")
+        model.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
+    return model
+
+
+def network() -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """A convolutional network with pooling, groups and filters of single channels, and two images."""
+    model = with_weights(
+        NETWORK,
+        w0=(24, 3, 3, 3),
+        b0=(24,),
+        w1=(24, 1, 3, 3),
+        w2=(32, 12, 3, 3),
+        b2=(32,),
+        w3=(10, 32),
+        b3=(10,),
+    )
+    return model, {"image": np.random.default_rng(1).standard_normal((2, 3, 20, 18)).astype("float32")}
+
+
+def layer() -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """The attention of a transformer, and two texts, of which one is shorter."""
+    square = dict.fromkeys(("wq", "wk", "wv", "wo"), (48, 48))
+    model = with_weights(LAYER, **square, **dict.fromkeys(("bq", "bk", "bv", "gain"), (48,)))
+    mask = np.zeros((2, 1, 1, 20), "float32")
+    mask[1, :, :, 12:] = -1e9
+    return model, {"x": np.random.default_rng(1).standard_normal((2, 20, 48)).astype("float32"), "mask": mask}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("make", [network, layer])
+def test_a_whole_model_gives_the_outputs_of_onnx_runtime(
+    make: Callable[[], tuple[onnx.ModelProto, dict[str, Array]]], precision: Any, tmp_path: Path
+) -> None:
+    model, inputs = make()
+    onnx.save(model, tmp_path / "model.onnx")
+    mod = lower(import_onnx(tmp_path / "model.onnx"), HOPPER, BuildOptions(precision=precision))
+    scheduled, rules = schedule_functions(mod, TVM_TARGET)
+    names = [name for name, rule in rules if rule == "tensor_cores"]
+    # Queries, keys and values are one dense layer; the attention reads its result in place.
+    dense = [name for name in names if "dense" in name]
+    assert len(dense) == (2 if (make, precision) == (layer, "fp16") else len(dense)), rules
+    assert names
+    outputs = EmulatedModel(scheduled, TVM_TARGET, tmp_path)(*inputs.values())
+    expected = onnxruntime_outputs(tmp_path / "model.onnx", inputs)
+    bound = {"fp16": 3e-3, "fp32": 5e-6}[precision]
+    for output, value in zip(outputs, expected.values(), strict=True):
+        assert np.abs(output - value).max() <= bound * np.abs(value).max()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("sizes", [(2, 3, 33, 40, 24), (1, 1, 17, 19, 21), (0, 2, 20, 16, 40)], ids=str)
+def test_a_batch_of_products_is_right(sizes: tuple[int, ...], dtype: str, tmp_path: Path) -> None:
+    """The batch, the rest of it, the rows, the depth and the columns; a batch of 0 is a free one of 2."""
+    batch, rest, rows, depth, columns = sizes
+    first = batch or tirx.Var("n", "int64")
+    left = relax.Var("left", relax.TensorType((first, rest, rows, depth), dtype))
+    right = relax.Var("right", relax.TensorType((first, rest, depth, columns), dtype))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [left, right]):
+        with builder.dataflow():
+            product = definitions.multiply(builder, left, right, GPU, dtype, "matmul")
+            result = builder.emit_output(builder.emit(product))
+        builder.emit_func_output(result)
+    mod, rules = schedule_functions(builder.get(), TVM_TARGET)
+    assert [rule for _, rule in rules] == ["tensor_cores"]
+    generator = np.random.default_rng(0)
+    arrays = [
+        generator.standard_normal((batch or 2, rest, *matrix)).astype(dtype)
+        for matrix in ((rows, depth), (depth, columns))
+    ]
+    (output,) = EmulatedModel(mod, TVM_TARGET, tmp_path)(*arrays)
+    expected = np.matmul(*(array.astype("float64") for array in arrays))
+    assert np.abs(output - expected).max() <= BOUNDS[dtype] * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", ["cuda-sm80", "cuda-sm90"])
+def test_every_product_has_a_tile_that_fits_the_gpu(name: str, dtype: str) -> None:
+    gpu = gpu_of(resolve(name))
+    size = {"float16": 2, "float32": 4}[dtype]
+    for rows, columns, depth in [(1, 1, 1), (1, 1000, 2048), (49, 512, 4608), (3136, 64, 64), (100_000, 2048, 512)]:
+        tile = choose_tile(gpu, rows, columns, depth, 1, dtype)
+        assert tile.shared_bytes(size) <= gpu.shared_per_block
+        assert tile.cluster in gpu.processors
+        assert tile.threads <= 1024
+    # A product of few rows is shared out to many thread blocks, where they can work together.
+    few = choose_tile(gpu, 49, 512, 4608, 1, dtype)
+    assert (few.cluster > 1) == (8 in gpu.processors)
+
+
+def test_a_gpu_that_nobody_measured_takes_the_numbers_of_the_one_before() -> None:
+    assert gpu_of(resolve({"kind": "cuda", "arch": "sm_86"})) == gpu_of(resolve("cuda-sm80"))
+    assert gpu_of(resolve({"kind": "cuda", "arch": "sm_120"})) == gpu_of(resolve("cuda-sm90"))
+    assert gpu_of(resolve({"kind": "cuda", "arch": "sm_75"})) == gpu_of(resolve("cuda-sm80"))
+
+
+def test_a_library_holds_machine_code_in_the_place_of_source(tmp_path: Path) -> None:
+    require_nvcc()
+    model, _ = network()
+    onnx.save(model, tmp_path / "model.onnx")
+    options = BuildOptions(precision="fp16")
+    compiled = build(import_onnx(tmp_path / "model.onnx"), HOPPER, options, cache=tmp_path / "cache")
+    compiled.export(tmp_path / "mod.so")
+    content = (tmp_path / "mod.so").read_bytes()
+    assert b"__global__" not in content
+    ((source, code),) = compiled.kernels.items()
+    assert "tvmflow::product<half" in source
+    assert code in content
+    # Equal models give equal bytes, from the cache and without it.
+    for cache in (tmp_path / "cache", None):
+        again = build(import_onnx(tmp_path / "model.onnx"), HOPPER, options, cache=cache)
+        again.export(tmp_path / "again.so")
+        assert (tmp_path / "again.so").read_bytes() == content
+
+
+def test_code_that_nvcc_does_not_compile_is_an_error_in_one_sentence(tmp_path: Path) -> None:
+    require_nvcc()
+    library = SimpleNamespace(imports=[SimpleNamespace(kind="cuda", imports=[], inspect_source=lambda: "no code")])
+    with pytest.raises(BuildError, match=r"nvcc does not compile the kernels for sm_90: .*error"):
+        compile_kernels(library, "sm_90", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_nvcc_a_build_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    library = SimpleNamespace(imports=[SimpleNamespace(kind="cuda", imports=[], inspect_source=lambda: "")])
+    with pytest.raises(BuildError, match="need nvcc, which is not installed; install NVIDIA's CUDA toolkit"):
+        compile_kernels(library, "sm_90", None)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        struct.pack("<Q", 3) + b"abc",
+        struct.pack("<QQQQ", 24, 2, 0, 1),
+        struct.pack("<QQQQQQ", 4 * 8 + 40, 2, 0, 1, 0, 4) + b"cuda" + struct.pack("<Q", 20) + b"x" * 20,
+    ],
+    ids=["empty", "short", "cut off", "unknown"],
+)
+def test_serialised_modules_of_another_form_are_refused(packed: bytes) -> None:
+    with pytest.raises(BuildError, match="in an unknown form"):
+        with_code(packed, {"source": b"code"})
+
+
+def test_machine_code_takes_the_place_of_its_source() -> None:
+    def text(value: bytes) -> bytes:
+        return struct.pack("<Q", len(value)) + value
+
+    functions = b"what the functions are"
+    tree = struct.pack("<QQQQQQ", 3, 0, 1, 1, 1, 1)
+    before = tree + text(b"_lib") + text(b"cuda") + text(text(b"cuda") + functions + text(b"source"))
+    after = tree + text(b"_lib") + text(b"cuda") + text(text(b"fatbin") + functions + text(b"code"))
+    assert with_code(text(before), {"other": b"", "source": b"code"}) == text(after)

@@ -286,6 +286,9 @@ def build(
     instruments = [_Timing(timings), KeepIR(inspect, inspected.passes)]
     with _passes(options, target, instruments):
         lowered = _lowered(imported, target, options, choices)
+        if target.arch == "cuda":
+            # Makes copies that are reshapes views. TVM does not look at functions that are scheduled by hand.
+            lowered = relax.transform.RewriteDataflowReshape()(lowered)
         bare, weights = hoist_weights(lowered)
         apart = _are_apart(imported, options)
         scheduled, schedules = _schedule(bare if apart else lowered, target, tuned)
@@ -430,7 +433,12 @@ def _finalize(target: Target, native: tvm.target.Target) -> tvm.transform.Pass:
         from tvm.relax.backend.cuda import pipeline
     else:
         from tvm.relax.backend.cpu_generic import pipeline
-    passes = [*pipeline.dataflow_lower_passes(native), *pipeline.finalize_passes(native), TidyShapeFunctions()]
+    lowering = pipeline.dataflow_lower_passes(native)
+    if target.arch == "cuda":
+        # Reshapes are views already; the functions that copied them have no callers.
+        unused = relax.transform.DeadCodeElimination()
+        lowering = [unused, *(item for item in lowering if str(item.info.name) != "RewriteDataflowReshape")]
+    passes = [*lowering, *pipeline.finalize_passes(native), TidyShapeFunctions()]
     return tvm.transform.Sequential(passes, name="finalize")
 
 

@@ -30,6 +30,7 @@ _SYMBOL = "__tvm_ffi__library_bin"
 _COUNT = struct.Struct("<Q")
 _SOURCE_FORMAT, _CODE_FORMAT = b"cuda", b"fatbin"
 _TIMEOUT = 3600.0
+_UNKNOWN = "TVM packs modules in an unknown form; install the version of apache-tvm that tvmflow names"
 
 
 def compile_kernels(library: Any, arch: str, cache: Path | None) -> dict[str, bytes]:
@@ -122,9 +123,17 @@ def with_code(packed: bytes, code: Mapping[str, bytes]) -> bytes:
     and `children`), and for each module its kind and content; the library itself has no content. A CUDA module is a
     format, its functions, and the code. Raises BuildError for other content.
     """
-    reader = _Reader(packed)
+    try:
+        result = _with_code(_Reader(packed), code)
+    except struct.error as error:
+        raise BuildError(_UNKNOWN) from error
+    return _COUNT.pack(len(result)) + result
+
+
+def _with_code(reader: "_Reader", code: Mapping[str, bytes]) -> bytes:
+    packed = reader.content
     if reader.count() != len(packed) - _COUNT.size:
-        raise BuildError("TVM packs modules in an unknown form")
+        raise BuildError(_UNKNOWN)
     begin = reader.place
     starts = [reader.count() for _ in range(reader.count())]
     for _ in range(reader.count()):
@@ -133,18 +142,14 @@ def with_code(packed: bytes, code: Mapping[str, bytes]) -> bytes:
     for _ in starts[1:]:
         begin = reader.place
         kind = reader.text()
-        if kind == b"_lib":
-            parts.append(packed[begin : reader.place])
-            continue
-        content = reader.text()
+        content = b"" if kind == b"_lib" else reader.text()
         if kind == _SOURCE_FORMAT:
             parts.append(_text(kind) + _text(_replace_source(content, code)))
         else:
             parts.append(packed[begin : reader.place])
     if reader.place != len(packed):
-        raise BuildError("TVM packs modules in an unknown form")
-    result = b"".join(parts)
-    return _COUNT.pack(len(result)) + result
+        raise BuildError(_UNKNOWN)
+    return b"".join(parts)
 
 
 def _replace_source(content: bytes, code: Mapping[str, bytes]) -> bytes:
@@ -153,7 +158,7 @@ def _replace_source(content: bytes, code: Mapping[str, bytes]) -> bytes:
         tail = _text(source.encode())
         if content.startswith(head) and content.endswith(tail):
             return _text(_CODE_FORMAT) + content[len(head) : -len(tail)] + _text(machine_code)
-    raise BuildError("TVM packs CUDA kernels in an unknown form")
+    raise BuildError(_UNKNOWN)
 
 
 def _text(content: bytes) -> bytes:
@@ -164,15 +169,15 @@ class _Reader:
     """Reads TVM's serialised numbers and texts one by one."""
 
     def __init__(self, content: bytes) -> None:
-        self._content = content
+        self.content = content
         self.place = 0
 
     def count(self) -> int:
-        (value,) = _COUNT.unpack_from(self._content, self.place)
+        (value,) = _COUNT.unpack_from(self.content, self.place)
         self.place += _COUNT.size
         return int(value)
 
     def text(self) -> bytes:
         size = self.count()
         self.place += size
-        return self._content[self.place - size : self.place]
+        return self.content[self.place - size : self.place]
