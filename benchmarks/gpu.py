@@ -1,7 +1,8 @@
 """Prints how long models take on an NVIDIA GPU, beside PyTorch on the same GPU: `python benchmarks/gpu.py [MODEL ...]`.
 
 Needs a GPU and a build of PyTorch for CUDA. A MODEL is one of the catalogue, which is built for this GPU, or a bundle
-that `tvmflow compile` made elsewhere, a file whose name begins with that of a model: `resnet50.fp16.bundle`.
+that `tvmflow compile` made elsewhere, of a file named like a model: `resnet50.onnx`. The bundle's file has `fp16` in
+its name if that is its precision: `resnet50.fp16.bundle`.
 
 PyTorch runs the model in the bundle's precision, convolutions with the channels last and cuDNN's search for the fastest
 algorithm, without TF32 in fp32: call by call (eager), as one CUDA graph (graph), and with --compile by torch.compile,

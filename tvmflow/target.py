@@ -103,6 +103,9 @@ _LLVM_TO_ARM = {
     **{same: same for same in ("bf16", "i8mm", "sve", "sve2")},
 }
 
+# The target of an NVIDIA GPU by its compute capability; nvcc says later whether it knows it.
+_GPU = re.compile("cuda-sm([1-9][0-9]{1,2})", re.ASCII)
+
 # The file of the profile that `native` uses in place of the recognised one; `tvmflow calibrate` writes such files.
 PROFILE_VARIABLE = "TVMFLOW_PROFILE"
 
@@ -251,13 +254,10 @@ def resolve(text: str | Mapping[str, Any]) -> Target:
         # AMX came with this processor.
         model = "sapphire-rapids" if "amx_tile" in _EXTENDED[name] else "x86-64-v4"
         return _x86(name, "x86-64-v4", _EXTENDED[name], host().cores, profiles.named(model))
+    if gpu := _GPU.fullmatch(name):
+        return _cuda(name, f"sm_{gpu[1]}")
     if name in presets():
-        kind, _, model = name.partition("-")
-        return (
-            _aarch64(name, model, extensions=_WITH_HALF.get(name, ()))
-            if kind == "aarch64"
-            else _cuda(name, model.replace("sm", "sm_"))
-        )
+        return _aarch64(name, name.removeprefix("aarch64-"), extensions=_WITH_HALF.get(name, ()))
     if name.startswith("{"):
         try:
             return _from_tvm(name, json.loads(name))

@@ -269,6 +269,14 @@ _CIRCULAR: dict[str, Any] = {"kind": "llvm"}
 _CIRCULAR["host"] = _CIRCULAR
 
 
+def test_a_gpu_is_named_by_any_compute_capability() -> None:
+    assert resolve("cuda-sm89").tvm["arch"] == "sm_89"
+    assert resolve("cuda-sm120").tvm == {**resolve("cuda-sm90").tvm, "arch": "sm_120"}
+    for name in ("cuda-sm", "cuda-sm9", "cuda-sm09", "cuda-sm90x", "cuda-sm1200", "cuda-sm\uff19\uff10"):
+        with pytest.raises(TargetError, match="is unknown"):
+            resolve(name)
+
+
 def test_a_gpu_target_stays_as_it_is(become: Become) -> None:
     become("x86_64", V4)
     for text in ("cuda -arch=sm_75", {"kind": "cuda", "arch": "sm_75"}, '{"kind": "cuda", "arch": "sm_75"}'):

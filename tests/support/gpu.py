@@ -36,7 +36,7 @@ class Emulation:
         """Generate the CUDA code for `target`, and compile it as C++ in `folder`."""
         names = {str(variable.name_hint): function for variable, function in mod.functions_items()}
         self.functions = {name: item for name, item in names.items() if isinstance(item, PrimFunc)}
-        symbols = {name: item.with_attr("global_symbol", name) for name, item in self.functions.items()}
+        symbols = {name: _numbered(item).with_attr("global_symbol", name) for name, item in self.functions.items()}
         build = importlib.import_module("tvm.tirx.build")
         pipeline, _, finalize = tirx.get_default_tir_pipeline(target)
         with target:
@@ -69,10 +69,10 @@ class Emulation:
         """Run a function on its parameters' arrays, in order; it writes its outputs in place."""
         sizes: dict[str, int] = {}
         buffers: dict[str, np.ndarray[Any, Any]] = {}
-        for parameter, array in zip(self.functions[name].params, arrays, strict=True):
+        for place, (parameter, array) in enumerate(zip(self.functions[name].params, arrays, strict=True)):
             assert array.flags.c_contiguous
             assert str(array.dtype) == str(parameter.dtype), (parameter, array.dtype)
-            buffers[str(parameter.name)] = array
+            buffers[_name(place)] = array
             for size, extent in zip(parameter.shape, array.shape, strict=True):
                 if isinstance(size, tirx.Var):
                     sizes[str(size.name)] = extent
@@ -105,6 +105,20 @@ class Emulation:
         shared = _evaluate(extents.get("tirx.use_dyn_shared_memory", tirx.IntImm("int64", 0)), known)
         function = getattr(self._library, f"launch_{launch.kernel}")
         function(pointers, (ctypes.c_int64 * 10)(*numbers, shared))
+
+
+def _name(place: int) -> str:
+    return f"parameter_{place}"
+
+
+def _numbered(function: PrimFunc) -> PrimFunc:
+    """The function with a name of its own for each parameter, by which the parameters of its kernels are found."""
+    parameters = {
+        item: tirx.decl_buffer(item.shape, item.dtype, _name(place), layout=None)
+        for place, item in enumerate(function.params)
+    }
+    body = replace_variables(function.body, parameters)
+    return PrimFunc(list(parameters.values()), body, function.ret_type).with_attr(dict(function.attrs or {}))
 
 
 @dataclass(frozen=True)

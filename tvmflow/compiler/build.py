@@ -47,6 +47,8 @@ from tvmflow.target import Precision, Target, explain_missing_unit
 _THREADS = Path(__file__).with_name("threads.c")
 # Bytes of weights. Code reaches what is within 2 GiB of it, and packed weights may be larger than those of the model.
 _MOST_WEIGHTS_INSIDE = 1 << 30
+# The first compute capability, times ten, with copies to shared memory in the background.
+_LEAST_CAPABILITY = 80
 
 
 @dataclass(frozen=True)
@@ -216,9 +218,20 @@ def _check_cuda(target: Target) -> None:
     if compiler is None:
         raise TargetError(f"target {target.name!r} needs nvcc, which is not installed")
     listing = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=False)
-    architectures, arch = listing.stdout.split(), str(target.tvm.get("arch", ""))
-    if architectures and arch and arch.removesuffix("a") not in architectures:
+    architectures, arch = listing.stdout.split(), _cuda_arch(target)
+    if architectures and arch.rstrip("af") not in architectures:
         raise TargetError(f"target {target.name!r}: this nvcc knows no {arch!r}; it knows {', '.join(architectures)}")
+
+
+def _cuda_arch(target: Target) -> str:
+    """The architecture of a target's GPU, such as `sm_90`. Raises TargetError without one, or for one below 8.0."""
+    arch = str(target.tvm.get("arch", ""))
+    digits = arch.removeprefix("sm_").rstrip("af")
+    if not digits.isdigit():
+        raise TargetError(f"target {target.name!r} names no compute capability; name one such as cuda-sm90")
+    if int(digits) < _LEAST_CAPABILITY:
+        raise TargetError(f"target {target.name!r}: GPUs of a compute capability below 8.0 lack what the kernels use")
+    return arch
 
 
 def _probe() -> PrimFunc:
@@ -326,7 +339,7 @@ def build(
         inspected=inspected,
         fresh_outputs=outputs.are_fresh(lowered),
         has_direct_main=any(variable.name_hint == DIRECT_MAIN for variable in scheduled.get_global_vars()),
-        kernels=compile_kernels(executable.mod, str(target.tvm["arch"]), cache) if target.arch == "cuda" else {},
+        kernels=compile_kernels(executable.mod, _cuda_arch(target), cache) if target.arch == "cuda" else {},
     )
 
 
