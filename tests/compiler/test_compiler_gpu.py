@@ -424,6 +424,33 @@ def test_a_batch_of_products_is_right(sizes: tuple[int, ...], dtype: str, tmp_pa
     assert np.abs(output - expected).max() <= BOUNDS[dtype] * np.abs(expected).max()
 
 
+def product_of_batches(batch: int, rows: int) -> tvm.IRModule:
+    """A module of one function, which multiplies `batch` pairs of matrices of `rows` rows."""
+    left = relax.Var("left", relax.TensorType((batch, rows, 16), "float16"))
+    right = relax.Var("right", relax.TensorType((batch, 16, 16), "float16"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [left, right]):
+        with builder.dataflow():
+            product = definitions.multiply(builder, left, right, GPU, "float16", "matmul")
+            result = builder.emit_output(builder.emit(product))
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+def test_any_number_of_matrices_fits_a_grid(tmp_path: Path) -> None:
+    mod, _ = schedule_functions(product_of_batches(70_000, 20), TVM_TARGET)
+    (launch,) = Emulation(mod, TVM_TARGET, tmp_path).launches["matmul"]
+    assert int(launch.extents["blockIdx.x"]) >= 70_000
+    # The most blocks that a GPU launches along these axes.
+    assert all(int(launch.extents[axis]) <= 65_535 for axis in ("blockIdx.y", "blockIdx.z"))
+
+
+def test_a_tensor_that_needs_indices_of_64_bits_gets_no_kernel_of_32() -> None:
+    for rows, has_kernel in ((1 << 20, True), (1 << 28, False)):
+        kernel = product_kernel(product_of_batches(1, rows)["matmul"])
+        assert (kernel is not None) == has_kernel
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", ["cuda-sm80", "cuda-sm90"])
 def test_every_product_has_a_tile_that_fits_the_gpu(name: str, dtype: str) -> None:

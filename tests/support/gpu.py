@@ -28,8 +28,8 @@ _SHARED = re.compile(r"extern __shared__ (?:(?:__align__|alignas)\(\d+\) )?(\w+)
 class Emulation:
     """The kernels of a module of scheduled functions.
 
-    `functions` are the scheduled functions by name, and `source` is their CUDA code. Functions that need memory between
-    their kernels are not supported.
+    `functions` are the scheduled functions by name, `launches` the kernels of each, and `source` is their CUDA code.
+    Functions that need memory between their kernels are not supported.
     """
 
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, folder: Path) -> None:
@@ -45,7 +45,7 @@ class Emulation:
         (device,) = devices.values()
         device = finalize()(device)
         self._kernels = {str(item.attrs["global_symbol"]): item for _, item in device.functions_items()}
-        self._launches = {
+        self.launches = {
             str(item.attrs["global_symbol"]).removeprefix("__tvm_ffi_"): _launches(item)
             for _, item in host.functions_items()
         }
@@ -76,12 +76,12 @@ class Emulation:
             for size, extent in zip(parameter.shape, array.shape, strict=True):
                 if isinstance(size, tirx.Var):
                     sizes[str(size.name)] = extent
-        for launch in self._launches[name]:
+        for launch in self.launches[name]:
             self._launch(launch, buffers, sizes)
 
     def _launch(
         self,
-        launch: "_Launch",
+        launch: "Launch",
         buffers: "Mapping[str, np.ndarray[Any, Any]]",
         sizes: Mapping[str, int],
     ) -> None:
@@ -122,7 +122,7 @@ def _numbered(function: PrimFunc) -> PrimFunc:
 
 
 @dataclass(frozen=True)
-class _Launch:
+class Launch:
     """A kernel that a host function launches: its arguments, and its numbers of blocks and threads by their names.
 
     `values` are the variables that the host function computes before it.
@@ -134,8 +134,8 @@ class _Launch:
     values: list[tuple[str, Any]]
 
 
-def _launches(host: PrimFunc) -> list[_Launch]:
-    launches: list[_Launch] = []
+def _launches(host: PrimFunc) -> list[Launch]:
+    launches: list[Launch] = []
     values: list[tuple[str, Any]] = []
 
     def bind(statement: tirx.Bind) -> None:
@@ -147,7 +147,7 @@ def _launches(host: PrimFunc) -> list[_Launch]:
             tags = [str(tag) for tag in call.attrs["launch_params"]]
             name, *arguments = call.args
             extents = dict(zip(tags, arguments[len(arguments) - len(tags) :], strict=True))
-            launches.append(_Launch(str(name.value), arguments, extents, values))
+            launches.append(Launch(str(name.value), arguments, extents, values))
 
     tvm_ffi.structural_walk(host.body, [(tirx.Bind, bind), (tvm.ir.Call, visit)])
     return launches

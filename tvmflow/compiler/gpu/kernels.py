@@ -22,6 +22,7 @@ _VECTOR = 4
 _CHUNK = 16
 # Sums between the rows of a tile in shared memory, which belong to no tile (`product.cuh`).
 _PADDING = 8
+_MOST_ELEMENTS = (1 << 31) - 1
 _TYPES = {"float16": "half", "float32": "float"}
 
 
@@ -93,6 +94,9 @@ class _Kernel:
         """Whether the kernel reads parameters alone, and each result needs the sum at the same place alone."""
         if not all(_is_one_of(operand, self.function.params) for operand in self.operands()):
             return False
+        # Indices are integers of 32 bits.
+        if any(math.prod(static(size) or 1 for size in item.shape) > _MOST_ELEMENTS for item in self.function.params):
+            return False
         if self.store is None:
             return True
         variables = [item.var for item in self.store.iter_vars]
@@ -132,11 +136,12 @@ class _Kernel:
     def build(self) -> PrimFunc:
         """Return the function as a kernel."""
         rows, columns, layers = self.extents()
-        row_block, column_block, block_layer, thread, item = (
-            tirx.Var(name, "int32") for name in ("row_block", "column_block", "layer", "thread", "item")
+        block, column_block, rank, thread, item = (
+            tirx.Var(name, "int32") for name in ("block", "column_block", "rank", "thread", "item")
         )
-        layer = block_layer // self.cluster if self.cluster > 1 else block_layer
-        rank: Any = block_layer % self.cluster if self.cluster > 1 else 0
+        # A grid can have any number of blocks along x alone.
+        row_blocks = _blocks(rows, self.tile_rows)
+        layer, row_block = block // row_blocks, block % row_blocks
         shared = tirx.decl_buffer((self.shared_bytes() // 4,), "float32", "shared", scope="shared.dyn")
         first_row, first_column = row_block * self.tile_rows, column_block * self.tile_columns
         call = self.call(shared, layer, first_row, first_column, rank)
@@ -171,9 +176,9 @@ class _Kernel:
             body = _bind(tirx.Var("cluster", "int32"), "clusterCtaIdx.z", self.cluster, body)
         for variable, tag, extent in (
             (thread, "threadIdx.x", self.threads),
-            (block_layer, "blockIdx.z", layers * self.cluster),
+            (rank, "blockIdx.z", self.cluster),
             (column_block, "blockIdx.y", _blocks(columns, self.tile_columns)),
-            (row_block, "blockIdx.x", _blocks(rows, self.tile_rows)),
+            (block, "blockIdx.x", row_blocks * layers),
         ):
             body = _bind(variable, tag, extent, body)
         attributes = {key: value for key, value in (self.function.attrs or {}).items() if key != "s_tir"}
