@@ -13,10 +13,25 @@ _REASONS = {
     "amx.ROWS": "instruction set: AMX's tiles",
     "amx._FEWEST_ROWS": "instruction set: AMX's tiles",
     "amx._RESULTS": "instruction set: AMX's registers",
+    "build._LEAST_CAPABILITY": "instruction set: copies to shared memory in the background",
     "build._MOST_WEIGHTS_INSIDE": "reach of the code: 2 GiB",
     "cost.EVEN": "share of the time that cores wait",
     "cost._FILL": "the model's assumption for every cache",
     "diagnosis._IMAGE": "rank of an image",
+    "gpu.code._TIMEOUT": "patience: seconds for nvcc",
+    "gpu.definitions._UNKNOWN_ROWS": "shape: rows of a model whose sizes are free",
+    "gpu.kernels._CHUNK": "instruction set: the copy of 16 bytes",
+    "gpu.kernels._MOST_ELEMENTS": "indices of 32 bits",
+    "gpu.kernels._PADDING": "layout of the sums in product.cuh",
+    "gpu.kernels._VECTOR": "what TVM generates right code for",
+    "gpu.passes._FEWEST_UNITS": "instruction set: the tile of mma",
+    "gpu.passes._MOST_CHANNELS": "instruction set: registers of a thread",
+    "gpu.schedules._LONGEST_REDUCTION": "shape: reductions that one thread does",
+    "gpu.schedules._MANY_RESULTS": "shape: results that need no further threads",
+    "gpu.schedules._THREADS": "scope of the rule: threads of a block",
+    "gpu.tiling._REGISTERS": "registers that the kernel's code takes, and the instruction set's most",
+    "gpu.tiling._SHALLOW": "layout of tiles: bytes of a row",
+    "gpu.tiling._TILES": "scope of the choice",
     "machine.NARROWEST": "instruction set: 128 bits",
     "operators.block_plans._CHOICES": "scope of tuning",
     "operators.block_plans._WIDTHS": "share of wasted work, pixels computed twice",
@@ -70,7 +85,7 @@ def _modules() -> Iterator[tuple[str, ast.Module]]:
     """The modules that read the machine, and all schedules, by name without the package."""
     for path in sorted(_ROOT.rglob("*.py")):
         text, parts = path.read_text(), path.relative_to(_ROOT).with_suffix("").parts
-        if parts[0] in ("machine", "schedules") or "tvmflow.compiler.machine import" in text:
+        if parts[0] in ("gpu", "machine", "schedules") or "tvmflow.compiler.machine import" in text:
             yield ".".join(part for part in parts if part != "__init__"), ast.parse(text)
 
 

@@ -13,8 +13,6 @@ from tvmflow.target import Target
 _FILES = Path(__file__).parents[2] / "targets" / "gpus"
 # The registers of a thread beside those for sums, and the most that it can have.
 _REGISTERS, _MOST_REGISTERS = 96, 255
-# The least time of a step grows by this power of a thread's sums.
-_GROWTH = 0.38
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,10 @@ class Gpu:
     other numbers are of one multiprocessor, and times are in cycles. `shared` is the shared memory in bytes, and
     `shared_per_block` what one thread block can have of it; `threads` and `registers` are the most that reside there.
     `cache_bytes` and `shared_bytes` are the bytes per cycle from the second-level cache and from shared memory. `warps`
-    is the number of warps that hide the latency of multiplications. `fill` is the time before the first one, `step` the
-    least time from one tile of the depth to the next, `store` the time for each sum of a tile, and `cluster` that of
-    adding up what the thread blocks of a cluster computed. `numbers` holds what depends on the type of the numbers.
+    is the number of warps that hide the latency of multiplications. `fill` is the time before the first one, and `step`
+    the least time from one tile of the depth to the next, which grows with a thread's sums to the power `growth`.
+    `store` is the time for each sum of a tile, and `cluster` that of adding up what the thread blocks of a cluster
+    computed. `numbers` holds what depends on the type of the numbers.
     """
 
     shared: int
@@ -52,6 +51,7 @@ class Gpu:
     warps: float
     fill: float
     step: float
+    growth: float
     store: float
     cluster: float
     processors: Mapping[int, int]
@@ -167,7 +167,7 @@ def estimate(gpu: Gpu, tile: Tile, rows: int, columns: int, depth: int, batch: i
     compute = sums * tile.depth / numbers.multiply_adds / busy + fragments * numbers.convert
     move = (tile.rows + tile.columns) * tile.depth * size / gpu.cache_bytes
     rows_in_chunks = tile.depth * size / _USUAL / tile.warp_depths
-    least = gpu.step + numbers.chunk * rows_in_chunks * (sums / tile.threads / 16) ** _GROWTH
+    least = gpu.step + numbers.chunk * rows_in_chunks * (sums / tile.threads / 16) ** gpu.growth
     step = max(side_by_side * max(compute, move, fragments * size / gpu.shared_bytes), least)
     store = sums * gpu.store / tile.cluster * side_by_side
     together = gpu.cluster if tile.cluster > 1 else 0.0
