@@ -214,6 +214,12 @@ def explain_missing_unit(target: Target, precision: Precision) -> str | None:
     )
 
 
+def compute_capability(tvm: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the compute capability of a TVM target's GPU, major and minor; None where its `arch` names none."""
+    match = re.fullmatch("sm_([0-9]{2,3})[af]?", str(tvm.get("arch", "")))
+    return divmod(int(match[1]), 10) if match else None
+
+
 def presets() -> dict[str, str]:
     """Return a line of description for each named target, by name."""
     return {

@@ -20,6 +20,7 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.gpu import definitions, tiling
 from tvmflow.compiler.gpu.code import compile_kernels, with_code
 from tvmflow.compiler.gpu.kernels import product_kernel
+from tvmflow.compiler.gpu.passes import lower_attention
 from tvmflow.compiler.gpu.schedules import schedule_functions
 from tvmflow.compiler.gpu.tiling import Tile, choose_tile, gpu_of
 from tvmflow.compiler.passes import lower_passes
@@ -298,6 +299,49 @@ def test_attention_is_one_kernel_and_right(case: Heads, tmp_path: Path) -> None:
     expected = np.einsum("bhqk,bhkc->bhqc", weights / weights.sum(-1, keepdims=True), value)
     (result,) = EmulatedModel(mod, TVM_TARGET, tmp_path)(*inputs)
     assert np.abs(result - expected).max() <= 2e-3 * np.abs(expected).max()
+
+
+def test_joint_keys_and_values_are_read_beside_a_query_of_another_tensor(tmp_path: Path) -> None:
+    """The query is a slice of a tensor of five dimensions, as the joint result of the two dense layers is one."""
+    generator = np.random.default_rng(0)
+    weights = [generator.standard_normal((16, 32)).astype("float32") / 4 for _ in range(2)]
+    stored = relax.Var("stored", relax.TensorType((2, 7, 3, 2, 16), "float32"))
+    data = relax.Var("data", relax.TensorType((2, 9, 16), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [stored, data]):
+        with builder.dataflow():
+            piece = relax.op.strided_slice(stored, [2], [1], [2])
+            query = builder.emit(relax.op.permute_dims(builder.emit(relax.op.squeeze(piece, [2])), [0, 2, 1, 3]))
+            key, value = (
+                builder.emit(relax.op.permute_dims(builder.emit(relax.op.reshape(product, (2, 9, 2, 16))), axes))
+                for weight, axes in zip(weights, ([0, 2, 3, 1], [0, 2, 1, 3]), strict=True)
+                for product in [builder.emit(relax.op.matmul(data, relax.const(weight)))]
+            )
+            shares = builder.emit(relax.op.nn.softmax(builder.emit(relax.op.matmul(query, key)), axis=-1))
+            result = builder.emit_output(relax.op.matmul(shares, value))
+        builder.emit_func_output(result)
+    mod = lowered(builder.get())
+    assert len([name for name in mod.attrs["rules"] if "dense" in str(name)]) == 1
+    arrays = [generator.standard_normal(shape).astype("float32") for shape in ((2, 7, 3, 2, 16), (2, 9, 16))]
+    (output,) = EmulatedModel(mod, TVM_TARGET, tmp_path)(*arrays)
+    keys, values = ((arrays[1] @ weight).reshape(2, 9, 2, 16) for weight in weights)
+    scores = np.exp(np.einsum("bqhc,bkhc->bhqk", arrays[0][:, :, 1], keys))
+    expected = np.einsum("bhqk,bkhc->bhqc", scores / scores.sum(-1, keepdims=True), values)
+    assert np.abs(output - expected).max() <= 5e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("causal_mask", [None, "TopLeft"])
+def test_causal_attention_is_not_lowered_without_its_mask(causal_mask: str | None) -> None:
+    query, key, value = (relax.Var(name, relax.TensorType((1, 5, 2, 16), "float32")) for name in ("q", "k", "v"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [query, key, value]):
+        with builder.dataflow():
+            attention = relax.op.nn.attention(query, key, value, scale=0.25, causal_mask=causal_mask)
+            result = builder.emit_output(attention)
+        builder.emit_func_output(result)
+    with TVM_TARGET:
+        mod = lower_attention(GPU)(builder.get())
+    assert ("nn.attention" in mod.script()) == (causal_mask is not None)
 
 
 NETWORK = """<ir_version: 9, opset_import: ["" : 18]>

@@ -41,14 +41,14 @@ from tvmflow.compiler.schedules import ScheduleWarning, error_bounds, schedule
 from tvmflow.compiler.serialise import ir_text
 from tvmflow.errors import BuildError, OptionError, TargetError
 from tvmflow.runtime.profile import RULE
-from tvmflow.target import Precision, Target, explain_missing_unit
+from tvmflow.target import Precision, Target, compute_capability, explain_missing_unit
 
 # The worker threads of a library, in C: the linker compiles it and adds it to the library.
 _THREADS = Path(__file__).with_name("threads.c")
 # Bytes of weights. Code reaches what is within 2 GiB of it, and packed weights may be larger than those of the model.
 _MOST_WEIGHTS_INSIDE = 1 << 30
-# The first compute capability, times ten, with copies to shared memory in the background.
-_LEAST_CAPABILITY = 80
+# The first compute capability with copies to shared memory in the background.
+_LEAST_CAPABILITY = 8, 0
 
 
 @dataclass(frozen=True)
@@ -225,13 +225,12 @@ def _check_cuda(target: Target) -> None:
 
 def _cuda_arch(target: Target) -> str:
     """The architecture of a target's GPU, such as `sm_90`. Raises TargetError without one, or for one below 8.0."""
-    arch = str(target.tvm.get("arch", ""))
-    digits = arch.removeprefix("sm_").rstrip("af")
-    if not digits.isdigit():
+    capability = compute_capability(target.tvm)
+    if capability is None:
         raise TargetError(f"target {target.name!r} names no compute capability; name one such as cuda-sm90")
-    if int(digits) < _LEAST_CAPABILITY:
+    if capability < _LEAST_CAPABILITY:
         raise TargetError(f"target {target.name!r}: GPUs of a compute capability below 8.0 lack what the kernels use")
-    return arch
+    return str(target.tvm["arch"])
 
 
 def _probe() -> PrimFunc:

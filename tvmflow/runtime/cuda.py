@@ -22,7 +22,6 @@ _LIBRARY = "libtvm_runtime_cuda.so"
 _CUDA_RUNTIME, _PACKAGES = "libcudart.so.13", ("cu13/lib", "cuda_runtime/lib")
 # The attribute of a TVM device that says whether it exists, and the one of its compute capability.
 _EXISTS, _CAPABILITY = 0, 4
-_CUDA = 2
 
 
 @cache
@@ -74,9 +73,9 @@ class Memory:
         self._from_dlpack = tvm_ffi.from_dlpack
         self._shape, self._dtype = tvm_ffi.Shape, tvm_ffi.dtype
         attribute = find("runtime.GetDeviceAttr")
-        if not attribute(_CUDA, 0, _EXISTS):
+        if not attribute(library.GPU, 0, _EXISTS):
             raise BundleError("this machine shows no NVIDIA GPU")
-        major, minor = str(attribute(_CUDA, 0, _CAPABILITY)).split(".")
+        major, minor = str(attribute(library.GPU, 0, _CAPABILITY)).split(".")
         self.capability = int(major), int(minor)
 
     def to_tensor(self, array: "Array") -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from tvmflow.errors import BundleError
 
 # TVM's numbers of the device types `cpu` and `cuda`, and of the allocator that keeps freed memory for later calls.
-_CPU, _GPU, _POOLED_ALLOCATOR = 1, 2, 2
+_CPU, GPU, _POOLED_ALLOCATOR = 1, 2, 2
 
 
 @cache
@@ -50,7 +50,7 @@ def create_machine(library: Any, *, on_gpu: bool = False) -> "Callable[[str], Ca
     It runs on the CPU, or with `on_gpu` on the first GPU.
     """
     machine = library["vm_load_executable"]()
-    devices = (_GPU, _CPU) if on_gpu else (_CPU,)
+    devices = (GPU, _CPU) if on_gpu else (_CPU,)
     machine["vm_initialization"](*(item for device in devices for item in (device, 0, _POOLED_ALLOCATOR)))
     find_function: Callable[[str], Callable[..., Any]] = machine.get_function
     return find_function

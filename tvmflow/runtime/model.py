@@ -33,6 +33,7 @@ from tvmflow.errors import BundleError, InputError
 from tvmflow.runtime import cuda, library
 from tvmflow.runtime import threads as pools
 from tvmflow.runtime.uri import locate
+from tvmflow.target import compute_capability
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]
@@ -420,9 +421,9 @@ class CompiledModel:
 
     def _to_tensor(self, array: "Array") -> Any:
         """An array as a tensor on the model's device; on a CPU an aligned array is not copied."""
-        if self._gpu is not None:
-            return self._gpu.to_tensor(array)
         if not self._on_cpu:
+            if self._gpu is not None:
+                return self._gpu.to_tensor(array)
             from tvm import runtime
 
             return runtime.tensor(array, self.device)
@@ -467,10 +468,8 @@ class CompiledModel:
             raise BundleError(f"bundle {self.manifest.name!r}: {error}; build it again") from error
 
     def _to_array(self, tensor: Any) -> "Array":
-        if self._gpu is not None:
-            return self._gpu.to_array(tensor)
         if not self._on_cpu:
-            array: Array = tensor.numpy()
+            array: Array = tensor.numpy() if self._gpu is None else self._gpu.to_array(tensor)
             return array
         array = np.from_dlpack(tensor)
         # Without `fresh_outputs` an output may be memory of an input or a constant of the library. Versions of NumPy
@@ -644,12 +643,12 @@ def _gpu_for(manifest: Manifest) -> cuda.Memory:
         memory = cuda.Memory()
     except BundleError as error:
         raise BundleError(f"bundle {manifest.name!r} needs an NVIDIA GPU: {error}") from error
-    needed = str(manifest.tvm_target.get("arch", "")).removeprefix("sm_").rstrip("af")
-    if needed.isdigit() and memory.capability < divmod(int(needed), 10):
+    needed = compute_capability(manifest.tvm_target)
+    if needed is not None and memory.capability < needed:
+        major, minor = memory.capability
         raise BundleError(
-            f"bundle {manifest.name!r} is built for NVIDIA GPUs of compute capability {int(needed) / 10}, "
-            f"this machine's has {memory.capability[0]}.{memory.capability[1]}; build for cuda-sm"
-            f"{memory.capability[0]}{memory.capability[1]}"
+            f"bundle {manifest.name!r} is built for NVIDIA GPUs of compute capability {needed[0]}.{needed[1]}, "
+            f"this machine's has {major}.{minor}; build for cuda-sm{major}{minor}"
         )
     return memory
 

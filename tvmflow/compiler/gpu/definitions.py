@@ -204,6 +204,8 @@ class Attention:
 
 def attend(
     builder: relax.BlockBuilder,
+    bases: Sequence[relax.Expr],
+    numbers: Sequence[int],
     views: Sequence[View],
     shape: Sequence[Any],
     keys: Any,
@@ -212,10 +214,11 @@ def attend(
     zero_for_nan: bool,
     gpu: Gpu,
 ) -> relax.Expr:
-    """Return attention over float16 queries, keys and values, the `views`, in float32.
+    """Return attention over float16 queries, keys and values, in float32.
 
-    `shape` is that of the queries and of the result, `[batch, positions, heads, channels]`, and `keys` the number of
-    keys. `mask`, float32, is added to the scores, `[batch, heads, queries, keys]`; any of its dimensions may be 1.
+    They are the `views`, each of the float16 tensor among `bases` whose place is in `numbers`. `shape` is that of the
+    queries and of the result, `[batch, positions, heads, channels]`, and `keys` the number of keys. `mask`, float32, is
+    added to the scores, `[batch, heads, queries, keys]`; any of its dimensions may be 1.
     """
     batch, queries, heads, channels = shape
     layers = (static(batch) or 1) * (static(heads) or 1)
@@ -224,24 +227,13 @@ def attend(
     tile = 64 if int(channels) <= 64 and row_warps == 4 else 32
     places = (views[0].places, views[1].places, views[2].places)
     plan = Attention(float(scale), zero_for_nan, row_warps, 4 // row_warps, tile, places)
-    bases: list[relax.Expr] = []
-    for view in views:
-        if not any(view.base.same_as(base) for base in bases):
-            bases.append(view.base)
-    numbers = [next(i for i, base in enumerate(bases) if view.base.same_as(base)) for view in views]
-
-    def size_of(tensors: Sequence[te.Tensor], operand: int, dim: int, size: Any) -> Any:
-        """A size as a variable of the function, whose tensors have variables of their own for symbolic sizes."""
-        axes = zip(tensors[numbers[operand]].shape, views[operand].places, strict=True)
-        return size if static(size) is not None else next((item for item, (at, _, _) in axes if at == dim), size)
 
     def compute(*tensors: te.Tensor) -> te.Tensor:
-        query, key, value = (
-            partial(_element, view, tensors[number]) for view, number in zip(views, numbers, strict=True)
-        )
+        own = [tensors[number] for number in numbers]
+        query, key, value = (partial(view.element, tensor) for view, tensor in zip(views, own, strict=True))
         masks = tensors[len(bases) :]
-        batch, queries = (size_of(tensors, 0, dim, shape[dim]) for dim in (0, 1))
-        count = size_of(tensors, 1, 1, keys)
+        batch, queries = (views[0].size(own[0], dim, shape[dim]) for dim in (0, 1))
+        count = views[1].size(own[1], 1, keys)
         inner, place = te.reduce_axis((0, channels), name="channel"), te.reduce_axis((0, count), name="key")
         scores = te.compute(
             (batch, heads, queries, count),
@@ -275,10 +267,6 @@ def attend(
         )
 
     return call_kernel(builder, compute, *bases, *([] if mask is None else [mask]), name="attention_fp16")
-
-
-def _element(view: View, tensor: te.Tensor, *index: Any) -> Any:
-    return view.element(tensor, index)
 
 
 def pack(weight: Array, tile: Tile) -> Array:

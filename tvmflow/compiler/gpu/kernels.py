@@ -22,7 +22,9 @@ _VECTOR = 4
 _CHUNK = 16
 # Sums between the rows of a tile in shared memory, which belong to no tile (`product.cuh`).
 _PADDING = 8
+# Indices are integers of 32 bits.
 _MOST_ELEMENTS = (1 << 31) - 1
+_ONE = tirx.const(1, "int32")
 _TYPES = {"float16": "half", "float32": "float"}
 
 
@@ -94,7 +96,6 @@ class _Kernel:
         """Whether the kernel reads parameters alone, and each result needs the sum at the same place alone."""
         if not all(_is_one_of(operand, self.function.params) for operand in self.operands()):
             return False
-        # Indices are integers of 32 bits.
         if any(math.prod(static(size) or 1 for size in item.shape) > _MOST_ELEMENTS for item in self.function.params):
             return False
         if self.store is None:
@@ -221,7 +222,8 @@ class _ProductKernel(_Kernel):
 
     def extents(self) -> tuple[Any, Any, Any]:
         columns = self.details.columns if self.details.columns is not None else self.sums.shape[-1]
-        return _product(self.inner), _int32(columns), _product(self.leading) * self.details.groups
+        rows, layers = (math.prod(map(_int32, sizes), start=_ONE) for sizes in (self.inner, self.leading))
+        return rows, _int32(columns), layers * self.details.groups
 
     def shared_bytes(self) -> int:
         return self.details.tile.shared_bytes(_bytes(self.left))
@@ -390,13 +392,6 @@ def _bind(variable: Any, tag: str, extent: Any, body: Any) -> Any:
 
 def _blocks(extent: Any, size: int) -> Any:
     return (_int32(extent) + size - 1) // size
-
-
-def _product(sizes: Sequence[Any]) -> Any:
-    total: Any = tirx.const(1, "int32")
-    for size in sizes:
-        total = total * _int32(size)
-    return total
 
 
 def _int32(size: Any) -> Any:

@@ -1,13 +1,13 @@
 """The passes that rewrite products of a model for a GPU."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import tvm
-from tvm import relax, te
+from tvm import relax
 
 from tvmflow.compiler.gpu import definitions
 from tvmflow.compiler.gpu.tiling import Gpu
@@ -22,7 +22,8 @@ from tvmflow.compiler.operators.common import (
 )
 from tvmflow.compiler.operators.geometry import has_constant_weights, is_depthwise
 from tvmflow.compiler.passes import attention
-from tvmflow.compiler.passes.attention import View, view_of
+from tvmflow.compiler.passes.attention import View, bases_of, view_of
+from tvmflow.compiler.passes.fp16 import Float16, cast
 from tvmflow.compiler.passes.narrow import ROUNDING, is_weighted, narrow_products
 from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 
@@ -56,20 +57,18 @@ def lower_attention(gpu: Gpu) -> tvm.transform.Pass:
     readers of an operand share its rounding.
     """
 
-    def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr:
-        masks, attrs = list(call.args[3:]), call.attrs
+    def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+        if not attention.is_plain(call):
+            return None
+        builder, masks, attrs = rewriter.builder_, list(call.args[3:]), call.attrs
         zero_for_nan = attrs.causal_mask == attention.ZERO_FOR_NAN
         if _is_kernel(call):
             views = _views(rewriter, call.args[:3])
-            rounded: dict[relax.Expr, relax.Expr] = {}
-            for view in views:
-                if view.base not in rounded:
-                    rounded[view.base] = rewriter.emit(_round(rewriter.builder_, view.base))
-            views = [replace(view, base=rounded[view.base]) for view in views]
-            shape, keys = call.ty.shape.values, call.args[1].ty.shape.values[1]
-            mask = masks[0] if masks else None
+            bases, numbers = bases_of(rewriter, views)
+            rounded = [rewriter.emit(_round(builder, base)) for base in bases]
+            shape, keys, mask = call.ty.shape.values, call.args[1].ty.shape.values[1], masks[0] if masks else None
             return definitions.attend(
-                rewriter.builder_, views, shape, keys, mask, float(attrs.scale), zero_for_nan, gpu
+                builder, rounded, numbers, views, shape, keys, mask, float(attrs.scale), zero_for_nan, gpu
             )
         query, key, value = (
             rewriter.emit(relax.op.permute_dims(operand, axes))
@@ -94,16 +93,31 @@ def _views(rewriter: Rewriter, operands: Sequence[relax.Expr]) -> list[View]:
     Dense layers of one tensor become one, of which each operand is a slice.
     """
     layers = [_layer(rewriter, operand) for operand in operands]
+    # Of three operands, two or three can be of one tensor.
+    groups = [
+        [item for item in layers if item is not None and layer.joins(rewriter, item)] for layer in layers if layer
+    ]
+    together = max(groups, key=len, default=[])
+    joint = _join(rewriter, together) if len(together) > 1 else None
     views: list[View] = []
     for operand, layer in zip(operands, layers, strict=True):
-        together = [item for item in layers if layer is not None and item is not None and layer.joins(rewriter, item)]
-        if layer is not None and len(together) > 1:
-            views.append(layer.view(rewriter, together, views))
+        place = next((i for i, item in enumerate(together) if item is layer), None)
+        if joint is not None and place is not None:
+            views.append(View(joint, ((0, 1, 0), (1, 1, 0), (None, 1, place), (2, 1, 0), (3, 1, 0))))
             continue
         view = view_of(rewriter, operand)
-        own = View(operand, tuple((dim, 1, 0) for dim in range(4)))
-        views.append(view if _has_whole_chunks(view) else own)
+        views.append(view if _has_whole_chunks(view) else View(operand, tuple((dim, 1, 0) for dim in range(4))))
     return views
+
+
+def _join(rewriter: Rewriter, layers: "Sequence[_Layer]") -> relax.Expr:
+    """The results of dense layers of one tensor as one: `[batch, positions, layer, heads, channels]`."""
+    first = layers[0]
+    value = rewriter.emit(relax.op.matmul(first.data, relax.const(np.concatenate([item.weight for item in layers], 1))))
+    biases = [item.bias for item in layers if item.bias is not None]
+    if biases:
+        value = rewriter.emit(relax.op.add(value, relax.const(np.concatenate(biases))))
+    return rewriter.emit(relax.op.reshape(value, [*first.shape[:2], len(layers), *first.shape[2:]]))
 
 
 def _has_whole_chunks(view: View) -> bool:
@@ -137,20 +151,6 @@ class _Layer:
             and same_shape(self.shape, other.shape)
         )
 
-    def view(self, rewriter: Rewriter, together: "Sequence[_Layer]", views: Sequence[View]) -> View:
-        """The layer's part of the layers' joint result, which the first of them emits."""
-        place = next(i for i, item in enumerate(together) if item is self)
-        places = ((0, 1, 0), (1, 1, 0), (None, 1, place), (2, 1, 0), (3, 1, 0))
-        if place > 0:
-            return View(next(view.base for view in views if len(view.places) == len(places)), places)
-        weight = relax.const(np.concatenate([item.weight for item in together], axis=1))
-        value = rewriter.emit(relax.op.matmul(self.data, weight))
-        biases = [item.bias for item in together if item.bias is not None]
-        if biases:
-            value = rewriter.emit(relax.op.add(value, relax.const(np.concatenate(biases))))
-        shape = [*self.shape[:2], len(together), *self.shape[2:]]
-        return View(rewriter.emit(relax.op.reshape(value, shape)), places)
-
 
 def _layer(rewriter: Rewriter, operand: relax.Expr) -> _Layer | None:
     """The dense layer that computes an operand of attention and nothing else; None for other operands."""
@@ -183,12 +183,10 @@ def _is_kernel(call: relax.Call) -> bool:
 def _round(builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
     """Return an expression for a float32 tensor rounded to float16."""
     attributes = {ROUNDING: 1}
-    return builder.call_te(
-        partial(_cast, dtype="float16"), value, primfunc_name_hint="round", primfunc_attrs=attributes
-    )
+    return builder.call_te(partial(cast, dtype="float16"), value, primfunc_name_hint="round", primfunc_attrs=attributes)
 
 
-class _Float16:
+class _Float16(Float16):
     """Numbers of 16 bits on tensor cores (`passes.narrow.Numbers`)."""
 
     def __init__(self, gpu: Gpu) -> None:
@@ -199,7 +197,7 @@ class _Float16:
             return [call.args[0]] if _is_wide_convolution(call) else []
         if is_weighted(call):
             return [call.args[0]]
-        return list(call.args) if is_batch_of_products(call) else []
+        return list(call.args) if _is_batch_of_products(call) else []
 
     def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
         return definitions.convolve(builder, call, data, self._gpu, "float16", "conv2d_fp16")
@@ -210,12 +208,6 @@ class _Float16:
             return definitions.multiply_weights(builder, operands[0], weight, self._gpu, "float16", "dense_fp16")
         left, right = operands
         return definitions.multiply(builder, left, right, self._gpu, "float16", "matmul_fp16")
-
-    def round(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-        return builder.call_te(partial(_cast, dtype="float16"), value, primfunc_name_hint="round")
-
-    def widen(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-        return builder.call_te(partial(_cast, dtype="float32"), value, primfunc_name_hint="widen")
 
 
 def legalizations(gpu: Gpu) -> dict[str, Legalization]:
@@ -230,7 +222,7 @@ def legalizations(gpu: Gpu) -> dict[str, Legalization]:
         left, right = call.args
         if is_weighted(call):
             return definitions.multiply_weights(builder, left, right.value.numpy(), gpu, "float32", "dense")
-        if is_batch_of_products(call):
+        if _is_batch_of_products(call):
             return definitions.multiply(builder, left, right, gpu, "float32", "matmul")
         return default(builder, call)
 
@@ -244,13 +236,9 @@ def _is_wide_convolution(call: relax.Call) -> bool:
     return int(call.attrs.groups) == 1 or units >= _FEWEST_UNITS
 
 
-def is_batch_of_products(call: relax.Call) -> bool:
+def _is_batch_of_products(call: relax.Call) -> bool:
     """Whether a call multiplies two batches of float32 matrices, with equal leading dimensions."""
     if called_operator(call) != "relax.matmul" or not is_float32(*call.args):
         return False
     left, right = (list(argument.ty.shape.values) for argument in call.args)
     return len(left) == len(right) >= 2 and same_shape(left[:-2], right[:-2]) and str(call.ty.dtype) == "float32"
-
-
-def _cast(x: te.Tensor, dtype: str) -> te.Tensor:
-    return te.compute(x.shape, lambda *index: x[index].astype(dtype), name="cast")

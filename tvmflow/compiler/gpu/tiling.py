@@ -1,14 +1,13 @@
 """The tiles of matrix products on a GPU, and the model of their time that chooses among them."""
 
 import math
-import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tvmflow.target import Target
+from tvmflow.target import Target, compute_capability
 
 _FILES = Path(__file__).parents[2] / "targets" / "gpus"
 # The registers of a thread beside those for sums, and the most that it can have.
@@ -60,9 +59,9 @@ class Gpu:
 
 def gpu_of(target: Target) -> Gpu:
     """Return the numbers of a target's GPU: those of the newest known compute capability that is not newer."""
-    digits = re.sub(r"\D", "", str(target.tvm.get("arch", "")))
-    known = {int(file.stem.removeprefix("sm_")): file for file in _FILES.glob("sm_*.toml")}
-    capability = max((item for item in known if item <= int(digits or 0)), default=min(known))
+    known = {compute_capability({"arch": file.stem}) or (0, 0): file for file in _FILES.glob("sm_*.toml")}
+    named = compute_capability(target.tvm) or min(known)
+    capability = max((item for item in known if item <= named), default=min(known))
     return _read(known[capability])
 
 

@@ -1,5 +1,6 @@
 """Recognises attention that a model composes of products, a mask and softmax, and computes it in one function."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -201,9 +202,18 @@ class View:
     base: relax.Expr
     places: tuple[tuple[int | None, int, int], ...]
 
-    def element(self, tensor: te.Tensor, index: tuple[Any, ...]) -> Any:
+    def element(self, tensor: te.Tensor, *index: Any) -> Any:
         """Return the element of the tensor at an index, read from the base."""
         return tensor[tuple(start if dim is None else index[dim] * step + start for dim, step, start in self.places)]
+
+    def size(self, tensor: te.Tensor, dim: int, size: Any) -> Any:
+        """Return `size`, that of a dimension, for a function that reads the base as `tensor`.
+
+        A function's tensors have variables of their own for symbolic sizes.
+        """
+        if isinstance(size, tirx.IntImm):
+            return size
+        return next((own for own, (at, _, _) in zip(tensor.shape, self.places, strict=True) if at == dim), size)
 
 
 def view_of(rewriter: Rewriter, expr: relax.Expr) -> View:
@@ -217,6 +227,26 @@ def view_of(rewriter: Rewriter, expr: relax.Expr) -> View:
         # The channels, which vectors are loaded from, must be contiguous.
         if view.places[-1][:2] == (3, 1):
             best = view
+
+
+def bases_of(rewriter: Rewriter, views: Sequence[View]) -> tuple[list[relax.Expr], list[int]]:
+    """Return the different tensors behind views, and for each view the place of its own among them."""
+    bases: list[relax.Expr] = []
+    for view in views:
+        if not any(rewriter.same(view.base, base) for base in bases):
+            bases.append(view.base)
+    return bases, [next(i for i, base in enumerate(bases) if rewriter.same(base, view.base)) for view in views]
+
+
+def is_plain(call: relax.Call) -> bool:
+    """Whether a call computes float32 attention of a known scale without a window and a causal mask."""
+    attrs = call.attrs
+    return (
+        attrs.causal_mask in (None, ZERO_FOR_NAN)
+        and attrs.window_size is None
+        and attrs.scale is not None
+        and all(dtype(item) == "float32" for item in call.args)
+    )
 
 
 def _through(rewriter: Rewriter, view: View) -> View | None:
@@ -290,19 +320,13 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
     """The call of one function that reads queries, keys and values in place."""
     attrs = call.attrs
     shape, keys = sizes(call.args[0]), sizes(call.args[1])
-    if shape is None or keys is None or attrs.causal_mask not in (None, ZERO_FOR_NAN) or attrs.window_size is not None:
+    if shape is None or keys is None or not is_plain(call) or not same_shape(shape, sizes(call)):
+        return None
+    if not all(isinstance(size, tirx.IntImm) for size in shape[2:]):
         return None
     zero_for_nan = attrs.causal_mask == ZERO_FOR_NAN
-    if not all(dtype(item) == "float32" for item in call.args) or not same_shape(shape, sizes(call)):
-        return None
-    if not all(isinstance(size, tirx.IntImm) for size in shape[2:]) or attrs.scale is None:
-        return None
     views = [view_of(rewriter, item) for item in call.args[:3]]
-    bases: list[relax.Expr] = []
-    for view in views:
-        if not any(rewriter.same(view.base, base) for base in bases):
-            bases.append(view.base)
-    places = [next(i for i, base in enumerate(bases) if rewriter.same(base, view.base)) for view in views]
+    bases, places = bases_of(rewriter, views)
     masks = list(call.args[3:])
     # A lane of a dot product multiplies two channels.
     bf16 = bf16 and int(shape[3]) % BF16.group == 0
@@ -310,16 +334,9 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
         bases = [rewriter.emit(round_operand(rewriter.builder_, base)) for base in bases]
 
     def compute(*tensors: te.Tensor) -> te.Tensor:
-        def element(view: View, tensor: te.Tensor, *index: Any) -> Any:
-            return view.element(tensor, index)
-
-        query, key, value = (partial(element, view, tensors[place]) for view, place in zip(views, places, strict=True))
+        query, key, value = (partial(view.element, tensors[place]) for view, place in zip(views, places, strict=True))
         mask = tensors[len(bases)] if masks else None
-        count = keys[1]
-        if not isinstance(count, tirx.IntImm):
-            # The function's tensors have variables of their own for symbolic sizes.
-            axes = zip(tensors[places[1]].shape, views[1].places, strict=True)
-            count = next((size for size, (dim, _, _) in axes if dim == 1), count)
+        count = views[1].size(tensors[places[1]], 1, keys[1])
         scale = float(attrs.scale)
         return attention.attention(shape, count, query, key, value, mask, scale, machine, bf16, zero_for_nan)
 

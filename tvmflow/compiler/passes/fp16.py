@@ -34,7 +34,19 @@ class HalveProducts:
         return narrow_products(mod, self._numbers)
 
 
-class _Float16:
+class Float16:
+    """How float32 tensors become float16 ones and back, for classes of `passes.narrow.Numbers`."""
+
+    def round(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
+        """Return an expression for a float32 tensor rounded to float16."""
+        return builder.call_te(partial(cast, dtype="float16"), value, primfunc_name_hint="round")
+
+    def widen(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
+        """Return a float32 expression for a float16 tensor."""
+        return builder.call_te(partial(cast, dtype="float32"), value, primfunc_name_hint="widen")
+
+
+class _Float16(Float16):
     def __init__(self, machine: Machine, choices: Choices) -> None:
         self._machine = machine
         self._choices = choices
@@ -74,12 +86,6 @@ class _Float16:
         compute = partial(products.dense, units=units, machine=self._half, decisions=decisions)
         return self._call(builder, compute, data, packed_weight, "dense_fp16")
 
-    def round(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-        return builder.call_te(partial(_cast, dtype="float16"), value, primfunc_name_hint="round")
-
-    def widen(self, builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
-        return builder.call_te(partial(_cast, dtype="float32"), value, primfunc_name_hint="widen")
-
     def _call(
         self,
         builder: relax.BlockBuilder,
@@ -91,13 +97,14 @@ class _Float16:
         """Emit an operator on float16 whose result is float32."""
 
         def compute(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
-            return _cast(operator(data, weight), "float32")
+            return cast(operator(data, weight), "float32")
 
         packed_weight = constant(weight.astype("float16"))
         return call_kernel(builder, compute, data, packed_weight, name=name)
 
 
-def _cast(x: te.Tensor, dtype: str) -> te.Tensor:
+def cast(x: te.Tensor, dtype: str) -> te.Tensor:
+    """Convert the elements of a tensor to another type."""
     return te.compute(x.shape, lambda *index: x[index].astype(dtype), name="cast")
 
 
