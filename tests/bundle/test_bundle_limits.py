@@ -7,7 +7,7 @@ import stat
 import tarfile
 from collections.abc import Callable
 from fractions import Fraction
-from importlib.metadata import PackageNotFoundError
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ from tvmflow.bundle import (
     sha256_file,
     sign,
 )
+from tvmflow.bundle.manifest import _version
 from tvmflow.bundle.signature import check, trusted_keys
 from tvmflow.errors import BundleError, SettingsError
 from tvmflow.target import Host
@@ -162,15 +163,18 @@ def test_the_machine_of_a_bundle_is_checked_by_architecture_features_and_version
     dataclasses.replace(own, versions=dataclasses.replace(own.versions, tvmflow="0", llvm="0")).check_host()
 
 
-def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
+def test_versions_are_those_of_the_installed_packages_and_a_missing_one_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def find(name: str) -> metadata.Distribution:
         if name == "apache-tvm":
-            raise PackageNotFoundError(name)
-        return f"version of {name}"
+            raise metadata.PackageNotFoundError(name)
+        return metadata.distribution(name)
 
-    monkeypatch.setattr("tvmflow.bundle.manifest.version", version)
-    expected = Versions("version of tvmflow", "none", "version of apache-tvm-ffi", "19")
-    assert installed_versions("19") == expected
+    monkeypatch.setattr("tvmflow.bundle.manifest.distribution", find)
+    monkeypatch.setattr("tvmflow.bundle.manifest._version", _version.__wrapped__)
+    expected = (metadata.version("tvmflow"), "none", metadata.version("apache-tvm-ffi"), "19")
+    assert installed_versions("19") == Versions(*expected)
     assert installed_versions().llvm == ""
 
 

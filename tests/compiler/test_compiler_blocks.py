@@ -1,7 +1,7 @@
 """Blocks of convolutions: fused where the cost model says so, and equal to ONNX Runtime."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +9,20 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper
+from tvm import tirx
+from tvm.s_tir import SBlockRealize
 
 from support import scale
 from support.arrays import onnxruntime_outputs
 from support.builds import rule_counts
 from support.machines import on_two_cores
 from support.models import join_models, joined_name, save_model
-from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, workloads
+from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.inspection import Inspection
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators import block_plans
-from tvmflow.compiler.schedules import schedule
+from tvmflow.compiler.schedules import kernels_of, schedule
+from tvmflow.compiler.schedules.common import substitute
 from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
@@ -34,6 +37,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1e12 * sum(part is not None for part in (costs._block.first, costs._block.last))
 
     monkeypatch.setattr(block_plans._Costs, "apart", apart)
+    # Of free sizes, those of these tests are several patches then.
+    monkeypatch.setattr(winograd, "INPUT_PIXELS", 16)
 
 
 class _Graph:
@@ -266,7 +271,7 @@ def test_bottlenecks_of_free_height_and_width_equal_onnx_runtime(algorithm: str,
     # A normal run takes two of them, and has each kind of parts with one algorithm or the other.
     first = 0 if algorithm else 1
     for place, case in enumerate(scale.choose(normal=bottlenecks[-2:], long=bottlenecks)):
-        for parts in scale.choose(normal=[_PARTS[first + place]], long=_PARTS):
+        for parts in scale.choose(normal=[_PARTS[(first + place) % len(_PARTS)]], long=_PARTS):
             (nodes, inputs, outputs, weights), *_ = _bottleneck(case, parts)
             channels = inputs[0][1][1]
             normal = np.random.default_rng(place).standard_normal
@@ -277,12 +282,55 @@ def test_bottlenecks_of_free_height_and_width_equal_onnx_runtime(algorithm: str,
     assert set(model.algorithms) == ({algorithm} if algorithm else set())
 
 
+def _places(func: Any, name: str, sizes: dict[Any, int]) -> Iterator[list[int]]:
+    """The values of the variables of the block `name` of a scheduled function, each time it runs with these `sizes`.
+
+    Of loops that are unrolled or vectorised, only the first iteration counts.
+    """
+
+    def run(statement: Any, values: dict[Any, Any]) -> Iterator[list[int]]:
+        if isinstance(statement, tirx.For):
+            is_whole = statement.kind in (tirx.ForKind.SERIAL, tirx.ForKind.PARALLEL)
+            for place in range(int(substitute(statement.extent, values)) if is_whole else 1):
+                yield from run(statement.body, {**values, statement.loop_var: tirx.const(place, "int64")})
+        elif isinstance(statement, tirx.SeqStmt):
+            for item in statement.seq:
+                yield from run(item, values)
+        elif isinstance(statement, SBlockRealize) and not statement.block.iter_vars:
+            yield from run(statement.block.body, values)
+        elif statement.block.name_hint == name and substitute(statement.predicate, values):
+            yield [int(substitute(value, values)) for value in statement.iter_values]
+
+    return run(func.body, {variable: tirx.const(size, "int64") for variable, size in sizes.items()})
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("height", [3, 14, 23])
+def test_the_patches_of_a_free_image_have_even_heights_and_end_with_the_image(height: int, make_model: Any) -> None:
+    graph, target = _Graph(), on_two_cores("x86-64-v3")
+    output = _block((8, 16, 8, 3, 1, 0, 0, "Relu"), graph)
+    path = make_model(graph.nodes, [("x", [1, 8, "h", 8])], [output], graph.weights)
+    (func,) = (
+        item.func for item in workloads(lower(import_onnx(path), target)) if "block.last" in kernels_of(item.func)
+    )
+    scheduled, _ = schedule(func, machine(target))
+    (free,) = (size for size in scheduled.params[0].shape if not isinstance(size, tirx.IntImm))
+
+    written = {(place[-2], place[1]) for place in _places(scheduled, "T_add", {free: height})}
+    assert [line for _, line in sorted(written)] == [*range(height)]
+    lines = Counter(strip for strip, _ in written)
+    assert max(lines.values()) - min(lines.values()) <= len(lines)
+    # A line of the result reads three of the first convolution.
+    computed = {(place[1], place[3]) for place in _places(scheduled, "expanded", {free: height})}
+    assert Counter(strip for strip, _ in computed) == {strip: count + 2 for strip, count in lines.items()}
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4", "aarch64-neoverse-n1"])
 def test_a_block_near_a_free_input_is_whole_and_one_that_few_pixels_reach_is_apart(level: str, make_model: Any) -> None:
     graph, target = _Graph(), on_two_cores(level)
     x = graph.then(_block((16, 96, 32, 3, 2, 0, 0, "Clip"), graph), "Relu")
-    x = graph.then(graph.conv(x, 32, 320, kernel=5, stride=16, pads=[2] * 4), "Relu")
+    x = graph.then(graph.conv(x, 32, 320, kernel=5, stride=64, pads=[2] * 4), "Relu")
     output = _block((320, 1920, 320, 3, 1, 0, 0, "Clip"), graph, x)
     path = make_model(graph.nodes, [("x", ["n", 16, "h", "w"])], [output], graph.weights)
     lowered = workloads(lower(import_onnx(path), target))

@@ -77,6 +77,16 @@ def test_tiles_fit_the_registers_and_the_sets_of_the_first_cache(name: str) -> N
                 assert row_bytes in (None, 4) or tile.rows <= max(1, cost.rows_in_set(machine))
 
 
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_a_tile_of_an_unknown_number_of_rows_keeps_a_core_busy(name: str) -> None:
+    for features in ((), ("avx",), _AVX512):
+        machine = of_profile(named(name), features, 2)
+        for vectors in range(1, 9):
+            tile = tiles.choose(None, vectors, machine)
+            # Of more rows, most would be wasted where there are few.
+            assert tile.rows * tile.vectors >= min(tiles.UNKNOWN_ROWS, cost.in_flight(machine)), vectors
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_vectors_that_only_poor_tiles_divide_are_filled_up(name: str) -> None:

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any, Literal
 
 from tvmflow.errors import BundleError
@@ -145,17 +146,13 @@ class Manifest:
     def check_host(self) -> None:
         """Raise BundleError if this machine or the installed TVM cannot run the bundle; for AMX see `check_machine`."""
         check_machine(self.name, self.target, self.arch, self.tvm_target, self.cpu_features)
-        running = installed_versions()
-        if _minor(running.tvm) != _minor(self.versions.tvm):
-            raise BundleError(
-                f"bundle {self.name!r} is built with apache-tvm {self.versions.tvm}, installed is {running.tvm}; "
-                f"install apache-tvm {self.versions.tvm}"
-            )
-        if _minor(running.tvm_ffi) != _minor(self.versions.tvm_ffi):
-            raise BundleError(
-                f"bundle {self.name!r} is built with apache-tvm-ffi {self.versions.tvm_ffi}, "
-                f"installed is {running.tvm_ffi}; install apache-tvm-ffi {self.versions.tvm_ffi}"
-            )
+        for package, needed in ("apache-tvm", self.versions.tvm), ("apache-tvm-ffi", self.versions.tvm_ffi):
+            installed = _version(package)
+            if _minor(installed) != _minor(needed):
+                raise BundleError(
+                    f"bundle {self.name!r} is built with {package} {needed}, installed is {installed}; "
+                    f"install {package} {needed}"
+                )
 
 
 def check_machine(
@@ -190,14 +187,21 @@ def check_machine(
 
 def installed_versions(llvm: str = "") -> Versions:
     """Return the installed versions, "none" for a missing package; `llvm` is passed on, as only the compiler has it."""
+    return Versions(_version("tvmflow"), _version("apache-tvm"), _version("apache-tvm-ffi"), llvm)
 
-    def version_of(package: str) -> str:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return "none"
 
-    return Versions(version_of("tvmflow"), version_of("apache-tvm"), version_of("apache-tvm-ffi"), llvm)
+@cache
+def _version(package: str) -> str:
+    """The installed version of a package, "none" for a missing one.
+
+    `importlib.metadata.version` parses all that a package says of itself, which takes longer than to unpack a bundle.
+    """
+    try:
+        installed = distribution(package)
+    except PackageNotFoundError:
+        return "none"
+    lines = (installed.read_text("METADATA") or "").splitlines()
+    return next((line.split()[1] for line in lines if line.startswith("Version: ")), None) or installed.version
 
 
 def _minor(number: str) -> list[str]:

@@ -20,6 +20,9 @@ ROWS = "tvmflow.rows"
 LINES = "tvmflow.lines"
 COLUMNS = "tvmflow.columns"
 CHUNK = "tvmflow.chunk"
+# For a convolution of a block: along the lines and along the columns, the distance of the windows of two neighbouring
+# pixels and the size of a window, all in pixels of the input.
+WINDOW = "tvmflow.window"
 # The dot-product instruction of a product of bfloat16 numbers or 8-bit integers.
 DOT = "tvmflow.dot"
 # For a product by AMX: the geometry of its kernel (`tvmflow.compiler.amx.Kernel`).

@@ -27,6 +27,17 @@ def with_body(block: SBlock, body: Any, buffers: Sequence[Any] = ()) -> SBlock:
     return SBlock(*fields, [*block.alloc_buffers, *buffers], block.match_buffers, block.annotations)
 
 
+def with_loop_body(loop: For, body: Any) -> For:
+    """Return a loop with another body."""
+    return For(loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations)
+
+
+def without_annotation(loop: For, name: str) -> For:
+    """Return a loop without the annotation `name`."""
+    annotations = {key: value for key, value in loop.annotations.items() if key != name}
+    return For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, annotations)
+
+
 def terms(condition: Any) -> list[Any]:
     """Return the terms of a conjunction."""
     if isinstance(condition, tirx.And):

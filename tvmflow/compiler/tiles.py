@@ -80,7 +80,7 @@ def rank(
             continue
         for height in range(1, most + 1):
             if height * count + count + 1 > machine.registers or (
-                rows is None and height != min(unknown, (machine.registers - 3) // 2, most)
+                rows is None and height != min(unknown, (machine.registers - 1) // count - 1, most)
             ):
                 continue
             if exact and rows is not None and rows % height:

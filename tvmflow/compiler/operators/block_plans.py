@@ -37,10 +37,13 @@ def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> 
     # Channels that do not fill vectors, such as a model's input, are not worth a block.
     if middle.channels % lanes or (depth % lanes and not (middle.depthwise and block.first is None)):
         return [], 0.0
-    all_lines, all_columns = (
-        range(step, size + 1, step) if free else [part for part in range(step, size + 1, step) if size % part == 0]
-        for size, free in zip(middle.geometry.result_size(high, wide), block.free, strict=True)
-    )
+    result = middle.geometry.result_size(high, wide)
+    all_lines, all_columns = ([part for part in range(step, size + 1, step) if size % part == 0] for size in result)
+    # Of patches of a free size, those count that no lower patches make.
+    if block.free[0]:
+        all_lines = sorted({-(-result[0] // count // step) * step for count in range(1, result[0] + 1)})
+    if block.free[1]:
+        all_columns = [*range(step, result[1] + 1, step)]
     ranked: list[Plan] = []
     saved = _Saved.of(block, batch, machine) if strassen and not any(block.free) else _Saved()
     apart = 0.0
@@ -140,6 +143,8 @@ class _Costs:
             self._weights += self._number * block.depth * depth if first else 0
             self._weights += self._number * middle.channels * last.channels if last else 0
         self._saved = saved
+        # The pixels of the widest tile of the middle and the last convolution.
+        self._tile = max(middle_tile.rows * (middle.winograd or 1), last_tile.rows if last_tile else 1)
 
     def _steps(self, depth: int) -> int:
         """The products that a lane adds one after another, for a sum over `depth` channels."""
@@ -180,13 +185,16 @@ class _Costs:
         if self._weights + bytes_in_cache > machine.own_cache:
             # Each patch reads all weights again.
             cycles += cost.streaming(max(self._weights, machine.own_cache + 1), machine)
-        # Where the size of the image is free, the last patch is half empty on average.
-        strips, beside = (
-            size / part + 0.5 if free else size // part
-            for size, part, free in zip((self._out_h, self._out_w), (lines, columns), block.free, strict=True)
-        )
-        patches = self._batch * strips * beside
-        share: float = patches / machine.cores if any(block.free) else self._share(int(patches))
+        counts = [-(-size // part) for size, part in ((self._out_h, lines), (self._out_w, columns))]
+        share: float = self._share(self._batch * math.prod(counts))
+        # Where the image's size is free, the last patch of a strip computes no more than it needs. Its last tiles are
+        # half empty on average.
+        tiles = (middle.winograd or 1, self._tile)
+        for count, size, tile, part, free in zip(
+            counts, (self._out_h, self._out_w), tiles, (lines, columns), block.free, strict=True
+        ):
+            if free:
+                share *= min(1, (size + (tile - 1) / 2) / (count * part))
         return share * cycles
 
     def apart(self) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 from tvm import te, tirx
 
 from tvmflow.compiler import tiles
-from tvmflow.compiler.annotations import CHUNK, COLUMNS, DOT, KERNEL, LANES, LINES, SUBJECT, TILE, WINOGRAD
+from tvmflow.compiler.annotations import CHUNK, COLUMNS, DOT, KERNEL, LANES, LINES, SUBJECT, TILE, WINDOW, WINOGRAD
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import dot
@@ -124,6 +124,7 @@ def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machin
         CHUNK: plan.middle.vectors,
         LINES: plan.lines,
         COLUMNS: plan.columns,
+        WINDOW: _windows(block.middle.geometry),
         SUBJECT: subject,
     }
     if block.middle.depthwise:
@@ -169,6 +170,12 @@ class _Patches:
     def place(self, n: Any, h: Any, w: Any) -> tuple[Any, ...]:
         """The patch that holds the pixel in line `h` and column `w` of image `n`, and the pixel's place in it."""
         return (n, h // self.lines, w // self.columns, h % self.lines, w % self.columns)
+
+
+def _windows(geometry: Geometry) -> list[int]:
+    """Along the lines and along the columns, the distance of two pixels' windows and the size of a window."""
+    sizes = geometry.window(1, 1)
+    return [geometry.strides[0], sizes[0], geometry.strides[1], sizes[1]]
 
 
 def _finish(convolution: Convolution, value: Any, channel: Any, reads: Sequence[te.Tensor]) -> Any:
@@ -259,7 +266,13 @@ def _expanded(
         )
 
     shape = (*patches.sizes, *size, first.channels)
-    attributes = {KERNEL: "block.first", TILE: plan.first.rows, CHUNK: plan.first.vectors, **products.annotations}
+    attributes = {
+        KERNEL: "block.first",
+        TILE: plan.first.rows,
+        CHUNK: plan.first.vectors,
+        WINDOW: _windows(first.geometry),
+        **products.annotations,
+    }
     expand = te.compute(shape, product, name="expand", attrs=attributes)
 
     def element(*index: Any) -> Any:

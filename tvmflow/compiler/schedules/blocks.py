@@ -5,11 +5,15 @@ from collections.abc import Callable
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from tvmflow.compiler.annotations import CHUNK, COLUMNS, DOT, LANES, LINES, TILE, WINOGRAD
+from tvmflow.compiler.annotations import CHUNK, COLUMNS, DOT, LANES, LINES, TILE, WINDOW, WINOGRAD
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common, registers, winograd
+from tvmflow.compiler.schedules import common, registers, tails, winograd
 from tvmflow.compiler.schedules.dot import inline_exact, use_dot_products
+from tvmflow.compiler.schedules.patches import Reach, mark_part, mark_patches
+
+# Along the lines and along the columns of a patch.
+_Reaches = tuple[Reach, Reach]
 
 # The loops of Winograd's products: over the taps in two dimensions, images, strips of patches, patches in a strip, the
 # lines and columns of output tiles, and channels.
@@ -33,6 +37,8 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     inline_exact(sch)
     lines, columns = _number(sch, middle, LINES), _number(sch, middle, COLUMNS)
     last = common.find_kernel(sch, "block.last")
+    # What the last patches lack of their lines and columns, where the image's size is free.
+    reaches = (Reach(), Reach())
     result = common.find_blocks(sch, "output_vertical")[0] if kind == "winograd" else middle
     if last is None:
         filtered = common.inline_epilogue(sch, result)
@@ -41,6 +47,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
         sch.reorder(n, strip, beside, h, w, c)
         task = sch.fuse(n, strip, beside)
         common.parallel(sch, task, machine)
+        mark_patches(sch, task, lines, _number(sch, middle, WINOGRAD) if kind == "winograd" else 1)
     else:
         (filtered,) = common.find_blocks(sch, "filtered")
         if kind == "winograd":
@@ -50,8 +57,11 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
         step = _number(sch, middle, WINOGRAD) if kind == "winograd" else lines
         task, part = _last(sch, last, (lines, columns), step, machine, choices)
         sch.compute_at(filtered, part, preserve_unit_loops=True)
-    at = _MIDDLES[kind](sch, middle, filtered, task, machine, choices)
-    _first(sch, at, task, machine, choices)
+        reaches = (reaches[0].before(1 if step == lines else step), reaches[1].before(_number(sch, last, TILE)))
+    at = _MIDDLES[kind](sch, middle, filtered, task, reaches, machine, choices)
+    size = _number(sch, middle, WINOGRAD) if kind == "winograd" else 1
+    tiles = (size, size * _number(sch, middle, TILE))
+    _first(sch, at, task, _before(sch, middle, reaches, tiles), machine, choices)
     use_dot_products(sch)
     return True
 
@@ -72,14 +82,26 @@ def _last(
     sch.reorder(n, strip, beside, part, line, far, outer, near, pieces, lane)
     task = sch.fuse(n, strip, beside)
     common.parallel(sch, task, machine)
+    mark_patches(sch, task, lines, 1 if step == lines else step)
+    mark_part(sch, part, 0, Reach(), step)
+    if step == lines:
+        mark_part(sch, line, 0, Reach())
+    mark_part(sch, far, 1, Reach(), rows)
     sch.compute_at(last, outer, preserve_unit_loops=True)
     _product(sch, last, rows, count, width, choices, reduced=1)
     registers.keep_in_registers(sch, [near, pieces, lane])
+    tails.mark_whole(sch, near)
     return task, part
 
 
 def _depthwise(
-    sch: Schedule, depthwise: SBlockRV, filtered: SBlockRV, _task: LoopRV, _machine: Machine, _choices: Choices
+    sch: Schedule,
+    depthwise: SBlockRV,
+    filtered: SBlockRV,
+    _task: LoopRV,
+    reaches: _Reaches,
+    _machine: Machine,
+    _choices: Choices,
 ) -> LoopRV:
     """Tile a depthwise convolution by chunks of channels, and return the loop over chunks."""
     first = common.find_kernel(sch, "block.first")
@@ -89,6 +111,7 @@ def _depthwise(
     chunk, piece, lane = sch.split(c, [None, vectors, lanes])
     far, near = sch.split(w, [None, pixels])
     sch.reorder(chunk, piece, line, far, near, lane)
+    _mark(sch, line, far, reaches, pixels)
     sch.compute_at(depthwise, far, preserve_unit_loops=True)
     _taps(sch, depthwise)
     registers.keep_in_registers(sch, [near, lane])
@@ -96,7 +119,13 @@ def _depthwise(
 
 
 def _dense(
-    sch: Schedule, dense: SBlockRV, filtered: SBlockRV, task: LoopRV, _machine: Machine, choices: Choices
+    sch: Schedule,
+    dense: SBlockRV,
+    filtered: SBlockRV,
+    task: LoopRV,
+    reaches: _Reaches,
+    _machine: Machine,
+    choices: Choices,
 ) -> LoopRV:
     """Tile a dense convolution that reads all channels of its patch; return the loop at which its input is computed."""
     rows, count, lanes = (_number(sch, dense, name) for name in (TILE, CHUNK, LANES))
@@ -104,6 +133,7 @@ def _dense(
     outer, piece, lane = sch.split(c, [None, count, lanes])
     far, near = sch.split(w, [None, rows])
     sch.reorder(outer, line, far, near, piece, lane)
+    _mark(sch, line, far, reaches, rows)
     sch.compute_at(dense, far, preserve_unit_loops=True)
     _product(sch, dense, rows, count, lanes, choices, reduced=3)
     registers.keep_in_registers(sch, [near, piece, lane])
@@ -111,7 +141,13 @@ def _dense(
 
 
 def _winograd(
-    sch: Schedule, product: SBlockRV, filtered: SBlockRV, task: LoopRV, machine: Machine, choices: Choices
+    sch: Schedule,
+    product: SBlockRV,
+    filtered: SBlockRV,
+    task: LoopRV,
+    reaches: _Reaches,
+    machine: Machine,
+    choices: Choices,
 ) -> LoopRV:
     """Let a patch go through the stages of Winograd's algorithm; return the loop at which its input is computed."""
     rows, count, lanes, size = (_number(sch, product, name) for name in (TILE, CHUNK, LANES, WINOGRAD))
@@ -123,6 +159,8 @@ def _winograd(
     (high, h), (far, w) = sch.split(h, [None, size]), sch.split(w, [None, size])
     outer, lane = sch.split(c, [None, lanes])
     sch.reorder(high, far, outer, h, w, lane)
+    mark_part(sch, high, 0, reaches[0], size)
+    mark_part(sch, far, 1, reaches[1], size)
     winograd.transform_back(sch, back, outer, [h, w, lane])
 
     sch.compute_at(result, high, preserve_unit_loops=True)
@@ -130,37 +168,60 @@ def _winograd(
     far, near = sch.split(x, [None, rows])
     outer, piece, lane = sch.split(c, [None, count, lanes])
     sch.reorder(a, b, outer, *place, far, near, piece, lane)
+    mark_part(sch, far, 1, reaches[1], size * rows)
     sch.compute_at(product, far, preserve_unit_loops=True)
     registers.keep_in_registers(sch, [near, piece, lane])
     _product(sch, product, rows, count, lanes, choices, reduced=1)
 
     sch.compute_at(transformed, high, preserve_unit_loops=True)
-    winograd.transform_input(sch, vertical, transformed, machine)
+    *_, across = winograd.transform_input(sch, vertical, transformed, machine)
+    mark_part(sch, across, 1, reaches[1].before(size * rows), size)
     return task
 
 
-def _first(sch: Schedule, at: LoopRV, task: LoopRV, machine: Machine, choices: Choices) -> None:
-    """Compute the middle convolution's input, with zeros around it."""
+def _first(sch: Schedule, at: LoopRV, task: LoopRV, reaches: _Reaches, machine: Machine, choices: Choices) -> None:
+    """Compute the middle convolution's input, with zeros around it; `reaches` are those of that input."""
     (expanded,) = common.find_blocks(sch, "expanded")
     sch.compute_at(expanded, at, preserve_unit_loops=True)
     first = common.find_kernel(sch, "block.first")
     if first is None:
-        common.vectorize_inner(sch, expanded, machine)
+        _copy(sch, expanded, reaches, machine)
         return
     rows, vectors, width = (_number(sch, first, name) for name in (TILE, CHUNK, LANES))
     *_, line, x, c = sch.get_loops(expanded)
     far, near = sch.split(x, [None, rows])
     chunk, piece, lane = sch.split(c, [None, vectors, width])
     sch.reorder(chunk, line, far, near, piece, lane)
+    _mark(sch, line, far, reaches, rows)
+    reaches = _before(sch, first, reaches, (1, rows))
     sch.compute_at(first, far, preserve_unit_loops=True)
     _product(sch, first, rows, vectors, width, choices, reduced=3)
     registers.keep_in_registers(sch, [near, piece, lane])
     (source,) = common.find_blocks(sch, "source")
     sch.compute_at(source, task, preserve_unit_loops=True)
-    common.vectorize_inner(sch, source, machine)
+    _copy(sch, source, reaches, machine)
 
 
-_Middle = Callable[[Schedule, SBlockRV, SBlockRV, LoopRV, Machine, Choices], LoopRV]
+def _copy(sch: Schedule, copy: SBlockRV, reaches: _Reaches, machine: Machine) -> None:
+    """Vectorise a copy of a part of the image."""
+    *_, line, column, _ = sch.get_loops(copy)
+    _mark(sch, line, column, reaches)
+    common.vectorize_inner(sch, copy, machine)
+
+
+def _mark(sch: Schedule, line: LoopRV, far: LoopRV, reaches: _Reaches, tile: int = 1) -> None:
+    """Mark the loops over the lines of a stage and over the tiles of `tile` pixels in a line."""
+    mark_part(sch, line, 0, reaches[0])
+    mark_part(sch, far, 1, reaches[1], tile)
+
+
+def _before(sch: Schedule, convolution: SBlockRV, reaches: _Reaches, tiles: tuple[int, int]) -> _Reaches:
+    """The reaches in the input of a convolution that has `reaches`, computed in tiles of lines by columns."""
+    stride_h, high, stride_w, wide = (int(number) for number in sch.get(convolution).annotations[WINDOW])
+    return reaches[0].before(tiles[0], stride_h, high), reaches[1].before(tiles[1], stride_w, wide)
+
+
+_Middle = Callable[[Schedule, SBlockRV, SBlockRV, LoopRV, _Reaches, Machine, Choices], LoopRV]
 
 # By kind of the middle convolution: the function that schedules it and returns the loop at which to compute its input.
 _MIDDLES: dict[str, _Middle] = {"depthwise": _depthwise, "dense": _dense, "winograd": _winograd}

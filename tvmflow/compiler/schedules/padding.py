@@ -16,6 +16,7 @@ from tvm.tirx import For, ForKind, PrimFunc
 
 from tvmflow.compiler.annotations import PADDING
 from tvmflow.compiler.schedules.common import substitute
+from tvmflow.compiler.statements import with_loop_body
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,7 @@ def skip(func: PrimFunc) -> PrimFunc:
         condition = None if axis is None else axis.condition(loop)
         if condition is None:
             return loop
-        body = tirx.IfThenElse(condition, loop.body, None)
-        return For(loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations)
+        return with_loop_body(loop, tirx.IfThenElse(condition, loop.body, None))
 
     return func.with_body(tvm_ffi.structural_map(func.body, (For, guard)))
 

@@ -18,7 +18,7 @@ from tvm.s_tir.schedule import LoopRV
 from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
 from tvmflow.compiler.schedules import common
-from tvmflow.compiler.statements import replace_variables, run_if, terms, uses, with_body
+from tvmflow.compiler.statements import replace_variables, run_if, terms, uses, with_body, without_annotation
 
 # The annotations of the loop over the rows of a tile of the result. The value of the first is the size of a row.
 _TAIL = "tvmflow.tail"
@@ -73,7 +73,7 @@ def _add_tails(stmt: SeqStmt, result: Any, buffers: list[tirx.Var]) -> Any:
     *before, product, rows = stmt.seq
     if not isinstance(rows, For) or _TAIL not in rows.annotations:
         return stmt
-    size, rows = int(rows.annotations[_TAIL]), _without_annotation(rows, _TAIL)
+    size, rows = int(rows.annotations[_TAIL]), without_annotation(rows, _TAIL)
     (writer,) = _blocks(rows)
     whole = SeqStmt([product, rows])
     limit = _limit(rows, writer.predicate if size == 1 else _place(writer, rows.extent) * size < result.shape[-2])
@@ -97,7 +97,7 @@ def _add_whole(rows: For) -> Any:
     """Return a loop over rows in two forms, of which the first has no condition for each row; others unchanged."""
     if _WHOLE not in rows.annotations:
         return rows
-    rows = _without_annotation(rows, _WHOLE)
+    rows = without_annotation(rows, _WHOLE)
     (writer,) = _blocks(rows)
     limit = _limit(rows, writer.predicate)
     if limit is None:
@@ -111,12 +111,6 @@ def _add_whole(rows: For) -> Any:
     whole = _renewed(tvm_ffi.structural_map(rows, (SBlockRealize, drop_limit)), [])
     all_inside = common.substitute(limit, {rows.loop_var: rows.extent - 1})
     return SeqStmt([run_if(all_inside, whole), run_if(tirx.Not(all_inside), rows)])
-
-
-def _without_annotation(rows: For, name: str) -> For:
-    """Return a loop without the annotation `name`."""
-    annotations = {key: value for key, value in rows.annotations.items() if key != name}
-    return For(rows.loop_var, rows.min, rows.extent, rows.kind, rows.body, rows.thread_binding, annotations)
 
 
 def _limit(rows: For, condition: Any) -> Any | None:
