@@ -3,7 +3,7 @@
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,18 @@ def read(path: Path) -> dict[str, Array]:
     Nothing is unpickled: an array of Python objects raises ValueError.
     """
     with path.open("rb") as stream:
-        try:
-            archive = np.load(stream, allow_pickle=False)
-            if isinstance(archive, np.ndarray):
-                raise ValueError("it holds one array without a name")
-            return {name: np.asarray(archive[name]) for name in archive.files}
-        except Exception as error:  # zipfile, zlib and NumPy's header reader share no base class
-            raise ValueError(str(error) or type(error).__name__) from error
+        return parse(stream)
+
+
+def parse(stream: IO[bytes]) -> dict[str, Array]:
+    """Return the arrays of an open file, as `read` does."""
+    try:
+        archive = np.load(stream, allow_pickle=False)
+        if isinstance(archive, np.ndarray):
+            raise ValueError("it holds one array without a name")
+        return {name: np.asarray(archive[name]) for name in archive.files}
+    except Exception as error:  # zipfile, zlib and NumPy's header reader share no base class
+        raise ValueError(str(error) or type(error).__name__) from error
 
 
 def write(path: Path, arrays: Mapping[str, Array]) -> None:

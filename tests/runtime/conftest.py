@@ -101,13 +101,14 @@ def reference(onnx_file: Path) -> Callable[[Arrays], Arrays]:
 
 @pytest.fixture
 def repack(bundle: Path, tmp_path: Path) -> Repack:
-    """The bundle with other values in its manifest, or other bytes for its library."""
+    """The bundle with other values in its manifest, or other bytes for its library or its golden sample."""
 
-    def change(library: bytes | None = None, **values: object) -> Path:
+    def change(library: bytes | None = None, sample: bytes | None = None, **values: object) -> Path:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         manifest = extract(bundle, folder)
-        if library is not None:
-            (folder / "mod.so").write_bytes(library)
+        for name, data in {"mod.so": library, "sample.npz": sample}.items():
+            if data is not None:
+                (folder / name).write_bytes(data)
         path = folder.with_suffix(".tar.gz")
         pack(path, dataclasses.replace(manifest, **values), {item.name: item for item in folder.iterdir()})  # type: ignore[arg-type]
         return path

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,17 @@ def test_a_library_that_is_none_is_one_sentence(repack: Repack) -> None:
 def test_a_library_without_a_function_that_packs_its_weights_is_one_sentence(repack: Repack) -> None:
     with pytest.raises(BundleError, match=r"'small'.*pack_weights.*build it again$"):
         runtime.load(repack(weights="unpacked"))
+
+
+def test_a_golden_sample_without_arrays_is_one_sentence_where_it_is_asked_for(
+    repack: Repack, inputs: Callable[..., Any]
+) -> None:
+    with runtime.load(repack(sample=b"no archive")) as model:
+        assert set(model(**inputs(2))) == {"positive", "sum"}
+        with pytest.raises(
+            BundleError, match=r"^bundle 'small': its sample.npz holds no plain arrays \(.*build it again$"
+        ):
+            _ = model.sample
 
 
 def test_a_bundle_can_be_named_by_a_string(bundle: Path) -> None:

@@ -1,5 +1,6 @@
 """A bundle loaded into this process: a model to call with arrays."""
 
+import io
 import math
 import operator
 import statistics
@@ -11,10 +12,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -90,17 +91,15 @@ def _open(file: Path, threads: int | None, spin: int | None) -> "CompiledModel":
         return CompiledModel(manifest, Path(folder), threads, spin)
 
 
-def _arrays(path: Path, bundle: str) -> "dict[str, Array]":
+def _arrays(stream: IO[bytes], file: str, bundle: str) -> "dict[str, Array]":
     """Read a bundle's packed weights, in the order in which `main` takes them, or its golden sample: arrays by name.
 
     Raises BundleError when the file does not hold plain arrays.
     """
     try:
-        return npz.read(path)
+        return npz.parse(stream)
     except ValueError as error:
-        raise BundleError(
-            f"bundle {bundle!r}: its {path.name} holds no plain arrays ({error}); build it again"
-        ) from error
+        raise BundleError(f"bundle {bundle!r}: its {file} holds no plain arrays ({error}); build it again") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +223,7 @@ class CompiledModel:
         if self._uses_tvms_pool:
             pools.reserve(self.threads, spin)
         self._stop_threads = None if stop_threads is None else weakref.finalize(self, stop_threads)
-        self._sample = _arrays(folder / "sample.npz", manifest.name)
+        self._sample_file = (folder / "sample.npz").read_bytes()
         self._local = _PerThread()
         self._has_direct_main = self._on_cpu and self._library.implements_function(DIRECT_MAIN, query_imports=True)
         self._params = self._weights(folder)
@@ -245,8 +244,11 @@ class CompiledModel:
 
     @property
     def sample(self) -> "tuple[dict[str, Array], dict[str, Array]]":
-        """The golden sample: inputs by name, and the outputs, by name, that the original model gives for them."""
-        return self._sample_arrays("input:"), self._sample_arrays("output:")
+        """The golden sample: inputs by name, and the outputs, by name, that the original model gives for them.
+
+        Raises BundleError when its file does not hold plain arrays.
+        """
+        return self._arrays_of("input:"), self._arrays_of("output:")
 
     @property
     def undecided(self) -> "dict[str, Array]":
@@ -254,9 +256,13 @@ class CompiledModel:
 
         An output without a mask has none.
         """
-        return self._sample_arrays("undecided:")
+        return self._arrays_of("undecided:")
 
-    def _sample_arrays(self, prefix: str) -> "dict[str, Array]":
+    @cached_property
+    def _sample(self) -> "dict[str, Array]":
+        return _arrays(io.BytesIO(self._sample_file), "sample.npz", self.manifest.name)
+
+    def _arrays_of(self, prefix: str) -> "dict[str, Array]":
         return {name.removeprefix(prefix): array for name, array in self._sample.items() if name.startswith(prefix)}
 
     def __call__(self, /, *args: "npt.ArrayLike", **kwargs: "npt.ArrayLike") -> "dict[str, Array]":
@@ -319,7 +325,8 @@ class CompiledModel:
     def _weights(self, folder: Path) -> tuple[Any, ...]:
         """The packed weights, which `main` and the variants take after the inputs."""
         if self.manifest.weights == "apart":
-            arrays = _arrays(folder / "mod.params", self.manifest.name)
+            with (folder / "mod.params").open("rb") as stream:
+                arrays = _arrays(stream, "mod.params", self.manifest.name)
             return tuple(map(self._to_tensor, arrays.values()))
         if self.manifest.weights == "unpacked":
             return tuple(self._functions()[PACK_WEIGHTS]())
