@@ -8,12 +8,14 @@ tests/support/durations.py FILE...` merges such records into tests/durations.jso
 import json
 import os
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+
+# By name: a test may put another clock into the module `time`.
+from time import perf_counter
 from typing import Any, TypedDict
 
 import pytest
@@ -50,13 +52,13 @@ class Cost(TypedDict):
 class _Meter:
     """Measures a piece of work in this process."""
 
-    start: float = field(default_factory=time.perf_counter)
+    start: float = field(default_factory=perf_counter)
     cpu: float = field(default_factory=lambda: sum(os.times()[:4]))
     events: int = field(default_factory=lambda: len(_seen))
 
     def cost(self) -> Cost:
         return {
-            "seconds": round(time.perf_counter() - self.start, 3),
+            "seconds": round(perf_counter() - self.start, 3),
             "cpu": round(sum(os.times()[:4]) - self.cpu, 3),
             "needs": sorted(set(_seen[self.events :])),
         }

@@ -107,8 +107,10 @@ class _Strips:
         strip = block.iter_vars[1].var
 
         def scale(product: tirx.Mul) -> Any:
-            is_place = product.a.same_as(strip) and isinstance(product.b, tirx.IntImm)
-            return strip * (self.height * (int(product.b) // self.lines)) if is_place else product
+            factor = int(product.b) if isinstance(product.b, tirx.IntImm) else 0
+            if not product.a.same_as(strip) or factor % self.lines:
+                return product
+            return strip * (self.height * (factor // self.lines))
 
         return tvm_ffi.structural_map(block, (tirx.Mul, scale))
 
