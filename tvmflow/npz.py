@@ -21,7 +21,7 @@ def read(path: Path) -> dict[str, Array]:
 
 
 def parse(stream: IO[bytes]) -> dict[str, Array]:
-    """Return the arrays of an open file, as `read` does."""
+    """Return the arrays of an open file by name. Raises ValueError for a file without arrays or with Python objects."""
     try:
         archive = np.load(stream, allow_pickle=False)
         if isinstance(archive, np.ndarray):

@@ -11,7 +11,7 @@ from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lo
 from tvmflow.compiler.importer import Imported
 from tvmflow.target import Target
 
-WEIGHT = np.random.default_rng(0).standard_normal((24, 40)).astype(np.float32)
+WEIGHT = np.random.default_rng(0).standard_normal((24, 48)).astype(np.float32)
 
 
 @pytest.fixture
