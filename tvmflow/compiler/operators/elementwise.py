@@ -71,6 +71,28 @@ def legalize_extreme(
     return builder.call_te(compute, *operands, primfunc_name_hint=name)
 
 
+def legalize_prelu(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
+    """Define PReLU, x where x is positive and x * slope elsewhere, without a choice; None without finite slopes.
+
+    There is one slope, or one for each place along the axis. A choice between two values that read memory is a branch
+    in TVM. Where the number of pixels is free, LLVM takes that branch for each element.
+    """
+    slope, axis = call.args[1], int(call.attrs.axis)
+    if not isinstance(slope, tvm.ir.GenericConst) or not np.isfinite(slope.value.numpy()).all():
+        return None
+
+    def compute(x: te.Tensor, slope: te.Tensor) -> te.Tensor:
+        zero, is_one = tirx.const(0, x.dtype), int(slope.shape[0]) == 1
+
+        def element(*index: Any) -> Any:
+            # With the constant first, NaN stays NaN (`legalize_extreme`).
+            return tirx.max(zero, x[index]) + slope[0 if is_one else index[axis]] * tirx.min(zero, x[index])
+
+        return te.compute(x.shape, element, name="prelu")
+
+    return builder.call_te(compute, *call.args, primfunc_name_hint="prelu")
+
+
 def legalize_quantize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
     """Define the quantisation of float32 numbers to integers of 8 or 16 bits; None for other types.
 
