@@ -41,17 +41,19 @@ def _code(model: CompiledModel) -> dict[str, str]:
     return {name[1]: text for text in functions if (name := re.search(r"def (\w+)\(", text))}
 
 
-def test_a_prelu_after_a_convolution_of_a_free_image_has_no_branch_for_each_element(
-    make_model: Any, assert_same_as_onnxruntime: Any
+@pytest.mark.parametrize("operator", ["PRelu", "LeakyRelu"])
+def test_a_slope_after_a_convolution_of_a_free_image_is_no_branch_for_each_element(
+    operator: str, make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:
-    weights = {"w": normal(10, 3, 3, 3), "b": normal(10), "s": normal(10, 1, 1)}
-    nodes = [make_node("Conv", ["x", "w", "b"], ["c"]), make_node("PRelu", ["c", "s"], ["y"])]
+    slopes = {"s": normal(10, 1, 1)} if operator == "PRelu" else {}
+    weights = {"w": normal(10, 3, 3, 3), "b": normal(10), **slopes}
+    nodes = [make_node("Conv", ["x", "w", "b"], ["c"]), make_node(operator, ["c", *slopes], ["y"])]
     path = make_model(nodes, [("x", ["n", 3, "h", "width"])], ["y"], weights)
     images = [{"x": normal(1, 3, 5, width)} for width in (3, 9, 20)]
     images[-1]["x"][0, :, 1, 2], images[-1]["x"][0, 0, 4, 9] = np.nan, -np.inf
     model = assert_same_as_onnxruntime(path, *images, inspect=_TIR)
     (convolution,) = (text for name, text in _code(model).items() if "conv2d" in name)
-    assert "prelu" in convolution
+    assert "relu" in convolution
     assert "if_then_else(T.float32" not in convolution
 
 

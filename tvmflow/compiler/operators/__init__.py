@@ -44,6 +44,7 @@ _OPERATORS: dict[str, _Definition] = {
     "relax.maximum": partial(elementwise.legalize_extreme, largest=True),
     "relax.minimum": partial(elementwise.legalize_extreme, largest=False),
     "relax.scatter_nd": scatter.legalize,
+    "relax.nn.leakyrelu": elementwise.legalize_leaky_relu,
     "relax.nn.prelu": elementwise.legalize_prelu,
     "relax.quantize": elementwise.legalize_quantize,
     **{name: partial(elementwise.legalize, function=function) for name, function in elementwise.FUNCTIONS.items()},

@@ -82,15 +82,37 @@ def legalize_prelu(builder: relax.BlockBuilder, call: relax.Call, _machine: Mach
         return None
 
     def compute(x: te.Tensor, slope: te.Tensor) -> te.Tensor:
-        zero, is_one = tirx.const(0, x.dtype), int(slope.shape[0]) == 1
+        is_one = int(slope.shape[0]) == 1
 
         def element(*index: Any) -> Any:
-            # With the constant first, NaN stays NaN (`legalize_extreme`).
-            return tirx.max(zero, x[index]) + slope[0 if is_one else index[axis]] * tirx.min(zero, x[index])
+            return _leak(x[index], slope[0 if is_one else index[axis]], x.dtype)
 
         return te.compute(x.shape, element, name="prelu")
 
     return builder.call_te(compute, *call.args, primfunc_name_hint="prelu")
+
+
+def legalize_leaky_relu(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
+    """Define LeakyReLU, x where x is positive and x times one slope elsewhere, without a choice.
+
+    Returns None, which leaves the call to TVM's definition, for a slope that is not finite.
+    """
+    slope = float(call.attrs.alpha)
+    if not np.isfinite(slope):
+        return None
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        return te.compute(
+            x.shape, lambda *index: _leak(x[index], tirx.const(slope, x.dtype), x.dtype), name="leaky_relu"
+        )
+
+    return builder.call_te(compute, *call.args, primfunc_name_hint="leaky_relu")
+
+
+def _leak(x: Any, slope: Any, dtype: str) -> Any:
+    """The number x where it is positive, else x * slope, for a finite slope. NaN stays NaN: the constant is first."""
+    zero = tirx.const(0, dtype)
+    return tirx.max(zero, x) + slope * tirx.min(zero, x)
 
 
 def legalize_quantize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
