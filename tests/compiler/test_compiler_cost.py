@@ -83,6 +83,7 @@ def test_a_tile_of_an_unknown_number_of_rows_keeps_a_core_busy(name: str) -> Non
         machine = of_profile(named(name), features, 2)
         for vectors in range(1, 9):
             tile = tiles.choose(None, vectors, machine)
+            assert vectors % 2 or tile.rows == min(tiles.UNKNOWN_ROWS, (machine.registers - 3) // 2)
             # Of more rows, most would be wasted where there are few.
             assert tile.rows * tile.vectors >= min(tiles.UNKNOWN_ROWS, cost.in_flight(machine)), vectors
 

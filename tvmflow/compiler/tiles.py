@@ -78,10 +78,11 @@ def rank(
     for count in range(1, min(vectors, 8) + 1):
         if vectors % count:
             continue
+        # Of a symbolic number of rows, a tile has as many as two vectors leave registers for; where two do not divide
+        # the vectors, as many as its own do.
+        fitting = min(unknown, (machine.registers - 1) // (count if vectors % 2 else 2) - 1, most)
         for height in range(1, most + 1):
-            if height * count + count + 1 > machine.registers or (
-                rows is None and height != min(unknown, (machine.registers - 1) // count - 1, most)
-            ):
+            if height * count + count + 1 > machine.registers or (rows is None and height != fitting):
                 continue
             if exact and rows is not None and rows % height:
                 continue

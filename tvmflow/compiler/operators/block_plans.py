@@ -39,7 +39,7 @@ def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> 
         return [], 0.0
     result = middle.geometry.result_size(high, wide)
     all_lines, all_columns = ([part for part in range(step, size + 1, step) if size % part == 0] for size in result)
-    # Of patches of a free size, those count that no lower patches make.
+    # Where the height is free: for each number of patches below each other, the lowest ones.
     if block.free[0]:
         all_lines = sorted({-(-result[0] // count // step) * step for count in range(1, result[0] + 1)})
     if block.free[1]:

@@ -37,7 +37,9 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     inline_exact(sch)
     lines, columns = _number(sch, middle, LINES), _number(sch, middle, COLUMNS)
     last = common.find_kernel(sch, "block.last")
-    # What the last patches lack of their lines and columns, where the image's size is free.
+    # The side of Winograd's output tiles; other convolutions compute their lines one by one.
+    size = _number(sch, middle, WINOGRAD) if kind == "winograd" else 1
+    # The pixels that the result of a patch needs, here of the result itself.
     reaches = (Reach(), Reach())
     result = common.find_blocks(sch, "output_vertical")[0] if kind == "winograd" else middle
     if last is None:
@@ -47,19 +49,16 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
         sch.reorder(n, strip, beside, h, w, c)
         task = sch.fuse(n, strip, beside)
         common.parallel(sch, task, machine)
-        mark_patches(sch, task, lines, _number(sch, middle, WINOGRAD) if kind == "winograd" else 1)
+        mark_patches(sch, task, lines, size)
     else:
         (filtered,) = common.find_blocks(sch, "filtered")
         if kind == "winograd":
             (element,) = sch.get_consumers(result)
             sch.compute_inline(element)
-        # Winograd's algorithm processes one line of output tiles at a time.
-        step = _number(sch, middle, WINOGRAD) if kind == "winograd" else lines
-        task, part = _last(sch, last, (lines, columns), step, machine, choices)
+        task, part = _last(sch, last, (lines, columns), size, machine, choices)
         sch.compute_at(filtered, part, preserve_unit_loops=True)
-        reaches = (reaches[0].before(1 if step == lines else step), reaches[1].before(_number(sch, last, TILE)))
+        reaches = (reaches[0].before(size), reaches[1].before(_number(sch, last, TILE)))
     at = _MIDDLES[kind](sch, middle, filtered, task, reaches, machine, choices)
-    size = _number(sch, middle, WINOGRAD) if kind == "winograd" else 1
     tiles = (size, size * _number(sch, middle, TILE))
     _first(sch, at, task, _before(sch, middle, reaches, tiles), machine, choices)
     use_dot_products(sch)
@@ -67,14 +66,16 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
 
 
 def _last(
-    sch: Schedule, last: SBlockRV, patch: tuple[int, int], step: int, machine: Machine, choices: Choices
+    sch: Schedule, last: SBlockRV, patch: tuple[int, int], size: int, machine: Machine, choices: Choices
 ) -> tuple[LoopRV, LoopRV]:
-    """Tile the last convolution; return the loop over patches and, in a patch, the loop over parts of `step` lines.
+    """Tile the last convolution; return the loop over patches and, in a patch, the loop over its parts.
 
-    `patch` is the lines and columns of a patch.
+    `patch` is the lines and columns of a patch, `size` the side of Winograd's output tiles. A part is one line of such
+    tiles, which Winograd's algorithm processes at a time, or with a `size` of 1 the whole patch.
     """
     rows, count, width = (_number(sch, last, name) for name in (TILE, CHUNK, LANES))
     lines, columns = patch
+    step = size if size > 1 else lines
     n, h, w, c = sch.get_loops(common.inline_epilogue(sch, last))
     strip, part, line = sch.split(h, [None, lines // step, step])
     beside, far, near = sch.split(w, [None, columns // rows, rows])
@@ -82,9 +83,9 @@ def _last(
     sch.reorder(n, strip, beside, part, line, far, outer, near, pieces, lane)
     task = sch.fuse(n, strip, beside)
     common.parallel(sch, task, machine)
-    mark_patches(sch, task, lines, 1 if step == lines else step)
+    mark_patches(sch, task, lines, size)
     mark_part(sch, part, 0, Reach(), step)
-    if step == lines:
+    if size == 1:
         mark_part(sch, line, 0, Reach())
     mark_part(sch, far, 1, Reach(), rows)
     sch.compute_at(last, outer, preserve_unit_loops=True)

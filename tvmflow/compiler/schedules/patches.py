@@ -67,11 +67,14 @@ def mark_part(sch: Schedule, loop: LoopRV, dimension: int, reach: Reach, tile: i
 def expand(func: PrimFunc) -> PrimFunc:
     """Return a scheduled function with the code that its annotations ask for, or unchanged without any."""
 
+    if common.has_fixed_sizes(func):
+        return func
+
     def expand_loop(loop: For) -> Any:
         if _PATCHES not in loop.annotations:
             return loop
         lines, step = (int(number) for number in loop.annotations[_PATCHES])
-        return _limited(without_annotation(loop, _PATCHES), set(func.params), lines, step)
+        return _fit(without_annotation(loop, _PATCHES), set(func.params), lines, step)
 
     return func.with_body(tvm_ffi.structural_map(func.body, (For, expand_loop)))
 
@@ -146,7 +149,7 @@ class _Strips:
         return SBlockRealize([n, moved, *values, self.number, self.line], condition, block)
 
 
-def _limit(writer: SBlockRealize, loop: For) -> Any | None:
+def _height_condition(writer: SBlockRealize, loop: For) -> Any | None:
     """The term of a block's condition that compares the line of the image with the height; None without such a term.
 
     TVM does not write the line in both places alike, so that they are compared in the first patch.
@@ -159,7 +162,7 @@ def _limit(writer: SBlockRealize, loop: For) -> Any | None:
     return None
 
 
-def _limited(loop: For, parameters: Set[Any], lines: int, step: int) -> For:
+def _fit(loop: For, parameters: Set[Any], lines: int, step: int) -> For:
     """Return a loop over patches, which computes no pixels beyond the image."""
     inside: list[tirx.Var] = []
     writers: list[SBlockRealize] = []
@@ -175,8 +178,8 @@ def _limited(loop: For, parameters: Set[Any], lines: int, step: int) -> For:
     height, width = (item.dom.extent for item in writer.block.iter_vars[1:3])
     # The pixels of a patch, or fewer at the end of the image, for each dimension of a free size.
     pixels = {} if isinstance(width, tirx.IntImm) else {1: width - column}
-    limit_of_lines = _limit(writer, loop)
-    if limit_of_lines is None:
+    height_condition = _height_condition(writer, loop)
+    if height_condition is None:
         pixels |= {} if isinstance(height, tirx.IntImm) else {0: height - line}
     else:
         strips = _Strips.of(writer.iter_values[1], line, height, lines, step)
@@ -184,7 +187,7 @@ def _limited(loop: For, parameters: Set[Any], lines: int, step: int) -> For:
 
         def move(realize: SBlockRealize) -> SBlockRealize:
             if realize.same_as(writer):
-                return strips.move_result(realize, limit_of_lines, step)
+                return strips.move_result(realize, height_condition, step)
             if realize.block.name_hint.rstrip("0123456789_") not in _READERS:
                 return realize
             return SBlockRealize(realize.iter_values, realize.predicate, strips.move(realize.block))
