@@ -159,6 +159,14 @@ def _matmul(batch: int, rows: int, inner: int, columns: int) -> Case:
     return Case("batched matmul", label, (_node("MatMul", "x z"),), shapes, flops=2.0 * batch * rows * inner * columns)
 
 
+def _einsum(equation: str, shapes: Sequence[Shape], flops: float, *, has_weight: bool = False) -> Case:
+    """A product of two tensors, of which the second one may be a weight."""
+    names = dict(zip("xw", shapes, strict=True))
+    weights = {"w": names.pop("w")} if has_weight else {}
+    label = f"{equation} of {' by '.join('x'.join(map(str, shape)) for shape in shapes)}"
+    return Case("einsum", label, (_node("Einsum", "x w", equation=equation),), names, weights, flops=flops)
+
+
 def _unary(kind: str, label: str, shape: Shape, *nodes: onnx.NodeProto, **tables: Any) -> Case:
     return Case(kind, f"{label} {'x'.join(map(str, shape))}".strip(), nodes, {"x": shape}, tables=tables)
 
@@ -271,6 +279,9 @@ CASES: tuple[Case, ...] = (
     _matmul(6, 128, 128, 64),
     _matmul(3, 197, 64, 197),
     _matmul(12, 512, 64, 512),
+    _einsum("bhid,bhjd->bhij", [(1, 12, 128, 64), (1, 12, 128, 64)], flops=2.0 * 12 * 128 * 128 * 64),
+    _einsum("bld,dhe->bhle", [(1, 128, 768), (768, 12, 64)], flops=2.0 * 128 * 768 * 768, has_weight=True),
+    _einsum("nkctv,kvw->nctw", [(1, 3, 64, 75, 25), (3, 25, 25)], flops=2.0 * 64 * 75 * 75 * 25, has_weight=True),
     _unary("pooling", "max 3x3 /2", _IMAGE, _node("MaxPool", kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])),
     _unary("pooling", "mean 2x2 /2", (1, 128, 56, 56), _node("AveragePool", kernel_shape=[2, 2], strides=[2, 2])),
     _unary("pooling", "global mean", (1, 2048, 7, 7), _node("GlobalAveragePool")),

@@ -32,6 +32,7 @@ _OWN_EXAMPLES: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
     "AveragePool": ([[1, 32, 28, 28]], {"kernel_shape": [3, 3], "strides": [2, 2]}),
     "ConvTranspose": ([[1, 32, 14, 14], [32, 32, 2, 2]], {"strides": [2, 2]}),
     "Conv": ([[1, 32, 28, 28], [32, 32, 3, 3]], {"pads": [1, 1, 1, 1]}),
+    "Einsum": ([[1, 2, 16, 32], [1, 2, 16, 32]], {"equation": "bhid,bhjd->bhij"}),
     "GlobalAveragePool": ([[1, 32, 28, 28]], {}),
     "GlobalMaxPool": ([[1, 32, 28, 28]], {}),
     "LogSoftmax": ([[16, 64]], {}),

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from tvmflow.equations import letters_of
+
 if TYPE_CHECKING:
     import onnx
 
@@ -34,7 +36,7 @@ class SizeLimits:
         self._known_shapes: dict[frozenset[tuple[str, int]], _Shapes] = {}
         nodes = [node for node in model.graph.node if node.domain in ("", "ai.onnx")]
         self._poolings = [node for node in nodes if node.op_type in _POOLINGS]
-        self._broadcasts = [node for node in nodes if node.op_type in BROADCASTING]
+        self._broadcasts = [node for node in nodes if node.op_type in BROADCASTING or node.op_type == "Einsum"]
         self._model = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
         graph = self._model.graph
         graph.name = model.graph.name
@@ -90,9 +92,22 @@ class SizeLimits:
 
 def _repeated(node: "onnx.NodeProto", shapes: _Shapes) -> list[tuple[str, int]]:
     """The tensors and axes, counted from the last one, of size one that a broadcast repeats."""
-    sizes = [(name, axis, shapes[name][axis]) for name in node.input for axis in range(-len(shapes.get(name, ())), 0)]
-    larger = {axis for _, axis, size in sizes if size > 1}
-    return [(name, axis) for name, axis, size in sizes if size == 1 and axis in larger]
+    ranks = [len(shapes.get(name, ())) for name in node.input]
+    # What the dimensions of operands that become one dimension have in common.
+    keys: list[Sequence[int | str]] = [range(-rank, 0) for rank in ranks]
+    if node.op_type == "Einsum":
+        try:
+            keys = list(letters_of(node.attribute[0].s.decode(), ranks)[0])
+        except ValueError:
+            # The shape of an operand is unknown.
+            return []
+    sizes = [
+        (key, name, axis, shapes[name][axis])
+        for name, own in zip(node.input, keys, strict=True)
+        for axis, key in zip(range(-len(own), 0), own, strict=True)
+    ]
+    larger = {key for key, _, _, size in sizes if size > 1}
+    return [(name, axis) for key, name, axis, size in sizes if size == 1 and key in larger]
 
 
 def _fits(node: "onnx.NodeProto", sizes: Sequence[int]) -> bool:

@@ -29,6 +29,7 @@ _MEANINGS = {
     "contributed",
     "control",
     "deformed",
+    "einsum",
     "free",
     "movement",
     "norms",
@@ -40,6 +41,7 @@ _MEANINGS = {
     "reductions",
     "sequences",
     "signals",
+    "sizes",
     "transposed",
     "trees",
 }

@@ -51,3 +51,11 @@ def test_far_sizes_are_no_larger_than_they_must_be_and_keep_their_ratios(
 def test_a_model_without_free_dimensions_has_no_limits() -> None:
     node = helper.make_node("Add", ["x", "y"], ["z"])
     assert SizeLimits(make_model([node], [("x", [1, 4]), ("y", [3, 4])], ["z"], {})).explain({}) is None
+
+
+@pytest.mark.parametrize(("columns", "is_chance"), [(1, True), (3, False)])
+def test_an_einsum_repeats_a_dimension_of_one(columns: int, is_chance: bool) -> None:
+    node = helper.make_node("Einsum", ["x", "y"], ["z"], equation="ij,jk->ik")
+    limits = SizeLimits(make_model([node], [("x", ["i", "j"]), ("y", ["l", "k"])], ["z"], {}))
+    reason = limits.explain({"i": 2, "j": columns, "l": 3, "k": 4})
+    assert (reason == "a size that is one by chance stands beside a larger one") == is_chance

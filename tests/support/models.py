@@ -90,7 +90,7 @@ def save_amplifier(path: Path, factor: float) -> Path:
 
 
 def join_models(models: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
-    """Make one model of several of the same opset, which compiles in less time than they do one by one.
+    """Make one model of several of the same opsets, which compiles in less time than they do one by one.
 
     The values, nodes and symbolic dimensions of the model at place `i` get the prefix that `joined_name` gives them.
     """
@@ -98,6 +98,9 @@ def join_models(models: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
     joined.CopyFrom(models[0])
     joined.graph.Clear()
     joined.graph.name = "joined"
+    opsets = {item.domain: item.version for model in models for item in model.opset_import}
+    del joined.opset_import[:]
+    joined.opset_import.extend(helper.make_opsetid(*item) for item in opsets.items())
     for place, model in enumerate(models):
         graph = onnx.compose.add_prefix(model, joined_name(place, "")).graph
         for value in (*graph.input, *graph.output, *graph.value_info):

@@ -121,16 +121,38 @@ class _Plan:
         self.parameters = [self._tensor(str(param.name), param.ty) for param in main.params]
         # The tensors that a variable stands for: one, or those of a tuple.
         self._values = {param: [tensor] for param, tensor in zip(main.params, self.parameters, strict=True)}
+        # The sizes that a variable of a shape stands for.
+        self._shapes: dict[relax.Var, Sequence[tirx.Expr]] = {}
         for block in main.body.blocks:
             for binding in block.bindings:
-                values = self._view(binding) or self._evaluate(str(binding.var.name), binding.value)
-                if isinstance(binding, relax.MatchCast):
-                    self._match(values, binding.ty)
-                self._values[binding.var] = values
+                if isinstance(binding.var.ty, relax.ShapeType):
+                    self._bind_shape(binding)
+                else:
+                    self._bind(binding)
         self.outputs = self._evaluate("output", main.body.body)
         written = [result for step in self.steps for result in step.results]
         if len(set(self.outputs)) < len(self.outputs) or not set(self.outputs) <= set(written):
             raise _NoDirectFormError
+
+    def _bind(self, binding: relax.Binding) -> None:
+        """Take the tensors that a variable stands for from its binding."""
+        values = self._view(binding) or self._evaluate(str(binding.var.name), binding.value)
+        if isinstance(binding, relax.MatchCast):
+            if len(values) != 1 or not isinstance(binding.ty, relax.TensorType):
+                raise _NoDirectFormError
+            sizes = binding.ty.shape.values if isinstance(binding.ty.shape, relax.ShapeExpr) else ()
+            self._match(values[0].type.shape.values, sizes)
+        self._values[binding.var] = values
+
+    def _bind_shape(self, binding: relax.Binding) -> None:
+        """Take the sizes that a variable stands for from its binding, and what a cast of them checks."""
+        value = binding.value
+        shape = value.values if isinstance(value, relax.ShapeExpr) else self._shapes.get(value)
+        if shape is None:
+            raise _NoDirectFormError
+        self._shapes[binding.var] = [self._number(size) for size in shape]
+        if isinstance(binding, relax.MatchCast):
+            self._match(self._shapes[binding.var], binding.ty.values or ())
 
     def _view(self, binding: relax.Binding) -> list[_Tensor]:
         """The tensor that a reshape makes a view of another; empty for other expressions."""
@@ -170,12 +192,9 @@ class _Plan:
         self.steps.append(step)
         return results
 
-    def _match(self, values: Sequence[_Tensor], target: relax.Type) -> None:
-        """Name the sizes of a tensor as a cast does, or take them for equal to those that have the names already."""
-        if len(values) != 1 or not isinstance(target, relax.TensorType):
-            raise _NoDirectFormError
-        sizes = target.shape.values if isinstance(target.shape, relax.ShapeExpr) else ()
-        for own, size in zip(values[0].type.shape.values, sizes, strict=False):
+    def _match(self, own_sizes: Sequence[tirx.Expr], sizes: Sequence[tirx.Expr]) -> None:
+        """Name sizes as a cast to `sizes` does, or take them for equal to those that have the names already."""
+        for own, size in zip(own_sizes, sizes, strict=False):
             if isinstance(size, tirx.Var) and size not in self._sizes and size not in self._named_sizes:
                 self._named_sizes[size] = own
                 continue

@@ -394,6 +394,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             names = [node.input[place] for place in places]
             batches = [self._nodes[name] for name in names]
             operands = agree_along(self.bb, batches, 0 if layout else 1, self.evaluator)
+        elif node.op_type == "GridSample":
+            operands = agree_along(self.bb, operands, 0, self.evaluator)
         self._nodes.update(zip(names, operands, strict=True))
 
     def _is_known(self, node: onnx.NodeProto) -> bool:

@@ -85,21 +85,6 @@ def agree_in_channels(
     return [with_sizes(builder, *pair, evaluator) for pair in zip(operands, own, strict=True)]
 
 
-def agree_in_depth(
-    builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator: "SizeEvaluator"
-) -> list[relax.Expr]:
-    """Return data [n, c, ...] and weights [c, ...] of a transposed convolution with one expression for c.
-
-    Sizes that may differ are checked when the model runs. Operands of unknown shape are returned unchanged.
-    """
-    data, weight = (dims_of(operand) for operand in operands)
-    if data is None or weight is None:
-        return list(operands)
-    target = min(map(evaluator.simplify, (data[1], weight[0])), key=_complexity)
-    own = [[data[0], target, *data[2:]], [target, *weight[1:]]]
-    return [with_sizes(builder, *pair, evaluator) for pair in zip(operands, own, strict=True)]
-
-
 def agree_in_product(
     builder: relax.BlockBuilder, operands: Sequence[relax.Expr], evaluator: "SizeEvaluator"
 ) -> list[relax.Expr]:

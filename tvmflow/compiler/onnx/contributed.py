@@ -48,7 +48,7 @@ def convert_fused_conv(node: Node) -> relax.Expr:
     attributes = {name: value for name, value in node.attrs.items() if name not in fused}
     value = node.apply("Conv", *(node.input(place) for place in range(3)), **attributes)
     if node.input(3) is not None:
-        value = node.emit(relax.op.add(value, node.inputs[3]))
+        value = node.apply("Add", value, node.inputs[3])
     return _activate(node, value, list(node.attrs.get("activation_params", ())))
 
 
@@ -86,8 +86,8 @@ def convert_fused_matmul(node: Node) -> relax.Expr:
         if node.attrs.get(f"trans{side}", 0) and len(axes) > 1:
             axes[-2:] = [axes[-1], axes[-2]]
         operands.append(operand if axes == sorted(axes) else node.emit(relax.op.permute_dims(operand, axes)))
-    product, alpha = relax.op.matmul(*operands), float(node.attrs.get("alpha", 1.0))
-    return product if alpha == 1.0 else relax.op.multiply(node.emit(product), const(alpha, dtype_of(operands[0])))
+    product, alpha = node.apply("MatMul", *operands), float(node.attrs.get("alpha", 1.0))
+    return product if alpha == 1.0 else relax.op.multiply(product, const(alpha, dtype_of(operands[0])))
 
 
 def convert_bias_gelu(approximate: str) -> Converter:
@@ -98,7 +98,7 @@ def convert_bias_gelu(approximate: str) -> Converter:
 
     def convert(node: Node) -> relax.Expr:
         bias = node.input(1)
-        value = node.inputs[0] if bias is None else node.emit(relax.op.add(node.inputs[0], bias))
+        value = node.inputs[0] if bias is None else node.apply("Add", node.inputs[0], bias)
         return node.apply("Gelu", value, approximate=approximate)
 
     return convert
@@ -121,7 +121,7 @@ def convert_bias_softmax(node: Node) -> relax.Expr:
     rank, axis = data.ty.ndim, int(node.attrs.get("axis", 1)) % data.ty.ndim
     if not node.attrs.get("is_inner_broadcast", 1):
         raise UnsupportedFormError("a bias that is repeated along an outer dimension")
-    value = node.emit(relax.op.add(data, bias))
+    value = node.apply("Add", data, bias)
     if axis != rank - 1:
         raise UnsupportedFormError("a softmax over several dimensions")
     return relax.op.nn.softmax(value, axis=axis)
@@ -137,8 +137,8 @@ def convert_skip_norm(operator: str) -> Converter:
     def convert(node: Node) -> relax.Expr:
         is_simple = operator == "RMSNormalization"
         beta, bias = (None, node.input(3)) if is_simple else (node.input(3), node.input(4))
-        total = node.emit(relax.op.add(node.inputs[0], node.inputs[1]))
-        total = total if bias is None else node.emit(relax.op.add(total, bias))
+        total = node.apply("Add", node.inputs[0], node.inputs[1])
+        total = total if bias is None else node.apply("Add", total, bias)
         return _with_statistics(node, _normalize(node, operator, total, node.inputs[2], beta), total)
 
     return convert
@@ -191,8 +191,8 @@ def convert_attention(node: Node) -> relax.Expr:
     """
     if node.attrs.get("do_rotary", 0) or node.attrs.get("past_present_share_buffer", 0):
         raise UnsupportedFormError("rotary positions or a shared buffer within Attention")
-    projection = relax.op.matmul(node.inputs[0], node.inputs[1])
-    return _project_and_attend(node, node.emit(projection), node.input(2), node.input(3), node.input(4), node.input(5))
+    projection = node.apply("MatMul", node.inputs[0], node.inputs[1])
+    return _project_and_attend(node, projection, node.input(2), node.input(3), node.input(4), node.input(5))
 
 
 def convert_qattention(node: Node) -> relax.Expr:
@@ -208,8 +208,8 @@ def convert_qattention(node: Node) -> relax.Expr:
     data, weight, bias, data_scale, weight_scale, mask, data_zero, weight_zero = (node.input(i) for i in range(8))
     operands = [data, data_scale, data_zero, weight, weight_scale, weight_zero]
     inner = replace(node, inputs=operands)
-    projection = relax.op.matmul(dequantize(inner, 0), dequantize(inner, 3, -1))
-    return _project_and_attend(node, node.emit(projection), bias, mask, None, None)
+    projection = node.apply("MatMul", dequantize(inner, 0), dequantize(inner, 3, -1))
+    return _project_and_attend(node, projection, bias, mask, None, None)
 
 
 def _project_and_attend(
@@ -221,7 +221,7 @@ def _project_and_attend(
     score_bias: relax.Expr | None,
 ) -> relax.Expr:
     if bias is not None:
-        projection = node.emit(relax.op.add(projection, bias))
+        projection = node.apply("Add", projection, bias)
     width = dims_of(projection)[-1]  # type: ignore[index]
     sizes = list(node.attrs.get("qkv_hidden_sizes", ())) or [width // 3] * 3
     parts = relax.op.split(projection, [sizes[0], sizes[0] + sizes[1]], axis=2)
@@ -261,7 +261,7 @@ def convert_multi_head_attention(node: Node) -> relax.Expr:
         biases = [
             node.emit(relax.op.strided_slice(bias, [0], [begins[i]], [begins[i] + w])) for i, w in enumerate(widths)
         ]
-        added = [node.emit(relax.op.add(item, own)) for item, own in zip(operands, biases, strict=False)]
+        added = [node.apply("Add", item, own) for item, own in zip(operands, biases, strict=False)]
         operands = [*added, *operands[len(added) :]]
     query, key, value = (item if item.ty.ndim == 4 else _split_heads(node, item, heads) for item in operands)
     if node.input(6) is not None:
@@ -297,12 +297,12 @@ def _attend(
     """Attention over `[batch, heads, positions, channels]`, with the heads of its result joined."""
     emit, (batch, heads, positions, width) = node.emit, dims_of(query)  # type: ignore[misc]
     scale = float(node.attrs.get("scale", 0.0)) or 1 / math.sqrt(width)
-    scores = emit(relax.op.matmul(query, emit(relax.op.permute_dims(key, [0, 1, 3, 2]))))
+    scores = node.apply("MatMul", query, emit(relax.op.permute_dims(key, [0, 1, 3, 2])))
     scores = emit(relax.op.multiply(scores, const(scale, dtype_of(scores))))
     for bias in biases:
-        scores = scores if bias is None else emit(relax.op.add(scores, bias))
+        scores = scores if bias is None else node.apply("Add", scores, bias)
     weights = emit(relax.op.nn.softmax(scores, axis=-1))
-    result = emit(relax.op.permute_dims(emit(relax.op.matmul(weights, value)), [0, 2, 1, 3]))
+    result = emit(relax.op.permute_dims(node.apply("MatMul", weights, value), [0, 2, 1, 3]))
     return emit(relax.op.reshape(result, [batch, positions, heads * dims_of(value)[-1]]))  # type: ignore[index]
 
 

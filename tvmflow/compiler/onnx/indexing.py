@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import tvm
-from tvm import relax, te
+from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
@@ -106,24 +106,39 @@ def clamp_indices(node: Node, indices: relax.Expr, sizes: Sequence[Any]) -> rela
 def convert_gather_elements(node: Node) -> None:
     """Clamp the indices of GatherElements to the data, unless indices and dimension are constant.
 
-    Returns None, which leaves the node to TVM's converter. Raises UnsupportedFormError for a constant index outside of
-    the data. Data of unknown shape is left alone.
+    The model checks, when it runs, that the data is as large as the indices in the other dimensions. Returns None,
+    which leaves the node to TVM's converter. Raises UnsupportedFormError for a constant index outside of the data. Data
+    of unknown shape is left alone.
     """
     dims = dims_of(node.inputs[0])
     if dims is not None:
-        node.inputs[1] = clamp_indices(node, node.inputs[1], [dims[int(node.attrs.get("axis", 0))]])
+        axis = int(node.attrs.get("axis", 0)) % len(dims)
+        _check_reach(node, dims, dims_of(node.inputs[1]), axis)
+        node.inputs[1] = clamp_indices(node, node.inputs[1], [dims[axis]])
+
+
+def _check_reach(node: Node, dims: Sequence[Any], reach: Sequence[Any] | None, axis: int) -> None:
+    """Let the model check, when it runs, that data of `dims` has all places that indices of the shape `reach` name.
+
+    Along `axis` the indices themselves say the places. Nothing is checked where `reach` is None.
+    """
+    for place, (size, count) in enumerate(zip(dims, reach or dims, strict=True)):
+        if place != axis:
+            node.check_size(tirx.min(size, count), count)
 
 
 def convert_gather_nd(node: Node) -> None:
     """Clamp the indices of GatherND to the data, unless indices and dimensions are constant.
 
-    Returns None, which leaves the node to TVM's converter. Raises UnsupportedFormError for a constant index outside of
-    the data, and FreeSizeError for indices whose last dimension is symbolic. Operands of unknown shape are left alone.
+    The model checks the dimensions of the batch when it runs. Returns None, which leaves the node to TVM's converter.
+    Raises UnsupportedFormError for a constant index outside of the data, and FreeSizeError for indices whose last
+    dimension is symbolic. Operands of unknown shape are left alone.
     """
     dims, places, first = dims_of(node.inputs[0]), dims_of(node.inputs[1]), int(node.attrs.get("batch_dims", 0))
     if places and not isinstance(places[-1], int):
         raise FreeSizeError("indices whose last dimension is symbolic")
     if dims is not None and places:
+        node.inputs[1] = node.with_sizes(node.inputs[1], [*dims[:first], *places[first:]])
         node.inputs[1] = clamp_indices(node, node.inputs[1], dims[first : first + places[-1]])
 
 
@@ -368,14 +383,31 @@ def pad_axis(node: Node, data: relax.Expr, axis: int, widths: Sequence[Any], fil
     return cast_to(node.builder, padded, [*dims[:axis], whole, *dims[axis + 1 :]])
 
 
+def convert_depth_to_space(node: Node) -> None:
+    """Let the model check, when it runs, that a block divides the channels of DepthToSpace.
+
+    Returns None, which leaves the node to TVM's converter. Data of unknown shape is left alone.
+    """
+    block = int(node.attrs["blocksize"])
+    _check_quotients(node, (dims_of(node.inputs[0]) or ())[1:2], block * block)
+
+
+def _check_quotients(node: Node, sizes: Sequence[Any], divisor: int) -> None:
+    """Let the model check, when it runs, that a divisor leaves no remainder of any of the sizes."""
+    for size in sizes:
+        node.check_size(node.evaluator.multiply(node.evaluator.divide(size, divisor), divisor), size)
+
+
 def convert_space_to_depth(node: Node) -> relax.Expr | None:
     """Return the Relax expression of a SpaceToDepth of mode CRD: a transpose between two reshapes.
 
-    Returns None, which leaves the node to TVM's converter, for mode DCR.
+    The model checks, when it runs, that a block divides the height and the width. Returns None, which leaves the node
+    to TVM's converter, for mode DCR.
     """
+    data, block = node.inputs[0], int(node.attrs["blocksize"])
+    _check_quotients(node, (dims_of(data) or ())[2:], block)
     if node.text("mode", "DCR") != "CRD":
         return None
-    data, block = node.inputs[0], int(node.attrs["blocksize"])
     batch, channels, height, width = data.ty.shape.values
     split = node.emit(relax.op.reshape(data, [batch, channels, height // block, block, width // block, block]))
     moved = node.emit(relax.op.permute_dims(split, [0, 1, 3, 5, 2, 4]))
@@ -518,10 +550,13 @@ def convert_hardmax(node: Node) -> relax.Expr | None:
 def convert_reverse_sequence(node: Node) -> relax.Expr:
     """Return the Relax expression of ONNX's ReverseSequence: a copy that reads the start of each sequence backwards.
 
-    A sequence length beyond the data is clamped.
+    A sequence length beyond the data is clamped. The model checks, when it runs, that there are as many lengths as
+    sequences. Data of unknown shape is left alone.
     """
     data, lengths = node.inputs
     batch, time = int(node.attrs.get("batch_axis", 1)), int(node.attrs.get("time_axis", 0))
+    dims = dims_of(data)
+    lengths = lengths if dims is None else node.with_sizes(lengths, [dims[batch]])
 
     def reverse(data: te.Tensor, lengths: te.Tensor) -> te.Tensor:
         def element(*index: Any) -> Any:
@@ -550,6 +585,8 @@ def convert_scatter_elements(node: Node) -> relax.Expr:
     if dims is None or reach is None:
         raise FreeSizeError("data or indices of unknown shape")
     axis = int(node.attrs.get("axis", 0)) % len(dims)
+    _check_reach(node, dims, reach, axis)
+    updates = node.with_sizes(updates, reach)
     indices = clamp_indices(node, indices, [dims[axis]])
     differ = [
         place

@@ -36,7 +36,9 @@ def convert_reshape(node: Node) -> relax.Expr | None:
     if any(isinstance(size, int) and size == -1 for size in sizes):
         others = [size for size in sizes if not (isinstance(size, int) and size == -1)]
         sizes[target.index(-1)] = node.evaluator.quotient(dims, others)
-    return relax.op.reshape(_with_implied_size(node, data, sizes), relax.ShapeExpr(sizes))
+    data = _with_implied_size(node, data, sizes)
+    node.check_size(*(node.evaluator.quotient(shape, []) for shape in (dims_of(data) or [], sizes)))
+    return relax.op.reshape(data, relax.ShapeExpr(sizes))
 
 
 def _with_implied_size(node: Node, data: relax.Expr, sizes: Sequence[Any]) -> relax.Expr:

@@ -9,7 +9,7 @@ import tvm
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
-from tvmflow.compiler.onnx.broadcasting import agree, agree_but_for, with_sizes
+from tvmflow.compiler.onnx.broadcasting import agree, agree_but_for, agree_in_product, with_sizes
 from tvmflow.compiler.onnx.sizes import SizeEvaluator, bind_sizes, materialise
 from tvmflow.compiler.onnx.values import Array, dims_of, dtype_of
 from tvmflow.size_limits import BROADCASTING
@@ -92,6 +92,13 @@ class Node:
         """Return an operand with the dimensions `shape`; sizes that may differ are checked at run time."""
         return with_sizes(self.builder, operand, shape, self.evaluator)
 
+    def check_size(self, size: Any, expected: Any) -> None:
+        """Let the model check, when it runs, that a size is the expected one, unless that can be proved."""
+        if not self.evaluator.are_equal(size, expected):
+            # As in `broadcasting.cast_to`: TVM must not infer that a symbol is an expression of itself.
+            shape = self.builder.match_cast(self.emit(relax.ShapeExpr([size])), relax.ShapeType(ndim=1))
+            self.builder.match_cast(shape, relax.ShapeType([expected]))
+
     def bind(self, sizes: relax.Expr, known: Sequence[Any] | None = None) -> list[Any]:
         """Return a new symbol for each element of an int64 vector that the model computes when it runs.
 
@@ -116,6 +123,8 @@ class Node:
             operands = tuple(agree(self.builder, operands, self.evaluator))
         elif operator == "Concat":
             operands = tuple(agree_but_for(self.builder, operands, attributes["axis"], self.evaluator))
+        elif operator == "MatMul":
+            operands = tuple(agree_in_product(self.builder, operands, self.evaluator))
         attributes = {name: value.encode() if isinstance(value, str) else value for name, value in attributes.items()}
         result = self.convert(operator, onnx_frontend.onnx_input(operands), attributes, opset)
         result = result[0] if isinstance(result, relax.Tuple) else result

@@ -9,7 +9,7 @@ import numpy as np
 from tvm import relax, te, tirx, topi
 from tvm.topi.vision import nms
 
-from tvmflow.compiler.onnx.broadcasting import agree_in_depth, cast_to
+from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.indexing import find_places, pad_axis
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.pooling import convert_max_pool_with_places
@@ -37,6 +37,7 @@ def convert_padding(operator: str) -> Converter:
         data, dims, auto_pad = node.inputs[0], dims_of(node.inputs[0]), node.text("auto_pad", "NOTSET")
         if operator == "Conv":
             _check_weights(node, outputs_axis=0)
+            _let_channels_agree(node, inputs_axis=1)
         has_strides = operator != "Conv" or any(stride != 1 for stride in node.attrs.get("strides", ()))
         if not auto_pad.startswith("SAME"):
             is_free = dims is None or not all(isinstance(size, int) for size in dims[2:])
@@ -94,6 +95,22 @@ def _check_weights(node: Node, outputs_axis: int) -> None:
     count = node.evaluator.multiply(dims[outputs_axis], groups if outputs_axis else 1)
     if bias is not None:
         node.inputs[2] = node.with_sizes(bias, [count])
+
+
+def _let_channels_agree(node: Node, inputs_axis: int) -> None:
+    """Give the data of a convolution as many channels as its weights take; the model checks that when it runs.
+
+    The number of channels that a group takes, or all groups of a transposed convolution, is along `inputs_axis` of the
+    weights. Data of unknown shape is left alone.
+    """
+    data, weight = (dims_of(expr) for expr in node.inputs[:2])
+    if data is None or weight is None:
+        return
+    count = node.evaluator.multiply(weight[inputs_axis], int(node.attrs.get("group", 1)) if inputs_axis else 1)
+    if isinstance(count, int):
+        node.inputs[0] = node.with_sizes(node.inputs[0], [data[0], count, *data[2:]])
+    else:
+        node.inputs[1] = node.with_sizes(node.inputs[1], [*weight[:inputs_axis], data[1], *weight[inputs_axis + 1 :]])
 
 
 def _pad_for_last_windows(node: Node, operator: str) -> None:
@@ -165,9 +182,8 @@ def convert_conv_transpose(node: Node) -> relax.Expr | None:
     `output_shape` of data whose size is symbolic or unknown.
     """
     _check_weights(node, outputs_axis=1)
+    _let_channels_agree(node, inputs_axis=0)
     output_shape = node.attrs.pop("output_shape", None)
-    if node.attrs.get("group", 1) > 1:
-        node.inputs[:2] = agree_in_depth(node.builder, node.inputs[:2], node.evaluator)
     if output_shape is None:
         return None
     data, weight = (dims_of(expr) for expr in node.inputs[:2])

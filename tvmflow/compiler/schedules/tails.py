@@ -3,8 +3,9 @@
 The rows of a line fill whole register tiles. Where a function learns the length of its lines only when it runs, the
 last tile of a line may be mostly empty. A schedule marks the loop over the rows of a tile of the result by an
 annotation, and `expand` writes a second, smaller tile, and a branch that takes it where its rows are enough
-(`mark_tail`). The output tiles of Winograd's algorithm are such rows, too. Or it writes the rows of a tile a second
-time, without a condition for each row, and a branch that takes this form in whole tiles (`mark_whole`).
+(`mark_tail`). The output tiles of Winograd's algorithm are such rows, too; those that lie beyond the line are not
+transformed (`mark_tiles`). Or it writes the rows of a tile a second time, without a condition for each row, and a
+branch that takes this form in whole tiles (`mark_whole`).
 """
 
 from collections.abc import Iterator
@@ -18,10 +19,19 @@ from tvm.s_tir.schedule import LoopRV
 from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
 from tvmflow.compiler.schedules import common
-from tvmflow.compiler.statements import replace_variables, run_if, terms, uses, with_body, without_annotation
+from tvmflow.compiler.statements import (
+    replace_variables,
+    run_if,
+    terms,
+    uses,
+    with_body,
+    with_loop_body,
+    without_annotation,
+)
 
-# The annotations of the loop over the rows of a tile of the result. The value of the first is the size of a row.
+# The annotations of the loop over the rows of a tile of the result. The value of the first two is the size of a row.
 _TAIL = "tvmflow.tail"
+_TILES = "tvmflow.tiles"
 _WHOLE = "tvmflow.whole"
 
 
@@ -34,6 +44,16 @@ def mark_tail(sch: Schedule, rows: LoopRV, size: int = 1) -> None:
     has buffers of its own, as those of bfloat16 and of 8-bit integers have.
     """
     _annotate(sch, rows, _TAIL, size)
+
+
+def mark_tiles(sch: Schedule, rows: LoopRV, size: int) -> None:
+    """Mark the loop over the rows of a tile within which each row is transformed, for `expand`.
+
+    A row stands for `size` neighbours in a line of the function's result, an image with the channels last. The last
+    block in the loop writes that result, or a tensor of the dimensions that `mark_tail` describes. Does nothing where
+    all sizes are known.
+    """
+    _annotate(sch, rows, _TILES, size)
 
 
 def mark_whole(sch: Schedule, rows: LoopRV) -> None:
@@ -55,8 +75,9 @@ def _annotate(sch: Schedule, rows: LoopRV, name: str, value: int) -> None:
 def expand(func: PrimFunc) -> PrimFunc:
     """Return a scheduled function with the code that its annotations ask for, or unchanged without any."""
     buffers: list[tirx.Var] = []
-    add_tails = partial(_add_tails, result=func.params[-1] if func.params else None, buffers=buffers)
-    body = tvm_ffi.structural_map(func.body, (SeqStmt, add_tails))
+    result = func.params[-1] if func.params else None
+    body = tvm_ffi.structural_map(func.body, (SeqStmt, partial(_add_tails, result=result, buffers=buffers)))
+    body = tvm_ffi.structural_map(body, (For, partial(_leave_out_tiles, result=result)))
     body = tvm_ffi.structural_map(body, (For, _add_whole))
     if body.same_as(func.body):
         return func
@@ -91,6 +112,21 @@ def _add_tails(stmt: SeqStmt, result: Any, buffers: list[tirx.Var]) -> Any:
     small = _renewed(tvm_ffi.structural_map(whole, (For, shorten)), buffers)
     is_longer = common.substitute(limit, {rows.loop_var: tirx.const(half, rows.extent.ty.dtype)})
     return SeqStmt([*before, run_if(is_longer, whole), run_if(tirx.Not(is_longer), small)])
+
+
+def _leave_out_tiles(rows: For, result: Any) -> For:
+    """Return a loop over rows whose transforms run for those in the line of `result` alone; others unchanged."""
+    if _TILES not in rows.annotations:
+        return rows
+    size, rows = int(rows.annotations[_TILES]), without_annotation(rows, _TILES)
+    *_, writer = _blocks(rows)
+    if writer.block.writes[0].source.same_as(result):
+        inside: list[tirx.Var] = []
+        tvm_ffi.structural_walk(rows.body, (For, lambda loop: inside.append(loop.loop_var)))
+        pixel = common.substitute(writer.iter_values[-2], dict.fromkeys(inside, tirx.const(0, "int64")))
+    else:
+        pixel = _place(writer, rows.extent) * size
+    return with_loop_body(rows, run_if(pixel < result.shape[-2], rows.body))
 
 
 def _add_whole(rows: For) -> Any:

@@ -117,8 +117,10 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     if whole:
         sch.compute_at(transformed, task, preserve_unit_loops=True)
     tile_loops = transform_input(sch, vertical, transformed, machine)
-    if not form.is_bf16 and not form.is_flat:
-        tails.mark_tail(sch, near, form.size)
+    if not form.is_flat:
+        tails.mark_tiles(sch, tile_loops[-1], form.size)
+        if not form.is_bf16:
+            tails.mark_tail(sch, near, form.size)
     if not whole:
         if form.is_flat:
             task, _ = sch.split(tile_loops[0], [None, columns])
@@ -163,6 +165,8 @@ def _schedule_output(sch: Schedule, form: _Form, out: SBlockRV, back: SBlockRV, 
     sch.reorder(n, high, *far, outer, h, w, pieces, lane)
     task = sch.fuse(n, high)
     common.parallel(sch, task, machine)
+    if far[1:]:
+        tails.mark_tiles(sch, far[1], form.size)
     transform_back(sch, back, outer, [h, w, pieces, lane])
     return task
 
