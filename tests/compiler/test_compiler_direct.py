@@ -20,6 +20,7 @@ from tvmflow.bundle import DIRECT_MAIN
 from tvmflow.compiler import CompiledModel, build, direct, import_onnx, lower
 from tvmflow.compiler.codegen import code_target
 from tvmflow.compiler.direct import add_direct_main
+from tvmflow.compiler.inspection import Inspection
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators.common import buffer
 from tvmflow.compiler.schedules import schedule
@@ -112,6 +113,23 @@ def test_a_reshape_between_functions_is_a_view(assert_all_same: Check, tmp_path:
     names = [str(item.value.args[0].value) for item in direct.body.seq if isinstance(item, tirx.Evaluate)]
     # An output has memory of the caller.
     assert sum("reshape" in name for name in names) == 1
+
+
+def test_a_reshape_of_sizes_that_cannot_be_compared_is_a_view(tmp_path: Path, native: Target) -> None:
+    nodes = [node("Softmax", "x", "a", axis=1), node("Reshape", "a square", "b"), node("CumSum", "b axis", "y")]
+    weights = {**AXIS, "square": np.array([4, 4], "int64")}
+    path = save_model(tmp_path / "model.onnx", nodes, [("x", ["rows", "columns"])], [("y", [4, 4])], weights)
+    model = builds.assert_same_as_onnxruntime(
+        path,
+        [{"x": np.random.default_rng(rows).standard_normal((rows, 16 // rows), "float32")} for rows in (1, 2, 8)],
+        native,
+        inspect=Inspection(after=("CallTIRRewrite",)),
+    )
+    (lowered,) = model.inspected.passes
+    assert "R.reshape(" in lowered.text
+    assert "cls.reshape(" not in lowered.text
+    direct = add_direct_main(lower(import_onnx(path), native))[DIRECT_MAIN]
+    assert "reshape" not in str(direct.body)
 
 
 @pytest.mark.few(2)

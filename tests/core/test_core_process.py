@@ -342,7 +342,7 @@ def test_imports_may_begin_before_the_call_that_needs_them(jobs: Path) -> None:
         called = process.call(
             "jobs:counts", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,), imports=("jobs",)
         )
-        assert called.text.split()[0] == early
+        assert called.text.split()[0] == early, (jobs / "early").read_text()
     # Nothing is shared here, and nothing begins.
     process.start_imports(("jobs",), log=jobs / "early", paths=(jobs,))
     assert early not in children() <= others

@@ -1,11 +1,13 @@
 """Names of the annotations by which schedule rules recognise the stages of this project's operators.
 
 An operator sets them on the block that accumulates. A function that comes with its schedule has `KERNEL` as an
-attribute of the function.
+attribute of the function, and one that copies a tensor in its order has `RESHAPE`.
 """
 
 # The kind of kernel.
 KERNEL = "tvmflow.kernel"
+# The function copies a tensor in its order to another shape.
+RESHAPE = "tvmflow.reshape"
 # The rows of the kernel's register tile, and the lanes of its vectors.
 TILE = "tvmflow.tile"
 LANES = "tvmflow.lanes"

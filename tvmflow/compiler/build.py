@@ -37,6 +37,7 @@ from tvmflow.compiler.machine import machine
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.operators.packing import packing_of
 from tvmflow.compiler.passes import pass_names
+from tvmflow.compiler.passes.views import ViewReshapes
 from tvmflow.compiler.schedules import ScheduleWarning, error_bounds, schedule
 from tvmflow.compiler.serialise import ir_text
 from tvmflow.errors import BuildError, OptionError, TargetError
@@ -450,6 +451,8 @@ def _finalize(target: Target, native: tvm.target.Target) -> tvm.transform.Pass:
         # Reshapes are views already; the functions that copied them have no callers.
         unused = relax.transform.DeadCodeElimination()
         lowering = [unused, *(item for item in lowering if str(item.info.name) != "RewriteDataflowReshape")]
+    else:
+        lowering = [ViewReshapes(), *lowering]
     passes = [*lowering, *pipeline.finalize_passes(native), TidyShapeFunctions()]
     return tvm.transform.Sequential(passes, name="finalize")
 

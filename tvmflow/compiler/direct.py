@@ -20,6 +20,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from tvmflow.bundle import DIRECT_MAIN, LARGEST_DIRECT_OUTPUT, MAIN_CONSTANTS
+from tvmflow.compiler.annotations import RESHAPE
 from tvmflow.compiler.operators.common import buffer, static
 from tvmflow.compiler.passes.calls import ConstantKey, key_of_constant
 from tvmflow.compiler.statements import replace_variables
@@ -61,6 +62,8 @@ def _is_reshape(function: Any) -> bool:
     """Whether a function copies a tensor in its order, as to another shape."""
     if not isinstance(function, tirx.PrimFunc) or not isinstance(function.body, SBlockRealize):
         return False
+    if RESHAPE in (function.attrs or {}):
+        return True
     try:
         return bool(relax.analysis.has_reshape_pattern(function))
     except tvm.error.InternalError:

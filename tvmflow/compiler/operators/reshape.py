@@ -11,6 +11,7 @@ from typing import Any
 import tvm
 from tvm import relax, te, tirx
 
+from tvmflow.compiler.annotations import RESHAPE
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import static
 
@@ -47,7 +48,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -
 
         return te.compute(outputs, element, name="reshape")
 
-    return builder.call_te(compute, call.args[0], after, primfunc_name_hint="reshape")
+    return builder.call_te(compute, call.args[0], after, primfunc_name_hint="reshape", primfunc_attrs={RESHAPE: 1})
 
 
 def _groups(inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[_Group]:
