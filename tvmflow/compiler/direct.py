@@ -163,9 +163,10 @@ class _Plan:
         if not isinstance(value, relax.Call) or value.op != _CALL_TIR or binding.var in self._outputs:
             return []
         callee, operands, *_ = value.args
-        if len(_items(operands)) != 1 or not _is_reshape(self._mod[callee]):
+        tensors = [item for item in _items(operands) if not isinstance(item.ty, tvm.ir.PrimType)]
+        if len(tensors) != 1 or not _is_reshape(self._mod[callee]):
             return []
-        view, (source,) = self._tensor(str(binding.var.name), value.ty), self._argument("", _items(operands)[0])
+        view, (source,) = self._tensor(str(binding.var.name), value.ty), self._argument("", tensors[0])
         view.source = source if isinstance(source, _Tensor) else None
         return [] if view.source is None else [view]
 

@@ -31,7 +31,8 @@ class _Reshapes(PyExprMutator):  # type: ignore[misc]
         value: Any = binding.value
         is_call = isinstance(value, relax.Call) and value.op == _CALL_TIR and isinstance(binding.var, relax.DataflowVar)
         if is_call and RESHAPE in (self.builder_.get()[value.args[0]].attrs or {}):
-            (source,) = value.args[1].fields if isinstance(value.args[1], relax.Tuple) else [value.args[1]]
+            # Sizes that the types of tensors do not give may follow the tensor.
+            source, *_ = value.args[1].fields if isinstance(value.args[1], relax.Tuple) else [value.args[1]]
             value = relax.op.reshape(self.visit_expr(source), value.ty.shape)
             binding = relax.VarBinding(binding.var, value)
         super().visit_var_binding_(binding)
