@@ -381,11 +381,29 @@ def test_attention_with_symbolic_batch_and_length_equals_onnx_runtime(
 
 
 def test_vector_functions_are_accurate_over_the_whole_range(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
-    functions = ["Exp", "Erf", "Tanh", "Sigmoid"]
+    functions = ["Exp", "Erf", "Tanh", "Sigmoid", "Sin", "Cos", "Atan"]
     nodes = [helper.make_node(function, ["x"], [function]) for function in functions]
     path = make_model(nodes, [("x", [4001])], functions)
     x = np.linspace(-88, 88, 4001, dtype="float32")
     assert_same_as_onnxruntime(path, {"x": x}, {"x": x / 40}, rtol=1e-5)
+
+
+def test_sines_of_large_angles_are_those_of_numpy(make_model: Any, target: Any, run_built: Any) -> None:
+    functions = {"Sin": np.sin, "Cos": np.cos, "Atan": np.arctan}
+    nodes = [helper.make_node(name, ["x"], [name]) for name in functions]
+    model = build(import_onnx(make_model(nodes, [("x", [4096])], list(functions))), target)
+    for largest, tolerance in ((10.0, 2e-7), (1e7, 2e-7), (1e9, 5e-7)):
+        x = np.random.default_rng(0).uniform(-largest, largest, 4096).astype("float32")
+        for ours, function in zip(run_built(model, x), functions.values(), strict=True):
+            np.testing.assert_allclose(ours, function(x.astype("float64")), rtol=0, atol=tolerance)
+    # Beyond that a sine is bounded and no more; that of infinity is none.
+    x = np.resize(np.array([0, 1e20, -1e38, np.inf, -np.inf, np.nan, 1e-30], "float32"), 4096)
+    sine, cosine, arctangent = run_built(model, x)
+    assert np.abs([sine[:3], cosine[:3]]).max() <= 1
+    assert np.isnan([sine[3:6], cosine[3:6]]).all()
+    np.testing.assert_array_equal(sine[6], x[6])
+    half = np.float32(np.pi / 2)
+    np.testing.assert_array_equal(arctangent[:7], [0, half, -half, half, -half, np.float32(np.nan), x[6]])
 
 
 def test_exponentials_of_extremes_are_zero_infinite_and_not_a_number(

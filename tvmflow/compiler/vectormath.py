@@ -1,7 +1,8 @@
 """Exponentials and related functions as polynomials, which vectorise. LLVM would call the C library for each lane.
 
 All functions take float32 and are accurate to within a few units in the last place. The ranges and coefficients are
-those of the Cephes library (exp) and of Eigen's rational approximations (tanh, erf).
+those of the Cephes library (exp) and of Eigen's rational approximations (tanh, erf); those of sine, cosine and
+arctangent are least-squares fits, weighted until the largest relative error was smallest.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +38,24 @@ _ERF_Q = (
     -7.37332916720468e-03,
     -1.42647390514189e-02,
 )
-
+# On the square of an angle up to a quarter of pi: (sin(x) / x - 1) / x^2 and (cos(x) - 1 + x^2 / 2) / x^4.
+_SINE = (-1.9502134819049388e-4, 8.33206344395876e-3, -0.16666653752326965)
+_COSINE = (2.4418128305114806e-5, -1.3887184904888272e-3, 0.04166664183139801)
+# On the square of a number up to one: atan(x) / x.
+_ATAN = (
+    -0.001753930700942874,
+    0.010726947337388992,
+    -0.030804606154561043,
+    0.05755211412906647,
+    -0.0837731659412384,
+    0.10942031443119049,
+    -0.142619326710701,
+    0.1999826580286026,
+    -0.3333328366279602,
+    1.0,
+)
+# Half of pi: its first 30 bits, so that the product with the number of quarters of a turn is exact, and the next ones.
+_QUARTER = (1.570796325802803, 9.920935796805404e-10)
 
 # By type of floating-point numbers: the integers of the same size, and the bits of infinity.
 _INFINITY = {"float16": ("int16", 0x7C00), "float32": ("int32", 0x7F800000), "float64": ("int64", 0x7FF0000000000000)}
@@ -53,13 +71,13 @@ def is_nan(x: Any, dtype: str) -> Any:
     return size > tirx.const(infinity, integer)
 
 
-def _let(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return `function` of a variable that holds the float32 expression `value`.
+def _let(value: Any, function: Callable[[Any], Any], dtype: str = "float32") -> Any:
+    """Return `function` of a variable that holds the expression `value` of type `dtype`.
 
     Without the variable each use repeats the whole expression: TVM's passes visit it once for each use, and nesting
     multiplies the uses.
     """
-    variable = tirx.Var("x", "float32")
+    variable = tirx.Var("x", dtype)
     return tirx.Let(variable, value, function(variable))
 
 
@@ -180,3 +198,63 @@ def gelu(x: Any) -> Any:
 def gelu_tanh(x: Any) -> Any:
     """Return the approximation of `gelu` by tanh: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))."""
     return 0.5 * x * (1.0 + tanh(0.79788456080286536 * (x + 0.044715 * x * x * x)))
+
+
+@_bound
+def sin(x: Any) -> Any:
+    """Return the sine of a float32 expression, to within 1e-7 for an x up to 1e7 and 4e-7 up to 1e9.
+
+    The sine of a number beyond that, whose neighbours are more than a turn away, is one between -1 and 1.
+    """
+    return _sine(x, 0)
+
+
+@_bound
+def cos(x: Any) -> Any:
+    """Return the cosine of a float32 expression; the errors are those of `sin`."""
+    return _sine(x, 1)
+
+
+def _sine(x: Any, quarters: int) -> Any:
+    """The sine of x and a number of quarters of a turn.
+
+    The whole quarters of a turn are subtracted in float64, and the sine or the cosine of the rest is a polynomial.
+    """
+    double = tirx.Cast("float64", x)
+
+    def evaluate(turns: Any) -> Any:
+        first, second = (tirx.const(part, "float64") for part in _QUARTER)
+        rest = tirx.Cast("float32", double - turns * first - turns * second)
+        shifted = turns + tirx.const(quarters, "float64")
+        quadrant = tirx.Cast("float32", shifted - 4.0 * tirx.floor(shifted * 0.25))
+        return _let(_clamp(rest, -0.8, 0.8), lambda r: _let(quadrant, lambda q: _of_quadrant(r, q)))
+
+    return _let(tirx.round(double * 0.63661977236758134), evaluate, "float64")
+
+
+def _of_quadrant(rest: Any, quadrant: Any) -> Any:
+    """The sine of an angle up to a quarter of pi and a number of quarters of a turn, from 0 to 3."""
+
+    def evaluate(square: Any) -> Any:
+        sine = rest + rest * square * _polynomial(square, _SINE)
+        cosine = 1.0 - 0.5 * square + square * square * _polynomial(square, _COSINE)
+        is_odd = tirx.abs(quadrant - 2.0) == tirx.const(1.0, "float32")
+        is_below = quadrant >= tirx.const(2.0, "float32")
+        return _let(tirx.Select(is_odd, cosine, sine), lambda value: tirx.Select(is_below, 0.0 - value, value))
+
+    return _let(rest * rest, evaluate)
+
+
+@_bound
+def atan(x: Any) -> Any:
+    """Return the arctangent of a float32 expression."""
+    one = tirx.const(1.0, "float32")
+
+    def evaluate(size: Any) -> Any:
+        small = _let(
+            tirx.Select(size > one, 1.0 / size, size), lambda u: _let(u * u, lambda s: u * _polynomial(s, _ATAN))
+        )
+        whole = _let(small, lambda v: tirx.Select(size > one, 1.5707963267948966 - v, v))
+        return _let(whole, lambda v: tirx.Select(x < tirx.const(0.0, "float32"), 0.0 - v, v))
+
+    return _let(tirx.abs(x), evaluate)

@@ -15,6 +15,9 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "relax.exp": vectormath.exp,
     "relax.erf": vectormath.erf,
     "relax.tanh": vectormath.tanh,
+    "relax.sin": vectormath.sin,
+    "relax.cos": vectormath.cos,
+    "relax.atan": vectormath.atan,
     # Rounds ties to even, as TVM's own definition does, but vectorises.
     "relax.round": tirx.round,
     "relax.sigmoid": vectormath.sigmoid,
