@@ -303,6 +303,15 @@ CASES: tuple[Case, ...] = (
     Case("elementwise", "add 1x64x112x112", (_node("Add", "x z"),), {"x": _IMAGE, "z": _IMAGE}),
     Case("elementwise", "scale channels 1x64x112x112", (_node("Mul", "x z"),), {"x": _IMAGE, "z": (1, 64, 1, 1)}),
     _unary("elementwise", "relu", _IMAGE, _node("Relu")),
+    _unary("elementwise", "sine", _IMAGE, _node("Sin")),
+    _unary("elementwise", "arctangent", _IMAGE, _node("Atan")),
+    _unary(
+        "selection",
+        "5 of rows",
+        (64, 1000),
+        helper.make_node("TopK", ["x", "k"], ["y", "places"]),
+        k=np.array([5], "int64"),
+    ),
     _unary("elementwise", "silu", _IMAGE, _node("Sigmoid", "x", "s"), _node("Mul", "x s")),
     _unary("elementwise", "hard-swish", _IMAGE, _node("HardSwish")),
     _unary(

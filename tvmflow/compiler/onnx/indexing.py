@@ -454,15 +454,19 @@ def convert_one_hot(node: Node) -> relax.Expr:
 def convert_top_k(node: Node) -> relax.Expr | None:
     """Return the Relax expression of a TopK whose k is not constant or is zero: the first k of the sorted elements.
 
-    A constant k of opset 10 is converted as in opset 11. Returns None, which leaves the node to TVM's converter, for
-    other constant k and before opset 10. Raises UnsupportedFormError for unsigned integers of 16 bits and more, which
-    TVM does not sort. Raises FreeSizeError for data of unknown shape.
+    The model checks, when it runs, that there are as many elements as a constant k. A constant k of opset 10 is
+    converted as in opset 11. Returns None, which leaves the node to TVM's converter, for other constant k and before
+    opset 10. Raises UnsupportedFormError for unsigned integers of 16 bits and more, which TVM does not sort. Raises
+    FreeSizeError for data of unknown shape.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     if dtype_of(data) in ("uint64", "uint32", "uint16"):
         raise UnsupportedFormError(f"{dtype_of(data)}: TVM does not sort them")
     count = node.constant(1) if node.opset >= 10 else None
     is_constant = count is not None and bool(count.any())
+    if count is not None and dims is not None:
+        size, least = dims[int(node.attrs.get("axis", -1))], int(count.reshape(-1)[0])
+        node.check_size(tirx.min(size, least), least)
     if node.opset == 10 and is_constant:
         # TVM's converter looks for the attribute `k`, which opset 10 made an operand.
         return node.convert("TopK", node.inputs, node.attrs, 11)

@@ -33,6 +33,7 @@ from tvmflow.compiler.passes.packing import BindWeights, PackAtLoad
 from tvmflow.compiler.passes.pixels import JoinPixels
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.scans import lower_scans
+from tvmflow.compiler.passes.selections import lower_selections
 from tvmflow.compiler.passes.sizes import NameSizes
 from tvmflow.compiler.passes.strassen import StrassenProducts
 from tvmflow.compiler.passes.trees import lower_trees
@@ -156,6 +157,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
         products=[
             attention.lower_attention(cpu, precision == "bf16"),
             lower_scans(cpu),
+            lower_selections(cpu),
             *narrow[precision],
             IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, has_dots),
             *([StrassenProducts(cpu, choices)] if fast else []),

@@ -1,0 +1,64 @@
+"""TopK: a few of many elements are selected, and all are sorted where that takes fewer steps."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from support.arrays import normal
+from support.builds import rule_counts
+from support.models import save_model
+from tvmflow.compiler import build, import_onnx
+
+Shape = tuple[int, ...]
+
+
+def _case(
+    shape: Shape, k: int, axis: int, largest: int, array: np.ndarray[Any, Any] | None = None, *, free: bool = False
+) -> Any:
+    """The arguments of `save_model`, and a feed: few different numbers, so that many are equal, without an `array`."""
+    data = np.round(2 * normal(*shape)) if array is None else array
+    node = helper.make_node("TopK", ["x", "k"], ["y", "places"], axis=axis, largest=largest)
+    dims = [f"n{place}" for place in range(len(shape))] if free else list(shape)
+    outputs = ["y", ("places", None, TensorProto.INT64)]
+    return ([node], [("x", dims)], outputs, {"k": np.array([k], "int64")}), {"x": data}
+
+
+def test_the_first_elements_are_those_of_onnx_runtime(assert_all_same: Any) -> None:
+    cases = [
+        _case(shape, k, axis, largest)
+        for shape, k, axis in [((3, 100), 5, 1), ((3, 7), 1, -1), ((40, 6), 3, 0), ((2, 64, 5), 4, 1), ((2, 9), 2, 1)]
+        for largest in (0, 1)
+    ]
+    random = normal(3, 200)
+    # In rising order each element comes before all chosen ones.
+    rising = np.sort(random, axis=1)
+    cases += [_case((3, 200), 6, 1, 1, array) for array in (random, rising, rising[:, ::-1].copy())]
+    # The last three share one function.
+    assert rule_counts(assert_all_same(cases))["selection"] == len(cases) - 2
+
+
+def test_the_first_elements_of_free_sizes_are_those_of_onnx_runtime(assert_all_same: Any) -> None:
+    cases = [_case((3, 100), 5, 1, 1, free=True), _case((40, 6), 3, 0, 0, free=True), _case((3, 5), 5, 1, 1, free=True)]
+    # The first and the last one share one function.
+    assert rule_counts(assert_all_same(cases))["selection"] == len(cases) - 1
+
+
+def test_many_of_the_elements_are_sorted(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
+    arguments, feed = _case((2, 100), 90, 1, 1)
+    assert "selection" not in rule_counts(assert_same_as_onnxruntime(make_model(*arguments), feed))
+
+
+@pytest.mark.parametrize("largest", [0, 1])
+def test_not_a_number_counts_as_the_largest_and_zeros_are_equal(
+    tmp_path: Any, target: Any, run_built: Any, largest: int
+) -> None:
+    x = np.zeros((1, 40), "float32")
+    x[0, :6] = [-0.0, 0.0, np.inf, np.nan, -np.inf, -np.nan]
+    arguments, _ = _case((1, 40), 5, 1, largest)
+    model = build(import_onnx(save_model(tmp_path / "model.onnx", *arguments)), target)
+    values, places = run_built(model, x)
+    expected = [3, 5, 2, 0, 1] if largest else [4, 0, 1, 6, 7]
+    assert places[0].tolist() == expected
+    np.testing.assert_array_equal(values[0], x[0, expected])

@@ -1,0 +1,139 @@
+"""The first few of the sorted elements along a dimension: ONNX's TopK.
+
+TVM sorts all elements. Here a pass over the elements keeps the first ones in order; most elements are only compared
+with the last of these.
+"""
+
+import math
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from tvm import relax, tirx, topi
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from tvmflow.compiler import extensions
+from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import buffer, size_parameter, static
+from tvmflow.compiler.vectormath import is_nan
+
+_INT32 = tirx.max_value("int32").value
+
+
+def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+    """Define the values and places of the `k` largest or smallest float32 numbers along an axis.
+
+    Equal numbers keep their order, and NaN counts as the largest number. Returns None for other types, for unknown
+    shapes, and where sorting all numbers takes fewer steps. TVM dispatches sorts before it legalises, so this is no
+    definition for `LegalizeOps`.
+    """
+    (data,), attrs = call.args, call.attrs
+    if str(data.ty.dtype) != "float32" or not isinstance(data.ty.shape, relax.ShapeExpr) or not data.ty.ndim:
+        return None
+    shape, axis, count = list(data.ty.shape.values), int(attrs.axis) % data.ty.ndim, int(attrs.k)
+    if str(attrs.ret_type) != "both" or str(attrs.dtype) != "int64" or not _is_short(count, static(shape[axis])):
+        return None
+    kernel = _Kernel(shape, axis, count, largest=bool(attrs.largest), machine=machine)
+    function = extensions.emit_function(builder, kernel.function(), "top_k")
+    # TVM fails on a function that reads one operand and has no blocks: it looks for reshapes among these.
+    return relax.call_tir(function, [data, relax.const(np.float32(0.0))], list(call.ty.fields))
+
+
+def _is_short(count: int, size: int | None) -> bool:
+    """Whether `count` of `size` elements in random order are selected in fewer steps than all are sorted.
+
+    The element at place i is one of the first ones with a probability of count / i, and then passes half of them. Of an
+    unknown number of elements, twice as many as are selected are assumed.
+    """
+    size = 2 * count if size is None else size
+    if not 0 < count <= size:
+        return False
+    moves = count * count / 2 * (1 + math.log(size / count))
+    return size + moves <= size * math.log2(max(size, 2))
+
+
+class _Kernel:
+    """Builds the TIR function that selects `count` elements of each line of a tensor along an axis."""
+
+    def __init__(self, shape: list[Any], axis: int, count: int, *, largest: bool, machine: Machine) -> None:
+        self._count, self._largest, self._machine = count, largest, machine
+        own = [size_parameter(size, f"n{place}") for place, size in enumerate(shape)]
+        one = tirx.IntImm("int64", 1)
+        self._size, self._inner = own[axis], math.prod(own[axis + 1 :], start=one)
+        self._lines = topi.utils.simplify(math.prod(own[:axis], start=one) * self._inner)
+        chosen = [*own[:axis], tirx.IntImm("int64", count), *own[axis + 1 :]]
+        self._data, self._zero = buffer("data", own), buffer("zero", ())
+        self._values, self._places = buffer("values", chosen), buffer("places", chosen, "int64")
+
+    def function(self) -> tirx.PrimFunc:
+        """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
+        with IRBuilder() as builder, T.seq_scope():
+            self._x, values, places = (
+                T.decl_buffer((size,), item.dtype, data=item.data, layout=None)
+                for item, size in (
+                    (self._data, self._lines * self._size),
+                    (self._values, self._lines * self._count),
+                    (self._places, self._lines * self._count),
+                )
+            )
+            with (T.serial if self._machine.cores == 1 else T.parallel)(0, self._lines) as line:
+                outer, inner = tirx.floordiv(line, self._inner), tirx.floormod(line, self._inner)
+                self._begin = outer * self._size * self._inner + inner
+                # Before the chosen ones stands a key that none exceeds.
+                self._keys = T.alloc_buffer((self._count + 1,), "int32", scope="local", layout=None)
+                self._chosen = T.alloc_buffer((self._count + 1,), "int64", scope="local", layout=None)
+                self._gap = T.alloc_buffer((1,), "int32", scope="local", layout=None)
+                with T.serial(0, self._count + 1) as place:
+                    T.buffer_store(self._keys, tirx.Select(place == 0, _int(_INT32), _int(-_INT32 - 1)), [place])
+                    T.buffer_store(self._chosen, tirx.const(0, "int64"), [place])
+                self._select()
+                first = outer * self._count * self._inner + inner
+                with T.serial(0, self._count) as place:
+                    own = self._chosen[place + 1]
+                    T.buffer_store(values, self._element(own), [first + place * self._inner])
+                    T.buffer_store(places, own, [first + place * self._inner])
+        parameters = [self._data, self._zero, self._values, self._places]
+        return tirx.PrimFunc(parameters, builder.get().body).with_attr(KERNEL, "selection")
+
+    def _select(self) -> None:
+        """Insert all elements of a line; of vectors whose elements all come after the chosen ones, none."""
+        lanes = self._machine.lanes
+        vectors = tirx.floordiv(self._size, lanes) if static(self._inner) == 1 else tirx.const(0, "int64")
+        largest = T.alloc_buffer((lanes,), "int32", scope="local", layout=None)
+        with T.serial(0, vectors) as vector:
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(largest, self._key(self._element(vector * lanes + lane)), [lane])
+            highest = reduce(tirx.max, (largest[lane] for lane in range(lanes)))
+            with T.If(highest > self._keys[self._count]), T.Then(), T.serial(0, lanes) as lane:
+                self._insert(vector * lanes + lane)
+        with T.serial(vectors * lanes, self._size) as place:
+            self._insert(place)
+
+    def _insert(self, place: Any) -> None:
+        """Insert the element at a place of the line into the chosen ones, unless it comes after all of them."""
+        keys, chosen, gap, key = self._keys, self._chosen, self._gap, self._key(self._element(place))
+        with T.If(key > keys[self._count]), T.Then():
+            T.buffer_store(gap, _int(self._count), [0])
+            with T.While(keys[gap[0] - 1] < key):
+                T.buffer_store(keys, keys[gap[0] - 1], [gap[0]])
+                T.buffer_store(chosen, chosen[gap[0] - 1], [gap[0]])
+                T.buffer_store(gap, gap[0] - 1, [0])
+            T.buffer_store(keys, key, [gap[0]])
+            T.buffer_store(chosen, place, [gap[0]])
+
+    def _element(self, place: Any) -> Any:
+        return self._x[self._begin + place * self._inner]
+
+    def _key(self, value: Any) -> Any:
+        """An integer in the order of the float `value`: larger for what comes first, and never the smallest integer."""
+        # The sum makes a negative zero equal to zero.
+        bits = tirx.reinterpret("int32", value + self._zero[()])
+        key = bits ^ ((bits >> 31) & _int(_INT32))
+        key = key if self._largest else -1 - key
+        return tirx.Select(is_nan(value, "float32"), _int(_INT32 if self._largest else -_INT32), key)
+
+
+def _int(value: int) -> Any:
+    return tirx.const(value, "int32")
