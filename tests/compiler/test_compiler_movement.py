@@ -69,6 +69,21 @@ def test_tiles_of_numbers_of_32_bits_are_transposed_by_shuffles(make_model: Any,
         np.testing.assert_array_equal(result, feed[place // len(orders)].transpose(orders[place % len(orders)]))
 
 
+def test_the_lines_of_a_convolution_of_one_dimension_are_transposed_by_shuffles(
+    make_model: Any, assert_same_as_onnxruntime: Check, native: Target
+) -> None:
+    node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1])
+    path = make_model([node], [("x", [1, 16, 48])], ["y"], {"w": normal(32, 16, 3)})
+    assert_same_as_onnxruntime(path, {"x": normal(1, 16, 48)})
+    # The convolution has a line of pixels as an image, whose height of one the transpose of the result leaves out.
+    names = [
+        item.name
+        for item in workloads(lower(import_onnx(path), native))
+        if "tvmflow_transpose_" in schedule(item.func, machine(native))[0].script()
+    ]
+    assert any("reshape" in name for name in names), names
+
+
 @pytest.mark.parametrize(
     ("free", "order"),
     [

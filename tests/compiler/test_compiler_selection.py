@@ -62,3 +62,14 @@ def test_not_a_number_counts_as_the_largest_and_zeros_are_equal(
     expected = [3, 5, 2, 0, 1] if largest else [4, 0, 1, 6, 7]
     assert places[0].tolist() == expected
     np.testing.assert_array_equal(values[0], x[0, expected])
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
+def test_the_place_of_the_first_element_is_that_of_onnx_runtime(assert_all_same: Any, free: bool) -> None:
+    cases = []
+    for operator, shape, keepdims in [("ArgMax", (3, 70), 1), ("ArgMin", (2, 3, 33), 0), ("ArgMax", (4, 5), 0)]:
+        node = helper.make_node(operator, ["x"], ["y"], axis=-1, keepdims=keepdims)
+        dims = [f"n{place}" for place in range(len(shape))] if free else list(shape)
+        outputs = [("y", None, TensorProto.INT64)]
+        cases.append((([node], [("x", dims)], outputs), {"x": np.round(2 * normal(*shape))}))
+    assert rule_counts(assert_all_same(cases))["selection"] == len(cases)

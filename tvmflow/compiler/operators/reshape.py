@@ -1,4 +1,4 @@
-"""Reshapes of tensors with symbolic sizes, axis by axis where sizes before and after agree.
+"""Reshapes of tensors with symbolic sizes, and those that only add or remove axes of one element, axis by axis.
 
 TVM's own definition computes the flat index of each element, and divides it by every size of the input.
 """
@@ -20,12 +20,12 @@ _Group = tuple[list[int], list[int]]
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
-    """Define a reshape of symbolic sizes; None for static and for unknown shapes."""
+    """Define a reshape of symbolic sizes or of axes of one element; None for others and for unknown shapes."""
     before, after = (getattr(ty, "shape", None) for ty in (call.args[0].ty, call.ty))
     if not isinstance(before, relax.ShapeExpr) or not isinstance(after, relax.ShapeExpr):
         return None
     inputs, outputs = list(before.values), list(after.values)
-    if all(static(size) for size in [*inputs, *outputs]):
+    if all(static(size) for size in [*inputs, *outputs]) and _long(inputs) != _long(outputs):
         return None
     groups = list(_groups(inputs, outputs))
 
@@ -38,7 +38,8 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -
             for axes, places in groups:
                 position: Any = 0
                 for place in places:
-                    position = position * outputs[place] + index[place]
+                    if static(outputs[place]) != 1:
+                        position = position * outputs[place] + index[place]
                 for axis in axes[:0:-1]:
                     source[axis] = te.indexmod(position, inputs[axis])
                     position = te.indexdiv(position, inputs[axis])
@@ -49,6 +50,11 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -
         return te.compute(outputs, element, name="reshape")
 
     return builder.call_te(compute, call.args[0], after, primfunc_name_hint="reshape", primfunc_attrs={RESHAPE: 1})
+
+
+def _long(sizes: Sequence[Any]) -> list[int | None]:
+    """The sizes of the axes of more than one element."""
+    return [static(size) for size in sizes if static(size) != 1]
 
 
 def _groups(inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[_Group]:

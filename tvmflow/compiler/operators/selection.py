@@ -41,6 +41,26 @@ def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> re
     return relax.call_tir(function, [data, relax.const(np.float32(0.0))], list(call.ty.fields))
 
 
+def lower_place(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, *, largest: bool) -> relax.Expr | None:
+    """Define the place of the largest or smallest float32 number in each line along the last dimension.
+
+    Of equal numbers the first one counts, and NaN as the largest number. Returns None for other types and dimensions,
+    and for unknown shapes.
+    """
+    (data,), axis = call.args, call.attrs.axis
+    if str(data.ty.dtype) != "float32" or axis is None:
+        return None
+    if not isinstance(data.ty.shape, relax.ShapeExpr) or not isinstance(call.ty.shape, relax.ShapeExpr):
+        return None
+    shape = list(data.ty.shape.values)
+    if int(axis) % len(shape) != len(shape) - 1 or str(call.ty.dtype) != "int64":
+        return None
+    kernel = _Kernel(shape, len(shape) - 1, 1, largest=largest, machine=machine)
+    function = kernel.place_function(keepdims=bool(call.attrs.keepdims))
+    variable = extensions.emit_function(builder, function, call.op.name.rpartition(".")[2])
+    return relax.call_tir(variable, [data, relax.const(np.float32(0.0))], call.ty)
+
+
 def _is_short(count: int, size: int | None) -> bool:
     """Whether `count` of `size` elements in random order are selected in fewer steps than all are sorted.
 
@@ -63,22 +83,37 @@ class _Kernel:
         one = tirx.IntImm("int64", 1)
         self._size, self._inner = own[axis], math.prod(own[axis + 1 :], start=one)
         self._lines = topi.utils.simplify(math.prod(own[:axis], start=one) * self._inner)
-        chosen = [*own[:axis], tirx.IntImm("int64", count), *own[axis + 1 :]]
+        self._others = [own[:axis], own[axis + 1 :]]
         self._data, self._zero = buffer("data", own), buffer("zero", ())
-        self._values, self._places = buffer("values", chosen), buffer("places", chosen, "int64")
 
     def function(self) -> tirx.PrimFunc:
-        """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
+        """Return the function of the values and the places of the chosen elements.
+
+        Its attribute `KERNEL` tells the schedules to leave it unchanged.
+        """
+        before, after = self._others
+        chosen = [*before, tirx.IntImm("int64", self._count), *after]
+        return self._function(buffer("values", chosen), buffer("places", chosen, "int64"))
+
+    def place_function(self, *, keepdims: bool) -> tirx.PrimFunc:
+        """Return the function of the places of the first elements, in all lines; the line itself is a dimension of 1.
+
+        Without `keepdims` the result has no such dimension.
+        """
+        before, after = self._others
+        return self._function(buffer("places", [*before, *[tirx.IntImm("int64", 1)] * keepdims, *after], "int64"))
+
+    def _function(self, *results: Any) -> tirx.PrimFunc:
+        """The function of these results: the places come last, and may follow the values."""
         with IRBuilder() as builder, T.seq_scope():
-            self._x, values, places = (
+            total = self._lines * self._count
+            sizes = [self._lines * self._size, *[total] * len(results)]
+            self._x, *values, places = (
                 T.decl_buffer((size,), item.dtype, data=item.data, layout=None)
-                for item, size in (
-                    (self._data, self._lines * self._size),
-                    (self._values, self._lines * self._count),
-                    (self._places, self._lines * self._count),
-                )
+                for item, size in zip((self._data, *results), sizes, strict=True)
             )
-            with (T.serial if self._machine.cores == 1 else T.parallel)(0, self._lines) as line:
+            is_alone = self._machine.cores == 1 or static(self._lines) == 1
+            with (T.serial if is_alone else T.parallel)(0, self._lines) as line:
                 outer, inner = tirx.floordiv(line, self._inner), tirx.floormod(line, self._inner)
                 self._begin = outer * self._size * self._inner + inner
                 # Before the chosen ones stands a key that none exceeds.
@@ -92,10 +127,10 @@ class _Kernel:
                 first = outer * self._count * self._inner + inner
                 with T.serial(0, self._count) as place:
                     own = self._chosen[place + 1]
-                    T.buffer_store(values, self._element(own), [first + place * self._inner])
+                    for result in values:
+                        T.buffer_store(result, self._element(own), [first + place * self._inner])
                     T.buffer_store(places, own, [first + place * self._inner])
-        parameters = [self._data, self._zero, self._values, self._places]
-        return tirx.PrimFunc(parameters, builder.get().body).with_attr(KERNEL, "selection")
+        return tirx.PrimFunc([self._data, self._zero, *results], builder.get().body).with_attr(KERNEL, "selection")
 
     def _select(self) -> None:
         """Insert all elements of a line; of vectors whose elements all come after the chosen ones, none."""

@@ -1,4 +1,6 @@
-"""Selects a few of the sorted elements along a dimension by a kernel of this project."""
+"""Selects a few of the sorted elements along a dimension, or the first one's place, by a kernel of this project."""
+
+from functools import partial
 
 import tvm
 from tvm import relax
@@ -9,9 +11,22 @@ from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 
 
 def lower_selections(machine: Machine) -> tvm.transform.Pass:
-    """Return the pass that lowers TopK of float32, where that takes fewer steps than to sort all elements."""
+    """Return the pass that lowers TopK of float32, where that takes fewer steps than to sort all elements.
+
+    It also lowers ArgMax and ArgMin along the last dimension.
+    """
 
     def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         return selection.lower(rewriter.builder_, call, machine)
 
-    return rewriting("LowerSelections", {"topk": (lower,)})
+    def lower_place(rewriter: Rewriter, call: relax.Call, *, largest: bool) -> relax.Expr | None:
+        return selection.lower_place(rewriter.builder_, call, machine, largest=largest)
+
+    return rewriting(
+        "LowerSelections",
+        {
+            "topk": (lower,),
+            "argmax": (partial(lower_place, largest=True),),
+            "argmin": (partial(lower_place, largest=False),),
+        },
+    )
