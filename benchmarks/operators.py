@@ -289,6 +289,7 @@ CASES: tuple[Case, ...] = (
     _unary("softmax", "", (1, 6, 128, 128), _node("Softmax", axis=-1)),
     _unary("softmax", "", (1, 12, 512, 512), _node("Softmax", axis=-1)),
     _unary("softmax", "", (1, 1000), _node("Softmax", axis=-1)),
+    _unary("softmax", "over channels", (1, 256, 400), _node("Softmax", axis=1)),
     _layer_norm((1, 128, 384)),
     _layer_norm((1, 56, 56, 96)),
     Case(

@@ -267,3 +267,16 @@ def test_norms_of_free_sizes_keep_the_digits_of_data_whose_mean_is_far_from_zero
     per_channel = (1, 32, *[1] * (len(shape) - 2))
     expected = wide.reshape(x.shape) * weights["scale"].reshape(per_channel) + weights["bias"].reshape(per_channel)
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
+def test_a_softmax_over_any_dimension_equals_onnx_runtime(assert_all_same: Any, free: bool) -> None:
+    cases = []
+    for shape, axis in [((2, 5, 7, 9), 1), ((3, 40, 16), 1), ((6, 21), 0), ((2, 3, 4, 33), 2), ((4, 9, 1), -2)]:
+        x = 20 * np.random.default_rng(0).standard_normal(shape).astype("float32")
+        x[x < -20] = -np.inf
+        dims = [f"n{place}" for place in range(len(shape))] if free else list(shape)
+        operators = ["Softmax", "LogSoftmax"]
+        nodes = [helper.make_node(operator, ["x"], [operator], axis=axis) for operator in operators]
+        cases.append(((nodes, [("x", dims)], operators), {"x": x}))
+    assert_all_same(cases)

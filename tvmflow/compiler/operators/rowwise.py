@@ -20,12 +20,15 @@ Row = Callable[[Sequence[Any]], Any]
 def legalize_softmax(
     builder: relax.BlockBuilder, call: relax.Call, machine: Machine, logarithm: bool = False
 ) -> relax.Expr | None:
-    """Define float32 softmax, or its logarithm, over the last dimension; None for other types and dimensions."""
-    data = call.args[0]
-    if not is_float32(data) or int(call.attrs.axis) not in (-1, len(data.ty.shape.values) - 1):
+    """Define float32 softmax over a dimension, or its logarithm; None for other types."""
+    data, hint = call.args[0], call.op.name.rpartition(".")[2]
+    if not is_float32(data):
         return None
-    compute = partial(log_softmax if logarithm else softmax, machine=machine)
-    hint = call.op.name.rpartition(".")[2]
+    axis, rank = int(call.attrs.axis), data.ty.ndim
+    if axis % rank == rank - 1:
+        compute = partial(log_softmax if logarithm else softmax, machine=machine)
+    else:
+        compute = partial(softmax_across, axis=axis % rank, logarithm=logarithm)
     return builder.call_te(compute, data, primfunc_name_hint=hint, primfunc_attrs=reductions.REDUCTION)
 
 
@@ -40,6 +43,36 @@ def softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
         name="softmax",
         attrs={KERNEL: "rowwise", LEAD: len(rows)},
     )
+
+
+def softmax_across(data: te.Tensor, *, axis: int, logarithm: bool) -> te.Tensor:
+    """Define softmax, or its `logarithm`, over a dimension that is not the last one.
+
+    Vectors run along the dimensions after it. The result has the shape of `data`.
+    """
+    k, j = (te.reduce_axis((0, data.shape[axis]), name) for name in "kj")
+    others = [*data.shape[:axis], *data.shape[axis + 1 :]]
+
+    def at(index: Sequence[Any], place: Any) -> tuple[Any, ...]:
+        return (*index[:axis], place, *index[axis:])
+
+    def without(index: Sequence[Any]) -> tuple[Any, ...]:
+        return (*index[:axis], *index[axis + 1 :])
+
+    largest = te.compute(others, lambda *index: reductions.MAX.reducer(data[at(index, k)], axis=k), name="max")
+    exponential = te.compute(
+        data.shape, lambda *index: vectormath.exp_of_negative(data[index] - largest[without(index)]), name="exponential"
+    )
+    total = te.compute(others, lambda *index: te.sum(exponential[at(index, j)], axis=j), name="sum")
+    if logarithm:
+        shift = te.compute(others, lambda *index: tirx.log(total[index]), name="logarithm")
+        return te.compute(
+            data.shape,
+            lambda *index: data[index] - largest[without(index)] - shift[without(index)],
+            name="log_softmax",
+        )
+    inverse = te.compute(others, lambda *index: 1.0 / total[index], name="inverse")
+    return te.compute(data.shape, lambda *index: exponential[index] * inverse[without(index)], name="softmax")
 
 
 def log_softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
