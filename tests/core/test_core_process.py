@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from support.processes import SECRETS, mentioned_secrets
+from support.waits import wait_until
 from tvmflow import process, supervisor
 from tvmflow.errors import BuildError, StepError, TvmflowError
 from tvmflow.process import Child
@@ -331,21 +332,21 @@ def test_forks_share_imports_and_nothing_else(jobs: Path) -> None:
 
 
 def test_imports_may_begin_before_the_call_that_needs_them(jobs: Path) -> None:
-    def children() -> set[str]:
-        return {str(child.pid) for child in psutil.Process().children()}
-
+    pids = jobs / "pids"
+    (jobs / "early.py").write_text(f"import os\nwith open({str(pids)!r}, 'a') as file: print(os.getpid(), file=file)\n")
+    imports = ("jobs", "early")
     with process.shared_imports():
-        others = children()
         for _ in range(2):
-            process.start_imports(("jobs",), log=jobs / "early", paths=(jobs,))
-        (early,) = children() - others
+            process.start_imports(imports, log=jobs / "log", paths=(jobs,))
+        wait_until(pids.exists)
         called = process.call(
-            "jobs:counts", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,), imports=("jobs",)
+            "jobs:counts", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,), imports=imports
         )
-        assert called.text.split()[0] == early, (jobs / "early").read_text()
+    assert [called.text.split()[0]] == pids.read_text().split()
     # Nothing is shared here, and nothing begins.
-    process.start_imports(("jobs",), log=jobs / "early", paths=(jobs,))
-    assert early not in children() <= others
+    others = {child.pid for child in psutil.Process().children()}
+    process.start_imports(imports, log=jobs / "log", paths=(jobs,))
+    assert {child.pid for child in psutil.Process().children()} <= others
 
 
 def test_a_fork_that_crashes_is_replaced(jobs: Path) -> None:
