@@ -10,6 +10,7 @@ from support.arrays import normal
 from support.builds import rule_counts
 from support.models import save_model
 from tvmflow.compiler import build, import_onnx
+from tvmflow.compiler.inspection import Inspection
 
 Shape = tuple[int, ...]
 
@@ -43,6 +44,12 @@ def test_the_first_elements_of_free_sizes_are_those_of_onnx_runtime(assert_all_s
     cases = [_case((3, 100), 5, 1, 1, free=True), _case((40, 6), 3, 0, 0, free=True), _case((3, 5), 5, 1, 1, free=True)]
     # The first and the last one share one function.
     assert rule_counts(assert_all_same(cases))["selection"] == len(cases) - 1
+
+
+def test_lines_of_free_number_have_no_branch_for_each_element(make_model: Any, target: Any) -> None:
+    arguments, _ = _case((64, 100), 5, 1, 1, free=True)
+    model = build(import_onnx(make_model(*arguments)), target, inspect=Inspection(code=("tir",)))
+    assert "if_then_else" not in model.inspected.code["tir"]
 
 
 def test_many_of_the_elements_are_sorted(make_model: Any, assert_same_as_onnxruntime: Any) -> None:

@@ -119,7 +119,9 @@ class _Kernel:
                 # Before the chosen ones stands a key that none exceeds.
                 self._keys = T.alloc_buffer((self._count + 1,), "int32", scope="local", layout=None)
                 self._chosen = T.alloc_buffer((self._count + 1,), "int64", scope="local", layout=None)
-                self._gap = T.alloc_buffer((1,), "int32", scope="local", layout=None)
+                self._gap, self._candidate = (
+                    T.alloc_buffer((1,), "int32", scope="local", layout=None) for _ in range(2)
+                )
                 with T.serial(0, self._count + 1) as place:
                     T.buffer_store(self._keys, tirx.Select(place == 0, _int(_INT32), _int(-_INT32 - 1)), [place])
                     T.buffer_store(self._chosen, tirx.const(0, "int64"), [place])
@@ -148,7 +150,9 @@ class _Kernel:
 
     def _insert(self, place: Any) -> None:
         """Insert the element at a place of the line into the chosen ones, unless it comes after all of them."""
-        keys, chosen, gap, key = self._keys, self._chosen, self._gap, self._key(self._element(place))
+        keys, chosen, gap = self._keys, self._chosen, self._gap
+        T.buffer_store(self._candidate, self._key(self._element(place)), [0])
+        key = self._candidate[0]
         with T.If(key > keys[self._count]), T.Then():
             T.buffer_store(gap, _int(self._count), [0])
             with T.While(keys[gap[0] - 1] < key):
@@ -163,11 +167,14 @@ class _Kernel:
 
     def _key(self, value: Any) -> Any:
         """An integer in the order of the float `value`: larger for what comes first, and never the smallest integer."""
+        # A variable, because a choice between values that read memory would be a branch.
+        x = tirx.Var("x", "float32")
         # The sum makes a negative zero equal to zero.
-        bits = tirx.reinterpret("int32", value + self._zero[()])
+        bits = tirx.reinterpret("int32", x + self._zero[()])
         key = bits ^ ((bits >> 31) & _int(_INT32))
         key = key if self._largest else -1 - key
-        return tirx.Select(is_nan(value, "float32"), _int(_INT32 if self._largest else -_INT32), key)
+        largest = _int(_INT32 if self._largest else -_INT32)
+        return tirx.Let(x, value, tirx.Select(is_nan(x, "float32"), largest, key))
 
 
 def _int(value: int) -> Any:
