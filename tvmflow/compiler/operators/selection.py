@@ -92,8 +92,8 @@ class _Kernel:
         Its attribute `KERNEL` tells the schedules to leave it unchanged.
         """
         before, after = self._others
-        chosen = [*before, tirx.IntImm("int64", self._count), *after]
-        return self._function(buffer("values", chosen), buffer("places", chosen, "int64"))
+        shape = [*before, tirx.IntImm("int64", self._count), *after]
+        return self._function(buffer("values", shape), buffer("places", shape, "int64"))
 
     def place_function(self, *, keepdims: bool) -> tirx.PrimFunc:
         """Return the function of the places of the first elements, in all lines; the line itself is a dimension of 1.
@@ -116,19 +116,19 @@ class _Kernel:
             with (T.serial if is_alone else T.parallel)(0, self._lines) as line:
                 outer, inner = tirx.floordiv(line, self._inner), tirx.floormod(line, self._inner)
                 self._begin = outer * self._size * self._inner + inner
-                # Before the chosen ones stands a key that none exceeds.
+                # The keys of the first elements and their places, in order, after a key that none exceeds.
                 self._keys = T.alloc_buffer((self._count + 1,), "int32", scope="local", layout=None)
-                self._chosen = T.alloc_buffer((self._count + 1,), "int64", scope="local", layout=None)
+                self._order = T.alloc_buffer((self._count + 1,), "int64", scope="local", layout=None)
                 self._gap, self._candidate = (
                     T.alloc_buffer((1,), "int32", scope="local", layout=None) for _ in range(2)
                 )
                 with T.serial(0, self._count + 1) as place:
                     T.buffer_store(self._keys, tirx.Select(place == 0, _int(_INT32), _int(-_INT32 - 1)), [place])
-                    T.buffer_store(self._chosen, tirx.const(0, "int64"), [place])
+                    T.buffer_store(self._order, tirx.const(0, "int64"), [place])
                 self._select()
                 first = outer * self._count * self._inner + inner
                 with T.serial(0, self._count) as place:
-                    own = self._chosen[place + 1]
+                    own = self._order[place + 1]
                     for result in values:
                         T.buffer_store(result, self._element(own), [first + place * self._inner])
                     T.buffer_store(places, own, [first + place * self._inner])
@@ -150,17 +150,17 @@ class _Kernel:
 
     def _insert(self, place: Any) -> None:
         """Insert the element at a place of the line into the chosen ones, unless it comes after all of them."""
-        keys, chosen, gap = self._keys, self._chosen, self._gap
+        keys, order, gap = self._keys, self._order, self._gap
         T.buffer_store(self._candidate, self._key(self._element(place)), [0])
         key = self._candidate[0]
         with T.If(key > keys[self._count]), T.Then():
             T.buffer_store(gap, _int(self._count), [0])
             with T.While(keys[gap[0] - 1] < key):
                 T.buffer_store(keys, keys[gap[0] - 1], [gap[0]])
-                T.buffer_store(chosen, chosen[gap[0] - 1], [gap[0]])
+                T.buffer_store(order, order[gap[0] - 1], [gap[0]])
                 T.buffer_store(gap, gap[0] - 1, [0])
             T.buffer_store(keys, key, [gap[0]])
-            T.buffer_store(chosen, place, [gap[0]])
+            T.buffer_store(order, place, [gap[0]])
 
     def _element(self, place: Any) -> Any:
         return self._x[self._begin + place * self._inner]
