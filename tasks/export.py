@@ -440,7 +440,7 @@ def _find_dimensions(
         failure = failure or (None if reason is None else ExportError(reason))
         return reason is None
 
-    ranges = find_dimensions(inputs, job.dimensions, runs)
+    ranges = find_dimensions(inputs, job.dimensions, runs, limits.weight_sizes)
     if ranges is None:
         raise ExportError(
             f"{failure}; it runs at none of the sizes that were tried for its free dimensions: say under `dimensions` "

@@ -31,15 +31,16 @@ _MOST_ENLARGED_ELEMENTS = 1 << 18
 
 
 def find_dimensions(
-    inputs: Sequence[Input], stated: Mapping[str, Dimension], runs: Runs
+    inputs: Sequence[Input], stated: Mapping[str, Dimension], runs: Runs, hints: Sequence[int] = ()
 ) -> dict[str, Dimension] | None:
     """Return the ranges of the dimensions that `stated` lacks; None where the model runs at no size that is tried.
 
-    `runs` says whether the model runs at these sizes of all symbolic dimensions. The search first looks for sizes at
-    which the model runs. It then reduces one dimension at a time while the others stay: a range begins with the
-    smallest size at which the model still runs. Dimensions that must be equal, such as the batch of two inputs, are
-    reduced together, and so are those that differ by a constant. The size to measure is the first one that was found;
-    for batches that were reduced together it is the smallest one. Of dimensions other than batches, that size is
+    `runs` says whether the model runs at these sizes of all symbolic dimensions. `hints` are sizes that one
+    dimension may need, such as the channels that weights take. The search first looks for sizes at which the model
+    runs. It then reduces one dimension at a time while the others stay: a range begins with the smallest size at
+    which the model still runs. Dimensions that must be equal, such as the batch of two inputs, are reduced
+    together, and so are those that differ by a constant. The size to measure is the first one that was found; for
+    batches that were reduced together it is the smallest one. Of dimensions other than batches, that size is
     doubled while it stays at 256 or less and the model runs: a single frame or token says little about a model. The
     search ends after 300 runs or 60 seconds.
     """
@@ -56,7 +57,9 @@ def find_dimensions(
     def runs_beside(sizes: Sizes) -> bool:
         return runs(fixed | sizes)
 
-    candidates = (sizes for sizes in _candidates(others, batches) if _elements(inputs, fixed | sizes) <= _MOST_ELEMENTS)
+    candidates = (
+        sizes for sizes in _candidates(others, batches, hints) if _elements(inputs, fixed | sizes) <= _MOST_ELEMENTS
+    )
     for count, sizes in enumerate(candidates):
         if count >= _MOST_TRIES or time.monotonic() > end:
             return None
@@ -126,11 +129,11 @@ def _smallest_apart(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Sizes
     return smaller
 
 
-def _candidates(others: Sequence[str], batches: Sequence[str]) -> Iterator[Sizes]:
+def _candidates(others: Sequence[str], batches: Sequence[str], hints: Sequence[int]) -> Iterator[Sizes]:
     """Yield sizes to try.
 
     All ones; one size for all dimensions but batches; one for all; one for all but batches and another dimension that
-    is larger by one, or twice as large; then one for each.
+    is larger by one, or twice as large, or as large as a hint says; then one for each.
     """
     names = [*others, *batches]
     yield dict.fromkeys(names, 1)
@@ -144,6 +147,8 @@ def _candidates(others: Sequence[str], batches: Sequence[str]) -> Iterator[Sizes
         for larger in dict.fromkeys((size + 1, 2 * size)):
             for name in others:
                 yield dict.fromkeys(names, 1) | dict.fromkeys(others, size) | {name: larger}
+    for size, hint, name in product(_TRIED_BESIDE, hints, others):
+        yield dict.fromkeys(names, 1) | dict.fromkeys(others, size) | {name: hint}
     if 1 < len(others) < 4:
         for sizes in sorted(product(_TRIED_TOGETHER, repeat=len(others)), key=sum):
             yield dict(zip(others, sizes, strict=True)) | dict.fromkeys(batches, 1)

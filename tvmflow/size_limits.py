@@ -16,6 +16,18 @@ BROADCASTING = {
 _POOLINGS = {"AveragePool", "LpPool", "MaxPool"}
 # Tensors of more elements are weights; shapes and axes, which the inference of shapes reads, have fewer.
 _LARGEST_SHAPE = 1024
+# For each operator, the dimension of its second operand that says how many channels or features its first one has.
+_INPUTS_AXIS = {
+    "Conv": 1,
+    "ConvTranspose": 0,
+    "MatMul": -2,
+    "Gemm": 0,
+    "GRU": 2,
+    "LSTM": 2,
+    "RNN": 2,
+    **dict.fromkeys(("BatchNormalization", "InstanceNormalization", "GroupNormalization", "LayerNormalization"), -1),
+}
+_MOST_WEIGHT_SIZES = 8
 # Where the free dimensions are this large or larger, no tensor has the size one because they are small.
 _FAR = 4096
 
@@ -24,6 +36,8 @@ _Shapes = Mapping[str, Sequence[int]]
 
 class SizeLimits:
     """Limits of a model's free dimensions, found by the shapes that ONNX infers for its tensors.
+
+    `weight_sizes` are the sizes that the first weights of the model fix, such as the channels of its image.
 
     A bundle does not run in two cases that ONNX Runtime accepts. In the first, the window of a pooling is larger than
     its data. In the second, an axis has size 1 only because an input is small, and is then broadcast to a larger size;
@@ -36,6 +50,7 @@ class SizeLimits:
         self._known_shapes: dict[frozenset[tuple[str, int]], _Shapes] = {}
         nodes = [node for node in model.graph.node if node.domain in ("", "ai.onnx")]
         self._poolings = [node for node in nodes if node.op_type in _POOLINGS]
+        self.weight_sizes = _weight_sizes(model, nodes)
         self._broadcasts = [node for node in nodes if node.op_type in BROADCASTING or node.op_type == "Einsum"]
         self._model = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
         graph = self._model.graph
@@ -88,6 +103,25 @@ class SizeLimits:
             value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]
             for value in (*graph.value_info, *graph.input)
         }
+
+
+def _weight_sizes(model: "onnx.ModelProto", nodes: Sequence["onnx.NodeProto"]) -> list[int]:
+    """The sizes that weights ask of what they are multiplied with, each once, in the order of the nodes."""
+    from onnx import helper
+
+    weights = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+    sizes: dict[int, None] = {}
+    for node in nodes:
+        attributes = {attribute.name: attribute for attribute in node.attribute}
+        dims = weights.get(node.input[1], []) if len(node.input) > 1 else []
+        axis = _INPUTS_AXIS.get(node.op_type)
+        if axis is None or len(dims) <= max(axis, -1 - axis):
+            continue
+        if node.op_type == "Gemm" and "transB" in attributes and helper.get_attribute_value(attributes["transB"]):
+            axis = 1
+        groups = helper.get_attribute_value(attributes["group"]) if "group" in attributes else 1
+        sizes[dims[axis] * (groups if node.op_type == "Conv" else 1)] = None
+    return [size for size in sizes if size > 1][:_MOST_WEIGHT_SIZES]
 
 
 def _repeated(node: "onnx.NodeProto", shapes: _Shapes) -> list[tuple[str, int]]:

@@ -84,3 +84,15 @@ def test_sizes_of_more_elements_than_memory_may_hold_are_not_tried() -> None:
     assert find_dimensions(_DECODER, {}, lambda sizes: tried.append(sizes) is not None) is None
     assert tried
     assert max(sizes["batch"] * sizes["past"] * 32 for sizes in tried) <= 1 << 24
+
+
+def test_a_size_that_the_weights_fix_is_tried() -> None:
+    inputs = (Input(name="x", shape=("batch", "channels", "length")),)
+
+    def runs(sizes: Sizes) -> bool:
+        return sizes["channels"] == 3 and sizes["length"] >= 5
+
+    assert find_dimensions(inputs, {}, runs) is None
+    ranges = find_dimensions(inputs, {}, runs, [80, 3])
+    assert ranges is not None
+    assert (ranges["channels"].min, ranges["length"].min) == (3, 5)

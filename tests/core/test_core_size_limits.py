@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from support.models import make_model
 from tvmflow.size_limits import SizeLimits
@@ -59,3 +60,22 @@ def test_an_einsum_repeats_a_dimension_of_one(columns: int, is_chance: bool) -> 
     limits = SizeLimits(make_model([node], [("x", ["i", "j"]), ("y", ["l", "k"])], ["z"], {}))
     reason = limits.explain({"i": 2, "j": columns, "l": 3, "k": 4})
     assert (reason == "a size that is one by chance stands beside a larger one") == is_chance
+
+
+def test_the_sizes_that_weights_fix_are_known() -> None:
+    weights = {
+        "grouped": np.ones((6, 3, 3), "float32"),
+        "dense": np.ones((7, 40), "float32"),
+        "scale": np.ones(5, "float32"),
+        "gates": np.ones((1, 12, 9), "float32"),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "grouped"], ["a"], group=2),
+        helper.make_node("Gemm", ["x", "dense"], ["b"], transB=1),
+        helper.make_node("MatMul", ["x", "dense"], ["c"]),
+        helper.make_node("BatchNormalization", ["x", *["scale"] * 4], ["d"]),
+        helper.make_node("GRU", ["x", "gates", "gates"], ["e"], hidden_size=4),
+        helper.make_node("MatMul", ["x", "y"], ["f"]),
+    ]
+    graph = helper.make_graph(nodes, "weights", [], [], [numpy_helper.from_array(v, k) for k, v in weights.items()])
+    assert SizeLimits(helper.make_model(graph)).weight_sizes == [6, 40, 7, 5, 9]

@@ -42,4 +42,4 @@ def find_ranges(path: Path, model: "onnx.ModelProto") -> "dict[str, Dimension] |
             return False
         return limits.explain(sizes) is None
 
-    return find_dimensions(items, {}, runs)
+    return find_dimensions(items, {}, runs, limits.weight_sizes)
