@@ -10,7 +10,8 @@ def letters_of(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
     """Return the letters of each operand, which have as many dimensions as `ranks` says, and those of the result.
 
     An ellipsis stands for the dimensions that an operand has beyond its letters; these get letters that the equation
-    does not use, the same ones in all operands. Raises ValueError, with the reason, for an equation of other operands.
+    does not use, the same ones in all operands. Raises ValueError, with the reason, where the equation does not fit the
+    ranks.
     """
     left, arrow, right = "".join(equation.split()).partition("->")
     operands = left.split(",")

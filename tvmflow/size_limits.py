@@ -37,11 +37,11 @@ _Shapes = Mapping[str, Sequence[int]]
 class SizeLimits:
     """Limits of a model's free dimensions, found by the shapes that ONNX infers for its tensors.
 
-    `weight_sizes` are the sizes that the first weights of the model fix, such as the channels of its image.
-
     A bundle does not run in two cases that ONNX Runtime accepts. In the first, the window of a pooling is larger than
     its data. In the second, an axis has size 1 only because an input is small, and is then broadcast to a larger size;
     the compiler assumes that the two sizes are equal.
+
+    `weight_sizes` are the sizes that the first weights of the model fix, such as the channels of its image.
     """
 
     def __init__(self, model: "onnx.ModelProto") -> None:

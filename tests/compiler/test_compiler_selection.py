@@ -1,4 +1,4 @@
-"""TopK: a few of many elements are selected, and all are sorted where that takes fewer steps."""
+"""TopK of a few elements selects them, and sorts all where that takes fewer steps; ArgMax selects one."""
 
 from typing import Any
 

@@ -50,6 +50,13 @@ def uses(expr: Any, *variables: tirx.Var) -> bool:
     return any(item.same_as(variable) for item in tirx.analysis.undefined_vars(expr) for variable in variables)
 
 
+def loop_variables(statement: Any) -> list[tirx.Var]:
+    """Return the variables of all loops in a statement."""
+    variables: list[tirx.Var] = []
+    tvm_ffi.structural_walk(statement, (For, lambda loop: variables.append(loop.loop_var)))
+    return variables
+
+
 def replace_variables(node: Any, values: Mapping[Any, Any]) -> Any:
     """Return an expression or a statement with `values` in the place of the variables that are its keys."""
     return tvm_ffi.structural_map(node, (tirx.Var, lambda name: values.get(name, name)))

@@ -71,7 +71,7 @@ def is_nan(x: Any, dtype: str) -> Any:
     return size > tirx.const(infinity, integer)
 
 
-def _let(value: Any, function: Callable[[Any], Any], dtype: str = "float32") -> Any:
+def let(value: Any, function: Callable[[Any], Any], dtype: str = "float32") -> Any:
     """Return `function` of a variable that holds the expression `value` of type `dtype`.
 
     Without the variable each use repeats the whole expression: TVM's passes visit it once for each use, and nesting
@@ -86,7 +86,7 @@ def _bound(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @wraps(function)
     def apply(x: Any) -> Any:
-        return _let(x, function)
+        return let(x, function)
 
     return apply
 
@@ -121,10 +121,10 @@ def _split(x: Any, combine: Callable[[Any, Any], Any]) -> Any:
 
     def scale(y: Any, n: Any) -> Any:
         rest = y - n * 0.693359375 + n * 2.12194440e-4
-        near_one = _let(rest, lambda r: _polynomial(r, _EXP) * (r * r) + r + 1.0)
+        near_one = let(rest, lambda r: _polynomial(r, _EXP) * (r * r) + r + 1.0)
         return combine(near_one, tirx.Cast("int32", n))
 
-    return _let(x, lambda y: _let(tirx.floor(y * 1.44269504088896341 + 0.5), lambda n: scale(y, n)))
+    return let(x, lambda y: let(tirx.floor(y * 1.44269504088896341 + 0.5), lambda n: scale(y, n)))
 
 
 def _power(n: Any) -> Any:
@@ -168,7 +168,7 @@ def erf(x: Any) -> Any:
 
 def _odd_quotient(x: Any, above: Sequence[float], below: Sequence[float]) -> Any:
     """Return x times the quotient of two polynomials of the square of x."""
-    return _let(x, lambda y: _let(y * y, lambda square: y * _polynomial(square, above) / _polynomial(square, below)))
+    return let(x, lambda y: let(y * y, lambda square: y * _polynomial(square, above) / _polynomial(square, below)))
 
 
 def _one_and_exp(x: Any) -> Any:
@@ -230,9 +230,10 @@ def _sine(x: Any, quarters: int) -> Any:
         rest = tirx.Cast("float32", double - turns * first - turns * second)
         shifted = turns + tirx.const(quarters, "float64")
         quadrant = tirx.Cast("float32", shifted - 4.0 * tirx.floor(shifted * 0.25))
-        return _let(_clamp(rest, -0.8, 0.8), lambda r: _let(quadrant, lambda q: _of_quadrant(r, q)))
+        # At most a quarter of pi, 0.785, is left, but of angles beyond 1e16.
+        return let(_clamp(rest, -0.8, 0.8), lambda r: let(quadrant, lambda q: _of_quadrant(r, q)))
 
-    return _let(tirx.round(double * 0.63661977236758134), evaluate, "float64")
+    return let(tirx.round(double * 0.63661977236758134), evaluate, "float64")
 
 
 def _of_quadrant(rest: Any, quadrant: Any) -> Any:
@@ -243,9 +244,9 @@ def _of_quadrant(rest: Any, quadrant: Any) -> Any:
         cosine = 1.0 - 0.5 * square + square * square * _polynomial(square, _COSINE)
         is_odd = tirx.abs(quadrant - 2.0) == tirx.const(1.0, "float32")
         is_below = quadrant >= tirx.const(2.0, "float32")
-        return _let(tirx.Select(is_odd, cosine, sine), lambda value: tirx.Select(is_below, 0.0 - value, value))
+        return let(tirx.Select(is_odd, cosine, sine), lambda value: tirx.Select(is_below, 0.0 - value, value))
 
-    return _let(rest * rest, evaluate)
+    return let(rest * rest, evaluate)
 
 
 @_bound
@@ -254,10 +255,10 @@ def atan(x: Any) -> Any:
     one = tirx.const(1.0, "float32")
 
     def evaluate(size: Any) -> Any:
-        small = _let(
-            tirx.Select(size > one, 1.0 / size, size), lambda u: _let(u * u, lambda s: u * _polynomial(s, _ATAN))
+        small = let(
+            tirx.Select(size > one, 1.0 / size, size), lambda u: let(u * u, lambda s: u * _polynomial(s, _ATAN))
         )
-        whole = _let(small, lambda v: tirx.Select(size > one, 1.5707963267948966 - v, v))
-        return _let(whole, lambda v: tirx.Select(x < tirx.const(0.0, "float32"), 0.0 - v, v))
+        whole = let(small, lambda v: tirx.Select(size > one, 1.5707963267948966 - v, v))
+        return let(whole, lambda v: tirx.Select(x < tirx.const(0.0, "float32"), 0.0 - v, v))
 
-    return _let(tirx.abs(x), evaluate)
+    return let(tirx.abs(x), evaluate)

@@ -15,7 +15,7 @@ from tvmflow.equations import letters_of
 
 @dataclass(frozen=True)
 class _Term:
-    """A tensor and the letters of its dimensions; no letter occurs twice. A constant has a value at build time."""
+    """A tensor and the letters of its dimensions, none of them twice; `is_constant`: it is known at build time."""
 
     value: relax.Expr
     letters: str
@@ -52,22 +52,17 @@ def convert_einsum(node: Node) -> relax.Expr:
 
 def _term(node: Node, place: int, letters: str, sizes: dict[str, Any]) -> _Term:
     """The operand at a place: the diagonal for a letter that occurs twice, without dimensions that are repeated."""
-    value = node.inputs[place]
-    dims = dims_of(value) or []
-    value = node.with_sizes(
-        value,
-        [
-            size if isinstance(size, int) and size == 1 else sizes[letter]
-            for letter, size in zip(letters, dims, strict=True)
-        ],
-    )
-    is_repeated = [
-        isinstance(size, int) and size == 1 and not node.evaluator.are_equal(sizes[letter], 1)
-        for letter, size in zip(letters, dims, strict=True)
+    dims = dims_of(node.inputs[place]) or []
+    repeated = [
+        axis
+        for axis, (letter, size) in enumerate(zip(letters, dims, strict=True))
+        if isinstance(size, int) and size == 1 and not node.evaluator.are_equal(sizes[letter], 1)
     ]
-    if any(is_repeated):
-        value = node.emit(relax.op.squeeze(value, [axis for axis, repeated in enumerate(is_repeated) if repeated]))
-        letters = "".join(letter for letter, repeated in zip(letters, is_repeated, strict=True) if not repeated)
+    own = [1 if axis in repeated else sizes[letter] for axis, letter in enumerate(letters)]
+    value = node.with_sizes(node.inputs[place], own)
+    if repeated:
+        value = node.emit(relax.op.squeeze(value, repeated))
+        letters = "".join(letter for axis, letter in enumerate(letters) if axis not in repeated)
     single = "".join(dict.fromkeys(letters))
     if single != letters:
 

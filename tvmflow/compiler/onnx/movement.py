@@ -77,9 +77,8 @@ def _reshape_to_data(node: Node) -> relax.Expr:
         size if item is None or not node.evaluator.holds(item >= 1) else item
         for item, size in zip(elements, node.bind(emit(relax.op.where(is_rest, rest, target))), strict=True)
     ]
-    # The cast checks that the shape has as many elements as the data.
-    flat = cast_to(node.builder, emit(relax.op.reshape(data, [total])), [reduce(node.evaluator.multiply, sizes, 1)])
-    return relax.op.reshape(flat, relax.ShapeExpr(sizes))
+    node.check_size(total, node.evaluator.quotient(sizes, []))
+    return relax.op.reshape(data, relax.ShapeExpr(sizes))
 
 
 def convert_expand(node: Node) -> relax.Expr | None:

@@ -1,10 +1,8 @@
 """Norms: over a batch, over a layer, and of vectors."""
 
-from functools import reduce
-
 from tvm import relax
 
-from tvmflow.compiler.onnx.broadcasting import agree, cast_to
+from tvmflow.compiler.onnx.broadcasting import agree
 from tvmflow.compiler.onnx.node import IN_EVALUATION, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import dims_of, dtype_of
 
@@ -32,10 +30,9 @@ def convert_group_norm(node: Node) -> relax.Expr | None:
     groups, dtype = int(node.attrs["num_groups"]), dtype_of(data)
     wide = data if dtype == "float64" else node.emit(relax.op.astype(data, "float32"))
     size = node.evaluator.quotient(dims, [dims[0], groups])
-    whole = node.emit(relax.op.reshape(wide, [node.evaluator.quotient(dims, [])]))
-    # The cast checks that the groups are equal parts of the channels.
-    whole = cast_to(node.builder, whole, [reduce(node.evaluator.multiply, (dims[0], groups, size))])
-    wide = node.emit(relax.op.reshape(whole, relax.ShapeExpr([dims[0], groups, size])))
+    # The groups are equal parts of the channels.
+    node.check_size(node.evaluator.quotient(dims, []), node.evaluator.quotient([dims[0], groups, size], []))
+    wide = node.emit(relax.op.reshape(wide, relax.ShapeExpr([dims[0], groups, size])))
     centred = node.emit(relax.op.subtract(wide, node.emit(relax.op.mean(wide, 2, keepdims=True))))
     variance = node.emit(relax.op.mean(node.emit(relax.op.multiply(centred, centred)), 2, keepdims=True))
     shifted = node.emit(relax.op.add(variance, relax.const(node.attrs.get("epsilon", 1e-5), dtype_of(wide))))

@@ -21,6 +21,7 @@ from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.cell_tiles import parts_of_batch, tiles
 from tvmflow.compiler.operators.cells import ACTIVATIONS, ZERO, Cell
 from tvmflow.compiler.operators.common import buffer, size_parameter, static
+from tvmflow.compiler.vectormath import let
 
 
 def _stored(index: Any, dtype: str = "int64") -> Any:
@@ -481,8 +482,7 @@ class _Units:
         count = len(self.owner.cell.activations) // self.owner.cell.directions
         name, alpha, beta = self.owner.cell.activations[self.number * count + function]
         # Bound to a variable, the value is computed once, and no condition of the activation guards its reads.
-        x = tirx.Var("x", "float32")
-        return tirx.Let(x, value, ACTIVATIONS[name].function(x, alpha, beta))
+        return let(value, lambda x: ACTIVATIONS[name].function(x, alpha, beta))
 
     def unless_ended(self, value: Any, before: Any) -> Any:
         """Return the new state, or the previous one where the sequence has ended."""

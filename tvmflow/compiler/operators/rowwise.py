@@ -1,4 +1,4 @@
-"""Softmax and norms over the last dimensions, row by row."""
+"""Softmax and norms over the last dimensions, row by row, and softmax over another dimension."""
 
 import math
 import operator
@@ -24,11 +24,11 @@ def legalize_softmax(
     data, hint = call.args[0], call.op.name.rpartition(".")[2]
     if not is_float32(data):
         return None
-    axis, rank = int(call.attrs.axis), data.ty.ndim
-    if axis % rank == rank - 1:
+    axis = int(call.attrs.axis) % data.ty.ndim
+    if axis == data.ty.ndim - 1:
         compute = partial(log_softmax if logarithm else softmax, machine=machine)
     else:
-        compute = partial(softmax_across, axis=axis % rank, logarithm=logarithm)
+        compute = partial(softmax_across, axis=axis, logarithm=logarithm)
     return builder.call_te(compute, data, primfunc_name_hint=hint, primfunc_attrs=reductions.REDUCTION)
 
 

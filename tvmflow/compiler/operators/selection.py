@@ -17,7 +17,7 @@ from tvmflow.compiler import extensions
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import buffer, size_parameter, static
-from tvmflow.compiler.vectormath import is_nan
+from tvmflow.compiler.vectormath import is_nan, let
 
 _INT32 = tirx.max_value("int32").value
 
@@ -42,7 +42,7 @@ def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> re
 
 
 def lower_place(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, *, largest: bool) -> relax.Expr | None:
-    """Define the place of the largest or smallest float32 number in each line along the last dimension.
+    """Define ArgMax (`largest`) or ArgMin: the place of a float32 number in each line along the last dimension.
 
     Of equal numbers the first one counts, and NaN as the largest number. Returns None for other types and dimensions,
     and for unknown shapes.
@@ -167,14 +167,16 @@ class _Kernel:
 
     def _key(self, value: Any) -> Any:
         """An integer in the order of the float `value`: larger for what comes first, and never the smallest integer."""
+
+        def evaluate(x: Any) -> Any:
+            # The sum makes a negative zero equal to zero.
+            bits = tirx.reinterpret("int32", x + self._zero[()])
+            key = bits ^ ((bits >> 31) & _int(_INT32))
+            key = key if self._largest else -1 - key
+            return tirx.Select(is_nan(x, "float32"), _int(_INT32 if self._largest else -_INT32), key)
+
         # A variable, because a choice between values that read memory would be a branch.
-        x = tirx.Var("x", "float32")
-        # The sum makes a negative zero equal to zero.
-        bits = tirx.reinterpret("int32", x + self._zero[()])
-        key = bits ^ ((bits >> 31) & _int(_INT32))
-        key = key if self._largest else -1 - key
-        largest = _int(_INT32 if self._largest else -_INT32)
-        return tirx.Let(x, value, tirx.Select(is_nan(x, "float32"), largest, key))
+        return let(value, evaluate)
 
 
 def _int(value: int) -> Any:

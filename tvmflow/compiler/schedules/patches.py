@@ -17,7 +17,7 @@ from tvm.s_tir.schedule import LoopRV
 from tvm.tirx import For, PrimFunc
 
 from tvmflow.compiler.schedules import common
-from tvmflow.compiler.statements import run_if, terms, with_loop_body, without_annotation
+from tvmflow.compiler.statements import loop_variables, run_if, terms, with_loop_body, without_annotation
 
 # The annotations of the loop over patches, and of a loop over lines or columns of a stage.
 _PATCHES = "tvmflow.patches"
@@ -164,16 +164,15 @@ def _height_condition(writer: SBlockRealize, loop: For) -> Any | None:
 
 def _fit(loop: For, parameters: Set[Any], lines: int, step: int) -> For:
     """Return a loop over patches, which computes no pixels beyond the image."""
-    inside: list[tirx.Var] = []
     writers: list[SBlockRealize] = []
 
     def visit(realize: SBlockRealize) -> None:
         if any(region.source in parameters for region in realize.block.writes):
             writers.append(realize)
 
-    tvm_ffi.structural_walk(loop.body, [(SBlockRealize, visit), (For, lambda item: inside.append(item.loop_var))])
+    tvm_ffi.structural_walk(loop.body, (SBlockRealize, visit))
     (writer,) = writers
-    first_of_patch = dict.fromkeys(inside, tirx.const(0, "int64"))
+    first_of_patch = dict.fromkeys(loop_variables(loop.body), tirx.const(0, "int64"))
     line, column = (common.substitute(place, first_of_patch) for place in writer.iter_values[1:3])
     height, width = (item.dom.extent for item in writer.block.iter_vars[1:3])
     # The pixels of a patch, or fewer at the end of the image, for each dimension of a free size.

@@ -20,6 +20,7 @@ from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
 from tvmflow.compiler.schedules import common
 from tvmflow.compiler.statements import (
+    loop_variables,
     replace_variables,
     run_if,
     terms,
@@ -121,9 +122,8 @@ def _leave_out_tiles(rows: For, result: Any) -> For:
     size, rows = int(rows.annotations[_TILES]), without_annotation(rows, _TILES)
     *_, writer = _blocks(rows)
     if writer.block.writes[0].source.same_as(result):
-        inside: list[tirx.Var] = []
-        tvm_ffi.structural_walk(rows.body, (For, lambda loop: inside.append(loop.loop_var)))
-        pixel = common.substitute(writer.iter_values[-2], dict.fromkeys(inside, tirx.const(0, "int64")))
+        first = dict.fromkeys(loop_variables(rows.body), tirx.const(0, "int64"))
+        pixel = common.substitute(writer.iter_values[-2], first)
     else:
         pixel = _place(writer, rows.extent) * size
     return with_loop_body(rows, run_if(pixel < result.shape[-2], rows.body))
@@ -152,9 +152,7 @@ def _add_whole(rows: For) -> Any:
 def _limit(rows: For, condition: Any) -> Any | None:
     """The one term of a condition that depends on the row; None without one, or where it depends on inner loops too."""
     limits = [term for term in terms(condition) if uses(term, rows.loop_var)]
-    inside: list[tirx.Var] = []
-    tvm_ffi.structural_walk(rows.body, (For, lambda loop: inside.append(loop.loop_var)))
-    return limits[0] if len(limits) == 1 and not uses(limits[0], *inside) else None
+    return limits[0] if len(limits) == 1 and not uses(limits[0], *loop_variables(rows.body)) else None
 
 
 def _place(realize: SBlockRealize, rows: Any) -> Any:

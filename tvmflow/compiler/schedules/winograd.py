@@ -165,8 +165,8 @@ def _schedule_output(sch: Schedule, form: _Form, out: SBlockRV, back: SBlockRV, 
     sch.reorder(n, high, *far, outer, h, w, pieces, lane)
     task = sch.fuse(n, high)
     common.parallel(sch, task, machine)
-    if far[1:]:
-        tails.mark_tiles(sch, far[1], form.size)
+    if not form.is_flat:
+        tails.mark_tiles(sch, far[-1], form.size)
     transform_back(sch, back, outer, [h, w, pieces, lane])
     return task
 
