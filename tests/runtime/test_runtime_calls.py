@@ -125,6 +125,18 @@ def test_outputs_of_sizes_with_names_of_their_own_need_no_virtual_machine(tmp_pa
             model(a=np.zeros((3, 4), np.float32), b=np.zeros((2, 4), np.float32))
 
 
+def test_sizes_that_contradict_each_other_are_named_where_the_virtual_machine_runs(tmp_path: Path) -> None:
+    # An output of this size has no direct form.
+    nodes = [helper.make_node("Reshape", ["x", "rows"], ["r"]), helper.make_node("Softmax", ["r"], ["y"])]
+    save_model(tmp_path / "model.onnx", nodes, [("x", ["n", "m"])], ["y"], {"rows": np.array([1, 8192])})
+    dimensions = {"n": {"measure": [2]}, "m": {"measure": [4096]}}
+    configuration = {"name": "rows", "model": {"onnx": "model.onnx"}, "dimensions": dimensions}
+    with runtime.load(compile_by_steps(configuration, tmp_path, tmp_path / "state")) as model:
+        assert model(x=np.zeros((2, 4096), np.float32))["y"].shape == (1, 8192)
+        with pytest.raises(InputError, match=r"x \[3, 4096\]: two sizes that must be equal are 12288 and 8192$"):
+            model(x=np.zeros((3, 4096), np.float32))
+
+
 def test_calls_of_many_shapes_in_turn_give_each_its_own_result(
     model: CompiledModel, inputs: MakeInputs, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import io
 import math
 import operator
+import re
 import statistics
 import tempfile
 import threading
@@ -48,6 +49,8 @@ _LARGEST_COPY = LARGEST_DIRECT_OUTPUT
 _HOST_MEMORY = (1, 3, 13)
 # In TVM's error for arrays whose sizes are not those that the model relies on.
 _CONTRADICTION = "match_cast"
+# The two sizes in that error, as the virtual machine words it.
+_TWO_SIZES = re.compile(r"\((\d+) vs\. (\d+)\)")
 # A thread's cache of prepared calls is emptied when it holds calls of this many shapes.
 _CALL_CACHE_SIZE = 64
 
@@ -306,7 +309,10 @@ class CompiledModel:
         if _CONTRADICTION not in str(error):
             return
         shapes = ", ".join(f"{name} {[*np.shape(array)]}" for name, array in zip(self._names, arrays, strict=True))
-        reason = _one_line(error)
+        sizes = _TWO_SIZES.search(str(error))
+        reason = (
+            _one_line(error) if sizes is None else "two sizes that must be equal are {} and {}".format(*sizes.groups())
+        )
         raise InputError(f"the model does not run with inputs of the shapes {shapes}: {reason}") from error
 
     def _run(self, call: _Call, arrays: Sequence[Any]) -> "dict[str, Array]":
