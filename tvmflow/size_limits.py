@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tvmflow.equations import letters_of
+from tvmflow.features import DOMAIN, Features, features_of
 
 if TYPE_CHECKING:
     import onnx
@@ -28,6 +29,8 @@ _INPUTS_AXIS = {
     **dict.fromkeys(("BatchNormalization", "InstanceNormalization", "GroupNormalization", "LayerNormalization"), -1),
 }
 _MOST_WEIGHT_SIZES = 8
+# Operators whose result has as many features as their rows; ONNX infers no shapes of ai.onnx.ml.
+_FEATURES_KEPT = {"Binarizer", "Imputer", "Normalizer", "Scaler"}
 # Where the free dimensions are this large or larger, no tensor has the size one because they are small.
 _FAR = 4096
 
@@ -37,9 +40,10 @@ _Shapes = Mapping[str, Sequence[int]]
 class SizeLimits:
     """Limits of a model's free dimensions, found by the shapes that ONNX infers for its tensors.
 
-    A bundle does not run in two cases that ONNX Runtime accepts. In the first, the window of a pooling is larger than
+    A bundle does not run in three cases that ONNX Runtime accepts. In the first, the window of a pooling is larger than
     its data. In the second, an axis has size 1 only because an input is small, and is then broadcast to a larger size;
-    the compiler assumes that the two sizes are equal.
+    the compiler assumes that the two sizes are equal. In the third, an operator of ai.onnx.ml has weights for another
+    number of features, and ONNX Runtime reads what is not there.
 
     `weight_sizes` are the sizes that the first weights of the model fix, such as the channels of its image.
     """
@@ -50,7 +54,8 @@ class SizeLimits:
         self._known_shapes: dict[frozenset[tuple[str, int]], _Shapes] = {}
         nodes = [node for node in model.graph.node if node.domain in ("", "ai.onnx")]
         self._poolings = [node for node in nodes if node.op_type in _POOLINGS]
-        self.weight_sizes = _weight_sizes(model, nodes)
+        self._features = _Features(model)
+        self.weight_sizes = _weight_sizes(model, nodes, self._features.counts)
         self._broadcasts = [node for node in nodes if node.op_type in BROADCASTING or node.op_type == "Einsum"]
         self._model = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
         graph = self._model.graph
@@ -69,6 +74,8 @@ class SizeLimits:
         shapes = self._shapes(sizes)
         if not all(_fits(node, shapes.get(node.input[0], ())[2:]) for node in self._poolings):
             return "a pooling is larger than its data"
+        if not self._features.fit(shapes):
+            return "rows have other features than the model has weights for"
         repeated = {pair for node in self._broadcasts for pair in _repeated(node, shapes)}
         if repeated:
             # One factor for all: a size that is the sum of two others stays that.
@@ -105,12 +112,43 @@ class SizeLimits:
         }
 
 
-def _weight_sizes(model: "onnx.ModelProto", nodes: Sequence["onnx.NodeProto"]) -> list[int]:
-    """The sizes that weights ask of what they are multiplied with, each once, in the order of the nodes."""
+class _Features:
+    """The operators of ai.onnx.ml that have weights for a number of features, and the tensors that hold their rows."""
+
+    def __init__(self, model: "onnx.ModelProto") -> None:
+        from onnx import helper
+
+        sources: dict[str, str] = {}
+        self._rows: list[tuple[str, Features]] = []
+        for node in model.graph.node:
+            if node.domain != DOMAIN or not node.input:
+                continue
+            source = sources.get(node.input[0], node.input[0])
+            if node.op_type in _FEATURES_KEPT:
+                sources[node.output[0]] = source
+            attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+            features = features_of(node.op_type, attributes)
+            if features is not None:
+                self._rows.append((source, features))
+        self.counts = [features.count for _, features in self._rows]
+
+    def fit(self, shapes: _Shapes) -> bool:
+        """Whether all rows whose shapes are known have the features that operators have weights for."""
+        return all(self._fits(shapes.get(name), features) for name, features in self._rows)
+
+    @staticmethod
+    def _fits(shape: Sequence[int] | None, features: Features) -> bool:
+        if not shape or not shape[-1]:
+            return True
+        return shape[-1] >= features.count if features.is_least else shape[-1] == features.count
+
+
+def _weight_sizes(model: "onnx.ModelProto", nodes: Sequence["onnx.NodeProto"], features: Sequence[int]) -> list[int]:
+    """The sizes that weights ask of what they are multiplied with, each once: `features`, then in the nodes' order."""
     from onnx import helper
 
     weights = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
-    sizes: dict[int, None] = {}
+    sizes: dict[int, None] = dict.fromkeys(features)
     for node in nodes:
         attributes = {attribute.name: attribute for attribute in node.attribute}
         dims = weights.get(node.input[1], []) if len(node.input) > 1 else []

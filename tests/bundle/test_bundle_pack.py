@@ -134,7 +134,7 @@ def test_a_foreign_file_is_not_packed(manifest: Manifest, write_files: WriteFile
 def test_content_that_hardly_compresses_is_stored(
     manifest: Manifest, write_files: WriteFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tvmflow.bundle.archive._CHUNK", 1 << 16)
+    monkeypatch.setattr("tvmflow.bundle.archive._PIECE", 1 << 16)
     random = np.random.default_rng(0)
     weights, code = random.standard_normal(1 << 16).astype("float32").tobytes(), b"mov rax, rbx; " * 10000
     files = write_files(tmp_path / "files")

@@ -70,6 +70,13 @@ def test_libraries_of_different_processes_and_folders_are_identical(
     assert [entry.name for entry in libraries[0].parent.iterdir()] == ["a.so"]
 
 
+def test_a_library_holds_nothing_for_debuggers(usual: CompiledModel, tmp_path: Path) -> None:
+    usual.export(tmp_path / "mod.so")
+    library = (tmp_path / "mod.so").read_bytes()
+    assert b".symtab" in library
+    assert b".debug_" not in library
+
+
 def test_lowering_is_deterministic(model: Path, native: Target) -> None:
     imported = import_onnx(model)
     assert ir_text(lower(imported, native)) == ir_text(lower(imported, native))

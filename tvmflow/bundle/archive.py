@@ -32,11 +32,17 @@ _SIGNATURE_LIMIT = 1 << 10
 _LARGEST_MEMBER = (8 << 30) - 1
 # The header that gzip writes without a name and a time.
 _GZIP_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x04\xff"
-# The largest ratio of unpacked to packed bytes. The level that `pack` compresses at stays below 240; an archive that
+# The largest ratio of unpacked to packed bytes. What `pack` compresses stays below 240; an archive that
 # is meant to fill a disk can reach DEFLATE's 1032.
 _LARGEST_RATIO = 256
 # A piece of content is stored where its beginning compresses to more than this share of itself.
 _LARGEST_SHARE = 0.875
+# Bytes of a piece, and of the beginning that tells how well the piece compresses.
+_PIECE = 1 << 18
+_BEGINNING = 1 << 15
+# The level at which a piece is compressed, and the one for pieces of a great ratio, which stays below 240 there.
+_LEVEL, _LEAST_LEVEL = 6, 1
+_GREAT_RATIO = 200
 # Bytes of content that are held at a time, and bytes that are read from the file at a time.
 _CHUNK = 1 << 20
 _READ = 1 << 17
@@ -246,16 +252,16 @@ class _Zipped:
         """Write the header."""
         raw.write(_GZIP_HEADER)
         self._raw, self._waiting = raw, bytearray()
-        self._compressor = _compressor(1)
         self._sum, self._size = zlib.crc32(b""), 0
 
     def write(self, data: bytes) -> int:
         """Add content; return its number of bytes."""
         self._waiting += data
         self._sum, self._size = zlib.crc32(data, self._sum), self._size + len(data)
-        while len(self._waiting) >= _CHUNK:
-            self._add(bytes(self._waiting[:_CHUNK]))
-            del self._waiting[:_CHUNK]
+        whole = len(self._waiting) // _PIECE * _PIECE
+        for start in range(0, whole, _PIECE):
+            self._raw.write(_packed(bytes(self._waiting[start : start + _PIECE])))
+        del self._waiting[:whole]
         return len(data)
 
     def tell(self) -> int:
@@ -264,26 +270,24 @@ class _Zipped:
 
     def close(self) -> None:
         """Write the rest of the content, the end of the stream and the check sum."""
-        if self._waiting:
-            self._add(bytes(self._waiting))
-        self._raw.write(self._compressor.flush())
+        self._raw.write(_packed(bytes(self._waiting)))
+        self._raw.write(zlib.compressobj(wbits=-zlib.MAX_WBITS).flush())
         self._raw.write(struct.pack("<LL", self._sum, self._size & 0xFFFFFFFF))
 
-    def _add(self, piece: bytes) -> None:
-        beginning = piece[:_READ]
-        if len(zlib.compress(beginning, 1)) <= _LARGEST_SHARE * len(beginning):
-            self._raw.write(self._compressor.compress(piece))
-            return
-        # A flush ends what was compressed at a whole byte: other compressors may continue the stream there.
-        self._raw.write(self._compressor.flush(zlib.Z_SYNC_FLUSH))
-        storing = _compressor(0)
-        self._raw.write(storing.compress(piece) + storing.flush(zlib.Z_SYNC_FLUSH))
-        self._compressor = _compressor(1)
+
+def _packed(piece: bytes) -> bytes:
+    """A part of a DEFLATE stream with this content; it ends at a whole byte, so that any other part may follow."""
+    beginning = piece[:_BEGINNING]
+    if len(zlib.compress(beginning, _LEAST_LEVEL)) > _LARGEST_SHARE * len(beginning):
+        return _deflated(piece, 0)
+    packed = _deflated(piece, _LEVEL)
+    return packed if len(packed) * _GREAT_RATIO > len(piece) else _deflated(piece, _LEAST_LEVEL)
 
 
-def _compressor(level: int) -> "zlib._Compress":
-    """A compressor of a part of a DEFLATE stream. Level 1 is the fastest one that compresses, level 0 stores."""
-    return zlib.compressobj(level, wbits=-zlib.MAX_WBITS)
+def _deflated(piece: bytes, level: int) -> bytes:
+    """The same at a level of zlib; 0 stores."""
+    compressor = zlib.compressobj(level, wbits=-zlib.MAX_WBITS)
+    return compressor.compress(piece) + compressor.flush(zlib.Z_SYNC_FLUSH)
 
 
 class _Unzipped:

@@ -174,7 +174,8 @@ class CompiledModel:
         if self.arch == "cuda":
             own: dict[str, Any] = {"fpack_imports": packer(self.kernels)}
         else:
-            own = {"addons": [str(_THREADS)], "options": ["-O2"]}
+            # TVM describes all variables for debuggers, which have no source to show them with.
+            own = {"addons": [str(_THREADS)], "options": ["-O2", "-Wl,--strip-debug"]}
         try:
             # The file is replaced as a whole: a process that has loaded the old library would crash on changed bytes.
             with tempfile.TemporaryDirectory(prefix=".tvmflow-", dir=Path(path).parent) as folder:

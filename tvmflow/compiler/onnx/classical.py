@@ -10,28 +10,39 @@ from tvm import relax
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.scores import class_labels, classify, transform
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
+from tvmflow.features import features_of
 
 Array = np.ndarray[Any, Any]
 
 
-def _floats(node: Node, position: int = 0) -> relax.Expr:
-    """An operand as float32."""
-    value = node.inputs[position]
+def _floats(node: Node, value: relax.Expr) -> relax.Expr:
+    """A tensor as float32."""
     return value if dtype_of(value) == "float32" else node.emit(relax.op.astype(value, "float32"))
 
 
-def rows_of(node: Node) -> tuple[relax.Expr, int]:
-    """Return the node's first operand as a float32 matrix, and the number of its columns.
+def rows_of(node: Node, operator: str) -> tuple[relax.Expr, int]:
+    """Return the first operand of a node of `operator` as a float32 matrix, and the number of its columns.
 
-    Raises FreeSizeError for an operand of other than two dimensions or with a symbolic number of columns.
+    Raises FreeSizeError for an operand of other than two dimensions. Raises it for a symbolic number of columns, too,
+    unless the node's attributes tell that number.
     """
-    dims = dims_of(node.inputs[0])
+    x = _with_features(node, operator)
+    dims = dims_of(x)
     if dims is None or len(dims) != 2 or not isinstance(dims[1], int):
         raise FreeSizeError("rows of an unknown number of features")
-    return _floats(node), dims[1]
+    return _floats(node, x), dims[1]
 
 
-def _vector(node: Node, name: str, size: int, default: float) -> Array:
+def _with_features(node: Node, operator: str) -> relax.Expr:
+    """The first operand, whose last dimension, if it is symbolic, must be what the attributes ask for."""
+    x = node.inputs[0]
+    dims, features = dims_of(x), features_of(operator, node.attrs)
+    if not dims or features is None or isinstance(dims[-1], int):
+        return x
+    return node.with_sizes(x, [*dims[:-1], features.count])
+
+
+def _vector(node: Node, name: str, size: Any, default: float) -> Array:
     """An attribute with a number for each column, or one for all."""
     values = np.asarray(node.attrs.get(name, (default,)), "float32")
     if values.size not in (1, size):
@@ -42,13 +53,10 @@ def _vector(node: Node, name: str, size: int, default: float) -> Array:
 def convert_scaler(node: Node) -> relax.Expr:
     """Return the Relax expression of ONNX's Scaler: (x - offset) * scale, in float32.
 
-    Raises UnsupportedFormError where `offset` or `scale` has neither one number nor one for each column, and
-    FreeSizeError for a symbolic number of columns.
+    Raises UnsupportedFormError where `offset` or `scale` has neither one number nor one for each column.
     """
-    x = _floats(node)
+    x = _floats(node, _with_features(node, "Scaler"))
     size = dims_of(x)[-1]  # type: ignore[index]
-    if not isinstance(size, int):
-        raise FreeSizeError("rows of an unknown number of features")
     centred = relax.op.subtract(x, const(_vector(node, "offset", size, 0.0)))
     return relax.op.multiply(node.emit(centred), const(_vector(node, "scale", size, 1.0)))
 
@@ -59,7 +67,7 @@ def convert_normalizer(node: Node) -> relax.Expr:
     The norm MAX is the largest element. A row whose norm is zero stays as it is. Raises UnsupportedFormError for a norm
     other than L1, L2 and MAX.
     """
-    x, norm = _floats(node), node.text("norm", "MAX")
+    x, norm = _floats(node, node.inputs[0]), node.text("norm", "MAX")
     axis = x.ty.ndim - 1
     if norm == "L1":
         size = relax.op.sum(node.emit(relax.op.abs(x)), axis, keepdims=True)
@@ -88,7 +96,7 @@ def convert_imputer(node: Node) -> relax.Expr:
     The replaced value may be NaN. There is one imputed value for all columns, or one for each. Raises
     UnsupportedFormError for another number of imputed values.
     """
-    x = node.inputs[0]
+    x = _with_features(node, "Imputer")
     dtype = dtype_of(x)
     is_integer = dtype.startswith("int")
     kind = "int64" if is_integer else "float"
@@ -130,8 +138,8 @@ def convert_array_feature_extractor(node: Node) -> relax.Expr:
 def convert_feature_vectorizer(node: Node) -> relax.Expr:
     """Return the Relax expression of ONNX's FeatureVectorizer: the columns of all operands side by side, as float32."""
     parts = []
-    for position in range(len(node.inputs)):
-        part = _floats(node, position)
+    for operand in node.inputs:
+        part = _floats(node, operand)
         parts.append(part if part.ty.ndim == 2 else node.emit(relax.op.expand_dims(part, 0)))
     return relax.op.concat(parts, 1)
 
@@ -198,8 +206,8 @@ def convert_linear_regressor(node: Node) -> relax.Expr:
     Raises UnsupportedFormError for a wrong number of coefficients and for an unknown `post_transform`. Raises
     FreeSizeError for rows with an unknown number of features.
     """
-    targets = int(node.attrs.get("targets", 1))
-    return transform(node, _linear(node, targets), node.text("post_transform", "NONE"))
+    scores = _linear(node, rows_of(node, "LinearRegressor"), int(node.attrs.get("targets", 1)))
+    return transform(node, scores, node.text("post_transform", "NONE"))
 
 
 def convert_linear_classifier(node: Node) -> relax.Expr:
@@ -210,9 +218,9 @@ def convert_linear_classifier(node: Node) -> relax.Expr:
     unknown number of features.
     """
     labels, post = class_labels(node, "classlabels_ints"), node.text("post_transform", "NONE")
-    _, features = rows_of(node)
+    x, features = rows_of(node, "LinearClassifier")
     count = len(node.attrs["coefficients"]) // features
-    scores = _linear(node, count)
+    scores = _linear(node, (x, features), count)
     if count > 1:
         return classify(node, scores, labels, post)
     if len(labels) != 2 or post == "PROBIT":
@@ -225,8 +233,8 @@ def convert_linear_classifier(node: Node) -> relax.Expr:
     return relax.Tuple([node.emit(chosen), node.emit(relax.op.concat([opposite, scores], 1))])
 
 
-def _linear(node: Node, targets: int) -> relax.Expr:
-    x, features = rows_of(node)
+def _linear(node: Node, rows: tuple[relax.Expr, int], targets: int) -> relax.Expr:
+    x, features = rows
     coefficients = np.asarray(node.attrs.get("coefficients", ()), "float32")
     if coefficients.size != targets * features:
         raise UnsupportedFormError(f"{coefficients.size} coefficients for {targets} targets of {features} features")

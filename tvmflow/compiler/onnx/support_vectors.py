@@ -27,7 +27,7 @@ def convert_svm_regressor(node: Node) -> relax.Expr:
     unknown kernel or `post_transform`, and for a polynomial kernel whose degree is not a positive integer. Raises
     FreeSizeError for rows with an unknown number of features.
     """
-    x, features = rows_of(node)
+    x, features = rows_of(node, "SVMRegressor")
     coefficients = np.asarray(node.attrs.get("coefficients", ()), "float32")
     rho = np.asarray(node.attrs.get("rho", (0.0,)), "float32")
     if int(node.attrs.get("n_supports", 0)):
@@ -52,7 +52,7 @@ def convert_svm_classifier(node: Node) -> relax.Expr:
     for an unknown kernel or `post_transform`, and for numbers of labels and classes that differ. Raises FreeSizeError
     for rows with an unknown number of features.
     """
-    x, features = rows_of(node)
+    x, features = rows_of(node, "SVMClassifier")
     labels, post = class_labels(node, "classlabels_ints"), node.text("post_transform", "NONE")
     counts = [int(count) for count in node.attrs.get("vectors_per_class", ())]
     if len(counts) != len(labels) or len(labels) < 2:

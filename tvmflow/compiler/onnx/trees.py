@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from onnx import TensorProto, numpy_helper
-from tvm import relax
+from tvm import relax, tirx
 
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.scores import class_labels, classify, transform
@@ -216,10 +216,7 @@ def _grow(
     base: Array,
 ) -> relax.Expr:
     """Return the scores of the trees: `entries` are rows of leaves, targets and numbers."""
-    x = node.inputs[0]
-    dims = dims_of(x)
-    if dims is None or len(dims) != 2 or not isinstance(dims[1], int):
-        raise FreeSizeError("rows of an unknown number of features")
+    x, columns = _rows(node, int(nodes.feature[nodes.mode != _LEAF].max(initial=0)) + 1)
     if aggregate not in _AGGREGATES:
         raise UnsupportedFormError(f"aggregate_function {aggregate!r}")
     places, ids, numbers = entries
@@ -233,10 +230,10 @@ def _grow(
     depths = _depths(left, order.roots, thresholds, flags)
     by_depth = np.argsort(depths, kind="stable")
     thresholds, features, flags, left, order = _lay_out(nodes, roots[by_depth])
-    if len(features) and not 0 <= features.min() <= features.max() < dims[1]:
-        raise UnsupportedFormError(f"feature {features.max()} of rows with {dims[1]}")
+    if len(features) and not 0 <= features.min() <= features.max() < columns:
+        raise UnsupportedFormError(f"feature {features.max()} of rows with {columns}")
     has_missing = bool(flags.any())
-    bits = max(1, (dims[1] - 1).bit_length())
+    bits = max(1, (columns - 1).bit_length())
     shift = bits + has_missing
     if shift + len(left).bit_length() > _LINK_BITS:
         shift, bits = 0, 30
@@ -254,7 +251,7 @@ def _grow(
         trees=len(roots),
         nodes=len(left),
         depth=int(depths.max(initial=0)),
-        features=dims[1],
+        features=columns,
         targets=targets,
         dtype=dtype,
         score=score,
@@ -268,6 +265,21 @@ def _grow(
     places_of_nodes = [np.column_stack([thresholds.view("int32"), links])] if forest.is_joint else [thresholds, links]
     arrays = [*places_of_nodes, order.roots.astype("int32"), depths[by_depth].astype("int32"), *tables, base_values]
     return node.emit(trees(x, [const(array) for array in arrays], forest))
+
+
+def _rows(node: Node, least: int) -> tuple[relax.Expr, int]:
+    """The rows and the number of their columns: of a symbolic number the first `least`, which the trees read.
+
+    The model checks when it runs that there are so many.
+    """
+    x = node.inputs[0]
+    dims = dims_of(x)
+    if dims is None or len(dims) != 2:
+        raise FreeSizeError("rows of an unknown number of features")
+    if isinstance(dims[1], int):
+        return x, dims[1]
+    node.check_size(tirx.min(dims[1], least), least)
+    return node.emit(relax.op.strided_slice(x, [1], [0], [least], assume_inbound=True)), least
 
 
 def _as_at_most(nodes: _Nodes, dtype: str) -> _Nodes:
