@@ -226,6 +226,14 @@ def _layer_norm(shape: Shape) -> Case:
     return Case("layer norm", label, (node,), {"x": shape}, {"s": width, "b": width})
 
 
+def _sampling(mode: str, image: tuple[int, ...], points: tuple[int, int]) -> Case:
+    """Samples of an image, as of deformable attention, at random points within it."""
+    name = f"{mode} {'x'.join(map(str, image))} at {'x'.join(map(str, points))}"
+    rng = np.random.default_rng(0)
+    grid = rng.uniform(-1, 1, (image[0], *points, 2)).astype("float32")
+    return _unary("sampling", name, image, _node("GridSample", "x grid", mode=mode), grid=grid)
+
+
 def _resize(mode: str) -> Case:
     node = _node("Resize", "x roi scales", mode=mode, coordinate_transformation_mode="half_pixel")
     if mode == "nearest":
@@ -338,6 +346,9 @@ CASES: tuple[Case, ...] = (
     _trees(1000, 500, 6, 30),
     _trees(1, 500, 10, 30),
     _trees(1000, 500, 10, 30),
+    _sampling("bilinear", (1, 64, 56, 56), (56, 56)),
+    _sampling("bilinear", (8, 32, 40, 40), (300, 4)),
+    _sampling("nearest", (8, 32, 40, 40), (300, 4)),
     _resize("nearest"),
     _resize("linear"),
     Case(

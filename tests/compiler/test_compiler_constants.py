@@ -45,6 +45,7 @@ _REASONS = {
     "operators.products.FEWEST_ROWS": "shape: known beside symbolic sizes",
     "operators.cell_tiles._MOST_PADDING": "share of wasted work",
     "operators.resize._MOST_TAPS": "size of the code",
+    "operators.sampling._VECTORS": "amortisation: points whose places are computed before their channels are read",
     "operators.scatter._PARTS": "balance: pieces of a core that other programs delay",
     "operators.strassen._GAIN": "rounding error, and error of the estimates",
     "operators.trees._MOST_ROWS": "amortisation: rows that share the reading of a tree",

@@ -187,6 +187,23 @@ def _movement(model: Drawn) -> None:
     model.node("Slice", x, *(model.array(np.array([value], "int64")) for value in (0, sizes[axis], axis, 2)))
 
 
+def _sampling(model: Drawn) -> None:
+    batch, channels, *sizes = (model.integer(1, high) for high in (3, 20, 12, 12))
+    # Some points are beyond the image.
+    grid = model.node(
+        "Mul", model.input(batch, *(model.integer(1, 12) for _ in range(2)), 2), model.array(np.float32(3))
+    )
+    for mode in ("linear", "nearest"):
+        model.node(
+            "GridSample",
+            model.input(batch, channels, *sizes),
+            grid,
+            mode=mode,
+            padding_mode=model.choice("zeros", "border", "reflection"),
+            align_corners=model.choice(0, 1),
+        )
+
+
 def _bfloat16(model: Drawn) -> None:
     model.precision = "bf16"
     model.choice(_convolutions, _depthwise, _winograd, _products)(model)
@@ -222,6 +239,7 @@ KINDS = {
     "products": Kind(_products, 1, "dense"),
     "norms": Kind(_norms, 1, "layer_norm"),
     "movement": Kind(_movement, 1, "concatenate"),
+    "sampling": Kind(_sampling, 2, "grid_sample"),
     "bfloat16": Kind(_bfloat16, 3, ""),
     "blocks in bfloat16": Kind(_bfloat16_blocks, 1, "conv2d_block"),
     "attention in bfloat16": Kind(_bfloat16_attention, 1, "attention"),

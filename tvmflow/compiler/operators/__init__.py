@@ -23,6 +23,7 @@ from tvmflow.compiler.operators import (
     reshape,
     resize,
     rowwise,
+    sampling,
     scatter,
 )
 from tvmflow.compiler.operators.common import Legalization, default
@@ -33,6 +34,7 @@ _OPERATORS: dict[str, _Definition] = {
     **{f"relax.{name}": reductions.legalize for name in ("sum", "mean", "max", "min", "prod", "variance", "std")},
     "relax.nn.max_pool2d": partial(pooling.legalize, largest=True),
     "relax.nn.avg_pool2d": partial(pooling.legalize, largest=False),
+    "relax.image.grid_sample": sampling.legalize,
     "relax.image.resize2d": resize.legalize,
     "relax.nn.softmax": rowwise.legalize_softmax,
     "relax.nn.log_softmax": partial(rowwise.legalize_softmax, logarithm=True),

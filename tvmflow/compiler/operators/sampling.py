@@ -1,0 +1,188 @@
+"""Samples of an image at points of a grid: ONNX's GridSample.
+
+TVM computes the place of a point again for each channel. Here the places and weights of a block of points are computed
+once, in vectors, before the channels are read.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tvm import relax, tirx, topi
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from tvmflow.compiler import extensions
+from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import buffer, is_float32, size_parameter, static
+from tvmflow.compiler.vectormath import let
+
+# The corners of a pixel that a point lies in, down and to the right.
+_CORNERS = {"bilinear": ((0, 0), (0, 1), (1, 0), (1, 1)), "nearest": ((0, 0),)}
+# The vectors of points of a block: so few that their places and weights stay in the first-level cache.
+_VECTORS = 4
+
+
+def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+    """Define samples of float32 images [N, C, H, W] at a grid [N, 2, OH, OW] of places x and y between -1 and 1.
+
+    Returns None for volumes, other types and cubic samples.
+    """
+    data, grid = call.args
+    attrs = call.attrs
+    if not is_float32(data, grid) or data.ty.ndim != 4 or str(attrs.method) not in _CORNERS:
+        return None
+    batch, channels, height, width = data.ty.shape.values
+    kernel = _Kernel(
+        [batch, channels, height, width],
+        list(grid.ty.shape.values[2:]),
+        _CORNERS[str(attrs.method)],
+        str(attrs.padding_mode),
+        aligns=bool(attrs.align_corners),
+        machine=machine,
+    )
+    function = extensions.emit_function(builder, kernel.function(), "grid_sample")
+    return relax.call_tir(function, [data, grid], call.ty)
+
+
+class _Kernel:
+    """Builds the TIR function of samples of images of `shape`; `corners` are the pixels that a sample consists of."""
+
+    def __init__(
+        self,
+        shape: list[Any],
+        points: list[Any],
+        corners: tuple[tuple[int, int], ...],
+        padding: str,
+        *,
+        aligns: bool,
+        machine: Machine,
+    ) -> None:
+        self._corners, self._padding, self._aligns, self._machine = corners, padding, aligns, machine
+        self._batch, self._channels, *self._sizes = (
+            size_parameter(size, name) for size, name in zip(shape, ("n", "c", "h", "w"), strict=True)
+        )
+        rows, columns = (size_parameter(size, name) for size, name in zip(points, ("oh", "ow"), strict=True))
+        self._points = topi.utils.simplify(rows * columns)
+        self._x = buffer("x", [self._batch, self._channels, *self._sizes])
+        self._grid = buffer("grid", [self._batch, tirx.IntImm("int64", 2), rows, columns])
+        self._y = buffer("y", [self._batch, self._channels, rows, columns])
+
+    def function(self) -> tirx.PrimFunc:
+        """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
+        lanes, points = self._machine.lanes, self._points
+        block = _VECTORS * lanes
+        blocks = tirx.floordiv(points + (block - 1), block)
+        pixels = self._sizes[0] * self._sizes[1]
+        planes = self._batch * self._channels
+        is_alone = self._machine.cores == 1 or static(topi.utils.simplify(self._batch * blocks)) == 1
+        with IRBuilder() as builder, T.seq_scope():
+            self._data, grid, result = (
+                T.decl_buffer((size,), "float32", data=item.data, layout=None)
+                for item, size in zip(
+                    (self._x, self._grid, self._y),
+                    (planes * pixels, self._batch * 2 * points, planes * points),
+                    strict=True,
+                )
+            )
+            with (T.serial if is_alone else T.parallel)(0, self._batch * blocks) as task:
+                image, first = tirx.floordiv(task, blocks), tirx.floormod(task, blocks) * block
+                # Of each corner the place in the image, its weight, and -1 where it is a pixel of the image, else 0.
+                tables = [_local(len(self._corners) * block, dtype) for dtype in ("int32", "float32", "int32")]
+                # Of each axis the pixel before a point, and the distance from it.
+                numbers, distances = (_local(2 * block, dtype) for dtype in ("int32", "float32"))
+                with T.serial(0, _VECTORS) as vector, T.vectorized(0, lanes) as lane:
+                    # Points after the last one are the last one.
+                    point = tirx.min(first + vector * lanes + lane, points - 1)
+                    for axis, size in enumerate(reversed(self._sizes)):
+                        at = axis * block + vector * lanes + lane
+                        T.buffer_store(distances, self._place(grid[(image * 2 + axis) * points + point], size), [at])
+                        self._divide(numbers, distances, at)
+                with T.serial(0, _VECTORS) as vector, T.vectorized(0, lanes) as lane:
+                    self._locate(numbers, distances, tables, vector * lanes + lane)
+                places, weights, masks = tables
+
+                def sample(channel: Any, point: Any) -> None:
+                    plane = image * self._channels + channel
+                    parts = [
+                        self._pixel(plane * pixels + places[at], masks[at]) * weights[at]
+                        for at in (place * block + point for place in range(len(self._corners)))
+                    ]
+                    T.buffer_store(result, sum(parts[1:], parts[0]), [plane * points + first + point])
+
+                with T.If(first + block <= points):
+                    with (
+                        T.Then(),
+                        T.serial(0, self._channels) as channel,
+                        T.serial(0, _VECTORS) as vector,
+                        T.vectorized(0, lanes) as lane,
+                    ):
+                        sample(channel, vector * lanes + lane)
+                    with T.Else(), T.serial(0, self._channels) as channel, T.serial(0, points - first) as point:
+                        sample(channel, point)
+        return tirx.PrimFunc([self._x, self._grid, self._y], builder.get().body).with_attr(KERNEL, "sampling")
+
+    def _place(self, value: Any, size: Any) -> Any:
+        """The place along an axis of `size` pixels that a coordinate between -1 and 1 is."""
+        extent = size.astype("float32")
+        place = (value + 1.0) * ((extent - 1.0) * 0.5) if self._aligns else ((value + 1.0) * extent - 1.0) * 0.5
+        if self._padding == "reflection":
+            place = self._reflect(place, extent)
+        # Beyond two pixels outside of the image, a place has no weight in it; NaN is no place at all.
+        beyond = 2.0 if self._padding == "zeros" else 0.0
+        lowest, highest = tirx.const(-beyond, "float32"), extent - 1.0 + beyond
+        place = let(place, lambda place: tirx.Select(place > lowest, place, lowest))
+        return let(place, lambda place: tirx.Select(place < highest, place, highest))
+
+    def _divide(self, numbers: Any, distances: Any, at: Any) -> None:
+        """Store the pixel before a place, which `distances` holds, and the distance between them.
+
+        Of samples of the nearest pixel, store that pixel alone.
+        """
+        round_ = tirx.nearbyint if len(self._corners) == 1 else tirx.floor
+        T.buffer_store(numbers, round_(distances[at]).astype("int32"), [at])
+        T.buffer_store(distances, distances[at] - numbers[at].astype("float32"), [at])
+
+    def _locate(self, numbers: Any, distances: Any, tables: Sequence[Any], point: Any) -> None:
+        """Store the places, weights and masks of the corners of a point."""
+        block, zero = _VECTORS * self._machine.lanes, tirx.const(0, "int32")
+        height, width = (size.astype("int32") for size in self._sizes)
+        for corner, (below, right) in enumerate(self._corners):
+            row, column = numbers[block + point] + below, numbers[point] + right
+            down, across = distances[block + point], distances[point]
+            weight = (down if below else 1.0 - down) * (across if right else 1.0 - across)
+            inside = tirx.all(row >= 0, row < height, column >= 0, column < width)
+            row, column = (
+                tirx.max(tirx.min(number, size - 1), zero) for number, size in ((row, height), (column, width))
+            )
+            values = (
+                row * width + column,
+                weight if len(self._corners) > 1 else tirx.const(1.0, "float32"),
+                tirx.Select(inside, tirx.const(-1, "int32"), zero),
+            )
+            for table, value in zip(tables, values, strict=True):
+                T.buffer_store(table, value, [corner * block + point])
+
+    def _reflect(self, place: Any, extent: Any) -> Any:
+        """A coordinate reflected into the image at its borders, as often as it is beyond them."""
+        low = tirx.const(0.0 if self._aligns else -0.5, "float32")
+        span = extent - 1.0 if self._aligns else extent
+
+        def fold(distance: Any) -> Any:
+            times = tirx.floor(distance / span)
+            return let(times, lambda times: unfold(distance - times * span, times - 2.0 * tirx.floor(times * 0.5)))
+
+        def unfold(rest: Any, parity: Any) -> Any:
+            return tirx.Select(parity > 0.5, span - rest, rest) + low
+
+        return let(tirx.abs(place - low), fold)
+
+    def _pixel(self, place: Any, mask: Any) -> Any:
+        value = self._data[place]
+        if self._padding != "zeros":
+            return value
+        return tirx.reinterpret("float32", tirx.bitwise_and(tirx.reinterpret("int32", value), mask))
+
+
+def _local(size: int, dtype: str) -> Any:
+    return T.alloc_buffer((size,), dtype, scope="local", layout=None)
