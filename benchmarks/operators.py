@@ -357,6 +357,12 @@ CASES: tuple[Case, ...] = (
         (_node("Concat", "x z", axis=1),),
         {"x": (1, 64, 56, 56), "z": (1, 64, 56, 56)},
     ),
+    Case(
+        "concatenation",
+        "fifty of 128x32",
+        (_node("Concat", " ".join(f"x{place}" for place in range(50)), axis=1),),
+        {f"x{place}": (128, 32) for place in range(50)},
+    ),
     _unary("transpose", "to channels last", (1, 64, 56, 56), _node("Transpose", perm=[0, 2, 3, 1])),
     _unary("transpose", "heads", (1, 128, 6, 64), _node("Transpose", perm=[0, 2, 1, 3])),
     _unary(

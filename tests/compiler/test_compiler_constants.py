@@ -66,6 +66,7 @@ _REASONS = {
     "schedules.common._LARGEST_COPIES": "size of the code",
     "schedules.depthwise._TAPS_UNROLLED": "size of the code",
     "schedules.fallback._MOST_PIECES": "size of the code",
+    "schedules.fallback._MOST_TURNS": "size of the code",
     "schedules.prefetch._CHUNKS": "scope of tuning",
     "schedules.prefetch._HOW": "arguments of LLVM's intrinsic",
     "schedules.prefetch._TO_READ": "arguments of LLVM's intrinsic",

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tvm
 from onnx import NodeProto, TensorProto, helper
 
 from support import builds
@@ -12,6 +13,7 @@ from support.arrays import normal
 from support.builds import rule_counts, run_in_memory
 from support.scale import choose, is_long
 from tvmflow.compiler import CompiledModel, build, import_onnx, lower, workloads
+from tvmflow.compiler.lowering import lower_functions
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import schedule
 from tvmflow.errors import UnsupportedOperatorError
@@ -170,6 +172,29 @@ def test_concatenation_and_what_follows_equal_onnx_runtime(axis: int, assert_all
         inputs = list(zip(names, shapes, strict=True))
         cases.append(((nodes, inputs, ["y"], {"s": scale}), {name: normal(*shape) for name, shape in inputs}))
     assert_all_same(cases)
+
+
+@pytest.mark.parametrize(("pieces", "rows"), [(3, "n"), (20, 6), (20, "n")])
+def test_what_is_joined_is_copied_piece_by_piece(
+    pieces: int, rows: int | str, make_model: Any, target: Target, assert_same_as_onnxruntime: Check
+) -> None:
+    names = [f"x{place}" for place in range(pieces)]
+    sizes = [(32, 24, 5)[place % 3] for place in range(pieces)]
+    nodes = [helper.make_node("Concat", names, ["c"], axis=2), helper.make_node("Relu", ["c"], ["y"])]
+    inputs = [(name, [rows, 3, size]) for name, size in zip(names, sizes, strict=True)]
+    path = make_model(nodes, inputs, ["y"])
+    feeds = [
+        {name: normal(count, 3, size) for name, size in zip(names, sizes, strict=True)}
+        for count in ([rows] if isinstance(rows, int) else [1, 6])
+    ]
+    assert_same_as_onnxruntime(path, *feeds)
+    (workload,) = workloads(lower(import_onnx(path), target))
+    scheduled, _ = schedule(workload.func, machine(target))
+    function = scheduled.with_attr("global_symbol", "joined")
+    lowered = lower_functions(tvm.IRModule({"joined": function}), tvm.target.Target(target.tvm))
+    # No element asks which piece it is in; the function asks what its arguments are.
+    choices = [line for line in lowered.script().splitlines() if "if_then_else" in line or "Select" in line]
+    assert [line for line in choices if "type_index" not in line] == []
 
 
 @pytest.mark.few(1)

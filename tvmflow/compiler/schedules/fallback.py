@@ -14,8 +14,10 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.schedules import common, registers, transposes
 
-# The most pieces that a dimension is cut into: each is a loop of its own in the code.
-_MOST_PIECES = 8
+# The most pieces that a dimension is cut into, and the most places that its elements come from in turn: each piece is
+# a loop of its own in the code, and each place a copy of the statement.
+_MOST_PIECES = 64
+_MOST_TURNS = 8
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
@@ -95,7 +97,7 @@ def _schedule_interleaving(sch: Schedule, block: SBlockRV, machine: Machine) -> 
         for node in _list_uses_of_last(sch, block, tirx.FloorMod, tirx.FloorDiv, tirx.Div)
         if isinstance(node.b, tirx.IntImm)
     ]
-    steps = [step for step in steps if 1 < step <= _MOST_PIECES and size is not None and size % step == 0]
+    steps = [step for step in steps if 1 < step <= _MOST_TURNS and size is not None and size % step == 0]
     if not steps:
         return False
     *outer, last = sch.get_loops(block)
@@ -108,7 +110,7 @@ def _schedule_interleaving(sch: Schedule, block: SBlockRV, machine: Machine) -> 
 def _schedule_pieces(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     """Schedule a block whose source depends on the last dimension (concatenation): a loop per source; else False."""
     size = _extent_of_last(sch, block)
-    if size is None or not common.is_static(sch):
+    if size is None:
         return False
     variable = sch.get(block).iter_vars[-1].var
     cuts = sorted(
