@@ -278,6 +278,7 @@ def lowered(mod: tvm.IRModule, precision: Any = "fp16") -> tvm.IRModule:
     return scheduled.with_attr("rules", dict(rules))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", HEADS, ids=str)
 def test_attention_is_one_kernel_and_right(case: Heads, tmp_path: Path) -> None:
     mod = lowered(attention_model(case))
@@ -421,6 +422,7 @@ def layer() -> tuple[onnx.ModelProto, dict[str, Array]]:
     return model, {"x": np.random.default_rng(1).standard_normal((2, 20, 48)).astype("float32"), "mask": mask}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize("make", [network, layer])
 def test_a_whole_model_gives_the_outputs_of_onnx_runtime(
@@ -442,6 +444,7 @@ def test_a_whole_model_gives_the_outputs_of_onnx_runtime(
         assert np.abs(output - value).max() <= bound * np.abs(value).max()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("sizes", [(2, 3, 33, 40, 24), (1, 1, 17, 19, 21), (0, 2, 20, 16, 40)], ids=str)
 def test_a_batch_of_products_is_right(sizes: tuple[int, ...], dtype: str, tmp_path: Path) -> None:

@@ -363,7 +363,8 @@ def test_a_triangle_of_a_free_width_stays_within_its_buffers(upper: int, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("stride", "precision", "level"), [(stride, *case) for stride in (1, 2) for case in PRECISIONS_AND_LEVELS]
+    ("stride", "precision", "level"),
+    [(stride, *case) for stride in scale.choose(normal=[2], long=[1, 2]) for case in PRECISIONS_AND_LEVELS],
 )
 def test_winograd_of_free_sizes_stays_within_its_buffers(
     stride: int, precision: Precision, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

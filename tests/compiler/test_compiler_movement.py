@@ -174,6 +174,16 @@ def test_concatenation_and_what_follows_equal_onnx_runtime(axis: int, assert_all
     assert_all_same(cases)
 
 
+def test_a_free_last_dimension_is_repeated_without_a_division_for_each_element(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [helper.make_node("Tile", ["x", "twice"], ["y"])]
+    path = make_model(nodes, [("x", ["n", "width"])], ["y"], {"twice": np.array([2, 3])})
+    model = assert_same_as_onnxruntime(path, *({"x": normal(*shape)} for shape in ((1, 1), (2, 7), (3, 20))))
+    # TVM's own function divides by the width.
+    assert not [name for name, _ in model.schedules if "tile" in name]
+
+
 @pytest.mark.parametrize(("pieces", "rows"), [(3, "n"), (20, 6), (20, "n")])
 def test_what_is_joined_is_copied_piece_by_piece(
     pieces: int, rows: int | str, make_model: Any, target: Target, assert_same_as_onnxruntime: Check

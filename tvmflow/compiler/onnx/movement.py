@@ -149,13 +149,16 @@ def convert_constant_of_shape(node: Node) -> relax.Expr | None:
 
 
 def convert_tile(node: Node) -> relax.Expr | None:
-    """Return the Relax expression of a Tile with symbolic repeats: a broadcast between two reshapes.
+    """Return the Relax expression of a Tile as a broadcast between two reshapes.
 
-    Returns None, which leaves the node to TVM's converter, where all repeats are constant, where one is computed from
-    data, or where the data's shape is unknown.
+    Returns None, which leaves the node to TVM's converter, where one of the repeats is computed from data or the data's
+    shape is unknown. It does so for constant repeats, too, unless the last dimension is symbolic and repeated: TVM
+    would divide by its size for every element.
     """
     data, dims, repeats = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
-    if dims is None or repeats is None or all(isinstance(size, int) for size in repeats):
+    if not dims or repeats is None:
+        return None
+    if all(isinstance(size, int) for size in repeats) and (repeats[-1] == 1 or isinstance(dims[-1], int)):
         return None
     apart = [size for dim in dims for size in (1, dim)]
     pairs = [size for pair in zip(repeats, dims, strict=True) for size in pair]
