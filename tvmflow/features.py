@@ -14,6 +14,10 @@ class Features:
     count: int
     is_least: bool = False
 
+    def fit(self, size: int) -> bool:
+        """Whether rows of `size` features have what the operator reads."""
+        return size >= self.count if self.is_least else size == self.count
+
 
 def features_of(operator: str, attributes: Mapping[str, Any]) -> Features | None:
     """Return the features that an operator with these attributes takes; None where the attributes do not tell."""

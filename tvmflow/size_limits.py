@@ -133,14 +133,9 @@ class _Features:
         self.counts = [features.count for _, features in self._rows]
 
     def fit(self, shapes: _Shapes) -> bool:
-        """Whether all rows whose shapes are known have the features that operators have weights for."""
-        return all(self._fits(shapes.get(name), features) for name, features in self._rows)
-
-    @staticmethod
-    def _fits(shape: Sequence[int] | None, features: Features) -> bool:
-        if not shape or not shape[-1]:
-            return True
-        return shape[-1] >= features.count if features.is_least else shape[-1] == features.count
+        """Whether all rows whose sizes are known have the features that operators have weights for."""
+        sizes = [([*shapes.get(name, ())] or [0])[-1] for name, _ in self._rows]
+        return all(not size or features.fit(size) for size, (_, features) in zip(sizes, self._rows, strict=True))
 
 
 def _weight_sizes(model: "onnx.ModelProto", nodes: Sequence["onnx.NodeProto"], features: Sequence[int]) -> list[int]:

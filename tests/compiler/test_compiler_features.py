@@ -33,7 +33,7 @@ def _numbers(count: int) -> list[float]:
     return normal(count, seed=count).tolist()
 
 
-# Nodes that take rows of five features; trees of which the last is tested take more as well.
+# Nodes with weights for rows of five features. Trees take rows of more features, too, and do not read these.
 _NODES = {
     "scaler": _node("Scaler", offset=_numbers(_FEATURES), scale=[0.5] * _FEATURES),
     "imputer": _node("Imputer", imputed_value_floats=_numbers(_FEATURES), replaced_value_float=0.0),
@@ -87,7 +87,7 @@ def test_rows_have_the_features_that_an_operator_has_weights_for(name: str, tmp_
             built.load().run(normal(4, features))
 
 
-def test_features_pass_through_scaling(tmp_path: Path) -> None:
+def test_features_pass_through_scaling() -> None:
     nodes = [
         helper.make_node("Normalizer", ["x"], ["n"], domain=DOMAIN, norm="L2"),
         helper.make_node("Binarizer", ["n"], ["b"], domain=DOMAIN),

@@ -11,6 +11,7 @@ from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.scores import class_labels, classify, transform
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 from tvmflow.compiler.operators.trees import Forest, trees
+from tvmflow.features import features_of
 
 Array = np.ndarray[Any, Any]
 
@@ -216,7 +217,7 @@ def _grow(
     base: Array,
 ) -> relax.Expr:
     """Return the scores of the trees: `entries` are rows of leaves, targets and numbers."""
-    x, columns = _rows(node, int(nodes.feature[nodes.mode != _LEAF].max(initial=0)) + 1)
+    x, columns = _rows(node)
     if aggregate not in _AGGREGATES:
         raise UnsupportedFormError(f"aggregate_function {aggregate!r}")
     places, ids, numbers = entries
@@ -267,8 +268,8 @@ def _grow(
     return node.emit(trees(x, [const(array) for array in arrays], forest))
 
 
-def _rows(node: Node, least: int) -> tuple[relax.Expr, int]:
-    """The rows and the number of their columns: of a symbolic number the first `least`, which the trees read.
+def _rows(node: Node) -> tuple[relax.Expr, int]:
+    """The rows and the number of their columns: of a symbolic number the first ones, up to the last that a node tests.
 
     The model checks when it runs that there are so many.
     """
@@ -278,6 +279,8 @@ def _rows(node: Node, least: int) -> tuple[relax.Expr, int]:
         raise FreeSizeError("rows of an unknown number of features")
     if isinstance(dims[1], int):
         return x, dims[1]
+    features = features_of("TreeEnsemble", node.attrs)
+    least = 1 if features is None else features.count
     node.check_size(tirx.min(dims[1], least), least)
     return node.emit(relax.op.strided_slice(x, [1], [0], [least], assume_inbound=True)), least
 

@@ -125,7 +125,8 @@ class _Kernel:
     def _place(self, value: Any, size: Any) -> Any:
         """The place along an axis of `size` pixels that a coordinate between -1 and 1 is."""
         extent = size.astype("float32")
-        place = (value + 1.0) * ((extent - 1.0) * 0.5) if self._aligns else ((value + 1.0) * extent - 1.0) * 0.5
+        # Only sums follow the product, so that a fused multiply-add rounds as ONNX Runtime does.
+        place = (value + 1.0) * ((extent - 1.0) * 0.5) if self._aligns else (value + 1.0) * extent * 0.5 - 0.5
         if self._padding == "reflection":
             place = self._reflect(place, extent)
         # Beyond two pixels outside of the image, a place has no weight in it; NaN is no place at all.
@@ -137,11 +138,13 @@ class _Kernel:
     def _divide(self, numbers: Any, distances: Any, at: Any) -> None:
         """Store the pixel before a place, which `distances` holds, and the distance between them.
 
-        Of samples of the nearest pixel, store that pixel alone.
+        A sample of the nearest pixel is that pixel itself, at no distance.
         """
-        round_ = tirx.nearbyint if len(self._corners) == 1 else tirx.floor
+        is_nearest = len(self._corners) == 1
+        round_ = tirx.nearbyint if is_nearest else tirx.floor
         T.buffer_store(numbers, round_(distances[at]).astype("int32"), [at])
-        T.buffer_store(distances, distances[at] - numbers[at].astype("float32"), [at])
+        rest = tirx.const(0.0, "float32") if is_nearest else distances[at] - numbers[at].astype("float32")
+        T.buffer_store(distances, rest, [at])
 
     def _locate(self, numbers: Any, distances: Any, tables: Sequence[Any], point: Any) -> None:
         """Store the places, weights and masks of the corners of a point."""
@@ -157,7 +160,7 @@ class _Kernel:
             )
             values = (
                 row * width + column,
-                weight if len(self._corners) > 1 else tirx.const(1.0, "float32"),
+                weight,
                 tirx.Select(inside, tirx.const(-1, "int32"), zero),
             )
             for table, value in zip(tables, values, strict=True):
