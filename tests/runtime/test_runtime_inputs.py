@@ -154,5 +154,5 @@ def test_sizes_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     arrays = {"x": np.zeros((2, 2), np.float32), "y": np.ones((2, 3), np.float32)}
     with runtime.load(compile_by_steps(document, tmp_path, tmp_path / "state")) as model:
         np.testing.assert_array_equal(model(**arrays)["z"], np.hstack([arrays["x"], arrays["y"]]))
-        with pytest.raises(InputError, match=r"x \[2, 2\], y \[3, 3\]"):
+        with pytest.raises(InputError, match=r"x \[2, 2\], y \[3, 3\]: m must be n$"):
             model(**{**arrays, "y": np.ones((3, 3), np.float32)})

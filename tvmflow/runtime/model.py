@@ -310,9 +310,10 @@ class CompiledModel:
             return
         shapes = ", ".join(f"{name} {[*np.shape(array)]}" for name, array in zip(self._names, arrays, strict=True))
         sizes = _TWO_SIZES.search(str(error))
-        reason = (
-            _one_line(error) if sizes is None else "two sizes that must be equal are {} and {}".format(*sizes.groups())
-        )
+        if sizes is not None:
+            reason = "two sizes that must be equal are {} and {}".format(*sizes.groups())
+        else:
+            reason = _one_line(error).removeprefix(f"{_CONTRADICTION} error: ")
         raise InputError(f"the model does not run with inputs of the shapes {shapes}: {reason}") from error
 
     def _run(self, call: _Call, arrays: Sequence[Any]) -> "dict[str, Array]":
