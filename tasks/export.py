@@ -3,7 +3,7 @@
 import contextlib
 import io
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
@@ -16,6 +16,7 @@ from tvmflow import onnx_data, samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
+from tvmflow.index_limits import index_limits
 from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import explain_order, rounds_activations, standard_opset
@@ -24,7 +25,7 @@ from tvmflow.onnx_outputs import drop_zip_maps
 from tvmflow.onnx_ties import Ties
 from tvmflow.operators import define, load_operators
 from tvmflow.process import Emit
-from tvmflow.samples import NamedArrays
+from tvmflow.samples import NamedArrays, constant_outputs
 from tvmflow.size_limits import SizeLimits
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
 from tvmflow.spec import Dimension, Dtype, Export, Input, Samples, Spec
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 _PRIVATE = "tvmflow_output_"
 _DTYPES = get_args(Dtype)
+# How many values integers have that the model uses as no index: they may be masks.
+_MASK = 2
 
 
 class ExportJob(Job):
@@ -141,7 +144,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             inputs = _pinned(job.inputs or described_by(model), job.dimensions)
             _fix_shapes(model, inputs)
             module = None
-            candidates = (inputs,) if job.inputs else (inputs, _between_zero_and_one(inputs))
+            candidates: Iterable[tuple[Input, ...]] = (inputs,) if job.inputs else _guesses(inputs)
         else:
             emit(0, 3, "loading the model")
             module = load_module(source)
@@ -360,10 +363,11 @@ def _open(path: Path) -> "onnxruntime.InferenceSession":
 def described_by(model: "onnx.ModelProto", reshaped: Collection[str] = ()) -> tuple[Input, ...]:
     """Return the inputs that an ONNX model declares; free dimensions must have names, as `read_onnx` gives them.
 
-    Inputs named in `reshaped` get another shape from the caller, so they need none. Raises ExportError for an input
-    that is not a tensor of numbers, for a dtype that is not supported, and for an input without a shape.
+    The samples of integers are all that the model takes as indices, such as the tokens of a vocabulary; others are 0
+    and 1. Inputs named in `reshaped` get another shape from the caller, so they need none. Raises ExportError for an
+    input that is not a tensor of numbers, for a dtype that is not supported, and for an input without a shape.
     """
-    inputs = []
+    inputs, limits = [], index_limits(model)
     for item in graph_inputs(model.graph):
         dtype = _input_dtype(item)
         if dtype not in _DTYPES:
@@ -378,7 +382,8 @@ def described_by(model: "onnx.ModelProto", reshaped: Collection[str] = ()) -> tu
                 "a release file"
             )
         floating = dtype.startswith("float")
-        kind: dict[str, Any] = {"kind": "normal"} if floating else {"kind": "integers", "low": 0, "high": 2}
+        integers = {"kind": "integers", "low": 0, "high": max(limits.get(item.name, _MASK), 1)}
+        kind: dict[str, Any] = {"kind": "normal"} if floating else integers
         inputs.append(Input.model_validate({"name": item.name, "shape": shape, "dtype": dtype, "samples": kind}))
     return tuple(inputs)
 
@@ -449,12 +454,30 @@ def _find_dimensions(
     return {**job.dimensions, **ranges}
 
 
-def _between_zero_and_one(inputs: tuple[Input, ...]) -> tuple[Input, ...]:
-    """Inputs with floats from 0 to 1, as a model of images may need: in others a detector finds nothing."""
+def _guesses(inputs: tuple[Input, ...]) -> Iterator[tuple[Input, ...]]:
+    """Yield the inputs, and then inputs with other samples, for a model that does not run on these or tells little.
+
+    A model of images may need floats from 0 to 1: in others a detector finds nothing.
+    """
+    yield inputs
     uniform = Samples(kind="uniform", low=0.0, high=1.0)
-    return tuple(
+    yield tuple(
         item.model_copy(update={"samples": uniform}) if item.dtype.startswith("float") else item for item in inputs
     )
+
+
+def _with_lengths(inputs: tuple[Input, ...], sample: NamedArrays) -> tuple[Input, ...] | None:
+    """Inputs whose vectors of integers are lengths of the others' items, as of recordings; None without such a vector.
+
+    `sample` is a sample of the inputs. Lengths of 0 and 1 leave nothing of most items.
+    """
+    longest = max((max(array.shape[1:]) for array in sample.values() if array.ndim > 1), default=1)
+    lengths = Samples(kind="integers", low=1, high=longest + 1)
+    items = tuple(
+        item.model_copy(update={"samples": lengths}) if len(item.shape) == 1 and item.samples.high == _MASK else item
+        for item in inputs
+    )
+    return None if items == inputs else items
 
 
 def _compare_where_it_runs(
@@ -467,16 +490,30 @@ def _compare_where_it_runs(
 ) -> tuple[dict[str, Dimension], list[tuple[NamedArrays, NamedArrays]], float | None]:
     """Return the dimensions and what `_compare` returns, for the first of `candidates` whose samples the model takes.
 
-    Raises the ExportError of the first candidate where the model takes none.
+    A later candidate is taken where all outputs of the first one are the same number. Raises the ExportError of the
+    first candidate where the model takes none.
     """
     failure: ExportError | None = None
-    for inputs in candidates:
+    result = None
+    remaining = list(candidates)
+    while remaining:
+        inputs = remaining.pop(0)
         try:
             dimensions = _find_dimensions(session, limits, inputs, job) if limits else job.dimensions
-            return dimensions, *_compare(session, module, limits, inputs, dimensions, ties, job)
-        except ExportError as error:
-            failure = failure or error
-    raise failure or ExportError("the model has no inputs to run on")
+            pairs, error = _compare(session, module, limits, inputs, dimensions, ties, job)
+        except ExportError as problem:
+            failure = failure or problem
+            continue
+        if not constant_outputs([outputs for _, outputs in pairs]):
+            return dimensions, pairs, error
+        if result is None:
+            result = dimensions, pairs, error
+            lengths = _with_lengths(inputs, pairs[0][0])
+            if remaining and lengths is not None:
+                remaining.insert(0, lengths)
+    if result is None:
+        raise failure or ExportError("the model has no inputs to run on")
+    return result
 
 
 def _compare(

@@ -21,7 +21,7 @@ from tvmflow.errors import ExportError
 from tvmflow.figures import Algorithm, Answers, Deviation, Validation
 from tvmflow.onnx_ties import Ties
 from tvmflow.process import Emit
-from tvmflow.samples import Array, NamedArrays
+from tvmflow.samples import Array, NamedArrays, constant_outputs
 from tvmflow.source import load_module, open_session, run_module, run_session
 from tvmflow.spec import Spec, TaskMetric, Validate
 from tvmflow.target import Precision, Target, host, missing_features, needed_features
@@ -455,16 +455,10 @@ def _reasons(bounds: Validate, comparison: Deviation, pairs: list[tuple[NamedArr
 
 
 def _notes(originals: Sequence[NamedArrays]) -> tuple[str, ...]:
-    """Return a sentence where each output of the original is the same number in all samples and elements.
-
-    `originals` are the outputs for each sample. A single number in all is no reason for a note.
-    """
-    values: dict[str, str] = {}
-    for name in originals[0]:
-        numbers = np.concatenate([outputs[name].ravel() for outputs in originals])
-        if numbers.size == 1 or not np.array_equal(numbers, np.full_like(numbers, numbers[:1]), equal_nan=True):
-            return ()
-        values[name] = f"{name!r} is {numbers[0]:g}" if numbers.size else f"{name!r} is empty"
+    """Return a sentence where each output of the original is the same number in all samples and elements."""
+    values = constant_outputs(originals)
+    if not values:
+        return ()
     return (
         f"the comparison proves little: every output is the same number in all samples ({', '.join(values.values())}); "
         "in a release file, give inputs.samples for which outputs differ",

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from tvmflow import npz
 from tvmflow.compiler import BuildOptions, build, import_onnx
 from tvmflow.compiler.onnx import Converter
-from tvmflow.errors import TvmflowError
+from tvmflow.errors import ExportError, TvmflowError
 from tvmflow.onnx_data import save
 from tvmflow.onnx_graph import names_read, node_name, operator_name
 from tvmflow.source import compute_values
@@ -24,6 +24,8 @@ from tvmflow.tolerance import Bounds, largest_error
 Array = npt.NDArray[Any]
 # Values that the importer reads must be constants: shapes and axes, which have one dimension and few elements.
 _LARGEST_SHAPE = 64
+
+_Program = Callable[[Mapping[str, Array]], dict[str, Array]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Bisection:
 
 def bisect(
     model: onnx.ModelProto,
-    inputs: Mapping[str, Array],
+    samples: Iterable[Mapping[str, Array]],
     target: Target,
     bounds: Bounds,
     options: BuildOptions | None = None,
@@ -65,19 +67,34 @@ def bisect(
 ) -> Bisection | None:
     """Find the first node whose compiled result differs from ONNX Runtime's by more than the bounds.
 
-    `inputs` are arrays by name. The search compiles parts of the model that end at one node, about twice the logarithm
-    of the number of nodes. It follows one output that is out of bounds; `report` gets a line for each part. `options`
-    of the build are by default those of `BuildOptions`. `operators` are converters of the caller's own, by domain and
-    operator as in `org.example.Twice`. Returns None if all outputs are within the bounds, or if the first output beyond
-    them is no node's result. Raises ExportError where ONNX Runtime cannot run the model, and the compiler's errors
-    where the whole model cannot be compiled.
+    `samples` are inputs by name; the search is on the first of them on which an output is out of bounds. Samples after
+    the first may have sizes that ONNX Runtime does not take, and are left out then. The search compiles parts of the
+    model that end at one node, about twice the logarithm of the number of nodes. It follows one such output; `report`
+    gets a line for each part. `options` of the build are by default those of `BuildOptions`. `operators` are converters
+    of the caller's own, by domain and operator as in `org.example.Twice`. Returns None if all outputs are within the
+    bounds, or if the first output beyond them is no node's result. Raises ExportError where ONNX Runtime cannot run the
+    model, and the compiler's errors where the whole model cannot be compiled.
     """
-    search = _Search(model, inputs, target, bounds, options or BuildOptions(), report, operators or {})
-    outputs = search.errors(range(len(search.nodes)), search.graph_outputs)
-    first = next((name for name in search.graph_outputs if outputs.get(name) is not None), None)
-    if first is None or first not in search.producers:
-        return None
-    place = search.first_bad(search.producers[first])
+    run: _Program | None = None
+    for inputs in samples:
+        try:
+            search = _Search(model, inputs, target, bounds, options or BuildOptions(), report, operators or {})
+        except ExportError:
+            if run is None:
+                raise
+            continue
+        whole, fed = search.part(range(len(search.nodes)), search.graph_outputs)
+        run = run or search.compile(whole)
+        outputs = search.errors_of(whole, fed, run)
+        first = next((name for name in search.graph_outputs if outputs.get(name) is not None), None)
+        if first in search.producers:
+            return _search(search, search.producers[first])
+    return None
+
+
+def _search(search: "_Search", place: int) -> Bisection:
+    """Find the first bad node before the node at `place`, whose result is out of bounds, and the smallest model."""
+    place = search.first_bad(place)
     nodes = search.smallest(place)
     part, fed = search.part(nodes, search.results_of(place))
     errors = search.errors_of(part, fed)
@@ -190,17 +207,37 @@ class _Search:
         """Return the largest error of each of these results of a part, None for one within the bounds."""
         return self.errors_of(*self.part(places, names))
 
-    def errors_of(self, part: onnx.ModelProto, fed: Mapping[str, Array]) -> dict[str, float | None]:
-        """Return the largest error of each output of a part on its inputs, None for an output within the bounds."""
-        self.builds += 1
-        last = part.graph.node[-1]
-        self._report(f"{self.builds}: {len(part.graph.node)} nodes to {last.op_type} {last.name or last.output[0]!r}")
-        actual = _run(part, fed, self._target, self._options, self._operators)
+    def errors_of(
+        self, part: onnx.ModelProto, fed: Mapping[str, Array], run: _Program | None = None
+    ) -> dict[str, float | None]:
+        """Return the largest error of each output of a part on its inputs, None for an output within the bounds.
+
+        `run` is the compiled part; without it, the part is compiled.
+        """
+        actual = (run or self.compile(part))(fed)
         return {
             name: None if self._bounds.is_met(self.values[name], array) else largest_error(self.values[name], array)
             for name, array in actual.items()
             if name in self.values
         }
+
+    def compile(self, part: onnx.ModelProto) -> _Program:
+        """Compile a part, and return what runs it in this process: a function of its inputs to its outputs, by name."""
+        self.builds += 1
+        last = part.graph.node[-1]
+        self._report(f"{self.builds}: {len(part.graph.node)} nodes to {last.op_type} {last.name or last.output[0]!r}")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.onnx"
+            save(part, path)
+            imported = import_onnx(path, label="the part of the model", operators=self._operators)
+        program = build(imported, self._target, self._options).load()
+        names = [value.name for value in part.graph.output]
+
+        def run(fed: Mapping[str, Array]) -> dict[str, Array]:
+            arrays = program.run(*(np.asarray(fed[spec.name], order="C") for spec in imported.inputs))
+            return dict(zip(names, arrays, strict=True))
+
+        return run
 
     def part(self, places: Iterable[int], names: Sequence[str]) -> tuple[onnx.ModelProto, dict[str, Array]]:
         """Return the model of these nodes that computes these results, and the values of its inputs.
@@ -247,20 +284,3 @@ class _Search:
 
 def _is_shape(value: Array) -> bool:
     return value.dtype.kind in "iub" and value.ndim <= 1 and value.size <= _LARGEST_SHAPE
-
-
-def _run(
-    part: onnx.ModelProto,
-    fed: Mapping[str, Array],
-    target: Target,
-    options: BuildOptions,
-    operators: Mapping[str, Converter],
-) -> dict[str, Array]:
-    """Compile a part and run it in this process; return its outputs by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        save(part, path)
-        imported = import_onnx(path, label="the part of the model", operators=operators)
-    compiled = build(imported, target, options)
-    arrays = compiled.load().run(*(np.asarray(fed[spec.name], order="C") for spec in imported.inputs))
-    return {value.name: array for value, array in zip(part.graph.output, arrays, strict=True)}

@@ -103,6 +103,21 @@ def make_at_sizes(inputs: Sequence[Input], sizes: Mapping[str, int], seed: int, 
     return make(inputs, {}, 0, seed, folder, sizes)
 
 
+def constant_outputs(outputs: Sequence[NamedArrays]) -> dict[str, str]:
+    """Return what each output is, by name, where each is one number in all samples and elements; else nothing.
+
+    `outputs` are the outputs for each sample. A comparison with such outputs proves little, unless the model has a
+    single number as its output.
+    """
+    values: dict[str, str] = {}
+    for name in outputs[0]:
+        numbers = np.concatenate([arrays[name].ravel() for arrays in outputs])
+        if numbers.size == 1 or not np.array_equal(numbers, np.full_like(numbers, numbers[:1]), equal_nan=True):
+            return {}
+        values[name] = f"{name!r} is {numbers[0]:g}" if numbers.size else f"{name!r} is empty"
+    return values
+
+
 def _make_array(item: Input, shape: tuple[int, ...], generator: np.random.Generator, seed: int, folder: Path) -> Array:
     samples = item.samples
     match samples.kind:

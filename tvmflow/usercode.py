@@ -75,15 +75,23 @@ def imported_sources(folder: Path | None = None) -> Sources:
     base = folder.resolve() if folder is not None else None
     digests: dict[str, str] = {}
     names: dict[str, str] = {}
+    # A process has thousands of modules in hundreds of folders, and to follow the links of a path takes long.
+    folders: dict[Path, Path] = {}
     # Of a module that has two names, the first in alphabetical order stays.
     for imported_as, module in sorted(sys.modules.copy().items(), reverse=True):
         file = getattr(module, "__file__", None)
         if not file or not file.endswith(".py"):
             continue
-        path = Path(file).resolve()
+        path = Path(file)
+        parent = path.parent
+        if parent not in folders:
+            folders[parent] = parent.resolve()
+        is_standard = folders[parent] in _STANDARD
+        if (is_standard or str(folders[parent]).startswith(_INSTALLED)) and not path.is_symlink():
+            continue
+        path = path.resolve()
         package = module.__name__.partition(".")[0]
         is_ours = package in ("tvmflow", "tasks", "flows") and str(path).startswith(project)
-        is_standard = Path(file).parent.resolve() in _STANDARD
         is_installed = is_standard or "site-packages" in path.parts or str(path).startswith(_INSTALLED)
         if not is_ours and not is_installed and module.__name__ != "__main__" and path.is_file():
             if base is not None and path.is_relative_to(base):

@@ -51,13 +51,22 @@ def _halve(node: Node) -> relax.Expr:
 
 
 def _found(model: onnx.ModelProto, target: Target) -> Bisection:
-    bisection = bisect(model, _inputs(), target, BOUNDS)
+    bisection = bisect(model, [_inputs()], target, BOUNDS)
     assert bisection is not None
     return bisection
 
 
 def test_a_right_model_has_no_node_out_of_bounds(target: Target) -> None:
-    assert bisect(_chain(), _inputs(), target, BOUNDS) is None
+    assert bisect(_chain(), [_inputs()], target, BOUNDS) is None
+
+
+def test_the_first_sample_that_shows_an_error_is_searched(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONVERTERS, "Tanh", _halve)
+    right = {"x": np.zeros((4, 8), "float32")}
+    other_width = {"x": np.zeros((4, 9), "float32")}
+    bisection = bisect(_chain(), [right, other_width, _inputs()], target, BOUNDS)
+    assert bisection is not None
+    assert bisection.node == "squash"
 
 
 def test_a_wrong_converter_is_found_by_its_node(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +125,7 @@ def test_fewer_models_are_compiled_than_the_model_has_nodes(target: Target, monk
 
 def test_inputs_that_the_model_does_not_take_are_refused(target: Target) -> None:
     with pytest.raises(ExportError):
-        bisect(_chain(), {"x": np.zeros((4, 9), "float32")}, target, BOUNDS)
+        bisect(_chain(), [{"x": np.zeros((4, 9), "float32")}], target, BOUNDS)
 
 
 @pytest.mark.parametrize(

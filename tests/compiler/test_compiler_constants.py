@@ -50,6 +50,7 @@ _REASONS = {
     "operators.strassen._GAIN": "rounding error, and error of the estimates",
     "operators.trees._MOST_ROWS": "amortisation: rows that share the reading of a tree",
     "operators.trees._PATHS": "instruction set: general-purpose registers",
+    "operators.reductions._LONGEST": "exactness of sums",
     "operators.trees._STEPS": "operations: checks beside steps",
     "operators.block_plans._FILLED": "share of wasted work",
     "winograd.INPUT_PIXELS": "shape: images that networks take",

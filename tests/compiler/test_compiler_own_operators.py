@@ -85,7 +85,7 @@ def test_a_converter_that_computes_something_else_is_named_by_the_bisection(targ
     own = _operator(lambda node: _with_kernel(node) if node.attrs["factor"] < 1 else node.apply("Neg", node.inputs[0]))
     model = _model()
     define(model, own)
-    bisection = bisect(model, {"x": normal(4, 8)}, target, Bounds(1e-3, 1e-4), operators=own)
+    bisection = bisect(model, [{"x": normal(4, 8)}], target, Bounds(1e-3, 1e-4), operators=own)
     assert bisection is not None
     assert (bisection.operator, bisection.node) == ("org.example.Scaled", "second")
 

@@ -1,6 +1,7 @@
 """Reductions of whole numbers, of nothing, of truth values and of infinities, beside ONNX Runtime."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from support import scale
-from tvmflow.compiler import CompiledModel
+from support.models import save_model
+from tvmflow.compiler import CompiledModel, build, import_onnx
+from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
 
@@ -95,3 +98,12 @@ def test_extremes_of_truth_values(make_model: Any, assert_same_as_onnxruntime: C
         nodes, [("x", [3, 2], TensorProto.BOOL)], [(name, [3], TensorProto.BOOL) for name in names], _AXES, opset=20
     )
     assert_same_as_onnxruntime(path, {"x": np.array([[True, False], [True, True], [False, False]])})
+
+
+@pytest.mark.parametrize("depth", [1000, 20011])
+def test_long_sums_of_like_numbers_along_columns_are_exact(depth: int, target: Target, tmp_path: Path) -> None:
+    # Where all numbers are alike, every addition rounds in the same direction.
+    path = save_model(tmp_path / "model.onnx", [_reduce("ReduceMean")], [("x", (2, depth, 24))], ["ReduceMean"], _AXES)
+    data = np.full((2, depth, 24), 0.1, "float32")
+    (mean,) = build(import_onnx(path), target).load().run(data)
+    np.testing.assert_allclose(mean, data.astype("float64").mean(1), rtol=1e-6)

@@ -396,6 +396,44 @@ def test_a_model_that_takes_no_normal_numbers_gets_samples_from_zero_to_one(expo
     assert result.outputs[0].shape == (50,)
 
 
+def test_samples_of_tokens_are_those_of_the_whole_vocabulary(
+    export_spec: Any, kept_samples: Any, tmp_path: Path
+) -> None:
+    inputs = [(name, [4, 16], TensorProto.INT64) for name in ("tokens", "mask")]
+    nodes = [
+        helper.make_node("Gather", ["table", "tokens"], ["rows"]),
+        helper.make_node("Cast", ["mask"], ["kept"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["rows", "kept"], ["y"]),
+    ]
+    save_model(tmp_path / "model.onnx", nodes, inputs, ["y"], {"table": np.arange(1000, dtype="float32")})
+    result = export_spec(parse({"name": "tokens", "model": {"onnx": "model.onnx"}}, tmp_path))
+    tokens, masks = (
+        np.concatenate([inputs[name] for inputs, _ in kept_samples(result)]) for name in ("tokens", "mask")
+    )
+    assert tokens.max() > 500
+    assert tokens.max() < 1000
+    assert set(masks.ravel()) == {0, 1}
+
+
+def test_lengths_of_nearly_nothing_are_replaced_by_some_of_the_items(
+    export_spec: Any, kept_samples: Any, tmp_path: Path
+) -> None:
+    # The sum of 10 frames, of which those from `lengths` - 1 on are left out.
+    inputs = [("frames", ["batch", 10]), ("lengths", ["batch"], TensorProto.INT64)]
+    nodes = [
+        helper.make_node("Sub", ["lengths", "one"], ["ends"]),
+        helper.make_node("Unsqueeze", ["ends", "last"], ["column"]),
+        helper.make_node("Less", ["places", "column"], ["is_kept"]),
+        helper.make_node("Where", ["is_kept", "frames", "nothing"], ["kept"]),
+        helper.make_node("ReduceSum", ["kept", "last"], ["y"], keepdims=0),
+    ]
+    weights = {"one": np.array(1), "last": np.array([-1]), "places": np.arange(10), "nothing": np.float32(0)}
+    save_model(tmp_path / "model.onnx", nodes, inputs, ["y"], weights)
+    pairs = kept_samples(export_spec(parse({"name": "lengths", "model": {"onnx": "model.onnx"}}, tmp_path)))
+    assert max(inputs["lengths"].max() for inputs, _ in pairs) > 2
+    assert len({float(number) for _, outputs in pairs for number in outputs["y"]}) > 1
+
+
 def test_a_model_that_takes_no_samples_is_refused_with_what_to_do(export_spec: Any, tmp_path: Path) -> None:
     _save_lookup(tmp_path, 35.0)
     with pytest.raises(ExportError, match="give samples that it takes under `inputs` of a release file"):

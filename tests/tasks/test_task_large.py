@@ -71,7 +71,7 @@ def test_a_large_model_is_written_with_one_file_beside_it(large: Path, tmp_path:
 
 
 def test_the_search_for_a_wrong_node_takes_large_models(large: Path, tmp_path: Path) -> None:
-    result = bisect(read_onnx(large), {"x": _INPUT}, resolve("native"), Bounds(0.0, None, -1.0))
+    result = bisect(read_onnx(large), [{"x": _INPUT}], resolve("native"), Bounds(0.0, None, -1.0))
     assert result is not None
     result.save(tmp_path / "shown")
     values = run_session(open_session(tmp_path / "shown" / "model.onnx"), dict(result.inputs))

@@ -95,7 +95,7 @@ def bisect_command(
     original = read_onnx(model)
     define(original, own)
     fix_shapes(original.graph, {item.name: item.shape for item in spec.inputs})
-    arrays = read_inputs(inputs) if inputs is not None else _make(model, original)
+    tried = [read_inputs(inputs)] if inputs is not None else _make(model, original, spec.validation.samples)
     allowed = spec.bounds(rounds_activations=rounds_activations(original))
     bounds = Bounds(allowed.rtol, allowed.atol, allowed.max_relative_error)
     if max_relative_error is not None or are_elements_bounded:
@@ -103,7 +103,7 @@ def bisect_command(
     console = Console(stderr=True)
     with console.status("compiling the whole model") as status:
         options = BuildOptions(precision=spec.build.precision)
-        bisection = bisect(original, arrays, resolved, bounds, options, status.update, own)
+        bisection = bisect(original, tried, resolved, bounds, options, status.update, own)
     if bisection is None:
         text = json.dumps({"within_bounds": True}) if as_json else f"{model}: all outputs are within the bounds"
         click.echo(text)
@@ -127,8 +127,11 @@ def bisect_command(
     sys.exit(VerdictError.exit_code)
 
 
-def _make(path: Path, model: "onnx.ModelProto") -> "dict[str, Array]":
-    """Return random inputs, of sizes at which ONNX Runtime runs the model. Raises ExportError where it runs at none."""
+def _make(path: Path, model: "onnx.ModelProto", count: int) -> "list[dict[str, Array]]":
+    """Return `count` random samples of the inputs, as `tvmflow compile` makes them.
+
+    The first has sizes at which ONNX Runtime runs the model. Raises ExportError where it runs at none.
+    """
     from tasks.export import described_by
     from tvmflow import samples
     from tvmflow.cli.sizes import find_ranges
@@ -136,4 +139,5 @@ def _make(path: Path, model: "onnx.ModelProto") -> "dict[str, Array]":
     ranges = find_ranges(path, model)
     if ranges is None:
         raise ExportError(f"ONNX Runtime runs {path} at none of the sizes that were tried; give --inputs")
-    return samples.make(described_by(model), ranges, 0, 0, Path.cwd())
+    inputs = described_by(model)
+    return [samples.make(inputs, ranges, index, 0, Path.cwd()) for index in range(count)]

@@ -95,14 +95,15 @@ def find_drifts(releases: Sequence[Release]) -> Iterator[Drift]:
 
 def _find(target: str, name: str, values: Sequence[float]) -> Drift | None:
     """The drift of the window with the clearest trend, None where no window has one."""
-    from scipy.stats import kendalltau
-
     windows = sorted({min(size, len(values)) for size in (*_WINDOWS, len(values))})
     drifts = []
     for size in windows:
         window = values[-size:]
         if size < _FEWEST or len(set(window)) < 2:
             continue
+        # It takes half a second to import, and most models have fewer releases.
+        from scipy.stats import kendalltau
+
         chance = float(kendalltau(range(size), window).pvalue)
         if not math.isnan(chance) and chance < _ERROR / len(windows):
             drifts.append(
@@ -138,13 +139,13 @@ def find_steps(releases: Sequence[Release]) -> Iterator[Step]:
 
 def _split(values: np.ndarray[Any, Any], offset: int) -> Iterator[tuple[int, float]]:
     """Yield the index of each step, counted from `offset`, with its probability by chance."""
-    from scipy.stats import permutation_test
-
     if len(values) < 2 * _LASTS or np.ptp(values) == 0:
         return
     split = _LASTS + int(np.argmax(_differences(values)))
     if _residuals(values, split) >= _residuals_of_line(values):
         return
+    from scipy.stats import permutation_test
+
     result = permutation_test(
         (values,),
         lambda order, axis: _differences(order).max(axis),

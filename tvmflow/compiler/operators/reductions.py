@@ -58,6 +58,9 @@ MIN = _reducer(_smallest, math.inf, "min")
 PRODUCT = _reducer(_product, 1.0, "prod")
 
 KINDS = {"relax.sum": SUM, "relax.mean": SUM, "relax.max": MAX, "relax.min": MIN, "relax.prod": PRODUCT}
+# The most numbers that are added one after the other. Each addition rounds, and where many numbers are alike, all of
+# them round in one direction: sums of such parts are as exact as those of ONNX Runtime.
+_LONGEST = 128
 # The sign that `extremes` takes for a reduction.
 _SIGNS = {"max": 1, "min": -1}
 
@@ -175,26 +178,59 @@ def reduction(
     """Reduce `element(outer, r, c)` over r, and return the result as a function of outer and c.
 
     `outer`, r and c are the index of an element of the `view`. Where there is more than one c, vectors run along c, and
-    one stage with the annotation `reduction_inner` accumulates. Otherwise two stages do: `reduction_lanes` and
+    stages with the annotation `reduction_inner` accumulate. Otherwise two stages do: `reduction_lanes` and
     `reduction_fold`. The names of all stages begin with `name`.
     """
     outer, depth, inner = view.outer, view.depth, view.inner
+    if inner > 1 and kind is SUM and depth > _LONGEST:
+        return _sum_of_sums(element, outer, depth, inner, name)
     parts = _parts(outer, depth, inner, machine)
     length = depth // parts
     if inner > 1:
-        r = te.reduce_axis((0, length), "r")
-        partial_results = te.compute(
-            (*outer, parts, inner),
-            lambda *at: kind.reducer(element(at[:-2], at[-2] * length + r, at[-1]), axis=r),
-            name=f"{name}_inner",
-            attrs={KERNEL: "reduction_inner"},
-        )
-        return lambda at, c: _tree(kind, [partial_results[(*at, part, c)] for part in range(parts)])
+        results = _columns(element, outer, parts, length, inner, kind, name)
+        return lambda at, c: _tree(kind, [results[(*at, part, c)] for part in range(parts)])
     row = rows(lambda at, k: element(at[:-1], at[-1] * length + k, 0), (*outer, parts), length, kind, name, machine)
     if parts == 1:
         return lambda at, _c: row((*at, 0))
     sums = te.compute((*outer, parts), lambda *at: row(at), name=f"{name}_part")
     return lambda at, _c: _tree(kind, [sums[(*at, part)] for part in range(parts)])
+
+
+def _columns(
+    element: Callable[[Sequence[Any], Any, Any], Any],
+    outer: Sequence[Any],
+    parts: int,
+    length: int,
+    inner: int,
+    kind: Kind,
+    name: str,
+) -> te.Tensor:
+    """Define the tensor `[*outer, parts, inner]` of the results of `parts` parts of `length` elements each."""
+    r = te.reduce_axis((0, length), "r")
+    return te.compute(
+        (*outer, parts, inner),
+        lambda *at: kind.reducer(element(at[:-2], at[-2] * length + r, at[-1]), axis=r),
+        name=f"{name}_inner",
+        attrs={KERNEL: "reduction_inner"},
+    )
+
+
+def _sum_of_sums(
+    element: Callable[[Sequence[Any], Any, Any], Any], outer: Sequence[Any], depth: int, inner: int, name: str
+) -> Callable[[Sequence[Any], Any], Any]:
+    """Add parts of at most `_LONGEST` elements, and then their sums in the same way."""
+    if depth <= _LONGEST:
+        sums = _columns(element, outer, 1, depth, inner, SUM, name)
+        return lambda at, c: sums[(*at, 0, c)]
+    # Equal parts, or the fewest elements behind them.
+    length = min(range(_LONGEST, _LONGEST // 2, -1), key=lambda length: depth % length)
+    parts, rest = divmod(depth, length)
+    partial_sums = _columns(element, outer, parts, length, inner, SUM, name)
+    total = _sum_of_sums(lambda at, r, c: partial_sums[(*at, r, c)], outer, parts, inner, f"{name}_parts")
+    if not rest:
+        return total
+    others = _columns(lambda at, r, c: element(at, parts * length + r, c), outer, 1, rest, inner, SUM, f"{name}_rest")
+    return lambda at, c: total(at, c) + others[(*at, 0, c)]
 
 
 def rows(

@@ -1,0 +1,105 @@
+"""How many values the integers of an ONNX model's inputs may have, where the model uses them as indices."""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from tvmflow.onnx_graph import names_read
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnx
+
+# Operators whose result holds the elements of their first operand, or some of them.
+_MOVING = {
+    *(
+        "Cast",
+        "Expand",
+        "Flatten",
+        "Identity",
+        "Reshape",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Tile",
+        "Transpose",
+        "Unsqueeze",
+    ),
+}
+# Operators that keep the sizes of a table, though not its numbers.
+_SAME_SIZES = {"Cast", "DequantizeLinear", "Identity"}
+# For com.microsoft's EmbedLayerNormalization, the operands that are indices, and the tables that they look up.
+_EMBEDDINGS = {0: 2, 1: 4, 7: 3}
+
+
+def index_limits(model: "onnx.ModelProto") -> dict[str, int]:
+    """Return how many values each input may have whose integers, from 0 on, are indices; by the input's name.
+
+    These are the rows of the smallest table of weights in which the model looks them up, such as the tokens of a
+    vocabulary, or the classes of a one-hot encoding. Inputs that the model uses in another way are left out.
+    """
+    graph = _Graph(model)
+    return {value.name: limit for value in model.graph.input if (limit := graph.limit_of(value.name)) is not None}
+
+
+class _Graph:
+    """The readers of each value of a model's graph, and its weights."""
+
+    def __init__(self, model: "onnx.ModelProto") -> None:
+        self._readers = defaultdict[str, list["onnx.NodeProto"]](list)
+        self._writers: dict[str, onnx.NodeProto] = {}
+        self._weights = {tensor.name: tensor for tensor in model.graph.initializer}
+        for node in model.graph.node:
+            for name in names_read(node):
+                self._readers[name].append(node)
+            for name in node.output:
+                self._writers[name] = node
+            for item in node.attribute:
+                if node.op_type == "Constant" and item.name == "value":
+                    self._weights[node.output[0]] = item.t
+
+    def limit_of(self, name: str) -> int | None:
+        """The smallest limit of those that read a value; None where there is none, or an inner graph reads it."""
+        limits: list[int] = []
+        for node in self._readers[name]:
+            if name not in node.input:
+                return None
+            limit = self._limit_at(node, name)
+            if limit is not None:
+                limits.append(limit)
+        return min(limits, default=None)
+
+    def _limit_at(self, node: "onnx.NodeProto", name: str) -> int | None:
+        place = list(node.input).index(name)
+        if node.op_type in _MOVING:
+            limits = [self.limit_of(output) for output in node.output] if place == 0 else []
+            return min((limit for limit in limits if limit is not None), default=None)
+        if node.op_type == "Gather" and place == 1:
+            axis = next((item.i for item in node.attribute if item.name == "axis"), 0)
+            return self._size(node.input[0], axis)
+        if node.op_type == "EmbedLayerNormalization" and place in _EMBEDDINGS and len(node.input) > _EMBEDDINGS[place]:
+            return self._size(node.input[_EMBEDDINGS[place]], 0)
+        if node.op_type == "OneHot" and place == 0:
+            depth = self._numbers(node.input[1])
+            return None if depth is None else int(depth.ravel()[0])
+        if node.op_type == "Equal":
+            # A one-hot encoding is a comparison with all classes; a comparison with one number, such as that of the
+            # padding, limits nothing.
+            classes = self._numbers(node.input[1 - place])
+            return None if classes is None or classes.size <= 2 else int(classes.max()) + 1
+        return None
+
+    def _size(self, name: str, axis: int) -> int | None:
+        """The size of a table of weights along an axis; None for what the model computes."""
+        while name not in self._weights:
+            writer = self._writers.get(name)
+            if writer is None or writer.op_type not in _SAME_SIZES:
+                return None
+            name = writer.input[0]
+        sizes = self._weights[name].dims
+        return int(sizes[axis]) if -len(sizes) <= axis < len(sizes) else None
+
+    def _numbers(self, name: str) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]] | None":
+        from onnx import numpy_helper
+
+        weight = self._weights.get(name)
+        return None if weight is None or weight.external_data else numpy_helper.to_array(weight)
