@@ -71,7 +71,7 @@ def test_every_schedule_that_the_rules_can_make_of_a_function_gives_the_same_res
     inputs = np.random.default_rng(2)
     for workload in workloads(lower(import_onnx(model), target)):
         func = normalize(workload.func)
-        usual, *alternatives = variants(func, machine(target), scale.count(normal=12, long=48))
+        usual, *alternatives = variants(func, machine(target), scale.count(normal=6, long=48))
         assert tvm_ffi.structural_equal(complete(usual.mod["main"]).body, schedule(func, machine(target))[0].body)
         arrays = [inputs.standard_normal([int(size) for size in item.shape]).astype(item.dtype) for item in func.params]
         expected = _called(usual.mod["main"], target, arrays)
@@ -171,6 +171,7 @@ def test_a_residual_that_the_cache_cannot_hold_is_fetched_before_its_tile_is_com
     assert fetching
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_rows_that_share_a_set_of_the_cache_may_be_packed_first(
     batch: int, make_model: Any, target: Target, run_built: Any
