@@ -22,19 +22,16 @@ from tvmflow.compiler import BuildOptions, Choices, CompiledModel
 from tvmflow.compiler.inspection import Inspection
 from tvmflow.target import Target, host, resolve
 
-# Files whose tests are about what operators, passes and decisions mean: how well LLVM optimises the code is nothing to
+# Files whose tests are about what operators and passes mean: how well LLVM optimises the code is nothing to
 # them, and takes a quarter of their time. Those about precisions, instructions, random and guarded models, blocks and
 # Winograd's algorithm are not among them: they run the code as it is shipped.
 _MEANINGS = {
-    "branches",
-    "choices",
     "classical",
     "contributed",
     "control",
     "deformed",
     "einsum",
     "features",
-    "forms",
     "free",
     "items",
     "lines",
@@ -42,14 +39,12 @@ _MEANINGS = {
     "norms",
     "numerics",
     "operands",
-    "packing",
     "passes",
     "pooling",
     "rare",
     "recurrence",
     "reductions",
     "sampling",
-    "selection",
     "sequences",
     "signals",
     "sizes",
