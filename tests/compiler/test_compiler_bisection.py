@@ -69,18 +69,13 @@ def test_the_first_sample_that_shows_an_error_is_searched(target: Target, monkey
     assert bisection.node == "squash"
 
 
-def test_a_wrong_converter_is_found_by_its_node(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CONVERTERS, "Tanh", _halve)
-    bisection = _found(_chain(), target)
-    assert (bisection.operator, bisection.node, bisection.output) == ("Tanh", "squash", "t")
-    assert bisection.error > 0.1
-
-
-def test_the_smallest_model_that_shows_a_wrong_converter_is_its_node_alone(
+def test_a_wrong_converter_is_found_by_its_node_which_is_the_smallest_model_that_shows_it(
     target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(CONVERTERS, "Tanh", _halve)
     bisection = _found(_chain(), target)
+    assert (bisection.operator, bisection.node, bisection.output) == ("Tanh", "squash", "t")
+    assert bisection.error > 0.1
     bisection.save(tmp_path / "found")
     model = onnx.load(tmp_path / "found" / "model.onnx")
     onnx.checker.check_model(model)

@@ -119,7 +119,7 @@ def _block(case: tuple[Any, ...], graph: _Graph, x: str = "x") -> str:
 @pytest.mark.parametrize("batch", scale.choose(normal=[3], long=[1, 3]))
 def test_whole_blocks_equal_onnx_runtime(batch: int, assert_all_same: Check) -> None:
     cases = []
-    for case in _BLOCKS[:: scale.count(normal=2, long=1)]:
+    for case in scale.choose(normal=_BLOCKS[1:4:2], long=_BLOCKS):
         graph = _Graph()
         output = graph.then(_block(case, graph), "Relu")
         channels, _, _, _, _, height, width, _ = case

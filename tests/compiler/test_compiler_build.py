@@ -197,6 +197,7 @@ def test_other_processors_get_the_same_rules(name: str, model: Path) -> None:
     assert rules in ({"conv2d"}, {"conv2d", "winograd"})
 
 
+@pytest.mark.long  # A library for a GPU, some functions of which dlight schedules, is in test_compiler_gpu.py.
 def test_a_gpu_library_builds_with_the_schedules_of_dlight(model: Path, tmp_path: Path) -> None:
     target = resolve("cuda-sm90")
     try:

@@ -12,7 +12,7 @@ from support import builds
 from support.arrays import normal
 from support.forests import DOMAIN, classifier, regressor
 from support.models import make_model
-from tvmflow.compiler import build, import_onnx
+from tvmflow.compiler import LoadedModel, build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
 from tvmflow.size_limits import SizeLimits
 from tvmflow.target import Target
@@ -69,14 +69,26 @@ def _model(node: NodeProto) -> onnx.ModelProto:
     return make_model([node], [("x", ["rows", "features"])], outputs, {})
 
 
+@pytest.fixture(scope="module")
+def joined(
+    tmp_path_factory: pytest.TempPathFactory, target: Target
+) -> tuple[LoadedModel, dict[str, np.ndarray[Any, Any]]]:
+    """All nodes as one model, which gives the scores of ONNX Runtime, and the inputs by their places in it."""
+    folder, x = tmp_path_factory.mktemp("features"), normal(4, _FEATURES, seed=1)
+    cases = []
+    for place, (name, node) in enumerate(_NODES.items()):
+        onnx.save(_model(node), folder / f"{place}.onnx")
+        more = [np.pad(x, ((0, 0), (0, 2)))] if name in _TREES else []
+        cases.append((folder / f"{place}.onnx", [{"x": rows} for rows in (x, *more)]))
+    built = builds.assert_all_same_as_onnxruntime(cases, target)
+    return built.load(), dict.fromkeys(_NODES, x)
+
+
 @pytest.mark.parametrize("name", _NODES)
-def test_rows_have_the_features_that_an_operator_has_weights_for(name: str, tmp_path: Path, target: Target) -> None:
-    model, path = _model(_NODES[name]), tmp_path / "model.onnx"
-    onnx.save(model, path)
-    x = normal(4, _FEATURES, seed=1)
-    more = [np.pad(x, ((0, 0), (0, 2)))] if name in _TREES else []
-    built = builds.assert_same_as_onnxruntime(path, [{"x": rows} for rows in (x, *more)], target)
-    limits = SizeLimits(model)
+def test_rows_have_the_features_that_an_operator_has_weights_for(
+    name: str, joined: tuple[LoadedModel, dict[str, np.ndarray[Any, Any]]]
+) -> None:
+    limits, (loaded, rows) = SizeLimits(_model(_NODES[name])), joined
     assert limits.weight_sizes == [_FEATURES]
     assert limits.explain({"rows": 4, "features": _FEATURES}) is None
     # ONNX Runtime reads behind the rows, or refuses them with a sentence of its own.
@@ -84,7 +96,7 @@ def test_rows_have_the_features_that_an_operator_has_weights_for(name: str, tmp_
         reason = limits.explain({"rows": 4, "features": features})
         assert reason == "rows have other features than the model has weights for"
         with pytest.raises(RuntimeError, match="match_cast"):
-            built.load().run(normal(4, features))
+            loaded.run(*(rows | {name: normal(4, features)}).values())
 
 
 def test_features_pass_through_scaling() -> None:

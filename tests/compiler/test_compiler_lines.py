@@ -41,7 +41,8 @@ def _code(model: CompiledModel) -> dict[str, str]:
     return {name[1]: text for text in functions if (name := re.search(r"def (\w+)\(", text))}
 
 
-@pytest.mark.parametrize("operator", ["PRelu", "LeakyRelu"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("operator", ["LeakyRelu", "PRelu"])
 def test_a_slope_after_a_convolution_of_a_free_image_is_no_branch_for_each_element(
     operator: str, make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:

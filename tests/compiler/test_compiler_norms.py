@@ -31,7 +31,7 @@ _REDUCED: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
 
 def test_reductions_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
-    reduced = scale.choose(normal=_REDUCED[1::2], long=_REDUCED)
+    reduced = scale.choose(normal=_REDUCED[1::3], long=_REDUCED)
     for shape, axes in reduced:
         nodes = [helper.make_node(name, ["x", "axes"], [name], keepdims=len(axes) % 2) for name in _REDUCTIONS]
         cases.append(((nodes, [("x", shape)], _REDUCTIONS, {"axes": np.array(axes)}), {"x": normal(*shape) + 1}))
@@ -77,7 +77,7 @@ def test_the_largest_of_infinities_is_infinite(make_model: Any, target: Target, 
 
 
 def test_group_norm_equals_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
-    sizes = scale.choose(normal=[(24, 4), (19, 1)], long=[(24, 4), (70, 70), (19, 1), (64, 32)])
+    sizes = scale.choose(normal=[(24, 4)], long=[(24, 4), (70, 70), (19, 1), (64, 32)])
     nodes, inputs, weights, outputs = [], [], {}, []
     for channels, groups in sizes:
         for where in ("last", "first"):
@@ -117,7 +117,7 @@ def test_softmax_of_rows_of_any_length_equals_onnx_runtime(operator: str, assert
         helper.make_node(operator, ["b"], ["y"]),
     ]
     cases = []
-    for size in scale.choose(normal=(7, 197), long=(7, 16, 70, 197, 1000)):
+    for size in scale.choose(normal=(7, 197) if operator == "Softmax" else (197,), long=(7, 16, 70, 197, 1000)):
         mask = np.where(np.arange(size) % 5 == 1, -1e9, 0).astype("float32") * np.ones((2, 1, 1), "float32")
         inputs = [("x", [2, 5, size]), ("mask", [2, 1, size])]
         feed = {"x": 20 * normal(2, 5, size), "mask": mask}
@@ -272,7 +272,8 @@ def test_norms_of_free_sizes_keep_the_digits_of_data_whose_mean_is_far_from_zero
 @pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
 def test_a_softmax_over_any_dimension_equals_onnx_runtime(assert_all_same: Any, free: bool) -> None:
     cases = []
-    for shape, axis in [((2, 5, 7, 9), 1), ((3, 40, 16), 1), ((6, 21), 0), ((2, 3, 4, 33), 2), ((4, 9, 1), -2)]:
+    forms = [((2, 5, 7, 9), 1), ((3, 40, 16), 1), ((6, 21), 0), ((2, 3, 4, 33), 2), ((4, 9, 1), -2)]
+    for shape, axis in scale.choose(normal=forms[1:4:2] if free else forms[::2], long=forms):
         x = 20 * np.random.default_rng(0).standard_normal(shape).astype("float32")
         x[x < -20] = -np.inf
         dims = [f"n{place}" for place in range(len(shape))] if free else list(shape)

@@ -95,7 +95,7 @@ def test_channels_of_a_prime_number_of_vectors_equal_onnx_runtime(channels: int,
 
 
 def test_convolutions_equal_onnx_runtime(assert_all_same: Check) -> None:
-    cases = _CONVOLUTIONS[:: scale.count(normal=2, long=1)]
+    cases = _CONVOLUTIONS[:: scale.count(normal=3, long=1)]
     rules = rule_counts(assert_all_same(map(_convolution, cases)))
     assert rules["conv2d"] + rules["rows"] + rules["winograd"] + rules["strassen"] >= len(cases) - 1
 
@@ -120,12 +120,13 @@ def test_products_with_padding_are_left_out(
 
 def test_padded_convolutions_of_free_images_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
-    for kernel, strides, pads, dilations in (
+    forms = [
         (3, [1, 1], [7, 9, 8, 6], [7, 8]),
         (3, [2, 1], [9, 0, 1, 20], [6, 3]),
         (5, [1, 3], [12, 4, 12, 8], [6, 3]),
         (3, [2, 2], [1, 1, 1, 1], [1, 1]),
-    ):
+    ]
+    for kernel, strides, pads, dilations in scale.choose(normal=forms[1::2], long=forms):
         nodes = [helper.make_node("Conv", ["x", "w"], ["y"], strides=strides, pads=pads, dilations=dilations)]
         feeds = [{"x": normal(*shape)} for shape in ((1, 5, 33, 17), (2, 5, 20, 41))]
         cases.append(((nodes, [("x", ["n", 5, "h", "w"])], ["y"], {"w": normal(37, 5, kernel, kernel)}), *feeds))
@@ -145,13 +146,14 @@ _NARROW = [
 @pytest.mark.parametrize("batch", scale.choose(normal=["any"], long=[2, "any"]))
 def test_narrow_groups_equal_onnx_runtime(batch: int | str, assert_all_same: Check, target: Target) -> None:
     cases = []
-    for channels, groups, kernel, stride, pad, dilation, size in _NARROW:
+    forms = scale.choose(normal=_NARROW[1:4], long=_NARROW)
+    for channels, groups, kernel, stride, pad, dilation, size in forms:
         nodes = [_conv(groups, kernel, stride, pad, dilation), helper.make_node("Relu", ["c"], ["y"])]
         weights = {"w": normal(channels, channels // groups, kernel, kernel), "b": normal(channels)}
         feeds = [{"x": normal(count, channels, size, size)} for count in ((2,) if batch == 2 else (1, 3))]
         cases.append(((nodes, [("x", [batch, channels, size, size])], ["y"], weights), *feeds))
     # A group as wide as a vector is a convolution of its own.
-    narrow = [channels for channels, groups, *_ in _NARROW if channels // groups < machine(target).lanes]
+    narrow = [channels for channels, groups, *_ in forms if channels // groups < machine(target).lanes]
     assert rule_counts(assert_all_same(cases))["depthwise"] == len(narrow) > 0
 
 
@@ -168,7 +170,7 @@ _DEPTHWISE = [
 
 def test_depthwise_convolutions_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
-    for channels, kernel, stride, pad, dilation, size in _DEPTHWISE:
+    for channels, kernel, stride, pad, dilation, size in scale.choose(normal=_DEPTHWISE[1::2], long=_DEPTHWISE):
         nodes = [
             _conv(channels, kernel, stride, pad, dilation),
             helper.make_node("Clip", ["c", "low", "high"], ["y"]),
@@ -177,7 +179,7 @@ def test_depthwise_convolutions_equal_onnx_runtime(assert_all_same: Check) -> No
         weights = {"w": normal(channels, 1, kernel, kernel), "b": normal(channels), **bounds}
         shape = [2, channels, size, size]
         cases.append(((nodes, [("x", shape)], ["y"], weights), {"x": normal(*shape)}))
-    assert rule_counts(assert_all_same(cases))["depthwise"] == len(_DEPTHWISE)
+    assert rule_counts(assert_all_same(cases))["depthwise"] == len(cases)
 
 
 _NO_LEVEL = [pytest.param("", marks=pytest.mark.skip(reason="this CPU has no level of x86-64 below its best"))]
@@ -196,7 +198,7 @@ def test_the_code_of_every_level_that_this_machine_runs_equals_onnx_runtime(leve
         helper.make_node("MaxPool", ["c"], ["y"], strides=[2, 2], **pooling),
     ]
     models = [
-        *map(_convolution, (_CONVOLUTIONS[place] for place in (2, 3, 5, 9))),
+        *map(_convolution, (_CONVOLUTIONS[place] for place in scale.choose(normal=(3, 9), long=(2, 3, 5, 9)))),
         (([*rows, dense], [("x", [9, 37])], ["y"], {"s": normal(37), "m": normal(37, 21)}), {"x": normal(9, 37)}),
         (
             (image, [("x", [2, 9, 14, 11])], ["y"], {"w": normal(20, 9, 3, 3), "d": normal(20, 1, 3, 3)}),
@@ -209,6 +211,7 @@ def test_the_code_of_every_level_that_this_machine_runs_equals_onnx_runtime(leve
     assert_all_same_as_onnxruntime(cases, on_two_cores(level))
 
 
+@pytest.mark.long  # What follows Winograd's algorithm is in test_compiler_winograd.py.
 def test_clipping_and_residuals_fuse_into_their_convolution(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
@@ -243,6 +246,7 @@ def test_a_symbolic_batch_serves_every_batch(make_model: Any, assert_same_as_onn
     assert not [name for name, rule in model.schedules if "conv2d" in name and rule not in ("conv2d", "rows")]
 
 
+@pytest.mark.long  # Each kind of convolution of free sizes is in test_compiler_free.py or test_compiler_lines.py.
 def test_symbolic_image_sizes_are_served(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = [
         helper.make_node("Conv", ["x", "w1"], ["a"], pads=[1, 1, 1, 1]),
@@ -280,7 +284,7 @@ _SYMBOLIC_ROWS: list[tuple[list[Any], list[tuple[int, ...]]]] = [
 
 def test_dense_layers_over_known_and_symbolic_rows_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
-    for shape, sizes in _SYMBOLIC_ROWS:
+    for shape, sizes in scale.choose(normal=_SYMBOLIC_ROWS[::2], long=_SYMBOLIC_ROWS):
         nodes, weights = _dense(20, 37)
         symbols = [size for size in shape if isinstance(size, str)]
         fixed = [dict(zip(symbols, values, strict=True)) for values in sizes]
@@ -309,11 +313,12 @@ def test_products_of_activations_equal_onnx_runtime(assert_all_same: Check) -> N
     product = helper.make_node("MatMul", ["a", "b"], ["y"])
     cases = [
         (([product], [("a", left), ("b", right)], ["y"]), {"a": normal(*left), "b": normal(*right)})
-        for left, right in _BATCHED
+        for left, right in scale.choose(normal=_BATCHED[::2], long=_BATCHED)
     ]
     assert rule_counts(assert_all_same(cases)) == {"rows": len(cases)}
 
 
+@pytest.mark.long  # Softmax and norms, each alone, are in test_compiler_norms.py.
 def test_softmax_and_norms_equal_onnx_runtime(assert_all_same: Check) -> None:
     nodes = [
         helper.make_node("LayerNormalization", ["x", "scale", "bias"], ["a"]),
@@ -419,7 +424,7 @@ def test_exponentials_of_extremes_are_zero_infinite_and_not_a_number(
 
 def test_global_pooling_over_any_channels_equals_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
-    for channels in scale.choose(normal=(19, 40), long=(1, 19, 24, 40, 70)):
+    for channels in scale.choose(normal=(19,), long=(1, 19, 24, 40, 70)):
         nodes = [
             helper.make_node("Conv", ["x", "w"], ["a"]),
             helper.make_node("GlobalAveragePool", ["a"], ["y"]),
@@ -431,6 +436,7 @@ def test_global_pooling_over_any_channels_equals_onnx_runtime(assert_all_same: C
     assert_all_same(cases)
 
 
+@pytest.mark.long  # Each operator has a test of its own.
 def test_operators_without_a_rule_fall_back(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = [
         helper.make_node("ConvTranspose", ["x", "w"], ["a"], strides=[2, 2]),
@@ -469,6 +475,7 @@ def test_compiled_execution_gives_the_same(make_model: Any, assert_same_as_onnxr
     assert_same_as_onnxruntime(path, {"x": normal(4, 6)}, options=BuildOptions(exec_mode="compiled"))
 
 
+@pytest.mark.long  # A transposed convolution after another is in test_compiler_transposed.py.
 def test_operators_that_need_another_layout_keep_it(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = [
         helper.make_node("Conv", ["x", "w1"], ["a"]),

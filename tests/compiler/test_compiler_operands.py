@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
+from support import scale
 from support.arrays import normal
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
@@ -168,7 +169,8 @@ def test_reductions_along_computed_axes_equal_onnx_runtime(assert_all_same: Chec
     cases = []
     inputs = [("x", ["n", 4, 3]), ("axes", [2], INTEGER)]
     feeds = [{"x": normal(5, 4, 3), "axes": _places(*axes)} for axes in ((0, -1), (2, 1))]
-    for place, operator in enumerate(("ReduceSum", "ReduceMean", "ReduceLogSumExp", "ReduceL2")):
+    operators = ["ReduceMean", "ReduceLogSumExp", *scale.choose(normal=[], long=["ReduceSum", "ReduceL2"])]
+    for place, operator in enumerate(operators):
         node = helper.make_node(operator, ["x", "axes"], ["y"], keepdims=place % 2)
         cases.append((([node], inputs, ["y"]), *feeds))
     node = helper.make_node("ReduceMax", ["x", "axes"], ["y"], keepdims=0)

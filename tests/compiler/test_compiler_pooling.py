@@ -147,10 +147,9 @@ def test_the_places_of_the_largest_elements_are_those_of_onnx_runtime(
     nodes = [
         helper.make_node("MaxPool", ["x"], [f"y{place}", f"at{place}"], kernel_shape=[3, 2], **form)
         for place, form in enumerate(forms)
+        if scale.is_long() or place in (1, 2)
     ]
-    outputs = [
-        value for place in range(len(forms)) for value in ((f"y{place}", None), (f"at{place}", None, TensorProto.INT64))
-    ]
+    outputs = [value for node in nodes for value in ((node.output[0], None), (node.output[1], None, TensorProto.INT64))]
     # Of equal elements the first one counts.
     x = np.round(normal(2, 3, 7, 6))
     assert_same_as_onnxruntime(make_model(nodes, [("x", shape)], outputs), {"x": x})

@@ -554,7 +554,8 @@ def test_targets_without_the_instructions_are_refused(
 def test_products_are_instructions_on_narrow_numbers(
     target: str, precision: Any, instructions: Sequence[str], make_model: MakeModel, tmp_path: Path
 ) -> None:
-    path = _small_network(make_model)
+    node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)
+    path = make_model([node], [("x", [1, 3, 12, 12])], ["y"], {"w": normal(24, 3, 3, 3) / 5})
     if precision == "int8":
         path = quantise(path, tmp_path / "quantised.onnx")
     model = build(import_onnx(path), resolve(target), BuildOptions(precision=precision))

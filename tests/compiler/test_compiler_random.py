@@ -479,7 +479,7 @@ class Kind:
     """
 
     draw: Callable[[np.random.Generator], Drawn]
-    count: int = 2
+    count: int = 1
     symbolic: bool = False
 
 
@@ -491,9 +491,9 @@ KINDS = {
     "attention": Kind(partial(_tensor, steps=(_attention,), most=1, least_rank=2)),
     "norms": Kind(partial(_tensor, steps=(_normalise, _reduce))),
     "elements": Kind(partial(_tensor, steps=(_activation, _binary, _move), most=5)),
-    "graphs": Kind(_graph, 2),
-    "convolutions of any batch": Kind(partial(_image, steps=(_conv,)), 1, symbolic=True),
-    "products of any rows": Kind(partial(_tensor, steps=(_dense, _activation), least_rank=2), 1, symbolic=True),
+    "graphs": Kind(_graph),
+    "convolutions of any batch": Kind(partial(_image, steps=(_conv,)), symbolic=True),
+    "products of any rows": Kind(partial(_tensor, steps=(_dense, _activation), least_rank=2), symbolic=True),
 }
 # Of so many models ONNX Runtime may refuse one: some forms that the standard has are not in it.
 _MOST_REFUSED = 4

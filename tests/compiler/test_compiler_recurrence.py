@@ -89,7 +89,8 @@ CASES = {
 
 @pytest.mark.parametrize("operator", scale.choose(normal=["LSTM", "GRU"], long=list(CASES)))
 def test_recurrent_networks_equal_onnx_runtime(operator: str, assert_all_same: Check) -> None:
-    cases = CASES[operator][: scale.count(normal=1, long=5)]
+    # In a normal run the LSTM has both directions, and the GRU is reversed and resets its state after a product.
+    cases = scale.choose(normal=[CASES[operator][1 if operator == "GRU" else 0]], long=CASES[operator])
     model = assert_all_same(cases)
     assert builds.rule_counts(model)["recurrence"] == len(cases)
 
@@ -240,7 +241,7 @@ def test_the_last_parts_of_a_free_batch_may_be_empty(batch: int, cores: int) -> 
     functions = {}
     for kind, direction, activations in (
         ("lstm", "forward", [_SIGMOID, _TANH, _TANH]),
-        ("gru", "bidirectional", [_SIGMOID, _TANH] * 2),
+        ("gru", "reverse", [_SIGMOID, _TANH]),
     ):
         cell = Cell(kind, direction, activations, 0.0, False, False)
         size = tirx.Var("batch", "int64")

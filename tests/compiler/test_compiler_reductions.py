@@ -28,7 +28,10 @@ def test_whole_numbers_are_reduced_to_their_own_type(assert_all_same: Check) -> 
     cases = []
     for element in _INTEGERS:
         x = np.array([[5, -2, 3, 5], [1, -1, -9, -1], [12, 40, 0, 7]], helper.tensor_dtype_to_np_dtype(element))
-        for shape in ((3, 4), (3, "n")):
+        # In a normal run the size is free for one type and known for the other.
+        shapes = [(3, 4), (3, "n")]
+        free = int(element == TensorProto.INT64)
+        for shape in scale.choose(normal=shapes[free:][:1], long=shapes):
             nodes = [_reduce(name) for name in names if name != "ReduceLogSum"]
             outputs = [(node.output[0], None, element) for node in nodes]
             cases.append(((nodes, [("x", shape, element)], outputs, _AXES), {"x": x}))
@@ -42,7 +45,7 @@ def test_whole_numbers_are_reduced_to_their_own_type(assert_all_same: Check) -> 
 def test_reductions_of_nothing_have_the_result_of_nothing(keepdims: int, assert_all_same: Check) -> None:
     names = ["ReduceSum", "ReduceProd", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceSumSquare"]
     cases = []
-    for element in (*_INTEGERS, TensorProto.FLOAT):
+    for element in (*scale.choose(normal=_INTEGERS[1:], long=_INTEGERS), TensorProto.FLOAT):
         x = np.zeros((3, 0), helper.tensor_dtype_to_np_dtype(element))
         # ReduceMean of no floats is undefined.
         of_element = [*names, "ReduceL2" if element == TensorProto.FLOAT else "ReduceMean"]
@@ -63,7 +66,7 @@ def test_reductions_of_nothing_have_the_result_of_nothing(keepdims: int, assert_
 
 def test_reductions_of_last_dimensions_of_free_size(assert_all_same: Check) -> None:
     random = np.random.default_rng(0)
-    names = ["ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin"]
+    names = scale.choose(normal=["ReduceMean", "ReduceMin"], long=["ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin"])
     cases: list[Any] = []
     # Sizes with and without whole vectors, short and long; the long row is divided into parts.
     forms: list[tuple[list[Any], list[int], list[list[int]]]] = [

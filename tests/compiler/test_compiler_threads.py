@@ -38,6 +38,7 @@ def test_callers_errors_users_and_children_of_threads(tmp_path: Path, options: l
     assert run(tmp_path, ["c++", *options], []) == "ok\n"
 
 
+@pytest.mark.long  # Libraries with these threads run on that architecture in tests/cpp.
 @needs("aarch64-linux-gnu-g++", "qemu-aarch64")
 def test_threads_run_on_another_architecture(tmp_path: Path) -> None:
     # The emulator itself fails where a child of a process with threads starts threads.

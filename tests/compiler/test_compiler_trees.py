@@ -34,15 +34,18 @@ def _regression(targets: int = 1, missing: bool = False, **drawn: Any) -> tuple[
 
 
 def test_every_mode_of_tests_equals_onnx_runtime(assert_all_same: Check) -> None:
-    cases = [_regression(modes=[mode], seed=place) for place, mode in enumerate(_MODES)]
+    # A normal run has every second mode alone, and the others with missing values below.
+    modes = scale.choose(normal=_MODES[::2], long=_MODES)
+    cases = [_regression(modes=[mode], seed=place) for place, mode in enumerate(modes)]
     cases.append(_regression(modes=["BRANCH_LEQ"], missing=True))
-    cases.append(_regression(modes=_MODES, depth=12, trees=20))
+    cases.append(_regression(modes=_MODES, depth=scale.count(normal=8, long=12), trees=scale.count(normal=10, long=20)))
     model = assert_all_same(cases)
     assert builds.rule_counts(model)["trees"] > 0
 
 
 def test_missing_values_go_where_each_node_says(assert_all_same: Check) -> None:
-    assert_all_same([_regression(modes=[mode], missing=True, seed=place) for place, mode in enumerate(_MODES[:5])])
+    modes = scale.choose(normal=_MODES[1::2], long=_MODES)
+    assert_all_same([_regression(modes=[mode], missing=True, seed=place) for place, mode in enumerate(modes)])
 
 
 @pytest.mark.few(1)
