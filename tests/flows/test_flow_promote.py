@@ -211,9 +211,7 @@ def test_promoting_again_repairs_an_alias_that_is_elsewhere(shipped: Shipped) ->
     assert shipped.promoted("1", "any")["status"] == "unchanged"
     assert shipped.held("any") == ("1", "1")
 
-
-def test_what_an_alias_asked_for_is_left_once_it_asks_for_something_else(shipped: Shipped) -> None:
-    shipped.promoted("1", "any")
+    # What an alias asked for is left once it asks for something else.
     left = shipped.promoted("2", "any", while_wanted=True)
     assert (left["moved"], left["status"]) == (False, "left")
     assert "tiny@any" in left["told"]
@@ -323,6 +321,7 @@ def test_a_slower_release_is_refused_with_the_ratio_and_its_alias_is_put_back(sh
     assert "max_ratio_current" in shipped.machine.mlflow.get_model_version("tiny", "2").tags["tvmflow.refused.beside"]
 
 
+@pytest.mark.long  # tests/tasks/test_task_gate.py compares metrics.
 def test_a_lower_metric_is_refused(shipped: Shipped) -> None:
     shipped.promoted("1", "judged")
     sentence = shipped.refused("2", "judged")

@@ -31,7 +31,7 @@ class House:
 
     def train_and_register(self) -> str:
         """Train a source model and register it; its version."""
-        self.model.train_and_register(self.stack.address("mlflow"))
+        self.model.train_and_register(self.stack.address("mlflow"), self.stack.commands)
         newest = self.mlflow.search_model_versions(f"name = '{self.model.source}'", order_by=["version_number DESC"])[0]
         return str(newest.version)
 

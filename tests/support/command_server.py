@@ -154,7 +154,7 @@ def _import_commands() -> None:
 
     # What the functions of steps import when they run in the process of the command itself.
     _import_all("scipy.stats", "graphviz", "resvg_py", "tvmflow.registry.flavor", "tvmflow.registry.signature")
-    _import_all("tvmflow.tuning.sharing")
+    _import_all("tvmflow.tuning.sharing", "grimp", "prefect.artifacts", "sqlalchemy.dialects.sqlite")
     configure_mappers()
 
 
