@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -58,14 +58,22 @@ def serving(command: list[str], port: int, health: str, log: Path, settings: Map
 
 
 @contextmanager
-def prefect_server(folder: Path, *, services: bool = False, port: int | None = None, **settings: str) -> Iterator[str]:
+def prefect_server(
+    folder: Path,
+    *,
+    services: bool = False,
+    port: int | None = None,
+    python: Sequence[str] = (sys.executable,),
+    **settings: str,
+) -> Iterator[str]:
     """Run a Prefect server and yield the address of its API.
 
     Its state is in `folder` unless `settings`, environment variables, name a database. With `services` it has its
     background services, as a stack has: schedules, triggers and late runs. Without `port` it listens at a free one.
+    `python` is the interpreter's command line.
     """
     port = port or free_port()
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    command = [*python, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     fixed = {"PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
     command += ["--no-ui", *([] if services else ["--no-services"])]
     with serving(command, port, "/api/health", folder / "log", {**settings, **fixed}) as address:
