@@ -285,7 +285,7 @@ def test_releasing_again_finds_every_step_done(digits: Any) -> None:
     api = digits.machine.settings["TVMFLOW_PREFECT_API_URL"]
     query = {"artifacts": {"key": {"any_": ["release"]}}, "sort": "CREATED_DESC"}
     artifacts = requests.post(f"{api}/artifacts/filter", json=query, timeout=60).json()
-    (artifact,) = [item for item in artifacts if item["description"] == "digits 1"]
+    artifact = next(item for item in artifacts if item["description"] == "digits 1")
     (entry,) = digits.first.document["targets"]
     assert f"| native | {entry['latency_ms']['p50']:.4g} | {entry['ratio']['onnxruntime']:.4g} |" in artifact["data"]
     assert "`tvmflow report digits 1 --open`" in artifact["data"]

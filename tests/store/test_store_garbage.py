@@ -354,7 +354,7 @@ def collect_and_die(config: StoreConfig, count: int) -> int:
                 done.append(key)
                 delete(key, action)
 
-            store.objects.delete = die_after  # type: ignore[method-assign]
+            store.objects.delete = die_after
             Garbage(store, NEWEST, never).collect("killed")
         finally:
             os._exit(1)
