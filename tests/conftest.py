@@ -1,6 +1,7 @@
 """How the tests run: their scale, their order on several processes, and the servers that folders share."""
 
 import gc
+import os
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
@@ -179,11 +180,16 @@ def children_in_forks(commands: CommandServer) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def prefect_server(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> Iterator[str]:
-    """The address of the API of a Prefect server without background services."""
+def prefect_server(
+    tmp_path_factory: pytest.TempPathFactory, databases: Databases, commands: CommandServer
+) -> Iterator[str]:
+    """The address of the API of a Prefect server without background services.
+
+    It is a fork as well: most of what it imports, commands import too.
+    """
     folder = tmp_path_factory.mktemp("prefect")
     databases.prefect(folder / "prefect.db")
-    with servers.prefect_server(folder) as address:
+    with servers.prefect_server(folder, python=[*commands.stand_in, str(os.getpid())]) as address:
         yield address
 
 

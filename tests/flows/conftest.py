@@ -1,6 +1,6 @@
 """Releases as a user makes them: the command in a process of its own, a state folder each, real servers.
 
-A machine with embedded servers starts that process as a shell does, and so does every `start`; the others fork it from
+A machine without `commands` starts that process as a shell does, and so does every `start`; the others fork it from
 one that has imported what commands import.
 """
 
@@ -19,6 +19,7 @@ import psutil
 import pytest
 import yaml
 
+from support import scale
 from support.command_server import CommandServer
 from support.databases import Databases
 from support.processes import TVMFLOW, CommandResult, clean_environment, is_foreign
@@ -137,7 +138,7 @@ def fresh_machine(tmp_path: Path, prefect_server: str, commands: CommandServer) 
 
 @dataclass(frozen=True)
 class Digits:
-    """The digits example, made quick and released once with nothing but embedded servers."""
+    """The digits example, made quick and released once; with `--long`, with nothing but embedded servers."""
 
     machine: Machine
     folder: Path
@@ -165,7 +166,9 @@ class Digits:
 
 
 @pytest.fixture(scope="session")
-def digits(tmp_path_factory: pytest.TempPathFactory, prefect_server: str, commands: CommandServer) -> Digits:
+def digits(
+    tmp_path_factory: pytest.TempPathFactory, prefect_server: str, databases: Databases, commands: CommandServer
+) -> Digits:
     folder = tmp_path_factory.mktemp("digits")
     example = Path(
         shutil.copytree(EXAMPLES / "digits", folder / "example", ignore=shutil.ignore_patterns("__pycache__"))
@@ -176,12 +179,16 @@ def digits(tmp_path_factory: pytest.TempPathFactory, prefect_server: str, comman
     document["validate"]["show"] = "shown:show"
     (example / "shown.py").write_text("def show(inputs):\n    return f'brightest {inputs[\"image\"].max():.2f}'\n")
     (example / "release.yaml").write_text(yaml.safe_dump(document))
-    embedded = Machine(folder / "state")
-    # The commands run in this folder, whose modules are not those of the embedded servers.
-    (folder / "uvicorn.py").write_text("raise ImportError('a module of the working folder')\n")
-    first = embedded.release(example / "release.yaml", "--trace", str(folder / "steps.json"))
+    served = Machine(folder / "state", {"TVMFLOW_PREFECT_API_URL": prefect_server}, commands)
+    if scale.is_long():
+        releasing = Machine(served.home)
+    else:
+        # An interrupted release starts embedded servers in a normal run.
+        releasing = served
+        databases.mlflow(served.home / "mlflow" / "mlflow.db")
+    first = releasing.release(example / "release.yaml", "--trace", str(folder / "steps.json"))
     assert first.code == 0, first.stderr
-    return Digits(Machine(embedded.home, {"TVMFLOW_PREFECT_API_URL": prefect_server}, commands), example, first)
+    return Digits(served, example, first)
 
 
 def make_onnx(

@@ -122,18 +122,21 @@ def test_a_wish_that_nobody_works_on_is_taken_up(house: House, findings: list[Fi
         channels.wish(store, "reconciled", "staging", "2", who="ann", why="and died")
     assert house.reconcile() == [("reconciled@staging", "2", "ran")]
     assert house.channel() == "2"
+    # A rollback is no wish for what the channel held before.
+    assert house.machine.run("rollback", "reconciled", "--channel", "staging").code == 0
     assert house.reconcile() == []
+    assert house.channel() == "1"
 
 
 def test_an_asking_alias_is_granted_without_the_channels_own_moving_before(
     house: House, findings: list[Findings]
 ) -> None:
     client = house.machine.mlflow
-    client.set_registered_model_alias("reconciled", "staging-wanted", "1")
-    assert house.reconcile() == [("reconciled@staging-wanted", "1", "ran")]
-    assert house.channel() == "1"
+    client.set_registered_model_alias("reconciled", "staging-wanted", "2")
+    assert house.reconcile() == [("reconciled@staging-wanted", "2", "ran")]
+    assert house.channel() == "2"
     aliases = {alias: str(version) for alias, version in client.get_registered_model("reconciled").aliases.items()}
-    assert aliases == {"staging": "1"}
+    assert aliases == {"staging": "2"}
 
 
 def test_the_statement_on_a_channel_is_renewed_in_time(house: House, findings: list[Findings], tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +67,17 @@ def target(digits: Any) -> dict[str, Any]:
 def predictions(digits: Any, target: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The logits [360, 10] of the held-out digits by PyTorch, by the registered model and by the bundle."""
     folder = tmp_path_factory.mktemp("predictions")
-    script, output = folder / "users.py", folder / "predictions.npz"
-    script.write_text(_USERS)
+    output = folder / "predictions.npz"
+    (folder / "users.py").write_text(_USERS)
     weights, bundle = (
         digits.artifact(digits.made("train")["weights"]),
         digits.artifact(digits.made("package")["bundle"]),
     )
-    arguments = [sys.executable, script, digits.folder, weights, bundle, output]
-    address = {"MLFLOW_TRACKING_URI": f"sqlite:///{digits.machine.home}/mlflow/mlflow.db"}
-    subprocess.run(arguments, env={**digits.machine.environment, **address}, check=True, timeout=300)
+    address = f"sqlite:///{digits.machine.home}/mlflow/mlflow.db"
+    environment = {"MLFLOW_TRACKING_URI": address, "PYTHONPATH": str(folder)}
+    user = replace(digits.machine, settings={**digits.machine.settings, **environment})
+    result = user.run("-m", "users", digits.folder, weights, bundle, output)
+    assert result.code == 0, result.stderr
     with np.load(output) as archive:
         return dict(archive)
 
@@ -284,7 +285,7 @@ def test_releasing_again_finds_every_step_done(digits: Any) -> None:
     api = digits.machine.settings["TVMFLOW_PREFECT_API_URL"]
     query = {"artifacts": {"key": {"any_": ["release"]}}, "sort": "CREATED_DESC"}
     artifacts = requests.post(f"{api}/artifacts/filter", json=query, timeout=60).json()
-    (artifact,) = [item for item in artifacts if item["description"] == "digits 1"]
+    artifact = next(item for item in artifacts if item["description"] == "digits 1")
     (entry,) = digits.first.document["targets"]
     assert f"| native | {entry['latency_ms']['p50']:.4g} | {entry['ratio']['onnxruntime']:.4g} |" in artifact["data"]
     assert "`tvmflow report digits 1 --open`" in artifact["data"]

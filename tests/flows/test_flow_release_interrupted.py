@@ -47,7 +47,10 @@ def slow(outputs, labels):
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory, machine: Any, databases: Databases) -> Any:
     """A machine with nothing but embedded servers, which have to end with the command as well."""
-    return type(machine)(databases.prepare(tmp_path_factory.mktemp("interrupted") / "state"))
+    folder = tmp_path_factory.mktemp("interrupted")
+    # The commands run in this folder, whose modules are not those of the embedded servers.
+    (folder / "uvicorn.py").write_text("raise ImportError('a module of the working folder')\n")
+    return type(machine)(databases.prepare(folder / "state"))
 
 
 @pytest.fixture(scope="module")

@@ -78,6 +78,7 @@ def test_a_gate_on_a_ratio_is_decided_by_as_many_rounds_as_it_takes(digits: Any)
     assert "undecided" not in sentence
 
 
+@pytest.mark.long  # A lower score is found by the same step.
 def test_outputs_beyond_the_tolerance_refuse_the_release(digits: Any) -> None:
     bounds = {"samples": 8, "rtol": 0, "atol": 0, "task": {"dataset": "data:held_out"}}
     sentence, verdict, run = _refuse(digits, digits.derived("exact", validate=bounds))

@@ -39,6 +39,7 @@ def served(machine: Any, moto: ReleaseStore, mlflow_server: str) -> Any:
     return replace(other, settings={**other.settings, "TVMFLOW_MLFLOW_TRACKING_URI": mlflow_server})
 
 
+@pytest.mark.long  # Releases go to such servers in a stack, and to an S3 server that settings name below.
 def test_a_release_goes_to_the_servers_that_settings_name(
     served: Any, moto: ReleaseStore, tmp_path: Path, make: Any, prefect_server: str
 ) -> None:

@@ -68,12 +68,13 @@ def create(width=6):
 
 @pytest.fixture(scope="module")
 def folder(machine: Any, make: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of every kind of file."""
+    """A folder with a model of every kind of file; those of PyTorch are for the tests of `--long`."""
     folder = tmp_path_factory.mktemp("sources")
     make.onnx(folder)
     make.onnx(folder, name="unnamed.onnx", shape=(-1, 4))
     (folder / "network.py").write_text(_NETWORK)
-    _run(folder, _SAVE, machine.environment)
+    if scale.is_long():
+        _run(folder, _SAVE, machine.environment)
     return folder
 
 
@@ -130,14 +131,6 @@ def _assert_released(machine: Any, file: Path) -> None:
     assert release["inputs"][0]["shape"] == ["batch", 4]
 
 
-def test_an_onnx_model_whose_dimension_has_no_name_is_released(machine: Any, folder: Path, make: Any) -> None:
-    result = machine.release(make.file(folder, name="graph-file", model={"onnx": "unnamed.onnx"}))
-    assert result.code == 0, result.stderr
-    (release,) = machine.releases("graph-file")
-    assert [item["against"] for item in release["targets"][0]["verdict"]["comparisons"]] == ["onnxruntime"]
-    assert release["inputs"][0]["shape"] == ["x_0", 4]
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("_registered")
 def test_a_registered_onnx_model_is_released(machine: Any, folder: Path, make: Any) -> None:
@@ -172,14 +165,18 @@ def test_a_moved_alias_is_another_model(machine: Any, folder: Path, make: Any) -
     ("weights", "exec_mode"),
     scale.choose(normal=[("apart", "bytecode")], long=[("apart", "bytecode"), ("inside", "compiled")]),
 )
-def test_a_model_is_released_however_it_is_built(
+def test_an_onnx_model_is_released_however_it_is_built(
     machine: Any, folder: Path, make: Any, weights: str, exec_mode: str
 ) -> None:
+    """The first dimension has no name in the model."""
     from tvmflow import runtime
 
-    name = f"built-{weights}-{exec_mode}"
-    result = machine.release(make.file(folder, name=name, build={"weights": weights, "exec_mode": exec_mode}))
+    name, build = f"built-{weights}-{exec_mode}", {"weights": weights, "exec_mode": exec_mode}
+    result = machine.release(make.file(folder, name=name, model={"onnx": "unnamed.onnx"}, build=build))
     assert result.code == 0, result.stderr
+    (release,) = machine.releases(name)
+    assert [item["against"] for item in release["targets"][0]["verdict"]["comparisons"]] == ["onnxruntime"]
+    assert release["inputs"][0]["shape"] == ["x_0", 4]
     with runtime.load(machine.home.parent / result.document["targets"][0]["bundle_path"]) as model:
         inputs, expected = model.sample
         np.testing.assert_allclose(model(**inputs)["y"], expected["y"], rtol=1e-4, atol=1e-5)

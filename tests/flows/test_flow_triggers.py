@@ -1,6 +1,7 @@
 """Deployments and triggers on real servers: aliases set in MLflow become flow runs, at once or by reconciling."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -93,8 +94,7 @@ def house(
     }
 
     def receiving() -> AbstractContextManager[str]:
-        start = [str(Path(sys.executable).with_name("tvmflow")), "receive", "--port", str(port)]
-        return serving(start, port, "/health", folder / "receiver.log", settings)
+        return serving(_receive(own, port), port, "/health", folder / "receiver.log", settings)
 
     with mlflow_server(folder, port=mlflow_port, **webhooks):
         client = own.mlflow
@@ -103,6 +103,11 @@ def house(
             for _ in range(3):
                 client.create_model_version(name, "s3://nothing/there")
         yield House(own, prefect_server, client, f"http://127.0.0.1:{port}", receiving)
+
+
+def _receive(machine: Any, port: int) -> list[str]:
+    """The command line of a receiver: `tvmflow receive` in a process that has imported what commands import."""
+    return [*machine.commands.stand_in, str(os.getpid()), "receive", "--port", str(port)]
 
 
 @pytest.fixture(scope="module")
@@ -188,20 +193,17 @@ def test_a_pool_of_another_type_is_not_taken(house: House, deployed: dict[str, A
 
 
 @pytest.mark.parametrize("kind", scale.choose(normal=["kubernetes"], long=["docker", "kubernetes"]))
-def test_pools_of_containers_run_the_image_that_is_named(house: House, deployed: dict[str, Any], kind: str) -> None:
+def test_pools_of_containers_run_the_image_that_is_named(
+    house: House, deployed: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
     result = house.machine.run("deploy", "--pool", kind, "--pool-type", kind)
     assert result.code == 2
     assert "--image" in result.sentence
-    script = (
-        "import os, sys\n"
-        "os.environ['PREFECT_API_URL'] = os.environ['TVMFLOW_PREFECT_API_URL']\n"
-        "from flows.pools import ensure_pool\n"
-        f"assert ensure_pool('{kind}', '{kind}', 'tvmflow:1')\n"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", script], env=house.machine.environment, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 0, process.stderr
+    script = f"from flows.pools import ensure_pool\nassert ensure_pool('{kind}', '{kind}', 'tvmflow:1')\n"
+    (tmp_path / "pooling.py").write_text(script)
+    machine = replace(house.machine, settings={**house.machine.settings, "PYTHONPATH": str(tmp_path)})
+    ended = machine.run("-m", "pooling")
+    assert ended.code == 0, ended.stderr
     pool = requests.get(f"{house.api}/work_pools/{kind}", timeout=30).json()
     assert pool["type"] == kind
     assert pool["base_job_template"]["variables"]["properties"]["image"]["default"] == "tvmflow:1"
@@ -237,12 +239,11 @@ def test_a_delivery_counts_once_also_when_the_receiver_restarts(house: House, de
 def test_without_prefect_the_receiver_asks_mlflow_to_try_again(house: House, make: Any, tmp_path: Path) -> None:
     port, dead = free_port(), free_port()
     settings = {**house.machine.settings, "TVMFLOW_PREFECT_API_URL": f"http://127.0.0.1:{dead}/api"}
-    command = [str(Path(sys.executable).with_name("tvmflow")), "receive", "--port", str(port)]
     data = {"name": "graph", "alias": "candidate", "version": "1"}
     body = json.dumps({"entity": "model_version_alias", "action": "created", "timestamp": "", "data": data}).encode()
     now = str(int(time.time()))
     headers = {DELIVERY_HEADER: "d2", TIMESTAMP_HEADER: now, SIGNATURE_HEADER: sign(SECRET, "d2", now, body)}
-    with serving(command, port, "/health", tmp_path / "log", settings) as address:
+    with serving(_receive(house.machine, port), port, "/health", tmp_path / "log", settings) as address:
         answer = requests.post(address + PATH, data=body, headers=headers, timeout=60)
     assert answer.status_code == 503
     assert "prefect_api_url" in answer.json()["reason"]

@@ -131,16 +131,19 @@ def cluster(
     machine: Any,
     request: pytest.FixtureRequest,
 ) -> Iterator[Cluster]:
-    """The servers, Prefect's on PostgreSQL with `--long`, and work pools with their deployments; `bare` has none."""
+    """The servers and work pools with their deployments; `bare` has none.
+
+    With `--long`, when workers run, Prefect's server is one of its own, on PostgreSQL.
+    """
     folder = tmp_path_factory.mktemp("cluster")
-    database = {}
-    if scale.is_long():
-        address = request.getfixturevalue("postgres")("workers").replace("postgresql:", "postgresql+asyncpg:")
-        database["PREFECT_API_DATABASE_CONNECTION_URL"] = address
-    else:
-        databases.prefect(folder / "prefect.db")
     databases.mlflow(folder / "mlflow.db")
-    with prefect_server(folder, services=True, **database) as api:
+    with ExitStack() as servers:
+        if scale.is_long():
+            address = request.getfixturevalue("postgres")("workers").replace("postgresql:", "postgresql+asyncpg:")
+            own = prefect_server(folder, services=True, PREFECT_API_DATABASE_CONNECTION_URL=address)
+            api = servers.enter_context(own)
+        else:
+            api = request.getfixturevalue("prefect_server")
         shared = shared_settings(api, s3, folder)
         store = ReleaseStore(replace(s3.config, prefix="workers"))
         created = Cluster(api, store, folder, replace(machine, home=folder / "nobody", settings=shared))

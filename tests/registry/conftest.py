@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from support.databases import Databases
-from support.servers import mlflow_server
+from support.servers import mlflow_command
 from tvmflow.bundle import Manifest, TensorSpec, installed_versions, pack
 from tvmflow.registry import Registry, RegistryConfig, embedded_registry
 from tvmflow.target import host
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> It
     settings = dict(line.split("=", 1) for line in text.splitlines() if line and not line.startswith("#"))
     folder = tmp_path_factory.mktemp("server")
     databases.mlflow(folder / "mlflow.db")
-    with mlflow_server(folder, **settings) as address:
+    with mlflow_command(folder, **settings) as address:
         yield address
 
 

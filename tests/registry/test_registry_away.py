@@ -38,7 +38,7 @@ def test_a_server_that_dies_in_the_midst_is_one_sentence_and_the_run_can_be_cont
 
 @pytest.mark.long
 def test_a_server_with_users_takes_the_right_password_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from support.servers import mlflow_server
+    from support.servers import mlflow_command
 
     example = (Path(__file__).parents[2] / "mlflow" / "basic_auth.ini.example").read_text()
     rules = tmp_path / "basic_auth.ini"
@@ -52,7 +52,7 @@ def test_a_server_with_users_takes_the_right_password_only(tmp_path: Path, monke
     }
     for name in [name for name in os.environ if name.startswith("MLFLOW_TRACKING_")]:
         monkeypatch.delenv(name)
-    with mlflow_server(tmp_path, app="basic-auth", **settings) as address:
+    with mlflow_command(tmp_path, app="basic-auth", **settings) as address:
         with pytest.raises(RegistryError, match="MLFLOW_TRACKING_USERNAME"):
             Registry(RegistryConfig(address)).check()
         monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")

@@ -1,21 +1,21 @@
 """Models that others registered, as the source of a release."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from support.command_server import CommandServer
 from tasks.original import Original, find_original
 from tvmflow.errors import ExportError, RegistryError
 from tvmflow.registry import Registry
 from tvmflow.spec import parse
 from tvmflow.workspace import Workspace
 
-# A training job as its author writes it, in a process of its own: MLflow's fluent API, its own flavors.
+# A training job as its author writes it, in a process of its own, which has MLflow already: MLflow's fluent API and
+# flavors.
 TRAINING = """
 import sys
 import mlflow, onnx, torch
@@ -35,14 +35,12 @@ with mlflow.start_run():
 
 
 @pytest.fixture(scope="module")
-def trained(server: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    subprocess.run(
-        [sys.executable, "-c", TRAINING, "net", "graph"],
-        env={**os.environ, "MLFLOW_TRACKING_URI": server},
-        cwd=tmp_path_factory.mktemp("training"),
-        check=True,
-        timeout=180,
-    )
+def trained(server: str, commands: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("training")
+    (folder / "training.py").write_text(TRAINING)
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": server, "PYTHONPATH": str(folder)}
+    ended = commands.run(["-m", "training", "net", "graph"], environment, folder, 180)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.fixture

@@ -5,13 +5,11 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -342,22 +340,25 @@ def test_a_channel_that_this_machine_would_not_follow_keeps_every_release(
     assert store.list_versions("bert") == ["6"]
 
 
-_COLLECT = """
-import datetime, json, os, signal, sys
-from pathlib import Path
-from tvmflow.store import ReleaseStore, StoreConfig, garbage
-garbage._GRACE = datetime.timedelta(seconds=-60)
-config, count = json.loads(sys.argv[1]), int(sys.argv[2])
-store = ReleaseStore(StoreConfig(**{**config, "folder": config["folder"] and Path(config["folder"])}))
-delete, done = store.objects.delete, []
-def die_after(key, action):
-    if len(done) == count:
-        os.kill(os.getpid(), signal.SIGKILL)
-    done.append(key)
-    delete(key, action)
-store.objects.delete = die_after
-garbage.Garbage(store, garbage.Retention(0, 1), lambda model: ()).collect("killed")
-"""
+def collect_and_die(config: StoreConfig, count: int) -> int:
+    """Collect garbage in a process that is killed when it has removed `count` objects; return its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store = ReleaseStore(config)
+            delete, done = store.objects.delete, list[str]()
+
+            def die_after(key: str, action: str) -> None:
+                if len(done) == count:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                done.append(key)
+                delete(key, action)
+
+            store.objects.delete = die_after
+            Garbage(store, NEWEST, never).collect("killed")
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_killed_at_any_moment_it_leaves_whole_releases_and_the_next_one_ends_it(
@@ -367,13 +368,12 @@ def test_killed_at_any_moment_it_leaves_whole_releases_and_the_next_one_ends_it(
         publish(version)
     store.objects.put("releases/resnet/1/statement.json", b"{}", "writing a statement")
     move(store, "production", "3")
-    arguments = json.dumps(asdict(store.config), default=str), "1" if store.config.folder is not None else "3"
+    count = 1 if store.config.folder is not None else 3
     rest = len(Garbage(store, NEWEST, never).find())
     assert rest == 5
-    while rest > int(arguments[1]):
-        process = subprocess.run([sys.executable, "-c", _COLLECT, *arguments], check=False, timeout=60)
-        assert process.returncode == -signal.SIGKILL
-        rest -= int(arguments[1])
+    while rest > count:
+        assert collect_and_die(store.config, count) == -signal.SIGKILL
+        rest -= count
         assert len(Garbage(store, NEWEST, never).find()) == rest
         assert {"3", "4"} <= set(store.list_versions("resnet"))
         for version in store.list_versions("resnet"):

@@ -152,6 +152,9 @@ def _import_commands() -> None:
     import flows.retune  # noqa: F401
     import tvmflow.cli.display  # noqa: F401
 
+    # What the functions of steps import when they run in the process of the command itself.
+    _import_all("scipy.stats", "graphviz", "resvg_py", "tvmflow.registry.flavor", "tvmflow.registry.signature")
+    _import_all("tvmflow.tuning.sharing", "grimp", "prefect.artifacts", "sqlalchemy.dialects.sqlite")
     configure_mappers()
 
 
@@ -168,7 +171,7 @@ def _import_compiler() -> None:
 
 
 def _import_torch() -> None:
-    _import_all("torch.onnx", "tasks.export", "tasks.train", "tasks.validate")
+    _import_all("torch.onnx", "tasks.export", "tasks.train", "tasks.validate", "mlflow.pytorch")
     # This process does not have the tests' packages, whose place the user's code may search.
     share_table = runpy.run_path(str(_TORCHLIB))["share_table"]
     # The forks export with the opset that release files have unless they name another.

@@ -1,13 +1,12 @@
 """Models that a stack manages: a release file with training, channels and retraining, and a source to register."""
 
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from support.command_server import CommandServer
 from support.processes import clean_environment
 
 _DIGITS = Path(__file__).parents[2] / "examples" / "digits"
@@ -34,16 +33,13 @@ class Managed:
         """The registered model that releases are made of."""
         return f"{self.name}-source"
 
-    def train_and_register(self, mlflow_server: str) -> None:
-        """Run the training against the MLflow server at this address."""
-        subprocess.run(
-            [sys.executable, "-c", self.training],
-            cwd=self.file.parent,
-            env=clean_environment(MLFLOW_TRACKING_URI=mlflow_server, MLFLOW_DISABLE_TELEMETRY="true"),
-            check=True,
-            timeout=240,
-            capture_output=True,
-        )
+    def train_and_register(self, mlflow_server: str, commands: CommandServer) -> None:
+        """Run the training against the MLflow server at this address, in a process that has imported MLflow."""
+        folder = self.file.parent
+        (folder / "training.py").write_text(self.training)
+        settings = {"MLFLOW_TRACKING_URI": mlflow_server, "MLFLOW_DISABLE_TELEMETRY": "true", "PYTHONPATH": str(folder)}
+        ended = commands.run(["-m", "training"], clean_environment(**settings), folder, 240)
+        assert ended.returncode == 0, ended.stderr
 
 
 # Points on two sides of a line. What is "trained" is the direction of the line, off by some degrees.

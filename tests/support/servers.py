@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -58,28 +58,67 @@ def serving(command: list[str], port: int, health: str, log: Path, settings: Map
 
 
 @contextmanager
-def prefect_server(folder: Path, *, services: bool = False, port: int | None = None, **settings: str) -> Iterator[str]:
+def prefect_server(
+    folder: Path,
+    *,
+    services: bool = False,
+    port: int | None = None,
+    python: Sequence[str] = (sys.executable,),
+    **settings: str,
+) -> Iterator[str]:
     """Run a Prefect server and yield the address of its API.
 
     Its state is in `folder` unless `settings`, environment variables, name a database. With `services` it has its
     background services, as a stack has: schedules, triggers and late runs. Without `port` it listens at a free one.
+    `python` is the interpreter's command line.
     """
     port = port or free_port()
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    command = [*python, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     fixed = {"PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
-    command += [] if services else ["--no-services"]
+    command += ["--no-ui", *([] if services else ["--no-services"])]
     with serving(command, port, "/api/health", folder / "log", {**settings, **fixed}) as address:
         yield f"{address}/api"
 
 
 @contextmanager
-def mlflow_server(folder: Path, *, port: int | None = None, app: str | None = None, **settings: str) -> Iterator[str]:
-    """Run an MLflow server on a SQLite file with one worker and yield its address.
+def mlflow_server(folder: Path, *, port: int | None = None, **settings: str) -> Iterator[str]:
+    """Run an MLflow server on a SQLite file and yield its address; without `port` it listens at a free one.
 
-    `settings` are further environment variables; without `port` it listens at a free one. `app` is the name of
-    an application of MLflow's, `basic-auth` for a server with users.
+    It is what `mlflow server` starts, without that command, which imports as much again. `settings` are further
+    environment variables.
     """
     port = port or free_port()
+    fixed = {
+        "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{folder / 'mlflow.db'}",
+        "_MLFLOW_SERVER_ARTIFACT_ROOT": "mlflow-artifacts:/",
+        "_MLFLOW_SERVER_ARTIFACT_DESTINATION": str(folder / "artifacts"),
+        "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
+        "_MLFLOW_SGI_NAME": "uvicorn",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "uvicorn",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "mlflow.server.fastapi_app:app",
+    ]
+    with serving(command, port, "/health", folder / "server.log", {**settings, **fixed}) as address:
+        yield address
+
+
+@contextmanager
+def mlflow_command(folder: Path, *, app: str | None = None, **settings: str) -> Iterator[str]:
+    """Run `mlflow server` on a SQLite file with one worker, at a free port, and yield its address.
+
+    `settings` are further environment variables. `app` is the name of an application of MLflow's, `basic-auth` for a
+    server with users.
+    """
+    port = free_port()
     fixed = {
         "MLFLOW_HOST": "127.0.0.1",
         "MLFLOW_PORT": str(port),
