@@ -140,8 +140,8 @@ def test_networks_are_written_with_their_free_dimensions(module: Import, tmp_pat
     np.testing.assert_allclose(scores.sum(1), 1, rtol=1e-5)
 
 
-def test_a_model_that_is_not_in_the_zoo_is_one_sentence(command: Command) -> None:
-    process = command("zoo", "magica")
+def test_a_model_that_is_not_in_the_zoo_is_one_sentence(call: Command) -> None:
+    process = call("zoo", "magica")
     sentence = refusal(process)
     assert "'magica'" in sentence
     assert "'magika'" in sentence
