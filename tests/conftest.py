@@ -2,6 +2,8 @@
 
 import gc
 import signal
+import sys
+import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
@@ -145,6 +147,31 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_unconfigure() -> None:
     """End the run's command server."""
     _ends.close()
+
+
+class _OwnModules:
+    """`sys` as `tvmflow.usercode` reads it, without the modules that lie where packages are installed."""
+
+    _places = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+    @property
+    def modules(self) -> dict[str, Any]:
+        return {
+            name: module
+            for name, module in sys.modules.copy().items()
+            if not (getattr(module, "__file__", None) or "").startswith(self._places)
+        }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _installed_modules_are_not_looked_at() -> Iterator[None]:
+    """Let steps that run in a process of tests pass over the thousands of modules that it has imported.
+
+    To find that each is installed takes them as long as to export a small model.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tvmflow.usercode.sys", _OwnModules())
+        yield
 
 
 @pytest.fixture
