@@ -48,9 +48,7 @@ def command(state: Path) -> Command:
 
 
 @pytest.fixture
-def call(
-    module: Import, state: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Command:
+def call(module: Import, state: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     """The same in this process, for what ends before it measures; it must end as a command does."""
 
     def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -23,10 +23,11 @@ def _product(path: Path, rows: int | str) -> Path:
     return save_model(path, [node], [("x", [rows, 64])], ["y"], {"w": np.ones((64, 32), "float32")})
 
 
-def test_both_builds_of_a_file_are_timed_at_the_given_size(command: Command, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("children_in_forks")
+def test_both_builds_of_a_file_are_timed_at_the_given_size(call: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     model = str(_product(tmp_path / "product.onnx", "n"))
-    process = command("symbolic", model, "--size", "n=48", "--rounds", "1", "--repeats", "2", "--json", str(figures))
+    process = call("symbolic", model, "--size", "n=48", "--rounds", "1", "--repeats", "2", "--json", str(figures))
     assert process.returncode == 0, process.stderr
     (result,) = json.loads(figures.read_text())
     assert result["sizes"] == {"n": 48}

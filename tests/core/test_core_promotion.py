@@ -30,6 +30,7 @@ from tvmflow.store.channel_document import Channel, WishEnd
 from tvmflow.store.statements import Subject, sign
 from tvmflow.verdict import Verdict
 
+
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> Registry:
     folder = tmp_path_factory.mktemp("mlflow")

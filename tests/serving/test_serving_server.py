@@ -5,7 +5,7 @@ import json
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -350,18 +350,25 @@ def refusal(commands: CommandServer, environment: dict[str, str], tmp_path: Path
     return ask
 
 
-def test_connections_without_a_whole_request_are_closed(serve: Serve, bundle: Path) -> None:
+@pytest.fixture(scope="module")
+def hurried(serve: Serve) -> Iterator[Running]:
+    """A server of a release that gives half a second to a request to come."""
+    with serve("small/2", "--timeout-s", "0.5") as running:
+        yield running
+
+
+def test_connections_without_a_whole_request_are_closed(hurried: Running) -> None:
     """Each takes a file descriptor, and somebody could open as many as there are."""
     request = b"GET /v2 HTTP/1.1\r\nHost: here\r\n"
-    with serve(bundle, "--timeout-s", "0.5") as server, ExitStack() as stack:
-        place = urlsplit(server.address)
+    with ExitStack() as stack:
+        place = urlsplit(hurried.address)
         answers = []
         for content in (b"", request, request + b"\r\n" + request):
             connection = stack.enter_context(socket.create_connection((place.hostname, place.port), 60))
             connection.sendall(content)
             answers.append(connection.makefile("rb").read())
         assert [answer[:12] for answer in answers] == [b"", b"", b"HTTP/1.1 200"]
-        assert server.client.get("/v2/health/live").status_code == 200
+        assert hurried.client.get("/v2/health/live").status_code == 200
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded(command: Start, bundle: Path) -> None:
@@ -385,9 +392,7 @@ def test_a_port_in_use_is_refused_before_anything_is_loaded(command: Start, bund
         ),
     ],
 )
-def test_a_model_that_cannot_be_served_is_one_sentence(
-    refusal: Callable[..., str], model: str, complaint: str
-) -> None:
+def test_a_model_that_cannot_be_served_is_one_sentence(refusal: Callable[..., str], model: str, complaint: str) -> None:
     assert complaint in refusal(model, "--port", 0)
 
 
@@ -414,9 +419,8 @@ def test_a_failure_of_the_model_is_reported_and_counted(bundle: Path, inputs: Ma
     assert metrics.registry.get_sample_value("tvmflow_requests_total", {"code": "500"}) == 1
 
 
-def test_a_release_is_served_by_its_version(serve: Serve, inputs: MakeInputs, reference: Reference) -> None:
-    with serve("small/2") as running:
-        arrays = inputs(2)
-        document = running.client.post("/v2/models/small/versions/2/infer", json=_body(arrays)).json()
-        assert document["model_version"] == "2"
-        np.testing.assert_allclose(_outputs(document)["sum"], reference("2", arrays)["sum"], rtol=1e-5, atol=1e-6)
+def test_a_release_is_served_by_its_version(hurried: Running, inputs: MakeInputs, reference: Reference) -> None:
+    arrays = inputs(2)
+    document = hurried.client.post("/v2/models/small/versions/2/infer", json=_body(arrays)).json()
+    assert document["model_version"] == "2"
+    np.testing.assert_allclose(_outputs(document)["sum"], reference("2", arrays)["sum"], rtol=1e-5, atol=1e-6)

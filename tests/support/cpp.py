@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 CPP = ROOT / "cpp"
 BUILDS = ROOT / "build" / "tests"
 PROGRAM = Path(__file__).parents[1] / "cpp" / "program"
-# What is downloaded for other platforms is kept for all checkouts of this user.
+_LAUNCHER = Path(__file__).with_name("compile_once.py")
+# What is downloaded for other platforms, and what is compiled, is kept for all checkouts of this user.
 DOWNLOADS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tvmflow"
 
 # The checks for null, alignment and the types of objects take a third of the compiler's time; without them the address
@@ -130,7 +131,8 @@ def build(folder: Path, source: Path, *options: str) -> None:
     """Configure and build a project of CMake."""
     # Without optimisation the compiler needs half of the time; line numbers are what a sanitiser's report needs.
     debug = ("-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-g1")
-    process = _execute("cmake", "-S", str(source), "-B", str(folder), *debug, *options)
+    launcher = f"-DCMAKE_CXX_COMPILER_LAUNCHER={sys.executable};{_LAUNCHER};{DOWNLOADS / 'objects'}"
+    process = _execute("cmake", "-S", str(source), "-B", str(folder), *debug, launcher, *options)
     if process.returncode != 0 and "could not find" in process.stderr.lower():
         pytest.skip(without_packages(["the libraries of cpp/"], LIBRARIES))
     _check(process)
