@@ -45,3 +45,22 @@ def command(state: Path) -> Command:
         )
 
     return run
+
+
+@pytest.fixture
+def call(module: Import, state: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """The same in this process, for what ends before it measures; it must end as a command does."""
+
+    def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments, "--state", str(state)])
+        benchmark = module(name)
+        with pytest.raises(SystemExit) as ended:
+            benchmark.run_main(benchmark.main)
+        stdout, stderr = capfd.readouterr()
+        # A text is what the interpreter prints before it exits with 1.
+        code = ended.value.code
+        if isinstance(code, str):
+            code, stderr = 1, f"{stderr}{code}\n"
+        return subprocess.CompletedProcess([name, *arguments], code or 0, stdout, stderr)
+
+    return run

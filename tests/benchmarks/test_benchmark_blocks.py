@@ -42,7 +42,7 @@ def test_blocks_are_built_and_measured_in_both_ways(command: Command, tmp_path: 
     assert all(item["plan"][1] < 1 for item in rows if item["arrangement"] == "whole")
 
 
-def test_a_kind_that_does_not_exist_is_one_sentence(command: Command) -> None:
-    process = command("blocks", "residue")
+def test_a_kind_that_does_not_exist_is_one_sentence(call: Command) -> None:
+    process = call("blocks", "residue")
     sentence = refusal(process)
     assert all(kind in sentence for kind in ("'residue'", "bottleneck", "inverted residual"))

@@ -41,8 +41,8 @@ def test_every_way_is_measured_or_says_why_not(
     assert f"{40 * rows['cpp']['p50'] / 1e3:.3f}" in process.stdout
 
 
-def test_a_model_that_does_not_exist_is_one_sentence(command: Command) -> None:
-    process = command("deployment", "digts")
+def test_a_model_that_does_not_exist_is_one_sentence(call: Command) -> None:
+    process = call("deployment", "digts")
     sentence = refusal(process)
     assert "'digts'" in sentence
     assert "'digits'" in sentence

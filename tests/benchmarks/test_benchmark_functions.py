@@ -70,6 +70,6 @@ def test_sizes_of_free_dimensions_are_some_at_which_the_model_runs(
 
 
 @pytest.mark.parametrize("name", ["resnet81", "nowhere.onnx"])
-def test_a_name_that_is_no_model_is_one_sentence(command: Command, name: str) -> None:
-    process = command("functions", name)
+def test_a_name_that_is_no_model_is_one_sentence(call: Command, name: str) -> None:
+    process = call("functions", name)
     assert f"{name!r}" in refusal(process)

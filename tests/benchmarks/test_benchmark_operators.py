@@ -53,8 +53,8 @@ def test_an_operator_is_measured_against_the_peaks_and_onnx_runtime(command: Com
     assert "instance norm" in process.stdout
 
 
-def test_a_class_that_does_not_exist_is_one_sentence(command: Command) -> None:
-    process = command("operators", "sofmax")
+def test_a_class_that_does_not_exist_is_one_sentence(call: Command) -> None:
+    process = call("operators", "sofmax")
     sentence = refusal(process)
     assert "'sofmax'" in sentence
     assert "'softmax'" in sentence

@@ -49,6 +49,6 @@ def test_medians_are_compared(module: Import) -> None:
     assert (document.costs["tvmflow"].load, document.ratios.load) == (3, 1.5)
 
 
-def test_a_model_that_is_unknown_is_one_sentence(command: Command) -> None:
-    process = command("runtime", "digts")
+def test_a_model_that_is_unknown_is_one_sentence(call: Command) -> None:
+    process = call("runtime", "digts")
     assert "'digits'" in refusal(process)

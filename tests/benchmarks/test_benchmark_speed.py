@@ -37,15 +37,15 @@ def test_a_model_is_measured_beside_its_peers(command: Command, tmp_path: Path) 
     assert "digits" in process.stdout
 
 
-def test_a_model_that_does_not_exist_is_one_sentence(command: Command) -> None:
-    process = command("speed", "digts")
+def test_a_model_that_does_not_exist_is_one_sentence(call: Command) -> None:
+    process = call("speed", "digts")
     sentence = refusal(process)
     assert "'digts'" in sentence
     assert "'digits'" in sentence
 
 
-def test_computing_time_of_several_threads_is_refused_in_one_sentence(command: Command) -> None:
-    process = command("speed", "digits", "--cpu-time", "--threads", "2")
+def test_computing_time_of_several_threads_is_refused_in_one_sentence(call: Command) -> None:
+    process = call("speed", "digits", "--cpu-time", "--threads", "2")
     sentence = refusal(process)
     assert "--cpu-time" in sentence
     assert "--threads 1" in sentence

@@ -23,10 +23,11 @@ def _product(path: Path, rows: int | str) -> Path:
     return save_model(path, [node], [("x", [rows, 64])], ["y"], {"w": np.ones((64, 32), "float32")})
 
 
-def test_both_builds_of_a_file_are_timed_at_the_given_size(command: Command, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("children_in_forks")
+def test_both_builds_of_a_file_are_timed_at_the_given_size(call: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     model = str(_product(tmp_path / "product.onnx", "n"))
-    process = command("symbolic", model, "--size", "n=48", "--rounds", "1", "--repeats", "2", "--json", str(figures))
+    process = call("symbolic", model, "--size", "n=48", "--rounds", "1", "--repeats", "2", "--json", str(figures))
     assert process.returncode == 0, process.stderr
     (result,) = json.loads(figures.read_text())
     assert result["sizes"] == {"n": 48}
@@ -43,8 +44,9 @@ def test_a_model_without_free_dimensions_is_refused(module: Callable[[str], Modu
         symbolic.work(job, lambda _: None)
 
 
-def test_a_model_that_cannot_be_measured_is_one_sentence(command: Command, tmp_path: Path) -> None:
-    process = command("symbolic", str(_product(tmp_path / "product.onnx", 4)))
+@pytest.mark.usefixtures("children_in_forks")
+def test_a_model_that_cannot_be_measured_is_one_sentence(call: Command, tmp_path: Path) -> None:
+    process = call("symbolic", str(_product(tmp_path / "product.onnx", 4)))
     assert (process.returncode, process.stdout) == (1, "")
     assert re.search(r"no input of .*product\.onnx has a free dimension", process.stderr)
 
@@ -56,7 +58,7 @@ def test_a_model_that_cannot_be_measured_is_one_sentence(command: Command, tmp_p
         ("48", "'48' is no size of a dimension, such as batch=8"),
     ],
 )
-def test_a_wrong_size_is_refused(command: Command, tmp_path: Path, size: str, sentence: str) -> None:
-    process = command("symbolic", str(_product(tmp_path / "product.onnx", "n")), "--size", size)
+def test_a_wrong_size_is_refused(call: Command, tmp_path: Path, size: str, sentence: str) -> None:
+    process = call("symbolic", str(_product(tmp_path / "product.onnx", "n")), "--size", size)
     assert process.returncode != 0
     assert re.search(sentence, process.stderr)

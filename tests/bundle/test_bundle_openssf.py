@@ -1,7 +1,8 @@
 """Signatures in OpenSSF's format: OpenSSF's own program verifies them."""
 
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,33 +11,42 @@ from tvmflow.bundle import keygen as own_keygen
 from tvmflow.bundle.openssf import keygen, sign
 from tvmflow.errors import BundleError, SettingsError
 
-
-def _verify(bundle: Path, signature: Path, key: Path) -> "subprocess.CompletedProcess[str]":
-    """Run OpenSSF's `model_signing verify key`."""
-    command = [sys.executable, "-m", "model_signing", "verify", "key", str(bundle)]
-    command += ["--signature", str(signature), "--public_key", str(key)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+Verify = Callable[[Path, Path, Path], int]
 
 
-def test_openssf_verifies_what_was_signed_and_nothing_else(bundle: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def verify(monkeypatch: pytest.MonkeyPatch) -> Verify:
+    """Run OpenSSF's `model_signing verify key` in this process, and return its exit code."""
+
+    def run(bundle: Path, signature: Path, key: Path) -> int:
+        arguments = ["verify", "key", str(bundle), "--signature", str(signature), "--public_key", str(key)]
+        monkeypatch.setattr(sys, "argv", ["model_signing", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("model_signing", run_name="__main__", alter_sys=True)
+        return int(ended.value.code or 0)
+
+    return run
+
+
+def test_openssf_verifies_what_was_signed_and_nothing_else(bundle: Path, tmp_path: Path, verify: Verify) -> None:
     public, other, signature = keygen(tmp_path / "key"), keygen(tmp_path / "other"), tmp_path / "model.sig"
     before = bundle.read_bytes()
     sign(bundle, tmp_path / "key", signature)
     assert bundle.read_bytes() == before
-    assert _verify(bundle, signature, public).returncode == 0
-    assert _verify(bundle, signature, other).returncode != 0
+    assert verify(bundle, signature, public) == 0
+    assert verify(bundle, signature, other) != 0
     bundle.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    assert _verify(bundle, signature, public).returncode != 0
+    assert verify(bundle, signature, public) != 0
 
 
-def test_a_link_is_signed_as_the_bundle_to_which_it_leads(bundle: Path, tmp_path: Path) -> None:
+def test_a_link_is_signed_as_the_bundle_to_which_it_leads(bundle: Path, tmp_path: Path, verify: Verify) -> None:
     public, signature = keygen(tmp_path / "key"), tmp_path / "model.sig"
     link = tmp_path / "link.tar.gz"
     link.symlink_to(bundle)
     sign(link, tmp_path / "key", signature)
     copy = tmp_path / "copy.tar.gz"
     copy.write_bytes(bundle.read_bytes())
-    assert _verify(copy, signature, public).returncode == 0
+    assert verify(copy, signature, public) == 0
 
 
 @pytest.mark.parametrize("kind", ["absent", "Ed25519", "public", "text"])

@@ -30,7 +30,13 @@ def environment(state: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def tvmflow(state: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+def tvmflow(
+    state: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    children_in_forks: None,
+) -> Command:
     """Call the command in this process, with its steps, in an empty folder; `bundle` goes through their processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TVMFLOW_HOME", str(state))

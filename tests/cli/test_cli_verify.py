@@ -83,16 +83,14 @@ def test_compile_signs_with_the_key_of_the_settings_and_gives_the_same_bytes(
 
 
 def test_a_bundle_is_built_again_from_its_onnx_file_in_another_state_folder(
-    executable: str, environment: dict[str, str], bundle: Path, models: Path, tmp_path: Path
+    tvmflow: Command, bundle: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment_elsewhere = {**environment, "TVMFLOW_HOME": str(tmp_path / "elsewhere"), "PYTHONHASHSEED": "7"}
-    arguments = [executable, "verify", str(bundle), "--rebuild", str(models / "small.onnx"), "--json"]
-    process = subprocess.run(
-        arguments, env=environment_elsewhere, cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == 0, process.stderr
+    """The bundle is of other processes, with another seed of hashes."""
+    monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "elsewhere"))
+    result = tvmflow("verify", bundle, "--rebuild", models / "small.onnx", "--json")
+    assert result.code == 0, result.stderr
     parts = ["ONNX file", "Relax module", "weights", "samples", "mod.json", "mod.so", "sample.npz", "manifest"]
-    assert json.loads(process.stdout)["rebuilt"] == parts
+    assert json.loads(result.stdout)["rebuilt"] == parts
 
 
 def test_the_log_of_a_rebuild_that_fails_is_where_its_error_says(

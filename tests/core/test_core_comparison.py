@@ -41,7 +41,7 @@ def _verdict(plan: Plan, bound: float, ratio: float, noise: Noise, seed: int) ->
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
 def test_a_ratio_at_the_bound_is_decided_as_seldom_as_the_plan_says(noise: Noise) -> None:
-    plan, trials = Plan.up_to(40, error=0.1), count(normal=400, long=4000)
+    plan, trials = Plan.up_to(40, error=0.1), count(normal=200, long=4000)
     verdicts = [_verdict(plan, 1.0, 1.0, noise, seed) for seed in range(trials)]
     wrong = [verdict for verdict in verdicts if verdict != "undecided"]
     # Three deviations above the error, which no interval that is looked at naively stays below.
@@ -60,7 +60,7 @@ def test_an_interval_that_is_naive_about_its_looks_would_be_wrong_more_often() -
 @pytest.mark.parametrize("noise", list(NOISES.values())[:2], ids=list(NOISES)[:2])
 def test_a_ratio_away_from_the_bound_is_decided(noise: Noise, ratio: float, verdict: Verdict) -> None:
     plan = Plan.up_to(150)
-    verdicts = [_verdict(plan, 1.02, ratio, noise, seed) for seed in range(count(normal=25, long=250))]
+    verdicts = [_verdict(plan, 1.02, ratio, noise, seed) for seed in range(count(normal=12, long=250))]
     assert set(verdicts) == {verdict}
 
 
@@ -169,7 +169,7 @@ def test_every_load_has_a_warm_up_of_its_own() -> None:
 
 @pytest.mark.parametrize(("lost", "won"), [(0.1, 0.1), (0.02, 0.0), (0.3, 0.05)])
 def test_a_drop_lies_in_its_interval_as_often_as_it_says(lost: float, won: float) -> None:
-    random, trials = np.random.default_rng(0), count(normal=60, long=2000)
+    random, trials = np.random.default_rng(0), count(normal=30, long=2000)
     draws = random.multinomial(360, (lost, won, 1 - lost - won), trials)
     intervals = [find_drop(int(first), int(second), 360, error=0.1) for first, second, _ in draws]
     misses = sum(not interval.low <= lost - won <= interval.high for interval in intervals)

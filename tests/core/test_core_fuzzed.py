@@ -140,7 +140,7 @@ def test_the_fuzzed_document_is_a_release_file(folder: Path) -> None:
     assert len(PLACES) > 70
 
 
-@examples(normal=150, long=1_000)
+@examples(normal=75, long=1_000)
 @given(some.sampled_from(PLACES), some.sampled_from(["replace", "remove", "add"]), VALUES, some.text(max_size=8))
 def test_a_changed_document_is_read_or_refused_by_the_name_of_what_is_wrong(
     folder: Path, place: Keys, action: str, value: object, key: str
@@ -170,7 +170,7 @@ JSON_VALUES = some.recursive(
 )
 
 
-@examples(normal=300, long=3_000)
+@examples(normal=150, long=3_000)
 @given(
     some.sampled_from(DOCUMENTS),
     some.data(),
@@ -196,7 +196,7 @@ def test_a_changed_document_of_the_store_is_read_whole_or_refused_by_file_and_fi
         assert encode(decode(kind, content, "")) == content
 
 
-@examples(normal=200, long=3_000)
+@examples(normal=100, long=3_000)
 @given(some.sampled_from(DOCUMENTS), some.data())
 def test_every_value_of_a_document_survives_being_read_and_written(
     case: tuple[type[Document], dict[str, Any]], data: some.DataObject
@@ -215,7 +215,7 @@ def test_every_value_of_a_document_survives_being_read_and_written(
         assert find(json.loads(encode(document)), place) == value
 
 
-@examples(normal=60, long=500)
+@examples(normal=30, long=500)
 @given(some.data())
 def test_a_damaged_text_is_read_or_refused(folder: Path, data: some.DataObject) -> None:
     text = data.draw(some.sampled_from([template("fuzzed"), yaml.safe_dump(DOCUMENT)]))
@@ -236,7 +236,7 @@ def test_a_damaged_text_is_read_or_refused(folder: Path, data: some.DataObject) 
         checked(error)
 
 
-@examples(normal=60, long=500)
+@examples(normal=30, long=500)
 @given(some.binary(max_size=60) | VALUES.map(lambda value: repr(value).encode(errors="replace")))
 def test_any_bytes_are_refused_as_a_release_file(folder: Path, content: bytes) -> None:
     path = folder / "release.yaml"
@@ -276,7 +276,7 @@ TARGETS = (
 TARGET_KEYS = ["kind", "mtriple", "mattr", "num-cores", "host", "arch", "keys", "libs"]
 
 
-@examples(normal=150, long=1_000)
+@examples(normal=75, long=1_000)
 @given(
     TARGETS | some.dictionaries(some.sampled_from(TARGET_KEYS), VALUES | some.sampled_from(["llvm", "cuda", ["+avx2"]]))
 )
@@ -292,7 +292,7 @@ def test_a_target_is_resolved_or_refused(text: Any) -> None:
         assert set(target.features) == set(map(str, target.features))
 
 
-@examples(normal=100, long=1_000)
+@examples(normal=50, long=1_000)
 @given(
     some.lists(
         some.sampled_from(["x", ":", "[", "]", ",", "1", "224", " ", "-", "--5", "²", "٣", "n", '"', "'", "9" * 5000]),
@@ -311,7 +311,7 @@ def test_shapes_are_read_or_refused(text: str) -> None:
             assert all(isinstance(size, int | str) for size in shape)
 
 
-@examples(normal=60, long=500)
+@examples(normal=30, long=500)
 @given(
     some.lists(
         some.sampled_from(["host", ":", "[", "]", "::1", "80", "0", "65536", "²", "-1", "9" * 5000]), max_size=5

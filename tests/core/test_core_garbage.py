@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import TVMFLOW, clean_environment
+from support.command_server import CommandServer
+from support.processes import clean_environment
 from tvmflow.errors import StepError
 from tvmflow.garbage import alone_in, find_garbage, remove
 from tvmflow.workspace import Artifact, StepResult, Workspace, run_step
@@ -119,14 +120,14 @@ def test_a_removal_that_is_killed_leaves_a_folder_that_runs_can_use(state: Path,
         assert make(workspace, name) == "cached"
 
 
-def test_the_command_shows_sizes_and_removes_only_without_dry_run(state: Path) -> None:
+def test_the_command_shows_sizes_and_removes_only_without_dry_run(state: Path, commands: CommandServer) -> None:
     make(Workspace(state), "unused")
     age(state, 40)
 
     def gc(*options: str) -> dict[str, object]:
         environment = clean_environment(TVMFLOW_HOME=str(state))
-        command = [str(TVMFLOW), "gc", "--json", *options]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        process = commands.run(["gc", "--json", *options], environment, state.parent, timeout=120)
+        assert process.returncode == 0, process.stderr
         return dict(json.loads(process.stdout))
 
     assert gc("--days", "50")["bytes"] == 0

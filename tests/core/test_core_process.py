@@ -98,13 +98,14 @@ def hangs(job: Job, emit) -> Result:
     emit(os.getpid(), 0, "")
     signal.pause()
 
+def hangs_with_another(job: Job, emit) -> Result:
+    emit(os.getpid(), 0, "")
+    emit(subprocess.Popen(["sleep", "600"]).pid, 0, "")
+    signal.pause()
+
 def reports_for_ever(job: Job, emit) -> Result:
     while True:
         emit(0, 0, "again")
-
-def starts_another(job: Job, emit) -> Result:
-    emit(subprocess.Popen(["sleep", "600"]).pid, 0, "")
-    signal.pause()
 
 def dies_before_its_fork(job: Job, emit) -> Result:
     if os.fork() == 0:
@@ -289,22 +290,20 @@ def test_a_question_to_the_user_ends_at_once(call: Call) -> None:
     assert "EOFError" in refusal(call, "asks")
 
 
-def test_a_child_that_hangs_is_ended(call: Call) -> None:
+def test_a_child_that_hangs_is_ended_with_what_it_started(call: Call) -> None:
     descriptors: list[int] = []
-    message = refusal(call, "hangs", timeout=3, emit=lambda pid, *_: descriptors.append(os.pidfd_open(int(pid))))
-    assert "0.05 minutes" in message
+    message = refusal(
+        call, "hangs_with_another", timeout=2.4, emit=lambda pid, *_: descriptors.append(os.pidfd_open(int(pid)))
+    )
+    assert "0.04 minutes" in message
     assert "TVMFLOW_STEP_TIMEOUT_MINUTES" in message
-    _assert_ends(descriptors[0])
+    assert len(descriptors) == 2
+    for descriptor in descriptors:
+        _assert_ends(descriptor)
 
 
 def test_a_child_that_reports_for_ever_is_ended_as_well(call: Call) -> None:
     assert "took longer than" in refusal(call, "reports_for_ever", timeout=1)
-
-
-def test_what_a_child_started_ends_with_it(call: Call) -> None:
-    descriptors: list[int] = []
-    refusal(call, "starts_another", timeout=3, emit=lambda pid, *_: descriptors.append(os.pidfd_open(int(pid))))
-    _assert_ends(descriptors[0])
 
 
 def test_a_child_whose_fork_outlives_it_is_noticed(call: Call) -> None:

@@ -30,8 +30,6 @@ from tvmflow.store.channel_document import Channel, WishEnd
 from tvmflow.store.statements import Subject, sign
 from tvmflow.verdict import Verdict
 
-LIMIT_SECONDS = 120
-
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory, databases: Databases) -> Registry:
@@ -193,67 +191,96 @@ def test_an_alias_that_asks_is_deleted_once_it_is_granted_or_older(
     assert asked() is None
 
 
-_MOVER = """
-import json, os, signal, sys
+_MOVERS = """
+import json, os, signal, sys, traceback
 from pathlib import Path
 from tvmflow import promotion
 from tvmflow.registry import Registry, RegistryConfig
 from tvmflow.release import Blob
 from tvmflow.services import Services
 from tvmflow.spec import Policy
-from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig
+import boto3, mlflow.store.model_registry.sqlalchemy_store, mlflow.store.tracking.sqlalchemy_store
 
-job = json.loads(sys.argv[1])
-if job["store"]["folder"]:
-    job["store"]["folder"] = Path(job["store"]["folder"])
+def move(job, ready, go):
+    if job["store"]["folder"]:
+        job["store"]["folder"] = Path(job["store"]["folder"])
 
-class Watched(Registry):
-    def set_alias(self, name, alias, version):
-        if job["who"] == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().set_alias(name, alias, version)
+    class Watched(Registry):
+        def set_alias(self, name, alias, version):
+            if job["who"] == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            super().set_alias(name, alias, version)
 
-services = Services(ReleaseStore(StoreConfig(**job["store"])), Watched(RegistryConfig(**job["registry"])))
-services.registry.get_alias_version(job["name"], "production")
-print("ready", flush=True)
-sys.stdin.readline()
-wished = promotion.make_wish(services, job["name"], job["version"], "production", who=job["who"], why="race")
-policy = promotion.EffectivePolicy(Policy())
-if wished.wish:
-    promotion.grant(services, job["name"], "production", wished.wish.id, why="race", policy=policy)
+    services = Services(ReleaseStore(StoreConfig(**job["store"])), Watched(RegistryConfig(**job["registry"])))
+    services.registry.get_alias_version(job["name"], "production")
+    os.write(ready, b".")
+    os.close(ready)
+    os.read(go, 1)
+    wished = promotion.make_wish(services, job["name"], job["version"], "production", who=job["who"], why="race")
+    policy = promotion.EffectivePolicy(Policy())
+    if wished.wish:
+        promotion.grant(services, job["name"], "production", wished.wish.id, why="race", policy=policy)
+
+for line in sys.stdin:
+    jobs, (waiting, ready), (go, start), movers = json.loads(line), os.pipe(), os.pipe(), []
+    for job in jobs:
+        movers.append(os.fork())
+        if movers[-1] == 0:
+            signal.alarm(120)
+            code = 1
+            try:
+                move(job, ready, go)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
+    # Whoever has died is not waited for.
+    os.close(ready)
+    arrived = sum(len(os.read(waiting, 1)) for _ in jobs)
+    os.write(start, b"." * len(jobs))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(mover, 0)[1]) for mover in movers]
+    for end in (waiting, go, start):
+        os.close(end)
+    print(json.dumps([arrived, codes]), flush=True)
 """
 
-
-def _mover(services: Services, name: str, version: str, who: str) -> "subprocess.Popen[str]":
-    job = {
-        "store": asdict(services.store.config),
-        "registry": vars(services.registry.config),
-        "name": name,
-        "version": version,
-        "who": who,
-    }
-    command = [sys.executable, "-c", _MOVER, json.dumps(job, default=str)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+Movers = Callable[..., list[int]]
 
 
-def _ready(mover: "subprocess.Popen[str]") -> None:
-    assert mover.stdout is not None
-    assert mover.stdout.readline() == "ready\n"
+@pytest.fixture(scope="module")
+def _movers() -> Iterator["subprocess.Popen[str]"]:
+    """A process that forks for each mover, since importing takes longer than to move."""
+    command = [sys.executable, "-c", _MOVERS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+
+
+@pytest.fixture
+def race(_movers: "subprocess.Popen[str]", services: Services, name: str) -> Movers:
+    """Promote versions at once, each in a process of its own: `race({who: version})` returns their exit codes."""
+
+    def run(versions: dict[str, str]) -> list[int]:
+        configs = {"store": asdict(services.store.config), "registry": vars(services.registry.config), "name": name}
+        jobs = [{**configs, "version": version, "who": who} for who, version in versions.items()]
+        assert _movers.stdin is not None
+        assert _movers.stdout is not None
+        _movers.stdin.write(json.dumps(jobs, default=str) + "\n")
+        _movers.stdin.flush()
+        arrived, codes = json.loads(_movers.stdout.readline())
+        assert arrived == len(jobs)
+        return list(codes)
+
+    return run
 
 
 @on_a_server
 def test_after_racing_processes_the_alias_names_what_the_channel_holds(
-    services: Services, name: str, release: Callable[..., None]
+    services: Services, name: str, release: Callable[..., None], race: Movers
 ) -> None:
     release("1", "2", "3")
     _move(services, name, "1")
-    movers = [_mover(services, name, version, f"mover {version}") for version in ("2", "3")]
-    for mover in movers:
-        _ready(mover)
-    for mover in movers:
-        mover.communicate("\n", LIMIT_SECONDS)
-    assert [mover.returncode for mover in movers] == [0, 0]
+    assert race({f"mover {version}": version for version in ("2", "3")}) == [0, 0]
     alias, holds = _where(services, name)
     assert alias == holds != "1"
     document = channels.read(services.store, name, "production")
@@ -262,14 +289,11 @@ def test_after_racing_processes_the_alias_names_what_the_channel_holds(
 
 
 def test_a_move_that_is_killed_before_the_alias_is_completed_by_the_next_promotion(
-    services: Services, name: str, release: Callable[..., None]
+    services: Services, name: str, release: Callable[..., None], race: Movers
 ) -> None:
     release("1", "2")
     _move(services, name, "1")
-    mover = _mover(services, name, "2", "killed")
-    _ready(mover)
-    mover.communicate("\n", LIMIT_SECONDS)
-    assert mover.returncode == -signal.SIGKILL
+    assert race({"killed": "2"}) == [-signal.SIGKILL]
     state = promotion.read_state(services, name, "production")
     assert (state.alias_version, state.channel.version, state.hand_set_version) == ("1", "2", None)
     _wish(services, name, "2", "dora")

@@ -204,7 +204,7 @@ def test_after_any_history_the_channel_holds_what_was_granted_and_reconciling_se
     registry_config: RegistryConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     history, chance = ChannelHistory(registry_config, tmp_path, monkeypatch), random.Random(seed)  # noqa: S311
-    for _ in range(30):
+    for _ in range(scale.count(normal=18, long=30)):
         step = chance.choice([step for step in STEPS if history.can(step)])
         getattr(history, step)(chance.choice(VERSIONS), chance.choice([None, None, None, 0, 1, 2]))
         history.check()

@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,48 +17,62 @@ from tvmflow.reach import code_digest, reachable_modules
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("tvmflow", "tasks", "flows")
 KEYS = """
-import importlib, json, pathlib, sys
+import importlib, json, os, pathlib, sys
 from tasks.step import Step
 steps = {}
 for path in sorted(pathlib.Path("tasks").glob("*.py")):
     module = importlib.import_module(f"tasks.{path.stem}")
-    steps |= {step.name: step.code for step in vars(module).values() if isinstance(step, Step)}
-print(json.dumps(steps))
+    steps |= {step.name: step for step in vars(module).values() if isinstance(step, Step)}
+for _ in sys.stdin:
+    # A child has read no source yet.
+    if os.fork() == 0:
+        print(json.dumps({name: step.code for name, step in steps.items()}), flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 
+@dataclass
+class Tree:
+    """A copy of the project's packages, to be changed, and a process that has imported its steps."""
+
+    folder: Path
+    process: "subprocess.Popen[str]"
+
+    def codes(self) -> dict[str, str]:
+        """Return the digest of every step's code by the step's name, as a new process in this tree has it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        digests: dict[str, str] = json.loads(self.process.stdout.readline())
+        return digests
+
+
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project's packages, to be changed."""
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tree]:
     folder = tmp_path_factory.mktemp("tree")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    return folder
+    command, environment = [sys.executable, "-c", KEYS], {**os.environ, "PYTHONPATH": str(folder)}
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield Tree(folder, process)
 
 
-def codes(tree: Path) -> dict[str, str]:
-    """Return the digest of every step's code by the step's name, as a new process in this tree has it."""
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    process = subprocess.run(
-        [sys.executable, "-c", KEYS], cwd=tree, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert process.returncode == 0, process.stderr
-    digests: dict[str, str] = json.loads(process.stdout)
-    return digests
-
-
-def steps_after_a_change(tree: Path, digests: dict[str, str], path: str) -> set[str]:
+def steps_after_a_change(tree: Tree, digests: dict[str, str], path: str) -> set[str]:
     """Append a comment to a file of the tree, update the digests, and return the names of the steps that change."""
-    with (tree / path).open("a") as file:
+    with (tree.folder / path).open("a") as file:
         file.write("# a change\n")
     before = dict(digests)
-    digests.update(codes(tree))
+    digests.update(tree.codes())
     assert digests.keys() == before.keys()
     return {name for name in digests if digests[name] != before[name]}
 
 
-def test_a_change_in_the_server_runs_no_step_again_and_a_change_in_a_schedule_builds_again(tree: Path) -> None:
-    digests = codes(tree)
+def test_a_change_in_the_server_runs_no_step_again_and_a_change_in_a_schedule_builds_again(tree: Tree) -> None:
+    digests = tree.codes()
     steps = {"train", "export", "relax_import", "tune", "build", "package", "validate", "track", "publish"}
     assert steps <= set(digests)
     assert steps_after_a_change(tree, digests, "tvmflow/serving/app.py") == set()

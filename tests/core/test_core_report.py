@@ -835,7 +835,7 @@ def test_a_picture_shows_text_and_is_the_same_each_time() -> None:
 
 
 def test_a_picture_of_a_very_tall_chart_is_no_taller_than_programs_show() -> None:
-    picture = Image.open(io.BytesIO(draw_png(charts.bars("times", {str(index): 1.0 for index in range(2000)}))))
+    picture = Image.open(io.BytesIO(draw_png(charts.bars("times", {str(index): 1.0 for index in range(200)}))))
     assert picture.height <= 16_384 < picture.height + 2
 
 

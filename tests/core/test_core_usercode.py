@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -92,7 +92,8 @@ def test_a_link_in_the_folder_of_the_standard_library_is_no_module_of_the_user(
     target.write_text("")
     (standard / "customized.py").symlink_to(target)
     module = ModuleType("customized")
-    monkeypatch.setitem(sys.modules, "customized", module)
+    # The other modules of this process would all be read.
+    monkeypatch.setattr(usercode, "sys", SimpleNamespace(modules={"customized": module}))
     monkeypatch.setattr(usercode, "_STANDARD", {standard.resolve()})
     module.__file__ = str(target)
     assert str(target.resolve()) in usercode.imported_sources().files

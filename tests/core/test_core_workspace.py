@@ -222,7 +222,7 @@ def test_a_listener_hears_of_runs_cache_hits_and_failures(workspace: Workspace, 
 
 
 def test_two_processes_may_keep_the_same_artifact_at_once(workspace: Workspace) -> None:
-    code = "print('ready', flush=True); sys.stdin.readline()\nfor _ in range(200): keep()\n"
+    code = "print('ready', flush=True); sys.stdin.readline()\nfor _ in range(60): keep()\n"
     arguments = [sys.executable, "-c", SCRIPT + code, str(workspace.folder), "library" * 1000]
     workers = [
         subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -10,8 +10,15 @@ import torch
 EXAMPLE = "digits"
 
 
-def test_training_reads_97_of_100_held_out_digits(example: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_training_reads_97_of_100_held_out_digits_and_leaves_torch_as_it_was(
+    example: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
     example["train"].train(tmp_path / "weights.pt")
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rsplit(" ", 1)[0] for line in lines] == [f"epoch {number}/8 loss" for number in range(1, 9)]
     model = example["model"].create()
     model.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
     inputs, labels = example["data"].held_out()
@@ -21,33 +28,15 @@ def test_training_reads_97_of_100_held_out_digits(example: dict[str, ModuleType]
     assert np.mean(logits.argmax(1).numpy() == labels) >= 0.97
 
 
-def test_the_same_seed_gives_the_same_file(example: dict[str, ModuleType], tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        example["train"].train(tmp_path / folder / "weights.pt", epochs=1, seed=5)
-    assert (tmp_path / "a" / "weights.pt").read_bytes() == (tmp_path / "b" / "weights.pt").read_bytes()
-
-
-def test_another_seed_gives_other_weights(example: dict[str, ModuleType], tmp_path: Path) -> None:
-    for seed in (0, 1):
-        example["train"].train(tmp_path / f"{seed}.pt", epochs=1, seed=seed)
-    first, second = (torch.load(tmp_path / f"{seed}.pt", weights_only=True) for seed in (0, 1))
-    assert not torch.equal(first["classifier.weight"], second["classifier.weight"])
-
-
-def test_training_leaves_torch_as_it_was(example: dict[str, ModuleType], tmp_path: Path) -> None:
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    example["train"].train(tmp_path / "weights.pt", epochs=1)
-    assert torch.get_num_threads() == threads
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_each_epoch_prints_a_line(
-    example: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_same_seed_gives_the_same_file_and_another_gives_other_weights(
+    example: dict[str, ModuleType], tmp_path: Path
 ) -> None:
-    example["train"].train(tmp_path / "weights.pt", epochs=2)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.rsplit(" ", 1)[0] for line in lines] == ["epoch 1/2 loss", "epoch 2/2 loss"]
+    for folder, seed in (("a", 5), ("b", 5), ("other", 6)):
+        (tmp_path / folder).mkdir()
+        example["train"].train(tmp_path / folder / "weights.pt", epochs=1, seed=seed)
+    assert (tmp_path / "a" / "weights.pt").read_bytes() == (tmp_path / "b" / "weights.pt").read_bytes()
+    first, second = (torch.load(tmp_path / folder / "weights.pt", weights_only=True) for folder in ("a", "other"))
+    assert not torch.equal(first["classifier.weight"], second["classifier.weight"])
 
 
 def test_no_epochs_are_refused(example: dict[str, ModuleType], tmp_path: Path) -> None:

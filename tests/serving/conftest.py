@@ -149,15 +149,20 @@ def point(store: ReleaseStore) -> Callable[[str, str], None]:
 
 
 @pytest.fixture(scope="session")
-def command(tmp_path_factory: pytest.TempPathFactory, s3: StoreConfig) -> Callable[..., "subprocess.Popen[str]"]:
-    """Start `tvmflow serve` in a process of its own, with nothing in its environment but the store."""
-    environment = clean_environment(
+def environment(tmp_path_factory: pytest.TempPathFactory, s3: StoreConfig) -> dict[str, str]:
+    """An environment in which nothing but the store is said."""
+    return clean_environment(
         TVMFLOW_HOME=str(tmp_path_factory.mktemp("home")),
         TVMFLOW_S3_ENDPOINT=str(s3.endpoint),
         TVMFLOW_S3_BUCKET=s3.bucket,
         TVMFLOW_S3_ACCESS_KEY=str(s3.access_key),
         TVMFLOW_S3_SECRET_KEY=str(s3.secret_key),
     )
+
+
+@pytest.fixture(scope="session")
+def command(environment: dict[str, str]) -> Callable[..., "subprocess.Popen[str]"]:
+    """Start `tvmflow serve` in a process of its own."""
 
     def start(*arguments: object) -> "subprocess.Popen[str]":
         return subprocess.Popen(

@@ -5,7 +5,7 @@ import json
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -19,6 +19,7 @@ import pytest
 
 from support import scale
 from support.arrays import normal
+from support.command_server import CommandServer
 from support.items import POISON, images, tokens
 from support.models import save_model
 from support.steps import compile_by_steps
@@ -255,6 +256,9 @@ def test_requests_at_a_time_run_as_one_batch_with_the_same_numbers(
             np.testing.assert_array_equal(actual["doubled"], expected["doubled"])
         assert running.metric("tvmflow_batch_rows_count") == 1
         assert running.metric("tvmflow_batch_rows_sum") == clients
+        # The test of signals below takes the other one in a normal run.
+        running.process.send_signal(signal.SIGINT)
+        assert (running.process.wait(30), running.process.stderr.read()) == (0, "")
 
 
 def _send_bytes(address: str, model: str, item: Any) -> Any:
@@ -295,7 +299,8 @@ def test_a_request_reaches_no_other_of_its_batch_whatever_it_holds(
         assert running.metric("tvmflow_batch_rows_count") == len(parts) * (1 + len(POISON))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_accepted_requests_are_answered_after_a_signal(
     serve: Serve, bundle: Path, inputs: MakeInputs, number: int
 ) -> None:
@@ -323,25 +328,47 @@ def test_answers_are_not_held_back_to_fill_a_packet() -> None:
 
 def _sentence(process: "subprocess.Popen[str]") -> str:
     out, err = process.communicate(timeout=120)
-    assert process.returncode != 0
+    return _checked(process.returncode, out, err)
+
+
+def _checked(code: int, out: str, err: str) -> str:
+    assert code != 0
     assert out == ""
     assert err.startswith("tvmflow: ")
     assert err.count("\n") == 1
     return err
 
 
-def test_connections_without_a_whole_request_are_closed(serve: Serve, bundle: Path) -> None:
+@pytest.fixture
+def refusal(commands: CommandServer, environment: dict[str, str], tmp_path: Path) -> Callable[..., str]:
+    """The sentence with which `tvmflow serve` refuses, in a process that need not import first."""
+
+    def ask(*arguments: object) -> str:
+        process = commands.run(["serve", *map(str, arguments)], environment, tmp_path, 120)
+        return _checked(process.returncode, process.stdout, process.stderr)
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def hurried(serve: Serve) -> Iterator[Running]:
+    """A server of a release that gives half a second to a request to come."""
+    with serve("small/2", "--timeout-s", "0.5") as running:
+        yield running
+
+
+def test_connections_without_a_whole_request_are_closed(hurried: Running) -> None:
     """Each takes a file descriptor, and somebody could open as many as there are."""
     request = b"GET /v2 HTTP/1.1\r\nHost: here\r\n"
-    with serve(bundle, "--timeout-s", "0.5") as server, ExitStack() as stack:
-        place = urlsplit(server.address)
+    with ExitStack() as stack:
+        place = urlsplit(hurried.address)
         answers = []
         for content in (b"", request, request + b"\r\n" + request):
             connection = stack.enter_context(socket.create_connection((place.hostname, place.port), 60))
             connection.sendall(content)
             answers.append(connection.makefile("rb").read())
         assert [answer[:12] for answer in answers] == [b"", b"", b"HTTP/1.1 200"]
-        assert server.client.get("/v2/health/live").status_code == 200
+        assert hurried.client.get("/v2/health/live").status_code == 200
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded(command: Start, bundle: Path) -> None:
@@ -365,12 +392,12 @@ def test_a_port_in_use_is_refused_before_anything_is_loaded(command: Start, bund
         ),
     ],
 )
-def test_a_model_that_cannot_be_served_is_one_sentence(command: Start, model: str, complaint: str) -> None:
-    assert complaint in _sentence(command(model, "--port", 0))
+def test_a_model_that_cannot_be_served_is_one_sentence(refusal: Callable[..., str], model: str, complaint: str) -> None:
+    assert complaint in refusal(model, "--port", 0)
 
 
-def test_an_impossible_address_is_one_sentence(command: Start, bundle: Path) -> None:
-    assert "correct --host" in _sentence(command(bundle, "--host", "256.0.0.1"))
+def test_an_impossible_address_is_one_sentence(refusal: Callable[..., str], bundle: Path) -> None:
+    assert "correct --host" in refusal(bundle, "--host", "256.0.0.1")
 
 
 def test_a_failure_of_the_model_is_reported_and_counted(bundle: Path, inputs: MakeInputs) -> None:
@@ -392,9 +419,8 @@ def test_a_failure_of_the_model_is_reported_and_counted(bundle: Path, inputs: Ma
     assert metrics.registry.get_sample_value("tvmflow_requests_total", {"code": "500"}) == 1
 
 
-def test_a_release_is_served_by_its_version(serve: Serve, inputs: MakeInputs, reference: Reference) -> None:
-    with serve("small/2") as running:
-        arrays = inputs(2)
-        document = running.client.post("/v2/models/small/versions/2/infer", json=_body(arrays)).json()
-        assert document["model_version"] == "2"
-        np.testing.assert_allclose(_outputs(document)["sum"], reference("2", arrays)["sum"], rtol=1e-5, atol=1e-6)
+def test_a_release_is_served_by_its_version(hurried: Running, inputs: MakeInputs, reference: Reference) -> None:
+    arrays = inputs(2)
+    document = hurried.client.post("/v2/models/small/versions/2/infer", json=_body(arrays)).json()
+    assert document["model_version"] == "2"
+    np.testing.assert_allclose(_outputs(document)["sum"], reference("2", arrays)["sum"], rtol=1e-5, atol=1e-6)

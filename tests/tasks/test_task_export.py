@@ -239,16 +239,18 @@ def test_an_export_says_that_its_factory_does_not_give_the_same_weights_twice(
     assert not export_spec(spec).is_repeatable
 
 
+@pytest.mark.usefixtures("children_in_forks")
 def test_a_model_factory_sees_no_credentials_but_the_variables_that_settings_name(
     workspace: Workspace, tmp_path: Path, user_code: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    name = user_code(_SEEDED.replace("torch.manual_seed(0)", "print(*os.environ.items(), sep='\\n')") + "import os\n")
+    name = user_code("import os\n\ndef create():\n    print(*os.environ.items(), sep='\\n')\n    raise OSError\n")
     spec = parse({"name": "printing", "model": {"factory": f"{name}:create"}, "inputs": [_X]}, tmp_path)
     settings = Settings(child_variables=("SOMEBODYS_TOKEN", "ABSENT"))
     runner = StepRunner.of(spec, settings, workspace)
-    export(runner, ExportJob.of(spec, find_original(spec, workspace)))
+    with pytest.raises(ExportError, match="raised OSError"):
+        export(runner, ExportJob.of(spec, find_original(spec, workspace)))
     output = (workspace.folder / "logs" / "printing-export.log").read_text()
     assert "('PATH', " in output
     assert mentioned_secrets(output) == ["SOMEBODYS_TOKEN"]

@@ -63,7 +63,7 @@ _ENDS = {
     "ended with exit code 3": "os._exit(3)",
     "ended with exit code 0": "os._exit(0)",
     "was killed by SIGSEGV": "os.kill(os.getpid(), signal.SIGSEGV)",
-    "took longer than 0.1 minutes": "time.sleep(600)",
+    "took longer than 0.05 minutes": "time.sleep(600)",
 }
 
 
@@ -74,7 +74,7 @@ def test_a_process_that_ends_is_one_sentence_and_the_next_run_calls_the_function
     marker = tmp_path / "mended"
     module = _FAILS_AT_FIRST.format(marker=str(marker), statement=statement)
     function = f"{user_code(module)}:show"
-    job, runner = _job(workspace, function, [[7]], 0), StepRunner(workspace, "net", tmp_path, timeout=6)
+    job, runner = _job(workspace, function, [[7]], 0), StepRunner(workspace, "net", tmp_path, timeout=3)
     failed = texts(runner, job).result
     assert failed.problem == (f"The samples are not shown as text: function that shows a sample {function!r} {end}.")
     assert failed.texts == {}
@@ -96,7 +96,7 @@ def test_a_function_that_raises_is_called_again_by_the_next_run(
 
 _IMPORT_ENDS = {
     "the process that imports {module!r} ended with exit code 3": "import os; os._exit(3)",
-    "the process that imports {module!r} took longer than 0.1 minutes": "import time; time.sleep(600)",
+    "the process that imports {module!r} took longer than 0.05 minutes": "import time; time.sleep(600)",
     "importing {module!r} raised ConnectionError: no network": "raise ConnectionError('no network')",
     "importing {module!r} raised AttributeError: no attribute": "raise AttributeError('no attribute')",
 }
@@ -109,7 +109,7 @@ def test_an_import_that_fails_stops_no_release_and_is_tried_again(
     marker = tmp_path / "mended"
     condition = f"from pathlib import Path\nif not Path({str(marker)!r}).exists():"
     module = user_code(f"{condition}\n    {statement}\ndef show(inputs): return ''")
-    runner = StepRunner(workspace, "net", tmp_path, timeout=6)
+    runner = StepRunner(workspace, "net", tmp_path, timeout=3)
     job = ShowJob(function=f"{module}:show")
     expected = f"function that shows a sample '{module}:show': {end.format(module=module)}"
     assert find_show(runner, job).result.problem == expected

@@ -339,9 +339,9 @@ def test_a_model_is_tuned_on_devices(commands: CommandServer, tmp_path: Path, de
     save_model(tmp_path / "m.onnx", nodes, [("x", [8, 64])], ["y"], {"w": normal(64, 64)})
     (tmp_path / "release.yaml").write_text("name: dense\nmodel: {onnx: m.onnx}\ntargets: [native]\n")
     environment = clean_environment(TVMFLOW_HOME=str(tmp_path / "state"))
-    arguments = ["tune", "release.yaml", "--trials", "4", "--device", "lab", "--tracker", str(device.tracker), "--json"]
+    arguments = ["tune", "release.yaml", "--trials", "2", "--device", "lab", "--tracker", str(device.tracker), "--json"]
     # Trials that a run has spent are not spent again.
-    for trials in choose(normal=[4], long=[4, 0]):
+    for trials in choose(normal=[2], long=[2, 0]):
         result = commands.run(arguments, environment, tmp_path, 300)
         assert result.returncode == 0, result.stderr
         assert json.loads(result.stdout)["targets"]["native"]["trials"] == trials

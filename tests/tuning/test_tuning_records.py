@@ -74,9 +74,16 @@ def main({a}: T.Buffer((64, 64), "float32"), {b}: T.Buffer((64, 64), "float32"),
     return script.from_source(text.format(**names))
 
 
+@pytest.fixture(scope="module")
+def key_of_product() -> str:
+    return workload_key(_product(NAMES))
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_no_name_of_a_variable_buffer_axis_block_or_attribute_matters_to_the_key(name: str) -> None:
-    assert workload_key(_product(NAMES | {name: "renamed"})) == workload_key(_product(NAMES))
+def test_no_name_of_a_variable_buffer_axis_block_or_attribute_matters_to_the_key(
+    name: str, key_of_product: str
+) -> None:
+    assert workload_key(_product(NAMES | {name: "renamed"})) == key_of_product
 
 
 def test_a_record_applies_to_the_same_workload_by_other_names(native: Target, store: RecordStore) -> None:
