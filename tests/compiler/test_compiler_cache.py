@@ -54,9 +54,9 @@ def uncached(model: Imported, native: Target) -> CompiledModel:
 
 
 @pytest.fixture(scope="module")
-def plain(uncached: CompiledModel, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def plain(model: Imported, native: Target, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The library of the model, built without a cache."""
-    return exported(uncached, tmp_path_factory.mktemp("plain"))
+    return exported(build(model, native), tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")

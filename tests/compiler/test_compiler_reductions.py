@@ -9,6 +9,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from support import scale
+from support.builds import rule_counts
 from support.models import save_model
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.target import Target
@@ -103,10 +104,32 @@ def test_extremes_of_truth_values(make_model: Any, assert_same_as_onnxruntime: C
     assert_same_as_onnxruntime(path, {"x": np.array([[True, False], [True, True], [False, False]])})
 
 
-@pytest.mark.parametrize("depth", [1000, 20011])
-def test_long_sums_of_like_numbers_along_columns_are_exact(depth: int, target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [(2, 1000, 24), (2, 20011, 24), (2, "n", 24)])
+def test_long_sums_of_like_numbers_along_columns_are_exact(
+    shape: tuple[int | str, ...], target: Target, tmp_path: Path
+) -> None:
     # Where all numbers are alike, every addition rounds in the same direction.
-    path = save_model(tmp_path / "model.onnx", [_reduce("ReduceMean")], [("x", (2, depth, 24))], ["ReduceMean"], _AXES)
-    data = np.full((2, depth, 24), 0.1, "float32")
-    (mean,) = build(import_onnx(path), target).load().run(data)
-    np.testing.assert_allclose(mean, data.astype("float64").mean(1), rtol=1e-6)
+    path = save_model(tmp_path / "model.onnx", [_reduce("ReduceMean")], [("x", shape)], ["ReduceMean"], _AXES)
+    loaded = build(import_onnx(path), target).load()
+    for depth in (1, 5, 128, 3001) if "n" in shape else (int(shape[1]),):
+        data = np.full((2, depth, 24), 0.1, "float32")
+        (mean,) = loaded.run(data)
+        np.testing.assert_allclose(mean, data.astype("float64").mean(1), rtol=2e-6)
+
+
+def test_sums_over_the_pixels_of_images_of_any_size_equal_onnx_runtime(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    # The channels of a convolution lie side by side, here no whole number of vectors.
+    nodes = [
+        helper.make_node("Conv", ["x", "kernel"], ["t"]),
+        helper.make_node("ReduceMean", ["t", "pixels"], ["mean"], keepdims=0),
+        helper.make_node("ReduceSumSquare", ["t", "pixels"], ["squares"], keepdims=1),
+    ]
+    weights = {"pixels": np.array([2, 3]), "kernel": np.eye(19, 3, dtype="float32").reshape(19, 3, 1, 1)}
+    path = make_model(nodes, [("x", ["batch", 3, "height", "width"])], ["mean", "squares"], weights)
+    generator = np.random.default_rng(0)
+    sizes = ((1, 3, 1, 1), (2, 3, 7, 5), (1, 3, 40, 131))
+    feeds = [{"x": generator.normal(size=size).astype("float32") + 1} for size in sizes]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert rule_counts(model)["reduction"] == 2

@@ -138,7 +138,9 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
     view = _view(call) if has_sizes else None
     kind = KINDS.get(call.op.name)
     if view is None and has_sizes and kind is not None and any(static(s) is None for s in call.args[0].ty.shape.values):
-        free = free_reductions.legalize(builder, call, machine, kind.combine, kind.identity, name == "mean")
+        free = _free_columns(builder, call, name) if kind is SUM else None
+        if free is None:
+            free = free_reductions.legalize(builder, call, machine, kind.combine, kind.identity, name == "mean")
         if free is not None:
             return free
     if view is None:
@@ -196,11 +198,64 @@ def reduction(
     return lambda at, _c: _tree(kind, [sums[(*at, part)] for part in range(parts)])
 
 
+def _free_columns(builder: relax.BlockBuilder, call: relax.Call, name: str) -> relax.Expr | None:
+    """Define a sum or mean over neighbouring dimensions of free sizes, before others of known sizes; None for others.
+
+    The dimensions are summed one after the other, the last one first: the lines of an image, then their sums.
+    """
+    shape = list(call.args[0].ty.shape.values)
+    axes = call.attrs.axis
+    reduced = sorted(range(len(shape)) if axes is None else {int(axis) % len(shape) for axis in axes})
+    if not reduced or reduced != list(range(reduced[0], reduced[-1] + 1)):
+        return None
+    after = shape[reduced[-1] + 1 :]
+    if any(not static(size) for size in after) or math.prod(int(size) for size in after) < NARROWEST:
+        return None
+    compute = partial(_sum_of_lines, first=reduced[0], last=reduced[-1], result=list(call.ty.shape.values), name=name)
+    return builder.call_te(compute, call.args[0], primfunc_name_hint=name, primfunc_attrs=REDUCTION)
+
+
+def _sum_of_lines(data: te.Tensor, *, first: int, last: int, result: Sequence[Any], name: str) -> te.Tensor:
+    after = data.shape[last + 1 :]
+    inner = math.prod(int(size) for size in after)
+
+    def element(at: Sequence[Any], c: Any) -> Any:
+        return data[(*at, *unravel(c, after))]
+
+    for axis in range(last, first - 1, -1):
+        element = _sum_of_axis(element, data.shape[:axis], data.shape[axis], inner, f"{name}{axis}", first == last)
+    scale = math.prod(data.shape[first : last + 1], start=tirx.IntImm("int64", 1)).astype("float32")
+
+    def value(*index: Any) -> Any:
+        total = element(index[:first], _ravel(index[len(index) - len(after) :], after))
+        return total / scale if name == "mean" else total
+
+    return te.compute(tuple(result), value, name=name, attrs={KERNEL: "reduction"})
+
+
+def _sum_of_axis(
+    element: Callable[[Sequence[Any], Any], Any], outer: Sequence[Any], size: Any, inner: int, name: str, in_parts: bool
+) -> Callable[[Sequence[Any], Any], Any]:
+    """Add `element((*outer, r), c)` over r below `size`, and return the sum as a function of outer and c.
+
+    With `in_parts`, parts of `_LONGEST` elements are added first, and their sums then.
+    """
+    places = list(outer)
+    if not in_parts:
+        sums = _columns(lambda at, r, c: element((*at, r), c), places, 1, size, inner, SUM, name)
+        return lambda at, c: sums[(*at, 0, c)]
+    parts, rest = tirx.floordiv(size, _LONGEST), tirx.floormod(size, _LONGEST)
+    of_parts = _columns(lambda at, r, c: element((*at, r), c), places, parts, _LONGEST, inner, SUM, f"{name}_parts")
+    total = _columns(lambda at, r, c: of_parts[(*at, r, c)], places, 1, parts, inner, SUM, f"{name}_total")
+    others = _columns(lambda at, r, c: element((*at, parts * _LONGEST + r), c), places, 1, rest, inner, SUM, name)
+    return lambda at, c: total[(*at, 0, c)] + others[(*at, 0, c)]
+
+
 def _columns(
     element: Callable[[Sequence[Any], Any, Any], Any],
     outer: Sequence[Any],
-    parts: int,
-    length: int,
+    parts: Any,
+    length: Any,
     inner: int,
     kind: Kind,
     name: str,
