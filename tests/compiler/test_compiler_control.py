@@ -1,5 +1,6 @@
 """If, Loop and Scan: imported in place where they are decided at import, else run by the virtual machine."""
 
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,26 @@ def test_a_long_loop_of_a_certain_length_stacks_as_many_rows(make_text: Any, ass
     model = assert_same_as_onnxruntime(path, feed)
     assert "loop" in model.ir_text
     assert import_onnx(path).outputs[1].shape == (300, "n")
+
+
+def test_weights_that_a_loop_passes_on_are_packed_once(make_text: Any, assert_same_as_onnxruntime: Any) -> None:
+    weights = _numbers(_random(24, 24, seed=2) / 24)
+    path = make_text(f"""
+model (int64 trips, float[n, 24] x) => (float[n, 24] last, float[24, 24] same)
+<float[24, 24] w = {weights}, bool go = {{1}}>
+{{
+  last, same = Loop (trips, go, x, w) <
+    body = iteration (int64 i, bool c, float[n, 24] a, float[24, 24] v) => (bool d, float[n, 24] b, float[24, 24] u)
+    {{ d = Identity (c)  b = MatMul (a, v)  t = Identity (v)  u = Identity (t) }}
+  >
+}}""")
+    feeds = [{"trips": _int(trips), "x": _random(3, 24)} for trips in (1, 5)]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert "loop" in model.ir_text
+    assert "pack" not in re.findall(r"cls\.(\w+)", model.ir_text)
+    ((last, same),) = run_in_memory(model, [[_int(0), feeds[0]["x"]]])
+    np.testing.assert_array_equal(last, feeds[0]["x"])
+    np.testing.assert_allclose(same, _random(24, 24, seed=2) / 24, atol=1e-5)
 
 
 def test_a_loop_may_run_until_a_condition_of_its_values(make_text: Any, assert_same_as_onnxruntime: Any) -> None:

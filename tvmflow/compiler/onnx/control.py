@@ -239,7 +239,7 @@ def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
 
     stacks = len(graph.output) - 1 - len(carried)
     loop = _Loop(
-        limit, condition, carried, len(list(nodes_of(graph))), _iterating(importer, graph, carried, []),
+        limit, condition, carried, len(list(nodes_of(graph))), _iterating(importer, graph, carried, [], set()),
         [0] * stacks, [False] * stacks, [False] * stacks,
     )  # fmt: skip
     values = _unroll(importer, loop)
@@ -247,11 +247,12 @@ def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
         _set_results(importer, node, values)
         return True
     gathered = _gathered(importer, node, graph, carried)
-    places = {item.place for item in gathered}
+    constant = _constant(graph, len(carried))
+    places = {item.place for item in gathered} | constant
     loop = replace(
         loop,
         initial=[value for place, value in enumerate(carried) if place not in places],
-        iterate=_iterating(importer, graph, carried, gathered),
+        iterate=_iterating(importer, graph, carried, gathered, constant),
         axes=[*loop.axes, *(item.axis for item in gathered)],
         is_reversed=[*loop.is_reversed, *(False for _ in gathered)],
         is_joined=[*loop.is_joined, *(not item.is_new for item in gathered)],
@@ -263,19 +264,44 @@ def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
         importer.set_value(name, value)
     for item, value in zip(gathered, sequences, strict=True):
         importer.set_concatenated(node.output[item.place], value)
+    for place in constant & set(range(len(node.output))):
+        importer.set_value(node.output[place], carried[place])
     return False
 
 
+def _constant(graph: onnx.GraphProto, count: int) -> set[int]:
+    """The places of those of `count` carried values that every iteration of a Loop passes on as they are.
+
+    tf2onnx carries the weights of a recurrent layer in this way.
+    """
+    sources = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Identity"}
+    places = set()
+    for place in range(count):
+        name = graph.output[1 + place].name
+        while name in sources:
+            name = sources[name]
+        if name == graph.input[2 + place].name:
+            places.add(place)
+    return places
+
+
 def _iterating(
-    importer: Importer, graph: onnx.GraphProto, initial: Sequence[Value], gathered: Sequence[_Gathered]
+    importer: Importer,
+    graph: onnx.GraphProto,
+    initial: Sequence[Value],
+    gathered: Sequence[_Gathered],
+    constant: set[int],
 ) -> _Iterate:
-    """What imports an iteration of a Loop, whose stacks end with the tensors that it adds to sequences."""
-    places = {item.place for item in gathered}
+    """What imports an iteration of a Loop, whose stacks end with the tensors that it adds to sequences.
+
+    `constant` are the places of the `initial` values that stay as they are.
+    """
+    places = {item.place for item in gathered} | constant
 
     def iterate(index: relax.Expr, values: Sequence[Value]) -> tuple[Value | None, list[Value], list[Value]]:
         inputs = list(values)
-        for item in gathered:
-            inputs.insert(item.place, initial[item.place])
+        for place in sorted(places):
+            inputs.insert(place, initial[place])
         with importer.scope():
             again, *results = importer.import_graph(graph, [Value(index), Value(const(np.array(True))), *inputs])
             rows = [importer.value(item.row) for item in gathered]

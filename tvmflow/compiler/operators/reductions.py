@@ -211,26 +211,27 @@ def _free_columns(builder: relax.BlockBuilder, call: relax.Call, name: str) -> r
     after = shape[reduced[-1] + 1 :]
     if any(not static(size) for size in after) or math.prod(int(size) for size in after) < NARROWEST:
         return None
-    compute = partial(_sum_of_lines, first=reduced[0], last=reduced[-1], result=list(call.ty.shape.values), name=name)
+    compute = partial(_sum_of_lines, first=reduced[0], last=reduced[-1], shape=list(call.ty.shape.values), name=name)
     return builder.call_te(compute, call.args[0], primfunc_name_hint=name, primfunc_attrs=REDUCTION)
 
 
-def _sum_of_lines(data: te.Tensor, *, first: int, last: int, result: Sequence[Any], name: str) -> te.Tensor:
+def _sum_of_lines(data: te.Tensor, *, first: int, last: int, shape: Sequence[Any], name: str) -> te.Tensor:
     after = data.shape[last + 1 :]
     inner = math.prod(int(size) for size in after)
 
     def element(at: Sequence[Any], c: Any) -> Any:
         return data[(*at, *unravel(c, after))]
 
+    total: Callable[[Sequence[Any], Any], Any] = element
     for axis in range(last, first - 1, -1):
-        element = _sum_of_axis(element, data.shape[:axis], data.shape[axis], inner, f"{name}{axis}", first == last)
+        total = _sum_of_axis(total, data.shape[:axis], data.shape[axis], inner, f"{name}{axis}", first == last)
     scale = math.prod(data.shape[first : last + 1], start=tirx.IntImm("int64", 1)).astype("float32")
 
     def value(*index: Any) -> Any:
-        total = element(index[:first], _ravel(index[len(index) - len(after) :], after))
-        return total / scale if name == "mean" else total
+        result = total(index[:first], _ravel(index[len(index) - len(after) :], after))
+        return result / scale if name == "mean" else result
 
-    return te.compute(tuple(result), value, name=name, attrs={KERNEL: "reduction"})
+    return te.compute(tuple(shape), value, name=name, attrs={KERNEL: "reduction"})
 
 
 def _sum_of_axis(

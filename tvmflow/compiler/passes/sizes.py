@@ -174,6 +174,11 @@ class _SizeNames:
             size = self._variable(dim)
             self.table[_key(core)] = size if isinstance(number, int) else size - number
             self.table[_key(dim)] = size
+        elif self._products and _is_multiple(core) and _key(core.a) not in self.table:
+            # Of a product of several sizes and a number, the sizes become one.
+            if _is_alone(core.a, self._function):
+                size = self._variable(core.a)
+                self.table[_key(core.a)], self.scalars[size] = size, core.a
 
     def _name_parts(self, dims: Sequence[Any]) -> None:
         """Make variables of the opaque parts of dimensions, and give each dimension one form."""
@@ -273,6 +278,11 @@ def _is_alone(core: Any, function: PrimFunc) -> bool:
     )
     dims = [_dims(param) or [] for param in mapped.params]
     return not {*_variables([core])} & {*_variables([*dims, mapped.body])}
+
+
+def _is_multiple(core: Any) -> bool:
+    """Whether an expression is a product of several sizes, times a number."""
+    return isinstance(core, tirx.Mul) and isinstance(core.b, tirx.IntImm) and isinstance(core.a, tirx.Mul)
 
 
 def _is_divided(core: Any, function: PrimFunc) -> bool:
