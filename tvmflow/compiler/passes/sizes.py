@@ -174,11 +174,10 @@ class _SizeNames:
             size = self._variable(dim)
             self.table[_key(core)] = size if isinstance(number, int) else size - number
             self.table[_key(dim)] = size
-        elif self._products and _is_multiple(core) and _key(core.a) not in self.table:
+        elif self._products and _is_multiple(core, self._function) and _key(core.a) not in self.table:
             # Of a product of several sizes and a number, the sizes become one.
-            if _is_alone(core.a, self._function):
-                size = self._variable(core.a)
-                self.table[_key(core.a)], self.scalars[size] = size, core.a
+            size = self._variable(core.a)
+            self.table[_key(core.a)], self.scalars[size] = size, core.a
 
     def _name_parts(self, dims: Sequence[Any]) -> None:
         """Make variables of the opaque parts of dimensions, and give each dimension one form."""
@@ -280,9 +279,10 @@ def _is_alone(core: Any, function: PrimFunc) -> bool:
     return not {*_variables([core])} & {*_variables([*dims, mapped.body])}
 
 
-def _is_multiple(core: Any) -> bool:
-    """Whether an expression is a product of several sizes, times a number."""
-    return isinstance(core, tirx.Mul) and isinstance(core.b, tirx.IntImm) and isinstance(core.a, tirx.Mul)
+def _is_multiple(core: Any, function: PrimFunc) -> bool:
+    """Whether an expression is a number times a product of several sizes, which `_is_alone` in the function."""
+    has_number = isinstance(core, tirx.Mul) and isinstance(core.b, tirx.IntImm)
+    return has_number and isinstance(core.a, tirx.Mul) and _is_alone(core.a, function)
 
 
 def _is_divided(core: Any, function: PrimFunc) -> bool:
