@@ -455,29 +455,26 @@ def _find_dimensions(
 
 
 def _guesses(inputs: tuple[Input, ...]) -> Iterator[tuple[Input, ...]]:
-    """Yield the inputs, and then inputs with other samples, for a model that does not run on these or tells little.
+    """Yield inputs with other samples than those of `described_by`, for where the model does not run or tells little.
 
-    A model of images may need floats from 0 to 1: in others a detector finds nothing.
+    A vector of integers that has as many as another input has items is taken for their lengths first: lengths of 0
+    and 1 leave nothing of most items. A model of images may need floats from 0 to 1: in others a detector finds
+    nothing.
     """
+    lengths, uniform = Samples(kind="lengths"), Samples(kind="uniform", low=0.0, high=1.0)
+    batches = {item.shape[0] for item in inputs if len(item.shape) > 1}
+    with_lengths = tuple(
+        item.model_copy(update={"samples": lengths})
+        if len(item.shape) == 1 and item.shape[0] in batches and item.samples.high == _MASK
+        else item
+        for item in inputs
+    )
+    if with_lengths != inputs:
+        yield with_lengths
     yield inputs
-    uniform = Samples(kind="uniform", low=0.0, high=1.0)
     yield tuple(
         item.model_copy(update={"samples": uniform}) if item.dtype.startswith("float") else item for item in inputs
     )
-
-
-def _with_lengths(inputs: tuple[Input, ...], sample: NamedArrays) -> tuple[Input, ...] | None:
-    """Inputs whose vectors of integers are lengths of the others' items, as of recordings; None without such a vector.
-
-    `sample` is a sample of the inputs. Lengths of 0 and 1 leave nothing of most items.
-    """
-    longest = max((max(array.shape[1:]) for array in sample.values() if array.ndim > 1), default=1)
-    lengths = Samples(kind="integers", low=1, high=longest + 1)
-    items = tuple(
-        item.model_copy(update={"samples": lengths}) if len(item.shape) == 1 and item.samples.high == _MASK else item
-        for item in inputs
-    )
-    return None if items == inputs else items
 
 
 def _compare_where_it_runs(
@@ -495,9 +492,7 @@ def _compare_where_it_runs(
     """
     failure: ExportError | None = None
     result = None
-    remaining = list(candidates)
-    while remaining:
-        inputs = remaining.pop(0)
+    for inputs in candidates:
         try:
             dimensions = _find_dimensions(session, limits, inputs, job) if limits else job.dimensions
             pairs, error = _compare(session, module, limits, inputs, dimensions, ties, job)
@@ -506,11 +501,7 @@ def _compare_where_it_runs(
             continue
         if not constant_outputs([outputs for _, outputs in pairs]):
             return dimensions, pairs, error
-        if result is None:
-            result = dimensions, pairs, error
-            lengths = _with_lengths(inputs, pairs[0][0])
-            if remaining and lengths is not None:
-                remaining.insert(0, lengths)
+        result = result or (dimensions, pairs, error)
     if result is None:
         raise failure or ExportError("the model has no inputs to run on")
     return result

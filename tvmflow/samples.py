@@ -81,11 +81,15 @@ def make(
     """
     chosen = choose_sizes(inputs, dimensions, index) if sizes is None else sizes
     arrays = {}
-    for position, item in enumerate(inputs):
-        shape = tuple(chosen[size] if isinstance(size, str) else size for size in item.shape)
+    shapes = [tuple(chosen[size] if isinstance(size, str) else size for size in item.shape) for item in inputs]
+    longest = max((size for shape in shapes for size in shape[1:]), default=1)
+    for position, (item, shape) in enumerate(zip(inputs, shapes, strict=True)):
         generator = np.random.default_rng([seed, index, position])
         try:
-            arrays[item.name] = _make_array(item, shape, generator, seed + index, folder)
+            if item.samples.kind == "lengths":
+                arrays[item.name] = generator.integers(1, longest, shape, endpoint=True).astype(item.dtype)
+            else:
+                arrays[item.name] = _make_array(item, shape, generator, seed + index, folder)
         except (ValueError, OverflowError) as error:  # NumPy has a largest array.
             raise SpecError(
                 f"samples of input {item.name!r} with shape {list(shape)} cannot be made: {error}"

@@ -417,7 +417,7 @@ def test_samples_of_tokens_are_those_of_the_whole_vocabulary(
     assert set(masks.ravel()) == {0, 1}
 
 
-def test_lengths_of_nearly_nothing_are_replaced_by_some_of_the_items(
+def test_a_vector_of_integers_as_long_as_the_batch_has_lengths_of_the_items(
     export_spec: Any, kept_samples: Any, tmp_path: Path
 ) -> None:
     # The sum of 10 frames, of which those from `lengths` - 1 on are left out.

@@ -14,11 +14,13 @@ class Samples(Section):
     """The way in which the samples of one input are made.
 
     `low` and `high` belong to the kinds `uniform` (by default 0 and 1) and `integers` (from `low` up to, but without,
-    `high`), `mean` and `std` to `normal`, `file` and `key` to `npz`, `function` to `function`.
+    `high`), `mean` and `std` to `normal`, `file` and `key` to `npz`, `function` to `function`. `lengths` are whole
+    numbers from 1 to the largest dimension of the sample's other inputs, their first ones left out: the lengths of the
+    texts or recordings of a batch.
     """
 
-    kind: Literal["ones", "uniform", "normal", "integers", "npz", "function"] = "normal"
-    """The kind of values: a constant, a distribution, a file or a function."""
+    kind: Literal["ones", "uniform", "normal", "integers", "lengths", "npz", "function"] = "normal"
+    """The kind of values: a constant, a distribution, lengths of other inputs, a file or a function."""
     low: float | None = None
     """The lowest value; 0 for `uniform` unless given, required for `integers`."""
     high: float | None = None

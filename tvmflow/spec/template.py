@@ -39,7 +39,7 @@ inputs:
   - name: input
     shape: [batch, 3, 224, 224] # a name is a symbolic dimension
     dtype: float32
-    samples: {{kind: normal}}     # ones | uniform (low, high) | normal (mean, std) | integers (low, high)
+    samples: {{kind: normal}}     # ones | uniform (low, high) | normal (mean, std) | integers (low, high) | lengths
                                 # | npz (file, key) | function (package.module:function(shape, seed) -> array)
 
 dimensions:
