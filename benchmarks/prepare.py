@@ -109,14 +109,15 @@ def sample_for(onnx: Path, state: Path, given: Mapping[str, int] | None = None) 
     another name.
     """
     from tasks.export import described_by, read_onnx
-    from tvmflow.cli.sizes import find_ranges
+    from tvmflow.cli.sizes import find_inputs
 
     model = read_onnx(onnx)
     inputs, sizes = described_by(model), {}
     if any(isinstance(size, str) for item in inputs for size in item.shape):
-        ranges = find_ranges(onnx, model)
-        if ranges is None:
+        inputs_and_ranges = find_inputs(onnx, model)
+        if inputs_and_ranges is None:
             raise ExportError(f"ONNX Runtime runs {onnx} at none of the sizes that were tried; fix its free dimensions")
+        inputs, ranges = inputs_and_ranges
         unknown = sorted((given or {}).keys() - ranges.keys())
         if unknown:
             raise ExportError(f"{onnx} has no free dimension {unknown[0]!r}; it has {', '.join(ranges) or 'none'}")

@@ -144,7 +144,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             inputs = _pinned(job.inputs or described_by(model), job.dimensions)
             _fix_shapes(model, inputs)
             module = None
-            candidates: Iterable[tuple[Input, ...]] = (inputs,) if job.inputs else _guesses(inputs)
+            candidates: Iterable[tuple[Input, ...]] = (inputs,) if job.inputs else sample_candidates(inputs)
         else:
             emit(0, 3, "loading the model")
             module = load_module(source)
@@ -454,8 +454,8 @@ def _find_dimensions(
     return {**job.dimensions, **ranges}
 
 
-def _guesses(inputs: tuple[Input, ...]) -> Iterator[tuple[Input, ...]]:
-    """Yield inputs with other samples than those of `described_by`, for where the model does not run or tells little.
+def sample_candidates(inputs: tuple[Input, ...]) -> Iterator[tuple[Input, ...]]:
+    """Yield the inputs of `described_by` with samples of several kinds, the likeliest first, to be tried in this order.
 
     A vector of integers that has as many as another input has items is taken for their lengths first: lengths of 0
     and 1 leave nothing of most items. A model of images may need floats from 0 to 1: in others a detector finds

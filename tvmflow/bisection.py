@@ -88,13 +88,13 @@ def bisect(
         outputs = search.errors_of(whole, fed, run)
         first = next((name for name in search.graph_outputs if outputs.get(name) is not None), None)
         if first in search.producers:
-            return _search(search, search.producers[first])
+            return _bisection(search, search.producers[first])
     return None
 
 
-def _search(search: "_Search", place: int) -> Bisection:
-    """Find the first bad node before the node at `place`, whose result is out of bounds, and the smallest model."""
-    place = search.first_bad(place)
+def _bisection(search: "_Search", last: int) -> Bisection:
+    """Find the first node whose result is out of bounds, as that of the node at `last` is, and a small model of it."""
+    place = search.first_bad(last)
     nodes = search.smallest(place)
     part, fed = search.part(nodes, search.results_of(place))
     errors = search.errors_of(part, fed)

@@ -11,19 +11,8 @@ if TYPE_CHECKING:
 
 # Operators whose result holds the elements of their first operand, or some of them.
 _MOVING = {
-    *(
-        "Cast",
-        "Expand",
-        "Flatten",
-        "Identity",
-        "Reshape",
-        "Slice",
-        "Split",
-        "Squeeze",
-        "Tile",
-        "Transpose",
-        "Unsqueeze",
-    ),
+    *("Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose"),
+    "Unsqueeze",
 }
 # Operators that keep the sizes of a table, though not its numbers.
 _SAME_SIZES = {"Cast", "DequantizeLinear", "Identity"}

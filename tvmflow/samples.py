@@ -82,14 +82,12 @@ def make(
     chosen = choose_sizes(inputs, dimensions, index) if sizes is None else sizes
     arrays = {}
     shapes = [tuple(chosen[size] if isinstance(size, str) else size for size in item.shape) for item in inputs]
-    longest = max((size for shape in shapes for size in shape[1:]), default=1)
     for position, (item, shape) in enumerate(zip(inputs, shapes, strict=True)):
         generator = np.random.default_rng([seed, index, position])
         try:
-            if item.samples.kind == "lengths":
-                arrays[item.name] = generator.integers(1, longest, shape, endpoint=True).astype(item.dtype)
-            else:
-                arrays[item.name] = _make_array(item, shape, generator, seed + index, folder)
+            others = (*shapes[:position], *shapes[position + 1 :])
+            longest = max((size for other in others for size in other[1:]), default=1)
+            arrays[item.name] = _make_array(item, shape, generator, seed + index, folder, longest)
         except (ValueError, OverflowError) as error:  # NumPy has a largest array.
             raise SpecError(
                 f"samples of input {item.name!r} with shape {list(shape)} cannot be made: {error}"
@@ -122,7 +120,10 @@ def constant_outputs(outputs: Sequence[NamedArrays]) -> dict[str, str]:
     return values
 
 
-def _make_array(item: Input, shape: tuple[int, ...], generator: np.random.Generator, seed: int, folder: Path) -> Array:
+def _make_array(
+    item: Input, shape: tuple[int, ...], generator: np.random.Generator, seed: int, folder: Path, longest: int
+) -> Array:
+    """Make the array of one input; `longest` is the largest of its `lengths`."""
     samples = item.samples
     match samples.kind:
         case "ones":
@@ -134,6 +135,8 @@ def _make_array(item: Input, shape: tuple[int, ...], generator: np.random.Genera
             return generator.normal(samples.mean, samples.std, shape).astype(item.dtype)
         case "integers":
             return generator.integers(int(samples.low or 0), int(samples.high or 2), shape).astype(item.dtype)
+        case "lengths":
+            return generator.integers(1, longest, shape, endpoint=True).astype(item.dtype)
         case "npz":
             array = _from_npz(item, folder)
         case "function":

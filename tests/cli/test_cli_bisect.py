@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from onnx import helper
@@ -50,3 +51,17 @@ def test_inputs_that_cannot_be_read_are_named(tvmflow: Command, tmp_path: Path) 
     result = tvmflow("bisect", save_dense(tmp_path / "dense.onnx"), "--inputs", tmp_path / "absent.npz")
     assert result.code == 1
     assert "absent.npz" in result.sentence
+
+
+def test_samples_are_of_a_kind_on_which_the_model_runs(tvmflow: Command, tmp_path: Path) -> None:
+    # A table of four rows, looked up by floats from 0 to 1.
+    nodes = [
+        helper.make_node("Mul", ["x", "rows"], ["scaled"]),
+        helper.make_node("Cast", ["scaled"], ["places"], to=onnx.TensorProto.INT64),
+        helper.make_node("Gather", ["table", "places"], ["y"]),
+    ]
+    weights = {"rows": np.float32(3.5), "table": np.arange(4, dtype="float32")}
+    path = save_model(tmp_path / "model.onnx", nodes, [("x", ["batch", 50])], ["y"], weights)
+    result = tvmflow("bisect", path)
+    assert result.code == 0, result.stderr
+    assert "all outputs are within the bounds" in result.stdout

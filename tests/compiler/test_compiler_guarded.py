@@ -165,6 +165,8 @@ def _norms(model: Drawn) -> None:
     model.node("LayerNormalization", x, model.weight(size), model.weight(size))
     axis = model.array(np.array([model.integer(0, 2)], "int64"))
     model.node(model.choice("ReduceMean", "ReduceMax", "ReduceSum"), x, axis, keepdims=1)
+    # So many numbers are added in parts.
+    model.node("ReduceSum", model.input(2, model.integer(129, 400), channels), model.array(np.array([1])), keepdims=0)
     image = model.input(2, channels, model.integer(1, 12), model.integer(1, 12))
     model.node("InstanceNormalization", image, model.weight(channels), model.weight(channels))
     model.node("GlobalAveragePool", model.conv(image, channels, channels))
@@ -439,3 +441,14 @@ def test_a_transpose_of_free_sizes_stays_within_its_buffers(order: tuple[int, ..
     function = schedule(workload.func, _always_parallel(_target("fp32"), 2))[0]
     sizes = [dict(zip("abc", values, strict=True)) for values in ((1, 1, 3), (2, 5, 7), (33, 18, 20))]
     assert_within_buffers({"transpose": function}, _target("fp32"), *sizes)
+
+
+@pytest.mark.parametrize("axes", [[1], [1, 2]], ids=["line", "image"])
+def test_sums_of_free_sizes_stay_within_their_buffers(axes: list[int], tmp_path: Path) -> None:
+    shape = ["n", "h", "w", 19] if len(axes) > 1 else ["n", "h", 19]
+    node = helper.make_node("ReduceMean", ["x", "axes"], ["y"])
+    onnx.save(make_model([node], [("x", shape)], ["y"], {"axes": np.array(axes)}), tmp_path / "model.onnx")
+    (workload,) = workloads(lower(import_onnx(tmp_path / "model.onnx"), _target("fp32")))
+    function = schedule(workload.func, _always_parallel(_target("fp32"), 16))[0]
+    sizes = [{"n": 1, "h": 1, "w": 3}, {"n": 2, "h": 131, "w": 9}]
+    assert_within_buffers({"mean": function}, _target("fp32"), *sizes)

@@ -78,6 +78,17 @@ def test_integers_go_up_to_the_bound_without_it(make: Make) -> None:
     assert set(array.tolist()) == {2, 3, 4}
 
 
+def test_lengths_are_those_of_the_items_of_other_inputs(tmp_path: Path) -> None:
+    text = Input(name="text", shape=("batch", "length", 2), dtype="float32")
+    lengths = Input.model_validate(
+        {"name": "lengths", "shape": ["batch"], "dtype": "int64", "samples": {"kind": "lengths"}}
+    )
+    for length in (1, 3):
+        arrays = samples.make([lengths, text], {}, 0, 0, tmp_path, {"batch": 100, "length": length})
+        assert arrays["lengths"].dtype == np.int64
+        assert set(arrays["lengths"].tolist()) == {1, 2, *range(1, length + 1)}
+
+
 def test_truth_values_come_as_such(make: Make) -> None:
     array = make({"kind": "integers", "low": 0, "high": 2}, dtype="bool")
     assert array.dtype == np.bool_

@@ -132,12 +132,11 @@ def _make(path: Path, model: "onnx.ModelProto", count: int) -> "list[dict[str, A
 
     The first has sizes at which ONNX Runtime runs the model. Raises ExportError where it runs at none.
     """
-    from tasks.export import described_by
     from tvmflow import samples
-    from tvmflow.cli.sizes import find_ranges
+    from tvmflow.cli.sizes import find_inputs
 
-    ranges = find_ranges(path, model)
-    if ranges is None:
+    inputs_and_ranges = find_inputs(path, model)
+    if inputs_and_ranges is None:
         raise ExportError(f"ONNX Runtime runs {path} at none of the sizes that were tried; give --inputs")
-    inputs = described_by(model)
+    inputs, ranges = inputs_and_ranges
     return [samples.make(inputs, ranges, index, 0, Path.cwd()) for index in range(count)]

@@ -73,7 +73,7 @@ def _ranges(
 ) -> "dict[str, Dimension]":
     """Return the ranges of the free dimensions, empty where ONNX Runtime does not run the model."""
     from tasks.export import read_onnx
-    from tvmflow.cli.sizes import find_ranges
+    from tvmflow.cli.sizes import find_inputs
     from tvmflow.errors import ExportError, ModelImportError
     from tvmflow.onnx_inputs import fix_shapes
     from tvmflow.operators import define
@@ -85,9 +85,10 @@ def _ranges(
     define(original, operators)
     fix_shapes(original.graph, shapes)
     try:
-        return find_ranges(model, original) or {}
+        inputs_and_ranges = find_inputs(model, original)
     except (ExportError, ModelImportError):
         return {}
+    return {} if inputs_and_ranges is None else inputs_and_ranges[1]
 
 
 def _show(diagnosis: "Diagnosis", ranges: "dict[str, Dimension]", console: "Console") -> None:

@@ -1,6 +1,7 @@
-"""The sizes of an ONNX file's free dimensions at which ONNX Runtime runs it."""
+"""The samples of an ONNX file's inputs, and the sizes of its free dimensions, with which ONNX Runtime runs it."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,17 +10,18 @@ from tvmflow.errors import ExportError
 if TYPE_CHECKING:
     import onnx
 
-    from tvmflow.spec import Dimension
+    from tvmflow.spec import Dimension, Input
 
 
-def find_ranges(path: Path, model: "onnx.ModelProto") -> "dict[str, Dimension] | None":
-    """Return a range for each free dimension of a model that `read_onnx` read from `path`; it is found by trial.
+def find_inputs(path: Path, model: "onnx.ModelProto") -> "tuple[tuple[Input, ...], dict[str, Dimension]] | None":
+    """Return the inputs of a model that `read_onnx` read from `path`, and a range for each of its free dimensions.
 
-    A range begins with the smallest size that ran, and that is within the model's limits. The model may
-    define functions that the file lacks. None where the model runs at no size that is tried. Raises ExportError when
-    ONNX Runtime cannot load the file, or an input is no tensor of numbers.
+    Both are found by trial: the kinds of samples on which the model runs, and ranges that begin with the smallest size
+    that ran and that is within the model's limits. The model may define functions that the file lacks. None where a
+    model of free dimensions runs at no size that is tried. Raises ExportError when ONNX Runtime cannot load the file,
+    or an input is no tensor of numbers.
     """
-    from tasks.export import described_by
+    from tasks.export import described_by, sample_candidates
     from tvmflow import samples
     from tvmflow.dimensions import find_dimensions
     from tvmflow.onnx_data import save
@@ -35,11 +37,16 @@ def find_ranges(path: Path, model: "onnx.ModelProto") -> "dict[str, Dimension] |
 
     limits = SizeLimits(model)
 
-    def runs(sizes: dict[str, int]) -> bool:
+    def runs(inputs: "tuple[Input, ...]", sizes: dict[str, int]) -> bool:
         try:
-            run_session(session, samples.make(items, {}, 0, 0, Path.cwd(), sizes))
+            run_session(session, samples.make(inputs, {}, 0, 0, Path.cwd(), sizes))
         except ExportError:
             return False
         return limits.explain(sizes) is None
 
-    return find_dimensions(items, {}, runs, limits.weight_sizes)
+    for inputs in sample_candidates(items):
+        ranges = find_dimensions(inputs, {}, partial(runs, inputs), limits.weight_sizes)
+        # Without free dimensions, nothing was tried.
+        if ranges or (ranges is not None and runs(inputs, {})):
+            return inputs, ranges
+    return None if any(isinstance(size, str) for item in items for size in item.shape) else (items, {})

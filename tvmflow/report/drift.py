@@ -101,7 +101,7 @@ def _find(target: str, name: str, values: Sequence[float]) -> Drift | None:
         window = values[-size:]
         if size < _FEWEST or len(set(window)) < 2:
             continue
-        # It takes half a second to import, and most models have fewer releases.
+        # The import takes seconds, and most models have too few releases for it.
         from scipy.stats import kendalltau
 
         chance = float(kendalltau(range(size), window).pvalue)

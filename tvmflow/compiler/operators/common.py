@@ -48,6 +48,12 @@ def static(dim: Any) -> int | None:
     return int(dim) if isinstance(dim, int | tirx.IntImm) else None
 
 
+def reduced_axes(call: relax.Call) -> list[int]:
+    """Return the axes that a call of a reduction such as `relax.sum` reduces, from 0 on and in order."""
+    rank = call.args[0].ty.ndim
+    return sorted(range(rank) if call.attrs.axis is None else {int(axis) % rank for axis in call.attrs.axis})
+
+
 def typical_pixels(size: Any) -> int:
     """Return the number of pixels that a height or width counts as where the cost model decides.
 

@@ -9,6 +9,7 @@ from typing import Any
 from tvm import relax, te, tirx
 
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import reduced_axes
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, sign: int) -> relax.Expr | None:
@@ -21,7 +22,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, s
     if not isinstance(data.ty.shape, relax.ShapeExpr) or not str(data.ty.dtype).startswith("float"):
         return None
     rank = data.ty.ndim
-    axes = range(rank) if call.attrs.axis is None else [int(axis) % rank for axis in call.attrs.axis]
+    axes = reduced_axes(call)
     reducer = te.comm_reducer(
         lambda x, y: tirx.max(x, y) if sign > 0 else tirx.min(x, y),
         lambda dtype: tirx.const(-sign * math.inf, dtype),

@@ -18,7 +18,7 @@ from tvm.script.ir_builder import tirx as T
 from tvmflow.compiler import cost, extensions
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import buffer, size_parameter, static
+from tvmflow.compiler.operators.common import buffer, reduced_axes, size_parameter, static
 
 # The most parts of a row for each core: with more than one, a core that other programs delay does fewer of them.
 _PARTS = 2
@@ -38,8 +38,7 @@ def legalize(
     elements. Returns None where a dimension behind a reduced one is kept.
     """
     shape = list(call.args[0].ty.shape.values)
-    axes = call.attrs.axis
-    reduced = sorted(range(len(shape)) if axes is None else {int(axis) % len(shape) for axis in axes})
+    reduced = reduced_axes(call)
     if not reduced or any(static(shape[place]) != 1 for place in range(reduced[0], len(shape)) if place not in reduced):
         return None
     ones = len(call.ty.shape.values) - reduced[0]

@@ -17,7 +17,7 @@ from tvmflow.compiler import cost
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators import extremes, free_reductions
-from tvmflow.compiler.operators.common import is_float32, static
+from tvmflow.compiler.operators.common import is_float32, reduced_axes, static
 
 # TVM's fusion kind of reductions: TVM fuses the element-wise operators before them.
 REDUCTION = {"op_pattern": 3}
@@ -115,12 +115,11 @@ def _ravel(index: Sequence[Any], sizes: Sequence[Any]) -> Any:
 def _view(call: relax.Call) -> View | None:
     """View a reduction's operand; None where the reduced dimensions are not neighbours or are symbolic."""
     shape = list(call.args[0].ty.shape.values)
-    axes = call.attrs.axis
-    reduced_axes = sorted(range(len(shape)) if axes is None else {int(axis) % len(shape) for axis in axes})
-    if not reduced_axes:
+    axes = reduced_axes(call)
+    if not axes:
         return None
-    first, last = reduced_axes[0], reduced_axes[-1]
-    if any(static(shape[place]) != 1 for place in range(first, last + 1) if place not in reduced_axes):
+    first, last = axes[0], axes[-1]
+    if any(static(shape[place]) != 1 for place in range(first, last + 1) if place not in axes):
         return None
     view = View(shape, first, last)
     if any(not static(size) for size in shape[first:]):
@@ -185,7 +184,7 @@ def reduction(
     """
     outer, depth, inner = view.outer, view.depth, view.inner
     if inner > 1 and kind is SUM and depth > _LONGEST:
-        return _sum_of_sums(element, outer, depth, inner, name)
+        return _sum_of_parts(element, outer, depth, inner, name)
     parts = _parts(outer, depth, inner, machine)
     length = depth // parts
     if inner > 1:
@@ -204,18 +203,18 @@ def _free_columns(builder: relax.BlockBuilder, call: relax.Call, name: str) -> r
     The dimensions are summed one after the other, the last one first: the lines of an image, then their sums.
     """
     shape = list(call.args[0].ty.shape.values)
-    axes = call.attrs.axis
-    reduced = sorted(range(len(shape)) if axes is None else {int(axis) % len(shape) for axis in axes})
-    if not reduced or reduced != list(range(reduced[0], reduced[-1] + 1)):
+    axes = reduced_axes(call)
+    if not axes or axes != list(range(axes[0], axes[-1] + 1)):
         return None
-    after = shape[reduced[-1] + 1 :]
+    after = shape[axes[-1] + 1 :]
     if any(not static(size) for size in after) or math.prod(int(size) for size in after) < NARROWEST:
         return None
-    compute = partial(_sum_of_lines, first=reduced[0], last=reduced[-1], shape=list(call.ty.shape.values), name=name)
+    compute = partial(_sum_of_lines, first=axes[0], last=axes[-1], shape=list(call.ty.shape.values), name=name)
     return builder.call_te(compute, call.args[0], primfunc_name_hint=name, primfunc_attrs=REDUCTION)
 
 
 def _sum_of_lines(data: te.Tensor, *, first: int, last: int, shape: Sequence[Any], name: str) -> te.Tensor:
+    """Define the sum or mean over the dimensions from index `first` to `last`; the result has this `shape`."""
     after = data.shape[last + 1 :]
     inner = math.prod(int(size) for size in after)
 
@@ -224,7 +223,9 @@ def _sum_of_lines(data: te.Tensor, *, first: int, last: int, shape: Sequence[Any
 
     total: Callable[[Sequence[Any], Any], Any] = element
     for axis in range(last, first - 1, -1):
-        total = _sum_of_axis(total, data.shape[:axis], data.shape[axis], inner, f"{name}{axis}", first == last)
+        # Lines of an image are parts themselves.
+        add = _sum_of_parts if first == last else _sum
+        total = add(partial(_element_of_line, total), data.shape[:axis], data.shape[axis], inner, f"{name}{axis}")
     scale = math.prod(data.shape[first : last + 1], start=tirx.IntImm("int64", 1)).astype("float32")
 
     def value(*index: Any) -> Any:
@@ -234,22 +235,9 @@ def _sum_of_lines(data: te.Tensor, *, first: int, last: int, shape: Sequence[Any
     return te.compute(tuple(shape), value, name=name, attrs={KERNEL: "reduction"})
 
 
-def _sum_of_axis(
-    element: Callable[[Sequence[Any], Any], Any], outer: Sequence[Any], size: Any, inner: int, name: str, in_parts: bool
-) -> Callable[[Sequence[Any], Any], Any]:
-    """Add `element((*outer, r), c)` over r below `size`, and return the sum as a function of outer and c.
-
-    With `in_parts`, parts of `_LONGEST` elements are added first, and their sums then.
-    """
-    places = list(outer)
-    if not in_parts:
-        sums = _columns(lambda at, r, c: element((*at, r), c), places, 1, size, inner, SUM, name)
-        return lambda at, c: sums[(*at, 0, c)]
-    parts, rest = tirx.floordiv(size, _LONGEST), tirx.floormod(size, _LONGEST)
-    of_parts = _columns(lambda at, r, c: element((*at, r), c), places, parts, _LONGEST, inner, SUM, f"{name}_parts")
-    total = _columns(lambda at, r, c: of_parts[(*at, r, c)], places, 1, parts, inner, SUM, f"{name}_total")
-    others = _columns(lambda at, r, c: element((*at, parts * _LONGEST + r), c), places, 1, rest, inner, SUM, name)
-    return lambda at, c: total[(*at, 0, c)] + others[(*at, 0, c)]
+def _element_of_line(element: Callable[[Sequence[Any], Any], Any], outer: Sequence[Any], r: Any, c: Any) -> Any:
+    """The element r of a line, whose index is `outer`; `element` takes both as one index."""
+    return element((*outer, r), c)
 
 
 def _columns(
@@ -271,22 +259,37 @@ def _columns(
     )
 
 
-def _sum_of_sums(
-    element: Callable[[Sequence[Any], Any, Any], Any], outer: Sequence[Any], depth: int, inner: int, name: str
+def _sum(
+    element: Callable[[Sequence[Any], Any, Any], Any], outer: Sequence[Any], depth: Any, inner: int, name: str
 ) -> Callable[[Sequence[Any], Any], Any]:
-    """Add parts of at most `_LONGEST` elements, and then their sums in the same way."""
-    if depth <= _LONGEST:
-        sums = _columns(element, outer, 1, depth, inner, SUM, name)
-        return lambda at, c: sums[(*at, 0, c)]
-    # Equal parts, or the fewest elements behind them.
-    length = min(range(_LONGEST, _LONGEST // 2, -1), key=lambda length: depth % length)
-    parts, rest = divmod(depth, length)
-    partial_sums = _columns(element, outer, parts, length, inner, SUM, name)
-    total = _sum_of_sums(lambda at, r, c: partial_sums[(*at, r, c)], outer, parts, inner, f"{name}_parts")
-    if not rest:
+    """Add `element(outer, r, c)` over r below `depth` one by one, and return the sum as a function of outer and c."""
+    sums = _columns(element, list(outer), 1, depth, inner, SUM, name)
+    return lambda at, c: sums[(*at, 0, c)]
+
+
+def _sum_of_parts(
+    element: Callable[[Sequence[Any], Any, Any], Any], outer: Sequence[Any], depth: Any, inner: int, name: str
+) -> Callable[[Sequence[Any], Any], Any]:
+    """Add as `_sum` does, but parts of at most `_LONGEST` elements first, and then their sums.
+
+    Where the depth is known, the sums are added in the same way.
+    """
+    number = static(depth)
+    if number is None:
+        size, length, add = depth, _LONGEST, _sum
+    elif number <= _LONGEST:
+        return _sum(element, outer, depth, inner, name)
+    else:
+        # Equal parts, or the fewest elements behind them.
+        length = min(range(_LONGEST, _LONGEST // 2, -1), key=lambda length: number % length)
+        size, add = number, _sum_of_parts
+    parts, rest = size // length, size % length
+    sums = _columns(element, list(outer), parts, length, inner, SUM, f"{name}_parts")
+    total = add(lambda at, r, c: sums[(*at, r, c)], outer, parts, inner, f"{name}_total")
+    if number is not None and not rest:
         return total
-    others = _columns(lambda at, r, c: element(at, parts * length + r, c), outer, 1, rest, inner, SUM, f"{name}_rest")
-    return lambda at, c: total(at, c) + others[(*at, 0, c)]
+    others = _sum(lambda at, r, c: element(at, parts * length + r, c), outer, rest, inner, f"{name}_rest")
+    return lambda at, c: total(at, c) + others(at, c)
 
 
 def rows(
