@@ -1,4 +1,4 @@
-"""Prints the latency of our builds beside ONNX Runtime, OpenVINO and PyTorch: `python benchmarks/speed.py [MODEL ...]`.
+"""Prints our latency beside ONNX Runtime's and other peers': `python benchmarks/speed.py [MODEL|FILE.onnx ...]`.
 
 Every runner has a process of its own and equal threads; they take turns of a fraction of a second, one at a time. A
 ratio is our latency over the peer's, the median over the rounds (p50) and of the minima; below one we are faster. The
@@ -7,7 +7,8 @@ that may be chance. ONNX Runtime, PyTorch and OpenVINO f32 compute in fp32, what
 range of the medians of our rounds; with --threads 1 --cpu-time, other work on the machine adds next to none. With
 --busy N, N processes compute beside the runners, as on a machine that is shared. The error is the largest difference
 from ONNX Runtime's outputs over their largest value. Below the table stands, for each missed goal, the share of the
-machine's peak that it takes: operations per second, by the textbook's algorithms.
+machine's peak that it takes: operations per second, by the textbook's algorithms. A file has no goals and no PyTorch
+model, and runs at sizes at which ONNX Runtime runs it.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from rich.table import Table
 from runners import RUNNERS, Figures, Runner, RunnerJob
 
 from tvmflow.comparison import Interval, Plan
-from tvmflow.errors import TvmflowError
+from tvmflow.errors import InputError, TvmflowError
 from tvmflow.target import processor
 from tvmflow.workspace import Record
 
@@ -92,15 +93,24 @@ class Document(Record):
     models: dict[str, Row]
 
 
-def measure(model: Model, arguments: argparse.Namespace, state: Path, show_step: Callable[[str], None]) -> Row:
-    """Export, build and measure one model; `show_step` is called with a line of progress before each step."""
-    sample = prepare.sample(model, arguments.batch, state)
-    show_step(f"{model.name}: exporting")
-    onnx = prepare.export(model, arguments.batch, state)
-    show_step(f"{model.name}: building")
+def measure(model: Model | Path, arguments: argparse.Namespace, state: Path, show_step: Callable[[str], None]) -> Row:
+    """Export and build a model of the catalogue, or build an ONNX file, and measure it.
+
+    `show_step` is called with a line of progress before each step.
+    """
+    if isinstance(model, Path):
+        label, goals, source, folders = model.stem, {}, None, ()
+        peers = [name for name in arguments.peers if name != "pytorch"]
+        onnx, sample = model, prepare.sample_for(model, state)
+    else:
+        label, goals = model.name, model.goals.get(arguments.precision, {})
+        source, folders, peers = prepare.source(model), (model.folder,), arguments.peers
+        show_step(f"{label}: exporting")
+        onnx, sample = prepare.export(model, arguments.batch, state), prepare.sample(model, arguments.batch, state)
+    show_step(f"{label}: building")
     bundle, failure = None, None
     try:
-        name = f"{model.name}-{arguments.precision}-batch{arguments.batch}"
+        name = f"{label}-{arguments.precision}-batch{arguments.batch}"
         name = f"{name}-threads{arguments.threads}-trials{arguments.trials}"
         target = prepare.native(arguments.threads)
         bundle = prepare.build(name, onnx, sample, target, state, arguments.trials, arguments.precision)
@@ -110,16 +120,16 @@ def measure(model: Model, arguments: argparse.Namespace, state: Path, show_step:
         runner="tvmflow",
         onnx=onnx,
         sample=sample,
-        expected=state / f"{model.name}-expected.npz",
+        expected=state / f"{label}-expected.npz",
         bundle=bundle,
-        source=prepare.source(model),
+        source=source,
         threads=arguments.threads,
         seconds=arguments.seconds,
         clock=runners.clock(arguments.cpu_time, arguments.threads),
     )
-    names: list[Runner] = [*(["tvmflow"] if bundle else []), *arguments.peers]  # type: ignore[list-item]
-    with runners.busy_processes(arguments.busy), runners.Contest(state, (model.folder,)) as contest:
-        figures = contest.measure(job, names, arguments.rounds, lambda step: show_step(f"{model.name}: {step}"))
+    names: list[Runner] = [*(["tvmflow"] if bundle else []), *peers]  # type: ignore[list-item]
+    with runners.busy_processes(arguments.busy), runners.Contest(state, folders) as contest:
+        figures = contest.measure(job, names, arguments.rounds, lambda step: show_step(f"{label}: {step}"))
     if bundle is None:
         figures["tvmflow"] = Figures(failure=failure)
     ours = figures["tvmflow"]
@@ -127,7 +137,7 @@ def measure(model: Model, arguments: argparse.Namespace, state: Path, show_step:
         failure = ours.failure
     if failure is None and not (ours.error is not None and ours.error <= _LARGEST_ERROR[arguments.precision]):
         failure = f"the outputs differ from ONNX Runtime's by {ours.error:.1e} of their largest value"
-    ratios = _ratios(model.goals.get(arguments.precision, {}), figures)
+    ratios = _ratios(goals, figures)
     return Row(gflop=gflop(onnx), runners=figures, ratios=ratios, failure=failure)
 
 
@@ -219,7 +229,8 @@ def _misses(document: Document) -> list[str]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = new_parser(__doc__)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all without one")
+    models = f"of {', '.join(MODELS)}, or ONNX files; all models without one"
+    parser.add_argument("models", nargs="*", metavar="MODEL|FILE.onnx", help=models)
     parser.add_argument("--batch", type=positive, default=1, help="size of the first dimension of every input (1)")
     parser.add_argument("--trials", type=not_negative, default=0, help="tuning trials before the build (0)")
     parser.add_argument("--precision", choices=list(_LARGEST_ERROR), default="fp32", help="of our build (fp32)")
@@ -231,10 +242,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _chosen(arguments: argparse.Namespace) -> dict[str, Model | Path]:
+    """The models and files to measure, by name. Raises InputError for an unknown name, and for a batch of files."""
+    files = [name for name in arguments.models if name.endswith(".onnx")]
+    if files and arguments.batch != 1:
+        raise InputError(f"--batch is for models of the catalogue, and {files[0]} has the sizes of its file")
+    names = [name for name in arguments.models if name not in files]
+    models = find(names) if names or not files else []
+    return {**{model.name: model for model in models}, **{Path(file).stem: Path(file) for file in files}}
+
+
 def main() -> int:
     """Measure the models and print one table; return 1 when a build failed or gives wrong outputs."""
     arguments = parse()
-    models = find(arguments.models)
+    models = _chosen(arguments)
     clock = runners.clock(arguments.cpu_time, arguments.threads)
     # The outputs are compared with ONNX Runtime's.
     arguments.peers = [name for name in RUNNERS if name == "onnxruntime" or name in arguments.peers]
@@ -243,8 +264,8 @@ def main() -> int:
     rows: dict[str, Row] = {}
     with errors.status("measuring the peak") as status:
         peak = peaks.measure(prepare.native(arguments.threads), state).gflops
-        for model in models:
-            rows[model.name] = measure(model, arguments, state, status.update)
+        for name, model in models.items():
+            rows[name] = measure(model, arguments, state, status.update)
     document = Document(
         cpu=processor(),
         batch=arguments.batch,

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from support.models import save_dense
 from support.processes import refusal
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -35,6 +36,23 @@ def test_a_model_is_measured_beside_its_peers(command: Command, tmp_path: Path) 
     openvino = row["runners"]["openvino"]
     assert (openvino["p50"] is None) == ("OpenVINO is not installed" in process.stdout)
     assert "digits" in process.stdout
+
+
+def test_a_file_is_measured_at_sizes_at_which_it_runs(call: Command, tmp_path: Path) -> None:
+    file, figures = save_dense(tmp_path / "dense.onnx"), tmp_path / "figures.json"
+    options = ("--rounds", "1", "--seconds", "0.01", "--threads", "1", "--json", str(figures), "--state", str(tmp_path))
+    process = call("speed", str(file), *options, "--peers", "onnxruntime,pytorch")
+    assert process.returncode == 0, process.stderr
+    row = json.loads(figures.read_text())["models"]["dense"]
+    assert row["runners"].keys() == {"tvmflow", "onnxruntime"}
+    assert row["ratios"]["onnxruntime"]["p50"] > 0
+    assert row["ratios"]["onnxruntime"]["goal"] is None
+
+
+def test_a_batch_of_a_file_is_refused(call: Command) -> None:
+    sentence = refusal(call("speed", "some.onnx", "--batch", "8"))
+    assert "--batch" in sentence
+    assert "some.onnx" in sentence
 
 
 def test_a_model_that_does_not_exist_is_one_sentence(call: Command) -> None:
