@@ -129,7 +129,9 @@ def open_session(
     Runtime itself prints the error of a run that fails. Without `optimizes` it runs the graph as the file has it.
 
     With `exact_integers`, products of 8-bit integers are right on every processor. ONNX Runtime's own default adds two
-    of them in 16 bits on x86 processors without VNNI: large sums are cut off there, and runs take less time.
+    of them in 16 bits on x86 processors without VNNI: large sums are cut off there, and runs take less time. A model
+    that ONNX Runtime cannot load so, because it makes unsigned weights of signed ones and has no such operator, is
+    loaded with the default.
     """
     import onnxruntime
 
@@ -144,6 +146,8 @@ def open_session(
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
+        if exact_integers:
+            return open_session(path, threads, prints_errors=prints_errors, optimizes=optimizes, exact_integers=False)
         # The file may be a copy, whose place says nothing to a user.
         cause = describe(error).replace(f"Load model from {path} failed:", "").replace(str(path), path.name)
         raise ExportError(f"ONNX Runtime cannot load the model ({cause})") from error

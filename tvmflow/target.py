@@ -33,13 +33,14 @@ _EXTENSIONS = {
     "amx_bf16": "amx-bf16",
     "amx_int8": "amx-int8",
 }
-# The precisions of convolutions and matrix products; for each the extensions of which a processor needs at least one.
+# The precisions of convolutions and matrix products.
 Precision = Literal["fp32", "bf16", "fp16", "int8"]
-_UNITS: dict[Precision, tuple[str, ...]] = {
-    "fp32": (),
-    "bf16": ("avx512_bf16",),
-    "fp16": ("asimdhp",),
-    "int8": ("avx512_vnni", "avx_vnni"),
+# The architectures that compute in each, and the extension that their processors need, empty if all have what it takes.
+_UNITS: dict[Precision, dict[str, str]] = {
+    "fp32": {"x86_64": "", "aarch64": "", "cuda": ""},
+    "bf16": {"x86_64": "avx512_bf16", "aarch64": "bf16"},
+    "fp16": {"aarch64": "asimdhp", "cuda": ""},
+    "int8": {"x86_64": "", "aarch64": "asimddp"},
 }
 _AMX: dict[Precision, tuple[str, ...]] = {"bf16": ("amx_bf16", "amx_tile"), "int8": ("amx_int8", "amx_tile")}
 # Linux's call that requests AMX: the call's number on x86-64, ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA.
@@ -50,11 +51,19 @@ _EXTENDED = {
     "x86-64-v4-bf16": ("avx512_bf16", "avx512_vnni"),
     "x86-64-v4-amx": ("amx_bf16", "amx_int8", "amx_tile", "avx512_bf16", "avx512_vnni"),
 }
-# ARM's arithmetic in float16, in the words of /proc/cpuinfo and of LLVM, and the presets that have it, with their other
-# extensions that LLVM uses.
-_HALF, _LLVM_HALF = "asimdhp", "+fullfp16"
-_ARMV8_2 = ("asimddp", _HALF, "asimdrdm", "atomics")
-_WITH_HALF = {"aarch64-cortex-a76": _ARMV8_2, "aarch64-neoverse-n1": _ARMV8_2}
+# ARM's dot products of 8-bit integers, its arithmetic in float16 and its dot products of bfloat16, in the words of
+# /proc/cpuinfo and of LLVM, and the presets that have them, with their other extensions that LLVM uses.
+_ARM_UNITS = {"asimddp": "+dotprod", "asimdhp": "+fullfp16", "bf16": "+bf16"}
+_ARMV8_2 = ("asimddp", "asimdhp", "asimdrdm", "atomics")
+_ARMV8_4 = (*_ARMV8_2, "asimdfhm", "bf16", "fcma", "i8mm")
+# For these processors LLVM would use vectors of an unknown width, SVE's, by itself. The schedules use NEON's.
+_SCALABLE = ("neoverse-v1", "neoverse-v2")
+_ARM_EXTENSIONS = {
+    "aarch64-cortex-a76": _ARMV8_2,
+    "aarch64-neoverse-n1": _ARMV8_2,
+    "aarch64-neoverse-v1": _ARMV8_4,
+    "aarch64-neoverse-v2": _ARMV8_4,
+}
 
 _AVX = ("avx", "avx2", "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
 # LLVM's name of a feature -> the name in /proc/cpuinfo, for the features that a bundle's code can depend on.
@@ -96,7 +105,7 @@ _LLVM_TO_ARM = {
     "complxnum": "fcma",
     "dotprod": "asimddp",
     "fp16fml": "asimdfhm",
-    "fullfp16": _HALF,
+    "fullfp16": "asimdhp",
     "lse": "atomics",
     "neon": "asimd",
     "rdm": "asimdrdm",
@@ -204,13 +213,19 @@ def request_amx() -> bool:
 def explain_missing_unit(target: Target, precision: Precision) -> str | None:
     """Return the sentence that says why a target cannot compute in a precision; None if it can."""
     units = _UNITS[precision]
-    if not units or set(units) & set(target.features) or (target.arch == "cuda" and precision == "fp16"):
+    unit = units.get(target.arch)
+    if unit == "" or unit in target.features:
         return None
-    extended = {**_EXTENDED, **_WITH_HALF}
-    alternatives = [name for name, extensions in extended.items() if set(units) & set(extensions)]
+    names = [unit] if unit else list(filter(None, units.values()))
+    extended = {**_EXTENDED, **_ARM_EXTENSIONS}
+    fitting = [preset for preset, extensions in extended.items() if set(names) & set(extensions)]
+    if unit:
+        fitting.append("native on such a machine")
+    else:
+        fitting += [f"any target of {arch}" for arch, name in units.items() if not name]
     return (
-        f"target {target.name!r} has no instructions for precision {precision} ({' or '.join(units)}); "
-        f"build for {' or '.join(alternatives)}, or for native on such a machine"
+        f"target {target.name!r} has no instructions for precision {precision} ({' or '.join(names)}); "
+        f"build for {' or '.join(fitting)}"
     )
 
 
@@ -232,8 +247,10 @@ def presets() -> dict[str, str]:
         "x86-64-v4-amx": "as x86-64-v4-bf16, with AMX for 8 bits and bfloat16: Sapphire Rapids",
         "aarch64-generic": "any 64-bit ARM with NEON",
         "aarch64-cortex-a72": "Raspberry Pi 4",
-        "aarch64-cortex-a76": "Raspberry Pi 5, with arithmetic in float16",
-        "aarch64-neoverse-n1": "ARM servers, with arithmetic in float16",
+        "aarch64-cortex-a76": "Raspberry Pi 5, with arithmetic in float16 and 8-bit dot products",
+        "aarch64-neoverse-n1": "ARM servers, with arithmetic in float16 and 8-bit dot products",
+        "aarch64-neoverse-v1": "AWS Graviton3, also with dot products of bfloat16",
+        "aarch64-neoverse-v2": "AWS Graviton4 and NVIDIA Grace, also with dot products of bfloat16",
         "cuda-sm80": "NVIDIA Ampere",
         "cuda-sm90": "NVIDIA Hopper",
     }
@@ -263,7 +280,7 @@ def resolve(text: str | Mapping[str, Any]) -> Target:
     if gpu := _GPU.fullmatch(name):
         return _cuda(name, f"sm_{gpu[1]}")
     if name in presets():
-        return _aarch64(name, name.removeprefix("aarch64-"), extensions=_WITH_HALF.get(name, ()))
+        return _aarch64(name, name.removeprefix("aarch64-"), extensions=_ARM_EXTENSIONS.get(name, ()))
     if name.startswith("{"):
         try:
             return _from_tvm(name, json.loads(name))
@@ -281,8 +298,8 @@ def _native() -> Target:
     machine = host()
     if machine.arch == "aarch64":
         profile = _native_profile("aarch64-generic")
-        half = tuple({_HALF} & machine.features)
-        return _aarch64("native", "generic", machine.cores, extensions=half, profile=profile)
+        units = tuple(_ARM_UNITS.keys() & machine.features)
+        return _aarch64("native", "generic", machine.cores, extensions=units, profile=profile)
     if machine.arch != "x86_64":
         raise TargetError(f"target 'native' is not known for this machine's architecture {machine.arch!r}; name one")
     level = max(
@@ -329,11 +346,12 @@ def _x86(name: str, level: str, extensions: tuple[str, ...], cores: int, profile
 def _aarch64(
     name: str, mcpu: str, cores: int = 4, *, extensions: tuple[str, ...] = (), profile: Profile | None = None
 ) -> Target:
+    units = [name for unit, name in _ARM_UNITS.items() if unit in extensions]
     tvm: dict[str, Any] = {
         "kind": "llvm",
         "mtriple": "aarch64-linux-gnu",
         "mcpu": mcpu,
-        "mattr": ["+neon", *([_LLVM_HALF] if _HALF in extensions else [])],
+        "mattr": ["+neon", *units, *(["-sve"] if mcpu in _SCALABLE else [])],
         "num-cores": cores,
     }
     features = tuple(sorted(("asimd", *extensions)))

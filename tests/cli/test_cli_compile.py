@@ -272,7 +272,6 @@ def test_a_precision_that_the_target_has_no_instructions_for_is_refused(tvmflow:
     _assert_refused(tvmflow, models / "small.onnx", "SpecError", ["'x86-64-v3'", "bf16"], *options)
 
 
-@pytest.mark.skipif("avx512_vnni" not in host().features, reason="this CPU has no avx512_vnni")
 def test_int8_without_a_quantised_model_says_how_to_make_one(tvmflow: Command, models: Path) -> None:
     values = ["int8", "onnxruntime.quantization.quantize_static"]
     _assert_refused(tvmflow, models / "small.onnx", "BuildError", values, "--precision", "int8")

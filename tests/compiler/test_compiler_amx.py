@@ -19,7 +19,7 @@ from support.arrays import normal, onnxruntime_outputs
 from support.builds import rule_counts
 from support.models import join_models, joined_name
 from tvmflow.compiler import BuildOptions, CompiledModel, amx, build, import_onnx, lower, workloads
-from tvmflow.compiler.dotproduct import BF16, DOTS
+from tvmflow.compiler.dotproduct import BF16, INT8
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import variants
 from tvmflow.target import Precision, Target, host, resolve
@@ -265,7 +265,7 @@ def test_without_narrow_numbers_nothing_of_it_is_used(make_model: MakeModel) -> 
     assert _kernels(build(import_onnx(path), resolve("x86-64-v4-amx"))) == []
 
 
-@pytest.mark.parametrize("dot", DOTS.values(), ids=lambda dot: dot.name)
+@pytest.mark.parametrize("dot", [BF16, INT8], ids=lambda dot: dot.name)
 def test_the_sizes_of_a_kernels_tiles_fit_the_registers(dot: Any) -> None:
     for rows in range(1, 33):
         for groups in (8, 9, 16, 48):

@@ -57,7 +57,7 @@ _REASONS = {
     "passes.blocks._SURE": "error of the estimates, scope of tuning",
     "passes.fusion._ELEMENT_WISE": "TVM's kinds of functions",
     "passes.fusion._MOST_NESTED": "size of the code",
-    "passes.int8._LARGEST_PRODUCT": "range of the numbers",
+    "passes.int8._LARGEST": "range of the numbers",
     "passes.int8._SHIFT": "range of the numbers",
     "schedules._CLOSE": "scope of tuning",
     "schedules.blocks._TAP_LOOPS": "dimensions of a stage",

@@ -83,15 +83,15 @@ def test_the_last_pixels_of_a_line_of_any_length_have_a_tile_that_fits(
 def test_the_pixels_of_images_of_known_height_have_tiles_without_conditions(
     make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:
-    # n * ((width - 1) // 2 + 1) * 6 pixels are whole tiles. TVM proves it where all but the 6 are one size. Weights
-    # that the cache does not hold are read for all pixels before the next ones.
+    # n * ((width - 1) // 2 + 1) * 24 pixels are whole tiles, of 6 or 8. TVM proves it where all but the 24 are one
+    # size. Weights that the cache does not hold are read for all pixels before the next ones.
     nodes = [
         make_node("MaxPool", ["x"], ["m"], kernel_shape=[1, 3], strides=[1, 2], pads=[0, 1, 0, 1]),
         make_node("Conv", ["m", "w", "b"], ["y"]),
     ]
     weights = {"w": normal(480, 480, 1, 1) / 20, "b": normal(480)}
-    path = make_model(nodes, [("x", ["n", 480, 6, "width"])], ["y"], weights)
-    feeds = [{"x": normal(1, 480, 6, 5)}, {"x": normal(3, 480, 6, 14)}]
+    path = make_model(nodes, [("x", ["n", 480, 24, "width"])], ["y"], weights)
+    feeds = [{"x": normal(1, 480, 24, 5)}, {"x": normal(3, 480, 24, 14)}]
     model = assert_same_as_onnxruntime(path, *feeds, inspect=_TIR)
     (pointwise,) = (text for name, text in _code(model).items() if "conv2d" in name)
     assert "T.where" not in pointwise

@@ -524,11 +524,11 @@ def test_int8_refuses_a_model_that_is_not_quantised(make_model: MakeModel, int8:
     [
         ("x86-64-v3", "bf16", "build for x86-64-v4-bf16"),
         ("x86-64-v4-vnni", "bf16", "build for x86-64-v4-bf16"),
-        ("x86-64-v4", "int8", "build for x86-64-v4-vnni or x86-64-v4-bf16"),
-        ("aarch64-generic", "int8", "build for x86-64-v4-vnni"),
+        ("aarch64-generic", "int8", "build for aarch64-cortex-a76"),
         ("aarch64-cortex-a72", "fp16", "build for aarch64-cortex-a76 or aarch64-neoverse-n1"),
         ("x86-64-v4-bf16", "fp16", "build for aarch64-cortex-a76"),
         ("cuda-sm80", "bf16", "build for x86-64-v4-bf16"),
+        ("cuda-sm80", "int8", "build for aarch64-cortex-a76 .* or any target of x86_64"),
     ],
 )
 def test_targets_without_the_instructions_are_refused(
@@ -547,6 +547,11 @@ def test_targets_without_the_instructions_are_refused(
     [
         ("x86-64-v4-bf16", "bf16", ("vdpbf16ps", "vcvtneps2bf16")),
         ("x86-64-v4-vnni", "int8", ("vpdpbusd",)),
+        ("x86-64-v4", "int8", ("vpmaddwd.*zmm",)),
+        ("x86-64-v3", "int8", ("vpmaddwd.*ymm",)),
+        ("x86-64-v2", "int8", ("pmaddwd",)),
+        ("aarch64-neoverse-n1", "int8", ("sdot",)),
+        ("aarch64-neoverse-v1", "bf16", ("bfdot", "bfcvtn")),
         ("llvm -mcpu=alderlake", "int8", ("vpdpbusd",)),
         ("aarch64-cortex-a76", "fp16", (r"fmla\tv\d+\.8h",)),
     ],

@@ -68,13 +68,22 @@ def test_a_cpu_by_name_needs_the_features_that_llvm_uses_on_it() -> None:
     assert not {"amx_tile", "avx512_fp16"} & features
 
 
-@pytest.mark.parametrize("name", ["aarch64-generic", "aarch64-cortex-a72", "aarch64-cortex-a76", "aarch64-neoverse-n1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aarch64-generic",
+        "aarch64-cortex-a72",
+        "aarch64-cortex-a76",
+        "aarch64-neoverse-n1",
+        "aarch64-neoverse-v1",
+        "aarch64-neoverse-v2",
+    ],
+)
 def test_a_preset_of_arm_needs_the_features_that_llvm_uses_on_its_cpu(name: str) -> None:
     target = resolve(name)
-    assert (
-        resolve({"kind": "llvm", "mtriple": target.tvm["mtriple"], "mcpu": target.tvm["mcpu"]}).features
-        == target.features
-    )
+    without = [attribute for attribute in target.tvm["mattr"] if attribute.startswith("-")]
+    options = {"kind": "llvm", "mtriple": target.tvm["mtriple"], "mcpu": target.tvm["mcpu"], "mattr": without}
+    assert resolve(options).features == target.features
 
 
 def test_an_arm_cpu_by_name_needs_the_features_that_llvm_uses_on_it() -> None:

@@ -28,6 +28,7 @@ V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 VNNI, BF16 = {"avx512_vnni"}, {"avx512_bf16", "avx512_vnni"}
 AMX = BF16 | {"amx_bf16", "amx_int8", "amx_tile"}
 ARM_V8_2 = {"asimd", "asimddp", "asimdhp", "asimdrdm", "atomics"}
+ARM_V8_4 = ARM_V8_2 | {"asimdfhm", "bf16", "fcma", "i8mm"}
 WIDE = "-prefer-256-bit"
 Become = Callable[..., None]
 
@@ -78,8 +79,10 @@ PRESETS: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "aarch64-generic": (arm("generic"), {"asimd"}),
     "aarch64-cortex-a72": (arm("cortex-a72"), {"asimd"}),
-    "aarch64-cortex-a76": (arm("cortex-a76", "+fullfp16"), ARM_V8_2),
-    "aarch64-neoverse-n1": (arm("neoverse-n1", "+fullfp16"), ARM_V8_2),
+    "aarch64-cortex-a76": (arm("cortex-a76", "+dotprod", "+fullfp16"), ARM_V8_2),
+    "aarch64-neoverse-n1": (arm("neoverse-n1", "+dotprod", "+fullfp16"), ARM_V8_2),
+    "aarch64-neoverse-v1": (arm("neoverse-v1", "+dotprod", "+fullfp16", "+bf16", "-sve"), ARM_V8_4),
+    "aarch64-neoverse-v2": (arm("neoverse-v2", "+dotprod", "+fullfp16", "+bf16", "-sve"), ARM_V8_4),
     "cuda-sm80": (cuda("sm_80"), set()),
     "cuda-sm90": (cuda("sm_90"), set()),
 }
@@ -126,6 +129,12 @@ def test_on_another_architecture_the_compilers_and_hosts_change_places(become: B
         ),
         ("aarch64", {"asimd"}, arm("generic", cores=6), {"asimd"}),
         ("aarch64", {"asimd", "asimdhp"}, arm("generic", "+fullfp16", cores=6), {"asimd", "asimdhp"}),
+        (
+            "aarch64",
+            {"asimd", "asimddp", "bf16", "sve"},
+            arm("generic", "+dotprod", "+bf16", cores=6),
+            {"asimd", "asimddp", "bf16"},
+        ),
     ],
 )
 def test_native_is_the_highest_level_and_every_extension_of_this_machine(
@@ -196,21 +205,28 @@ def test_only_products_of_narrow_numbers_need_amx() -> None:
 
 
 @pytest.mark.parametrize(
-    ("features", "precisions"),
+    ("arch", "features", "precisions"),
     [
-        ((), {"fp32"}),
-        (("avx512_vnni",), {"fp32", "int8"}),
-        (("avx_vnni",), {"fp32", "int8"}),
-        (("avx512_bf16",), {"fp32", "bf16"}),
-        (("asimdhp",), {"fp32", "fp16"}),
+        ("x86_64", (), {"fp32", "int8"}),
+        ("x86_64", ("avx512_bf16",), {"fp32", "int8", "bf16"}),
+        ("aarch64", (), {"fp32"}),
+        ("aarch64", ("asimddp",), {"fp32", "int8"}),
+        ("aarch64", ("bf16",), {"fp32", "bf16"}),
+        ("aarch64", ("asimdhp",), {"fp32", "fp16"}),
+        ("cuda", (), {"fp32", "fp16"}),
     ],
 )
-def test_a_reduced_precision_needs_one_of_its_units(features: tuple[str, ...], precisions: set[Precision]) -> None:
-    target = Target("poor", {}, "x86_64", features)
+def test_a_reduced_precision_needs_one_of_its_units(
+    arch: str, features: tuple[str, ...], precisions: set[Precision]
+) -> None:
+    target = Target("poor", {}, arch, features)
+    arm_8_4 = {"aarch64-neoverse-v1", "aarch64-neoverse-v2"}
+    arm_8_2 = {"aarch64-cortex-a76", "aarch64-neoverse-n1", *arm_8_4}
+    with_bf16 = {"x86_64": {"x86-64-v4-bf16", "x86-64-v4-amx"}, "aarch64": arm_8_4}
     presets_with: dict[Precision, set[str]] = {
-        "bf16": {"x86-64-v4-bf16", "x86-64-v4-amx"},
-        "int8": {"x86-64-v4-vnni", "x86-64-v4-bf16", "x86-64-v4-amx"},
-        "fp16": {"aarch64-cortex-a76", "aarch64-neoverse-n1"},
+        "bf16": with_bf16.get(arch, set().union(*with_bf16.values())),
+        "int8": arm_8_2,
+        "fp16": arm_8_2,
     }
     for precision in ("fp32", "bf16", "fp16", "int8"):
         reason = explain_missing_unit(target, precision)
@@ -218,7 +234,7 @@ def test_a_reduced_precision_needs_one_of_its_units(features: tuple[str, ...], p
         if reason is not None:
             assert "'poor'" in reason
             assert precision in reason
-            assert {name for name in PRESETS if re.search(rf" {name}[ ,]", reason)} == presets_with[precision]
+            assert {name for name in PRESETS if re.search(rf" {name}([ ,]|$)", reason)} == presets_with[precision]
 
 
 @pytest.mark.parametrize(

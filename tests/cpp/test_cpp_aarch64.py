@@ -12,9 +12,10 @@ import numpy.typing as npt
 import pytest
 from onnx import helper
 
-from support.arrays import onnxruntime_outputs
+from support.arrays import normal, onnxruntime_outputs
 from support.cpp import Runner
 from support.models import save_model
+from support.quantised import quantise
 from support.steps import compile_by_steps
 from tvmflow.bundle import read_manifest
 from tvmflow.compiler.operators import block_plans
@@ -106,7 +107,12 @@ def _save_blocks(path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("target", "precision"),
-    [("aarch64-neoverse-n1", "fp32"), ("aarch64-cortex-a72", "fp32"), ("aarch64-neoverse-n1", "fp16")],
+    [
+        ("aarch64-neoverse-n1", "fp32"),
+        ("aarch64-cortex-a72", "fp32"),
+        ("aarch64-neoverse-n1", "fp16"),
+        ("aarch64-neoverse-v1", "bf16"),
+    ],
 )
 def test_blocks_and_winograd_of_free_sizes_equal_onnx_runtime(
     aarch64_runner: Runner, target: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,13 +125,70 @@ def test_blocks_and_winograd_of_free_sizes_equal_onnx_runtime(
     bundle = compile_by_steps(document, tmp_path, tmp_path / "state")
     rules = [function.rule for function in compiled_functions(bundle, read_manifest(bundle)).values()]
     # In float16 there are neither.
-    assert (rules.count("block"), "winograd" in rules) == ((2, True) if precision == "fp32" else (0, False))
+    assert (rules.count("block"), any("winograd" in rule for rule in rules)) == (
+        (0, False) if precision == "fp16" else (2, True)
+    )
     for n, height, width in ((1, 3, 5), (2, 37, 26)):
         arrays = {"x": np.random.default_rng(n).normal(size=(n, 48, height, width)).astype(np.float32)}
         actual = aarch64_runner.outputs(bundle, arrays, tmp_path)
         for name, expected in onnxruntime_outputs(path, arrays).items():
-            tolerance = (1e-4 if precision == "fp32" else 1e-2) * np.abs(expected).max()
+            tolerance = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}[precision] * np.abs(expected).max()
             np.testing.assert_allclose(actual[name], expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+def test_a_quantised_model_is_computed_by_dot_products(aarch64_runner: Runner, signed: bool, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    shapes = {"w0": (24, 8, 3, 3), "w1": (24, 12, 1, 1), "w2": (24, 1, 3, 3), "w3": (24, 10)}
+    weights = {name: generator.normal(size=shape).astype(np.float32) / 5 for name, shape in shapes.items()}
+    nodes = [
+        helper.make_node("Conv", ["x", "w0"], ["a"], pads=[1] * 4, strides=[2, 2]),
+        helper.make_node("Conv", ["a", "w1"], ["b"], group=2),
+        helper.make_node("Conv", ["b", "w2"], ["c"], pads=[1] * 4, group=24),
+        helper.make_node("GlobalAveragePool", ["c"], ["d"]),
+        helper.make_node("Flatten", ["d"], ["e"]),
+        helper.make_node("MatMul", ["e", "w3"], ["y"]),
+    ]
+    plain = save_model(tmp_path / "plain.onnx", nodes, [("x", [2, 8, 9, 11])], ["y"], weights)
+    path = quantise(plain, tmp_path / "quantised.onnx", signed=signed)
+    build = {"precision": "int8"}
+    document = {"name": "layers", "model": {"onnx": str(path)}, "targets": ["aarch64-neoverse-n1"], "build": build}
+    bundle = compile_by_steps(document, tmp_path, tmp_path / "state")
+    rules = [function.rule for function in compiled_functions(bundle, read_manifest(bundle)).values()]
+    assert (rules.count("dot_conv2d"), rules.count("dot_rows")) == (2, 1)
+    arrays = {"x": normal(2, 8, 9, 11, seed=9)}
+    expected = onnxruntime_outputs(path, arrays)["y"]
+    actual = aarch64_runner.outputs(bundle, arrays, tmp_path)["y"]
+    # One step of the last quantisation is 1/127 of the largest output at least.
+    assert np.abs(actual - expected).max() <= 1.01 / 127 * np.abs(expected).max()
+
+
+def test_in_bfloat16_products_are_near_those_of_this_machine(aarch64_runner: Runner, tmp_path: Path) -> None:
+    """A dense layer, a product of activations, attention and convolutions in narrow groups."""
+    generator = np.random.default_rng(0)
+    weights = {
+        name: generator.normal(size=shape).astype(np.float32) / 4
+        for name, shape in {"w": (32, 32), "g": (32, 4, 3, 3)}.items()
+    }
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["d"]),
+        helper.make_node("Transpose", ["d"], ["t"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["d", "t"], ["s"]),
+        helper.make_node("Softmax", ["s"], ["p"]),
+        helper.make_node("MatMul", ["p", "x"], ["attended"]),
+        helper.make_node("Conv", ["image", "g"], ["grouped"], pads=[1] * 4, group=8),
+    ]
+    inputs = [("x", [2, "n", 32]), ("image", [1, 32, 9, 11])]
+    path = save_model(tmp_path / "model.onnx", nodes, inputs, ["d", "attended", "grouped"], weights)
+    build = {"precision": "bf16"}
+    document = {"name": "products", "model": {"onnx": str(path)}, "targets": ["aarch64-neoverse-v2"], "build": build}
+    bundle = compile_by_steps(document, tmp_path, tmp_path / "state")
+    arrays = {"x": normal(2, 11, 32, seed=1), "image": normal(1, 32, 9, 11, seed=2)}
+    actual = aarch64_runner.outputs(bundle, arrays, tmp_path)
+    for name, expected in onnxruntime_outputs(path, arrays).items():
+        error = np.abs(actual[name] - expected).max() / np.abs(expected).max()
+        # Numbers of 8 bits round by 0.004.
+        assert 1e-4 < error < 2e-2, name
 
 
 def test_a_bundle_of_this_machine_is_refused_there(aarch64_runner: Runner, bundle: Path) -> None:

@@ -37,7 +37,7 @@ def on_two_cores(name: str) -> Target:
 
 
 def simple_target() -> Target:
-    """The best target without dot products of narrow numbers that this machine runs, up to AVX2 where it is x86-64."""
+    """The best target without instructions for narrow numbers that this machine runs, up to AVX2 where it is x86-64."""
     return resolve("".join(runnable_levels()[:2][-1:]) or "native")
 
 

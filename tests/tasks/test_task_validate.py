@@ -244,3 +244,28 @@ def test_the_reference_is_exact_where_the_processor_saturates_sums_of_8_bit_prod
     assert session.get_session_options().get_session_config_entry(entry) == "1"
     with pytest.raises(RuntimeError, match="does not have"):
         open_session(path, exact_integers=False).get_session_options().get_session_config_entry(entry)
+
+
+def test_a_model_that_onnx_runtime_cannot_make_exact_is_loaded_all_the_same(tmp_path: Path) -> None:
+    """With the option for exact sums, ONNX Runtime makes a QGemm of signed integers one that it does not have."""
+    numbers = {"scale": np.array(0.01, "float32"), "zero": np.array(3, "int8"), "w": np.ones((4, 2), "int8")}
+    graph = helper.make_graph(
+        [
+            helper.make_node(
+                "QGemm",
+                ["x", "scale", "zero", "w", "scale", "zero", "", "scale", "zero"],
+                ["y"],
+                domain="com.microsoft",
+            )
+        ],
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.INT8, [1, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.INT8, [1, 2])],
+        [numpy_helper.from_array(value, name) for name, value in numbers.items()],
+    )
+    path = tmp_path / "model.onnx"
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    outputs = run_session(open_session(path), {"x": np.full((1, 4), 103, "int8")})
+    # 4 * (100 * 0.01) * (-2 * 0.01) = -0.08
+    assert outputs["y"].tolist() == [[3 - 8, 3 - 8]]

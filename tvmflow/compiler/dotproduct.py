@@ -1,8 +1,8 @@
 """Dot-product instructions: each lane of a vector adds several products to one number.
 
-The products are 2 of bfloat16 numbers, added to a float32, or 4 of 8-bit integers, added to an int32. The numbers of
-one operand that a lane multiplies are a group. The left operand is one group of neighbouring numbers, the same for
-all lanes. The right operand is one group per lane.
+The products are 2 of bfloat16 numbers, added to a float32, or 4 of 8-bit or 2 of 16-bit integers, added to an int32.
+The numbers of one operand that a lane multiplies are a group. The left operand is one group of neighbouring numbers,
+the same for all lanes. The right operand is one group per lane.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV
 
 from tvmflow.compiler import intrinsics
+from tvmflow.target import Target
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,47 @@ class Dot:
 
 
 BF16 = Dot("bf16", "uint16", "uint16", "float32", 2)
+# x86-64 with VNNI, and AMX.
 INT8 = Dot("int8", "uint8", "int8", "int32", 4)
-DOTS = {dot.name: dot for dot in (BF16, INT8)}
+# ARM with dot products.
+SIGNED = Dot("signed", "int8", "int8", "int32", 4)
+# Every x86-64: two instructions, of which one multiplies and adds the pairs, and the other adds these sums.
+PAIRS = Dot("pairs", "int16", "int16", "int32", 2)
+DOTS = {dot.name: dot for dot in (BF16, INT8, SIGNED, PAIRS)}
+
+
+def integer_dot(target: Target) -> Dot | None:
+    """Return the dot product that multiplies the 8-bit integers of a quantised model on a CPU; None if it has none."""
+    if {"avx512_vnni", "avx_vnni"} & set(target.features):
+        return INT8
+    if target.arch == "x86_64":
+        return PAIRS
+    return SIGNED if "asimddp" in target.features else None
+
 
 _NAMES = "tvmflow.dot."
 # By the number of 32-bit lanes: the width of the vector in bits.
 _BITS = {4: 128, 8: 256, 16: 512}
+# By the number of lanes: LLVM's name of the instruction that multiplies and adds pairs of 16-bit integers.
+_PAIRS = {4: "llvm.x86.sse2.pmadd.wd", 8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 
 # TVM has no operands of LLVM's type for bfloat16: the instruction stands in a function with operands of 32 bits.
 _BF16_LLVM = """\
-declare <{n} x float> @llvm.x86.avx512bf16.dpbf16ps.{bits}(<{n} x float>, <{n2} x bfloat>, <{n2} x bfloat>)
+declare <{n} x float> @{name}(<{n} x float>, <{n2} x bfloat>, <{n2} x bfloat>)
 define linkonce_odr <{n} x float> @dot_bf16_{bits}(<{n} x float> %sum, <{n} x i32> %a, <{n} x i32> %b) alwaysinline {{
   %left = bitcast <{n} x i32> %a to <{n2} x bfloat>
   %right = bitcast <{n} x i32> %b to <{n2} x bfloat>
-  %result = call <{n} x float> @llvm.x86.avx512bf16.dpbf16ps.{bits}(
+  %result = call <{n} x float> @{name}(
       <{n} x float> %sum, <{n2} x bfloat> %left, <{n2} x bfloat> %right)
   ret <{n} x float> %result
 }}
 """
+
+# The name of that instruction in LLVM, by architecture and by the number of lanes.
+_BF16_NAMES = {
+    "x86_64": {lanes: f"llvm.x86.avx512bf16.dpbf16ps.{bits}" for lanes, bits in _BITS.items()},
+    "aarch64": {4: "llvm.aarch64.neon.bfdot.v4f32.v8bf16"},
+}
 
 _FUNCTION = """\
 @T.prim_func(s_tir=True)
@@ -85,7 +109,7 @@ _MEANING = """\
 # The conversion of a narrow number to the accumulator's type, written in TVM's script.
 WIDE = {
     "bf16": 'T.reinterpret(T.shift_left(T.Cast("uint32", {value}), T.uint32(16)), dtype="float32")',
-    "int8": 'T.Cast("int32", {value})',
+    **dict.fromkeys((INT8.name, SIGNED.name, PAIRS.name), 'T.Cast("int32", {value})'),
 }
 _LEFT = 'T.broadcast(T.reinterpret(A.vload([0], "{data}x{group}"), dtype="int32"), {lanes})'
 _RIGHT = 'B.vload([0, 0], "{weight}x{total}")'
@@ -94,6 +118,10 @@ _CALL = {
     'T.reinterpret({right}, dtype="int32x{lanes}"))',
     "int8": 'T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id("llvm.x86.avx512.vpdpbusd.{bits}"), {sum}, '
     'T.reinterpret({left}, dtype="uint8x{total}"), {right}, dtype="int32x{lanes}")',
+    "signed": 'T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id("llvm.aarch64.neon.sdot.v4i32.v16i8"), {sum}, '
+    'T.reinterpret({left}, dtype="int8x{total}"), {right}, dtype="int32x{lanes}")',
+    "pairs": '{sum} + T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id("{pairs}"), '
+    'T.reinterpret({left}, dtype="int16x{total}"), {right}, dtype="int32x{lanes}")',
 }
 
 
@@ -236,23 +264,27 @@ class Widened:
         return self._widen(self._narrow[index])
 
 
-def use(sch: Schedule, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None:
+def use(sch: Schedule, arch: str, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None:
     """Replace the loop `lane` of `lanes` iterations, and the loop inside it, by the dot-product instruction `dot`.
 
-    The inner loop adds the `dot.group` products of one lane. For bfloat16, the LLVM IR that the instruction needs, for
-    all numbers of lanes, is attached to `task`, a loop around `lane`. Raises ValueError unless `lanes` is 4, 8 or 16,
-    and TVM's ScheduleError if the loops do not compute such a dot product.
+    The inner loop adds the `dot.group` products of one lane. For bfloat16, the LLVM IR that the instruction of the
+    architecture `arch` needs, for all numbers of lanes, is attached to `task`, a loop around `lane`. Raises ValueError
+    unless `lanes` is 4, 8 or 16, and TVM's ScheduleError if the loops do not compute such a dot product.
     """
     if lanes not in _BITS:
         raise ValueError(f"no dot product has {lanes} lanes")
     if dot is BF16:
-        attach_bf16(sch, task)
+        attach_bf16(sch, arch, task)
     sch.tensorize(lane, _intrinsic(dot, lanes))
 
 
-def attach_bf16(sch: Schedule, task: LoopRV) -> None:
-    """Attach the functions `dot_bf16_128`, `dot_bf16_256` and `dot_bf16_512`, named after their bits, to a loop."""
-    code = "".join(_BF16_LLVM.format(n=count, n2=2 * count, bits=bits) for count, bits in _BITS.items())
+def attach_bf16(sch: Schedule, arch: str, task: LoopRV) -> None:
+    """Attach the functions of an architecture's dot products to a loop.
+
+    Their names, `dot_bf16_128`, `dot_bf16_256` and `dot_bf16_512`, end in the bits of their vectors.
+    """
+    names = _BF16_NAMES[arch].items()
+    code = "".join(_BF16_LLVM.format(n=lanes, n2=2 * lanes, bits=_BITS[lanes], name=name) for lanes, name in names)
     sch.annotate(task, "pragma_import_llvm", code)
 
 
@@ -274,6 +306,7 @@ def _intrinsic(dot: Dot, lanes: int) -> str:
         "bits": _BITS[lanes],
         "group": dot.group,
         "total": dot.group * lanes,
+        "pairs": _PAIRS[lanes],
         "data": dot.data,
         "weight": dot.weight,
         "accumulator": dot.accumulator,

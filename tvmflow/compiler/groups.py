@@ -90,18 +90,18 @@ class Strip:
         return [self.taps, self.steps, self.lanes, *([2] if self.is_bf16 else [])]
 
 
-def use(sch: Schedule, strip: Strip, task: LoopRV, loop: LoopRV) -> None:
+def use(sch: Schedule, arch: str, strip: Strip, task: LoopRV, loop: LoopRV) -> None:
     """Replace `loop` and the loops inside it by shuffles and products.
 
     They run over the taps of the line, the strip's pixels, a group's input channels (in bfloat16 pairs of them), lanes
     and, in bfloat16, over a pair; those of one iteration are not among them. `task` is a loop around them all, to which
-    the LLVM IR is attached that bfloat16 needs. Raises TVM's ScheduleError if the loops do not compute such a
-    convolution.
+    the LLVM IR is attached that bfloat16 needs on the architecture `arch`. Raises TVM's ScheduleError if the loops do
+    not compute such a convolution.
     """
     name = _NAMES + ".".join(str(int(item)) for item in astuple(strip))
     register(name)
     if strip.is_bf16:
-        dotproduct.attach_bf16(sch, task)
+        dotproduct.attach_bf16(sch, arch, task)
     sch.tensorize(loop, name)
 
 

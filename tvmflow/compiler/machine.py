@@ -13,12 +13,13 @@ NARROWEST = 4
 class Machine:
     """A processor as the schedules and the cost model see it; see `tvmflow.profiles` for the numbers.
 
-    `vectors` describes the vectors that the code uses. `cores` is the number of cores that work together. `region` is
-    the cycles to start and to end a parallel region. `amx` names the dot products (`tvmflow.compiler.dotproduct`) that
-    AMX computes; `tiles` are its costs. `cold` is true where a model's weights come from memory in every run. `number`
-    is the bytes of one number of the type that is computed with.
+    `arch` is `x86_64` or `aarch64`. `vectors` describes the vectors that the code uses. `cores` is the number of cores
+    that work together. `region` is the cycles to start and to end a parallel region. `amx` names the dot products
+    (`tvmflow.compiler.dotproduct`) that AMX computes; `tiles` are its costs. `cold` is true where a model's weights
+    come from memory in every run. `number` is the bytes of one number of the type that is computed with.
     """
 
+    arch: str
     vectors: Vectors
     first: Cache
     second: Cache
@@ -88,6 +89,7 @@ def of_profile(profile: Profile, features: tuple[str, ...], cores: int) -> Machi
     bits = 512 if "avx512f" in features else 256 if "avx" in features else 128
     tiles = {name for name in ("bf16", "int8") if {"amx_tile", f"amx_{name}"} <= set(features)}
     return Machine(
+        arch=profile.arch,
         vectors=profile.vectors_of(bits),
         first=profile.first,
         second=profile.second,

@@ -7,6 +7,7 @@ import tvm
 from tvm import relax
 
 from tvmflow.compiler.choices import Choices
+from tvmflow.compiler.dotproduct import integer_dot
 from tvmflow.compiler.gpu.passes import UseTensorCores, lower_attention
 from tvmflow.compiler.gpu.passes import legalizations as gpu_legalizations
 from tvmflow.compiler.gpu.tiling import gpu_of
@@ -37,7 +38,7 @@ from tvmflow.compiler.passes.selections import lower_selections
 from tvmflow.compiler.passes.sizes import NameSizes
 from tvmflow.compiler.passes.strassen import StrassenProducts
 from tvmflow.compiler.passes.trees import lower_trees
-from tvmflow.target import Precision, Target, explain_missing_unit
+from tvmflow.target import Precision, Target
 
 
 def canonicalize() -> list[tvm.transform.Pass]:
@@ -143,7 +144,7 @@ class _TargetPasses:
 def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bool, weights: int) -> _TargetPasses:
     cpu = machine(target).for_weights(weights)
     # Integer operators such as ConvInteger compute in integers in every precision; AMX serves `precision` only.
-    has_dots = explain_missing_unit(target, "int8") is None
+    unit = integer_dot(target)
     narrow: dict[Precision, list[tvm.transform.Pass]] = {
         "fp32": [FuseBlocks(cpu, choices, fast), JoinPixels()],
         "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), JoinPixels(), RoundProducts(cpu, fast)],
@@ -151,15 +152,15 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
         "int8": [],
     }
     return _TargetPasses(
-        kernels=[lower_recurrence(cpu, has_dots), lower_trees(cpu)],
-        integers=[IntegerArithmetic(cpu, is_required=precision == "int8")] if has_dots else [],
+        kernels=[lower_recurrence(cpu, unit), lower_trees(cpu)],
+        integers=[IntegerArithmetic(cpu, unit, is_required=precision == "int8")] if unit else [],
         layout=[attention.compose_attention(), *layout(cpu.lanes)],
         products=[
             attention.lower_attention(cpu, precision == "bf16"),
             lower_scans(cpu),
             lower_selections(cpu),
             *narrow[precision],
-            IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, has_dots),
+            IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, unit),
             *([StrassenProducts(cpu, choices)] if fast else []),
         ],
         storing=[StoreRepeats(cpu)],

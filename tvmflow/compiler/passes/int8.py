@@ -2,8 +2,8 @@
 
 A model is quantised in one of two forms: layers between pairs of operators (QDQ), DequantizeLinear before a layer and
 QuantizeLinear after it, or operators with integer operands, such as ConvInteger. Sums of integers are exact, so both
-compute in integers in every precision where the target has dot products of 8-bit integers. Without these, layers
-between pairs of operators compute in float32.
+compute in integers in every precision where the target has dot products for them (`dotproduct.integer_dot`). Without
+these, layers between pairs of operators compute in float32.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.dotproduct import INT8
+from tvmflow.compiler.dotproduct import PAIRS, Dot
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot, products
 from tvmflow.compiler.operators.common import call_kernel, called_operator, constant, static, vector
@@ -29,7 +29,8 @@ Array = np.ndarray[Any, Any]
 
 # The difference between unsigned 8-bit integers and the signed ones that they replace.
 _SHIFT = 128
-_LARGEST_PRODUCT = 255 * 128
+# The largest difference between an 8-bit integer and its zero point.
+_LARGEST = 255
 # Operators that move or select numbers: integers give the same result as the numbers that they represent.
 _MOVING = ("relax.nn.max_pool2d", "relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims")
 
@@ -43,8 +44,9 @@ class IntegerArithmetic:
     A model without such a layer raises BuildError where one `is_required`, and is left unchanged elsewhere.
     """
 
-    def __init__(self, machine: Machine, is_required: bool) -> None:
+    def __init__(self, machine: Machine, dot: Dot, is_required: bool) -> None:
         self._machine = machine
+        self._dot = dot
         self._is_required = is_required
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
@@ -53,7 +55,7 @@ class IntegerArithmetic:
         A module without such layers raises BuildError where they are required, and else is returned unchanged.
         """
         layers = 0
-        rewriter = _ToIntegers(mod, self._machine)
+        rewriter = _ToIntegers(mod, self._machine, self._dot)
         for variable, function in relax_functions(mod).items():
             rewriter.values = relax.analysis.get_var2val(function)
             rewriter.builder_.update_func(variable, rewriter.visit_expr(function))
@@ -70,11 +72,12 @@ class IntegerArithmetic:
 
 @mutator
 class _ToIntegers(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.IRModule, machine: Machine) -> None:
+    def __init__(self, mod: tvm.IRModule, machine: Machine, dot: Dot) -> None:
         super().__init__(mod)
         self.values: Mapping[relax.Var, relax.Expr] = {}
         self.layers = 0
-        self._machine = machine
+        self.machine = machine
+        self.dot = dot
         # The unsigned integers that replace signed ones, by the variable of the signed ones.
         self._unsigned: dict[relax.Var, relax.Var] = {}
 
@@ -226,7 +229,7 @@ def _conv2d(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
         return None
     weight, scales = weights
     groups = int(attrs.groups)
-    has_kernel = is_depthwise(call) or _is_dot(weight, groups, rewriter._machine)
+    has_kernel = is_depthwise(call) or _is_dot(weight, groups, rewriter.machine, rewriter.dot)
     if not has_kernel or scales.size not in (1, scales.shape[0]):
         return None
     data = rewriter.integers(call.args[0])
@@ -254,7 +257,7 @@ def _matmul(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
     if weights is None or weights[0].ndim != 2 or weights[1].size not in (1, weights[1].shape[1]):
         return None
     weight, scales = weights
-    data = rewriter.integers(call.args[0]) if _offsets(weight.T) is not None else None
+    data = rewriter.integers(call.args[0]) if _offsets(weight.T, rewriter.dot) is not None else None
     if data is None or data[0].ty.ndim < 2:
         return None
     rewriter.layers += 1
@@ -269,28 +272,29 @@ def _centred(rewriter: _ToIntegers, integers: relax.Var, zero: int) -> relax.Var
     return rewriter.emit(relax.op.subtract(wide, relax.const(zero, "int32")))
 
 
-def _is_dot(weight: Array, groups: int, machine: Machine) -> bool:
+def _is_dot(weight: Array, groups: int, machine: Machine, unit: Dot) -> bool:
     """Whether a convolution's weights, OIHW, are computed by dot products."""
-    offsets = _offsets(weight)
+    offsets = _offsets(weight, unit)
     if groups == 1 or offsets is None:
         return offsets is not None
-    if weight.shape[1] % INT8.group or not dot.lanes_of(weight.shape[0], groups, machine):
+    if weight.shape[1] % unit.group or not dot.lanes_of(weight.shape[0], groups, machine):
         return False
     return not bool(offsets.any())
 
 
-def _offsets(weight: Array) -> Array | None:
-    """Return what each output channel's weights must be reduced by to fit 8-bit integers, zero if they fit.
+def _offsets(weight: Array, unit: Dot) -> Array | None:
+    """Return what each output channel's weights must be reduced by to fit `unit.weight`, zero if they fit.
 
-    Weights of uint8 less their zero point may not fit. None where a channel spans more than 8 bits, or its products
+    Weights of uint8 less their zero point may not fit 8 bits. None where a channel spans more bits, or its products
     could overflow an accumulator. Output channels come first.
     """
     rows = weight.reshape(len(weight), -1)
-    if not rows.size or rows.shape[1] * _LARGEST_PRODUCT >= 2**31:
+    if not rows.size or rows.shape[1] * _LARGEST * int(np.abs(rows).max()) >= 2**31:
         return None
+    limits = np.iinfo(unit.weight)
     least, greatest = rows.min(axis=1), rows.max(axis=1)
-    offsets = np.maximum(greatest - 127, 0) + np.minimum(least + 128, 0)
-    return offsets if bool((greatest - least <= 255).all()) else None
+    offsets = np.maximum(greatest - limits.max, 0) + np.minimum(least - limits.min, 0)
+    return offsets if bool((greatest - least <= limits.max - limits.min).all()) else None
 
 
 def _is_float32(expr: relax.Expr) -> bool:
@@ -307,31 +311,33 @@ _REWRITES: dict[str, Callable[[_ToIntegers, relax.Call], relax.Expr | None]] = {
 
 @tvm.transform.module_pass(opt_level=0, name="IntegerProducts")
 class IntegerProducts:
-    """Lowers int32 layers of centred integers to the processor's dot-product instructions, once the layout is known.
+    """Lowers int32 layers of centred integers to the dot products `unit`, once the layout is known.
 
-    The dot products read the unsigned integers; the part of the sum that is due to the zero point is subtracted
-    afterwards. Depthwise convolutions compute the same integers in float32, which holds them exactly. Other layers
-    without dot products also compute in float32, by exact algorithms, if it holds their sums exactly. `has_dots` is
-    false for a target without dot-product instructions.
+    Dot products of 8 bits read integers that are not centred; the part of the sum that is due to the zero point is
+    subtracted afterwards. Those of 16 bits read the centred ones. Depthwise convolutions compute the same integers in
+    float32, which holds them exactly. Other layers without dot products also compute in float32, by exact algorithms,
+    if it holds their sums exactly. `unit` is None for a target without dot products.
     """
 
-    def __init__(self, machine: Machine, choices: Choices, has_dots: bool) -> None:
+    def __init__(self, machine: Machine, choices: Choices, unit: Dot | None) -> None:
         self._machine = machine
         self._choices = choices
-        self._has_dots = has_dots
+        self._unit = unit
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with every Relax function rewritten."""
-        return rewrite_functions(_LowerIntegers(mod, self._machine, self._choices, self._has_dots), mod)
+        return rewrite_functions(_LowerIntegers(mod, self._machine, self._choices, self._unit), mod)
 
 
 @mutator
 class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.IRModule, machine: Machine, choices: Choices, has_dots: bool) -> None:
+    def __init__(self, mod: tvm.IRModule, machine: Machine, choices: Choices, unit: Dot | None) -> None:
         super().__init__(mod)
         self._machine = machine
         self._choices = choices
-        self._has_dots = has_dots
+        self._unit = unit
+        # The operands of dot products and their zero points, by the 8-bit integers that they were made of, and theirs.
+        self._operands: dict[tuple[relax.Var, int | relax.Expr], tuple[relax.Expr, relax.Expr]] = {}
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
         call = super().visit_call_(op)
@@ -343,14 +349,14 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         source = self._source(call.args[0])
         if source is None:
             return call
-        result = lower(call, *source) if self._has_dots else None
+        result = None if self._unit is None else lower(call, *source, self._unit)
         return self._in_float32(call) if result is None else result
 
     def _in_float32(self, call: relax.Call) -> relax.Expr:
         """Return the product in float32 if that holds every sum exactly, else the unchanged product."""
         weight = call.args[1].value.numpy()
         sums = np.abs(weight).sum(axis=0 if call.op.name == "relax.matmul" else (1, 2, 3))
-        if not sums.size or 255 * int(sums.max()) >= 2**24:
+        if not sums.size or _LARGEST * int(sums.max()) >= 2**24:
             return call
         builder = self.builder_
         operands = [builder.emit(relax.op.astype(call.args[0], "float32")), constant(weight.astype("float32"))]
@@ -365,7 +371,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         return call if exact is None else relax.op.astype(builder.emit(exact), "int32")
 
     def _source(self, expr: relax.Expr) -> tuple[relax.Var, relax.Expr] | None:
-        """Find the unsigned integers of which an expression is the centred form, and their zero point (int32)."""
+        """Find the 8-bit integers of which an expression is the centred form, and their zero point (int32)."""
         move = self._bound_call(expr, "relax.permute_dims", "relax.reshape")
         if move is not None:
             source = self._source(move.args[0])
@@ -377,24 +383,38 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         difference = self._bound_call(expr, "relax.subtract")
         wide = self._bound_call(expr if difference is None else difference.args[0], "relax.astype")
         zero = relax.const(0, "int32") if difference is None else difference.args[1]
-        dtype = None if wide is None else str(wide.args[0].ty.dtype)
-        if wide is None or dtype not in ("uint8", "int8") or zero.ty.ndim:
+        if wide is None or str(wide.args[0].ty.dtype) not in ("uint8", "int8") or zero.ty.ndim:
             return None
-        if dtype == "uint8":
-            return wide.args[0], zero
-        shifted = self.builder_.emit(relax.op.add(expr if difference is None else difference.args[0], _INT32_SHIFT))
-        return self.builder_.emit(relax.op.astype(shifted, "uint8")), self._sum(zero, _INT32_SHIFT)
-
-    def _sum(self, zero: relax.Expr, shift: relax.Expr) -> relax.Expr:
-        if isinstance(zero, tvm.ir.GenericConst):
-            return relax.const(int(zero.value.numpy()) + _SHIFT, "int32")
-        return self.builder_.emit(relax.op.add(zero, shift))
+        return wide.args[0], zero
 
     def _bound_call(self, expr: relax.Expr, *names: str) -> relax.Call | None:
         value = self.lookup_binding(expr) if isinstance(expr, relax.Var) else None
         return value if called_operator(value) in names else None
 
-    def _conv2d(self, call: relax.Call, data: relax.Var, zero: relax.Expr) -> relax.Expr | None:
+    def _operand(self, data: relax.Var, zero: relax.Expr, unit: Dot) -> tuple[relax.Expr, relax.Expr]:
+        """Return the operand of type `unit.data` for 8-bit integers, and its zero point."""
+        if str(data.ty.dtype) == unit.data:
+            return data, zero
+        number = _number(zero)
+        place = data, zero if number is None else number
+        if place not in self._operands:
+            shift = (
+                zero if unit is PAIRS else relax.const(_SHIFT if str(data.ty.dtype) == "uint8" else -_SHIFT, "int32")
+            )
+            wide = self.builder_.emit(relax.op.astype(data, "int32"))
+            operand = self.builder_.emit(relax.op.astype(self._difference(wide, shift), unit.data))
+            self._operands[place] = operand, self._difference(zero, shift)
+        return self._operands[place]
+
+    def _difference(self, left: relax.Expr, right: relax.Expr) -> relax.Expr:
+        if left.same_as(right):
+            return relax.const(0, "int32")
+        amounts = _number(left), _number(right)
+        if amounts[0] is not None and amounts[1] is not None:
+            return relax.const(amounts[0] - amounts[1], "int32")
+        return left if amounts[1] == 0 else self.builder_.emit(relax.op.subtract(left, right))
+
+    def _conv2d(self, call: relax.Call, data: relax.Var, zero: relax.Expr, unit: Dot) -> relax.Expr | None:
         if not is_channels_last(call) or static(data.ty.shape.values[3]) is None:
             return None
         weight, groups, geometry = call.args[1].value.numpy(), int(call.attrs.groups), Geometry.of(call)
@@ -412,9 +432,11 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
                 return te.compute(exact.shape, lambda *index: exact[index].astype("int32"), name="whole")
 
             return call_kernel(self.builder_, compute, data, packed_weight, *zeros, name="depthwise_conv2d")
-        offsets = _offsets(weight)
-        if offsets is None or not _is_dot(weight, groups, self._machine):
+        offsets = _offsets(weight, unit)
+        if offsets is None or not _is_dot(weight, groups, self._machine, unit):
             return None
+        operand, zero = self._operand(data, zero, unit)
+        number = _number(zero)
         weight = _with_ones(weight - offsets.reshape(-1, 1, 1, 1), offsets)
         lanes = dot.lanes_of(len(weight), groups, self._machine)
 
@@ -422,7 +444,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
             return dot.conv2d(
                 data,
                 packed,
-                dot=INT8,
+                dot=unit,
                 channels=len(weight),
                 groups=groups,
                 geometry=geometry,
@@ -430,23 +452,24 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
                 zero=zeros[0]() if zeros else number or 0,
             )
 
-        packed_weight = constant(dot.pack_conv2d(weight, lanes, INT8))
+        packed_weight = constant(dot.pack_conv2d(weight, lanes, unit))
         # Without padding, no result depends on what fills the last tile of a line.
-        zeros = zeros if any(geometry.padding) else []
-        product = call_kernel(self.builder_, compute_dot, data, packed_weight, *zeros, name="conv2d_int8")
+        zeros = [zero] if number is None and any(geometry.padding) else []
+        product = call_kernel(self.builder_, compute_dot, operand, packed_weight, *zeros, name="conv2d_int8")
         return self._correct(product, zero, weight.sum(axis=(1, 2, 3)), offsets)
 
-    def _matmul(self, call: relax.Call, data: relax.Var, zero: relax.Expr) -> relax.Expr | None:
+    def _matmul(self, call: relax.Call, data: relax.Var, zero: relax.Expr, unit: Dot) -> relax.Expr | None:
         weight = call.args[1].value.numpy()
-        offsets = _offsets(weight.T) if weight.ndim == 2 and data.ty.ndim > 1 else None
+        offsets = _offsets(weight.T, unit) if weight.ndim == 2 and data.ty.ndim > 1 else None
         if offsets is None or not static(data.ty.shape.values[-1]):
             return None
+        operand, zero = self._operand(data, zero, unit)
         weight = _with_ones((weight - offsets).T, offsets).T
         units = weight.shape[1]
-        packed_weight = constant(dot.pack_dense(weight, vector(units, self._machine), INT8))
+        packed_weight = constant(dot.pack_dense(weight, vector(units, self._machine), unit))
         rows = row_dimensions(data.ty.shape.values[:-1])
-        compute = partial(dot.dense, dot=INT8, units=units, rows=rows, machine=self._machine)
-        product = call_kernel(self.builder_, compute, data, packed_weight, name="dense_int8")
+        compute = partial(dot.dense, dot=unit, units=units, rows=rows, machine=self._machine)
+        product = call_kernel(self.builder_, compute, operand, packed_weight, name="dense_int8")
         return self._correct(product, zero, weight.sum(axis=0), offsets)
 
     def _correct(self, product: relax.Expr, zero: relax.Expr, sums: Array, offsets: Array) -> relax.Expr:
@@ -464,9 +487,6 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         channels = emit(relax.op.strided_slice(whole, [axis], [0], [count]))
         total = emit(relax.op.strided_slice(whole, [axis], [count], [count + 1]))
         return relax.op.add(channels, emit(relax.op.multiply(total, constant(offsets.astype("int32")))))
-
-
-_INT32_SHIFT = relax.const(_SHIFT, "int32")
 
 
 def _with_ones(weight: Array, offsets: Array) -> Array:

@@ -326,7 +326,7 @@ def _without(axes: Sequence[int], base_axes: Sequence[int]) -> tuple[int, ...]:
 
 @_on_transposed
 def _along(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
-    """Operators on one dimension that keep the shape."""
+    """Operators along one dimension that keep the shape. Operands after the first are numbers or are along it, too."""
     if call.attrs.axis is None:
         return None
     axis = value.axes[int(call.attrs.axis) % len(value.axes)]
@@ -520,6 +520,9 @@ _RULES: dict[str, _Rule] = {
     },
     **{
         f"relax.{name}": _along
-        for name in ("nn.softmax", "nn.log_softmax", "nn.prelu", "cumsum", "cumprod", "repeat", "flip")
+        for name in (
+            *("nn.softmax", "nn.log_softmax", "nn.prelu", "cumsum", "cumprod", "repeat", "flip"),
+            *("quantize", "dequantize"),
+        )
     },
 }

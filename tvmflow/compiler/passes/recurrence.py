@@ -6,7 +6,7 @@ import tvm
 from tvm import relax, tirx
 
 from tvmflow.compiler import extensions
-from tvmflow.compiler.dotproduct import has_dot
+from tvmflow.compiler.dotproduct import INT8, Dot, has_dot
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.cell_tiles import Array, Tiles, pack_integers, pack_units
 from tvmflow.compiler.operators.cells import Cell
@@ -15,19 +15,19 @@ from tvmflow.compiler.operators.recurrence import Recurrence
 from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 
 
-def lower_recurrence(machine: Machine, has_dots: bool) -> tvm.transform.Pass:
+def lower_recurrence(machine: Machine, unit: Dot | None) -> tvm.transform.Pass:
     """Return the pass that lowers recurrent networks to a dense layer and one function for `machine`.
 
-    `has_dots` is whether it has dot-product instructions of 8-bit integers.
+    `unit` is its dot product of integers, None without one.
     """
 
     def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr:
-        return _lowered(rewriter, call, machine, has_dots)
+        return _lowered(rewriter, call, machine, unit)
 
     return rewriting("LowerRecurrence", {"tvmflow.recurrence": (lower,)})
 
 
-def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, has_dots: bool) -> relax.Expr:
+def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, unit: Dot | None) -> relax.Expr:
     operands = dict(zip((str(name) for name in call.attrs["operands"]), call.args, strict=True))
     cell = Cell.of(call.attrs)
     x, bias = operands["x"], operands.get("bias")
@@ -37,7 +37,7 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, has_dots: b
     split_bias = cell.splits_bias and bias is not None
     names = ["split_bias"] if split_bias else []
     names += [name for name in ("lengths", "initial_h", "initial_c", "peepholes") if name in operands]
-    integers = "r_scale" in operands and has_dots and has_dot(vector(units, machine))
+    integers = "r_scale" in operands and unit is INT8 and has_dot(vector(units, machine))
     if integers:
         names += ["r_scale", "r_sum"]
     kernel = Recurrence(cell, steps, batch, units, names, machine, integers=integers)
@@ -48,7 +48,7 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, has_dots: b
     is_free = not isinstance(steps, tirx.IntImm) and not isinstance(batch, tirx.IntImm)
     if is_free:
         x = emit(relax.op.reshape(x, relax.ShapeExpr([steps * batch, x.ty.shape.values[-1]])))
-    products = _products(rewriter, operands | {"x": x}, gates, tile, has_dots)
+    products = _products(rewriter, operands | {"x": x}, gates, tile, has_dots=unit is not None)
     extra = {name: operands[name] for name in names if name in operands}
     if bias is not None:
         of_inputs, of_states = _halves(emit, bias, gates * units)

@@ -59,7 +59,7 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
                 _pack_pairs(sch, block, machine)
             else:
                 common.parallel_vectorized(sch, block, machine)
-    use_dot_products(sch)
+    use_dot_products(sch, machine)
     return width > 0
 
 

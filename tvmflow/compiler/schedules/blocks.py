@@ -61,7 +61,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     at = _MIDDLES[kind](sch, middle, filtered, task, reaches, machine, choices)
     tiles = (size, size * _number(sch, middle, TILE))
     _first(sch, at, task, _before(sch, middle, reaches, tiles), machine, choices)
-    use_dot_products(sch)
+    use_dot_products(sch, machine)
     return True
 
 

@@ -64,7 +64,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
         size, stride, dilation = narrow
         taps = common.extent(sch, x) or 1
         form = groups.Strip(DOT in annotations, size, lanes, pixels, taps, stride, dilation)
-        _schedule_groups(sch, product, form, task, around[-4 - pair :])
+        _schedule_groups(sch, machine, product, form, task, around[-4 - pair :])
     else:
         taps = (common.extent(sch, y) or 0) * (common.extent(sch, x) or 0)
         unrolled = [*([y] if taps <= _TAPS_UNROLLED else []), *([x] if taps <= _ROWS_UNROLLED else [])]
@@ -75,7 +75,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
 
 
 def _schedule_groups(
-    sch: Schedule, product: SBlockRV, form: groups.Strip, task: LoopRV, loops: Sequence[LoopRV]
+    sch: Schedule, machine: Machine, product: SBlockRV, form: groups.Strip, task: LoopRV, loops: Sequence[LoopRV]
 ) -> None:
     """Schedule a product in narrow groups.
 
@@ -87,7 +87,7 @@ def _schedule_groups(
     sch.reorder(y, *(loop for loop in (x, strip, channel) if loop not in replaced), *replaced)
     start = sch.decompose_reduction(product, y)
     registers.keep_in_registers(sch, list(sch.get_loops(start))[-2:])
-    groups.use(sch, form, task, replaced[0])
+    groups.use(sch, machine.arch, form, task, replaced[0])
 
 
 def _llvm_moves_sums(sch: Schedule, product: SBlockRV, out: SBlockRV) -> bool:

@@ -43,7 +43,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         return False
     *steps, group = tiling.reductions
     registers.accumulate(sch, product, tiling.tile.loops, steps, [group])
-    use(sch, dot, lanes, tiling.task, tiling.tile.lane)
+    use(sch, machine.arch, dot, lanes, tiling.task, tiling.tile.lane)
     if PADDING in annotations:
         # The block around the instruction is a new one.
         (block,) = sch.get_child_blocks(steps[0])
@@ -85,7 +85,7 @@ def inline_exact(sch: Schedule) -> None:
         sch.compute_inline(exact)
 
 
-def use_dot_products(sch: Schedule) -> None:
+def use_dot_products(sch: Schedule, machine: Machine) -> None:
     """Replace the innermost loops of products by dot-product instructions, where the products are annotated so.
 
     That comes last: such a loop is a block for TVM, in which it finds no other one.
@@ -94,4 +94,4 @@ def use_dot_products(sch: Schedule) -> None:
         annotations, kinds = sch.get(product).annotations, [item.iter_type for item in sch.get(product).iter_vars]
         if DOT in annotations and tirx.IterVar.CommReduce in kinds:
             task, *_, lane, _group = sch.get_loops(product)
-            use(sch, DOTS[str(annotations[DOT])], int(annotations[LANES]), task, lane)
+            use(sch, machine.arch, DOTS[str(annotations[DOT])], int(annotations[LANES]), task, lane)

@@ -137,7 +137,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         common.vectorize_inner(sch, pad, machine)
     if form.is_bf16:
         # This comes last, because no stage can be moved to a block that an instruction has replaced.
-        use(sch, BF16, form.lanes, outermost, lane)
+        use(sch, machine.arch, BF16, form.lanes, outermost, lane)
     return True
 
 
