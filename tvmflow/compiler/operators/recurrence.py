@@ -162,19 +162,21 @@ class Recurrence:
             if parts == 1:
                 begin, end = tirx.const(0, "int64"), self._batch
             self._start(direction, begin, end)
-            with T.serial(0, self._steps) as step:
+            longest = self._longest(begin, end)
+            with T.serial(0, longest) as step:
                 self._quantise(direction, step, begin, end)
                 for phase in range(len(self.cell.phases)):
                     with T.serial(0, self.tiles.count) as tile:
                         self._tile(phase, direction, tile, step, begin, end)
-            self._finish(direction, begin, end)
+            self._finish(direction, begin, end, longest)
 
     def _by_units(self) -> None:
         """Share the tiles of each step among the cores."""
         count, none = self.tiles.count, tirx.const(0, "int64")
         with T.serial(0, self.cell.directions) as direction:
             self._start(direction, none, self._batch)
-        with T.serial(0, self._steps) as step:
+        longest = self._longest(none, self._batch)
+        with T.serial(0, longest) as step:
             if self.cell.quantised:
                 with T.serial(0, self.cell.directions) as direction:
                     self._quantise(direction, step, none, self._batch)
@@ -182,7 +184,18 @@ class Recurrence:
                 with T.parallel(0, self.cell.directions * count) as task:
                     self._tile(phase, task // count, task % count, step, none, self._batch)
         with T.serial(0, self.cell.directions) as direction:
-            self._finish(direction, none, self._batch)
+            self._finish(direction, none, self._batch, longest)
+
+    def _longest(self, begin: Any, end: Any) -> Any:
+        """Return the number of steps of the longest of the sequences from `begin` to `end`."""
+        lengths = self._optional.get("lengths")
+        if lengths is None:
+            return self._steps
+        longest = T.alloc_buffer((1,), "int32", scope="local", layout=None)
+        T.buffer_store(longest, tirx.const(0, "int32"), [0])
+        with T.serial(0, end - begin) as row:
+            T.buffer_store(longest, tirx.max(longest[0], lengths[begin + row]), [0])
+        return _stored(tirx.min(tirx.Cast("int64", longest[0]), self._steps))
 
     def _start(self, direction: Any, begin: Any, end: Any) -> None:
         """Set the states before the first step, zeros in the units that padding adds."""
@@ -237,10 +250,14 @@ class Recurrence:
             number = number.astype(INT8.data) if self._integers else (number - zero) * distance
             T.buffer_store(self._levels, number, place)
 
-    def _finish(self, direction: Any, begin: Any, end: Any) -> None:
-        """Copy the last states to the results."""
+    def _finish(self, direction: Any, begin: Any, end: Any, longest: Any) -> None:
+        """Copy the states after `longest` steps to the results, and write zeros as the outputs of the steps after."""
+        if "lengths" in self._optional:
+            rest = T.serial(0, self._steps - longest), T.serial(0, end - begin), T.serial(0, self.units)
+            with rest[0] as step, rest[1] as row, rest[2] as unit:
+                T.buffer_store(self._y, ZERO, [longest + step, direction, begin + row, unit])
         with T.serial(0, end - begin) as row:
-            sources: list[tuple[Any, tuple[Any, ...]]] = [(self._h, (self._steps % 2, direction, begin + row))]
+            sources: list[tuple[Any, tuple[Any, ...]]] = [(self._h, (longest % 2, direction, begin + row))]
             if "c" in self._state:
                 sources.append((self._state["c"], (direction, begin + row)))
             for target, (source, place) in zip(self._last, sources, strict=True):

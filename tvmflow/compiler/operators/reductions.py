@@ -87,6 +87,11 @@ class View:
         return math.prod(int(size) for size in self.shape[self.first : self.last + 1])
 
     @property
+    def is_flat(self) -> bool:
+        """Whether the elements that are reduced to one result are side by side in memory, in several dimensions."""
+        return self.inner == 1 and sum(int(size) > 1 for size in self.shape[self.first : self.last + 1]) > 1
+
+    @property
     def inner(self) -> int:
         """The number of results that are side by side in memory."""
         return math.prod(int(size) for size in self.shape[self.last + 1 :])
@@ -144,6 +149,11 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
             return free
     if view is None:
         return extremes.legalize(builder, call, machine, _SIGNS[name]) if name in _SIGNS else None
+    if kind is not None and view.is_flat:
+        # TVM would divide the place of each element by the sizes of the dimensions.
+        whole = free_reductions.legalize(builder, call, machine, kind.combine, kind.identity, name == "mean")
+        if whole is not None:
+            return whole
     compute = partial(_statistic, view=view, shape=list(call.ty.shape.values), name=name, machine=machine)
     return builder.call_te(compute, call.args[0], primfunc_name_hint=name, primfunc_attrs=REDUCTION)
 

@@ -83,9 +83,10 @@ def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
 def _after_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     """Compute the accumulators of each row in the loop that combines them to its result."""
     folds = [producer for producer in sch.get_producers(block) if _kind(sch, producer) == "reduction_fold"]
-    loops = list(sch.get_loops(block))
-    if not folds or not loops:
+    if not folds:
         return False
+    # A single result has no loop.
+    loops = list(sch.get_loops(block)) or [sch.add_unit_loop(block)]
     lanes = [producer for fold in folds for producer in sch.get_producers(fold)]
     is_parallel = any(_is_worth_threads(sch, block, machine) for block in lanes)
     task = common.fuse(sch, loops)
