@@ -308,6 +308,7 @@ CASES: tuple[Case, ...] = (
         {"s": (32,), "b": (32,)},
     ),
     _unary("reduction", "mean of rows", (128, 768), _node("ReduceMean", "x axes"), axes=np.array([1], "int64")),
+    _unary("reduction", "max of all", (1, 128, 3072), _node("ReduceMax")),
     _unary("reduction", "max of columns", (1024, 768), _node("ReduceMax", "x axes"), axes=np.array([0], "int64")),
     Case("elementwise", "add 1x64x112x112", (_node("Add", "x z"),), {"x": _IMAGE, "z": _IMAGE}),
     Case("elementwise", "scale channels 1x64x112x112", (_node("Mul", "x z"),), {"x": _IMAGE, "z": (1, 64, 1, 1)}),

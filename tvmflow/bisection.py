@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 
-from tvmflow import npz
+from tvmflow import npz, onnx_double
 from tvmflow.compiler import BuildOptions, build, import_onnx
 from tvmflow.compiler.onnx import Converter
 from tvmflow.errors import ExportError, TvmflowError
@@ -36,6 +36,9 @@ class Bisection:
     shapes differ. `reproduction` is a small model of `nodes` nodes that shows the error: on `inputs` ONNX Runtime
     returns `expected`, and the compiled model differs from this by more than the bounds. The search compiled `builds`
     models.
+
+    `compiled_error` and `onnxruntime_error` are the largest differences of both from the small model's `output` in
+    float64; None where that cannot be computed.
     """
 
     operator: str
@@ -47,6 +50,8 @@ class Bisection:
     inputs: Mapping[str, Array]
     expected: Mapping[str, Array]
     builds: int
+    compiled_error: float | None
+    onnxruntime_error: float | None
 
     def save(self, folder: Path) -> None:
         """Write `model.onnx`, `inputs.npz` and `expected.npz` into a folder; create the folder if it is missing."""
@@ -97,9 +102,11 @@ def _bisection(search: "_Search", last: int) -> Bisection:
     place = search.first_bad(last)
     nodes = search.smallest(place)
     part, fed = search.part(nodes, search.results_of(place))
-    errors = search.errors_of(part, fed)
+    run = search.compile(part)
+    errors = search.errors_of(part, fed, run)
     output, error = next((name, error) for name, error in errors.items() if error is not None)
-    node = search.nodes[place]
+    node, in_double = search.nodes[place], onnx_double.compute(part, fed)
+    exact = None if in_double is None else in_double[output]
     return Bisection(
         operator=operator_name(node),
         node=node_name(node),
@@ -110,6 +117,8 @@ def _bisection(search: "_Search", last: int) -> Bisection:
         inputs=fed,
         expected={value.name: search.values[value.name] for value in part.graph.output},
         builds=search.builds,
+        compiled_error=None if exact is None else largest_error(exact, run(fed)[output]),
+        onnxruntime_error=None if exact is None else largest_error(exact, search.values[output]),
     )
 
 

@@ -29,14 +29,17 @@ def test_the_wrong_node_is_named_and_a_small_model_is_written(
     small = tmp_path / "small"
     result = tvmflow("bisect", path, "--output", small)
     assert result.code == 3
-    for words in ("model.onnx", "Tanh", "'squash'", "'y'", "1 node"):
+    for words in ("model.onnx", "Tanh", "'squash'", "'y'", "1 node", "beside a computation in float64"):
         assert words in result.stdout
     assert [node.op_type for node in onnx.load(small / "model.onnx").graph.node] == ["Tanh"]
     again = tvmflow(
         "bisect", tmp_path / "small" / "model.onnx", "--inputs", tmp_path / "small" / "inputs.npz", "--json"
     )
     assert again.code == 3
-    assert json.loads(again.stdout)["node"] == "squash"
+    document = json.loads(again.stdout)
+    assert document["node"] == "squash"
+    assert document["max_abs_error_beside_float64"]["compiled"] > 0.1
+    assert document["max_abs_error_beside_float64"]["onnxruntime"] < 1e-6
 
 
 def test_a_model_that_cannot_be_imported_is_one_sentence(tvmflow: Command, tmp_path: Path) -> None:

@@ -76,6 +76,9 @@ def test_a_wrong_converter_is_found_by_its_node_which_is_the_smallest_model_that
     bisection = _found(_chain(), target)
     assert (bisection.operator, bisection.node, bisection.output) == ("Tanh", "squash", "t")
     assert bisection.error > 0.1
+    assert bisection.compiled_error == pytest.approx(bisection.error, rel=1e-4)
+    assert bisection.onnxruntime_error is not None
+    assert bisection.onnxruntime_error < 1e-6
     bisection.save(tmp_path / "found")
     model = onnx.load(tmp_path / "found" / "model.onnx")
     onnx.checker.check_model(model)

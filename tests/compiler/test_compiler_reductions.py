@@ -12,6 +12,7 @@ from support import scale
 from support.builds import rule_counts
 from support.models import save_model
 from tvmflow.compiler import CompiledModel, build, import_onnx
+from tvmflow.compiler.inspection import Inspection
 from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
@@ -87,6 +88,20 @@ def test_reductions_of_last_dimensions_of_free_size(assert_all_same: Check) -> N
     compiled = assert_all_same(cases)
     rules = [rule for name, rule in compiled.schedules if name.startswith(("max", "min", "sum", "mean"))]
     assert set(rules) == {"free_reduction"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "rule"), [([4099], "reduction"), ([3, 1400], "free_reduction")], ids=["one dimension", "two dimensions"]
+)
+def test_reductions_to_one_number_compute_vectors(
+    shape: list[int], rule: str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    """Several dimensions are one line of memory."""
+    path = make_model([helper.make_node("ReduceMax", ["x"], ["y"], keepdims=0)], [("x", shape)], ["y"])
+    x = np.random.default_rng(0).normal(size=shape).astype("float32")
+    model = assert_same_as_onnxruntime(path, {"x": x}, inspect=Inspection(code=("tir",)))
+    assert rule_counts(model) == {rule: 1}
+    assert "T.vectorized" in model.inspected.code["tir"]
 
 
 def test_the_logarithm_of_a_sum_of_powers_takes_infinities(make_model: Any, assert_same_as_onnxruntime: Check) -> None:

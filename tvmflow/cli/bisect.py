@@ -118,11 +118,18 @@ def bisect_command(
     if as_json:
         document = {"within_bounds": False, "operator": bisection.operator, "node": bisection.node}
         document |= {"output": bisection.output, "max_abs_error": bisection.error, "nodes": bisection.nodes}
+        errors = {"compiled": bisection.compiled_error, "onnxruntime": bisection.onnxruntime_error}
+        document["max_abs_error_beside_float64"] = errors
         click.echo(json.dumps({**document, "folder": str(folder), "builds": bisection.builds}))
     else:
         noun = "node" if bisection.nodes == 1 else "nodes"
         click.echo(f"{model}: operator {bisection.operator}, node {bisection.node!r} is the first out of bounds")
         click.echo(f"output {bisection.output!r} differs from ONNX Runtime's by up to {bisection.error:.3g}")
+        if bisection.compiled_error is not None and bisection.onnxruntime_error is not None:
+            click.echo(
+                f"beside a computation in float64, the compiled model differs by up to {bisection.compiled_error:.3g}, "
+                f"ONNX Runtime by up to {bisection.onnxruntime_error:.3g}"
+            )
         click.echo(f"{folder}: a model of {bisection.nodes} {noun} that shows it, with inputs.npz and expected.npz")
     sys.exit(VerdictError.exit_code)
 
