@@ -36,3 +36,11 @@ def test_constants_conversions_and_branches_are_computed_in_float64() -> None:
 def test_a_model_of_an_unknown_operator_is_not_computed() -> None:
     model = make_model([helper.make_node("Foo", ["x"], ["y"], domain="org.example")], [("x", [3])], ["y"])
     assert compute(model, {"x": np.zeros(3, "float32")}) is None
+
+
+def test_an_operator_that_onnx_runtime_lacks_in_float64_is_computed_by_numpy() -> None:
+    weights = {"w": np.full((1, 1, 1, 1), 1 / 3, "float32")}
+    model = make_model([helper.make_node("Conv", ["x", "w"], ["y"])], [("x", [1, 1, 2, 2])], ["y"], weights)
+    outputs = compute(model, {"x": np.ones((1, 1, 2, 2), "float32")})
+    assert outputs is not None
+    np.testing.assert_array_equal(outputs["y"], np.full((1, 1, 2, 2), np.float64(np.float32(1 / 3))))
