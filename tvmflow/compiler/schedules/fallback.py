@@ -95,7 +95,7 @@ def _schedule_interleaving(sch: Schedule, block: SBlockRV, machine: Machine) -> 
     steps = [
         int(node.b)
         for node in _list_uses_of_last(sch, block, tirx.FloorMod, tirx.FloorDiv, tirx.Div)
-        if isinstance(node.b, tirx.IntImm)
+        if isinstance(node.b, tirx.IntImm) and _changes(node.a, sch.get(block).iter_vars[-1].var)
     ]
     steps = [step for step in steps if 1 < step <= _MOST_TURNS and size is not None and size % step == 0]
     if not steps:
@@ -146,6 +146,13 @@ def _schedule_ragged(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     common.vectorize_last(sch, block, machine)
     _spread(sch, outer, size, machine)
     return True
+
+
+def _changes(index: Any, variable: tirx.Var) -> bool:
+    """Whether an index changes with each step of a variable, always by as much."""
+    step = tirx.stmt_functor.substitute(index, {variable: variable + 1}) - index
+    difference = tvm.sym.Analyzer().simplify(step)
+    return isinstance(difference, tirx.IntImm) and int(difference) != 0
 
 
 def _find_cut(node: Any, variable: tirx.Var) -> int | None:
