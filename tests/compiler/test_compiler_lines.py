@@ -215,10 +215,11 @@ def test_what_a_transposed_convolution_writes_is_joined_in_vectors(
     """Each element asks which of four pixels it belongs to; all channels of a pixel do so alike."""
     nodes = [
         make_node("ConvTranspose", ["x", "w"], ["a"], strides=[2, 2]),
-        make_node("Concat", ["a", "z"], ["b"], axis=1),
+        make_node("Conv", ["z", "u"], ["c"]),
+        make_node("Concat", ["c", "a"], ["b"], axis=1),
         make_node("Conv", ["b", "v"], ["y"]),
     ]
-    weights = {"w": normal(32, 32, 2, 2) / 8, "v": normal(32, 64, 3, 3) / 20}
+    weights = {"w": normal(32, 32, 2, 2) / 8, "u": normal(32, 32, 1, 1) / 5, "v": normal(32, 64, 3, 3) / 20}
     path = make_model(nodes, [("x", [1, 32, 6, 6]), ("z", [1, 32, 12, 12])], ["y"], weights)
     model = assert_same_as_onnxruntime(path, {"x": normal(1, 32, 6, 6), "z": normal(1, 32, 12, 12)}, inspect=_TIR)
     (joined,) = (text for name, text in _code(model).items() if "concatenate" in name)
