@@ -150,7 +150,7 @@ def _schedule_ragged(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
 
 def _changes(index: Any, variable: tirx.Var) -> bool:
     """Whether an index changes with each step of a variable, always by as much."""
-    step = tirx.stmt_functor.substitute(index, {variable: variable + 1}) - index
+    step = common.substitute(index, {variable: variable + 1}) - index
     difference = tvm.sym.Analyzer().simplify(step)
     return isinstance(difference, tirx.IntImm) and int(difference) != 0
 
