@@ -278,6 +278,65 @@ def test_between_convolutions_integers_keep_the_channels_last(make_model: MakeMo
     assert sum(name.count("transpose") for name, _ in model.schedules) == 1
 
 
+def _activated(make_model: MakeModel, dtype: str, *activation: onnx.NodeProto, scales: str = "s") -> Path:
+    """A convolution, whose results x are quantised, dequantised to c and, after an activation y, quantised again."""
+    node = helper.make_node
+    zero = np.array(3, dtype)
+    weights = {"w": normal(16, 4, 1, 1) / 2, "s": np.array(0.03, "float32"), "t": np.array(0.02, "float32"), "z": zero}
+    weights |= {"many": np.linspace(0.02, 0.04, 16, dtype="float32"), "zeros": np.full(16, 3, dtype)}
+    zeros = "z" if scales == "s" else "zeros"
+    nodes = [
+        node("Conv", ["x", "w"], ["a"]),
+        node("QuantizeLinear", ["a", scales, zeros], ["b"], axis=1),
+        node("DequantizeLinear", ["b", scales, zeros], ["c"], axis=1),
+        *activation,
+        node("QuantizeLinear", ["d", "t", "z"], ["y"]),
+    ]
+    types = {"uint8": TensorProto.UINT8, "int8": TensorProto.INT8}
+    return make_model(nodes, [("x", [1, 4, 9, 9])], [("y", None, types[dtype])], weights)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_a_slow_function_of_an_integer_is_one_table(dtype: str, make_model: MakeModel, run_built: RunBuilt) -> None:
+    """SiLU as the static quantiser writes it, with the sigmoid quantised between."""
+    node = helper.make_node
+    between = [
+        node("Sigmoid", ["c"], ["e"]),
+        node("QuantizeLinear", ["e", "t", "z"], ["f"]),
+        node("DequantizeLinear", ["f", "t", "z"], ["g"]),
+        node("Mul", ["c", "g"], ["d"]),
+    ]
+    path = _activated(make_model, dtype, *between)
+    model = build(import_onnx(path), simple_target())
+    x = normal(1, 4, 9, 9) * 3
+    (ours,), (theirs,) = run_built(model, x), onnxruntime_outputs(path, {"x": x}).values()
+    # What lies between two levels may be rounded to either.
+    assert np.abs(ours.astype("int32") - theirs.astype("int32")).max() <= 1
+    assert (ours != theirs).mean() < 0.05
+    assert [name for name, _ in model.schedules if "lookup" in name] == ["lookup"]
+
+
+@pytest.mark.parametrize(
+    ("activation", "scales"), [("Relu", "s"), ("Sigmoid", "many"), ("Sin", "s")], ids=["fast", "channels", "other"]
+)
+def test_other_functions_of_integers_are_no_tables(
+    activation: str, scales: str, make_model: MakeModel, run_built: RunBuilt
+) -> None:
+    path = _activated(make_model, "uint8", helper.make_node(activation, ["c"], ["d"]), scales=scales)
+    model = build(import_onnx(path), simple_target())
+    assert not [name for name, _ in model.schedules if "lookup" in name]
+
+
+@pytest.mark.parametrize("activation", ["Exp", "Tanh", "Sqrt", "Log", "Erf", "HardSwish", "Softplus", "Elu"])
+def test_tables_hold_the_results_of_onnx_runtime(activation: str, make_model: MakeModel, run_built: RunBuilt) -> None:
+    """Of numbers that are none, too: logarithms and roots of negative ones."""
+    path = _activated(make_model, "uint8", helper.make_node(activation, ["c"], ["d"]))
+    x = normal(1, 4, 9, 9) * 3
+    (ours,) = run_built(build(import_onnx(path), simple_target()), x)
+    (theirs,) = onnxruntime_outputs(path, {"x": x}).values()
+    assert np.abs(ours.astype("int32") - theirs.astype("int32")).max() <= 1
+
+
 def test_a_range_of_zero_is_quantised_by_a_scale_of_one(
     make_model: MakeModel, run_built: RunBuilt, target: Target
 ) -> None:

@@ -37,6 +37,7 @@ from tvmflow.compiler.passes.scans import lower_scans
 from tvmflow.compiler.passes.selections import lower_selections
 from tvmflow.compiler.passes.sizes import NameSizes
 from tvmflow.compiler.passes.strassen import StrassenProducts
+from tvmflow.compiler.passes.tables import tabulate_integers
 from tvmflow.compiler.passes.trees import lower_trees
 from tvmflow.target import Precision, Target
 
@@ -116,6 +117,7 @@ def pass_names() -> list[str]:
         "NameSizes",
         "PackAtLoad",
         "RoundProducts",
+        "TabulateIntegers",
         "HalveProducts",
         "UseTensorCores",
         "LowerAttentionForGpu",
@@ -160,6 +162,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
             lower_scans(cpu),
             lower_selections(cpu),
             *narrow[precision],
+            tabulate_integers(),
             IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, unit),
             *([StrassenProducts(cpu, choices)] if fast else []),
         ],
