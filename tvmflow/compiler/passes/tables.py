@@ -58,7 +58,7 @@ class _Tables:
         self._lookups: set[str] = set()
 
     def rule(self, rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-        """Replace a quantisation of a function of one 8-bit integer."""
+        """Return the look-up that replaces a quantisation of a slow function of one 8-bit integer; None for others."""
         chain = _Chain(rewriter, self._lookups)
         source = chain.source_of_quantised(call)
         if source is None or not same_shape(source.ty.shape.values, call.ty.shape.values):
