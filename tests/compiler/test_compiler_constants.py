@@ -59,7 +59,6 @@ _REASONS = {
     "passes.fusion._MOST_NESTED": "size of the code",
     "passes.int8._LARGEST": "range of the numbers",
     "passes.int8._SHIFT": "range of the numbers",
-    "passes.tables._FEWEST_SLOW": "a count of operators: with one, a look-up takes as long as the operator",
     "schedules._CLOSE": "scope of tuning",
     "schedules.blocks._TAP_LOOPS": "dimensions of a stage",
     "schedules.blocks._TAPS_UNROLLED": "size of the code",
