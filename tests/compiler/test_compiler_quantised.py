@@ -278,6 +278,27 @@ def test_between_convolutions_integers_keep_the_channels_last(make_model: MakeMo
     assert sum(name.count("transpose") for name, _ in model.schedules) == 1
 
 
+def test_both_branches_of_a_condition_quantise_the_same_tensor(make_model: MakeModel, run_built: RunBuilt) -> None:
+    weights = {
+        "w": np.random.default_rng(0).integers(-127, 128, (16, 12)).astype("int8"),
+        "v": np.random.default_rng(1).integers(-127, 128, (16, 12)).astype("int8"),
+        "zero": np.array(100, "uint8"),
+    }
+    result = helper.make_tensor_value_info("r", TensorProto.INT32, [3, 12])
+    branches = [
+        helper.make_graph([helper.make_node("MatMulInteger", ["a", name, "zero"], ["r"])], name, [], [result])
+        for name in "wv"
+    ]
+    node = helper.make_node("If", ["first"], ["y"], then_branch=branches[0], else_branch=branches[1])
+    inputs = [("a", [3, 16], TensorProto.UINT8), ("first", [], TensorProto.BOOL)]
+    path = make_model([node], inputs, [("y", [3, 12], TensorProto.INT32)], weights)
+    model = build(import_onnx(path), simple_target())
+    a = np.random.default_rng(2).integers(0, 256, (3, 16)).astype("uint8")
+    for first in (True, False):
+        (ours,) = run_built(model, a, np.array(first))
+        np.testing.assert_array_equal(ours, (a.astype("int32") - 100) @ weights["w" if first else "v"].astype("int32"))
+
+
 def _activated(make_model: MakeModel, dtype: str, *activation: onnx.NodeProto, scales: str = "s") -> Path:
     """A convolution, whose results x are quantised, dequantised to c and, after an activation y, quantised again."""
     node = helper.make_node
