@@ -51,9 +51,10 @@ _EXTENDED = {
     "x86-64-v4-bf16": ("avx512_bf16", "avx512_vnni"),
     "x86-64-v4-amx": ("amx_bf16", "amx_int8", "amx_tile", "avx512_bf16", "avx512_vnni"),
 }
-# ARM's dot products of 8-bit integers, its arithmetic in float16 and its dot products of bfloat16, in the words of
-# /proc/cpuinfo and of LLVM, and the presets that have them, with their other extensions that LLVM uses.
-_ARM_UNITS = {"asimddp": "+dotprod", "asimdhp": "+fullfp16", "bf16": "+bf16"}
+# ARM's dot products of 8-bit integers, its arithmetic in float16, and its dot products of bfloat16 and of unsigned with
+# signed integers, in the words of /proc/cpuinfo and of LLVM. The presets that have them are below, with their other
+# extensions that LLVM uses.
+_ARM_UNITS = {"asimddp": "+dotprod", "asimdhp": "+fullfp16", "bf16": "+bf16", "i8mm": "+i8mm"}
 _ARMV8_2 = ("asimddp", "asimdhp", "asimdrdm", "atomics")
 _ARMV8_4 = (*_ARMV8_2, "asimdfhm", "bf16", "fcma", "i8mm")
 # For these processors LLVM would use vectors of an unknown width, SVE's, by itself. The schedules use NEON's.

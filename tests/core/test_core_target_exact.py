@@ -81,8 +81,8 @@ PRESETS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "aarch64-cortex-a72": (arm("cortex-a72"), {"asimd"}),
     "aarch64-cortex-a76": (arm("cortex-a76", "+dotprod", "+fullfp16"), ARM_V8_2),
     "aarch64-neoverse-n1": (arm("neoverse-n1", "+dotprod", "+fullfp16"), ARM_V8_2),
-    "aarch64-neoverse-v1": (arm("neoverse-v1", "+dotprod", "+fullfp16", "+bf16", "-sve"), ARM_V8_4),
-    "aarch64-neoverse-v2": (arm("neoverse-v2", "+dotprod", "+fullfp16", "+bf16", "-sve"), ARM_V8_4),
+    "aarch64-neoverse-v1": (arm("neoverse-v1", "+dotprod", "+fullfp16", "+bf16", "+i8mm", "-sve"), ARM_V8_4),
+    "aarch64-neoverse-v2": (arm("neoverse-v2", "+dotprod", "+fullfp16", "+bf16", "+i8mm", "-sve"), ARM_V8_4),
     "cuda-sm80": (cuda("sm_80"), set()),
     "cuda-sm90": (cuda("sm_90"), set()),
 }
@@ -131,9 +131,9 @@ def test_on_another_architecture_the_compilers_and_hosts_change_places(become: B
         ("aarch64", {"asimd", "asimdhp"}, arm("generic", "+fullfp16", cores=6), {"asimd", "asimdhp"}),
         (
             "aarch64",
-            {"asimd", "asimddp", "bf16", "sve"},
-            arm("generic", "+dotprod", "+bf16", cores=6),
-            {"asimd", "asimddp", "bf16"},
+            {"asimd", "asimddp", "bf16", "i8mm", "sve"},
+            arm("generic", "+dotprod", "+bf16", "+i8mm", cores=6),
+            {"asimd", "asimddp", "bf16", "i8mm"},
         ),
     ],
 )

@@ -137,7 +137,10 @@ def test_blocks_and_winograd_of_free_sizes_equal_onnx_runtime(
 
 
 @pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
-def test_a_quantised_model_is_computed_by_dot_products(aarch64_runner: Runner, signed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["aarch64-neoverse-n1", "aarch64-neoverse-v1"])
+def test_a_quantised_model_is_computed_by_dot_products(
+    aarch64_runner: Runner, target: str, signed: bool, tmp_path: Path
+) -> None:
     generator = np.random.default_rng(0)
     shapes = {"w0": (24, 8, 3, 3), "w1": (24, 12, 1, 1), "w2": (24, 1, 3, 3), "w3": (24, 10)}
     weights = {name: generator.normal(size=shape).astype(np.float32) / 5 for name, shape in shapes.items()}
@@ -152,7 +155,7 @@ def test_a_quantised_model_is_computed_by_dot_products(aarch64_runner: Runner, s
     plain = save_model(tmp_path / "plain.onnx", nodes, [("x", [2, 8, 9, 11])], ["y"], weights)
     path = quantise(plain, tmp_path / "quantised.onnx", signed=signed)
     build = {"precision": "int8"}
-    document = {"name": "layers", "model": {"onnx": str(path)}, "targets": ["aarch64-neoverse-n1"], "build": build}
+    document = {"name": "layers", "model": {"onnx": str(path)}, "targets": [target], "build": build}
     bundle = compile_by_steps(document, tmp_path, tmp_path / "state")
     rules = [function.rule for function in compiled_functions(bundle, read_manifest(bundle)).values()]
     assert (rules.count("dot_conv2d"), rules.count("dot_rows")) == (2, 1)

@@ -49,11 +49,12 @@ class Dot:
 BF16 = Dot("bf16", "uint16", "uint16", "float32", 2)
 # x86-64 with VNNI, and AMX.
 INT8 = Dot("int8", "uint8", "int8", "int32", 4)
-# ARM with dot products.
+# ARM with i8mm, and ARM with dot products alone.
+MIXED = Dot("mixed", "uint8", "int8", "int32", 4)
 SIGNED = Dot("signed", "int8", "int8", "int32", 4)
 # Every x86-64: two instructions, of which one multiplies and adds the pairs, and the other adds these sums.
 PAIRS = Dot("pairs", "int16", "int16", "int32", 2)
-DOTS = {dot.name: dot for dot in (BF16, INT8, SIGNED, PAIRS)}
+DOTS = {dot.name: dot for dot in (BF16, INT8, MIXED, SIGNED, PAIRS)}
 
 
 def integer_dot(target: Target) -> Dot | None:
@@ -62,6 +63,8 @@ def integer_dot(target: Target) -> Dot | None:
         return INT8
     if target.arch == "x86_64":
         return PAIRS
+    if "i8mm" in target.features:
+        return MIXED
     return SIGNED if "asimddp" in target.features else None
 
 
@@ -109,7 +112,7 @@ _MEANING = """\
 # The conversion of a narrow number to the accumulator's type, written in TVM's script.
 WIDE = {
     "bf16": 'T.reinterpret(T.shift_left(T.Cast("uint32", {value}), T.uint32(16)), dtype="float32")',
-    **dict.fromkeys((INT8.name, SIGNED.name, PAIRS.name), 'T.Cast("int32", {value})'),
+    **dict.fromkeys((INT8.name, MIXED.name, SIGNED.name, PAIRS.name), 'T.Cast("int32", {value})'),
 }
 _LEFT = 'T.broadcast(T.reinterpret(A.vload([0], "{data}x{group}"), dtype="int32"), {lanes})'
 _RIGHT = 'B.vload([0, 0], "{weight}x{total}")'
@@ -117,6 +120,8 @@ _CALL = {
     "bf16": 'T.call_pure_extern("float32x{lanes}", "dot_bf16_{bits}", {sum}, {left}, '
     'T.reinterpret({right}, dtype="int32x{lanes}"))',
     "int8": 'T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id("llvm.x86.avx512.vpdpbusd.{bits}"), {sum}, '
+    'T.reinterpret({left}, dtype="uint8x{total}"), {right}, dtype="int32x{lanes}")',
+    "mixed": 'T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id("llvm.aarch64.neon.usdot.v4i32.v16i8"), {sum}, '
     'T.reinterpret({left}, dtype="uint8x{total}"), {right}, dtype="int32x{lanes}")',
     "signed": 'T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id("llvm.aarch64.neon.sdot.v4i32.v16i8"), {sum}, '
     'T.reinterpret({left}, dtype="int8x{total}"), {right}, dtype="int32x{lanes}")',
