@@ -22,6 +22,7 @@ from tvmflow.errors import InputError, TvmflowError
 from tvmflow.launch import program_command
 from tvmflow.process import Child, Emit
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
+from tvmflow.tolerance import largest_error
 from tvmflow.workspace import Record
 
 Runner = Literal["tvmflow", "onnxruntime", "openvino", "openvino_default", "pytorch"]
@@ -223,6 +224,12 @@ def _timed(run: Run, inputs: NamedArrays, seconds: float, clock: Callable[[], fl
     return times
 
 
+def _largest(array: npt.NDArray[Any]) -> float:
+    """The largest magnitude of an array's finite elements."""
+    values = array.astype(np.float64)
+    return float(np.max(np.abs(values[np.isfinite(values)]), initial=0.0))
+
+
 def _error(outputs: NamedArrays, job: RunnerJob) -> float:
     """The largest difference from ONNX Runtime's outputs, in order, over their largest value."""
     if job.runner == "onnxruntime":
@@ -232,7 +239,7 @@ def _error(outputs: NamedArrays, job: RunnerJob) -> float:
     with np.load(job.expected) as archive:
         expected = [archive[name] for name in archive.files]
     differences = [
-        float(np.max(np.abs(ours - theirs))) / (float(np.max(np.abs(theirs))) or 1.0)
+        largest_error(theirs, ours) / (_largest(theirs) or 1.0)
         for ours, theirs in zip(outputs.values(), expected, strict=True)
     ]
     # Not max(), which may pass over a NaN.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from support.models import save_dense
@@ -92,6 +93,26 @@ def test_a_goal_within_the_interval_of_the_ratio_is_unclear(module: Import) -> N
     ratio = speed._ratios({"onnxruntime": 0.6}, latencies)
     assert (ratio["onnxruntime"].outcome, ratio["onnxruntime"].p50) == ("unclear", 0.65)
     assert str(ratio["onnxruntime"].interval) == "0.550 to 0.650"
+
+
+def test_outputs_without_a_number_in_the_same_places_do_not_differ(module: Import, tmp_path: Path) -> None:
+    runners = module("runners")
+    job = runners.RunnerJob(
+        runner="onnxruntime",
+        onnx=tmp_path / "model.onnx",
+        sample=tmp_path / "sample.npz",
+        expected=tmp_path / "expected.npz",
+        bundle=None,
+        source=None,
+        threads=1,
+        seconds=0.01,
+    )
+    values, numbers = np.array([np.nan, 4.0, np.inf], "float32"), np.array([3, 200], "uint8")
+    runners._error({"y": values, "n": numbers}, job)
+    ours = job.model_copy(update={"runner": "tvmflow"})
+    assert runners._error({"y": values, "n": numbers}, ours) == 0.0
+    assert runners._error({"y": values, "n": np.array([4, 199], "uint8")}, ours) == pytest.approx(1 / 200)
+    assert runners._error({"y": np.array([1.0, 4.0, np.inf], "float32"), "n": numbers}, ours) == float("inf")
 
 
 @pytest.mark.long
