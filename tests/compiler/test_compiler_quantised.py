@@ -278,6 +278,34 @@ def test_between_convolutions_integers_keep_the_channels_last(make_model: MakeMo
     assert sum(name.count("transpose") for name, _ in model.schedules) == 1
 
 
+def test_pointwise_layers_of_images_of_any_size_quantise_their_results(
+    make_model: MakeModel, run_built: RunBuilt
+) -> None:
+    """In the function that computes the layer, which takes all pixels as one line."""
+    node = helper.make_node
+    weights = {
+        "s": np.array(0.03, "float32"),
+        "z": np.array(7, "uint8"),
+        "v": np.random.default_rng(0).integers(-127, 128, (24, 16, 1, 1)).astype("int8"),
+        "t": np.array(0.002, "float32"),
+        "none": np.array(0, "int8"),
+        "b": normal(24),
+    }
+    nodes = [
+        node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        node("DequantizeLinear", ["v", "t", "none"], ["w"]),
+        node("Conv", ["d", "w", "b"], ["c"]),
+        node("QuantizeLinear", ["c", "s", "z"], ["y"]),
+    ]
+    path = make_model(nodes, [("x", ["n", 16, "h", "w"])], [("y", None, TensorProto.UINT8)], weights)
+    model = build(import_onnx(path), simple_target())
+    for shape in ((1, 16, 5, 7), (2, 16, 9, 3)):
+        (ours,), (theirs,) = run_built(model, normal(*shape)), onnxruntime_outputs(path, {"x": normal(*shape)}).values()
+        assert np.abs(ours.astype("int32") - theirs.astype("int32")).max() <= 1
+    assert [name for name, rule in model.schedules if rule == "dot_rows" and "quantize" in name]
+
+
 def test_both_branches_of_a_condition_quantise_the_same_tensor(make_model: MakeModel, run_built: RunBuilt) -> None:
     weights = {
         "w": np.random.default_rng(0).integers(-127, 128, (16, 12)).astype("int8"),

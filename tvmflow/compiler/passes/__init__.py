@@ -151,7 +151,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
         "fp32": [FuseBlocks(cpu, choices, fast), JoinPixels()],
         "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), JoinPixels(), RoundProducts(cpu, fast)],
         "fp16": [HalveProducts(cpu, choices)],
-        "int8": [],
+        "int8": [JoinPixels()],
     }
     return _TargetPasses(
         kernels=[lower_recurrence(cpu, unit), lower_trees(cpu)],

@@ -19,6 +19,9 @@ from tvmflow.compiler.passes.functions import relax_functions
 from tvmflow.compiler.passes.layout import ELEMENTWISE
 from tvmflow.compiler.passes.rewrite import count_uses
 
+# The dimension of the channels of NHWC images.
+_CHANNELS = 3
+
 
 @tvm.transform.module_pass(opt_level=0, name="JoinPixels")
 class JoinPixels:
@@ -126,7 +129,13 @@ def _is_pointwise(call: Any) -> bool:
 
 
 def _is_elementwise(call: relax.Call) -> bool:
-    return called_operator(call) in ELEMENTWISE and isinstance(getattr(call.ty, "shape", None), relax.ShapeExpr)
+    if not isinstance(getattr(call.ty, "shape", None), relax.ShapeExpr):
+        return False
+    if called_operator(call) in ("relax.quantize", "relax.dequantize"):
+        # A scale for each channel is along the last dimension of a line, too.
+        of_channels = int(call.attrs.axis) % max(call.ty.ndim, 1) == _CHANNELS
+        return of_channels or all(static(size) == 1 for item in call.args[1:] for size in item.ty.shape.values)
+    return called_operator(call) in ELEMENTWISE
 
 
 def _same_shape(tensor: relax.Expr, other: relax.Expr) -> bool:
