@@ -35,7 +35,11 @@ def test_reductions_equal_onnx_runtime(assert_all_same: Check) -> None:
     for shape, axes in reduced:
         nodes = [helper.make_node(name, ["x", "axes"], [name], keepdims=len(axes) % 2) for name in _REDUCTIONS]
         cases.append(((nodes, [("x", shape)], _REDUCTIONS, {"axes": np.array(axes)}), {"x": normal(*shape) + 1}))
-    assert rule_counts(assert_all_same(cases))["reduction"] >= len(_REDUCTIONS) * len(reduced)
+    rules = rule_counts(assert_all_same(cases))
+    # Several dimensions that end a tensor are one line of memory. Equal functions are counted once: the sum of squares
+    # of such lines calls the function of their sum.
+    assert rules["reduction"] + rules["free_reduction"] >= (len(_REDUCTIONS) - 1) * len(reduced)
+    assert rules["free_reduction"] > 0
 
 
 def test_reductions_over_dimensions_apart_and_of_few_results_equal_onnx_runtime(

@@ -49,6 +49,19 @@ def test_samples_are_those_of_onnx_runtime(mode: str, padding: str, tmp_path: Pa
     assert builds.rule_counts(model)["sampling"] == 2
 
 
+@pytest.mark.parametrize("mode", ["linear", "nearest", "cubic"])
+def test_points_are_reflected_in_an_image_of_one_line_of_known_size(mode: str, tmp_path: Path, target: Target) -> None:
+    shapes = ((1, 2, 1, 5), (1, 2, 5, 1))
+    nodes = [_node(mode=mode, padding_mode="reflection", align_corners=1) for _ in shapes]
+    inputs = []
+    for place, (node, shape) in enumerate(zip(nodes, shapes, strict=True)):
+        node.input[0], node.output[0] = f"x{place}", f"y{place}"
+        inputs.append((f"x{place}", shape))
+    path = save_model(tmp_path / "model.onnx", nodes, [*inputs, ("grid", [1, 3, 4, 2])], ["y0", "y1"], opset=20)
+    feed = {name: normal(*shape) for name, shape in inputs} | {"grid": _grid(1, 3, 4, scale=2.0)}
+    builds.assert_same_as_onnxruntime(path, [feed], target)
+
+
 def test_pixels_outside_of_the_image_are_zero_whatever_the_nearest_one_is(tmp_path: Path, target: Target) -> None:
     path = save_model(tmp_path / "model.onnx", [_node(mode="linear")], _FREE, ["y"], opset=20)
     image = np.full((1, 1, 2, 2), np.inf, "float32")

@@ -70,6 +70,7 @@ _STANDARD: dict[str, Converter] = {
     "CumSum": indexing.convert_cum_sum,
     "CumProd": indexing.convert_cum_prod,
     "DequantizeLinear": quantised.convert_blocked,
+    "GridSample": vision.convert_grid_sample,
     "Det": matrices.convert_det,
     "DepthToSpace": indexing.convert_depth_to_space,
     "DFT": signals.convert_dft,

@@ -60,7 +60,8 @@ def convert_resize(node: Node) -> relax.Expr | None:
     is_symbolic = any(step.is_free for step in steps)
     mode = node.text("mode", "nearest")
     # TVM multiplies by the quotient of the sizes, which moves what lies between two neighbours to either of them.
-    has_ties = mode == "nearest" and coordinates == "align_corners"
+    has_quotients = is_symbolic and results is not None and coordinates != "asymmetric"
+    has_ties = mode == "nearest" and (coordinates == "align_corners" or has_quotients)
     # TVM divides by the distance of the corners of the result.
     lengths = {axis: shape[axis] for axis in axes if axis > 1} | {step.axis: step.result for step in steps}
     is_thin = coordinates == "align_corners" and not all(node.evaluator.holds(size > 1) for size in lengths.values())
@@ -276,13 +277,13 @@ def _free_places(node: Node, step: _Step, last: relax.Expr, coordinates: str) ->
     emit, half, one = node.emit, const(0.5, "float32"), const(1, "float32")
     x = emit(relax.op.astype(emit(relax.op.arange(0, step.result, 1, "int64")), "float32"))
     length = _as_float(node, step.result)
+    given = const(step.scale, "float32") if isinstance(step.scale, float) else step.scale
     if coordinates == "align_corners":
-        corners = emit(relax.op.maximum(emit(relax.op.subtract(length, one)), one))
+        # A length that a scale gives need not be whole: the result has as many elements as are within it.
+        whole = length if given is None else emit(relax.op.multiply(_as_float(node, step.size), given))
+        corners = emit(relax.op.maximum(emit(relax.op.subtract(whole, one)), one))
         return emit(relax.op.divide(emit(relax.op.multiply(x, last)), corners))
-    if isinstance(step.scale, float):
-        scale = const(step.scale, "float32")
-    else:
-        scale = emit(relax.op.divide(length, _as_float(node, step.size))) if step.scale is None else step.scale
+    scale = emit(relax.op.divide(length, _as_float(node, step.size))) if given is None else given
     if coordinates == "asymmetric":
         return emit(relax.op.divide(x, scale))
     if coordinates not in ("half_pixel", "pytorch_half_pixel", "tf_half_pixel_for_nn"):

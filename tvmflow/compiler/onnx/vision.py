@@ -22,6 +22,20 @@ _HALF_PIXELS = 16
 _MOST_SAMPLES = 1 << 15
 
 
+def convert_grid_sample(node: Node) -> relax.Expr | None:
+    """Make two equal lines of each dimension of one element where points are reflected between aligned corners.
+
+    TVM would divide by the distance of the corners, which is zero, and the samples are the same. Returns None, which
+    leaves the node with these data to TVM's converter.
+    """
+    dims = dims_of(node.inputs[0])
+    if node.attrs.get("align_corners", 0) and node.text("padding_mode", "zeros") == "reflection" and dims is not None:
+        for axis in range(2, len(dims)):
+            if dims[axis] == 1:
+                node.inputs[0] = node.emit(relax.op.repeat(node.inputs[0], 2, axis))
+    return None
+
+
 def convert_padding(operator: str) -> Converter:
     """Return a converter of `operator` (Conv, AveragePool, LpPool or MaxPool) that works out the padding.
 
