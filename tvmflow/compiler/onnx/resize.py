@@ -279,9 +279,7 @@ def _free_places(node: Node, step: _Step, last: relax.Expr, coordinates: str) ->
     length = _as_float(node, step.result)
     given = const(step.scale, "float32") if isinstance(step.scale, float) else step.scale
     if coordinates == "align_corners":
-        # A length that a scale gives need not be whole: the result has as many elements as are within it.
-        whole = length if given is None else emit(relax.op.multiply(_as_float(node, step.size), given))
-        corners = emit(relax.op.maximum(emit(relax.op.subtract(whole, one)), one))
+        corners = emit(relax.op.maximum(emit(relax.op.subtract(length, one)), one))
         return emit(relax.op.divide(emit(relax.op.multiply(x, last)), corners))
     scale = emit(relax.op.divide(length, _as_float(node, step.size))) if given is None else given
     if coordinates == "asymmetric":
