@@ -71,8 +71,13 @@ def integer_dot(target: Target) -> Dot | None:
 _NAMES = "tvmflow.dot."
 # By the number of 32-bit lanes: the width of the vector in bits.
 _BITS = {4: 128, 8: 256, 16: 512}
-# By the number of lanes: LLVM's name of the instruction that multiplies and adds pairs of 16-bit integers.
-_PAIRS = {4: "llvm.x86.sse2.pmadd.wd", 8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
+# LLVM's names of the instructions for integers, by the number of lanes.
+_INSTRUCTIONS = {
+    INT8: {lanes: f"llvm.x86.avx512.vpdpbusd.{bits}" for lanes, bits in _BITS.items()},
+    MIXED: {4: "llvm.aarch64.neon.usdot.v4i32.v16i8"},
+    SIGNED: {4: "llvm.aarch64.neon.sdot.v4i32.v16i8"},
+    PAIRS: {4: "llvm.x86.sse2.pmadd.wd", 8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"},
+}
 
 # TVM has no operands of LLVM's type for bfloat16: the instruction stands in a function with operands of 32 bits.
 _BF16_LLVM = """\
@@ -112,22 +117,20 @@ _MEANING = """\
 # The conversion of a narrow number to the accumulator's type, written in TVM's script.
 WIDE = {
     "bf16": 'T.reinterpret(T.shift_left(T.Cast("uint32", {value}), T.uint32(16)), dtype="float32")',
-    **dict.fromkeys((INT8.name, MIXED.name, SIGNED.name, PAIRS.name), 'T.Cast("int32", {value})'),
+    **{dot.name: 'T.Cast("int32", {value})' for dot in _INSTRUCTIONS},
 }
 _LEFT = 'T.broadcast(T.reinterpret(A.vload([0], "{data}x{group}"), dtype="int32"), {lanes})'
 _RIGHT = 'B.vload([0, 0], "{weight}x{total}")'
-_CALL = {
-    "bf16": 'T.call_pure_extern("float32x{lanes}", "dot_bf16_{bits}", {sum}, {left}, '
-    'T.reinterpret({right}, dtype="int32x{lanes}"))',
-    "int8": 'T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id("llvm.x86.avx512.vpdpbusd.{bits}"), {sum}, '
-    'T.reinterpret({left}, dtype="uint8x{total}"), {right}, dtype="int32x{lanes}")',
-    "mixed": 'T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id("llvm.aarch64.neon.usdot.v4i32.v16i8"), {sum}, '
-    'T.reinterpret({left}, dtype="uint8x{total}"), {right}, dtype="int32x{lanes}")',
-    "signed": 'T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id("llvm.aarch64.neon.sdot.v4i32.v16i8"), {sum}, '
-    'T.reinterpret({left}, dtype="int8x{total}"), {right}, dtype="int32x{lanes}")',
-    "pairs": '{sum} + T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id("{pairs}"), '
-    'T.reinterpret({left}, dtype="int16x{total}"), {right}, dtype="int32x{lanes}")',
-}
+_BF16_CALL = (
+    'T.call_pure_extern("float32x{lanes}", "dot_bf16_{bits}", {sum}, {left}, '
+    'T.reinterpret({right}, dtype="int32x{lanes}"))'
+)
+_CALL = (
+    'T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id("{instruction}"), {sum}, '
+    'T.reinterpret({left}, dtype="{data}x{total}"), {right}, dtype="int32x{lanes}")'
+)
+# The instruction for pairs does not add to a sum.
+_PAIRS_CALL = "{sum} + " + _CALL.replace("{sum}, ", "")
 
 
 def add_dot_int8(total: Any, left: Any, right: Any, lanes: int) -> Any:
@@ -137,9 +140,8 @@ def add_dot_int8(total: Any, left: Any, right: Any, lanes: int) -> Any:
     lanes without such an instruction.
     """
     group = tirx.Broadcast(tirx.reinterpret("int32", left), lanes)
-    name = f"llvm.x86.avx512.vpdpbusd.{_BITS[lanes]}"
     data = tirx.reinterpret(f"uint8x{4 * lanes}", group)
-    return tirx.call_llvm_pure_intrin(f"int32x{lanes}", name, total, data, right)
+    return tirx.call_llvm_pure_intrin(f"int32x{lanes}", _INSTRUCTIONS[INT8][lanes], total, data, right)
 
 
 def has_dot(lanes: int) -> bool:
@@ -150,7 +152,7 @@ def has_dot(lanes: int) -> bool:
 # A call of this operator rounds a float32 to bfloat16. It stands in scheduled functions only. When loops have become
 # vectors, code generation replaces it by a call of a function of `_ROUNDING_LLVM`.
 _ROUND = "tvmflow.round_bf16"
-# LLVM writes one instruction for it. As the dot product does, the instruction takes subnormal numbers for zero.
+# LLVM writes one instruction for it. On x86-64 that takes subnormal numbers for zero, as the dot product does.
 _ROUNDING_LLVM = """\
 define linkonce_odr {wide} @round_bf16_{n}({single} %x) alwaysinline {{
   %narrow = fptrunc {single} %x to {narrow}
@@ -311,7 +313,7 @@ def _intrinsic(dot: Dot, lanes: int) -> str:
         "bits": _BITS[lanes],
         "group": dot.group,
         "total": dot.group * lanes,
-        "pairs": _PAIRS[lanes],
+        "instruction": "" if dot is BF16 else _INSTRUCTIONS[dot][lanes],
         "data": dot.data,
         "weight": dot.weight,
         "accumulator": dot.accumulator,
@@ -321,7 +323,8 @@ def _intrinsic(dot: Dot, lanes: int) -> str:
     }
     words |= {"left": _LEFT.format(**words), "right": _RIGHT.format(**words)}
     head = _FUNCTION.format(**words)
-    call = f"        C[T.ramp(0, 1, {lanes})] = {_CALL[dot.name].format(**words)}\n"
+    instruction = _BF16_CALL if dot is BF16 else _PAIRS_CALL if dot is PAIRS else _CALL
+    call = f"        C[T.ramp(0, 1, {lanes})] = {instruction.format(**words)}\n"
     name = f"{_NAMES}{dot.name}.{lanes}"
     intrinsics.define(name, head, _MEANING.format(**words), call)
     return name

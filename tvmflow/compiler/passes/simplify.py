@@ -86,7 +86,8 @@ def _fold_shape_to_tensor(rewriter: Rewriter, call: relax.Call) -> relax.Expr | 
 
 
 _NUMBERS = ("float32", "int32", "int64", "bool")
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+# NumPy's functions for operators, by their names without `relax.`.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "subtract": np.subtract,
     "multiply": np.multiply,
@@ -107,7 +108,7 @@ def evaluate_constants() -> tvm.transform.Pass:
     return rewriting(
         "EvaluateConstants",
         {
-            **{name: (_fold_function(function),) for name, function in _FUNCTIONS.items()},
+            **{name: (_fold_function(function),) for name, function in FUNCTIONS.items()},
             "astype": (_fold_cast,),
             "expand_dims": (_fold_expand_dims,),
             "permute_dims": (_fold_permute,),

@@ -13,6 +13,7 @@ import tvm
 from tvm import relax, te
 
 from tvmflow.compiler.operators.common import called_operator, same_shape
+from tvmflow.compiler.passes import simplify
 from tvmflow.compiler.passes.rewrite import Array, Rewriter, rewriting
 
 # TVM's fusion kind of element-wise operators: TVM fuses them with the kernel before.
@@ -25,16 +26,7 @@ def _sigmoid(x: Array) -> Array:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "subtract": np.subtract,
-    "multiply": np.multiply,
-    "divide": np.divide,
-    "maximum": np.maximum,
-    "minimum": np.minimum,
-    "negative": np.negative,
-    "abs": np.abs,
-    "sqrt": np.sqrt,
-    "exp": np.exp,
+    **simplify.FUNCTIONS,
     "log": np.log,
     "tanh": np.tanh,
     "sigmoid": _sigmoid,
