@@ -15,10 +15,10 @@ from tvm import relax, tirx
 
 from support import scale
 from support.arrays import onnxruntime_outputs
-from support.gpu import EmulatedModel, Emulation
+from support.gpu import EmulatedModel, Emulation, Launch
 from tvmflow.compiler import BuildOptions, build, can_build, import_onnx, lower
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.gpu import definitions, tiling
+from tvmflow.compiler.gpu import definitions, schedules, tiling
 from tvmflow.compiler.gpu.code import compile_kernels, with_code
 from tvmflow.compiler.gpu.kernels import product_kernel
 from tvmflow.compiler.gpu.passes import lower_attention
@@ -287,7 +287,7 @@ def lowered(mod: tvm.IRModule, precision: Any = "fp16") -> tvm.IRModule:
     """A module lowered for the GPU, with all functions scheduled; the rules' names are its attribute `rules`."""
     with TVM_TARGET, tvm.transform.PassContext(opt_level=3):
         mod = tvm.transform.Sequential(lower_passes(HOPPER, Choices(), precision))(mod)
-    scheduled, rules = schedule_functions(mod, TVM_TARGET)
+    scheduled, rules = schedule_functions(mod, HOPPER)
     return scheduled.with_attr("rules", dict(rules))
 
 
@@ -401,6 +401,49 @@ layer (float[2, 20, 48] x, float[2, 1, 1, 20] mask) => (float[2, 20, 48] y) {
 }"""
 
 
+# Operators that TVM defines as kernels or with several results, conditions after a product, and single numbers.
+CORNERS = """<ir_version: 9, opset_import: ["" : 18]>
+corners (float[2, 3, 8, 8] image, int64[2, 4] places) =>
+    (float[2, 8, 4, 4] a, int64[2, 1, 4, 4] b, float[] c, float[2, 8, 4, 4] d, float[2, 4] e) {
+  a0 = Conv<strides=[2, 2], pads=[1, 1, 1, 1]>(image, w0)
+  a = LeakyRelu(a0)
+  b = ArgMax<axis=1>(a)
+  c = ReduceMean<keepdims=0>(image)
+  d0 = Conv<group=8, pads=[1, 1, 1, 1]>(a, w1)
+  gain = Constant<value_floats=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]>()
+  d = InstanceNormalization(d0, gain, gain)
+  ends = Constant<value_ints=[0, 0, 0]>()
+  starts = Constant<value_ints=[1, 1, 1]>()
+  axes = Constant<value_ints=[1, 2, 3]>()
+  e0 = Slice(image, ends, starts, axes)
+  shape = Constant<value_ints=[2, 1]>()
+  e1 = Reshape(e0, shape)
+  four = Constant<value_ints=[2, 4]>()
+  e2 = Expand(e1, four)
+  e = ScatterElements<axis=1>(e2, places, updates)
+}"""
+# One size by several expressions: a product whose factors change places, and a sum of two numbers.
+SIZES = """<ir_version: 9, opset_import: ["" : 18]>
+sizes (float[n, 6, 1, t] x) => (float[n, s, 3, 5] y) {
+  a = Conv<strides=[1, 4], pads=[0, 0, 0, 1]>(x, w0)
+  pads = Constant<value_ints=[0, 0, 0, 1, 0, 0, 0, 1]>()
+  b0 = Pad(a, pads)
+  b1 = Pad(b0, pads)
+  b = Conv(b1, w1)
+  two = Constant<value_ints=[2]>()
+  c = Squeeze(b, two)
+  d = Transpose<perm=[0, 2, 1]>(c)
+  heads = Constant<value_ints=[0, 0, 3, 5]>()
+  e = Reshape(d, heads)
+  q = Transpose<perm=[0, 2, 1, 3]>(e)
+  k = Transpose<perm=[0, 2, 3, 1]>(e)
+  f = MatMul(q, k)
+  g = Softmax<axis=-1>(f)
+  h = MatMul(g, q)
+  y = Transpose<perm=[0, 2, 1, 3]>(h)
+}"""
+
+
 def with_weights(text: str, **shapes: tuple[int, ...]) -> onnx.ModelProto:
     """The model of a text with random weights of these shapes."""
     model, generator = onnx.parser.parse_model(text), np.random.default_rng(0)
@@ -435,16 +478,30 @@ def layer() -> tuple[onnx.ModelProto, dict[str, Array]]:
     return model, {"x": np.random.default_rng(1).standard_normal((2, 20, 48)).astype("float32"), "mask": mask}
 
 
-@pytest.mark.few(2)
+def corners() -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """Operators that a GPU's general schedules fail on, and two images."""
+    model = with_weights(CORNERS, w0=(8, 3, 3, 3), w1=(8, 1, 3, 3), updates=(2, 4))
+    generator = np.random.default_rng(1)
+    places = np.argsort(generator.random((2, 4)), axis=1)
+    return model, {"image": generator.standard_normal((2, 3, 8, 8)).astype("float32"), "places": places}
+
+
+def sizes() -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """Attention without a kernel for it over a text of free length."""
+    model = with_weights(SIZES, w0=(6, 6, 1, 3), w1=(15, 6, 1, 2))
+    return model, {"x": np.random.default_rng(1).standard_normal((2, 6, 1, 37)).astype("float32")}
+
+
+@pytest.mark.few(4)
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize("make", [network, layer])
+@pytest.mark.parametrize("make", [network, layer, corners, sizes])
 def test_a_whole_model_gives_the_outputs_of_onnx_runtime(
     make: Callable[[], tuple[onnx.ModelProto, dict[str, Array]]], precision: Any, tmp_path: Path
 ) -> None:
     model, inputs = make()
     onnx.save(model, tmp_path / "model.onnx")
     mod = lower(import_onnx(tmp_path / "model.onnx"), HOPPER, BuildOptions(precision=precision))
-    scheduled, rules = schedule_functions(mod, TVM_TARGET)
+    scheduled, rules = schedule_functions(mod, HOPPER)
     names = [name for name, rule in rules if rule == "tensor_cores"]
     # Queries, keys and values are one dense layer; the attention reads its result in place.
     dense = [name for name in names if "dense" in name]
@@ -455,6 +512,75 @@ def test_a_whole_model_gives_the_outputs_of_onnx_runtime(
     bound = {"fp16": 3e-3, "fp32": 5e-6}[precision]
     for output, value in zip(outputs, expected.values(), strict=True):
         assert np.abs(output - value).max() <= bound * np.abs(value).max()
+
+
+WINDOWS = """<ir_version: 9, opset_import: ["" : 18]>
+windows (float[2, 8, 13, 24] image) => (float[2, 8, 13, 24] y, float[2, 12, 4, 12] z) {
+  a = Conv<group=8, pads=[2, 2, 2, 2]>(image, w0)
+  b = Relu(a)
+  y = Add(b, image)
+  z = Conv<group=4, strides=[3, 2], pads=[0, 1, 0, 1]>(image, w1)
+}"""
+
+
+@pytest.mark.parametrize("neighbours", [(4, 2), ()], ids=["several pixels", "one pixel"])
+def test_a_thread_computes_neighbouring_pixels(
+    neighbours: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filters of one channel, and groups of few, on images that a GPU is not too large for."""
+    monkeypatch.setattr(schedules, "_BUSY_SHARE", GPU.threads * GPU.processors[1])
+    monkeypatch.setattr(schedules, "_NEIGHBOURS", neighbours)
+    onnx.save(with_weights(WINDOWS, w0=(8, 1, 5, 5), w1=(12, 2, 3, 3)), tmp_path / "model.onnx")
+    mod = lower(import_onnx(tmp_path / "model.onnx"), HOPPER)
+    scheduled, rules = schedule_functions(mod, HOPPER)
+    assert [rule for name, rule in rules if "conv2d" in name] == ["threads", "threads"]
+    # Four times as many blocks of threads, with one pixel each.
+    blocks = [int(launch.extents["blockIdx.x"]) for launch in launches_of(scheduled, "conv2d", tmp_path)]
+    assert sorted(blocks) == ([2, 5] if neighbours else [5, 20])
+    inputs = {"image": np.random.default_rng(1).standard_normal((2, 8, 13, 24)).astype("float32")}
+    outputs = EmulatedModel(scheduled, TVM_TARGET, tmp_path)(*inputs.values())
+    expected = onnxruntime_outputs(tmp_path / "model.onnx", inputs)
+    for output, value in zip(outputs, expected.values(), strict=True):
+        assert np.abs(output - value).max() <= 5e-6 * np.abs(value).max()
+
+
+def launches_of(mod: tvm.IRModule, part: str, folder: Path) -> list[Launch]:
+    """The launches of the functions with this part in their names."""
+    emulation = Emulation(mod, TVM_TARGET, folder)
+    return [launch for name in sorted(emulation.launches) if part in name for launch in emulation.launches[name]]
+
+
+REDUCTIONS = """<ir_version: 9, opset_import: ["" : 18]>
+reductions (float[n, 30, 40] x, float[m, 5] few) =>
+    (float[1, 1, 1] a, int64[n, 30] b, float[n, 1, 1] c, float[n] d, float[] e, float[] f, float[1, 1] g) {
+  a = ReduceMax(x)
+  b = ArgMax<axis=2, keepdims=0>(x)
+  last = Constant<value_ints=[1, 2]>()
+  c0 = ReduceMean(x, last)
+  c = Sqrt(c0)
+  d = ReduceL2<keepdims=0>(x, last)
+  e = ReduceSum<keepdims=0>(x)
+  f = ReduceMin<keepdims=0>(few)
+  g = ReduceProd(few)
+}"""
+
+
+@pytest.mark.parametrize("longest", [64, 8])
+def test_a_block_of_threads_reduces_to_one_number(
+    longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedules, "_LONGEST_REDUCTION", longest)
+    model = with_weights(REDUCTIONS)
+    onnx.save(model, tmp_path / "model.onnx")
+    scheduled, rules = schedule_functions(lower(import_onnx(tmp_path / "model.onnx"), HOPPER), HOPPER)
+    assert "serial" not in dict(rules).values()
+    x = np.abs(np.random.default_rng(1).standard_normal((3, 30, 40))).astype("float32")
+    x[2, 29, 39] = 9.0
+    inputs = {"x": x, "few": x[0, :3, :5] + 1.0}
+    outputs = EmulatedModel(scheduled, TVM_TARGET, tmp_path)(*inputs.values())
+    expected = onnxruntime_outputs(tmp_path / "model.onnx", inputs)
+    for output, value in zip(outputs, expected.values(), strict=True):
+        np.testing.assert_allclose(output, value, rtol=2e-6)
 
 
 @pytest.mark.few(2)
@@ -472,7 +598,7 @@ def test_a_batch_of_products_is_right(sizes: tuple[int, ...], dtype: str, tmp_pa
             product = definitions.multiply(builder, left, right, GPU, dtype, "matmul")
             result = builder.emit_output(builder.emit(product))
         builder.emit_func_output(result)
-    mod, rules = schedule_functions(builder.get(), TVM_TARGET)
+    mod, rules = schedule_functions(builder.get(), HOPPER)
     assert [rule for _, rule in rules] == ["tensor_cores"]
     generator = np.random.default_rng(0)
     arrays = [
@@ -498,7 +624,7 @@ def product_of_batches(batch: int, rows: int) -> tvm.IRModule:
 
 
 def test_any_number_of_matrices_fits_a_grid(tmp_path: Path) -> None:
-    mod, _ = schedule_functions(product_of_batches(70_000, 20), TVM_TARGET)
+    mod, _ = schedule_functions(product_of_batches(70_000, 20), HOPPER)
     (launch,) = Emulation(mod, TVM_TARGET, tmp_path).launches["matmul"]
     assert int(launch.extents["blockIdx.x"]) >= 70_000
     # The most blocks that a GPU launches along these axes.

@@ -60,7 +60,17 @@ class Emulation:
         folder = Path(tempfile.mkdtemp(dir=folder))
         source, library = folder / "kernels.cpp", folder / "kernels.so"
         source.write_text("\n".join(['#include "emulator.h"', emulated, *launchers]))
-        options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", f"-I{_EMULATOR}"]
+        # Registers and shared memory begin with nonsense.
+        options = [
+            "-ftrivial-auto-var-init=pattern",
+            "-std=c++17",
+            "-O1",
+            "-w",
+            "-fPIC",
+            "-shared",
+            "-fno-strict-aliasing",
+            f"-I{_EMULATOR}",
+        ]
         done = subprocess.run([_COMPILER, *options, "-o", library, source], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return ctypes.CDLL(str(library))

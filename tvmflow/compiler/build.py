@@ -371,7 +371,7 @@ def _schedule(
     if target.arch == "cuda":
         from tvmflow.compiler.gpu.schedules import schedule_functions
 
-        return schedule_functions(mod, tvm.target.Target(target.tvm))
+        return schedule_functions(mod, target)
     cpu = machine(target)
     functions = [
         (variable, function)

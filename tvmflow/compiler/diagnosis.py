@@ -35,7 +35,7 @@ _IMAGE = 3
 VERDICTS: tuple[Verdict, ...] = ("refused", "unexamined", "fallback", "fast", "folded")
 
 # The schedules for functions that no rule takes.
-_GENERAL = ("fallback", "none", "dlight")
+_GENERAL = ("fallback", "none", "dlight", "serial")
 # In place of a rule: the operator's function comes with a schedule of its own.
 _OWN = "own kernel"
 _NO_RULE = "no schedule rule is for its loops: they are only vectorised and spread over the cores"
@@ -353,6 +353,10 @@ def _cost(rule: str, functions: tuple[PrimFunc, ...], cycles: float) -> _Cost:
         return _Cost("fast", rule, "", "", cycles, functions)
     if rule == "dlight":
         return _Cost("fallback", rule, "TVM's default schedules for GPUs take it", "", cycles, functions)
+    if rule == "serial":
+        return _Cost(
+            "fallback", rule, "TVM's schedules for GPUs fail on it: one thread takes it", "", cycles, functions
+        )
     is_arithmetic = any(_operations(value) for func in functions for _, value in iterations_of(func))
     reason = _NO_BLOCKS if rule == "none" else _NO_RULE if is_arithmetic else _MOVES
     advice = "where its share is large, tune it: `tvmflow compile --trials 200`" if is_arithmetic else ""

@@ -68,7 +68,10 @@ def _compile(source: str, arch: str, cache: Path | None) -> bytes:
         command = [compiler, *options, "-o", "kernels.fatbin", "kernels.cu"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
         if done.returncode != 0:
-            raise BuildError(f"nvcc does not compile the kernels for {arch}: {shorten(Exception(done.stderr))}")
+            # Warnings come first.
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            message = shorten(Exception("\n".join(lines)))
+            raise BuildError(f"nvcc does not compile the kernels for {arch}: {message}")
         code = (Path(folder) / "kernels.fatbin").read_bytes()
     if place is not None:
         place.parent.mkdir(parents=True, exist_ok=True)

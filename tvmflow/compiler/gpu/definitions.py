@@ -108,6 +108,35 @@ def convolve(
     return call_kernel(builder, compute, data, packed, name=name)
 
 
+def slide(builder: relax.BlockBuilder, call: relax.Call, name: str) -> relax.Expr:
+    """Return the convolution `call` of NHWC data with constant weights in OIHW, each result in one thread.
+
+    The weights of neighbouring channels lie side by side, as neighbouring threads read them.
+    """
+    weight = call.args[1].value.numpy()
+    geometry, groups = Geometry.of(call), int(call.attrs.groups)
+    units, channels = weight.shape[0] // groups, weight.shape[1]
+    top, left = geometry.padding[:2]
+
+    def compute(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
+        images, height, width, _ = data.shape
+        lines, pixels = geometry.result_size(height, width)
+        taps = [te.reduce_axis((0, size), name=f"k{place}") for place, size in enumerate((*geometry.kernel, channels))]
+
+        def element(image: Any, line: Any, pixel: Any, unit: Any) -> Any:
+            y = line * geometry.strides[0] + taps[0] * geometry.dilation[0] - top
+            x = pixel * geometry.strides[1] + taps[1] * geometry.dilation[1] - left
+            value = data[image, y, x, unit // units * channels + taps[2]]
+            if any(geometry.padding):
+                inside = tirx.all(y >= 0, y < height, x >= 0, x < width)
+                value = tirx.if_then_else(inside, value, tirx.const(0, data.dtype))
+            return te.sum(value * weight[taps[0], taps[1], taps[2], unit], axis=taps)
+
+        return te.compute((images, lines, pixels, units * groups), element, name=name)
+
+    return call_kernel(builder, compute, call.args[0], constant(weight.transpose(2, 3, 1, 0)), name=name)
+
+
 def multiply_weights(
     builder: relax.BlockBuilder, data: relax.Expr, weight: Array, gpu: Gpu, dtype: str, name: str
 ) -> relax.Expr:

@@ -96,7 +96,9 @@ class _Kernel:
         """Whether the kernel reads parameters alone, and each result needs the sum at the same place alone."""
         if not all(_is_one_of(operand, self.function.params) for operand in self.operands()):
             return False
-        if any(math.prod(static(size) or 1 for size in item.shape) > _MOST_ELEMENTS for item in self.function.params):
+        # A parameter without a buffer is a size.
+        buffers = [item for item in self.function.params if tirx.is_buffer_var(item)]
+        if any(math.prod(static(size) or 1 for size in item.shape) > _MOST_ELEMENTS for item in buffers):
             return False
         if self.store is None:
             return True
@@ -159,7 +161,7 @@ class _Kernel:
             shared, local_row * (self.tile_columns + _PADDING) + local_column + lane, layer, row, column + lane
         )
         if vector > 1:
-            value = For(lane, tirx.const(0, "int32"), tirx.const(vector, "int32"), ForKind.VECTORIZED, value)
+            value = _for_lanes(lane, vector, value)
         else:
             value = replace_variables(value, {lane: tirx.const(0, "int32")})
         conditions = [row < rows, column < columns]
@@ -199,6 +201,28 @@ class _Kernel:
             return sums if node.source.same_as(self.sums) else node
 
         return _with_indices(tvm_ffi.structural_map(self.store.body, (tvm.ir.TensorLoad, load)), values)
+
+
+def _for_lanes(lane: tirx.Var, lanes: int, store: tirx.BufferStore) -> Any:
+    """The statement that stores `lanes` neighbours at once, from the one that stores the `lane`-th of them."""
+    start, end = tirx.const(0, "int32"), tirx.const(lanes, "int32")
+    if not _has_condition(store.value):
+        return For(lane, start, end, ForKind.VECTORIZED, store)
+    # TVM generates wrong code for conditions in vectors: they are computed one by one.
+    values = tirx.decl_buffer((lanes,), str(store.value.ty.dtype), "values", scope="local")
+    compute = For(lane, start, end, ForKind.UNROLLED, tirx.BufferStore(values, store.value, [lane]))
+    own = tirx.Var("lane", "int32")
+    copy = replace_variables(
+        tirx.BufferStore(store.buffer, tirx.BufferLoad(values, [lane]), list(store.indices)), {lane: own}
+    )
+    return tirx.SeqStmt([tirx.AllocBuffer(values), compute, For(own, start, end, ForKind.VECTORIZED, copy)])
+
+
+def _has_condition(value: Any) -> bool:
+    """Whether a part of an expression is true or false."""
+    types: list[str] = []
+    tvm_ffi.structural_walk(value, (tvm.ir.Expr, lambda item: types.append(str(item.ty))))
+    return any(item.startswith("bool") for item in types)
 
 
 class _ProductKernel(_Kernel):

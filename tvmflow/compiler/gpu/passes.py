@@ -214,8 +214,10 @@ def legalizations(gpu: Gpu) -> dict[str, Legalization]:
     """Return the definitions of the float32 products of a model, by the operator's name, for `LegalizeOps`."""
 
     def conv2d(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-        if not _is_wide_convolution(call):
+        if not has_constant_weights(call) or not is_float32(call):
             return default(builder, call)
+        if not _is_wide_convolution(call):
+            return definitions.slide(builder, call, "conv2d")
         return definitions.convolve(builder, call, call.args[0], gpu, "float32", "conv2d")
 
     def matmul(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:

@@ -57,6 +57,8 @@ class NameSizes:
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with its functions of symbolic sizes, and the calls of them, rewritten."""
+        if not self._products:
+            mod = _with_one_form(mod)
         calls = _calls_of_functions(mod)
         callees = {variable: _rewritten(mod[variable], call[0], self._products) for variable, call in calls.items()}
         if not any(_is_symbolic(mod[variable]) for variable in calls):
@@ -78,6 +80,28 @@ class NameSizes:
             if variable not in callees:
                 functions[variable] = change.visit_expr(function) if isinstance(function, relax.Function) else function
         return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def _with_one_form(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module with one form of each size in its graph: TVM compares by structure what it fuses."""
+    graph = relax_functions(mod)
+    functions = {
+        variable: tvm_ffi.structural_map(item, [(_COMPOUND, one_form)], order="pre") if variable in graph else item
+        for variable, item in mod.functions_items()
+    }
+    return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def one_form(size: Any) -> Any:
+    """Return the one form that equal sums and products of sizes have, whatever the order of their terms.
+
+    Quotients and the like are left as they are.
+    """
+    parts = {_key(part): tirx.Var(f"part{place}", part.ty) for place, part in enumerate(_opaque_parts([size], {}))}
+    hidden = tvm_ffi.structural_map(size, [(_OPAQUE, lambda item: parts.get(_key(item), item))], order="pre")
+    meanings = {variable: key.key for key, variable in parts.items()}
+    simplified = tvm.sym.Analyzer().simplify(hidden)
+    return tvm_ffi.structural_map(simplified, [(tirx.Var, lambda item: meanings.get(item, item))])
 
 
 def _key(value: Any) -> tvm_ffi.StructuralKey:
@@ -185,10 +209,16 @@ class _SizeNames:
             size = self._variable(part)
             self.table[_key(part)], self.scalars[size] = size, part
         self._quotients.extend(key.key for key in self.table if isinstance(key.key, tirx.FloorDiv))
-        forms = {_key(dim): tvm_ffi.structural_map(dim, [(_COMPOUND, self.replace)], order="pre") for dim in dims}
-        # One size has one expression, as TVM compares the buffers of functions that it fuses by structure.
-        simplified = {key: self._analyzer.simplify(form) for key, form in forms.items() if key not in self.table}
-        self.table.update(simplified)
+        # Functions that are still to be fused have the form that the calls have.
+        one_forms = {_key(dim): dim if self._products else one_form(dim) for dim in dims}
+        forms = {
+            key: tvm_ffi.structural_map(dim, [(_COMPOUND, self.replace)], order="pre")
+            for key, dim in one_forms.items()
+            if key not in self.table
+        }
+        self.table.update(
+            {key: self._analyzer.simplify(item) for key, item in forms.items()} if self._products else forms
+        )
 
     def _variable(self, expr: Any) -> tirx.Var:
         return tirx.Var(f"size{next(self._numbers)}", expr.ty)
