@@ -19,6 +19,7 @@ _REASONS = {
     "cost._FILL": "the model's assumption for every cache",
     "diagnosis._IMAGE": "rank of an image",
     "gpu.code._TIMEOUT": "patience: seconds for nvcc",
+    "gpu.definitions._NUMBER_BITS": "format of numbers",
     "gpu.definitions._UNKNOWN_ROWS": "shape: rows of a model whose sizes are free",
     "gpu.kernels._CHUNK": "instruction set: the copy of 16 bytes",
     "gpu.kernels._MOST_ELEMENTS": "indices of 32 bits",

@@ -29,7 +29,6 @@ class Emulation:
     """The kernels of a module of scheduled functions.
 
     `functions` are the scheduled functions by name, `launches` the kernels of each, and `source` is their CUDA code.
-    Functions that need memory between their kernels are not supported.
     """
 
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, folder: Path) -> None:
@@ -76,10 +75,13 @@ class Emulation:
         return ctypes.CDLL(str(library))
 
     def run(self, name: str, *arrays: "np.ndarray[Any, Any]") -> None:
-        """Run a function on its parameters' arrays, in order; it writes its outputs in place."""
+        """Run a function on its parameters' arrays, in order, and arrays of sizes; it writes its outputs in place."""
         sizes: dict[str, int] = {}
         buffers: dict[str, np.ndarray[Any, Any]] = {}
         for place, (parameter, array) in enumerate(zip(self.functions[name].params, arrays, strict=True)):
+            if not tirx.is_buffer_var(parameter):
+                sizes[_name(place)] = int(array)
+                continue
             assert array.flags.c_contiguous
             assert str(array.dtype) == str(parameter.dtype), (parameter, array.dtype)
             buffers[_name(place)] = array
@@ -92,7 +94,7 @@ class Emulation:
     def _launch(
         self,
         launch: "Launch",
-        buffers: "Mapping[str, np.ndarray[Any, Any]]",
+        buffers: "dict[str, np.ndarray[Any, Any]]",
         sizes: Mapping[str, int],
     ) -> None:
         kernel, extents, known = self._kernels[launch.kernel], launch.extents, dict(sizes)
@@ -104,6 +106,8 @@ class Emulation:
             key = str(parameter.name).removesuffix("_ptr")
             if key in buffers:
                 pointers[place] = buffers[key].ctypes.data
+            elif key in launch.memory:
+                pointers[place] = _allocate(key, launch.memory[key], known, buffers).ctypes.data
             else:
                 kept.append(ctypes.c_int64(_evaluate(launch.arguments[place], known)))
                 pointers[place] = ctypes.cast(ctypes.pointer(kept[-1]), ctypes.c_void_p)
@@ -123,8 +127,17 @@ def _name(place: int) -> str:
 
 def _numbered(function: PrimFunc) -> PrimFunc:
     """The function with a name of its own for each parameter, by which the parameters of its kernels are found."""
+    sizes: dict[Any, Any] = {
+        item: tirx.Var(_name(place), item.ty)
+        for place, item in enumerate(function.params)
+        if not tirx.is_buffer_var(item)
+    }
     parameters = {
-        item: tirx.decl_buffer(item.shape, item.dtype, _name(place), layout=None)
+        item: sizes[item]
+        if item in sizes
+        else tirx.decl_buffer(
+            [replace_variables(size, sizes) for size in item.shape], item.dtype, _name(place), layout=None
+        )
         for place, item in enumerate(function.params)
     }
     body = replace_variables(function.body, parameters)
@@ -135,18 +148,29 @@ def _numbered(function: PrimFunc) -> PrimFunc:
 class Launch:
     """A kernel that a host function launches: its arguments, and its numbers of blocks and threads by their names.
 
-    `values` are the variables that the host function computes before it.
+    `values` are the variables that the host function computes before it, and `memory` has the tensors between kernels.
     """
 
     kernel: str
     arguments: list[Any]
     extents: dict[str, Any]
     values: list[tuple[str, Any]]
+    memory: dict[str, Any]
+
+
+def _allocate(
+    name: str, tensor: Any, sizes: Mapping[str, int], buffers: "dict[str, np.ndarray[Any, Any]]"
+) -> "np.ndarray[Any, Any]":
+    """The array of a tensor between kernels, as the first of them gets it."""
+    shape = [_evaluate(size, sizes) for size in tensor.shape]
+    buffers[name] = np.full(int(np.prod(shape)) * np.dtype(str(tensor.dtype)).itemsize, 0xFF, "uint8")
+    return buffers[name]
 
 
 def _launches(host: PrimFunc) -> list[Launch]:
     launches: list[Launch] = []
     values: list[tuple[str, Any]] = []
+    memory: dict[str, Any] = {}
 
     def bind(statement: tirx.Bind) -> None:
         if str(statement.var.name).startswith("cse"):
@@ -157,9 +181,12 @@ def _launches(host: PrimFunc) -> list[Launch]:
             tags = [str(tag) for tag in call.attrs["launch_params"]]
             name, *arguments = call.args
             extents = dict(zip(tags, arguments[len(arguments) - len(tags) :], strict=True))
-            launches.append(Launch(str(name.value), arguments, extents, values))
+            launches.append(Launch(str(name.value), arguments, extents, values, memory))
 
-    tvm_ffi.structural_walk(host.body, [(tirx.Bind, bind), (tvm.ir.Call, visit)])
+    def allocate(statement: tirx.AllocBuffer) -> None:
+        memory[str(statement.buffer.name)] = statement.buffer
+
+    tvm_ffi.structural_walk(host.body, [(tirx.Bind, bind), (tvm.ir.Call, visit), (tirx.AllocBuffer, allocate)])
     return launches
 
 
@@ -209,6 +236,8 @@ class EmulatedModel:
         return list(result) if isinstance(result, tuple) else [result]
 
     def _value(self, expr: Any, values: dict[Any, Any], sizes: Mapping[str, int]) -> Any:
+        if tvm.ir.is_prim_expr(expr):
+            return np.asarray(_evaluate(expr, sizes))
         if isinstance(expr, relax.Var):
             return values[expr]
         if isinstance(expr, tvm.ir.GenericConst):

@@ -312,6 +312,11 @@ inline void launch(dim3 grid, dim3 blocks, dim3 clusters, size_t shared_bytes, s
 #define blockIdx (emulated::fiber->block->index)
 #define blockDim (emulated::block_size)
 #define gridDim (emulated::grid_size)
+// A template takes no volatile operand beside another one.
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a < b ? b : a; }
+inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return fmaxf(a, b); }
 inline void __syncthreads() { emulated::await_block(); }
 inline void __syncwarp(unsigned = 0) { emulated::await_warp(); }
 inline unsigned __activemask() { return 0xffffffffu; }

@@ -15,7 +15,7 @@ import numpy as np
 from tvm import relax, te, tirx, topi
 
 from tvmflow.compiler.gpu.tiling import Gpu, Tile, choose_tile
-from tvmflow.compiler.operators.common import Array, call_kernel, constant, static
+from tvmflow.compiler.operators.common import Array, call_kernel, constant, reduced_axes, static
 from tvmflow.compiler.operators.geometry import Geometry
 from tvmflow.compiler.passes.attention import View
 
@@ -23,6 +23,8 @@ from tvmflow.compiler.passes.attention import View
 PRODUCT, ATTENTION, PART = "tvmflow.product", "tvmflow.attention", "tvmflow.part"
 # For each dimension of a tensor: the dimension of its view that runs along it, None for none, the step and the start.
 Places = tuple[tuple[int | None, int, int], ...]
+# All bits of a float32 number but its sign.
+_NUMBER_BITS = (1 << 31) - 1
 # Rows that a product is planned for if their number is unknown.
 _UNKNOWN_ROWS = 1024
 
@@ -135,6 +137,43 @@ def slide(builder: relax.BlockBuilder, call: relax.Call, name: str) -> relax.Exp
         return te.compute((images, lines, pixels, units * groups), element, name=name)
 
     return call_kernel(builder, compute, call.args[0], constant(weight.transpose(2, 3, 1, 0)), name=name)
+
+
+def extreme(builder: relax.BlockBuilder, call: relax.Call, *, is_maximum: bool) -> relax.Expr:
+    """Return the maximum or the minimum over axes of floats, in `call`: of no numbers it is an infinity.
+
+    It is that of integers in the order of the numbers. TVM's schedules share out to threads what begins with the least
+    number of a type, which is finite for floats.
+    """
+    axes, keeps = reduced_axes(call), bool(call.attrs.keepdims)
+    reduce, limit = (topi.max, tirx.max) if is_maximum else (topi.min, tirx.min)
+    bits = int(np.float32(-math.inf if is_maximum else math.inf).view(np.int32))
+    infinity = tirx.const(bits ^ _NUMBER_BITS if is_maximum else bits, "int32")
+
+    def compute(data: te.Tensor) -> te.Tensor:
+        ordered = te.compute(data.shape, lambda *place: _ordered(data[place].astype("float32")), name="ordered")
+        result = reduce(ordered, axis=list(axes), keepdims=keeps)
+        return te.compute(
+            result.shape,
+            lambda *place: _number(limit(result[place], infinity)).astype(data.dtype),
+            name="extreme",
+        )
+
+    return builder.call_te(compute, call.args[0], primfunc_name_hint="max" if is_maximum else "min")
+
+
+def _ordered(number: Any) -> Any:
+    """The integer of a float32 number whose order among integers is that of the number."""
+    return _turn(tirx.reinterpret("int32", number))
+
+
+def _number(ordered: Any) -> Any:
+    return tirx.reinterpret("float32", _turn(ordered))
+
+
+def _turn(bits: Any) -> Any:
+    """Turn the order of negative numbers around, whose bits but the sign grow as they fall."""
+    return bits ^ ((bits >> 31) & tirx.const(_NUMBER_BITS, "int32"))
 
 
 def multiply_weights(

@@ -17,6 +17,7 @@ from tvmflow.compiler.operators.common import (
     called_operator,
     default,
     is_float32,
+    reduced_axes,
     same_shape,
     static,
 )
@@ -220,6 +221,12 @@ def legalizations(gpu: Gpu) -> dict[str, Legalization]:
             return definitions.slide(builder, call, "conv2d")
         return definitions.convolve(builder, call, call.args[0], gpu, "float32", "conv2d")
 
+    def extreme(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+        is_known = isinstance(call.args[0].ty.shape, relax.ShapeExpr) and call.args[0].ty.ndim > 0
+        if not is_known or str(call.ty.dtype) not in ("float32", "float16") or not reduced_axes(call):
+            return default(builder, call)
+        return definitions.extreme(builder, call, is_maximum=called_operator(call) == "relax.max")
+
     def matmul(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
         left, right = call.args
         if is_weighted(call):
@@ -228,7 +235,7 @@ def legalizations(gpu: Gpu) -> dict[str, Legalization]:
             return definitions.multiply(builder, left, right, gpu, "float32", "matmul")
         return default(builder, call)
 
-    return {"relax.nn.conv2d": conv2d, "relax.matmul": matmul}
+    return {"relax.nn.conv2d": conv2d, "relax.matmul": matmul, "relax.max": extreme, "relax.min": extreme}
 
 
 def _is_wide_convolution(call: relax.Call) -> bool:
