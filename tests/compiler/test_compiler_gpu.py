@@ -232,7 +232,7 @@ def test_the_images_of_a_batch_are_apart(number: int, kernels: tuple[Emulation, 
         result = run(emulation, number, case, other, bias, packed[case_id(case)])
         np.testing.assert_array_equal(result[1], usual[1])
         assert not np.array_equal(result[0], usual[0])
-    # An infinity is an infinity in float32, too, whose numbers are split in two. CUDA's ReLU makes 0 of their difference.
+    # An infinity is one in float32, too, whose numbers are split in two. CUDA's ReLU makes 0 of their difference.
     data[0] = np.inf
     result = run(emulation, number, case, data, bias, packed[case_id(case)])[0]
     assert not np.isfinite(result[result != 0.0]).any()
