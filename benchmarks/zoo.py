@@ -24,6 +24,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -43,6 +44,8 @@ from tvmflow.workspace import Record
 
 _HERE = Path(__file__).parent
 _RELEASE_TIMEOUT = 3600.0
+# The packages of the extra `zoo`, beside those of the tests.
+_TRAINERS = ("lightgbm", "onnxmltools", "skl2onnx")
 # The bound on the error of a model in a reduced precision whose task is checked: all of an output's largest value.
 _GROSS_ERROR = 1.0
 
@@ -374,11 +377,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def check_packages(entries: Mapping[str, Entry]) -> None:
+    """Raise InputError where a model is trained by a package that is not installed."""
+    missing = [name for name in _TRAINERS if find_spec(name) is None]
+    if missing and any(entry.wheel is None for entry in entries.values()):
+        raise InputError(
+            f"models of tables are trained with {', '.join(missing)}, which is not installed; `make zoo` installs it, "
+            "as does the extra `zoo`"
+        )
+
+
 def main() -> int:
     """Print one table for each precision; return 1 when a model was refused."""
     arguments = parse()
     catalogue = read_catalogue()
     entries = choose(catalogue, arguments.models)
+    check_packages(entries)
     state, load = state_folder(arguments), os.getloadavg()[0]
     with Console(stderr=True).status("") as status:
         rows = measure(entries, catalogue, arguments, state, status.update)

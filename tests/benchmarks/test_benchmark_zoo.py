@@ -220,3 +220,14 @@ def test_a_tone_lies_in_the_mel_band_of_its_pitch(module: Import) -> None:
     steps = np.array([200 * 3 / 200, 15, 15 + 27 * np.log(4) / np.log(6.4)])
     bands = (steps / (15 + 27 * np.log(8) / np.log(6.4)) * 41).round() - 1
     np.testing.assert_array_equal(power.mean(1).argmax(-1), bands)
+
+
+def test_a_missing_trainer_is_named_before_anything_is_measured(
+    module: Import, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo = module("zoo")
+    entries = zoo.read_catalogue().models
+    monkeypatch.setattr(zoo, "_TRAINERS", ("a_package_that_nobody_has",))
+    with pytest.raises(InputError, match=r"trained with a_package_that_nobody_has, .* `make zoo` installs it"):
+        zoo.check_packages(entries)
+    zoo.check_packages({"minilm": entries["minilm"]})
