@@ -1,5 +1,6 @@
 """Weights that a library holds as the model has them, and packs when it is loaded."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from support.builds import Array, rule_counts
 from tvmflow.compiler import BuildOptions, Imported, build, import_onnx, lower, workloads
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators.packing import Packing, StrassenPacking, WinogradPacking
+from tvmflow.compiler.operators.widening import narrow, widen
 from tvmflow.compiler.schedules import schedule
 from tvmflow.target import Target
 
@@ -156,3 +158,105 @@ def test_weights_in_the_body_of_a_loop_are_packed_in_the_library(make_model: Mak
     x = normal(1, 32, 16, 16)
     (expected,) = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": x})
     np.testing.assert_allclose(model.load().run(x)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def _quantised(shape: tuple[int, ...], scales: tuple[int, ...], zero: int = 0) -> Array:
+    """Weights as a quantised file has them: integers of 8 bits, less a zero point, times scales of a shape."""
+    generator = np.random.default_rng(0)
+    numbers = generator.integers(-127, 128, shape).astype("float32")
+    for place in np.ndindex(*scales):
+        # The largest number of a scale is 127.
+        numbers[tuple(index if size > 1 else 0 for index, size in zip(place, scales, strict=True))] = 127
+    return (numbers - zero) * generator.uniform(0.001, 0.1, scales).astype("float32")
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "zero"),
+    [
+        ((300, 40), (300, 1), 0),
+        ((40, 300), (1, 300), 0),
+        ((7, 3, 3, 5, 16), (7, 1, 1, 1, 16), 0),
+        ((60, 30, 3, 3), (1, 1, 1, 1), 0),
+        ((200, 100), (1, 1), 3),
+    ],
+    ids=str,
+)
+def test_weights_of_8_bits_are_widened_to_the_same_numbers(
+    shape: tuple[int, ...], scales: tuple[int, ...], zero: int, target: Target
+) -> None:
+    weight = _quantised(shape, scales, zero)
+    form = narrow(weight)
+    assert form is not None
+    assert form.nbytes <= 0.3 * weight.nbytes
+    parts = [form.numbers, form.table]
+    parameters = [te.placeholder(part.shape, str(part.dtype), name=f"part{i}") for i, part in enumerate(parts)]
+    func = te.create_prim_func([*parameters, widen(*parameters)]).with_attr("global_symbol", "main")
+    library = tvm.tirx.build(
+        tvm.IRModule({"main": schedule(func, machine(target))[0]}), target=tvm.target.Target(target.tvm)
+    )
+    widened = tvm.runtime.tensor(np.full(shape, np.nan, "float32"))
+    library["main"](*map(tvm.runtime.tensor, parts), widened)
+    np.testing.assert_array_equal(widened.numpy(), weight)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        normal(64, 300),
+        np.full((64, 300), np.nan, "float32"),
+        np.where(np.arange(300) == 7, np.inf, _quantised((64, 300), (64, 1))).astype("float32"),
+        _quantised((64, 300), (64, 1)) + np.where(np.arange(300) == 299, np.float32(1e-4), np.float32(0)),
+        np.float32(0.1) * np.arange(9000, dtype="float32"),
+    ],
+    ids=["float32", "not a number", "infinity", "one other column", "one dimension"],
+)
+def test_other_weights_are_held_as_they_are(weight: Array) -> None:
+    assert narrow(weight) is None
+
+
+@pytest.mark.parametrize("exec_mode", scale.choose(normal=["compiled"], long=["bytecode", "compiled"]))
+def test_a_library_holds_the_weights_of_a_quantised_file_in_8_bits(
+    make_model: MakeModel, target: Target, exec_mode: Any, tmp_path: Path
+) -> None:
+    """A table of words, a dense layer and a convolution for Winograd's algorithm, in float32."""
+    tensors = {"q": (3000, 48), "d": (48, 480), "k": (48, 48, 3, 3)}
+    generator = np.random.default_rng(1)
+    numbers = {name: generator.integers(-127, 128, shape).astype("int8") for name, shape in tensors.items()}
+    scales = {
+        name: generator.uniform(0.01, 0.02, size).astype("float32")
+        for name, size in {"q": (3000, 1), "d": (1, 480), "k": (48, 1, 1, 1)}.items()
+    }
+    for name, axes in {"q": 1, "d": 0, "k": (1, 2, 3)}.items():
+        largest = np.abs(numbers[name].astype("int32")).max(axes, keepdims=True)
+        numbers[name][np.abs(numbers[name].astype("int32")) == largest] = 127
+    nodes = [
+        node
+        for name in tensors
+        for node in (
+            helper.make_node("Cast", [f"{name}_q"], [f"{name}_f"], to=1),
+            helper.make_node("Mul", [f"{name}_f", f"{name}_s"], [name]),
+        )
+    ]
+    nodes += [
+        helper.make_node("Gather", ["q", "words"], ["a"]),
+        helper.make_node("MatMul", ["a", "d"], ["y"]),
+        helper.make_node("Conv", ["image", "k"], ["z"], pads=[1, 1, 1, 1]),
+    ]
+    file = make_model(
+        nodes,
+        [("words", [1, 20], 7), ("image", [1, 48, 16, 16])],
+        ["y", "z"],
+        {f"{name}_q": numbers[name] for name in tensors} | {f"{name}_s": scales[name] for name in tensors},
+    )
+    inputs = {"words": generator.integers(0, 3000, (1, 20)), "image": normal(1, 48, 16, 16)}
+    expected = onnxruntime.InferenceSession(file).run(None, inputs)
+    size = {}
+    for passes in ((), ("PackAtLoad",)):
+        options = BuildOptions(exec_mode=exec_mode, disabled_passes=passes)
+        model = build(import_onnx(file), target, options)
+        model.export(tmp_path / "mod.so")
+        size[passes] = (tmp_path / "mod.so").stat().st_size
+        for output, value in zip(model.load().run(*inputs.values()), expected, strict=True):
+            np.testing.assert_allclose(output, value, rtol=1e-4, atol=1e-4 * np.abs(value).max())
+    widened = sum(3 * np.prod(shape) for shape in tensors.values())
+    assert size[("PackAtLoad",)] - size[()] > 0.9 * widened

@@ -10,9 +10,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from support.arrays import normal
-from support.models import save_amplifier
+from support.models import save_amplifier, save_model
 from tasks.validate import _compare, _dataset, _explain, _notes, _reasons, join, score, split
 from tvmflow.errors import ExportError
+from tvmflow.onnx_rounding import change_last_bits
 from tvmflow.source import open_session, run_session
 from tvmflow.spec import TaskMetric, Validate, parse
 
@@ -220,7 +221,27 @@ def test_a_model_that_amplifies_rounding_is_named_as_the_cause(tmp_path: Path, f
     optimized = run_session(open_session(path), inputs)
     text = _explain(path, [(inputs, {})], [optimized], _compare("onnxruntime", [_pair([0.0], [0.5])]))
     assert ("amplifies rounding errors" in text) is explains
-    assert ("`validate.max_relative_error` in the release file or as --max-relative-error" in text) is explains
+    assert ("`validate.max_relative_error` there or as --max-relative-error" in text) is explains
+
+
+def test_weights_changed_in_their_last_bit_show_what_optimizations_do_not(tmp_path: Path) -> None:
+    """A file of operators that ONNX Runtime's optimizations leave as they are, as a quantised LSTM is."""
+    path = tmp_path / "model.onnx"
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Mul", ["h", "factor"], ["m"]),
+        helper.make_node("Sin", ["m"], ["y"]),
+    ]
+    weights = {"w": normal(8, 8), "factor": np.array(1e6, np.float32)}
+    save_model(path, nodes, [("x", [1, 8])], ["y"], weights)
+    inputs = {"x": normal(1, 8)}
+    outputs = run_session(open_session(path), inputs)
+    text = _explain(path, [(inputs, {})], [outputs], _compare("onnxruntime", [_pair([0.0], [0.5])]))
+    assert "ONNX Runtime with its weights changed in their last bit differs by up to" in text
+    before = path.read_bytes()
+    assert not change_last_bits(save_model(tmp_path / "plain.onnx", nodes[2:], [("m", [1])], ["y"]), tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+    assert path.read_bytes() == before
 
 
 def test_the_reference_is_exact_where_the_processor_saturates_sums_of_8_bit_products(tmp_path: Path) -> None:

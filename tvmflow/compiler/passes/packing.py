@@ -1,7 +1,9 @@
-"""The passes that let a library pack its weights when it is loaded, so that it need not hold the packed ones."""
+"""The passes that let a library pack its weights when it is loaded, so that it need not hold the packed ones.
+
+It also widens those of 8 bits that the model computes with in float32.
+"""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvmflow.bundle import PACK_WEIGHTS
 from tvmflow.compiler.operators.common import constant
 from tvmflow.compiler.operators.packing import packing_of
+from tvmflow.compiler.operators.widening import NarrowWeight, narrow, widen
 from tvmflow.compiler.passes.calls import ConstantKey, calls_of, key_of_constant
 from tvmflow.compiler.passes.functions import relax_functions
 
@@ -27,11 +30,11 @@ _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 class PackAtLoad:
     """Moves the packing of constant weights from `main` and its variants to a new function `pack_weights`.
 
-    `pack_weights` takes the weights and returns a tuple of all packed weights. `main` and each variant get all of these
-    as additional parameters, after their own. Some packings are not moved but evaluated, so the packed weights become
-    constants: those that make the weights less than 16 KiB larger, those in functions that other functions call, and,
-    without `at_load`, all. The weights stay parameters of `pack_weights` until `BindWeights` makes them constants,
-    because `FoldConstant`, which runs between the two passes, would evaluate the function.
+    `pack_weights` takes the weights and returns a tuple of all packed weights, and of those that it widens. `main` and
+    each variant get all of these as additional parameters, after their own. Some packings are not moved but evaluated,
+    so the packed weights become constants: those that make the weights less than 16 KiB larger, those in functions that
+    other functions call, and, without `at_load`, all. The weights stay parameters of `pack_weights` until `BindWeights`
+    makes them constants, because `FoldConstant`, which runs between the two passes, would evaluate the function.
     """
 
     def __init__(self, at_load: bool) -> None:
@@ -60,7 +63,8 @@ class PackAtLoad:
                 )
                 # A variable belongs to one function.
                 mod.update_func(variable, relax.utils.copy_with_new_vars(extended))
-        mod[PACK_WEIGHTS] = _pack_function(packings.calls)
+        for variable, function in _pack_functions(packings).functions_items():
+            mod[variable] = function
         return mod
 
 
@@ -87,15 +91,15 @@ class BindWeights:
 class _Packings(PyExprMutator):  # type: ignore[misc]
     """Replaces packings by variables, or by constants where `at_load` is false.
 
-    `calls` has the packing's function and the weights for each variable. Equal packings of equal weights are one
-    variable, also in several functions.
+    `calls` has the packing's function, None for weights that are only widened, and the weights for each variable. Equal
+    packings of equal weights are one variable, also in several functions.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
         super().__init__(mod)
         self.at_load = False
-        self.calls: dict[relax.Var, tuple[tvm.ir.GlobalVar, tvm.ir.GenericConst]] = {}
-        self._variables: dict[tuple[tvm.ir.GlobalVar, ConstantKey], relax.Var] = {}
+        self.calls: dict[relax.Var, tuple[tvm.ir.GlobalVar | None, tvm.ir.GenericConst]] = {}
+        self._variables: dict[tuple[tvm.ir.GlobalVar | None, ConstantKey], relax.Var] = {}
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         """Replace the variable of a packing."""
@@ -109,14 +113,44 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
         weight = call.args[1][0]
         value = weight.value.numpy()
         if self.at_load and _bytes(call.ty) - value.nbytes >= _SMALLEST_GAIN:
-            key = call.args[0], key_of_constant(weight)
-            if key not in self._variables:
-                self._variables[key] = relax.Var(f"packed_weight_{len(self.calls)}", call.ty)
-                self.calls[self._variables[key]] = call.args[0], weight
-            self.set_var_remap(binding.var, self._variables[key])
+            self.set_var_remap(binding.var, self._variable(call.args[0], weight, call.ty))
         else:
             packed = self.builder_.normalize(constant(packing.pack(value)))
             self.set_var_remap(binding.var, self.builder_.emit(packed))
+
+    def visit_call_(self, op: relax.Call) -> relax.Expr:
+        """Replace the constants of a call that can be widened when the library is loaded."""
+        call = super().visit_call_(op)
+        # Of constants alone, the result becomes a constant.
+        if not self.at_load or call.op != _CALL_TIR or all(map(_is_constant, call.args[1].fields)):
+            return call
+        fields = [
+            self._variable(None, field, field.ty) if _is_constant(field) and self.narrow(field) is not None else field
+            for field in call.args[1].fields
+        ]
+        if all(one.same_as(other) for one, other in zip(fields, call.args[1].fields, strict=True)):
+            return call
+        return relax.Call(call.op, [call.args[0], relax.Tuple(fields), *call.args[2:]], call.attrs, call.ty_args)
+
+    def narrow(self, weight: tvm.ir.GenericConst) -> NarrowWeight | None:
+        """Return a constant in 8 bits; None where that is not possible, or saves too little."""
+        value = weight.value.numpy()
+        if value.nbytes < _SMALLEST_GAIN:
+            return None
+        form = narrow(value)
+        return form if form is not None and value.nbytes - form.nbytes >= _SMALLEST_GAIN else None
+
+    def _variable(self, packing: tvm.ir.GlobalVar | None, weight: tvm.ir.GenericConst, ty: Any) -> relax.Var:
+        """The variable of packed, or only widened, weights."""
+        key = packing, key_of_constant(weight)
+        if key not in self._variables:
+            self._variables[key] = relax.Var(f"packed_weight_{len(self.calls)}", ty)
+            self.calls[self._variables[key]] = packing, weight
+        return self._variables[key]
+
+
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, tvm.ir.GenericConst)
 
 
 def _bytes(ty: relax.TensorType) -> int:
@@ -124,19 +158,38 @@ def _bytes(ty: relax.TensorType) -> int:
     return math.prod(int(size) for size in ty.shape.values) * np.dtype(str(ty.dtype)).itemsize
 
 
-def _pack_function(calls: Mapping[relax.Var, tuple[tvm.ir.GlobalVar, tvm.ir.GenericConst]]) -> relax.Function:
-    """The function that returns all packed weights. Its parameters are the weights, and its attribute their values."""
-    weights: dict[ConstantKey, tuple[relax.Var, Any]] = {}
-    for _, weight in calls.values():
-        weights.setdefault(key_of_constant(weight), (relax.Var(f"weight_{len(weights)}", weight.ty), weight.value))
+def _pack_functions(packings: _Packings) -> tvm.IRModule:
+    """The function that returns all packed weights, and those that it widens them by.
+
+    Its parameters are the weights, and its attribute their values.
+    """
+    params: list[relax.Var] = []
+    values: list[Any] = []
+
+    def add(value: Any) -> relax.Var:
+        params.append(relax.Var(f"weight_{len(params)}", relax.TensorType(value.shape, str(value.dtype))))
+        values.append(value)
+        return params[-1]
+
+    weights = {key_of_constant(weight): weight for _, weight in packings.calls.values()}
+    operands: dict[ConstantKey, list[relax.Var]] = {}
+    for key, weight in weights.items():
+        form = packings.narrow(weight)
+        parts = [weight.value] if form is None else [tvm.runtime.tensor(form.numbers), tvm.runtime.tensor(form.table)]
+        operands[key] = [add(part) for part in parts]
     builder = relax.BlockBuilder()
-    params = [variable for variable, _ in weights.values()]
-    with builder.function(PACK_WEIGHTS, params, attrs={_ARGUMENTS: [value for _, value in weights.values()]}):
+    with builder.function(PACK_WEIGHTS, params, attrs={_ARGUMENTS: values}):
         with builder.dataflow():
+            whole = {
+                key: parts[0] if len(parts) == 1 else builder.emit_te(widen, *parts, primfunc_name_hint="widen_weight")
+                for key, parts in operands.items()
+            }
             packed = [
-                builder.emit(relax.call_tir(variable, [weights[key_of_constant(weight)][0]], result.ty))
-                for result, (variable, weight) in calls.items()
+                whole[key_of_constant(weight)]
+                if variable is None
+                else builder.emit(relax.call_tir(variable, [whole[key_of_constant(weight)]], result.ty))
+                for result, (variable, weight) in packings.calls.items()
             ]
             results = builder.emit_output(relax.Tuple(packed))
         builder.emit_func_output(results)
-    return builder.get()[PACK_WEIGHTS]
+    return builder.get()
