@@ -603,6 +603,19 @@ def test_a_block_of_threads_reduces_to_one_number(
         np.testing.assert_allclose(output, value, rtol=2e-6)
 
 
+def test_a_block_of_threads_computes_no_element_of_a_matrix_product(tmp_path: Path) -> None:
+    """Integers have no kernel for tensor cores; TVM's schedules compute tiles of their products."""
+    text = """<ir_version: 9, opset_import: ["" : 18]>
+    products (int32[n, k] x, int32[k, m] w, float[n, k] z) => (int32[n, m] y, float[n] s) {
+      y = MatMul(x, w)
+      last = Constant<value_ints=[1]>()
+      s = ReduceSum<keepdims=0>(z, last)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    _, rules = schedule_functions(lower(import_onnx(tmp_path / "model.onnx"), HOPPER), HOPPER)
+    assert dict(rules) == {"matmul": "dlight", "sum": "threads"}
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("sizes", [(2, 3, 33, 40, 24), (1, 1, 17, 19, 21), (0, 2, 20, 16, 40)], ids=str)

@@ -35,7 +35,7 @@ from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.inspection import Inspected, Inspection, KeepIR, code_of
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.messages import shorten
-from tvmflow.compiler.operators.packing import packing_of
+from tvmflow.compiler.operators.packing import runs_at_load
 from tvmflow.compiler.passes import pass_names
 from tvmflow.compiler.passes.views import ViewReshapes
 from tvmflow.compiler.schedules import ScheduleWarning, error_bounds, schedule
@@ -407,7 +407,7 @@ def rules_of(lowered: tvm.IRModule, target: Target) -> dict[str, str]:
 
     The functions that pack weights when the library is loaded are left out.
     """
-    return {name: rule for name, rule in _schedule(lowered, target, None)[1] if packing_of(lowered[name]) is None}
+    return {name: rule for name, rule in _schedule(lowered, target, None)[1] if not runs_at_load(lowered[name])}
 
 
 def _replace_refused(

@@ -13,7 +13,7 @@ from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.importer import Imported
-from tvmflow.compiler.operators.packing import packing_of
+from tvmflow.compiler.operators.packing import runs_at_load
 from tvmflow.compiler.passes import lower_passes
 from tvmflow.compiler.passes.calls import ConstantKey, bind_constant_arguments, calls_of, change_calls, key_of_constant
 from tvmflow.compiler.passes.functions import relax_functions
@@ -88,7 +88,7 @@ def workloads(lowered: tvm.IRModule) -> list[Workload]:
         for callee in (node.op, *node.args[:1]):
             if not isinstance(callee, tvm.ir.GlobalVar) or not isinstance(lowered[callee], PrimFunc):
                 continue
-            if packing_of(lowered[callee]) is not None:
+            if runs_at_load(lowered[callee]):
                 continue  # It runs once, when the library is loaded.
             func = lowered[callee].without_attr("global_symbol")
             candidates = by_hash.setdefault(tvm_ffi.structural_hash(func), [])

@@ -149,8 +149,8 @@ def _reduce_in_blocks(function: PrimFunc) -> PrimFunc | None:
     reduction, others, inlined = parts
     if not _reads_along(schedule, reduction) or 0 < (_reduced(schedule, reduction) or 0) <= _LONGEST_REDUCTION:
         return None
-    # Threads add up the numbers of a place together, not those with a place, as of a maximum.
-    if len(schedule.get(reduction).writes) > 1:
+    # Sums of products are matrix products. Numbers with their places, as of a maximum, are not added up by threads.
+    if len(schedule.get(reduction).reads) > 1 or len(schedule.get(reduction).writes) > 1:
         return None
     try:
         for block in inlined:

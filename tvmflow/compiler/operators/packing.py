@@ -130,6 +130,11 @@ def pack_weights(
     return builder.emit(call)
 
 
+def runs_at_load(func: Any) -> bool:
+    """Return whether a function packs or widens weights, which a library does once, when it is loaded."""
+    return isinstance(func, tirx.PrimFunc) and PACKING in (func.attrs or {})
+
+
 def packing_of(func: Any) -> Packing | None:
     """Return the packing that a function computes; None for any other function."""
     text = (func.attrs or {}).get(PACKING) if isinstance(func, tirx.PrimFunc) else None

@@ -3,6 +3,7 @@
 It also widens those of 8 bits that the model computes with in float32.
 """
 
+import json
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmflow.bundle import PACK_WEIGHTS
+from tvmflow.compiler.annotations import PACKING
 from tvmflow.compiler.operators.common import constant
 from tvmflow.compiler.operators.packing import packing_of
 from tvmflow.compiler.operators.widening import NarrowWeight, narrow, widen
@@ -158,6 +160,12 @@ def _bytes(ty: relax.TensorType) -> int:
     return math.prod(int(size) for size in ty.shape.values) * np.dtype(str(ty.dtype)).itemsize
 
 
+def _widen(builder: relax.BlockBuilder, parts: list[relax.Var]) -> relax.Var:
+    attributes = {PACKING: json.dumps(["widening", {}])}
+    call = builder.call_te(widen, *parts, primfunc_name_hint="widen_weight", primfunc_attrs=attributes)
+    return builder.emit(call)
+
+
 def _pack_functions(packings: _Packings) -> tvm.IRModule:
     """The function that returns all packed weights, and those that it widens them by.
 
@@ -180,10 +188,7 @@ def _pack_functions(packings: _Packings) -> tvm.IRModule:
     builder = relax.BlockBuilder()
     with builder.function(PACK_WEIGHTS, params, attrs={_ARGUMENTS: values}):
         with builder.dataflow():
-            whole = {
-                key: parts[0] if len(parts) == 1 else builder.emit_te(widen, *parts, primfunc_name_hint="widen_weight")
-                for key, parts in operands.items()
-            }
+            whole = {key: parts[0] if len(parts) == 1 else _widen(builder, parts) for key, parts in operands.items()}
             packed = [
                 whole[key_of_constant(weight)]
                 if variable is None
