@@ -151,24 +151,24 @@ def extreme(builder: relax.BlockBuilder, call: relax.Call, *, is_maximum: bool) 
     infinity = tirx.const(bits ^ _NUMBER_BITS if is_maximum else bits, "int32")
 
     def compute(data: te.Tensor) -> te.Tensor:
-        ordered = te.compute(data.shape, lambda *place: _ordered(data[place].astype("float32")), name="ordered")
-        result = reduce(ordered, axis=list(axes), keepdims=keeps)
+        integers = te.compute(data.shape, lambda *place: _to_integer(data[place].astype("float32")), name="integers")
+        result = reduce(integers, axis=list(axes), keepdims=keeps)
         return te.compute(
             result.shape,
-            lambda *place: _number(limit(result[place], infinity)).astype(data.dtype),
+            lambda *place: _to_number(limit(result[place], infinity)).astype(data.dtype),
             name="extreme",
         )
 
     return builder.call_te(compute, call.args[0], primfunc_name_hint="max" if is_maximum else "min")
 
 
-def _ordered(number: Any) -> Any:
+def _to_integer(number: Any) -> Any:
     """The integer of a float32 number whose order among integers is that of the number."""
     return _turn(tirx.reinterpret("int32", number))
 
 
-def _number(ordered: Any) -> Any:
-    return tirx.reinterpret("float32", _turn(ordered))
+def _to_number(integer: Any) -> Any:
+    return tirx.reinterpret("float32", _turn(integer))
 
 
 def _turn(bits: Any) -> Any:

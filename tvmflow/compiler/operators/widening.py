@@ -58,32 +58,31 @@ def narrow(weight: Array) -> NarrowWeight | None:
         if table.size <= _VALUES and np.isfinite(table).all():
             return NarrowWeight(places.reshape(weight.shape).astype(np.uint8), table)
     first, last = 0, weight.ndim - 1
-    for kept in ((first,), (last,), (first, last)):
-        scaled = _scaled(weight, kept)
-        if scaled is not None:
-            return scaled
+    for axes in ((first,), (last,), (first, last)):
+        form = _with_scales(weight, axes)
+        if form is not None:
+            return form
     return None
 
 
-def _scaled(weight: Array, kept: Sequence[int]) -> NarrowWeight | None:
-    """A tensor as integers times scales that differ along the dimensions `kept`."""
-    reduced = tuple(axis for axis in range(weight.ndim) if axis not in kept)
-    if not reduced:
+def _with_scales(weight: Array, axes: Sequence[int]) -> NarrowWeight | None:
+    """A tensor as integers times scales that differ along `axes`."""
+    others = tuple(axis for axis in range(weight.ndim) if axis not in axes)
+    if not others:
         return None
     # A few scales tell first.
-    few = tuple(slice(0, 4) if axis in kept else slice(None) for axis in range(weight.ndim))
+    few = tuple(slice(0, 4) if axis in axes else slice(None) for axis in range(weight.ndim))
     for part in (weight[few], weight):
-        scales = np.abs(part).max(axis=reduced, keepdims=True) / np.float32(_LARGEST)
+        scales = np.abs(part).max(axis=others, keepdims=True) / np.float32(_LARGEST)
         scales[scales == 0.0] = 1.0
         if not np.isfinite(scales).all():
             return None
-        numbers, exact = np.rint(part / scales), np.zeros_like(scales, dtype=bool)
-        found = scales.copy()
+        numbers, table, exact = np.rint(part / scales), scales, np.zeros_like(scales, dtype=bool)
         # The largest number was rounded when it was scaled.
         for candidate in (scales, np.nextafter(scales, np.float32(0)), np.nextafter(scales, np.float32(np.inf))):
-            is_exact = (numbers * candidate == part).all(axis=reduced, keepdims=True)
-            found = np.where(is_exact & ~exact, candidate, found)
+            is_exact = (numbers * candidate == part).all(axis=others, keepdims=True)
+            table = np.where(is_exact & ~exact, candidate, table)
             exact |= is_exact
         if not exact.all():
             return None
-    return NarrowWeight(numbers.astype(np.int8), found)
+    return NarrowWeight(numbers.astype(np.int8), table)
