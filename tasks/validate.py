@@ -479,12 +479,10 @@ def _explain(
     `optimized` are ONNX Runtime's outputs for the samples. It runs them again without its optimizations, which change
     nothing but the rounding, and then with the weights changed in their last bit.
     """
-    for session, change in _with_other_rounding(onnx):
-        # Outputs for held-out data may follow those for the samples.
-        pairs = [
-            (run_session(session, inputs), outputs) for (inputs, _), outputs in zip(originals, optimized, strict=False)
-        ]
-        spread = _compare("onnxruntime", pairs)
+    # Outputs for held-out data may follow those for the samples.
+    inputs = [sample for sample, _ in originals]
+    for outputs, change in _with_other_rounding(onnx, inputs):
+        spread = _compare("onnxruntime", list(zip(outputs, optimized, strict=False)))
         if 0 < bundle.max_abs_error <= _AMPLIFIED * spread.max_abs_error:
             return (
                 f"; the model amplifies rounding errors: ONNX Runtime {change} differs by up to "
@@ -495,15 +493,20 @@ def _explain(
     return ""
 
 
-def _with_other_rounding(onnx: Path) -> Iterator[tuple[Any, str]]:
-    """Yield sessions of ONNX Runtime that compute the same but for the rounding, and how they do so."""
+def _with_other_rounding(onnx: Path, inputs: Sequence[NamedArrays]) -> Iterator[tuple[list[NamedArrays], str]]:
+    """Yield outputs of ONNX Runtime that differ by the rounding alone, and how it computed them."""
     # Some operators and types exist in optimized graphs alone.
     with suppress(ExportError):
-        yield open_session(onnx, optimizes=False), "with and without its optimizations"
-    with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
+        yield _run_all(onnx, inputs, optimizes=False), "with and without its optimizations"
+    with suppress(ExportError), tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
         changed = Path(folder) / "model.onnx"
         if change_last_bits(onnx, changed):
-            yield open_session(changed), "with its weights changed in their last bit"
+            yield _run_all(changed, inputs), "with its weights changed in their last bit"
+
+
+def _run_all(onnx: Path, inputs: Sequence[NamedArrays], *, optimizes: bool = True) -> list[NamedArrays]:
+    session = open_session(onnx, optimizes=optimizes)
+    return [run_session(session, sample) for sample in inputs]
 
 
 def _disagreement(bounds: Validate, comparison: Deviation) -> list[str]:

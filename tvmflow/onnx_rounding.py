@@ -1,30 +1,36 @@
 """Changes the weights of an ONNX file in their last bit, which shows how far the model amplifies rounding errors."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 
-# Larger models take long to copy.
-_LARGEST = 1 << 30
+from tvmflow import onnx_data
+
+# Bytes: larger weights take long to copy. Tensors of at most so many elements are scales of images and exponents.
+_LARGEST, _FEW = 1 << 30, 8
 
 
 def change_last_bits(path: Path, output: Path) -> bool:
     """Write the model at `path` with each float32 weight replaced by one of its two neighbours; the seed is fixed.
 
-    Returns False, and writes nothing, for a model without such weights and for one of more than 1 GiB. Raises OSError
-    where a file cannot be read or written.
+    Whole numbers and those that are not finite stay, because a model may compare with them or mask by them. Returns
+    False, and writes nothing, for a model without other weights and for one with more than 1 GiB of float32 weights.
+    Raises OSError where a file cannot be read or written.
     """
     import onnx
     from onnx import numpy_helper
 
-    model = onnx.load(path)
-    weights = [item for item in model.graph.initializer if item.data_type == onnx.TensorProto.FLOAT]
-    if not weights or model.ByteSize() > _LARGEST:
+    model = onnx_data.load(path)
+    tensors = [item for item in model.graph.initializer if item.data_type == onnx.TensorProto.FLOAT]
+    weights = [item for item in tensors if math.prod(item.dims) > _FEW]
+    if not weights or sum(math.prod(item.dims) for item in weights) * np.float32().itemsize > _LARGEST:
         return False
     generator = np.random.default_rng(0)
     for weight in weights:
-        value = numpy_helper.to_array(weight)
+        value = onnx_data.array_of(weight)
         towards = np.where(generator.random(value.shape) < 0.5, -np.inf, np.inf).astype(np.float32)
-        weight.CopyFrom(numpy_helper.from_array(np.nextafter(value, towards), weight.name))
-    onnx.save(model, output)
+        stays = ~np.isfinite(value) | (value == np.rint(value))
+        weight.CopyFrom(numpy_helper.from_array(np.where(stays, value, np.nextafter(value, towards)), weight.name))
+    onnx_data.save(model, output)
     return True

@@ -78,10 +78,16 @@ def _complete(function: PrimFunc) -> PrimFunc:
         for block in schedule.get_child_blocks(schedule.get_sblock("root")):
             loops = schedule.get_loops(block)
             if loops:
-                outer, inner = schedule.split(schedule.fuse(*loops), [None, _THREADS])
-                schedule.bind(outer, "blockIdx.x")
-                schedule.bind(inner, "threadIdx.x")
+                _bind(schedule, loops)
     return schedule.mod["main"].with_attr("tirx.is_scheduled", True)
+
+
+def _bind(schedule: s_tir.Schedule, loops: list[Any]) -> Any:
+    """Give each step of some loops a thread, and return the loop of the threads of a block."""
+    outer, inner = schedule.split(schedule.fuse(*loops), [None, _THREADS])
+    schedule.bind(outer, "blockIdx.x")
+    schedule.bind(inner, "threadIdx.x")
+    return inner
 
 
 def _run_in_a_thread(function: PrimFunc) -> PrimFunc:
@@ -119,10 +125,7 @@ def _reduce_in_threads(function: PrimFunc, gpu: Gpu) -> PrimFunc | None:
             across, neighbour = schedule.split(across, [None, neighbours])
             schedule.reorder(*outer, across, channel, neighbour)
             loops = [*outer, across, channel]
-        outer_loop, inner = schedule.split(schedule.fuse(*loops), [None, _THREADS])
-        schedule.bind(outer_loop, "blockIdx.x")
-        schedule.bind(inner, "threadIdx.x")
-        schedule.compute_at(reduction, inner, preserve_unit_loops=True)
+        schedule.compute_at(reduction, _bind(schedule, loops), preserve_unit_loops=True)
         for place in range(len(schedule.get(reduction).writes)):
             schedule.set_scope(reduction, place, "local")
         if neighbours > 1:
@@ -177,9 +180,8 @@ def _reduce_in_blocks(function: PrimFunc) -> PrimFunc | None:
         # Threads beyond the end have no step that would begin their sums.
         schedule.decompose_reduction(part, step)
         schedule.reverse_compute_at(store, block, preserve_unit_loops=True)
-        for scoped in (part, reduction):
-            for place in range(len(schedule.get(scoped).writes)):
-                schedule.set_scope(scoped, place, "local")
+        for block in (part, reduction):
+            schedule.set_scope(block, 0, "local")
     except s_tir.ScheduleError:
         return None
     return schedule.mod["main"].with_attr("tirx.is_scheduled", True)

@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 # The largest integer of a symmetrically quantised weight, and the most values of 8 bits.
 _LARGEST, _VALUES = 127, 256
-# So many numbers tell that most weights are not those of a quantised file.
+# So many numbers, from all over a tensor, tell that most weights are not those of a quantised file.
 _SAMPLE = 4096
 
 
@@ -51,9 +51,9 @@ def widen(numbers: te.Tensor, table: te.Tensor) -> te.Tensor:
 
 def narrow(weight: Array) -> NarrowWeight | None:
     """Return a float32 tensor of two dimensions or more in 8 bits, None where that does not give the same numbers."""
-    if weight.dtype != np.float32 or weight.ndim < 2 or not np.isfinite(weight.ravel()[:_SAMPLE]).all():
+    if weight.dtype != np.float32 or weight.ndim < 2:
         return None
-    if np.unique(weight.ravel()[:_SAMPLE]).size <= _VALUES:
+    if _has_few_values(weight):
         table, places = np.unique(weight, return_inverse=True)
         if table.size <= _VALUES and np.isfinite(table).all():
             return NarrowWeight(places.reshape(weight.shape).astype(np.uint8), table)
@@ -65,14 +65,20 @@ def narrow(weight: Array) -> NarrowWeight | None:
     return None
 
 
+def _has_few_values(weight: Array) -> bool:
+    """Whether a sample from all over a tensor has no more values than 8 bits tell apart, and all of them finite."""
+    sample = weight.flat[:: max(1, weight.size // _SAMPLE)]
+    return bool(np.isfinite(sample).all()) and np.unique(sample).size <= _VALUES
+
+
 def _with_scales(weight: Array, axes: Sequence[int]) -> NarrowWeight | None:
     """A tensor as integers times scales that differ along `axes`."""
     others = tuple(axis for axis in range(weight.ndim) if axis not in axes)
-    if not others:
+    # Those of one scale tell first.
+    first = weight[tuple(slice(0, 1) if axis in axes else slice(None) for axis in range(weight.ndim))]
+    if not others or not _has_few_values(first):
         return None
-    # A few scales tell first.
-    few = tuple(slice(0, 4) if axis in axes else slice(None) for axis in range(weight.ndim))
-    for part in (weight[few], weight):
+    for part in (first, weight):
         scales = np.abs(part).max(axis=others, keepdims=True) / np.float32(_LARGEST)
         scales[scales == 0.0] = 1.0
         if not np.isfinite(scales).all():

@@ -102,6 +102,7 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
         self.at_load = False
         self.calls: dict[relax.Var, tuple[tvm.ir.GlobalVar | None, tvm.ir.GenericConst]] = {}
         self._variables: dict[tuple[tvm.ir.GlobalVar | None, ConstantKey], relax.Var] = {}
+        self._forms: dict[ConstantKey, NarrowWeight | None] = {}
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         """Replace the variable of a packing."""
@@ -126,21 +127,25 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
         # Of constants alone, the result becomes a constant.
         if not self.at_load or call.op != _CALL_TIR or all(map(_is_constant, call.args[1].fields)):
             return call
-        fields = [
-            self._variable(None, field, field.ty) if _is_constant(field) and self.narrow(field) is not None else field
-            for field in call.args[1].fields
-        ]
+        fields = [self._widened(field) if _is_constant(field) else field for field in call.args[1].fields]
         if all(one.same_as(other) for one, other in zip(fields, call.args[1].fields, strict=True)):
             return call
         return relax.Call(call.op, [call.args[0], relax.Tuple(fields), *call.args[2:]], call.attrs, call.ty_args)
 
-    def narrow(self, weight: tvm.ir.GenericConst) -> NarrowWeight | None:
-        """Return a constant in 8 bits; None where that is not possible, or saves too little."""
-        value = weight.value.numpy()
-        if value.nbytes < _SMALLEST_GAIN:
-            return None
-        form = narrow(value)
-        return form if form is not None and value.nbytes - form.nbytes >= _SMALLEST_GAIN else None
+    def _widened(self, weight: tvm.ir.GenericConst) -> relax.Expr:
+        """The variable of a constant that can be widened; other constants themselves."""
+        form = _narrow(weight)
+        if form is None:
+            return weight
+        self._forms[key_of_constant(weight)] = form
+        return self._variable(None, weight, weight.ty)
+
+    def form(self, weight: tvm.ir.GenericConst) -> NarrowWeight | None:
+        """Return weights of `calls` in 8 bits; None for those that stay as they are."""
+        key = key_of_constant(weight)
+        if key not in self._forms:
+            self._forms[key] = _narrow(weight)
+        return self._forms[key]
 
     def _variable(self, packing: tvm.ir.GlobalVar | None, weight: tvm.ir.GenericConst, ty: Any) -> relax.Var:
         """The variable of packed, or only widened, weights."""
@@ -149,6 +154,13 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
             self._variables[key] = relax.Var(f"packed_weight_{len(self.calls)}", ty)
             self.calls[self._variables[key]] = packing, weight
         return self._variables[key]
+
+
+def _narrow(weight: tvm.ir.GenericConst) -> NarrowWeight | None:
+    """A constant in 8 bits; None where that is not possible, or saves too little."""
+    value = np.from_dlpack(weight.value)
+    form = narrow(value) if value.nbytes >= _SMALLEST_GAIN else None
+    return form if form is not None and value.nbytes - form.nbytes >= _SMALLEST_GAIN else None
 
 
 def _is_constant(value: Any) -> bool:
@@ -182,7 +194,7 @@ def _pack_functions(packings: _Packings) -> tvm.IRModule:
     weights = {key_of_constant(weight): weight for _, weight in packings.calls.values()}
     operands: dict[ConstantKey, list[relax.Var]] = {}
     for key, weight in weights.items():
-        form = packings.narrow(weight)
+        form = packings.form(weight)
         parts = [weight.value] if form is None else [tvm.runtime.tensor(form.numbers), tvm.runtime.tensor(form.table)]
         operands[key] = [add(part) for part in parts]
     builder = relax.BlockBuilder()

@@ -57,12 +57,13 @@ class NameSizes:
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with its functions of symbolic sizes, and the calls of them, rewritten."""
-        if not self._products:
-            mod = _with_one_form(mod)
         calls = _calls_of_functions(mod)
-        callees = {variable: _rewritten(mod[variable], call[0], self._products) for variable, call in calls.items()}
         if not any(_is_symbolic(mod[variable]) for variable in calls):
             return mod
+        if not self._products:
+            mod = _with_one_form(mod)
+            calls = _calls_of_functions(mod)
+        callees = {variable: _rewritten(mod[variable], call[0], self._products) for variable, call in calls.items()}
         names: Counter[str] = Counter()
         names_in_use = {variable.name_hint for variable in mod.get_global_vars() if variable not in calls}
         merged: dict[Any, tvm.ir.GlobalVar] = {}
@@ -85,15 +86,23 @@ class NameSizes:
 def _with_one_form(mod: tvm.IRModule) -> tvm.IRModule:
     """The module with one form of each size in its graph: TVM compares by structure what it fuses."""
     graph = relax_functions(mod)
+    forms: dict[Any, Any] = {}
+
+    def form(size: Any) -> Any:
+        key = _key(size)
+        if key not in forms:
+            forms[key] = _one_form(size)
+        return forms[key]
+
     functions = {
-        variable: tvm_ffi.structural_map(item, [(_COMPOUND, one_form)], order="pre") if variable in graph else item
+        variable: tvm_ffi.structural_map(item, [(_COMPOUND, form)], order="pre") if variable in graph else item
         for variable, item in mod.functions_items()
     }
     return tvm.IRModule(functions, attrs=mod.attrs)
 
 
-def one_form(size: Any) -> Any:
-    """Return the one form that equal sums and products of sizes have, whatever the order of their terms.
+def _one_form(size: Any) -> Any:
+    """The form that equal sums and products of sizes have, whatever the order of their terms.
 
     Quotients and the like are left as they are.
     """
@@ -209,16 +218,15 @@ class _SizeNames:
             size = self._variable(part)
             self.table[_key(part)], self.scalars[size] = size, part
         self._quotients.extend(key.key for key in self.table if isinstance(key.key, tirx.FloorDiv))
-        # Functions that are still to be fused have the form that the calls have.
-        one_forms = {_key(dim): dim if self._products else one_form(dim) for dim in dims}
-        forms = {
-            key: tvm_ffi.structural_map(dim, [(_COMPOUND, self.replace)], order="pre")
-            for key, dim in one_forms.items()
-            if key not in self.table
-        }
-        self.table.update(
-            {key: self._analyzer.simplify(item) for key, item in forms.items()} if self._products else forms
-        )
+        forms = {_key(dim): self._form(dim) for dim in dims if _key(dim) not in self.table}
+        self.table.update(forms)
+
+    def _form(self, dim: Any) -> Any:
+        """The expression of a dimension by the variables."""
+        # Functions that are still to be fused have the form that their calls have.
+        source = dim if self._products else _one_form(dim)
+        form = tvm_ffi.structural_map(source, [(_COMPOUND, self.replace)], order="pre")
+        return self._analyzer.simplify(form) if self._products else form
 
     def _variable(self, expr: Any) -> tirx.Var:
         return tirx.Var(f"size{next(self._numbers)}", expr.ty)
