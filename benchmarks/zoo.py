@@ -382,8 +382,8 @@ def check_packages(entries: Mapping[str, Entry]) -> None:
     missing = [name for name in _TRAINERS if find_spec(name) is None]
     if missing and any(entry.wheel is None for entry in entries.values()):
         raise InputError(
-            f"models of tables are trained with {', '.join(missing)}, which is not installed; `make zoo` installs it, "
-            "as does the extra `zoo`"
+            f"models of tables are trained by packages that are not installed: {', '.join(missing)}; `make zoo` "
+            "installs them, as does the extra `zoo`"
         )
 
 

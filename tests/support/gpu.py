@@ -2,12 +2,14 @@
 
 import ctypes
 import importlib
+import os
 import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +61,8 @@ class Emulation:
         folder = Path(tempfile.mkdtemp(dir=folder))
         source, library = folder / "kernels.cpp", folder / "kernels.so"
         source.write_text("\n".join(['#include "emulator.h"', emulated, *launchers]))
-        # Registers and shared memory begin with nonsense.
-        options = [
-            "-ftrivial-auto-var-init=pattern",
-            "-std=c++17",
-            "-O1",
-            "-w",
-            "-fPIC",
-            "-shared",
-            "-fno-strict-aliasing",
-            f"-I{_EMULATOR}",
-        ]
+        options = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", f"-I{_EMULATOR}"]
+        options += _nonsense_option()
         done = subprocess.run([_COMPILER, *options, "-o", library, source], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return ctypes.CDLL(str(library))
@@ -119,6 +112,14 @@ class Emulation:
         shared = _evaluate(extents.get("tirx.use_dyn_shared_memory", tirx.IntImm("int64", 0)), known)
         function = getattr(self._library, f"launch_{launch.kernel}")
         function(pointers, (ctypes.c_int64 * 10)(*numbers, shared))
+
+
+@cache
+def _nonsense_option() -> list[str]:
+    """The option with which variables begin with nonsense, as registers do; none for compilers before GCC 12."""
+    option = "-ftrivial-auto-var-init=pattern"
+    command = [_COMPILER, option, "-x", "c++", "-E", os.devnull]
+    return [option] if subprocess.run(command, capture_output=True, check=False).returncode == 0 else []
 
 
 def _name(place: int) -> str:

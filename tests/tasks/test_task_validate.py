@@ -260,8 +260,13 @@ def test_only_weights_are_changed_in_their_last_bit(tmp_path: Path) -> None:
         "mask": np.full(20, -np.inf, np.float32),
         "steps": np.arange(20, dtype=np.float32),
         "scales": np.array([1.5, 2.5], np.float32),
+        "zero": np.array([0]),
     }
-    nodes = [helper.make_node("Sum", ["x", "w", "mask", "steps"], ["y"])]
+    nodes = [
+        helper.make_node("Sum", ["x", "w", "mask", "steps"], ["sum"]),
+        helper.make_node("Unsqueeze", ["sum", "zero"], ["row"]),
+        helper.make_node("Resize", ["row", "", "scales"], ["y"]),
+    ]
     path = save_model(tmp_path / "model.onnx", nodes, [("x", [20])], ["y"], weights)
     before = path.read_bytes()
     assert change_last_bits(path, tmp_path / "changed.onnx")
