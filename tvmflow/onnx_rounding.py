@@ -34,7 +34,7 @@ def change_last_bits(path: Path, output: Path) -> bool:
     for weight in weights:
         value = onnx_data.array_of(weight)
         towards = np.where(generator.random(value.shape) < 0.5, -np.inf, np.inf).astype(np.float32)
-        stays = ~np.isfinite(value) | (value == np.rint(value))
-        weight.CopyFrom(numpy_helper.from_array(np.where(stays, value, np.nextafter(value, towards)), weight.name))
+        is_fixed = ~np.isfinite(value) | (value == np.rint(value))
+        weight.CopyFrom(numpy_helper.from_array(np.where(is_fixed, value, np.nextafter(value, towards)), weight.name))
     onnx_data.save(model, output)
     return True

@@ -127,13 +127,13 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
         # Of constants alone, the result becomes a constant.
         if not self.at_load or call.op != _CALL_TIR or all(map(_is_constant, call.args[1].fields)):
             return call
-        fields = [self._widened(field) if _is_constant(field) else field for field in call.args[1].fields]
+        fields = [self._widen_at_load(field) if _is_constant(field) else field for field in call.args[1].fields]
         if all(one.same_as(other) for one, other in zip(fields, call.args[1].fields, strict=True)):
             return call
         return relax.Call(call.op, [call.args[0], relax.Tuple(fields), *call.args[2:]], call.attrs, call.ty_args)
 
-    def _widened(self, weight: tvm.ir.GenericConst) -> relax.Expr:
-        """The variable of a constant that can be widened; other constants themselves."""
+    def _widen_at_load(self, weight: tvm.ir.GenericConst) -> relax.Expr:
+        """Widen a constant when the library is loaded, and return its variable; return other constants themselves."""
         form = _narrow(weight)
         if form is None:
             return weight
