@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -308,16 +309,8 @@ def _serve_forks(imports: Sequence[str]) -> None:
         has_reply[0] = 0
         pid = os.fork()
         if pid == 0:
-            die_with_parent(own)
-            os.environ.update(message["environment"])
-            # An import may have looked up the folder of temporary files before the environment named another.
-            tempfile.tempdir = None
-            with Path(message["log"]).open("wb") as log:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-            _work(channel, message["function"], message["job"])
-            has_reply[0] = 1
-            os._exit(0)
+            # Without the end of an interpreter: what there is to end belongs to this process, and may hang in a fork.
+            os._exit(_exit_code(partial(_work_in_fork, channel, message, own, has_reply)))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code < 0:
             # This process ends by the signal that ended the fork, so that the parent reports that signal.
@@ -326,6 +319,37 @@ def _serve_forks(imports: Sequence[str]) -> None:
             os.kill(own, -code)
         if code or not has_reply[0]:
             os._exit(code)
+
+
+def _work_in_fork(channel: Channel, message: Mapping[str, Any], parent: int, has_reply: mmap.mmap) -> None:
+    """Do a job as a fork of the process `parent`, and note in `has_reply` that it has a reply."""
+    die_with_parent(parent)
+    os.environ.update(message["environment"])
+    # An import may have looked up the folder of temporary files before the environment named another.
+    tempfile.tempdir = None
+    with Path(message["log"]).open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    _work(channel, message["function"], message["job"])
+    has_reply[0] = 1
+
+
+def _exit_code(work: Callable[[], None]) -> int:
+    """Run a function, and return the exit code of an interpreter that runs it alone; print what that would print."""
+    code: object = None
+    try:
+        work()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if not isinstance(code, int | None):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code or 0
 
 
 def _take_channel() -> Channel:

@@ -88,6 +88,9 @@ def exits(job: Job, emit) -> Result:
     print("these are my last words")
     sys.exit(7)
 
+def exits_in_words(job: Job, emit) -> Result:
+    sys.exit("no more of this")
+
 def goes_silently(job: Job, emit) -> Result:
     os._exit(0)
 
@@ -148,7 +151,7 @@ def call(jobs: Path, request: pytest.FixtureRequest) -> Iterator[Call]:
     """Call a function of the jobs above in a child: a new interpreter, or a fork of one that has imported the jobs."""
     imports = ("jobs",) if request.param == "fork" else ()
 
-    def run(function: str, job: Job | None = None, timeout: float = 240, emit: process.Emit = lambda *_: None,
+    def run(function: str, job: Job | None = None, timeout: float = 60, emit: process.Emit = lambda *_: None,
             torch: bool = False) -> Result:  # fmt: skip
         log = jobs / "logs" / "child.log"
         return process.call(f"jobs:{function}", job or Job(), Result, log=log, timeout=timeout, emit=emit,
@@ -200,7 +203,7 @@ def test_a_child_sees_no_credentials(jobs: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     with process.shared_imports():
         for imports in ((), ("jobs",)):
-            answer = process.call("jobs:prints_variables", Job(), Result, log=jobs / "log", timeout=240, paths=(jobs,),
+            answer = process.call("jobs:prints_variables", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,),
                                   environment={"ADDED": "yes"}, imports=imports)  # fmt: skip
             assert mentioned_secrets(answer.text) == []
             assert {"OMP_NUM_THREADS=3", "LC_TIME=C", "ADDED=yes"} <= set(answer.text.splitlines())
@@ -208,7 +211,7 @@ def test_a_child_sees_no_credentials(jobs: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_one_child_takes_several_jobs(jobs: Path) -> None:
     with Child("jobs:says_where", log=jobs / "log", paths=(jobs,)) as child:
-        pids = {child.call(Job(), Result, timeout=240).value for _ in range(3)}
+        pids = {child.call(Job(), Result, timeout=60).value for _ in range(3)}
     assert len(pids) == 1
     assert pids != {os.getpid()}
 
@@ -217,7 +220,7 @@ def test_a_child_goes_on_after_an_error(jobs: Path) -> None:
     with Child("jobs:asks", log=jobs / "log", paths=(jobs,)) as child:
         for _ in range(2):
             with pytest.raises(StepError, match="EOF"):
-                child.call(Job(), Result, timeout=240)
+                child.call(Job(), Result, timeout=60)
 
 
 def test_torch_is_kept_out_where_it_is_not_needed(call: Call) -> None:
@@ -284,6 +287,9 @@ def test_a_child_that_exits_is_reported_with_its_code_and_last_output(call: Call
     with pytest.raises(StepError) as caught:
         call("exits")
     assert caught.value.end == "ended with exit code 7"
+    message = refusal(call, "exits_in_words")
+    assert "exit code 1" in message
+    assert "'no more of this'" in message
 
 
 def test_a_question_to_the_user_ends_at_once(call: Call) -> None:
@@ -316,7 +322,7 @@ def test_a_missing_function_is_named(call: Call) -> None:
 
 def test_forks_share_imports_and_nothing_else(jobs: Path) -> None:
     def count(**environment: str) -> list[str]:
-        result = process.call("jobs:counts", Job(), Result, log=jobs / "log", timeout=240, paths=(jobs,),
+        result = process.call("jobs:counts", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,),
                               environment=environment, imports=("jobs",))  # fmt: skip
         assert result.value == 1
         return result.text.split()
@@ -339,7 +345,7 @@ def test_imports_may_begin_before_the_call_that_needs_them(jobs: Path) -> None:
             process.start_imports(imports, log=jobs / "log", paths=(jobs,))
         wait_until(pids.exists)
         called = process.call(
-            "jobs:counts", Job(), Result, log=jobs / "log", timeout=240, paths=(jobs,), imports=imports
+            "jobs:counts", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,), imports=imports
         )
     assert [called.text.split()[0]] == pids.read_text().split()
     # Nothing is shared here, and nothing begins.
@@ -350,7 +356,7 @@ def test_imports_may_begin_before_the_call_that_needs_them(jobs: Path) -> None:
 
 def test_a_fork_that_crashes_is_replaced(jobs: Path) -> None:
     def run(function: str) -> Result:
-        return process.call(f"jobs:{function}", Job(value=1), Result, log=jobs / f"{function}.log", timeout=240,
+        return process.call(f"jobs:{function}", Job(value=1), Result, log=jobs / f"{function}.log", timeout=60,
                             paths=(jobs,), imports=("jobs",))  # fmt: skip
 
     with process.shared_imports():
@@ -382,7 +388,7 @@ def test_all_children_can_be_ended(call: Call) -> None:
     for thread in threads:
         thread.start()
     for _ in threads:
-        assert started.acquire(timeout=240)
+        assert started.acquire(timeout=60)
     supervisor.kill_all()
     for thread in threads:
         thread.join(60)
@@ -398,7 +404,7 @@ from tvmflow.workspace import Record
 class Job(Record):
     value: float = 0
 folder = pathlib.Path(sys.argv[1])
-process.call("jobs:hangs", Job(), Job, log=folder / "log", timeout=240, paths=(folder,),
+process.call("jobs:hangs", Job(), Job, log=folder / "log", timeout=60, paths=(folder,),
              emit=lambda pid, *_: print(int(pid), flush=True))
 """
     parent = subprocess.Popen([sys.executable, "-c", code, str(jobs)], stdout=subprocess.PIPE, text=True)
