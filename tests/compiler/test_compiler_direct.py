@@ -86,8 +86,8 @@ def test_results_in_between_have_memory_of_their_own(rows: list[Any], assert_all
 def test_memory_that_no_later_function_reads_is_used_again(tmp_path: Path, native: Target) -> None:
     path = save_model(tmp_path / "model.onnx", chain(7), [("x", ["rows", _VECTOR])], [("y", ["rows", _VECTOR])], AXIS)
     direct = add_direct_main(lower(import_onnx(path), native))[DIRECT_MAIN]
-    calls = [item for item in direct.body.seq if isinstance(item, tirx.Evaluate)]
-    allocations = [item for item in direct.body.seq if isinstance(item, tirx.AllocBuffer)]
+    calls = [item for item in direct.body.block.body.seq if isinstance(item, tirx.Evaluate)]
+    allocations = [item for item in direct.body.block.body.seq if isinstance(item, tirx.AllocBuffer)]
     assert (len(calls), len(allocations)) == (7, 2)
 
 
@@ -110,7 +110,7 @@ def test_a_reshape_between_functions_is_a_view(assert_all_same: Check, tmp_path:
     assert builds.has_direct_main(assert_all_same([((nodes, *signature, weights), *feeds)]).load().library)
     path = save_model(tmp_path / "model.onnx", nodes, *signature, weights)
     direct = add_direct_main(lower(import_onnx(path), native))[DIRECT_MAIN]
-    names = [str(item.value.args[0].value) for item in direct.body.seq if isinstance(item, tirx.Evaluate)]
+    names = [str(item.value.args[0].value) for item in direct.body.block.body.seq if isinstance(item, tirx.Evaluate)]
     # An output has memory of the caller.
     assert sum("reshape" in name for name in names) == 1
 

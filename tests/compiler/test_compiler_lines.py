@@ -144,6 +144,37 @@ def test_all_pixels_of_free_images_are_one_line_of_a_pointwise_convolution(
     assert len(on_a_line) == sizes.count(1)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        (["t", "n"], r"T\.int64\(1\), [^,]+"),
+        (["t", 1], r"t, T\.int64\(1\)"),
+        ([8, "t"], r"T\.int64\(1\), [^,]+"),
+        (["n", 5], r"n, T\.int64\(5\)"),
+    ],
+    ids=["batch last", "one", "known batch", "known length"],
+)
+def test_all_rows_of_free_sizes_are_one_line_of_a_dense_layer(
+    sizes: list[Any], rows: str, make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    nodes = [
+        make_node("MatMul", ["x", "w"], ["a"]),
+        make_node("Add", ["a", "b"], ["c"]),
+        make_node("Relu", ["c"], ["d"]),
+        make_node("MatMul", ["d", "v"], ["e"]),
+        make_node("Add", ["e", "x"], ["y"]),
+    ]
+    weights = {"w": normal(24, 40), "b": normal(40), "v": normal(40, 24)}
+    path = make_model(nodes, [("x", [*sizes, 24])], ["y"], weights)
+    feeds = [{"x": normal(*(size if isinstance(size, int) else number for size in sizes), 24)} for number in (1, 7, 40)]
+    functions = _code(assert_same_as_onnxruntime(path, *feeds, inspect=_TIR))
+    layers = [text for name, text in functions.items() if "dense" in name]
+    # What follows each layer is computed with it; a reshape to the line or back is a view.
+    assert {name for name in functions if "dense" not in name and "reshape" not in name} == {"direct_main"}
+    assert len(layers) == 2
+    assert all(re.search(rf"T\.Buffer\(\({rows}, T\.int64\((24|40)\)\)", text) for text in layers)
+
+
 def test_a_gate_for_each_image_keeps_the_pixels_of_the_images_apart(
     make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:

@@ -8,6 +8,8 @@ attribute of the function, and one that copies a tensor in its order has `RESHAP
 KERNEL = "tvmflow.kernel"
 # The function copies a tensor in its order to another shape.
 RESHAPE = "tvmflow.reshape"
+# The function calls other functions of the library by their symbols.
+DIRECT = "tvmflow.direct"
 # The rows of the kernel's register tile, and the lanes of its vectors.
 TILE = "tvmflow.tile"
 LANES = "tvmflow.lanes"

@@ -26,6 +26,7 @@ from tvm.tirx import PrimFunc
 from tvmflow import cores
 from tvmflow.bundle import DIRECT_MAIN, PACK_WEIGHTS, Weights
 from tvmflow.compiler import outputs
+from tvmflow.compiler.annotations import DIRECT
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.codegen import code_target, compile_module
 from tvmflow.compiler.direct import add_direct_main
@@ -48,6 +49,8 @@ from tvmflow.target import Precision, Target, compute_capability, explain_missin
 _THREADS = Path(__file__).with_name("threads.c")
 # Bytes of weights. Code reaches what is within 2 GiB of it, and packed weights may be larger than those of the model.
 _MOST_WEIGHTS_INSIDE = 1 << 30
+# The name of the rule for functions that run loops (`passes.loops`).
+_LOOP_RULE = "loop"
 # The first compute capability with copies to shared memory in the background.
 _LEAST_CAPABILITY = 8, 0
 
@@ -121,7 +124,8 @@ class CompiledModel:
     by name. `threads` is the number of worker threads that the schedules assume. `arch` is the architecture of the
     target. `cross_compiler` is the command that links the library, None for the compiler of this machine. `inspected`
     are the parts of the build that the Inspection asked for. `fresh_outputs` is true where every call writes all
-    outputs to memory that nothing else uses. `has_direct_main` is true where the library has the direct form of `main`.
+    outputs to memory that nothing else uses. `has_direct_main` is true where the library has the direct form of `main`,
+    and `has_direct_loops` where it has that of a loop.
     `kernels` is the machine code of a GPU for each CUDA source of the library.
     """
 
@@ -140,6 +144,7 @@ class CompiledModel:
     inspected: Inspected
     fresh_outputs: bool
     has_direct_main: bool
+    has_direct_loops: bool
     kernels: Mapping[str, bytes]
 
     def load(self) -> LoadedModel:
@@ -152,8 +157,9 @@ class CompiledModel:
         return LoadedModel(library, machine, tuple(weights))
 
     def _calls_between_parts(self) -> bool:
-        """Whether parts of the library call each other by symbols, as the direct form of `main` does."""
-        return self.has_direct_main and any(library.imports for library in self.executable.mod.imports)
+        """Whether parts of the library call each other by symbols, as direct forms do."""
+        is_direct = self.has_direct_main or self.has_direct_loops
+        return is_direct and any(library.imports for library in self.executable.mod.imports)
 
     def _link(self) -> tvm.runtime.Module:
         with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
@@ -340,6 +346,7 @@ def build(
         inspected=inspected,
         fresh_outputs=outputs.are_fresh(lowered),
         has_direct_main=any(variable.name_hint == DIRECT_MAIN for variable in scheduled.get_global_vars()),
+        has_direct_loops=any(DIRECT in (function.attrs or {}) for _, function in lowered.functions_items()),
         kernels=compile_kernels(executable.mod, _cuda_arch(target), cache) if target.arch == "cuda" else {},
     )
 
@@ -399,7 +406,8 @@ def _schedule(
     for (variable, _), (function, _) in zip(functions, results, strict=True):
         mod.update_func(variable, function)
     schedules = [(variable.name_hint, rule) for (variable, _), (_, rule) in zip(functions, results, strict=True)]
-    return mod, schedules
+    loops = [name.name_hint for name, function in mod.functions_items() if DIRECT in (function.attrs or {})]
+    return mod, [*schedules, *((name, _LOOP_RULE) for name in sorted(loops))]
 
 
 def rules_of(lowered: tvm.IRModule, target: Target) -> dict[str, str]:
@@ -418,7 +426,7 @@ def _replace_refused(
     rules = dict(schedules)
     for name, rule in schedules:
         variable = scheduled.get_global_var(name)
-        if rule in ("dlight", "none") or _compiles(scheduled[variable], native):
+        if rule in ("dlight", "none", _LOOP_RULE) or _compiles(scheduled[variable], native):
             continue
         candidates = [schedule(lowered[name], cpu)] if rule == "tuned" else []
         candidates.append(schedule(lowered[name], cpu, rules={}))

@@ -17,7 +17,7 @@ from tvm.tirx import PrimFunc
 from tvm.tirx.build import codegen_build
 
 from tvmflow import cores
-from tvmflow.bundle import DIRECT_MAIN
+from tvmflow.compiler.annotations import DIRECT
 from tvmflow.compiler.lowering import lower_functions
 
 _CALL_CPACKED = tvm.ir.Op.get("tirx.tvm_call_cpacked")
@@ -86,13 +86,13 @@ def _parts(functions: tvm.IRModule, size: int) -> list[tvm.IRModule]:
     """Divide a module into modules of at most `size` functions, of about as many each.
 
     Functions of one kind, whose names begin alike, go to different parts, so that all parts are about as much work. If
-    there are several parts, the direct form of `main` is one more.
+    there are several parts, each function that calls others by their symbols is one more.
     """
     items = sorted(functions.functions_items(), key=lambda item: str(item[0].name_hint))
     direct: list[tvm.IRModule] = []
     if len(items) > size:
-        direct = [_with_callees(name, item, functions) for name, item in items if str(name.name_hint) == DIRECT_MAIN]
-        items = [item for item in items if str(item[0].name_hint) != DIRECT_MAIN]
+        direct = [_with_callees(name, item, functions) for name, item in items if DIRECT in item.attrs]
+        items = [(name, item) for name, item in items if DIRECT not in item.attrs]
     count = -(-len(items) // size)
     return [tvm.IRModule(dict(items[place::count]), attrs=functions.attrs) for place in range(count)] + direct
 
@@ -109,26 +109,23 @@ def _with_callees(variable: tvm.ir.GlobalVar, function: PrimFunc, functions: tvm
         if not call.op.same_as(_CALL_CPACKED):
             return call
         name = str(call.args[0].value)
-        called[name] = called.get(name) or _caller_of(name)
-        return tvm.ir.Call(call.op, [StringImm(_caller_name(name)), *call.args[1:]], call.attrs, ret_ty=call.ty)
+        caller = f"{variable.name_hint}_{name}"
+        called[caller] = called.get(caller) or _caller_of(name, caller)
+        return tvm.ir.Call(call.op, [StringImm(caller), *call.args[1:]], call.attrs, ret_ty=call.ty)
 
     renamed = function.with_body(tvm_ffi.structural_map(function.body, (tvm.ir.Call, rename)))
-    callers = {tvm.ir.GlobalVar(_caller_name(name)): caller for name, caller in called.items()}
+    callers = {tvm.ir.GlobalVar(name): caller for name, caller in called.items()}
     return tvm.IRModule({variable: renamed, **callers}, attrs=functions.attrs)
 
 
-def _caller_name(name: str) -> str:
-    return f"{DIRECT_MAIN}_{name}"
-
-
-def _caller_of(name: str) -> PrimFunc:
-    """Return a function of TVM's calling convention that passes its arguments on to the function `name`."""
+def _caller_of(name: str, caller: str) -> PrimFunc:
+    """Return the function `caller` of TVM's calling convention, which passes its arguments on to function `name`."""
     parameters = [tirx.Var(item, kind) for item, kind in _CONVENTION.items()]
     code = tirx.Var("code", "int32")
     call = tirx.Bind(code, tirx.call_extern("int32", _PREFIX + name, *parameters))
     # TVM takes the condition first, whatever the signature says.
     succeeds = tirx.AssertStmt(code == 0, StringImm("RuntimeError"), [StringImm(f"function {name} failed")])
-    attributes = {"global_symbol": _PREFIX + _caller_name(name), "calling_conv": _C_PACKED, "tirx.noalias": True}
+    attributes = {"global_symbol": _PREFIX + caller, "calling_conv": _C_PACKED, "tirx.noalias": True}
     body = tirx.SeqStmt([call, succeeds, tirx.Return(tirx.const(0, "int32"))])
     return PrimFunc(parameters, body, ret_type=tvm.ir.PrimType("int32")).with_attr(attributes)
 

@@ -3,7 +3,7 @@
 import contextlib
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,8 +35,8 @@ from tvmflow.compiler.onnx.broadcasting import (
     agree_in_product,
     cast_to,
 )
-from tvmflow.compiler.onnx.control import Value
 from tvmflow.compiler.onnx.folding import computes_weights, evaluate_constants, evaluate_weights, is_foldable
+from tvmflow.compiler.onnx.outlining import Value
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
 from tvmflow.compiler.onnx.values import dims_of
 from tvmflow.compiler.onnx_file import decide_rank
@@ -165,7 +165,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._params[name] = (variable, tvm.runtime.tensor(np.asarray(array, order="C")))
         return variable
 
-    # -- What control flow needs; see `control.Importer` ---------------------------------------------------------------
+    # -- What control flow needs; see `outlining.Importer` -------------------------------------------------------------
 
     def has_value(self, name: str) -> bool:
         """Return whether a value has this name."""
@@ -181,6 +181,12 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._sizes_by_name.pop(name, None)
         if value.sizes is not None:
             self._sizes_by_name[name] = value.sizes
+
+    def bind(self, names: Iterable[str]) -> None:
+        """Compute the named values that are expressions still, so that no branch and no iteration computes them."""
+        for name in names:
+            if isinstance(self._nodes.get(name), relax.Call):
+                self._nodes[name] = self.bb.emit(self._nodes[name])
 
     def set_concatenated(self, name: str, value: Value) -> None:
         """Give the name of a sequence to the tensor that its concatenation will be."""

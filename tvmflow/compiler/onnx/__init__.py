@@ -12,14 +12,16 @@ from tvm.relax.frontend.onnx import onnx_frontend
 
 from tvmflow.compiler.onnx import (
     classical,
+    conditions,
     contributed,
-    control,
     einsum,
     elementwise,
     indexing,
+    loops,
     matrices,
     movement,
     norms,
+    outlining,
     pooling,
     products,
     quantised,
@@ -164,10 +166,10 @@ _CLASSICAL: dict[str, Converter] = {
 }
 
 # Operators whose attributes are graphs. They return whether the nodes of these were imported in place of their own.
-CONTROL: dict[str, Callable[[control.Importer, onnx.NodeProto], bool]] = {
-    "If": control.convert_if,
-    "Loop": control.convert_loop,
-    "Scan": control.convert_scan,
+CONTROL: dict[str, Callable[[outlining.Importer, onnx.NodeProto], bool]] = {
+    "If": conditions.convert_if,
+    "Loop": loops.convert_loop,
+    "Scan": loops.convert_scan,
 }
 
 # Operators of the domain com.microsoft, which ONNX Runtime's quantiser and optimizer write.

@@ -486,10 +486,15 @@ class SizeEvaluator:
     def compare(self, a: Any, b: Any, relation: str) -> bool:
         """Whether `a` and `b` are in the relation `==`, `<` or `<=`.
 
-        Raises NotEvaluatedError for a quotient, and where the relation can be neither proven nor refuted.
+        Raises NotEvaluatedError for a number that is no exact factor of float32, and where the relation can be neither
+        proven nor refuted.
         """
-        if isinstance(a, Quotient) or isinstance(b, Quotient):
-            raise NotEvaluatedError
+        if not _is_symbolic(a) and not _is_symbolic(b):
+            return bool({"==": a == b, "<": a < b, "<=": a <= b}[relation])
+        if isinstance(a, Quotient | float) or isinstance(b, Quotient | float):
+            a, b = _as_quotient(a), _as_quotient(b)
+            scale = a.factor.denominator * b.factor.denominator
+            a, b = (_size(item.size) * int(item.factor * scale) for item in (a, b))
         a, b = _size(a), _size(b)
         conditions = {
             "==": (tirx.EQ(a, b), tirx.NE(a, b)),

@@ -174,16 +174,20 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, d
 def row_dimensions(sizes: Sequence[Any]) -> list[int]:
     """Choose which leading dimensions of a dense layer's input become rows; return their places in `sizes`.
 
-    If all sizes are known, all dimensions become rows. Of an image, which has a batch, a height and a width, a symbolic
-    width does, because its pixels are neighbours in memory. Otherwise those dimensions do whose size is known and at
-    least 4, or the last dimension alone if there is none.
+    If all sizes are known, all dimensions become rows. Otherwise those of `known_rows` do, or the last dimension whose
+    size is not one. (`passes.rows` makes one dimension of several beforehand.)
     """
     numbers = [static(size) for size in sizes]
     if None not in numbers:
         return list(range(len(sizes)))
-    if len(sizes) > 2 and numbers[-1] is None:
-        return [len(sizes) - 1]
-    return [place for place, size in enumerate(numbers) if (size or 0) >= FEWEST_ROWS] or [len(sizes) - 1]
+    return known_rows(sizes) or [max(place for place, size in enumerate(numbers) if size != 1)]
+
+
+def known_rows(sizes: Sequence[Any]) -> list[int]:
+    """Return the places of the leading dimensions after the last symbolic one if they have a tile's rows, else none."""
+    numbers = [static(size) for size in sizes]
+    first = max((place + 1 for place, size in enumerate(numbers) if size is None), default=0)
+    return list(range(first, len(sizes))) if math.prod(sizes[first:]) >= FEWEST_ROWS else []
 
 
 def _broadcasts(sizes: Sequence[Any], batch: Sequence[Any]) -> bool:

@@ -29,10 +29,11 @@ from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
 from tvmflow.compiler.passes.joining import JoinProducts
 from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
+from tvmflow.compiler.passes.loops import RunLoopsDirectly
 from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.packing import BindWeights, PackAtLoad
-from tvmflow.compiler.passes.pixels import JoinPixels
 from tvmflow.compiler.passes.recurrence import lower_recurrence
+from tvmflow.compiler.passes.rows import JoinRows
 from tvmflow.compiler.passes.scans import lower_scans
 from tvmflow.compiler.passes.selections import lower_selections
 from tvmflow.compiler.passes.sizes import NameSizes
@@ -101,7 +102,7 @@ def pass_names() -> list[str]:
         "BindSizesFirst",
         "ComposeAttention",
         "FuseBlocks",
-        "JoinPixels",
+        "JoinRows",
         "StrassenProducts",
         "MarkFollowers",
         "FuseRoundings",
@@ -114,6 +115,7 @@ def pass_names() -> list[str]:
         "LowerScans",
         "LowerTrees",
         "RefuseKernels",
+        "RunLoopsDirectly",
         "NameSizes",
         "PackAtLoad",
         "RoundProducts",
@@ -148,10 +150,10 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
     # Integer operators such as ConvInteger compute in integers in every precision; AMX serves `precision` only.
     unit = integer_dot(target)
     narrow: dict[Precision, list[tvm.transform.Pass]] = {
-        "fp32": [FuseBlocks(cpu, choices, fast), JoinPixels()],
-        "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), JoinPixels(), RoundProducts(cpu, fast)],
+        "fp32": [FuseBlocks(cpu, choices, fast), JoinRows()],
+        "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), JoinRows(), RoundProducts(cpu, fast)],
         "fp16": [HalveProducts(cpu, choices)],
-        "int8": [JoinPixels()],
+        "int8": [JoinRows()],
     }
     return _TargetPasses(
         kernels=[lower_recurrence(cpu, unit), lower_trees(cpu)],
@@ -238,4 +240,5 @@ def lower_passes(
         relax.transform.DeadCodeElimination(),
         NameSizes(products=True),
         BindWeights(),
+        *([] if target.arch == "cuda" else [RunLoopsDirectly()]),
     ]

@@ -1,10 +1,11 @@
-"""Computes pointwise convolutions of images of free height or width on all pixels as one line.
+"""Computes dense layers and pointwise convolutions of free sizes on all their rows as one line.
 
-A register tile holds neighbouring pixels of a line. The last tile of a line of unknown length may be mostly empty, and
-so each line wastes a part of its time. A pointwise convolution reads each pixel alone: all pixels of a batch are one
-long line for it, with one last tile.
+A register tile holds neighbouring rows: tokens of a sequence, or pixels of a line. The last tile of a line of unknown
+length may be mostly empty, and so each line wastes a part of its time; where the batch comes last and is one, each line
+is a single row. Such a layer reads each row alone: all rows are one long line for it, with one last tile.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,24 +16,25 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmflow.compiler.operators.common import called_operator, static
+from tvmflow.compiler.operators.products import known_rows
 from tvmflow.compiler.passes.functions import relax_functions
 from tvmflow.compiler.passes.layout import ELEMENTWISE
 from tvmflow.compiler.passes.rewrite import count_uses
 
-# The dimension of the channels of NHWC images.
-_CHANNELS = 3
+# The dimensions of the weights of a dense layer.
+_MATRIX = 2
 
 
-@tvm.transform.module_pass(opt_level=0, name="JoinPixels")
-class JoinPixels:
-    """Makes one line of all pixels for pointwise convolutions of NHWC images of free height or width.
+@tvm.transform.module_pass(opt_level=0, name="JoinRows")
+class JoinRows:
+    """Makes one line of all rows for dense layers of free sizes, and for pointwise convolutions of such NHWC images.
 
-    Element-wise operators that TVM fuses with such a convolution compute on the same line. Reshapes to the line and
-    back, which copy nothing, stand around them.
+    Element-wise operators that TVM fuses with such a layer compute on the same line. Reshapes to the line and back,
+    which copy nothing, stand around them.
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with these convolutions changed."""
+        """Return the module with these layers changed."""
         joining = _Joining(mod)
         for variable, function in relax_functions(mod).items():
             joining.builder_.update_func(variable, joining.rewrite(function))
@@ -49,27 +51,27 @@ class _Joining(PyExprMutator):  # type: ignore[misc]
         self._lines: set[relax.Var] = set()
 
     def rewrite(self, function: relax.Function) -> relax.Function:
-        """Return a function with its pointwise convolutions changed, or the function itself without any."""
+        """Return a function with its layers changed, or the function itself without any."""
         bindings = [binding for block in getattr(function.body, "blocks", ()) for binding in block.bindings]
-        if not any(isinstance(item, relax.VarBinding) and _is_pointwise(item.value) for item in bindings):
+        if not any(isinstance(item, relax.VarBinding) and _reads_rows(item.value) for item in bindings):
             return function
         self._places = {binding.var: place for place, binding in enumerate(bindings)}
         self._uses = count_uses(function)
         return relax.analysis.remove_all_unused(self.visit_expr(function))
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
-        """Compute a pointwise convolution, or an element-wise operator after one, on one line of pixels."""
+        """Compute a layer that reads rows, or an element-wise operator after one, on one line of rows."""
         call = super().visit_call_(op)
-        if _is_pointwise(op):
+        if _reads_rows(op):
             data, weight = call.args
-            return self._as_image(relax.Call(op.op, [self._as_line(data), weight], op.attrs), op)
+            return self._as_before(relax.Call(op.op, [self._as_line(data), weight], op.attrs), op)
         if _is_elementwise(op) and self._follows_line(op, call.args):
             operands = [self._as_line(item) if _same_shape(item, op) else item for item in call.args]
-            return self._as_image(relax.Call(op.op, operands, op.attrs), op)
+            return self._as_before(relax.Call(op.op, operands, op.attrs), op)
         return call
 
     def _follows_line(self, call: relax.Call, operands: Sequence[relax.Expr]) -> bool:
-        """Whether TVM would fuse an element-wise operator with a convolution whose result is a line.
+        """Whether TVM would fuse an element-wise operator with a layer whose result is a line.
 
         TVM fuses it with the first of several kernels whose results nothing else reads.
         """
@@ -82,21 +84,22 @@ class _Joining(PyExprMutator):  # type: ignore[misc]
         others = [item for item in call.args if isinstance(item.ty, relax.TensorType) and not _same_shape(item, call)]
         return bool(kernels) and min(kernels)[1] and all(map(_is_by_channel, others))
 
-    def _line_of(self, image: relax.Expr) -> relax.Var | None:
-        """The line of which an image is a view; None for another image."""
-        value = self.builder_.lookup_binding(image) if isinstance(image, relax.Var) else None
+    def _line_of(self, tensor: relax.Expr) -> relax.Var | None:
+        """The line of which a tensor is a view; None for another tensor."""
+        value = self.builder_.lookup_binding(tensor) if isinstance(tensor, relax.Var) else None
         if value is None or called_operator(value) != "relax.reshape":
             return None
         return value.args[0] if value.args[0] in self._lines else None
 
-    def _as_line(self, image: relax.Expr) -> relax.Expr:
-        line = self._line_of(image)
+    def _as_line(self, tensor: relax.Expr) -> relax.Expr:
+        line = self._line_of(tensor)
         if line is not None:
             return line
-        *pixels, channels = image.ty.shape.values
-        return self.builder_.emit(relax.op.reshape(image, [1, 1, _product(pixels), channels]))
+        *rows, channels = tensor.ty.shape.values
+        ones = [1] * (len(rows) - 1)
+        return self.builder_.emit(relax.op.reshape(tensor, [*ones, _product(rows), channels]))
 
-    def _as_image(self, result: relax.Call, call: relax.Call) -> relax.Call:
+    def _as_before(self, result: relax.Call, call: relax.Call) -> relax.Call:
         """The view of a result on a line in the shape of the call that it replaces."""
         line = self.builder_.emit(result)
         self._lines.add(line)
@@ -104,27 +107,35 @@ class _Joining(PyExprMutator):  # type: ignore[misc]
 
 
 def _product(sizes: Sequence[Any]) -> Any:
-    batch, height, width = sizes
-    return tvm.sym.Analyzer().simplify(batch * height * width)
+    return tvm.sym.Analyzer().simplify(math.prod(sizes))
 
 
-def _is_pointwise(call: Any) -> bool:
-    """Whether a call is a convolution of single pixels of an NHWC image with several lines, of free height or width."""
-    if called_operator(call) != "relax.nn.conv2d":
+def _reads_rows(call: Any) -> bool:
+    """Whether a call is a layer that reads rows, which are in several dimensions and of no known number."""
+    if called_operator(call) not in ("relax.nn.conv2d", "relax.matmul"):
         return False
-    attrs, (data, weight) = call.attrs, call.args
+    data, weight = call.args
     shape, kernel = data.ty.shape, weight.ty.shape
     if not isinstance(shape, relax.ShapeExpr) or not isinstance(kernel, relax.ShapeExpr):
         return False
-    batch, height, width, _ = shape.values
+    rows = [static(size) for size in shape.values[:-1]]
+    if None not in rows or sum(size != 1 for size in rows) < 2:
+        return False
+    if called_operator(call) == "relax.nn.conv2d":
+        return None in rows[1:] and _is_pointwise(call)
+    is_dense = len(kernel.values) == _MATRIX and None not in map(static, kernel.values)
+    return is_dense and not known_rows(shape.values[:-1])
+
+
+def _is_pointwise(call: relax.Call) -> bool:
+    """Whether a convolution reads single pixels of an NHWC image."""
+    attrs, kernel = call.attrs, call.args[1].ty.shape.values
     return (
         (attrs.data_layout, attrs.out_layout, attrs.kernel_layout) == ("NHWC", "NHWC", "OIHW")
-        and [static(size) for size in kernel.values[2:]] == [1, 1]
+        and [static(size) for size in kernel[2:]] == [1, 1]
         and int(attrs.groups) == 1
         and all(int(item) == 1 for item in attrs.strides)
         and not any(int(item) for item in attrs.padding)
-        and None in (static(height), static(width))
-        and (static(batch), static(height)) != (1, 1)
     )
 
 
@@ -133,7 +144,7 @@ def _is_elementwise(call: relax.Call) -> bool:
         return False
     if called_operator(call) in ("relax.quantize", "relax.dequantize"):
         # A scale for each channel is along the last dimension of a line, too.
-        of_channels = int(call.attrs.axis) % max(call.ty.ndim, 1) == _CHANNELS
+        of_channels = int(call.attrs.axis) % max(call.ty.ndim, 1) == call.ty.ndim - 1
         return of_channels or all(static(size) == 1 for item in call.args[1:] for size in item.ty.shape.values)
     return called_operator(call) in ELEMENTWISE
 
@@ -143,6 +154,6 @@ def _same_shape(tensor: relax.Expr, other: relax.Expr) -> bool:
 
 
 def _is_by_channel(tensor: relax.Expr) -> bool:
-    """Whether a tensor has one number for each channel of all pixels, or one number."""
+    """Whether a tensor has one number for each channel of all rows, or one number."""
     shape = tensor.ty.shape
     return isinstance(shape, relax.ShapeExpr) and all(static(size) == 1 for size in shape.values[:-1])

@@ -1,0 +1,96 @@
+"""Computes the products of all rows of a tensor before the loop whose iterations each multiply one of these rows.
+
+A recurrent layer that is written as a loop multiplies its input of a step by weights in every step. Together these are
+one product of matrices, which reads the weights once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+from onnx import helper
+
+from tvmflow.compiler.onnx.outlining import Importer
+from tvmflow.compiler.onnx.values import dims_of
+
+# The dimensions of weights that multiply rows of any shape.
+_MATRIX = 2
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product in a loop's body: the node `product` multiplies the row `row`; `rows` is the tensor of all results."""
+
+    product: onnx.NodeProto
+    row: str
+    rows: str
+
+
+def hoist_products(
+    importer: Importer, graph: onnx.GraphProto, rows: Mapping[str, str], names: Mapping[str, str]
+) -> list[Product]:
+    """Import the products of whole tensors by weights, and return those nodes of a loop's body that multiply rows.
+
+    `rows` gives, for a value of the body that is a row of a tensor around the loop, along its first axis, the name of
+    that tensor. `names` gives the names around the loop of values that the loop passes on as they are.
+    """
+    makers = makers_of(graph)
+    products = []
+    for node in graph.node:
+        if node.op_type != "MatMul" or node.domain not in ("", "ai.onnx"):
+            continue
+        row, weight = source(makers, node.input[0]), names.get(node.input[1], node.input[1])
+        if row not in rows or weight in makers or not importer.has_value(weight):
+            continue
+        dims = dims_of(importer.tensor(importer.value(weight)))
+        if dims is None or len(dims) != _MATRIX:
+            continue
+        name = importer.unique_name(node.output[0])
+        product = helper.make_node("MatMul", [rows[row], weight], [name], node.name or node.output[0])
+        importer.import_graph(helper.make_graph([product], name, [], [helper.make_empty_tensor_value_info(name)]), [])
+        importer.bind([name])
+        products.append(Product(node, row, name))
+    return products
+
+
+def with_gathered_rows(graph: onnx.GraphProto, products: Sequence[Product]) -> onnx.GraphProto:
+    """Return a Loop's body that takes the products out of the tensors of all products, at the places of the rows."""
+    if not products:
+        return graph
+    makers, replaced = makers_of(graph), {item.product.output[0]: item for item in products}
+    changed = onnx.GraphProto()
+    changed.CopyFrom(graph)
+    del changed.node[:]
+    for node in graph.node:
+        product = replaced.get(node.output[0]) if node.output else None
+        if product is not None:
+            inputs = [product.rows, makers[product.row].input[1]]
+            node = helper.make_node("Gather", inputs, node.output, node.name)
+        changed.node.append(node)
+    return changed
+
+
+def gathered_rows(importer: Importer, graph: onnx.GraphProto) -> dict[str, str]:
+    """Return the values of a Loop's body that Gather takes out of a tensor around it, along its first axis, by name."""
+    makers = makers_of(graph)
+    inputs = {item.name for item in graph.input}
+    rows = {}
+    for node in graph.node:
+        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+        if node.op_type != "Gather" or axis != 0 or node.input[0] in makers or node.input[0] in inputs:
+            continue
+        if importer.has_value(node.input[0]):
+            rows[node.output[0]] = node.input[0]
+    return rows
+
+
+def makers_of(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
+    """Return the nodes of a graph by the names of their results."""
+    return {name: node for node in graph.node for name in node.output}
+
+
+def source(makers: Mapping[str, onnx.NodeProto], name: str, kinds: Sequence[str] = ("Identity",)) -> str:
+    """Return the value that nodes of some kinds pass on under a name."""
+    while name in makers and makers[name].op_type in kinds:
+        name = makers[name].input[0]
+    return name

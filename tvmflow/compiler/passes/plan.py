@@ -1,0 +1,293 @@
+"""What a Relax function does that only calls TIR functions: its calls in order, with their memory.
+
+The direct forms of `main` (`direct`) and of loops (`passes.loops`) are made of this.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx, topi
+from tvm.s_tir import SBlock, SBlockRealize
+from tvm.script.ir_builder import tirx as T
+
+from tvmflow.compiler.annotations import DIRECT, RESHAPE
+from tvmflow.compiler.operators.common import static
+from tvmflow.compiler.passes.calls import ConstantKey, key_of_constant
+from tvmflow.compiler.statements import replace_variables
+
+# Bytes; TVM puts less on the stack, which is not aligned for its vectors.
+_LEAST_MEMORY = 1024
+_CALL_TIR = tvm.ir.Op.get("relax.call_tir")
+
+
+class NoDirectFormError(Exception):
+    """A function holds something that the virtual machine alone can run."""
+
+
+def _is_reshape(function: Any) -> bool:
+    """Whether a function copies a tensor in its order, as to another shape."""
+    if not isinstance(function, tirx.PrimFunc) or not isinstance(function.body, SBlockRealize):
+        return False
+    if RESHAPE in (function.attrs or {}):
+        return True
+    try:
+        return bool(relax.analysis.has_reshape_pattern(function))
+    except tvm.error.InternalError:
+        # TVM's analysis fails on the loops of other functions, such as a convolution of free sizes.
+        return False
+
+
+@dataclass(eq=False)
+class Tensor:
+    """A tensor of the function. A view has the memory of another tensor, its `source`."""
+
+    name: str
+    type: relax.TensorType
+    source: "Tensor | None" = None
+
+    @property
+    def root(self) -> "Tensor":
+        """The tensor whose memory this one has."""
+        return self if self.source is None else self.source.root
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of the TIR function `symbol`, whose arguments are tensors and numbers; `sizes` follow its results."""
+
+    symbol: str
+    arguments: Sequence["Tensor | tirx.Expr"]
+    results: Sequence[Tensor]
+    sizes: Sequence[tirx.Expr]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, and the results."""
+        return [item for item in (*self.arguments, *self.results) if isinstance(item, Tensor)]
+
+
+class Plan:
+    """What a function of a module does: its `parameters`, its `constants`, its `steps` in order, and `outputs`.
+
+    `sizes` are the symbolic sizes that its parameters define. `equal_sizes` are pairs of sizes that the function takes
+    for equal, and that may differ for wrong inputs. The result of a reshape is a view of its argument; where
+    `writes_outputs`, an output is none. Raises NoDirectFormError for a function that does more than to call TIR
+    functions and to return tensors, and where the size of a result follows from more than the sizes of the parameters.
+    """
+
+    def __init__(self, mod: tvm.IRModule, function: relax.Function, *, writes_outputs: bool) -> None:
+        self._mod, self._outputs = mod, _variables_of_outputs(function) if writes_outputs else set()
+        self.steps: list[Step] = []
+        self.equal_sizes: list[tuple[tirx.Expr, tirx.Expr]] = []
+        # The sizes that casts name, in terms of those of the inputs.
+        self._named_sizes: dict[tirx.Var, tirx.Expr] = {}
+        self.constants: dict[ConstantKey, tuple[relax.Expr, Tensor]] = {}
+        params = function.params
+        sizes = [size for param in params for size in relax.analysis.definable_tir_vars_in_type(param.ty)]
+        self.sizes = list(dict.fromkeys(sizes))
+        # The sizes that a variable of a shape stands for.
+        self._shapes: dict[relax.Var, Sequence[tirx.Expr]] = {
+            param: param.ty.values for param in params if isinstance(param.ty, relax.ShapeType)
+        }
+        self.parameters = {
+            param: self._tensor(str(param.name), param.ty) for param in params if param not in self._shapes
+        }
+        # The tensors that a variable stands for: one, or those of a tuple.
+        self._values = {param: [tensor] for param, tensor in self.parameters.items()}
+        for block in function.body.blocks:
+            for binding in block.bindings:
+                if isinstance(binding.var.ty, relax.ShapeType):
+                    self._bind_shape(binding)
+                else:
+                    self._bind(binding)
+        self.outputs = self._evaluate("output", function.body.body)
+
+    def _bind(self, binding: relax.Binding) -> None:
+        """Take the tensors that a variable stands for from its binding."""
+        values = self._view(binding) or self._evaluate(str(binding.var.name), binding.value)
+        if isinstance(binding, relax.MatchCast):
+            if len(values) != 1 or not isinstance(binding.ty, relax.TensorType):
+                raise NoDirectFormError
+            sizes = binding.ty.shape.values if isinstance(binding.ty.shape, relax.ShapeExpr) else ()
+            self._match(values[0].type.shape.values, sizes)
+        self._values[binding.var] = values
+
+    def _bind_shape(self, binding: relax.Binding) -> None:
+        """Take the sizes that a variable stands for from its binding, and what a cast of them checks."""
+        value = binding.value
+        shape = value.values if isinstance(value, relax.ShapeExpr) else self._shapes.get(value)
+        if shape is None:
+            raise NoDirectFormError
+        self._shapes[binding.var] = [self._number(size) for size in shape]
+        if isinstance(binding, relax.MatchCast):
+            self._match(self._shapes[binding.var], binding.ty.values or ())
+
+    def _view(self, binding: relax.Binding) -> list[Tensor]:
+        """The tensor that a reshape makes a view of another; empty for other expressions."""
+        value = binding.value
+        if not isinstance(value, relax.Call) or value.op != _CALL_TIR or binding.var in self._outputs:
+            return []
+        callee, operands, *_ = value.args
+        tensors = [item for item in _items(operands) if not isinstance(item.ty, tvm.ir.PrimType)]
+        if len(tensors) != 1 or not _is_reshape(self._mod[callee]):
+            return []
+        view, (source,) = self._tensor(str(binding.var.name), value.ty), self._argument("", tensors[0])
+        view.source = source if isinstance(source, Tensor) else None
+        return [] if view.source is None else [view]
+
+    def _evaluate(self, name: str, value: relax.Expr) -> list[Tensor]:
+        """The tensors that an expression stands for; a call becomes a step."""
+        if isinstance(value, relax.Var):
+            if value not in self._values:
+                raise NoDirectFormError
+            return self._values[value]
+        if isinstance(value, tvm.ir.GenericConst):
+            tensor = self._tensor(f"constant_{len(self.constants)}", value.ty)
+            return [self.constants.setdefault(key_of_constant(value), (value, tensor))[1]]
+        if isinstance(value, relax.Tuple):
+            return [tensor for item in value.fields for tensor in self._evaluate(name, item)]
+        if isinstance(value, relax.TupleGetItem):
+            return [self._evaluate(name, value.tuple_value)[value.index]]
+        if not isinstance(value, relax.Call) or value.op != _CALL_TIR:
+            raise NoDirectFormError
+        types = value.ty.fields if isinstance(value.ty, relax.TupleType) else [value.ty]
+        callee, operands, *sizes = value.args
+        arguments = [argument for item in _items(operands) for argument in self._argument(name, item)]
+        results = [self._tensor(name, item) for item in types]
+        numbers = [self._number(size) for item in sizes for size in item.values]
+        self.steps.append(Step(callee.name_hint, arguments, results, numbers))
+        return results
+
+    def _match(self, own_sizes: Sequence[tirx.Expr], sizes: Sequence[tirx.Expr]) -> None:
+        """Name sizes as a cast to `sizes` does, or take them for equal to those that have the names already."""
+        for own, size in zip(own_sizes, sizes, strict=False):
+            if isinstance(size, tirx.Var) and size not in self.sizes and size not in self._named_sizes:
+                self._named_sizes[size] = own
+                continue
+            expected = self._number(size)
+            if not tvm.sym.Analyzer().can_prove_equal(own, expected):
+                self.equal_sizes.append((own, expected))
+
+    def _argument(self, name: str, value: relax.Expr) -> "Sequence[Tensor | tirx.Expr]":
+        """The arguments that an operand of a call stands for: tensors, or a number."""
+        return [self._number(value)] if isinstance(value.ty, tvm.ir.PrimType) else self._evaluate(name, value)
+
+    def _number(self, value: tirx.Expr) -> tirx.Expr:
+        """Return a number in terms of the sizes of the inputs."""
+        value = replace_variables(value, self._named_sizes)
+        if not set(self.sizes).issuperset(tirx.analysis.undefined_vars(value)):
+            raise NoDirectFormError
+        return value
+
+    def _tensor(self, name: str, type_of: relax.Type) -> Tensor:
+        if not isinstance(type_of, relax.TensorType) or not isinstance(type_of.shape, relax.ShapeExpr):
+            raise NoDirectFormError
+        return Tensor(name, relax.TensorType([*map(self._number, type_of.shape.values)], type_of.dtype))
+
+
+def _variables_of_outputs(function: relax.Function) -> set[relax.Var]:
+    """The variables whose values a function returns."""
+    values = {binding.var: binding.value for block in function.body.blocks for binding in block.bindings}
+    pending, outputs = [function.body.body], set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, relax.Var):
+            outputs.add(value)
+            pending.append(values.get(value))
+        elif isinstance(value, relax.Tuple):
+            pending.extend(value.fields)
+        elif isinstance(value, relax.TupleGetItem):
+            pending.append(value.tuple_value)
+    return outputs
+
+
+def _items(operands: relax.Expr) -> Sequence[relax.Expr]:
+    return list(operands.fields) if isinstance(operands, relax.Tuple) else [operands]
+
+
+# -- TIR, in the builder of this thread --------------------------------------------------------------------------------
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """Return the bytes of a tensor, an integer or a symbolic size."""
+    bytes_of_element = -(-tvm.DataType(str(tensor.type.dtype)).bits // 8)
+    return topi.utils.simplify(math.prod(tensor.type.shape.values, start=bytes_of_element))
+
+
+def allocate(size: Any) -> Any:
+    """Allocate memory of `size` bytes, an integer or a symbolic size."""
+    number = static(size)
+    shape = (size if number is None else max(number, _LEAST_MEMORY),)
+    return T.alloc_buffer(shape, "uint8", scope="global", layout=None).data
+
+
+def allocate_results(steps: Sequence[Step], memory: dict[Tensor, Any], kept: Iterable[Tensor] = ()) -> None:
+    """Allocate the results of steps that have no memory yet, and add them to `memory`.
+
+    A result may have the memory of an earlier one that no later step reads and that is not in `kept`.
+    """
+    last = {tensor.root: place for place, step in enumerate(steps) for tensor in step.tensors}
+    unavailable = {*memory, *(tensor.root for tensor in kept)}
+    # Memory that no later step reads, with its size in bytes.
+    free: list[tuple[Any, Any]] = []
+    for place, step in enumerate(steps):
+        for tensor in step.results:
+            if tensor not in memory:
+                memory[tensor] = _take(bytes_of(tensor), free)
+        roots = dict.fromkeys(item.root for item in step.tensors)
+        ended = [item for item in roots if last[item] == place and item not in unavailable]
+        free += [(bytes_of(item), memory[item]) for item in ended]
+
+
+def _take(size: Any, free: list[tuple[Any, Any]]) -> Any:
+    """Memory of `size` bytes: the smallest of the list `free` that is large enough, else new memory."""
+    number = static(size)
+    numbers = [static(bytes_of_item) for bytes_of_item, _ in free]
+    fitting = [
+        (numbers[place] or 0, place)
+        for place, (bytes_of_item, _) in enumerate(free)
+        if (number is not None and (numbers[place] or 0) >= number) or tvm_ffi.structural_equal(bytes_of_item, size)
+    ]
+    return free.pop(min(fitting)[1])[1] if fitting else allocate(size)
+
+
+def check_sizes(plan: Plan) -> None:
+    """Check that the sizes of a plan that must be equal are."""
+    for one, other in plan.equal_sizes:
+        # It begins as the virtual machine's own error, by which the runtime knows it.
+        with T.Assert(one == other, f"match_cast error: {_text(one)} must be {_text(other)}"):
+            T.evaluate(0)
+
+
+def call_functions(steps: Sequence[Step], memory: Mapping[Tensor, Any]) -> None:
+    """Call the functions of steps, in order; `memory` is that of their tensors."""
+    for step in steps:
+        operands = [
+            _array(memory[item.root], item) if isinstance(item, Tensor) else item
+            for item in (*step.arguments, *step.results, *step.sizes)
+        ]
+        T.evaluate(T.call_cpacked(step.symbol, *operands))
+
+
+def _text(size: tirx.Expr) -> str:
+    """A size as its user writes it: without TVM's type of numbers."""
+    return re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(size))
+
+
+def _array(memory: Any, tensor: Tensor) -> Any:
+    """The tensor as an argument of a TIR function."""
+    shape, zero = tensor.type.shape.values, tirx.const(0, str(tensor.type.dtype))
+    return T.tvm_stack_make_array(memory, T.tvm_stack_make_shape(*shape), 0, len(shape), zero, tirx.const(0, "int64"))
+
+
+def direct_form(parameters: Sequence[Any], body: Any, name: str) -> tirx.PrimFunc:
+    """Return a TIR function that calls functions of the library."""
+    # TVM looks for reshapes in the functions of a model, which begin with a block.
+    block = SBlockRealize([], True, SBlock([], [], [], "root", body))
+    function = tirx.PrimFunc(parameters, block)
+    return function.with_attr({"global_symbol": name, "tirx.noalias": True, "tirx.is_scheduled": True, DIRECT: True})
