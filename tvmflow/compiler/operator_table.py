@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import onnx
@@ -22,6 +23,8 @@ from tvmflow.compiler.onnx import (
 from tvmflow.onnx_graph import operator_name
 
 Kind = Literal["converter", "function", "refused"]
+# The package of the converters.
+_CONVERTERS = "tvmflow.compiler.onnx"
 
 
 @dataclass(frozen=True)
@@ -95,25 +98,32 @@ def _why_refused(schema: Any) -> str:
 
 
 def _refused_forms(converter: Callable[..., Any] | None) -> Iterator[str]:
-    """The messages of the errors that a converter, or a function of its module that it calls, raises."""
+    """The messages of the errors that a converter raises, or a function of the converters' package that it calls."""
     if converter is None:
         return
-    tree = ast.parse(inspect.getsource(sys.modules[converter.__module__]))
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    waiting = [converter.__qualname__.partition(".")[0]]
-    visited: set[str] = set()
+    waiting = [(converter.__module__, converter.__qualname__.partition(".")[0])]
+    visited: set[tuple[str, str]] = set()
     forms: dict[str, None] = {}
     while waiting:
-        name = waiting.pop()
-        if name in visited or name not in functions:
+        module, name = place = waiting.pop()
+        called = getattr(sys.modules[module], name, None)
+        own = getattr(called, "__module__", "")
+        if place in visited or not inspect.isfunction(called) or not own.startswith(_CONVERTERS):
             continue
-        visited.add(name)
-        for node in ast.walk(functions[name]):
+        visited.add(place)
+        for node in ast.walk(_functions_of(own)[called.__name__]):
             if isinstance(node, ast.Name):
-                waiting.append(node.id)
+                waiting.append((own, node.id))
             elif isinstance(node, ast.Raise) and (form := _form_of(node)):
                 forms[form] = None
     yield from sorted(forms)
+
+
+@cache
+def _functions_of(module: str) -> dict[str, ast.FunctionDef]:
+    """The functions of a module by name."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def _form_of(statement: ast.Raise) -> str:
