@@ -187,6 +187,50 @@ def _recurrent(operator: str, steps: int, batch: int, inputs: int, units: int, d
     )
 
 
+def _loop(steps: int, batch: int, inputs: int, units: int) -> Case:
+    """The LSTM of `_recurrent` as a Loop, as TensorFlow's are exported."""
+    body = helper.make_graph(
+        [
+            _node("Identity", "goes_on", "again"),
+            _node("Gather", "x step", "row"),
+            _node("MatMul", "row w", "of_row"),
+            _node("MatMul", "h r", "of_state"),
+            _node("Add", "of_row of_state", "sum"),
+            _node("Add", "sum b", "gates"),
+            helper.make_node("Split", ["gates"], ["i", "f", "g", "o"], axis=1, num_outputs=4),
+            *(_node("Sigmoid", name, f"{name}_gate") for name in "ifo"),
+            _node("Tanh", "g", "g_gate"),
+            _node("Mul", "f_gate c", "kept"),
+            _node("Mul", "i_gate g_gate", "new"),
+            _node("Add", "kept new", "next_c"),
+            _node("Tanh", "next_c", "squashed"),
+            _node("Mul", "o_gate squashed", "next_h"),
+            _node("Identity", "next_h", "output"),
+        ],
+        "step",
+        [
+            helper.make_tensor_value_info("step", TensorProto.INT64, []),
+            helper.make_tensor_value_info("goes_on", TensorProto.BOOL, []),
+            *(helper.make_tensor_value_info(name, TensorProto.FLOAT, [batch, units]) for name in "hc"),
+        ],
+        [
+            helper.make_tensor_value_info("again", TensorProto.BOOL, []),
+            *(helper.make_tensor_value_info(f"next_{name}", TensorProto.FLOAT, [batch, units]) for name in "hc"),
+            helper.make_tensor_value_info("output", TensorProto.FLOAT, [batch, units]),
+        ],
+    )
+    loop = helper.make_node("Loop", ["steps", "true", "zeros", "zeros"], ["last_h", "last_c", "y"], body=body)
+    return Case(
+        "loop",
+        f"LSTM {steps} steps of {batch}x{inputs} to {units}",
+        (loop,),
+        {"x": (steps, batch, inputs)},
+        {"w": (inputs, 4 * units), "r": (units, 4 * units), "b": (4 * units,)},
+        {"steps": np.array(steps, "int64"), "true": np.array(True), "zeros": np.zeros((batch, units), "float32")},
+        flops=2.0 * steps * batch * 4 * units * (inputs + units),
+    )
+
+
 def _forest(trees: int, levels: int, features: int) -> onnx.NodeProto:
     """Return whole trees with `levels` tests on every path, on features and thresholds drawn at random."""
     generator = np.random.default_rng(0)
@@ -343,6 +387,9 @@ CASES: tuple[Case, ...] = (
     _recurrent("LSTM", 50, 16, 256, 256),
     _recurrent("LSTM", 80, 1, 96, 48, "bidirectional"),
     _recurrent("GRU", 100, 1, 256, 256, "bidirectional"),
+    _loop(100, 1, 128, 128),
+    _loop(100, 1, 256, 512),
+    _loop(100, 16, 256, 256),
     _trees(1, 500, 6, 30),
     _trees(1000, 500, 6, 30),
     _trees(1, 500, 10, 30),

@@ -290,7 +290,8 @@ def test_dense_layers_over_known_and_symbolic_rows_equal_onnx_runtime(assert_all
         fixed = [dict(zip(symbols, values, strict=True)) for values in sizes]
         feeds = [{"x": normal(*(values.get(size, size) for size in shape))} for values in fixed]
         cases.append(((nodes, [("x", shape)], ["y"], weights), *feeds))
-    assert rule_counts(assert_all_same(cases)) == {"rows": len(cases)}
+    # Others are reshapes to a line of rows and back, which are views.
+    assert rule_counts(assert_all_same(cases))["rows"] == len(cases)
 
 
 # Batch, rows, depth and columns.

@@ -127,23 +127,22 @@ def test_rows_that_no_tile_divides_are_read_in_place(
     assert_same_as_onnxruntime(path, {"x": normal(53 if isinstance(rows, str) else rows, 40)})
 
 
-@pytest.mark.parametrize(("channels", "is_line"), [(16, True), (512, False)])
-def test_a_line_of_an_image_of_free_sizes_is_one_task_where_its_tiles_are_short(
-    channels: int, is_line: bool, make_model: Any, assert_same_as_onnxruntime: Any, target: Target
+@pytest.mark.parametrize(("depth", "is_matrix"), [(16, True), (512, False)])
+def test_a_matrix_of_a_batch_of_free_sizes_is_one_task_where_its_tiles_are_short(
+    depth: int, is_matrix: bool, make_model: Any, assert_same_as_onnxruntime: Any, target: Target
 ) -> None:
-    path: Path = make_model(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
-        [("x", [1, "height", "width", channels])],
-        ["y"],
-        {"w": normal(channels, 96)},
-    )
+    inputs = [("x", [1, "batch", "rows", depth]), ("w", [1, "batch", depth, 96])]
+    path: Path = make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], inputs, ["y"], {})
     functions = [item.func for item in workloads(lower(import_onnx(path), target))]
     (func,) = (func for func in functions if kernels_of(func) == ["rows"])
     sch, *_ = variants(func, machine(target), most=1)
     task, *_ = (sch.get(loop) for loop in sch.get_loops(sch.get_sblock("product_update")))
     sizes = {variable.name for variable in tvm.tirx.analysis.undefined_vars(task.extent)}
-    assert sizes == ({"height"} if is_line else {"height", "width"})
-    assert_same_as_onnxruntime(path, {"x": normal(1, 5, 21, channels)}, {"x": normal(1, 1, 3, channels)})
+    assert sizes == ({"batch"} if is_matrix else {"batch", "rows"})
+    feeds = [
+        {"x": normal(1, batch, rows, depth), "w": normal(1, batch, depth, 96)} for batch, rows in ((5, 21), (1, 3))
+    ]
+    assert_same_as_onnxruntime(path, *feeds)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def add_direct_main(scheduled: tvm.IRModule) -> tvm.IRModule:
     except NoDirectFormError:
         return scheduled
     written = {result for step in plan.steps for result in step.results}
-    if len(set(plan.outputs)) < len(plan.outputs) or not written.issuperset(plan.outputs):
+    roots = [tensor.root for tensor in plan.outputs]
+    if len(set(roots)) < len(roots) or not written.issuperset(roots):
         return scheduled
     if any((static(bytes_of(tensor)) or 0) > LARGEST_DIRECT_OUTPUT for tensor in plan.outputs):
         return scheduled
@@ -58,7 +59,7 @@ def _function_of(plan: Plan) -> tirx.PrimFunc:
     """The TIR function that runs the steps of a plan."""
     tensors = [*plan.parameters.values(), *(tensor for _, tensor in plan.constants.values()), *plan.outputs]
     parameters = [buffer(tensor.name, tensor.type.shape.values, str(tensor.type.dtype)) for tensor in tensors]
-    memory = {tensor: item.data for tensor, item in zip(tensors, parameters, strict=True)}
+    memory = {tensor.root: item.data for tensor, item in zip(tensors, parameters, strict=True)}
     with IRBuilder() as builder, T.seq_scope():
         check_sizes(plan)
         allocate_results(plan.steps, memory)

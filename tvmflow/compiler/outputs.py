@@ -4,11 +4,8 @@ from typing import TypeGuard
 
 import tvm
 from tvm import relax
-from tvm.relax.analysis import has_reshape_pattern
-from tvm.s_tir import SBlockRealize
-from tvm.tirx import PrimFunc
 
-_CALL_TIR = tvm.ir.Op.get("relax.call_tir")
+from tvmflow.compiler.passes.views import CALL_TIR, is_reshape
 
 
 def are_fresh(lowered: tvm.IRModule) -> bool:
@@ -33,7 +30,7 @@ def _returns_fresh(function: relax.Function, module: tvm.IRModule) -> bool:
             value = values.get(expression)
             if isinstance(value, relax.Var):
                 expression = value
-            elif _is_call(value) and _is_reshape(module[value.args[0]]):
+            elif _is_call(value) and is_reshape(module[value.args[0]], unknown=True):
                 # TVM replaces a function that only reshapes by a view.
                 expression = value.args[1][0]
             else:
@@ -50,16 +47,5 @@ def _returns_fresh(function: relax.Function, module: tvm.IRModule) -> bool:
     return len(set(outputs)) == len(outputs) and all(map(is_written, outputs))
 
 
-def _is_reshape(function: PrimFunc) -> bool:
-    """Whether a function may only reshape; TVM's test fails for one that is written statement by statement.
-
-    Of some functions of symbolic sizes TVM cannot tell; they count as reshapes, whose results are copied.
-    """
-    try:
-        return isinstance(function.body, SBlockRealize) and bool(has_reshape_pattern(function))
-    except tvm.error.InternalError:
-        return True
-
-
 def _is_call(value: relax.Expr | None) -> TypeGuard[relax.Call]:
-    return isinstance(value, relax.Call) and value.op == _CALL_TIR
+    return isinstance(value, relax.Call) and value.op == CALL_TIR

@@ -15,31 +15,18 @@ from tvm import relax, tirx, topi
 from tvm.s_tir import SBlock, SBlockRealize
 from tvm.script.ir_builder import tirx as T
 
-from tvmflow.compiler.annotations import DIRECT, RESHAPE
+from tvmflow.compiler.annotations import DIRECT
 from tvmflow.compiler.operators.common import static
 from tvmflow.compiler.passes.calls import ConstantKey, key_of_constant
+from tvmflow.compiler.passes.views import CALL_TIR, is_reshape, written_for_one
 from tvmflow.compiler.statements import replace_variables
 
 # Bytes; TVM puts less on the stack, which is not aligned for its vectors.
 _LEAST_MEMORY = 1024
-_CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 
 
 class NoDirectFormError(Exception):
     """A function holds something that the virtual machine alone can run."""
-
-
-def _is_reshape(function: Any) -> bool:
-    """Whether a function copies a tensor in its order, as to another shape."""
-    if not isinstance(function, tirx.PrimFunc) or not isinstance(function.body, SBlockRealize):
-        return False
-    if RESHAPE in (function.attrs or {}):
-        return True
-    try:
-        return bool(relax.analysis.has_reshape_pattern(function))
-    except tvm.error.InternalError:
-        # TVM's analysis fails on the loops of other functions, such as a convolution of free sizes.
-        return False
 
 
 @dataclass(eq=False)
@@ -75,13 +62,15 @@ class Plan:
     """What a function of a module does: its `parameters`, its `constants`, its `steps` in order, and `outputs`.
 
     `sizes` are the symbolic sizes that its parameters define. `equal_sizes` are pairs of sizes that the function takes
-    for equal, and that may differ for wrong inputs. The result of a reshape is a view of its argument; where
-    `writes_outputs`, an output is none. Raises NoDirectFormError for a function that does more than to call TIR
-    functions and to return tensors, and where the size of a result follows from more than the sizes of the parameters.
+    for equal, and that may differ for wrong inputs. The result of a reshape is a view of its argument. Where
+    `writes_outputs`, an output is one only of a tensor that nothing else reads. Raises NoDirectFormError for a function
+    that does more than to call TIR functions and to return tensors, and where the size of a result follows from more
+    than the sizes of the parameters.
     """
 
     def __init__(self, mod: tvm.IRModule, function: relax.Function, *, writes_outputs: bool) -> None:
         self._mod, self._outputs = mod, _variables_of_outputs(function) if writes_outputs else set()
+        self._written = written_for_one(mod, function) if writes_outputs else set()
         self.steps: list[Step] = []
         self.equal_sizes: list[tuple[tirx.Expr, tirx.Expr]] = []
         # The sizes that casts name, in terms of those of the inputs.
@@ -130,11 +119,13 @@ class Plan:
     def _view(self, binding: relax.Binding) -> list[Tensor]:
         """The tensor that a reshape makes a view of another; empty for other expressions."""
         value = binding.value
-        if not isinstance(value, relax.Call) or value.op != _CALL_TIR or binding.var in self._outputs:
+        if not isinstance(value, relax.Call) or value.op != CALL_TIR:
             return []
         callee, operands, *_ = value.args
         tensors = [item for item in _items(operands) if not isinstance(item.ty, tvm.ir.PrimType)]
-        if len(tensors) != 1 or not _is_reshape(self._mod[callee]):
+        if binding.var in self._outputs and not self._written.issuperset(tensors):
+            return []
+        if len(tensors) != 1 or not is_reshape(self._mod[callee], unknown=False):
             return []
         view, (source,) = self._tensor(str(binding.var.name), value.ty), self._argument("", tensors[0])
         view.source = source if isinstance(source, Tensor) else None
@@ -153,7 +144,7 @@ class Plan:
             return [tensor for item in value.fields for tensor in self._evaluate(name, item)]
         if isinstance(value, relax.TupleGetItem):
             return [self._evaluate(name, value.tuple_value)[value.index]]
-        if not isinstance(value, relax.Call) or value.op != _CALL_TIR:
+        if not isinstance(value, relax.Call) or value.op != CALL_TIR:
             raise NoDirectFormError
         types = value.ty.fields if isinstance(value.ty, relax.TupleType) else [value.ty]
         callee, operands, *sizes = value.args

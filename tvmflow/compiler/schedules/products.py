@@ -106,10 +106,10 @@ def tile_product(
     outer, pieces, lane = common.split_channels(sch, channel, count, lanes)
     far, near = sch.split(loops[-2], [None, rows])
     weights = [static(size) or 1 for size in sizes[-reduced : len(sizes) - grouped]]
-    # To find a tile in an image of free height and width takes divisions, unless a line is one task.
-    is_free_image = len(lead) > 1 and all(common.extent(sch, loop) is None for loop in (lead[-1], far))
-    by_lines = is_free_image and math.prod(weights) * cost.step(rows, count, machine) < _SHORT_TILE
-    tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions and not by_lines else (loops[:-2], [far])
+    # To find a tile in a batch of matrices of free sizes takes divisions, unless a matrix is one task.
+    is_free_batch = len(lead) > 1 and all(common.extent(sch, loop) is None for loop in (lead[-1], far))
+    by_matrices = is_free_batch and math.prod(weights) * cost.step(rows, count, machine) < _SHORT_TILE
+    tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions and not by_matrices else (loops[:-2], [far])
     by_weights = [outer, *tiles_outer] if annotations[SHARED] else [*lead, outer, *tiles_outer[lead_count:]]
     # Small weights stay in the cache while each core works through its rows; large weights are read by one core once.
     orders = {"rows": [*tiles_outer, outer], "weights": by_weights}
