@@ -9,21 +9,25 @@ from typing import Any
 
 import tvm_ffi
 from tvm import sym, tirx
-from tvm.ir import Range, TensorLoad
+from tvm.ir import Call, Op, Range, TensorLoad
 from tvm.s_tir import SBlock
 from tvm.tirx import For, PrimFunc, Select
+
+_IF_THEN_ELSE = Op.get("prim.if_then_else")
 
 
 def guard_reads(func: PrimFunc) -> PrimFunc:
     """Replace every `Select` that may read out of bounds by a branch (`if_then_else`).
 
     A value may read out of bounds where the ranges of the loops alone, without the condition, do not prove that each of
-    its indices lies within its buffer. A function without such a `Select` is returned unchanged.
+    its indices lies within its buffer. What the condition itself reads, as that of `x < 0` does, is read in any case. A
+    function without such a `Select` is returned unchanged.
     """
     bounds = _Bounds(func)
 
     def guard(select: Select) -> Any:
-        if bounds.hold_in(select.true_value) and bounds.hold_in(select.false_value):
+        known = _parts_of(select.condition)
+        if bounds.hold_in(select.true_value, known) and bounds.hold_in(select.false_value, known):
             return select
         return tirx.if_then_else(select.condition, select.true_value, select.false_value)
 
@@ -46,15 +50,43 @@ class _Bounds:
         for variable in block.iter_vars:
             self._analyzer.bind(variable.var, variable.dom)
 
-    def hold_in(self, value: Any) -> bool:
-        """Whether every read in a value is proven to be within its buffer."""
-        return tvm_ffi.structural_walk(value, (TensorLoad, self._check)) is None
+    def hold_in(self, value: Any, known: set[int]) -> bool:
+        """Whether every read in a value is proven to be within its buffer, but for the parts of the keys `known`."""
 
-    def _check(self, load: TensorLoad) -> Any:
-        key = tvm_ffi.structural_hash(load, map_free_vars=False)
-        if key not in self._proofs:
-            self._proofs[key] = all(
-                self._analyzer.can_prove(tirx.all(index >= 0, index < size))
-                for index, size in zip(load.indices, load.source.shape, strict=True)
-            )
-        return None if self._proofs[key] else tvm_ffi.VisitInterrupt(load)
+        def visit(part: Any) -> Any:
+            if not _may_read(part):
+                return None
+            key = _key(part)
+            if key in known:
+                return tvm_ffi.WalkResult.SKIP
+            if isinstance(part, TensorLoad) and key not in self._proofs:
+                self._proofs[key] = all(
+                    self._analyzer.can_prove(tirx.all(index >= 0, index < size))
+                    for index, size in zip(part.indices, part.source.shape, strict=True)
+                )
+            return None if self._proofs.get(key, True) else tvm_ffi.VisitInterrupt(part)
+
+        return tvm_ffi.structural_walk(value, ((TensorLoad, Select, Call), visit), order="pre") is None
+
+
+def _parts_of(condition: Any) -> set[int]:
+    """The keys of the parts of a condition that read: reads, and choices, which read what they always read."""
+    keys: set[int] = set()
+
+    def visit(part: Any) -> Any:
+        if not _may_read(part):
+            return None
+        keys.add(_key(part))
+        return tvm_ffi.WalkResult.SKIP
+
+    tvm_ffi.structural_walk(condition, ((TensorLoad, Select, Call), visit), order="pre")
+    return keys
+
+
+def _may_read(part: Any) -> bool:
+    """Whether a part of an expression is a read, or a choice between two values."""
+    return isinstance(part, TensorLoad | Select) or part.op.same_as(_IF_THEN_ELSE)
+
+
+def _key(part: Any) -> int:
+    return int(tvm_ffi.structural_hash(part, map_free_vars=False))
