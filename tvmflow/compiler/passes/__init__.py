@@ -23,6 +23,7 @@ from tvmflow.compiler.passes.fusion import (
     SeparateActivations,
     SeparateRepeats,
     SeparateSizes,
+    SeparateTransposes,
     StoreRepeats,
 )
 from tvmflow.compiler.passes.int8 import IntegerArithmetic, IntegerProducts
@@ -109,6 +110,7 @@ def pass_names() -> list[str]:
         "SeparateActivations",
         "SeparateRepeats",
         "SeparateSizes",
+        "SeparateTransposes",
         "StoreRepeats",
         "LowerAttention",
         "LowerRecurrence",
@@ -229,6 +231,7 @@ def lower_passes(
         MarkFollowers(),
         FuseRoundings(),
         SeparateSizes(),
+        *([] if target.arch == "cuda" else [SeparateTransposes()]),
         SeparateRepeats(),
         *own.storing,
         SeparateActivations(),

@@ -15,9 +15,13 @@ from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
 from tvmflow.compiler.passes.narrow import ROUNDING
 from tvmflow.compiler.schedules import kernels_of
 from tvmflow.compiler.schedules.common import walk
+from tvmflow.compiler.schedules.transposes import is_transpose
 
 # TVM's kinds of functions, values of the attribute `op_pattern`.
 _ELEMENT_WISE, _BROADCAST, _INJECTIVE, _REDUCTION, _KERNEL, _OPAQUE = 0, 1, 2, 3, 4, 8
+
+# A function of its own takes longer than to load so many bytes one number after the other.
+_FEW_BYTES = 4096
 
 # The most activations, one in the argument of the next, that one function computes.
 _MOST_NESTED = 2
@@ -81,6 +85,27 @@ class SeparateSizes:
             if operands and not any(tirx.is_buffer_var(param) for param in operands):
                 mod.update_func(variable, function.with_attr("op_pattern", _OPAQUE))
         return mod
+
+
+@tvm.transform.module_pass(opt_level=0, name="SeparateTransposes")
+class SeparateTransposes:
+    """Keeps TVM from fusing a transpose with the element-wise functions before and after it.
+
+    Alone it moves tiles by shuffles of vectors; with arithmetic it would load or store the numbers one by one.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module with `op_pattern` set to opaque for transposes of more than a few numbers."""
+        for variable, function in mod.functions_items():
+            if isinstance(function, PrimFunc) and is_transpose(function) and _bytes(function.params[-1]) > _FEW_BYTES:
+                mod.update_func(variable, function.with_attr("op_pattern", _OPAQUE))
+        return mod
+
+
+def _bytes(tensor: Any) -> float:
+    """The bytes of a buffer of 32-bit numbers; infinite where a size is symbolic."""
+    sizes = [static(size) for size in tensor.shape]
+    return 4 * math.prod(math.inf if size is None else size for size in sizes)
 
 
 @tvm.transform.module_pass(opt_level=0, name="SeparateRepeats")

@@ -14,7 +14,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import TensorLoad
-from tvm.s_tir import SBlockRealize, Schedule
+from tvm.s_tir import SBlock, SBlockRealize, Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
@@ -49,6 +49,26 @@ def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
         and all(sum(index.same_as(variables[place]) for index in indices) == 1 for place in places)
         for indices in (store.indices, store.value.indices)
     )
+
+
+def is_transpose(func: PrimFunc) -> bool:
+    """Return whether a function only copies a tensor of 32-bit numbers, whose last dimension becomes another one.
+
+    Both dimensions must have a vector of numbers, or a symbolic size.
+    """
+    blocks: list[SBlock] = []
+    tvm_ffi.structural_walk(func.body, (SBlock, blocks.append))
+    bodies = [block.body for block in blocks if isinstance(block.body, tirx.BufferStore)]
+    if len(bodies) != 1 or not isinstance(bodies[0].value, TensorLoad) or len(func.params) != 2:
+        return False
+    store, load = bodies[0], bodies[0].value
+    indices = [*store.indices, *load.indices]
+    if str(load.source.dtype) not in _TYPES or not all(isinstance(index, tirx.Var | tirx.IntImm) for index in indices):
+        return False
+    if not load.indices or not store.indices or load.indices[-1].same_as(store.indices[-1]):
+        return False
+    sizes = [tensor.shape[-1] for tensor in (store.buffer, load.source)]
+    return all(not isinstance(size, tirx.IntImm) or int(size) >= NARROWEST for size in sizes)
 
 
 def use(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
