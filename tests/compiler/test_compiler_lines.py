@@ -41,12 +41,13 @@ def _code(model: CompiledModel) -> dict[str, str]:
     return {name[1]: text for text in functions if (name := re.search(r"def (\w+)\(", text))}
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("operator", ["LeakyRelu", "PRelu"])
+@pytest.mark.parametrize(
+    ("operator", "slope"), [("LeakyRelu", ()), ("PRelu", (10, 1, 1)), ("PRelu", (1, 1, 1))], ids=["one", "each", "own"]
+)
 def test_a_slope_after_a_convolution_of_a_free_image_is_no_branch_for_each_element(
-    operator: str, make_model: Any, assert_same_as_onnxruntime: Any
+    operator: str, slope: tuple[int, ...], make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:
-    slopes = {"s": normal(10, 1, 1)} if operator == "PRelu" else {}
+    slopes = {"s": normal(*slope)} if slope else {}
     weights = {"w": normal(10, 3, 3, 3), "b": normal(10), **slopes}
     nodes = [make_node("Conv", ["x", "w", "b"], ["c"]), make_node(operator, ["c", *slopes], ["y"])]
     path = make_model(nodes, [("x", ["n", 3, "h", "width"])], ["y"], weights)
@@ -54,8 +55,10 @@ def test_a_slope_after_a_convolution_of_a_free_image_is_no_branch_for_each_eleme
     images[-1]["x"][0, :, 1, 2], images[-1]["x"][0, 0, 4, 9] = np.nan, -np.inf
     model = assert_same_as_onnxruntime(path, *images, inspect=_TIR)
     (convolution,) = (text for name, text in _code(model).items() if "conv2d" in name)
-    assert "relu" in convolution
-    assert "if_then_else(T.float32" not in convolution
+    assert "relu" in convolution or "where" in convolution
+    branches = re.findall(r"if_then_else\((.*)", convolution)
+    # Those that are left say whether a pixel is in the padding.
+    assert not [branch for branch in branches if "conv2d" in branch]
 
 
 @pytest.mark.few(2)
@@ -173,6 +176,44 @@ def test_all_rows_of_free_sizes_are_one_line_of_a_dense_layer(
     assert {name for name in functions if "dense" not in name and "reshape" not in name} == {"direct_main"}
     assert len(layers) == 2
     assert all(re.search(rf"T\.Buffer\(\({rows}, T\.int64\((24|40)\)\)", text) for text in layers)
+
+
+@pytest.mark.parametrize("length", ["t", 40])
+def test_what_follows_a_convolution_of_one_dimension_is_computed_with_it(
+    length: Any, make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    nodes = [
+        make_node("Conv", ["x", "w", "b"], ["c"], pads=[1, 1]),
+        make_node("Relu", ["c"], ["d"]),
+        make_node("Add", ["d", "x"], ["e"]),
+        make_node("Conv", ["e", "v"], ["f"], pads=[4, 4], dilations=[4]),
+        make_node("Mul", ["f", "s"], ["g"]),
+        make_node("Sigmoid", ["g"], ["y"]),
+    ]
+    weights = {"w": normal(24, 24, 3), "b": normal(24), "v": normal(32, 24, 3), "s": normal(32, 1)}
+    path = make_model(nodes, [("x", ["n", 24, length])], ["y"], weights)
+    feeds = [{"x": normal(2, 24, 40)}, *([{"x": normal(1, 24, 9)}] if length == "t" else [])]
+    functions = _code(assert_same_as_onnxruntime(path, *feeds, inspect=_TIR))
+    others = [name for name in functions if not re.search("conv2d|transpose|reshape|expand_dims|direct_main", name)]
+    assert not others
+    assert any("relu" in name for name in functions)
+    assert any("sigmoid" in name for name in functions)
+
+
+@pytest.mark.parametrize("height", ["h", 11])
+@pytest.mark.parametrize(("size", "stride"), [(3, 1), (5, 2), (9, 1)])
+def test_a_strip_of_lines_may_end_beyond_the_image(
+    size: int, stride: int, height: Any, make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    node = make_node("Conv", ["x", "w"], ["c"], group=24, pads=[size // 2] * 4, strides=[stride] * 2)
+    path = make_model(
+        [node, make_node("Relu", ["c"], ["y"])],
+        [("x", ["n", 24, height, "width"])],
+        ["y"],
+        {"w": normal(24, 1, size, size)},
+    )
+    heights = (11,) if height == 11 else (1, 3, 4, 5, 11)
+    assert_same_as_onnxruntime(path, *({"x": normal(1 + high % 2, 24, high, 6 + high)} for high in heights))
 
 
 def test_a_gate_for_each_image_keeps_the_pixels_of_the_images_apart(

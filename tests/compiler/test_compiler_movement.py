@@ -77,13 +77,13 @@ def test_the_lines_of_a_convolution_of_one_dimension_are_transposed_by_shuffles(
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1])
     path = make_model([node], [("x", [1, 16, 48])], ["y"], {"w": normal(32, 16, 3)})
     assert_same_as_onnxruntime(path, {"x": normal(1, 16, 48)})
-    # The convolution has a line of pixels as an image, whose height of one the transpose of the result leaves out.
+    # The convolution has a line of pixels as an image, of a height of one.
     names = [
         item.name
         for item in workloads(lower(import_onnx(path), native))
         if "tvmflow_transpose_" in schedule(item.func, machine(native))[0].script()
     ]
-    assert any("reshape" in name for name in names), names
+    assert len(names) == 2, names
 
 
 @pytest.mark.few(2)
@@ -107,6 +107,22 @@ def test_transposes_of_free_sizes_shuffle_whole_tiles_or_small_ones(
     feeds = [[normal(*(dim if isinstance(dim, int) else names[dim] for dim in free))] for names in by_name]
     for (x,), (result,) in zip(feeds, run_in_memory(build(import_onnx(path), native), feeds), strict=True):
         np.testing.assert_array_equal(result, x.transpose(order))
+
+
+@pytest.mark.parametrize(("size", "is_alone"), [(40, True), ("t", True), (2, False)])
+def test_a_transpose_of_vectors_is_a_function_of_its_own(
+    size: Any, is_alone: bool, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Sigmoid", ["x"], ["a"]),
+        helper.make_node("Transpose", ["a"], ["b"], perm=[0, 2, 1]),
+        helper.make_node("Neg", ["b"], ["y"]),
+    ]
+    path = make_model(nodes, [("x", [1, size, 48])], ["y"], {})
+    model = assert_same_as_onnxruntime(path, {"x": normal(1, size if isinstance(size, int) else 37, 48)})
+    functions = [name for name, _ in model.schedules]
+    assert any("transpose" in name and "sigmoid" not in name for name in functions) == is_alone
+    assert len(functions) == (2 if is_alone else 1)
 
 
 def test_a_free_line_of_few_channels_is_no_part_of_the_parallel_loop(make_model: Any, native: Target) -> None:

@@ -111,7 +111,7 @@ class _Joining(PyExprMutator):  # type: ignore[misc]
         result = self._result_behind(tensor)
         if result is not None and tvm_ffi.structural_equal(list(result.ty.shape.values), list(shape)):
             return result
-        return self.builder_.emit(relax.op.reshape(tensor, shape))
+        return self.builder_.emit(relax.op.reshape(tensor, list(shape)))
 
     def _by_channel(self, operand: relax.Expr, rank: int) -> relax.Expr:
         """An operand that has one number for each channel, in no more dimensions than `rank`."""

@@ -45,11 +45,11 @@ class _Reshapes(PyExprMutator):  # type: ignore[misc]
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         value: Any = binding.value
-        if isinstance(value, relax.Call) and value.op == CALL_TIR:
+        is_call = isinstance(value, relax.Call) and value.op == CALL_TIR
+        if is_call and RESHAPE in (self.builder_.get()[value.args[0]].attrs or {}):
             # Sizes that the types of tensors do not give may follow the tensor.
             source, *_ = value.args[1].fields if isinstance(value.args[1], relax.Tuple) else [value.args[1]]
-            may_share = isinstance(binding.var, relax.DataflowVar) or source in self._written
-            if may_share and RESHAPE in (self.builder_.get()[value.args[0]].attrs or {}):
+            if isinstance(binding.var, relax.DataflowVar) or source in self._written:
                 reshape = relax.op.reshape(self.visit_expr(source), value.ty.shape)
                 binding = relax.VarBinding(binding.var, reshape)
         super().visit_var_binding_(binding)

@@ -18,6 +18,8 @@ from tvmflow.compiler.schedules import common, registers, tails
 
 # The most taps of a kernel that are all unrolled, and the most of a kernel whose rows are unrolled.
 _TAPS_UNROLLED, _ROWS_UNROLLED = 9, 49
+# The lines of a strip of an image of unknown height.
+_UNKNOWN_LINES = 4
 
 
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
@@ -71,6 +73,8 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
         registers.accumulate(sch, product, [strip, vector], [y, x], unrolled=unrolled)
     registers.keep_in_registers(sch, [near, pieces, lane])
     tails.mark_whole(sch, near)
+    if height is None:
+        tails.mark_lines(sch, line)
     return True
 
 
@@ -114,8 +118,13 @@ def _pads_twice(height: int | None, lines: int, taps: int | None, numbers: Seque
 
 
 def _rank_lines(height: int | None, machine: Machine) -> dict[str, int]:
-    """Rank the lines of output per task. More lines share more padded input, but each core needs several tasks."""
-    divisors = [lines for lines in range(1, 17) if height is not None and height % lines == 0] or [1]
+    """Rank the lines of output per task. More lines share more padded input, but each core needs several tasks.
+
+    `height` is None where it is unknown: the last strip may have fewer lines.
+    """
+    if height is None:
+        return {str(lines): lines for lines in (_UNKNOWN_LINES, 1)}
+    divisors = [lines for lines in range(1, 17) if height % lines == 0]
     tasks = 3 * machine.cores
-    best = max(lines for lines in divisors if lines == 1 or (lines <= MOST_LINES and (height or 0) >= tasks * lines))
+    best = max(lines for lines in divisors if lines == 1 or (lines <= MOST_LINES and height >= tasks * lines))
     return {str(lines): lines for lines in (best, *(lines for lines in divisors if lines != best))}

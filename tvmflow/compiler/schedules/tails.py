@@ -6,6 +6,9 @@ annotation, and `expand` writes a second, smaller tile, and a branch that takes 
 (`mark_tail`). The output tiles of Winograd's algorithm are such rows, too; those that lie beyond the line are not
 transformed (`mark_tiles`). Or it writes the rows of a tile a second time, without a condition for each row, and a
 branch that takes this form in whole tiles (`mark_whole`).
+
+Of an image of unknown height, the last strip of lines may have fewer of them: each line is computed where there is one
+(`mark_lines`).
 """
 
 from collections.abc import Iterator
@@ -34,6 +37,7 @@ from tvmflow.compiler.statements import (
 _TAIL = "tvmflow.tail"
 _TILES = "tvmflow.tiles"
 _WHOLE = "tvmflow.whole"
+_LINES = "tvmflow.lines_of_strip"
 
 
 def mark_tail(sch: Schedule, rows: LoopRV, size: int = 1) -> None:
@@ -67,6 +71,14 @@ def mark_whole(sch: Schedule, rows: LoopRV) -> None:
     _annotate(sch, rows, _WHOLE, 1)
 
 
+def mark_lines(sch: Schedule, lines: LoopRV) -> None:
+    """Mark the loop over the lines of a strip, so that `expand` leaves out those beyond the last line of the image.
+
+    One block in the loop writes the function's result. Does nothing where all sizes are known.
+    """
+    _annotate(sch, lines, _LINES, 1)
+
+
 def _annotate(sch: Schedule, rows: LoopRV, name: str, value: int) -> None:
     """Annotate a loop over several rows in a function of free sizes."""
     if not common.is_static(sch) and (common.extent(sch, rows) or 1) > 1:
@@ -79,6 +91,7 @@ def expand(func: PrimFunc) -> PrimFunc:
     result = func.params[-1] if func.params else None
     body = tvm_ffi.structural_map(func.body, (SeqStmt, partial(_add_tails, result=result, buffers=buffers)))
     body = tvm_ffi.structural_map(body, (For, partial(_leave_out_tiles, result=result)))
+    body = tvm_ffi.structural_map(body, (For, partial(_leave_out_lines, result=result)))
     body = tvm_ffi.structural_map(body, (For, _add_whole))
     if body.same_as(func.body):
         return func
@@ -129,6 +142,27 @@ def _leave_out_tiles(rows: For, result: Any) -> For:
     return with_loop_body(rows, run_if(pixel < result.shape[-2], rows.body))
 
 
+def _leave_out_lines(lines: For, result: Any) -> Any:
+    """Return a loop over lines that does nothing for those beyond the image; others unchanged."""
+    if _LINES not in lines.annotations:
+        return lines
+    lines = without_annotation(lines, _LINES)
+    (writer,) = (item for item in _blocks(lines) if item.block.writes[0].source.same_as(result))
+    limit = _limit(lines, writer.predicate)
+    return lines if limit is None else with_loop_body(lines, run_if(limit, _without_term(lines.body, limit)))
+
+
+def _without_term(stmt: Any, term: Any) -> Any:
+    """Return a statement without one of the terms of its blocks' conditions."""
+
+    def drop(realize: SBlockRealize) -> Any:
+        kept = [item for item in terms(realize.predicate) if not tvm_ffi.structural_equal(item, term)]
+        condition = tirx.all(*kept) if kept else tirx.const(True, "bool")
+        return SBlockRealize(realize.iter_values, condition, realize.block)
+
+    return tvm_ffi.structural_map(stmt, (SBlockRealize, drop))
+
+
 def _add_whole(rows: For) -> Any:
     """Return a loop over rows in two forms, of which the first has no condition for each row; others unchanged."""
     if _WHOLE not in rows.annotations:
@@ -138,13 +172,7 @@ def _add_whole(rows: For) -> Any:
     limit = _limit(rows, writer.predicate)
     if limit is None:
         return rows
-    others = [term for term in terms(writer.predicate) if not term.same_as(limit)]
-    always = tirx.all(*others) if others else tirx.const(True, "bool")
-
-    def drop_limit(realize: SBlockRealize) -> Any:
-        return SBlockRealize(realize.iter_values, always, realize.block)
-
-    whole = _renewed(tvm_ffi.structural_map(rows, (SBlockRealize, drop_limit)), [])
+    whole = _renewed(_without_term(rows, limit), [])
     all_inside = common.substitute(limit, {rows.loop_var: rows.extent - 1})
     return SeqStmt([run_if(all_inside, whole), run_if(tirx.Not(all_inside), rows)])
 
