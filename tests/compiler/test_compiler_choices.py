@@ -21,7 +21,7 @@ from tvmflow.tuning.traces import normalize, replay, trace_of
 
 @pytest.fixture
 def model(make_model: Any) -> Path:
-    """A convolution that Winograd's algorithm fits, one that Strassen's fits, a block, and a dense layer."""
+    """A convolution that Winograd's algorithm fits, two of single pixels, a block, and a dense layer."""
     random = np.random.default_rng(0)
 
     def weights(*shape: int) -> np.ndarray[Any, Any]:
@@ -33,7 +33,9 @@ def model(make_model: Any) -> Path:
         helper.make_node("Conv", ["b", "wd"], ["c"], pads=[1] * 4, group=64),
         helper.make_node("Relu", ["c"], ["d"]),
         helper.make_node("Conv", ["d", "w2"], ["e"]),
-        helper.make_node("GlobalAveragePool", ["e"], ["f"]),
+        helper.make_node("Conv", ["x", "w4"], ["h"]),
+        helper.make_node("Concat", ["e", "h"], ["i"], axis=1),
+        helper.make_node("GlobalAveragePool", ["i"], ["f"]),
         helper.make_node("Flatten", ["f"], ["g"]),
         helper.make_node("MatMul", ["g", "m"], ["y"]),
     ]
@@ -42,7 +44,8 @@ def model(make_model: Any) -> Path:
         "w1": weights(64, 32, 1, 1),
         "wd": weights(64, 1, 3, 3),
         "w2": weights(32, 64, 1, 1),
-        "m": weights(32, 48),
+        "w4": weights(64, 16, 1, 1),
+        "m": weights(96, 48),
     }
     return Path(make_model(nodes, [("x", [1, 16, 28, 28])], ["y"], arrays))
 

@@ -153,6 +153,18 @@ def test_an_output_is_a_view_of_what_nothing_else_reads(
     assert sum("reshape" in name for name in names) == copies
 
 
+def test_an_output_that_is_the_beginning_of_a_tensor_is_copied(
+    assert_all_same: Check, tmp_path: Path, native: Target
+) -> None:
+    nodes = [node("Softmax", "x", "a", axis=1), node("Slice", "a from to zero", "y")]
+    numbers = {"from": np.array([0]), "to": np.array([2]), "zero": np.array([0])}
+    signature = ([("x", [5, _VECTOR])], [("y", [2, _VECTOR])], numbers)
+    assert_all_same([((nodes, *signature), {"x": np.ones((5, _VECTOR), "float32")})])
+    path = save_model(tmp_path / "model.onnx", nodes, *signature)
+    # The caller's memory for the output does not hold the whole tensor.
+    assert len(re.findall("call_cpacked", str(add_direct_main(lower(import_onnx(path), native))[DIRECT_MAIN]))) == 2
+
+
 def test_a_reshape_of_sizes_that_cannot_be_compared_is_a_view(tmp_path: Path, native: Target) -> None:
     nodes = [node("Softmax", "x", "a", axis=1), node("Reshape", "a square", "b"), node("CumSum", "b axis", "y")]
     weights = {**AXIS, "square": np.array([4, 4], "int64")}

@@ -95,9 +95,14 @@ class SeparateTransposes:
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with `op_pattern` set to opaque for transposes of more than a few numbers."""
+        """Return the module with `op_pattern` set to opaque for transposes of more than a few numbers.
+
+        A transpose with the attribute `tvmflow.follows` belongs to the kernel before it.
+        """
         for variable, function in mod.functions_items():
-            if isinstance(function, PrimFunc) and is_transpose(function) and _bytes(function.params[-1]) > _FEW_BYTES:
+            if not isinstance(function, PrimFunc) or FOLLOWS.keys() & dict(function.attrs or {}).keys():
+                continue
+            if is_transpose(function) and _bytes(function.params[-1]) > _FEW_BYTES:
                 mod.update_func(variable, function.with_attr("op_pattern", _OPAQUE))
         return mod
 

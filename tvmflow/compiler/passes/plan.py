@@ -128,8 +128,13 @@ class Plan:
         if len(tensors) != 1 or not is_reshape(self._mod[callee], unknown=False):
             return []
         view, (source,) = self._tensor(str(binding.var.name), value.ty), self._argument("", tensors[0])
-        view.source = source if isinstance(source, Tensor) else None
-        return [] if view.source is None else [view]
+        if not isinstance(source, Tensor):
+            return []
+        # The beginning of a tensor is in its order, too, but the caller's memory for an output holds no more than that.
+        if binding.var in self._outputs and not _have_equal_sizes(view, source.root):
+            return []
+        view.source = source
+        return [view]
 
     def _evaluate(self, name: str, value: relax.Expr) -> list[Tensor]:
         """The tensors that an expression stands for; a call becomes a step."""
@@ -179,6 +184,13 @@ class Plan:
         if not isinstance(type_of, relax.TensorType) or not isinstance(type_of.shape, relax.ShapeExpr):
             raise NoDirectFormError
         return Tensor(name, relax.TensorType([*map(self._number, type_of.shape.values)], type_of.dtype))
+
+
+def _have_equal_sizes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors provably have equally many elements of one type."""
+    sizes = (math.prod(item.type.shape.values) for item in (one, other))
+    is_same_type = one.type.dtype == other.type.dtype
+    return is_same_type and bool(tvm.sym.Analyzer().can_prove_equal(*map(tirx.convert, sizes)))
 
 
 def _variables_of_outputs(function: relax.Function) -> set[relax.Var]:
