@@ -310,6 +310,38 @@ def test_an_image_is_transposed_before_it_is_enlarged(
     assert rule_counts(model)["resize"] == (0 if "h" in shape else 1)
 
 
+@pytest.mark.parametrize("is_channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("factors", "mode", "rounding", "is_repeated"),
+    [
+        ((2, 2), "asymmetric", "floor", True),
+        ((3, 1), "half_pixel", "round_prefer_floor", True),
+        ((2, 4), "pytorch_half_pixel", "round_prefer_ceil", True),
+        ((2, 2), "asymmetric", "round_prefer_floor", False),
+        ((2, 1.5), "asymmetric", "floor", False),
+    ],
+)
+def test_images_of_free_size_that_become_several_times_as_large_repeat_their_pixels(
+    factors: tuple[float, float],
+    mode: str,
+    rounding: str,
+    is_repeated: bool,
+    is_channels_last: bool,
+    make_model: Any,
+    assert_same_as_onnxruntime: Check,
+) -> None:
+    options = {"mode": "nearest", "coordinate_transformation_mode": mode, "nearest_mode": rounding}
+    nodes = [
+        *([helper.make_node("Conv", ["x", "w"], ["c"], pads=[1] * 4)] if is_channels_last else []),
+        helper.make_node("Resize", ["c" if is_channels_last else "x", "", "s"], ["r"], **options),
+        helper.make_node("Relu", ["r"], ["y"]),
+    ]
+    weights = {"s": np.array([1, 1, *factors], "float32"), **({"w": normal(6, 6, 3, 3)} if is_channels_last else {})}
+    path = make_model(nodes, [("x", ["n", 6, "h", "width"])], ["y"], weights)
+    model = assert_same_as_onnxruntime(path, *({"x": normal(2, 6, high, 9)} for high in (1, 8)))
+    assert any("repeat" in name for name, _ in model.schedules) == is_repeated
+
+
 @pytest.mark.parametrize("rounding", ["round_prefer_floor", "round_prefer_ceil"])
 def test_what_lies_between_two_neighbours_is_resized_as_onnx_runtime_does(
     rounding: str, make_model: Any, assert_same_as_onnxruntime: Check

@@ -1,4 +1,7 @@
-"""Linear and cubic resizing of images along one axis, then the other: weighted sums of elements at constant places."""
+"""Linear and cubic resizing of images along one axis, then the other: weighted sums of elements at constant places.
+
+Images of free size that become a whole number of times as large as they are repeat their nearest neighbours.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from tvm import relax, te, tirx
+from tvm import relax, sym, te, tirx
 
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.interpolation import Array, interpolation_weights, source_places
@@ -16,14 +19,24 @@ from tvmflow.compiler.operators.common import call_kernel, constant, is_float32,
 # Images with the channels last take so many taps at once, each a whole vector; more are cheaper in two steps.
 _MOST_TAPS = 4
 _MODES = ("half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners")
+# Where an image becomes a whole number of times as large, these take each element that many times.
+_REPEATING = (
+    ("asymmetric", "floor"),
+    *((mode, f"round{preference}") for mode in _MODES[:2] for preference in ("", "_prefer_floor", "_prefer_ceil")),
+)
+# The most times that an element is repeated along an axis: each is a copy of the statement.
+_MOST_REPEATS = 8
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
-    """Define the linear or cubic resize of float32 images of known size, NHWC or NCHW.
+    """Define the linear or cubic resize of float32 images of known size, NHWC or NCHW, and repeats of free size.
 
     Returns None for other types, modes and sizes.
     """
     data, attrs = call.args[0], call.attrs
+    factors = _whole_factors(call)
+    if factors is not None:
+        return call_kernel(builder, partial(repeat, factors=factors), data, name="repeat")
     mode, layout = str(attrs.method), str(attrs.layout)
     coordinates = str(attrs.coordinate_transformation_mode)
     if mode not in ("linear", "cubic") or layout not in ("NHWC", "NCHW") or coordinates not in _MODES:
@@ -46,6 +59,33 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -
     apart = layout == "NCHW" or taps > _MOST_TAPS
     compute = partial(resize, axes=[axes[place] for place in order], apart=apart)
     return call_kernel(builder, compute, data, *arguments, name="resize2d")
+
+
+def _whole_factors(call: relax.Call) -> list[int] | None:
+    """How often a nearest resize of free size repeats each element along each axis; None for another resize."""
+    attrs, sizes, results = call.attrs, call.args[0].ty.shape.values, call.ty.shape.values
+    rounding = str(attrs.coordinate_transformation_mode), str(attrs.rounding_method)
+    if str(attrs.method) != "nearest_neighbor" or rounding not in _REPEATING or None not in map(static, sizes):
+        return None
+    analyzer = sym.Analyzer()
+    factors = []
+    for size, result in zip(sizes, results, strict=True):
+        fitting = (factor for factor in range(1, _MOST_REPEATS + 1) if analyzer.can_prove_equal(size * factor, result))
+        factor = next(fitting, None)
+        if factor is None:
+            return None
+        factors.append(factor)
+    return factors
+
+
+def repeat(data: te.Tensor, *, factors: Sequence[int]) -> te.Tensor:
+    """Repeat each element of `data` as often along each axis as `factors` says."""
+    shape = [size * factor for size, factor in zip(data.shape, factors, strict=True)]
+    return te.compute(
+        shape,
+        lambda *index: data[tuple(at // factor for at, factor in zip(index, factors, strict=True))],
+        name="repeat",
+    )
 
 
 def _taps(weights: Array) -> tuple[Array, Array]:

@@ -97,10 +97,10 @@ def _schedule_interleaving(sch: Schedule, block: SBlockRV, machine: Machine) -> 
         for node in _list_uses_of_last(sch, block, tirx.FloorMod, tirx.FloorDiv, tirx.Div)
         if isinstance(node.b, tirx.IntImm) and _changes(node.a, sch.get(block).iter_vars[-1].var)
     ]
-    steps = [step for step in steps if 1 < step <= _MOST_TURNS and size is not None and size % step == 0]
-    if not steps:
-        return False
     *outer, last = sch.get_loops(block)
+    steps = [step for step in steps if 1 < step <= _MOST_TURNS and _divides(step, sch.get(last).extent)]
+    if not steps or common.is_reduction(sch, block) or len(outer) + 1 != len(sch.get(block).iter_vars):
+        return False
     _, turn = sch.split(last, [None, max(steps)])
     sch.unroll(turn)
     _spread(sch, outer, size or 1, machine)
@@ -146,6 +146,10 @@ def _schedule_ragged(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     common.vectorize_last(sch, block, machine)
     _spread(sch, outer, size, machine)
     return True
+
+
+def _divides(step: int, extent: Any) -> bool:
+    return bool(tvm.sym.Analyzer().can_prove_equal(tirx.floormod(extent, step), 0))
 
 
 def _changes(index: Any, variable: tirx.Var) -> bool:
