@@ -2,7 +2,7 @@
 
 import ast
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -125,11 +125,26 @@ def sort_nodes(graph: "onnx.GraphProto") -> None:
     graph.node.extend(copies.node)
 
 
+def writers_of(graph: "onnx.GraphProto") -> "dict[str, onnx.NodeProto]":
+    """Return the nodes of a graph by the names of the values that they compute."""
+    return {name: node for node in graph.node for name in node.output}
+
+
+def source_of(writers: "Mapping[str, onnx.NodeProto]", name: str, kinds: Sequence[str] = ("Identity",)) -> str:
+    """Return the name of the value that nodes of some kinds pass on as the value `name`; `name` itself without any.
+
+    `writers` are the nodes of the graph by the names of their results.
+    """
+    while name in writers and writers[name].op_type in kinds:
+        name = writers[name].input[0]
+    return name
+
+
 def explain_order(graph: "onnx.GraphProto") -> str | None:
     """Return a clause on the first node that reads a value before it is computed; None for a graph in a valid order."""
     available = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     available |= {tensor.values.name for tensor in graph.sparse_initializer}
-    writers = {name: node for node in graph.node for name in node.output}
+    writers = writers_of(graph)
     for node in graph.node:
         for name in sorted(names_read(node) - available):
             reads = f"operator {operator_name(node)}, node {node_name(node)!r}, reads {name!r}"

@@ -218,9 +218,16 @@ def test_a_counter_says_how_often_a_loop_runs(
     assert has_direct_main(model.load().library) == is_counted
 
 
-@pytest.mark.parametrize("condition", [_FLOAT])
-def test_the_product_of_all_rows_is_computed_before_the_loop(make_text: Any, condition: str) -> None:
-    imported = import_onnx(make_text(_steps(condition)))
+_TRUE = "again = Constant <value = bool {1}> ()"
+
+
+@pytest.mark.parametrize(
+    ("condition", "trips"),
+    [(_FLOAT, ""), ("again = Identity (c)", "steps_64"), (_TRUE, "steps_64")],
+    ids=["a counter", "passed on", "constant"],
+)
+def test_the_product_of_all_rows_is_computed_before_the_loop(make_text: Any, condition: str, trips: str) -> None:
+    imported = import_onnx(make_text(_steps(condition, trips)))
     main, step = (
         next(str(body) for item, body in imported.mod.functions_items() if str(item.name_hint).endswith(name))
         for name in ("main", "_step")

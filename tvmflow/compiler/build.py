@@ -125,7 +125,7 @@ class CompiledModel:
     target. `cross_compiler` is the command that links the library, None for the compiler of this machine. `inspected`
     are the parts of the build that the Inspection asked for. `fresh_outputs` is true where every call writes all
     outputs to memory that nothing else uses. `has_direct_main` is true where the library has the direct form of `main`,
-    and `has_direct_loops` where it has that of a loop.
+    and `has_direct_forms` where it has any: that of `main`, or of a loop.
     `kernels` is the machine code of a GPU for each CUDA source of the library.
     """
 
@@ -144,7 +144,7 @@ class CompiledModel:
     inspected: Inspected
     fresh_outputs: bool
     has_direct_main: bool
-    has_direct_loops: bool
+    has_direct_forms: bool
     kernels: Mapping[str, bytes]
 
     def load(self) -> LoadedModel:
@@ -158,8 +158,7 @@ class CompiledModel:
 
     def _calls_between_parts(self) -> bool:
         """Whether parts of the library call each other by symbols, as direct forms do."""
-        is_direct = self.has_direct_main or self.has_direct_loops
-        return is_direct and any(library.imports for library in self.executable.mod.imports)
+        return self.has_direct_forms and any(library.imports for library in self.executable.mod.imports)
 
     def _link(self) -> tvm.runtime.Module:
         with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
@@ -346,7 +345,7 @@ def build(
         inspected=inspected,
         fresh_outputs=outputs.are_fresh(lowered),
         has_direct_main=any(variable.name_hint == DIRECT_MAIN for variable in scheduled.get_global_vars()),
-        has_direct_loops=any(DIRECT in (function.attrs or {}) for _, function in lowered.functions_items()),
+        has_direct_forms=any(DIRECT in (function.attrs or {}) for _, function in scheduled.functions_items()),
         kernels=compile_kernels(executable.mod, _cuda_arch(target), cache) if target.arch == "cuda" else {},
     )
 

@@ -14,11 +14,12 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from tvmflow.bundle import DIRECT_MAIN, LARGEST_DIRECT_OUTPUT, MAIN_CONSTANTS
-from tvmflow.compiler.operators.common import buffer, static
+from tvmflow.compiler.operators.common import static
 from tvmflow.compiler.passes.plan import (
     NoDirectFormError,
     Plan,
     allocate_results,
+    buffer_of,
     bytes_of,
     call_functions,
     check_sizes,
@@ -58,7 +59,7 @@ def add_direct_main(scheduled: tvm.IRModule) -> tvm.IRModule:
 def _function_of(plan: Plan) -> tirx.PrimFunc:
     """The TIR function that runs the steps of a plan."""
     tensors = [*plan.parameters.values(), *(tensor for _, tensor in plan.constants.values()), *plan.outputs]
-    parameters = [buffer(tensor.name, tensor.type.shape.values, str(tensor.type.dtype)) for tensor in tensors]
+    parameters = [buffer_of(tensor) for tensor in tensors]
     memory = {tensor.root: item.data for tensor, item in zip(tensors, parameters, strict=True)}
     with IRBuilder() as builder, T.seq_scope():
         check_sizes(plan)

@@ -50,7 +50,7 @@ from tvmflow.compiler.refusals import (
     missing_converter,
 )
 from tvmflow.onnx_data import array_of
-from tvmflow.onnx_graph import inner_nodes, node_name, operator_name
+from tvmflow.onnx_graph import inner_nodes, names_read, node_name, operator_name
 from tvmflow.size_limits import BROADCASTING
 
 # Tensors with fewer elements stay in the program: scalars, shapes and axes steer the import itself.
@@ -184,7 +184,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def bind(self, names: Iterable[str]) -> None:
         """Compute the named values that are expressions still, so that no branch and no iteration computes them."""
-        for name in names:
+        for name in sorted(names):
             if isinstance(self._nodes.get(name), relax.Call):
                 self._nodes[name] = self.bb.emit(self._nodes[name])
 
@@ -313,6 +313,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         if not self.takes(node):
             raise NoConverterError
         if node.op_type in CONTROL and node.domain in ("", "ai.onnx"):
+            self.bind(names_read(node))
             return CONTROL[node.op_type](self, node)
         if node.op_type == "ConcatFromSequence" and node.input[0] in self._concatenated:
             self.set_value(node.output[0], self.value(node.input[0]))

@@ -39,12 +39,6 @@ def convert_if(importer: Importer, node: onnx.NodeProto) -> bool:
     other branches whose results have different ranks, and UnsupportedFormError for results of different types.
     """
     then_graph, else_graph = (graph_of(node, name) for name in ("then_branch", "else_branch"))
-    importer.bind(
-        [
-            node.input[0],
-            *(name for graph in (then_graph, else_graph) for inner in nodes_of(graph) for name in inner.input),
-        ]
-    )
     condition = importer.value(node.input[0])
     elements = importer.elements(condition)
     if elements is not None:
@@ -93,8 +87,8 @@ def _outline_choice(
     scope: Sequence[tirx.Var],
     condition: relax.Expr,
     calls: Sequence[relax.Call],
-    results: Sequence["Type"],
-) -> "Function":
+    results: Sequence[Type],
+) -> Function:
     """Make the function that does one of two calls."""
     return outline(importer, name, [], scope, lambda: decide(importer, condition, *calls), results)
 

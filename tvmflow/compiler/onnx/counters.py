@@ -14,11 +14,11 @@ import onnx
 import tvm
 from tvm import relax
 
-from tvmflow.compiler.onnx.hoisting import makers_of, source
 from tvmflow.compiler.onnx.outlining import Importer, Value, scalar
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
 from tvmflow.onnx_data import array_of
+from tvmflow.onnx_graph import source_of, writers_of
 
 _UNCHANGED = ("Identity", "Cast")
 # The operators that compare a counter with a bound: whether the counter comes second, and whether it may be the bound.
@@ -45,7 +45,7 @@ class _OtherConditionError(Exception):
 def count_iterations(
     importer: Importer, graph: onnx.GraphProto, initial: Sequence[Value], constant: set[int], limit: Any
 ) -> Any:
-    """Return how many iterations a Loop runs that runs at least one; None where its counters do not decide that.
+    """Return how many iterations a Loop runs that runs at least one; None where no counter and no limit decides that.
 
     `graph` is the Loop's body, `initial` are the values that the Loop carries, and `constant` the places of those that
     no iteration changes. The result and `limit` are sizes, or int64 tensors without dimensions. `limit` is the most
@@ -71,16 +71,20 @@ class _Condition:
         self, importer: Importer, graph: onnx.GraphProto, initial: Sequence[Value], constant: set[int]
     ) -> None:
         self._importer = importer
-        self._makers = makers_of(graph)
+        self._writers = writers_of(graph)
         self._weights = {tensor.name: tensor for tensor in graph.initializer}
-        self._index, _, *parameters = (item.name for item in graph.input)
+        self._index, self._condition, *parameters = (item.name for item in graph.input)
         self._carried = {name: place for place, name in enumerate(parameters)}
         self._results = [item.name for item in graph.output[1:]]
         self._initial, self._constant = initial, constant
 
     def further_iterations(self, name: str) -> list[Any]:
         """Return how many iterations follow the first by each comparison of a condition: all must hold."""
-        node = self._makers.get(source(self._makers, name))
+        name = source_of(self._writers, name)
+        constant, node = self._constant_array(name), self._writers.get(name)
+        # A condition that is passed on is true, as it was before the first iteration.
+        if name == self._condition or (constant is not None and constant.dtype == bool and constant.all()):
+            return []
         if node is not None and node.op_type == "And":
             return [number for item in node.input for number in self.further_iterations(item)]
         if node is None or node.op_type not in _COMPARISONS:
@@ -92,12 +96,12 @@ class _Condition:
         return [number if counter.initial is None else subtract(self._importer, number, counter.initial)]
 
     def _counter(self, name: str) -> _Counter:
-        name = source(self._makers, name, _UNCHANGED)
+        name = source_of(self._writers, name, _UNCHANGED)
         if name == self._index:
             return _Counter(0)
         if name in self._carried:
             place = self._carried[name]
-            grown = self._increment(source(self._makers, self._results[place], _UNCHANGED))
+            grown = self._increment(source_of(self._writers, self._results[place], _UNCHANGED))
             if grown is None or grown != (name, 1):
                 raise _OtherConditionError
             return _Counter(0, self._of(self._initial[place]))
@@ -109,7 +113,7 @@ class _Condition:
 
     def _increment(self, name: str) -> tuple[str, int] | None:
         """The value to which an Add adds a whole number, and that number; None for other values."""
-        node = self._makers.get(name)
+        node = self._writers.get(name)
         if node is None or node.op_type != "Add":
             return None
         for one, other in (node.input, node.input[::-1]):
@@ -118,23 +122,30 @@ class _Condition:
             except _OtherConditionError:
                 continue
             if isinstance(number, int):
-                return source(self._makers, one, _UNCHANGED), number
+                return source_of(self._writers, one, _UNCHANGED), number
         return None
 
     def _number(self, name: str) -> Any:
         """A number that is the same in all iterations, as a size or as a tensor."""
-        name = source(self._makers, name, _UNCHANGED)
+        name = source_of(self._writers, name, _UNCHANGED)
         if name in self._carried and self._carried[name] in self._constant:
             return self._of(self._initial[self._carried[name]])
-        if name in self._weights:
-            return _whole(array_of(self._weights[name]))
-        node = self._makers.get(name)
-        if node is not None and node.op_type == "Constant":
-            (value,) = (onnx.helper.get_attribute_value(item) for item in node.attribute)
-            return _whole(array_of(value) if isinstance(value, onnx.TensorProto) else np.array(value))
-        if node is not None or name in self._carried or name == self._index or not self._importer.has_value(name):
+        constant = self._constant_array(name)
+        if constant is not None:
+            return _whole(constant)
+        if name in self._writers or name in self._carried or name == self._index or not self._importer.has_value(name):
             raise _OtherConditionError
         return self._of(self._importer.value(name))
+
+    def _constant_array(self, name: str) -> np.ndarray[Any, Any] | None:
+        """A constant of the body; None for other values."""
+        if name in self._weights:
+            return array_of(self._weights[name])
+        node = self._writers.get(name)
+        if node is None or node.op_type != "Constant":
+            return None
+        (value,) = (onnx.helper.get_attribute_value(item) for item in node.attribute)
+        return array_of(value) if isinstance(value, onnx.TensorProto) else np.array(value)
 
     def _of(self, value: Value) -> Any:
         """A value around the Loop as a size or as a tensor."""
@@ -155,6 +166,8 @@ class _Condition:
 
 def _whole(array: np.ndarray[Any, Any]) -> int:
     """The only element of an array, a whole number."""
+    if array.size != 1:
+        raise _OtherConditionError
     (number,) = array.reshape(-1).tolist()
     if isinstance(number, bool) or not math.isfinite(number) or number % 1:
         raise _OtherConditionError

@@ -12,6 +12,7 @@ from onnx import helper
 
 from tvmflow.compiler.onnx.outlining import Importer
 from tvmflow.compiler.onnx.values import dims_of
+from tvmflow.onnx_graph import sort_nodes, source_of, writers_of
 
 # The dimensions of weights that multiply rows of any shape.
 _MATRIX = 2
@@ -34,13 +35,13 @@ def hoist_products(
     `rows` gives, for a value of the body that is a row of a tensor around the loop, along its first axis, the name of
     that tensor. `names` gives the names around the loop of values that the loop passes on as they are.
     """
-    makers = makers_of(graph)
+    writers, inner = writers_of(graph), {item.name for item in graph.input}
     products = []
     for node in graph.node:
         if node.op_type != "MatMul" or node.domain not in ("", "ai.onnx"):
             continue
-        row, weight = source(makers, node.input[0]), names.get(node.input[1], node.input[1])
-        if row not in rows or weight in makers or not importer.has_value(weight):
+        row, weight = source_of(writers, node.input[0]), names.get(node.input[1], node.input[1])
+        if row not in rows or weight in writers or weight in inner or not importer.has_value(weight):
             continue
         dims = dims_of(importer.tensor(importer.value(weight)))
         if dims is None or len(dims) != _MATRIX:
@@ -57,40 +58,37 @@ def with_gathered_rows(graph: onnx.GraphProto, products: Sequence[Product]) -> o
     """Return a Loop's body that takes the products out of the tensors of all products, at the places of the rows."""
     if not products:
         return graph
-    makers, replaced = makers_of(graph), {item.product.output[0]: item for item in products}
+    writers, changed = writers_of(graph), _without_products(graph, products)
+    for item in products:
+        inputs = [item.rows, writers[item.row].input[1]]
+        changed.node.append(helper.make_node("Gather", inputs, item.product.output, item.product.name))
+    sort_nodes(changed)
+    return changed
+
+
+def with_rows_as_inputs(graph: onnx.GraphProto, products: Sequence[Product]) -> onnx.GraphProto:
+    """Return a Scan's body that takes the products as further inputs."""
+    changed = _without_products(graph, products)
+    changed.input.extend(helper.make_empty_tensor_value_info(item.product.output[0]) for item in products)
+    return changed
+
+
+def _without_products(graph: onnx.GraphProto, products: Sequence[Product]) -> onnx.GraphProto:
+    """A copy of a body without the nodes of products."""
+    results = {item.product.output[0] for item in products}
     changed = onnx.GraphProto()
     changed.CopyFrom(graph)
     del changed.node[:]
-    for node in graph.node:
-        product = replaced.get(node.output[0]) if node.output else None
-        if product is not None:
-            inputs = [product.rows, makers[product.row].input[1]]
-            node = helper.make_node("Gather", inputs, node.output, node.name)
-        changed.node.append(node)
+    changed.node.extend(node for node in graph.node if results.isdisjoint(node.output))
     return changed
 
 
 def gathered_rows(importer: Importer, graph: onnx.GraphProto) -> dict[str, str]:
     """Return the values of a Loop's body that Gather takes out of a tensor around it, along its first axis, by name."""
-    makers = makers_of(graph)
-    inputs = {item.name for item in graph.input}
+    inner = {*writers_of(graph), *(item.name for item in graph.input)}
     rows = {}
     for node in graph.node:
         axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
-        if node.op_type != "Gather" or axis != 0 or node.input[0] in makers or node.input[0] in inputs:
-            continue
-        if importer.has_value(node.input[0]):
+        if node.op_type == "Gather" and axis == 0 and node.input[0] not in inner and importer.has_value(node.input[0]):
             rows[node.output[0]] = node.input[0]
     return rows
-
-
-def makers_of(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
-    """Return the nodes of a graph by the names of their results."""
-    return {name: node for node in graph.node for name in node.output}
-
-
-def source(makers: Mapping[str, onnx.NodeProto], name: str, kinds: Sequence[str] = ("Identity",)) -> str:
-    """Return the value that nodes of some kinds pass on under a name."""
-    while name in makers and makers[name].op_type in kinds:
-        name = makers[name].input[0]
-    return name

@@ -18,7 +18,7 @@ from tvm import relax, tirx
 
 from tvmflow.compiler.loop import LOOP, LoopDescription
 from tvmflow.compiler.onnx.counters import as_tensor, count_iterations, greatest, is_size
-from tvmflow.compiler.onnx.hoisting import Product, gathered_rows, hoist_products, with_gathered_rows
+from tvmflow.compiler.onnx.hoisting import gathered_rows, hoist_products, with_gathered_rows, with_rows_as_inputs
 from tvmflow.compiler.onnx.node import FreeSizeError, UnsupportedFormError
 from tvmflow.compiler.onnx.outlining import (
     Function,
@@ -37,7 +37,7 @@ from tvmflow.compiler.onnx.outlining import (
 )
 from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, bind_sizes
 from tvmflow.compiler.onnx.values import const, dims_of, is_static
-from tvmflow.onnx_graph import nodes_of
+from tvmflow.onnx_graph import nodes_of, source_of, writers_of
 
 # A loop is imported in place if all of its iterations together have no more nodes, as many as a large network has.
 # They take a few seconds to build.
@@ -93,7 +93,6 @@ def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
     changes.
     """
     graph = graph_of(node, "body")
-    importer.bind([*node.input, *(name for inner in nodes_of(graph) for name in inner.input)])
     count, condition, *initial = (importer.value(name) if name else None for name in node.input)
     carried = [value for value in initial if value is not None]
     limit = None if count is None else _limit(importer, count)
@@ -155,15 +154,9 @@ def _constant(graph: onnx.GraphProto, count: int) -> set[int]:
 
     tf2onnx carries the weights of a recurrent layer in this way.
     """
-    sources = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Identity"}
-    places = set()
-    for place in range(count):
-        name = graph.output[1 + place].name
-        while name in sources:
-            name = sources[name]
-        if name == graph.input[2 + place].name:
-            places.add(place)
-    return places
+    writers = writers_of(graph)
+    sources = [source_of(writers, item.name) for item in graph.output[1 : 1 + count]]
+    return {place for place, name in enumerate(sources) if name == graph.input[2 + place].name}
 
 
 def _iterating(
@@ -248,7 +241,6 @@ def convert_scan(importer: Importer, node: onnx.NodeProto) -> bool:
     attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
     scanned = int(attributes["num_scan_inputs"])
     carried, stacks = len(node.input) - scanned, len(graph.output) - len(node.input) + scanned
-    importer.bind([*node.input, *(name for inner in nodes_of(graph) for name in inner.input)])
     operands = [importer.value(name) for name in node.input]
     tensors = [importer.tensor(value) for value in operands[carried:]]
     backwards = attributes.get("scan_input_directions", [0] * scanned)
@@ -263,7 +255,7 @@ def convert_scan(importer: Importer, node: onnx.NodeProto) -> bool:
     scans = {name.name: place for place, name in enumerate(graph.input[carried:])}
     rows = {name: node.input[carried + place] for name, place in scans.items() if axes[place] == 0}
     products = hoist_products(importer, graph, rows, {})
-    graph = _with_rows_as_inputs(graph, products)
+    graph = with_rows_as_inputs(graph, products)
     places = [*range(scanned), *(scans[item.row] for item in products)]
     tensors += [importer.tensor(importer.value(item.rows)) for item in products]
     axes, backwards = [axes[place] for place in places], [backwards[place] for place in places]
@@ -289,19 +281,6 @@ def convert_scan(importer: Importer, node: onnx.NodeProto) -> bool:
     values = _unroll(importer, loop)
     set_results(importer, node, map(Value, _run(importer, loop)) if values is None else values)
     return values is not None
-
-
-def _with_rows_as_inputs(graph: onnx.GraphProto, products: Sequence[Product]) -> onnx.GraphProto:
-    """A Scan's body that takes the products as further inputs."""
-    if not products:
-        return graph
-    changed = onnx.GraphProto()
-    changed.CopyFrom(graph)
-    results = {item.product.output[0] for item in products}
-    del changed.node[:]
-    changed.node.extend(node for node in graph.node if results.isdisjoint(node.output))
-    changed.input.extend(onnx.helper.make_empty_tensor_value_info(item.product.output[0]) for item in products)
-    return changed
 
 
 def _unroll(importer: Importer, loop: _Loop) -> list[Value] | None:
@@ -343,7 +322,7 @@ def _run(importer: Importer, loop: _Loop) -> list[relax.Expr]:
     if isinstance(trips, tirx.Var) and not any(trips.same_as(symbol) for symbol in scope):
         scope = [*scope, trips]
     part = _outline_part(importer, f"{name}_part", scope, step, carried, loop.is_reversed)
-    whole = _outline_whole(importer, name, scope, part, _Trips(trips, loop.limit, starts), carried, loop)
+    whole = _outline_whole(importer, name, scope, part, _Trips(trips, starts), carried, loop)
     results = call(importer, whole, initial)
     stacks = []
     for value, axis in zip(results[len(carried) :], loop.axes, strict=True):
@@ -357,12 +336,10 @@ def _run(importer: Importer, loop: _Loop) -> list[relax.Expr]:
 class _Trips:
     """The number of iterations of a loop: `count` is that number, a size, or None where a condition ends the loop.
 
-    `limit` is the most iterations, a size or a tensor; None without a limit. `starts` says whether there is a first
-    iteration; None where that is certain.
+    `starts` says whether there is a first iteration; None where that is certain.
     """
 
     count: Any
-    limit: Any
     starts: relax.Expr | None
 
 
@@ -399,6 +376,11 @@ def _starts(importer: Importer, loop: _Loop, trips: Any) -> relax.Expr | None:
         conditions.append(importer.bb.emit(relax.op.less(zero, as_tensor(importer, loop.limit))))
     if loop.condition is not None:
         conditions.append(scalar(importer, loop.condition))
+    return _all(importer, conditions)
+
+
+def _all(importer: Importer, conditions: Sequence[relax.Expr]) -> relax.Expr | None:
+    """Whether all of at most two conditions hold; None without any."""
     if len(conditions) > 1:
         return importer.bb.emit(relax.op.logical_and(*conditions))
     return conditions[0] if conditions else None
@@ -429,7 +411,7 @@ def _outline_whole(
     def body() -> relax.Expr:
         zero = const(np.array(0, "int64"))
         # Of a size, TVM keeps the parameter by which the function knows it.
-        limit = trips.limit if trips.count is None else trips.count
+        limit = loop.limit if trips.count is None else trips.count
         limit = None if limit is None else as_tensor(importer, limit)
         first = [_level(importer, limit), zero, *initial]
         values = (
@@ -501,17 +483,14 @@ def _outline_step(
             if again is not None:
                 is_counted = False
                 conditions.append(scalar(importer, again))
-            condition = const(np.array(True))
-            if conditions:
-                condition = conditions[0]
-            if len(conditions) > 1:
-                condition = importer.bb.emit(relax.op.logical_and(*conditions))
+            condition = _all(importer, conditions)
             stacks = [
                 _axis_first(importer, importer.tensor(row), axis) if is_joined
                 else importer.bb.emit(relax.op.expand_dims(importer.tensor(row), 0))
                 for row, axis, is_joined in zip(rows, loop.axes, loop.is_joined, strict=True)
             ]  # fmt: skip
-            return relax.Tuple([following, condition, *map(importer.tensor, values), *stacks])
+            again = const(np.array(True)) if condition is None else condition
+            return relax.Tuple([following, again, *map(importer.tensor, values), *stacks])
 
         step = outline(importer, f"{name}_step", [index, *carried], scope, build)
         after = step.results[_FIRST : _FIRST + len(types)]

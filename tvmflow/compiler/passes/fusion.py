@@ -1,6 +1,7 @@
 """Corrects functions' attribute `op_pattern`, by which TVM's `FuseOps` decides which functions it fuses."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import tvm
@@ -102,15 +103,9 @@ class SeparateTransposes:
         for variable, function in mod.functions_items():
             if not isinstance(function, PrimFunc) or FOLLOWS.keys() & dict(function.attrs or {}).keys():
                 continue
-            if is_transpose(function) and _bytes(function.params[-1]) > _FEW_BYTES:
+            if is_transpose(function) and 4 * _count(function.params[-1].shape) > _FEW_BYTES:
                 mod.update_func(variable, function.with_attr("op_pattern", _OPAQUE))
         return mod
-
-
-def _bytes(tensor: Any) -> float:
-    """The bytes of a buffer of 32-bit numbers; infinite where a size is symbolic."""
-    sizes = [static(size) for size in tensor.shape]
-    return 4 * math.prod(math.inf if size is None else size for size in sizes)
 
 
 @tvm.transform.module_pass(opt_level=0, name="SeparateRepeats")
@@ -192,8 +187,13 @@ class StoreRepeats:
 def _count_elements(call: relax.Call) -> float:
     """The number of elements of a call's result; infinite where a size is symbolic."""
     shape = call.ty.shape
-    sizes = [static(size) for size in shape.values] if isinstance(shape, relax.ShapeExpr) else [None]
-    return math.prod(math.inf if size is None else size for size in sizes)
+    return _count(shape.values) if isinstance(shape, relax.ShapeExpr) else math.inf
+
+
+def _count(sizes: Iterable[Any]) -> float:
+    """The number of elements of a tensor of these sizes; infinite where one is symbolic."""
+    numbers = map(static, sizes)
+    return math.prod(math.inf if size is None else size for size in numbers)
 
 
 def _count_operations(function: PrimFunc) -> int:

@@ -27,6 +27,7 @@ from tvmflow.compiler.passes.plan import (
     Tensor,
     allocate,
     allocate_results,
+    buffer_of,
     bytes_of,
     call_functions,
     check_sizes,
@@ -271,9 +272,9 @@ class _Iteration:
         initial = [tensor for tensor, is_read in zip(self._carried, are_initial, strict=True) if is_read]
         others = [self._plan.parameters[param] for param in self.captured]
         others += [tensor for _, tensor in self.constants]
-        inputs = [_buffer_of(tensor) for tensor in (*initial, *others)]
+        inputs = [buffer_of(tensor) for tensor in (*initial, *others)]
         trips = tirx.Var("trips", "int64")
-        states = [_buffer_of(tensor) for tensor in self._results]
+        states = [buffer_of(tensor) for tensor in self._results]
         stacks = [buffer(row.name, (trips, *row.type.shape.values[1:]), str(row.type.dtype)) for row in self.stacks]
         starts = [buffer("starts", (), "bool")] if has_condition and not stacks else []
         memory = {tensor: item.data for tensor, item in zip(others, inputs[len(initial) :], strict=True)}
@@ -328,10 +329,6 @@ def _needed(steps: Sequence[Step], outputs: Iterable[Tensor]) -> tuple[list[Step
             used.update(tensor.root for tensor in step.tensors)
             needed.append(step)
     return needed[::-1], used
-
-
-def _buffer_of(tensor: Tensor) -> tirx.Buffer:
-    return buffer(tensor.name, tensor.type.shape.values, str(tensor.type.dtype))
 
 
 def _copy(target: Any, source: Any, size: Any) -> None:

@@ -16,9 +16,9 @@ from tvm.s_tir import SBlock, SBlockRealize
 from tvm.script.ir_builder import tirx as T
 
 from tvmflow.compiler.annotations import DIRECT
-from tvmflow.compiler.operators.common import static
+from tvmflow.compiler.operators.common import buffer, static
 from tvmflow.compiler.passes.calls import ConstantKey, key_of_constant
-from tvmflow.compiler.passes.views import CALL_TIR, is_reshape, written_for_one
+from tvmflow.compiler.passes.views import CALL_TIR, is_reshape, results_read_once
 from tvmflow.compiler.statements import replace_variables
 
 # Bytes; TVM puts less on the stack, which is not aligned for its vectors.
@@ -70,7 +70,7 @@ class Plan:
 
     def __init__(self, mod: tvm.IRModule, function: relax.Function, *, writes_outputs: bool) -> None:
         self._mod, self._outputs = mod, _variables_of_outputs(function) if writes_outputs else set()
-        self._written = written_for_one(mod, function) if writes_outputs else set()
+        self._read_once = results_read_once(mod, function) if writes_outputs else set()
         self.steps: list[Step] = []
         self.equal_sizes: list[tuple[tirx.Expr, tirx.Expr]] = []
         # The sizes that casts name, in terms of those of the inputs.
@@ -123,7 +123,7 @@ class Plan:
             return []
         callee, operands, *_ = value.args
         tensors = [item for item in _items(operands) if not isinstance(item.ty, tvm.ir.PrimType)]
-        if binding.var in self._outputs and not self._written.issuperset(tensors):
+        if binding.var in self._outputs and not self._read_once.issuperset(tensors):
             return []
         if len(tensors) != 1 or not is_reshape(self._mod[callee], unknown=False):
             return []
@@ -220,6 +220,11 @@ def bytes_of(tensor: Tensor) -> Any:
     """Return the bytes of a tensor, an integer or a symbolic size."""
     bytes_of_element = -(-tvm.DataType(str(tensor.type.dtype)).bits // 8)
     return topi.utils.simplify(math.prod(tensor.type.shape.values, start=bytes_of_element))
+
+
+def buffer_of(tensor: Tensor) -> Any:
+    """Return a buffer for a tensor, to be a parameter of a function."""
+    return buffer(tensor.name, tensor.type.shape.values, str(tensor.type.dtype))
 
 
 def allocate(size: Any) -> Any:

@@ -20,7 +20,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmflow.compiler.operators.common import called_operator, static
 from tvmflow.compiler.operators.products import known_rows
-from tvmflow.compiler.passes.functions import relax_functions
+from tvmflow.compiler.passes.functions import rewrite_functions
 from tvmflow.compiler.passes.layout import ELEMENTWISE
 from tvmflow.compiler.passes.rewrite import count_uses
 
@@ -39,10 +39,7 @@ class JoinRows:
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with these layers changed."""
-        joining = _Joining(mod)
-        for variable, function in relax_functions(mod).items():
-            joining.builder_.update_func(variable, joining.rewrite(function))
-        return joining.builder_.get()
+        return rewrite_functions(_Joining(mod), mod)
 
 
 @mutator
@@ -54,14 +51,14 @@ class _Joining(PyExprMutator):  # type: ignore[misc]
         self._places: dict[relax.Var, int] = {}
         self._results: set[relax.Var] = set()
 
-    def rewrite(self, function: relax.Function) -> relax.Function:
+    def visit_function_(self, op: relax.Function) -> relax.Function:
         """Return a function with its layers changed, or the function itself without any."""
-        bindings = [binding for block in getattr(function.body, "blocks", ()) for binding in block.bindings]
+        bindings = [binding for block in getattr(op.body, "blocks", ()) for binding in block.bindings]
         if not any(isinstance(item, relax.VarBinding) and _is_layer(item.value) for item in bindings):
-            return function
+            return op
         self._places = {binding.var: place for place, binding in enumerate(bindings)}
-        self._uses = count_uses(function)
-        return relax.analysis.remove_all_unused(self.visit_expr(function))
+        self._uses = count_uses(op)
+        return relax.analysis.remove_all_unused(super().visit_function_(op))
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
         """Compute a layer on one line of rows, or an element-wise operator after a layer in the shape of its result."""
@@ -108,6 +105,7 @@ class _Joining(PyExprMutator):  # type: ignore[misc]
         return self.builder_.lookup_binding(tensor) if isinstance(tensor, relax.Var) else None
 
     def _in_shape(self, tensor: relax.Expr, shape: Sequence[Any]) -> relax.Expr:
+        """The view of a tensor in another shape, or the result of which it is a view, if that has the shape."""
         result = self._result_behind(tensor)
         if result is not None and tvm_ffi.structural_equal(list(result.ty.shape.values), list(shape)):
             return result
@@ -139,7 +137,7 @@ def _is_layer(call: Any) -> bool:
 
 def _reads_rows(call: Any) -> bool:
     """Whether a call is a layer that reads rows, which are in several dimensions and of no known number."""
-    if called_operator(call) not in ("relax.nn.conv2d", "relax.matmul"):
+    if not _is_layer(call):
         return False
     data, weight = call.args
     shape, kernel = data.ty.shape, weight.ty.shape
@@ -150,8 +148,7 @@ def _reads_rows(call: Any) -> bool:
         return False
     if called_operator(call) == "relax.nn.conv2d":
         return None in rows[1:] and _is_pointwise(call)
-    is_dense = len(kernel.values) == _MATRIX and None not in map(static, kernel.values)
-    return is_dense and not known_rows(shape.values[:-1])
+    return None not in map(static, kernel.values) and not known_rows(shape.values[:-1])
 
 
 def _is_pointwise(call: relax.Call) -> bool:

@@ -9,7 +9,7 @@ from tvm.s_tir import SBlockRealize
 from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.annotations import RESHAPE
-from tvmflow.compiler.passes.functions import relax_functions
+from tvmflow.compiler.passes.functions import rewrite_functions
 from tvmflow.compiler.passes.rewrite import count_uses
 
 CALL_TIR = tvm.ir.Op.get("relax.call_tir")
@@ -26,22 +26,19 @@ class ViewReshapes:
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with these calls replaced."""
-        views = _Reshapes(mod)
-        for variable, function in relax_functions(mod).items():
-            views.builder_.update_func(variable, views.rewrite(function))
-        return views.builder_.get()
+        return rewrite_functions(_Reshapes(mod), mod)
 
 
 @mutator
 class _Reshapes(PyExprMutator):  # type: ignore[misc]
     def __init__(self, mod: tvm.IRModule) -> None:
         super().__init__(mod)
-        self._written: set[relax.Var] = set()
+        self._read_once: set[relax.Var] = set()
 
-    def rewrite(self, function: relax.Function) -> relax.Function:
-        """Return a function with the calls replaced."""
-        self._written = written_for_one(self.builder_.get(), function)
-        return self.visit_expr(function)
+    def visit_function_(self, op: relax.Function) -> relax.Function:
+        """Replace the calls of a function."""
+        self._read_once = results_read_once(self.builder_.get(), op)
+        return super().visit_function_(op)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         value: Any = binding.value
@@ -49,13 +46,13 @@ class _Reshapes(PyExprMutator):  # type: ignore[misc]
         if is_call and RESHAPE in (self.builder_.get()[value.args[0]].attrs or {}):
             # Sizes that the types of tensors do not give may follow the tensor.
             source, *_ = value.args[1].fields if isinstance(value.args[1], relax.Tuple) else [value.args[1]]
-            if isinstance(binding.var, relax.DataflowVar) or source in self._written:
+            if isinstance(binding.var, relax.DataflowVar) or source in self._read_once:
                 reshape = relax.op.reshape(self.visit_expr(source), value.ty.shape)
                 binding = relax.VarBinding(binding.var, reshape)
         super().visit_var_binding_(binding)
 
 
-def written_for_one(mod: tvm.IRModule, function: relax.Function) -> set[relax.Var]:
+def results_read_once(mod: tvm.IRModule, function: relax.Function) -> set[relax.Var]:
     """Return the tensors within dataflow blocks that a TIR function writes and that one expression alone reads.
 
     The result of a function that may only reshape does not count: it may be a view.
