@@ -155,6 +155,45 @@ model (int64 trips, float[4] x) => (float[4] y)
     assert len(_loops_of_machine(model)) == 1
 
 
+# An iteration of a known number of them. `{BODY}` computes b from a, which has the width 4 at first.
+_KNOWN = """
+model (float[n, 4] x) => (float[n, {WIDTH}] y)
+<int64 trips = {{20}}, bool go = {{1}}, int64 two = {{2}}, int64 zero = {{0}}, float[1] half = {{0.5}},
+ int64[1] last = {{1}}>
+{{
+  y = Loop (trips, go, x) <
+    body = iteration (int64 i, bool c, float[n, p] a) => (bool d, float[n, q] b)
+    {{ d = Identity (c)  e = Tanh (a)  f = Mul (e, half)  g = Add (f, a) {BODY} }}
+  >
+}}
+"""
+_EVEN = """
+rest = Mod (i, two)  is_even = Equal (rest, zero)
+b = If (is_even) <
+  then_branch = even () => (float[n, 4] k) { k = Neg (g) }, else_branch = odd () => (float[n, 4] l) { l = Exp (g) }
+>
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "body", "functions"),
+    [
+        (4, "b = Neg (g)", 1),
+        (4, _EVEN, 0),
+        (24, "h = ReduceSum <keepdims = 1> (g, last)  b = Concat <axis = 1> (g, h)", 0),
+    ],
+    ids=["plain", "a condition within", "a size that changes"],
+)
+def test_iterations_of_a_known_number_take_the_place_of_their_loop_where_the_library_cannot_run_it(
+    make_text: Any, assert_same_as_onnxruntime: Any, width: int, body: str, functions: int
+) -> None:
+    path = make_text(_KNOWN.format(WIDTH=width, BODY=body))
+    model = assert_same_as_onnxruntime(path, {"x": _random(1, 4)}, {"x": _random(3, 4)})
+    assert len(_direct_loops(model)) == functions
+    assert not _loops_of_machine(model)
+    assert model.has_direct_main
+
+
 # TensorFlow's loops: a counter of 32 bits is compared with the number of steps, in floating point for older opsets.
 # The first product reads a row of x in each step, the second one the state.
 _STEPS = """

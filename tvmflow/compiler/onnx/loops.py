@@ -2,9 +2,10 @@
 
 A loop of few iterations is imported in place of its node. Another one becomes functions of the module: the function
 of the loop, and that of an iteration. On a CPU, `passes.loops` replaces the body of the former by one function of the
-library that counts the iterations, where it can; else the virtual machine runs the loop. It then calls itself for one
-half of its iterations, and for the other: a loop of a million iterations is twenty calls deep, and no call holds more
-than one set of the values that the loop carries.
+library that counts the iterations, where it can; else the virtual machine runs the loop, unless its number of
+iterations is known and so small that they are imported in place, too. It then calls itself for one half of its
+iterations, and for the other: a loop of a million iterations is twenty calls deep, and no call holds more than one set
+of the values that the loop carries.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,10 +38,13 @@ from tvmflow.compiler.onnx.outlining import (
 )
 from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, bind_sizes
 from tvmflow.compiler.onnx.values import const, dims_of, is_static
-from tvmflow.onnx_graph import nodes_of, source_of, writers_of
+from tvmflow.onnx_graph import inner_nodes, nodes_of, source_of, writers_of
 
-# A loop is imported in place if all of its iterations together have no more nodes, as many as a large network has.
-# They take a few seconds to build.
+# A loop is imported in place of its node if all of its iterations together have no more nodes: to call functions for
+# each iteration would take more time than it saves in the build.
+_FEW_NODES = 64
+# The same for a loop that the virtual machine would have to run: as many nodes as a large network has, which take a few
+# seconds to build.
 _MOST_NODES = 1024
 # Loops have no more iterations than two to this power.
 _LEVELS = 40
@@ -56,18 +60,23 @@ class _Loop:
 
     `limit` is the most iterations, a size or a tensor; None without a limit. `condition` says whether there is a first
     iteration, None where that is certain. `initial` are the values to carry. `nodes` counts those of an iteration,
-    which `iterate` imports. Values of all iterations are stacked along `axes`, the last first where `is_reversed`, or
-    concatenated along these axes where `is_joined`.
+    which `iterate` imports, and `has_graphs` where one of these has graphs of its own. Values of all iterations are
+    stacked along `axes`, the last first where `is_reversed`, or concatenated along these axes where `is_joined`.
     """
 
     limit: Any
     condition: Value | None
     initial: Sequence[Value]
     nodes: int
+    has_graphs: bool
     iterate: _Iterate
     axes: Sequence[int]
     is_reversed: Sequence[bool]
     is_joined: Sequence[bool]
+
+    def has_at_most(self, nodes: int) -> bool:
+        """Return whether the number of iterations is known, and all of them together have at most `nodes` nodes."""
+        return self.condition is None and isinstance(self.limit, int) and self.limit * self.nodes <= nodes
 
 
 @dataclass(frozen=True)
@@ -87,9 +96,9 @@ class _Gathered:
 def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
     """Import Loop; return whether the nodes of its iterations took its place.
 
-    They do where the number of iterations is known at import and all together have at most 1024 nodes. Otherwise the
-    body becomes functions that the model calls, and a sequence that the iterations fill and the model concatenates
-    becomes a stack. Raises UnsupportedFormError for other sequences, and for a carried value whose type or rank
+    They do where the number of iterations is known at import and all together have few nodes. Otherwise the body
+    becomes functions that the model calls, and a sequence that the iterations fill and the model concatenates becomes a
+    stack. Raises UnsupportedFormError for other sequences, and for a carried value whose type or rank
     changes.
     """
     graph = graph_of(node, "body")
@@ -108,17 +117,13 @@ def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
         same = {graph.input[2 + place].name: node.input[2 + place] for place in constant}
         graph = with_gathered_rows(graph, hoist_products(importer, graph, taken, same))
     loop = _Loop(
-        limit if counted is None else counted, condition, carried, len(list(nodes_of(graph))),
+        limit if counted is None else counted, condition, carried, len(list(nodes_of(graph))), _has_graphs(graph),
         _iterating(importer, graph, carried, [], set(), is_counted=counted is not None),
         [0] * stacks, [False] * stacks, [False] * stacks,
     )  # fmt: skip
-    values = _unroll(importer, loop)
-    if values is not None:
-        set_results(importer, node, values)
-        return True
     gathered = _gathered(importer, node, graph, carried)
     places = {item.place for item in gathered} | constant
-    loop = replace(
+    function = replace(
         loop,
         initial=[value for place, value in enumerate(carried) if place not in places],
         iterate=_iterating(importer, graph, carried, gathered, constant, is_counted=counted is not None),
@@ -126,7 +131,10 @@ def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
         is_reversed=[*loop.is_reversed, *(False for _ in gathered)],
         is_joined=[*loop.is_joined, *(not item.is_new for item in gathered)],
     )
-    results = list(map(Value, _run(importer, loop)))
+    results, is_in_place = _import(importer, loop, function)
+    if is_in_place:
+        set_results(importer, node, results)
+        return True
     own, sequences = results[: len(results) - len(gathered)], results[len(results) - len(gathered) :]
     names = [name for place, name in enumerate(node.output) if place not in places]
     for name, value in zip(names, own, strict=False):
@@ -230,8 +238,8 @@ def _limit(importer: Importer, count: Value) -> Any:
 def convert_scan(importer: Importer, node: onnx.NodeProto) -> bool:
     """Import Scan; return whether the nodes of its iterations took its place.
 
-    They do where the number of iterations is known at import and all together have at most 1024 nodes. Otherwise the
-    body becomes functions that the model calls. Raises UnsupportedFormError for the form of opset 8, which has a batch
+    They do where the number of iterations is known at import and all together have few nodes. Otherwise the body
+    becomes functions that the model calls. Raises UnsupportedFormError for the form of opset 8, which has a batch
     dimension, and for a carried value whose type or rank changes. Raises FreeSizeError for scanned inputs of unknown
     shape.
     """
@@ -273,19 +281,47 @@ def convert_scan(importer: Importer, node: onnx.NodeProto) -> bool:
         return None, results[:carried], results[carried:]
 
     loop = _Loop(
-        length, None, operands[:carried], len(list(nodes_of(graph))), iterate,
+        length, None, operands[:carried], len(list(nodes_of(graph))), _has_graphs(graph), iterate,
         attributes.get("scan_output_axes", [0] * stacks),
         [bool(item) for item in attributes.get("scan_output_directions", [0] * stacks)],
         [False] * stacks,
     )  # fmt: skip
-    values = _unroll(importer, loop)
-    set_results(importer, node, map(Value, _run(importer, loop)) if values is None else values)
-    return values is not None
+    values, is_in_place = _import(importer, loop, loop)
+    set_results(importer, node, values)
+    return is_in_place
 
 
-def _unroll(importer: Importer, loop: _Loop) -> list[Value] | None:
-    """Import the iterations one after the other; None where they are many, or their number is not known at import."""
-    most = _MOST_NODES // max(loop.nodes, 1)
+def _has_graphs(graph: onnx.GraphProto) -> bool:
+    """Whether a node of a graph has graphs of its own."""
+    return any(True for node in graph.node for _ in inner_nodes(node))
+
+
+def _import(importer: Importer, loop: _Loop, function: _Loop) -> tuple[list[Value], bool]:
+    """Import `loop` in place of its node, or `function`, another form of it, as functions.
+
+    Returns the results, and whether they are those of `loop`. Raises what the import of the functions raises.
+    """
+    is_run_directly = not function.has_graphs and not any(function.is_joined)
+    values = _unroll(importer, loop, _FEW_NODES if is_run_directly and loop.limit is not None else _MOST_NODES)
+    if values is not None:
+        return values, True
+    undo = importer.checkpoint()
+    try:
+        return list(map(Value, _run(importer, function))), False
+    except (FreeSizeError, UnsupportedFormError):
+        undo()
+        values = _unroll(importer, loop, _MOST_NODES) if loop.has_at_most(_MOST_NODES) else None
+        if values is None:
+            raise
+        return values, True
+
+
+def _unroll(importer: Importer, loop: _Loop, nodes: int) -> list[Value] | None:
+    """Import the iterations one after the other.
+
+    None where they have more than `nodes` nodes, and where their number is not known at import.
+    """
+    most = nodes // max(loop.nodes, 1)
     is_limited = isinstance(loop.limit, int)
     if loop.condition is not None or (loop.limit > most if is_limited else loop.limit is not None):
         return None
@@ -499,6 +535,8 @@ def _outline_step(
         wider = [either(importer, *pair) for pair in zip(types, after, strict=True)]
         if wider == types:
             return step, carried, is_counted
+        if loop.has_at_most(_MOST_NODES):
+            raise UnsupportedFormError("a carried value whose size changes")
         types = wider
         undo()
 
