@@ -13,10 +13,14 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from support.arrays import normal
-from tvmflow.compiler import CompiledModel, build, import_onnx
+from tvmflow.compiler import CompiledModel, build, import_onnx, lower, workloads
 from tvmflow.compiler.borders import split_lines
 from tvmflow.compiler.inspection import Inspection
+from tvmflow.compiler.lowering import lower_functions
+from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators.common import buffer
+from tvmflow.compiler.schedules import schedule
+from tvmflow.target import Target
 
 _WIDTHS = (1, 2, 4, 5, 7, 9, 10, 13, 19)
 
@@ -279,6 +283,37 @@ def test_the_pixels_of_a_padded_line_are_copied_without_a_condition_for_each(cha
         actual = tvm.runtime.tensor(np.zeros_like(expected))
         main(tvm.runtime.tensor(image), actual)
         np.testing.assert_array_equal(actual.numpy(), expected)
+
+
+def _stores(mod: tvm.IRModule) -> list[str]:
+    """The lines of code that write to a buffer."""
+    lines = [line for line in mod.script().splitlines() if re.match(r"\s+\w+\[.*\] = ", line)]
+    assert lines
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("node", "shapes"),
+    [
+        (make_node("Concat", ["x", "z", "x"], ["y"], axis=-1), [(1, 1), (2, 5), (17, 3)]),
+        (make_node("Pad", ["x", "pads"], ["y"], mode="reflect"), [(3, 1), (4, 1), (9, 1)]),
+    ],
+    ids=["concatenation", "reflection"],
+)
+def test_lines_of_free_length_ask_for_no_number_where_it_lies(
+    node: Any, shapes: list[tuple[int, int]], make_model: Any, assert_same_as_onnxruntime: Any, target: Target
+) -> None:
+    inputs = [("x", [2, "n"]), *([("z", [2, "m"])] if "z" in node.input else [])]
+    weights = {"pads": np.array([0, 2, 0, 1])} if "pads" in node.input else {}
+    path = make_model([node], inputs, ["y"], weights)
+    feeds = [{"x": normal(2, n), **({"z": normal(2, m)} if "z" in node.input else {})} for n, m in shapes]
+    assert_same_as_onnxruntime(path, *feeds)
+    (function,) = (item.func for item in workloads(lower(import_onnx(path), target)))
+    scheduled = tvm.IRModule({"main": schedule(function, machine(target))[0].with_attr("global_symbol", "main")})
+    assert any("if_then_else" in line for line in _stores(scheduled))
+    assert not any(
+        "if_then_else" in line for line in _stores(lower_functions(scheduled, tvm.target.Target(target.tvm)))
+    )
 
 
 def test_what_a_transposed_convolution_writes_is_joined_in_vectors(

@@ -307,7 +307,64 @@ def test_an_image_is_transposed_before_it_is_enlarged(
     model = assert_same_as_onnxruntime(path, {"x": normal(2, 3, 8, 6)})
     resizes = [item.func for item in workloads(lower(import_onnx(path), target)) if "resize" in item.name]
     assert [int(func.params[-1].shape[1]) for func in resizes] == [21]
-    assert rule_counts(model)["resize"] == (0 if "h" in shape else 1)
+    assert rule_counts(model)["resize"] == 1
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("width", ["w", 7], ids=["free width", "known width"])
+@pytest.mark.parametrize("is_channels_last", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"mode": "linear", "coordinate_transformation_mode": name} for name in ("half_pixel", "asymmetric")),
+        {"mode": "linear", "coordinate_transformation_mode": "pytorch_half_pixel"},
+        {"mode": "cubic", "cubic_coeff_a": -0.5, "exclude_outside": 1},
+        {"mode": "cubic", "coordinate_transformation_mode": "align_corners"},
+    ],
+    ids=str,
+)
+def test_images_of_free_size_are_interpolated_by_tables_that_the_function_computes(
+    options: dict[str, Any], is_channels_last: bool, width: Any, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        *([helper.make_node("Conv", ["x", "v"], ["c"], pads=[1] * 4)] if is_channels_last else []),
+        helper.make_node("Shape", ["z"], ["sizes_4"]),
+        helper.make_node("Slice", ["sizes_4", "two", "four"], ["image"]),
+        # The sizes are two at least: between the corners of a thinner result, another rule computes.
+        helper.make_node("Max", ["image", "two"], ["thick"]),
+        helper.make_node("Concat", ["start", "thick"], ["sizes"], axis=0),
+        helper.make_node("Resize", ["c" if is_channels_last else "x", "", "", "sizes"], ["r"], **options),
+        helper.make_node("Relu", ["r"], ["y"]),
+    ]
+    weights = {"two": np.array([2]), "four": np.array([4]), "start": np.array([2, 3]), "v": normal(3, 3, 3, 3)}
+    path = make_model(nodes, [("x", [2, 3, "h", width]), ("z", [1, 1, "h2", "w2"])], ["y"], weights)
+    feeds = [
+        {"x": normal(2, 3, high, 7 if width == 7 else 5), "z": normal(1, 1, *size)}
+        for high, size in ((9, (4, 33)), (1, (12, 2)), (6, (6, 19)))
+    ]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert rule_counts(model)["resize"] == 1
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("are_sizes_free", [False, True])
+@pytest.mark.parametrize("sizes", [(9,), (4, 3, 5)], ids=["one dimension", "three dimensions"])
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_data_of_one_or_three_dimensions_is_resized_as_images(
+    mode: str, sizes: tuple[int, ...], are_sizes_free: bool, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    # The second of three dimensions stays.
+    scales = np.array([1, 1, 2, *((1, 3) if len(sizes) > 1 else ())], "float32")
+    options = {"nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"} if mode == "nearest" else {}
+    resize = helper.make_node("Resize", ["x", "", "s"], ["r"], mode=mode, **options)
+    dims: list[Any] = ["n", 3, *("dhw"[: len(sizes)] if are_sizes_free else sizes)]
+    path = make_model([resize, helper.make_node("Relu", ["r"], ["y"])], [("x", dims)], ["y"], {"s": scales})
+    others = [tuple(size + 2 for size in sizes), (1,) * len(sizes)] if are_sizes_free else []
+    model = assert_same_as_onnxruntime(path, *({"x": normal(2, 3, *item)} for item in (sizes, *others)))
+    axes = 1 if len(sizes) == 1 else 2
+    assert rule_counts(model)["resize"] == (0 if mode == "nearest" else axes)
+    if mode == "nearest" and are_sizes_free:
+        assert sum("repeat" in name for name, _ in model.schedules) == axes
 
 
 @pytest.mark.parametrize("is_channels_last", [False, True])

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnxruntime
 import pytest
 import tvm
-from onnx import helper
+from onnx import TensorProto, helper
 from tvm import relax, te
 
 from support import scale
@@ -260,3 +261,13 @@ def test_a_library_holds_the_weights_of_a_quantised_file_in_8_bits(
             np.testing.assert_allclose(output, value, rtol=1e-4, atol=1e-4 * np.abs(value).max())
     widened = sum(3 * np.prod(shape) for shape in tensors.values())
     assert size[("PackAtLoad",)] - size[()] > 0.9 * widened
+
+
+def test_weights_of_bfloat16_stay_as_they_are(make_model: MakeModel, target: Target) -> None:
+    weight, x = (normal(48, 64).astype(ml_dtypes.bfloat16) for _ in range(2))
+    nodes = [helper.make_node("Mul", ["x", "w"], ["y"])]
+    path = make_model(
+        nodes, [("x", [48, 64], TensorProto.BFLOAT16)], [("y", None, TensorProto.BFLOAT16)], {"w": weight}
+    )
+    (result,) = build(import_onnx(path), target).load().run(x)
+    np.testing.assert_array_equal(np.asarray(result).view(x.dtype), x * weight)

@@ -1,65 +1,65 @@
-"""Copies the lines of a padded image without a condition for each number: padding, a line of the image, and padding.
+"""Splits loops where a condition for each number asks where in its line the number lies.
 
 A schedule computes padding by one loop over the pixels of a padded line, with a condition that asks for each pixel
-whether it lies in the image. Where the pixels have few channels, that condition costs more than the copy, and keeps
-LLVM from copying vectors. `split_lines` makes three loops of such a loop, and none of them has the condition.
+whether it lies in the image; a concatenation asks of which operand a number is. Where the numbers are copied one by
+one, that condition costs more than the copy, and keeps LLVM from copying vectors. `split_lines` makes several loops of
+such a loop, and none of them has the condition.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import tvm
 import tvm_ffi
 from tvm import sym, tirx
+from tvm.ir import TensorLoad
 from tvm.tirx import For, ForKind, SeqStmt
 
 from tvmflow.compiler.statements import map_functions, replace_variables, terms, uses, with_own_variables
 
 _IF_THEN_ELSE = tvm.ir.Op.get("prim.if_then_else")
+# A loop has no more such conditions, as the concatenation of so many tensors and one: each of them is one more loop.
+_MOST_CHOICES = 7
 
 
 def split_lines(mod: tvm.IRModule) -> tvm.IRModule:
-    """Return a lowered module whose loops over the pixels of padded lines have no condition for each pixel.
+    """Return a lowered module whose loops over the numbers of a line have no condition for the place of each.
 
-    Only loops change in which the numbers of a pixel are copied one by one: a condition for a vector of numbers costs
-    little.
+    Only loops change in which numbers are computed one by one: a condition for a vector of numbers costs little. A loop
+    of known length changes only if it copies the pixels of a padded line.
     """
     return map_functions(mod, lambda func: func.with_body(tvm_ffi.structural_map(func.body, (For, _split))))
 
 
-def _split(pixels: For) -> Any:
-    """Make three loops of a loop over the pixels of a padded line; return another loop unchanged."""
+def _split(line: For) -> Any:
+    """Make several loops of a loop over the numbers, or pixels, of a line; return another loop unchanged."""
     values: dict[Any, Any] = {}
-    store, inner = _only(pixels, values), []
+    store, inner = _only(line, values), []
     while isinstance(store, For):
         inner.append(store)
         store = _only(store, values)
-    choice = store.value if isinstance(store, tirx.BufferStore) else None
-    if not isinstance(choice, tvm.ir.Call) or not choice.op.same_as(_IF_THEN_ELSE):
-        return pixels
-    place, numbers = pixels.loop_var, [loop.loop_var for loop in inner]
-    condition, inside, outside = choice.args
-    line: list[Any] = []
-    pixel: list[Any] = []
-    others: list[Any] = []
-    for term in terms(replace_variables(condition, values)):
-        (others if uses(term, *numbers) else pixel if uses(term, place) else line).append(term)
-    bounds = sym.detect_clip_bound(tirx.all(*pixel), [place]) if pixel else ()
-    if not bounds or None in bounds:
-        return pixels
-    count, zero = pixels.extent, tirx.const(0, pixels.extent.ty.dtype)
-    first = tirx.max(tirx.min(bounds[0], count), zero)
-    end = tirx.max(tirx.min(bounds[1] + 1, count), first)
-    if line:
-        first, end = (tirx.Select(tirx.all(*line), bound, count) for bound in (first, end))
-    copy = tirx.if_then_else(tirx.all(*others), inside, outside) if others else inside
-    parts = []
-    for start, stop, value in ((zero, first, outside), (first, end, copy), (end, count, outside)):
-        body: Any = tirx.BufferStore(store.buffer, value, store.indices)
+    if not isinstance(store, tirx.BufferStore):
+        return line
+    place, value = line.loop_var, replace_variables(store.value, values)
+    indices = [replace_variables(index, values) for index in store.indices]
+    is_known = isinstance(line.extent, tirx.IntImm)
+    choices = [value] if is_known and _is_choice(value) else [] if is_known else _choices(value)
+    if len(choices) > _MOST_CHOICES:
+        return line
+    zero = tirx.const(0, line.extent.ty.dtype)
+    parts = [(zero, line.extent, value)]
+    for choice in choices:
+        parts = [part for whole in parts for part in _parts(choice, place, [loop.loop_var for loop in inner], *whole)]
+    if len(parts) == 1:
+        return line
+    statements = []
+    for start, stop, copy in parts:
+        body: Any = tirx.BufferStore(store.buffer, copy, indices)
         for loop in reversed(inner):
             body = For(loop.loop_var, loop.min, loop.extent, ForKind.SERIAL, body)
-        body = replace_variables(replace_variables(body, values), {place: place + start})
-        parts.append(with_own_variables(For(place, zero, stop - start, ForKind.SERIAL, body)))
-    return SeqStmt(parts)
+        body = replace_variables(body, {place: place + start})
+        statements.append(with_own_variables(For(place, zero, stop - start, ForKind.SERIAL, body)))
+    return SeqStmt(statements)
 
 
 def _only(loop: Any, values: dict[Any, Any]) -> Any:
@@ -72,3 +72,58 @@ def _only(loop: Any, values: dict[Any, Any]) -> Any:
             return None
         values[item.var] = replace_variables(item.value, values)
     return last
+
+
+def _is_choice(value: Any) -> bool:
+    return isinstance(value, tvm.ir.Call) and value.op.same_as(_IF_THEN_ELSE)
+
+
+def _choices(value: Any) -> list[Any]:
+    """The choices in a value whose conditions are of numbers alone, each before those in its branches."""
+    choices: list[Any] = []
+
+    def visit(call: tvm.ir.Call) -> tvm_ffi.WalkResult:
+        if _is_choice(call) and not _reads_memory(call.args[0]):
+            choices.append(call)
+        return tvm_ffi.WalkResult.ADVANCE
+
+    tvm_ffi.structural_walk(value, (tvm.ir.Call, visit), order="pre")
+    return choices
+
+
+def _reads_memory(value: Any) -> bool:
+    loads: list[Any] = []
+    tvm_ffi.structural_walk(value, (TensorLoad, loads.append))
+    return bool(loads)
+
+
+def _parts(
+    choice: Any, place: tirx.Var, numbers: Sequence[tirx.Var], start: Any, stop: Any, value: Any
+) -> list[tuple[Any, Any, Any]]:
+    """Cut the part of a line from `start` to `stop` where a choice in its `value` changes with the place.
+
+    `numbers` are those of a pixel.
+    """
+    condition, true, false = choice.args
+    line: list[Any] = []
+    pixel: list[Any] = []
+    others: list[Any] = []
+    for term in terms(condition):
+        (others if uses(term, *numbers) else pixel if uses(term, place) else line).append(term)
+    lowest, highest = (sym.detect_clip_bound(tirx.all(*pixel), [place]) if pixel else ()) or (None, None)
+    if lowest is None and highest is None:
+        return [(start, stop, value)]
+    inside = _replaced(value, choice, tirx.if_then_else(tirx.all(*others), true, false) if others else true)
+    outside = _replaced(value, choice, false)
+    first = start if lowest is None else tirx.max(tirx.min(lowest, stop), start)
+    end = stop if highest is None else tirx.max(tirx.min(highest + 1, stop), first)
+    if line:
+        first, end = (tirx.Select(tirx.all(*line), bound, stop) for bound in (first, end))
+    before = [] if lowest is None and not line else [(start, first, outside)]
+    return [*before, (first, end, inside), *([] if highest is None else [(end, stop, outside)])]
+
+
+def _replaced(value: Any, choice: Any, replacement: Any) -> Any:
+    """A value with a replacement of one of its choices."""
+    is_same = tvm_ffi.structural_equal
+    return tvm_ffi.structural_map(value, (tvm.ir.Call, lambda call: replacement if is_same(call, choice) else call))

@@ -1,9 +1,10 @@
 """Resize by products and gathers, for the forms in which TVM's own operator would be wrong."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,13 @@ def convert_resize(node: Node) -> relax.Expr | None:
         # TVM's converter takes no sizes with a symbol among them, be it the batch alone.
         has_symbols = is_symbolic or isinstance(node.input(3), relax.ShapeExpr)
         if has_symbols and steps and len(shape) == 4:
-            return _resize_image(node, shape, axes, results, scales)
+            sizes = [
+                results[axis] if results is not None else node.evaluator.multiply(shape[axis], round(scales[axis]))
+                for axis in (2, 3)
+            ]
+            return _resize_image(node, data, sizes)
+        if steps and len(shape) != 4 and coordinates in _COORDINATES_OF_LINES:
+            return _resize_lines(node, data, shape, steps)
         if not has_symbols or not steps:
             return None if steps else data
     if not dtype_of(data).startswith("float") and mode != "nearest":
@@ -109,17 +116,15 @@ _COORDINATES_OF_TVM = {
 }
 
 
-def _resize_image(
-    node: Node, shape: list[Any], axes: list[int], results: dict[int, Any] | None, scales: dict[int, float]
-) -> relax.Expr:
-    """Resize the last two of four dimensions, of which one or both are symbolic, by TVM's operator."""
-    sizes = [
-        results[axis] if results is not None else node.evaluator.multiply(shape[axis], round(scales[axis]))
-        for axis in (2, 3)
-    ]
+# Those that leave an axis of one element as it is.
+_COORDINATES_OF_LINES = {"half_pixel", "pytorch_half_pixel", "asymmetric"}
+
+
+def _resize_image(node: Node, image: relax.Expr, sizes: Sequence[Any]) -> relax.Expr:
+    """Resize the last two of four dimensions by TVM's operator."""
     mode = node.text("mode", "nearest")
     return relax.op.image.resize2d(
-        node.inputs[0],
+        image,
         relax.ShapeExpr(sizes),
         layout="NCHW",
         method="nearest_neighbor" if mode == "nearest" else mode,
@@ -129,6 +134,27 @@ def _resize_image(
         cubic_exclude=node.attrs.get("exclude_outside", 0),
         extrapolation_value=node.attrs.get("extrapolation_value", 0.0),
     )
+
+
+def _resize_lines(node: Node, data: relax.Expr, shape: Sequence[Any], steps: Sequence[_Step]) -> relax.Expr:
+    """Resize one axis after another of data of one or three dimensions as that of an image.
+
+    The dimensions before the axis become the channels of the image, those behind it its width.
+    """
+    sizes, last = list(shape), len(shape) - 1
+    results = {step.axis: step.result for step in steps}
+
+    def product(values: Iterable[Any]) -> Any:
+        return reduce(node.evaluator.multiply, values, 1)
+
+    for axis in sorted(results):
+        height, width = (1, sizes[axis]) if axis == last else (sizes[axis], product(sizes[axis + 1 :]))
+        batch, channels = sizes[0], product(sizes[1:axis])
+        sizes[axis] = results[axis]
+        image = node.emit(relax.op.reshape(data, (batch, channels, height, width)))
+        result = (1, sizes[axis]) if axis == last else (sizes[axis], width)
+        data = node.emit(relax.op.reshape(node.emit(_resize_image(node, image, result)), sizes))
+    return data
 
 
 def _results_and_scales(

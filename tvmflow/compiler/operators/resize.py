@@ -1,10 +1,12 @@
-"""Linear and cubic resizing of images along one axis, then the other: weighted sums of elements at constant places.
+"""Linear and cubic resizing of images along one axis, then the other: weighted sums of elements at places of a table.
 
-Images of free size that become a whole number of times as large as they are repeat their nearest neighbours.
+The tables are constants for a known size; for a free one the function computes them first. Images of free size that
+become a whole number of times as large as they are repeat their nearest neighbours.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,7 +31,7 @@ _MOST_REPEATS = 8
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
-    """Define the linear or cubic resize of float32 images of known size, NHWC or NCHW, and repeats of free size.
+    """Define the linear or cubic resize of float32 images, NHWC or NCHW, and nearest resizes that are repeats.
 
     Returns None for other types, modes and sizes.
     """
@@ -44,21 +46,110 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -
     if not is_float32(data) or str(call.ty.dtype) != "float32":
         return None
     axes = [layout.index(letter) for letter in "HW"]
-    sizes, results = ([static(tensor.ty.shape.values[axis]) or 0 for axis in axes] for tensor in (data, call))
-    if not all((*sizes, *results)):
-        return None
-    tables = []
-    for size, result in zip(sizes, results, strict=True):
-        places = source_places(size, result, result / size, coordinates, (0.0, 1.0))
-        alpha, exclude = float(attrs.cubic_alpha), bool(attrs.cubic_exclude)
-        tables.append(_taps(interpolation_weights(places, size, result / size, mode, False, alpha, exclude)))
+    resampling = _Resampling(mode, coordinates, float(attrs.cubic_alpha), bool(attrs.cubic_exclude))
+    pairs = [[tensor.ty.shape.values[axis] for tensor in (data, call)] for axis in axes]
     # Memory runs along the width, so the step along it is the slower one: it comes where there are fewer lines.
-    order = (1, 0) if sizes[0] <= results[0] else (0, 1)
-    arguments = [constant(table) for place in order for table in tables[place]]
-    taps = math.prod(len(places) for places, _ in tables)
-    apart = layout == "NCHW" or taps > _MOST_TAPS
-    compute = partial(resize, axes=[axes[place] for place in order], apart=apart)
-    return call_kernel(builder, compute, data, *arguments, name="resize2d")
+    order = [place for place in ((1, 0) if _may_grow(*pairs[0]) else (0, 1)) if _may_change(*pairs[place])]
+    if not order:
+        return None
+    steps, tables = [], []
+    for place in order:
+        size, result = pairs[place]
+        has_tables = None not in (static(size), static(result))
+        own = [constant(table) for table in resampling.known_tables(int(size), int(result))] if has_tables else []
+        steps.append(_Step(axes[place], int(own[0].ty.shape[0]) if own else resampling.taps, bool(own)))
+        tables += own
+    apart = layout == "NCHW" or math.prod(step.taps for step in steps) > _MOST_TAPS
+    compute = partial(resize, steps=steps, resampling=resampling, apart=apart)
+    results = [pairs[place][1] for place in order]
+    return call_kernel(builder, compute, data, results, *tables, name="resize2d")
+
+
+def _may_grow(size: Any, result: Any) -> bool:
+    """Whether an axis is not known to become shorter."""
+    return not sym.Analyzer().can_prove(result < size)
+
+
+def _may_change(size: Any, result: Any) -> bool:
+    """Whether an axis is not known to keep its size."""
+    return not sym.Analyzer().can_prove_equal(size, result)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The resize of an axis: how many elements a result is a sum of, and whether its tables are constants."""
+
+    axis: int
+    taps: int
+    has_tables: bool
+
+
+@dataclass(frozen=True)
+class _Resampling:
+    """How an axis is resampled: the attributes of Resize that have these names in ONNX, and two of cubic `mode`."""
+
+    mode: str
+    coordinates: str
+    alpha: float
+    excludes_outside: bool
+
+    @property
+    def taps(self) -> int:
+        """The elements around a place."""
+        return 4 if self.mode == "cubic" else 2
+
+    def known_tables(self, size: int, result: int) -> tuple[Array, Array]:
+        """Return the tables of `resize` for an axis of known sizes, before and after."""
+        # In float32 as ONNX Runtime does.
+        places = source_places(size, result, result / size, self.coordinates, (0.0, 1.0), "float32")
+        return _taps(
+            interpolation_weights(places, size, result / size, self.mode, False, self.alpha, self.excludes_outside)
+        )
+
+    def computed_tables(self, size: Any, result: Any) -> tuple[te.Tensor, te.Tensor]:
+        """Return the tables of `resize` as tensors that the function computes, in float32 as ONNX Runtime does."""
+        shape, before = (self.taps, result), self.taps // 2 - 1
+        # TVM's analysis of an integer that is made of a quotient in floating point raises; it does not look in buffers.
+        sources = te.compute((result,), lambda at: self._place(size, result, at), name="sources")
+        last, zero = tirx.Cast("int32", size - 1), tirx.const(0, "int32")
+
+        def element(tap: Any, at: Any) -> Any:
+            return tirx.Cast("int32", tirx.floor(sources[at])) + tirx.Cast("int32", tap) - before
+
+        def weight(tap: Any, at: Any) -> Any:
+            value = self._weight(sources[at], tirx.Cast("float32", tap) - before)
+            number = element(tap, at)
+            is_inside = tirx.all(number >= 0, number <= last)
+            return tirx.Select(is_inside, value, tirx.const(0, "float32")) if self.excludes_outside else value
+
+        def share(tap: Any, at: Any) -> Any:
+            return weight(tap, at) / sum(weight(tirx.const(item, "int32"), at) for item in range(self.taps))
+
+        places = te.compute(shape, lambda tap, at: tirx.max(tirx.min(element(tap, at), last), zero), name="places")
+        return places, te.compute(shape, share if self.excludes_outside else weight, name="weights")
+
+    def _place(self, size: Any, result: Any, at: Any) -> Any:
+        """The place of an element of the result in the axis before, as `source_places` has it."""
+        one, half = tirx.const(1, "float32"), tirx.const(0.5, "float32")
+        size, result, at = (tirx.Cast("float32", item) for item in (size, result, at))
+        if self.coordinates == "align_corners":
+            return at * (size - one) / tirx.max(result - one, one)
+        if self.coordinates == "asymmetric":
+            return at / (result / size)
+        place = (at + half) / (result / size) - half
+        if self.coordinates == "pytorch_half_pixel":
+            return tirx.Select(result > one, place, tirx.const(0, "float32"))
+        return place
+
+    def _weight(self, place: Any, tap: Any) -> Any:
+        """The weight of the element that lies `tap` elements behind the one before a place."""
+        away = tirx.abs(place - tirx.floor(place) - tap)
+        if self.mode == "linear":
+            return 1 - away
+        alpha = self.alpha
+        near = ((alpha + 2) * away - (alpha + 3)) * away * away + 1
+        far = ((alpha * away - 5 * alpha) * away + 8 * alpha) * away - 4 * alpha
+        return tirx.Select(away <= 1, near, far)
 
 
 def _whole_factors(call: relax.Call) -> list[int] | None:
@@ -102,19 +193,28 @@ def _taps(weights: Array) -> tuple[Array, Array]:
     return places, values
 
 
-def resize(data: te.Tensor, *tables: te.Tensor, axes: Sequence[int], apart: bool) -> te.Tensor:
-    """Resize `data` along each of the `axes`, in their order.
+def resize(
+    data: te.Tensor,
+    results: Sequence[Any],
+    *tables: te.Tensor,
+    steps: Sequence[_Step],
+    resampling: _Resampling,
+    apart: bool,
+) -> te.Tensor:
+    """Resize `data` to each of the `results` along the axis of one of the `steps`, in their order.
 
-    `tables` are two tensors of shape `[taps, result size]` for each axis, in the order of the axes. The first holds the
-    indices (int32) of the elements whose weighted sum is a result, the second holds their weights (float32). With
-    `apart` the result along each axis but the last is stored in a buffer. Without it one expression computes all axes.
+    `tables` are two tensors of shape `[taps, result size]` for each step that has them, in the order of the steps. The
+    first holds the indices (int32) of the elements whose weighted sum is a result, the second holds their weights
+    (float32). With `apart` the result along each axis but the last is stored in a buffer. Without it one expression
+    computes all axes.
     """
-    shape, element = list(data.shape), partial(_read, data)
-    for step, axis in enumerate(axes):
-        places, weights = tables[2 * step : 2 * step + 2]
-        shape[axis] = places.shape[1]
-        element = partial(_interpolate, element, places, weights, axis)
-        if apart and step < len(axes) - 1:
+    shape, element, given = list(data.shape), partial(_read, data), iter(tables)
+    for number, (step, result) in enumerate(zip(steps, results, strict=True)):
+        axis = step.axis
+        pair = (next(given), next(given)) if step.has_tables else resampling.computed_tables(data.shape[axis], result)
+        shape[axis] = pair[0].shape[1]
+        element = partial(_interpolate, element, *pair, step)
+        if apart and number < len(steps) - 1:
             line = te.compute(shape, element, name="line")
             element = partial(_read, line)
     return te.compute(shape, element, name="resize", attrs={KERNEL: "resize"})
@@ -124,10 +224,10 @@ def _read(tensor: te.Tensor, *index: Any) -> Any:
     return tensor[index]
 
 
-def _interpolate(read: Callable[..., Any], places: te.Tensor, weights: te.Tensor, axis: int, *index: Any) -> Any:
-    """The element at `index` of what `read` returns the elements of, resized along `axis`."""
-    total = None
-    for tap in range(int(places.shape[0])):
+def _interpolate(read: Callable[..., Any], places: te.Tensor, weights: te.Tensor, step: _Step, *index: Any) -> Any:
+    """The element at `index` of what `read` returns the elements of, resized by `step`."""
+    total, axis = None, step.axis
+    for tap in range(step.taps):
         place = tirx.Cast("int64", places[tap, index[axis]])
         product = read(*index[:axis], place, *index[axis + 1 :]) * weights[tap, index[axis]]
         total = product if total is None else total + product

@@ -158,6 +158,9 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
 
 def _narrow(weight: tvm.ir.GenericConst) -> NarrowWeight | None:
     """A constant in 8 bits; None where that is not possible, or saves too little."""
+    # NumPy takes no tensor of bfloat16 from another library.
+    if str(weight.ty.dtype) != "float32":
+        return None
     value = np.from_dlpack(weight.value)
     form = narrow(value) if value.nbytes >= _SMALLEST_GAIN else None
     return form if form is not None and value.nbytes - form.nbytes >= _SMALLEST_GAIN else None
