@@ -194,6 +194,27 @@ def test_iterations_of_a_known_number_take_the_place_of_their_loop_where_the_lib
     assert model.has_direct_main
 
 
+def test_a_loop_of_few_iterations_may_end_before_them_and_change_its_sizes(
+    make_text: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    path = make_text("""
+model (float[n, 4] x, float limit) => (float[n, m] y)
+<int64 trips = {9}, bool go = {1}, float[1] half = {0.5}, int64[1] last = {1}, int64[2] all = {0, 1}>
+{
+  y = Loop (trips, go, x) <
+    body = iteration (int64 i, bool c, float[n, p] a) => (bool d, float[n, q] b)
+    {
+      e = Tanh (a)  f = Mul (e, half)  g = Add (f, a)  k = Sub (g, half)  l = Exp (k)  o = Neg (l)
+      h = ReduceSum <keepdims = 1> (o, last)  b = Concat <axis = 1> (g, h)
+      s = ReduceMin <keepdims = 0> (h, all)  d = Greater (s, limit)
+    }
+  >
+}""")
+    feeds = [{"x": _random(3, 4), "limit": np.array(limit, "float32")} for limit in (-8, -100, 0)]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert len(_loops_of_machine(model)) == 1
+
+
 # TensorFlow's loops: a counter of 32 bits is compared with the number of steps, in floating point for older opsets.
 # The first product reads a row of x in each step, the second one the state.
 _STEPS = """

@@ -54,6 +54,10 @@ _LEVELS = 40
 _Iterate = Callable[[relax.Expr, Sequence[Value]], tuple[Value | None, list[Value], list[Value]]]
 
 
+class _SizeChangesError(Exception):
+    """A carried value of a loop that `keeps_sizes` changes its size."""
+
+
 @dataclass(frozen=True)
 class _Loop:
     """A Loop or a Scan.
@@ -61,7 +65,8 @@ class _Loop:
     `limit` is the most iterations, a size or a tensor; None without a limit. `condition` says whether there is a first
     iteration, None where that is certain. `initial` are the values to carry. `nodes` counts those of an iteration,
     which `iterate` imports, and `has_graphs` where one of these has graphs of its own. Values of all iterations are
-    stacked along `axes`, the last first where `is_reversed`, or concatenated along these axes where `is_joined`.
+    stacked along `axes`, the last first where `is_reversed`, or concatenated along these axes where `is_joined`. A
+    carried value that changes its size is an error where the loop `keeps_sizes`.
     """
 
     limit: Any
@@ -73,6 +78,7 @@ class _Loop:
     axes: Sequence[int]
     is_reversed: Sequence[bool]
     is_joined: Sequence[bool]
+    keeps_sizes: bool = False
 
     def has_at_most(self, nodes: int) -> bool:
         """Return whether the number of iterations is known, and all of them together have at most `nodes` nodes."""
@@ -302,26 +308,21 @@ def _import(importer: Importer, loop: _Loop, function: _Loop) -> tuple[list[Valu
     Returns the results, and whether they are those of `loop`. Raises what the import of the functions raises.
     """
     is_run_directly = not function.has_graphs and not any(function.is_joined)
-    values = _unroll(importer, loop, _FEW_NODES if is_run_directly and loop.limit is not None else _MOST_NODES)
+    if is_run_directly and loop.has_at_most(_MOST_NODES) and not loop.has_at_most(_FEW_NODES):
+        undo = importer.checkpoint()
+        try:
+            return list(map(Value, _run(importer, replace(function, keeps_sizes=True)))), False
+        except (_SizeChangesError, FreeSizeError, UnsupportedFormError):
+            undo()
+    values = _unroll(importer, loop)
     if values is not None:
         return values, True
-    undo = importer.checkpoint()
-    try:
-        return list(map(Value, _run(importer, function))), False
-    except (FreeSizeError, UnsupportedFormError):
-        undo()
-        values = _unroll(importer, loop, _MOST_NODES) if loop.has_at_most(_MOST_NODES) else None
-        if values is None:
-            raise
-        return values, True
+    return list(map(Value, _run(importer, function))), False
 
 
-def _unroll(importer: Importer, loop: _Loop, nodes: int) -> list[Value] | None:
-    """Import the iterations one after the other.
-
-    None where they have more than `nodes` nodes, and where their number is not known at import.
-    """
-    most = nodes // max(loop.nodes, 1)
+def _unroll(importer: Importer, loop: _Loop) -> list[Value] | None:
+    """Import the iterations one after the other; None where they are many, or their number is not known at import."""
+    most = _MOST_NODES // max(loop.nodes, 1)
     is_limited = isinstance(loop.limit, int)
     if loop.condition is not None or (loop.limit > most if is_limited else loop.limit is not None):
         return None
@@ -535,8 +536,8 @@ def _outline_step(
         wider = [either(importer, *pair) for pair in zip(types, after, strict=True)]
         if wider == types:
             return step, carried, is_counted
-        if loop.has_at_most(_MOST_NODES):
-            raise UnsupportedFormError("a carried value whose size changes")
+        if loop.keeps_sizes:
+            raise _SizeChangesError
         types = wider
         undo()
 
