@@ -266,6 +266,20 @@ def _padded_lines(channels: int, has_lines: bool) -> tirx.PrimFunc:
     return tirx.PrimFunc([image, padded], builder.get().body).with_attr("global_symbol", "main")
 
 
+def test_what_the_loops_of_a_line_define_is_replaced_in_all_of_them() -> None:
+    width, x, c, count, column = (tirx.Var(name, "int64") for name in ("width", "x", "c", "count", "column"))
+    image, padded = buffer("image", (width, width)), buffer("padded", (width + 3, width))
+    value = tirx.if_then_else(column >= 0, image[column, c], tirx.const(-1, "float32"))
+    store = tirx.BufferStore(padded, value, [x, c])
+    numbers = tirx.For(c, 0, count, tirx.ForKind.SERIAL, store)
+    pixel = tirx.SeqStmt([tirx.Bind(count, width), tirx.Bind(column, x - 3), numbers])
+    body = tirx.For(x, 0, width + 3, tirx.ForKind.SERIAL, pixel)
+    function = tirx.PrimFunc([image, padded], body).with_attr("global_symbol", "main")
+    split = split_lines(tvm.IRModule({"main": function}))["main"]
+    assert not {count, column} & set(tirx.analysis.undefined_vars(split.body, [image, padded]))
+    assert "if_then_else" not in split.script()
+
+
 @pytest.mark.parametrize("has_lines", [False, True], ids=["columns", "lines and columns"])
 @pytest.mark.parametrize("channels", [1, 3], ids=str)
 def test_the_pixels_of_a_padded_line_are_copied_without_a_condition_for_each(channels: int, has_lines: bool) -> None:

@@ -41,9 +41,9 @@ def _split(line: For) -> Any:
     if not isinstance(store, tirx.BufferStore):
         return line
     place, value = line.loop_var, replace_variables(store.value, values)
-    indices = [replace_variables(index, values) for index in store.indices]
-    is_known = isinstance(line.extent, tirx.IntImm)
-    choices = [value] if is_known and _is_choice(value) else [] if is_known else _choices(value)
+    choices = _choices(value)
+    if isinstance(line.extent, tirx.IntImm):
+        choices = [value] if _is_choice(value) else []
     if len(choices) > _MOST_CHOICES:
         return line
     zero = tirx.const(0, line.extent.ty.dtype)
@@ -54,10 +54,10 @@ def _split(line: For) -> Any:
         return line
     statements = []
     for start, stop, copy in parts:
-        body: Any = tirx.BufferStore(store.buffer, copy, indices)
+        body: Any = tirx.BufferStore(store.buffer, copy, store.indices)
         for loop in reversed(inner):
             body = For(loop.loop_var, loop.min, loop.extent, ForKind.SERIAL, body)
-        body = replace_variables(body, {place: place + start})
+        body = replace_variables(replace_variables(body, values), {place: place + start})
         statements.append(with_own_variables(For(place, zero, stop - start, ForKind.SERIAL, body)))
     return SeqStmt(statements)
 
