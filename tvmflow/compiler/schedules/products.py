@@ -40,7 +40,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     steps = [*outer, *chunks, *registers.split_steps(sch, last, choices)]
     registers.accumulate(sch, product.block, product.tile.loops, steps)
     registers.keep_in_registers(sch, product.result_tile.loops)
-    tails.mark_tail(sch, product.result_tile.row)
+    tails.mark_tail(sch, product.result_tile.row, single=kind == "rows")
     return True
 
 

@@ -2,10 +2,10 @@
 
 The rows of a line fill whole register tiles. Where a function learns the length of its lines only when it runs, the
 last tile of a line may be mostly empty. A schedule marks the loop over the rows of a tile of the result by an
-annotation, and `expand` writes a second, smaller tile, and a branch that takes it where its rows are enough
-(`mark_tail`). The output tiles of Winograd's algorithm are such rows, too; those that lie beyond the line are not
-transformed (`mark_tiles`). Or it writes the rows of a tile a second time, without a condition for each row, and a
-branch that takes this form in whole tiles (`mark_whole`).
+annotation, and `expand` writes a second, smaller tile, perhaps a third one of a single row, and branches that take
+these where their rows are enough (`mark_tail`). The output tiles of Winograd's algorithm are such rows, too; those that
+lie beyond the line are not transformed (`mark_tiles`). Or it writes the rows of a tile a second time, without a
+condition for each row, and a branch that takes this form in whole tiles (`mark_whole`).
 
 Of an image of unknown height, the last strip of lines may have fewer of them: each line is computed where there is one
 (`mark_lines`).
@@ -33,22 +33,26 @@ from tvmflow.compiler.statements import (
     without_annotation,
 )
 
-# The annotations of the loop over the rows of a tile of the result. The value of the first two is the size of a row.
+# The annotations of the loop over the rows of a tile of the result. The value of tail and tiles is the size of a row.
 _TAIL = "tvmflow.tail"
+_SINGLE = "tvmflow.single_row"
 _TILES = "tvmflow.tiles"
 _WHOLE = "tvmflow.whole"
 _LINES = "tvmflow.lines_of_strip"
 
 
-def mark_tail(sch: Schedule, rows: LoopRV, size: int = 1) -> None:
+def mark_tail(sch: Schedule, rows: LoopRV, size: int = 1, *, single: bool = False) -> None:
     """Mark the outermost loop of the block that writes a tile, which runs over the tile's rows, for `expand`.
 
     A row stands for `size` neighbours in a line of the function's result. With a `size` above 1 the result is an image
     with the channels last, and the block has three dimensions at the end: groups of rows, the rows of a group, and
-    channels. Does nothing where all sizes are known: these tiles fit. The product must not run by an instruction that
+    channels. With `single` there is a third tile, of one row: of one row, a product reads its weights as fast as memory
+    gives them. Does nothing where all sizes are known: these tiles fit. The product must not run by an instruction that
     has buffers of its own, as those of bfloat16 and of 8-bit integers have.
     """
     _annotate(sch, rows, _TAIL, size)
+    if single:
+        _annotate(sch, rows, _SINGLE, 1)
 
 
 def mark_tiles(sch: Schedule, rows: LoopRV, size: int) -> None:
@@ -100,32 +104,45 @@ def expand(func: PrimFunc) -> PrimFunc:
 
 
 def _add_tails(stmt: SeqStmt, result: Any, buffers: list[tirx.Var]) -> Any:
-    """Return statements of which the last two, a product and the loop over its rows, have a smaller form as well.
+    """Return statements of which the last two, a product and the loop over its rows, have smaller forms as well.
 
-    `result` is that of the function. The smaller form has its own tensors of products, which are added to `buffers`: of
-    one that both write, TVM would keep a whole line.
+    `result` is that of the function. The smaller forms have their own tensors of products, which are added to
+    `buffers`: of one that all write, TVM would keep a whole line.
     """
     *before, product, rows = stmt.seq
     if not isinstance(rows, For) or _TAIL not in rows.annotations:
         return stmt
-    size, rows = int(rows.annotations[_TAIL]), without_annotation(rows, _TAIL)
+    size, has_single = int(rows.annotations[_TAIL]), _SINGLE in rows.annotations
+    rows = without_annotation(without_annotation(rows, _TAIL), _SINGLE)
     (writer,) = _blocks(rows)
     whole = SeqStmt([product, rows])
     limit = _limit(rows, writer.predicate if size == 1 else _place(writer, rows.extent) * size < result.shape[-2])
     if limit is None:
         return SeqStmt([*before, *whole.seq])
-    half = (int(rows.extent) + 1) // 2
     loops = {rows.loop_var, *_list_row_loops(product, rows, writer)}
+    half = (int(rows.extent) + 1) // 2
+    forms: Any = _shortened(whole, loops, half, buffers)
+    if half > 1 and has_single:
+        forms = _choose(limit, rows, 1, forms, _shortened(whole, loops, 1, buffers))
+    return SeqStmt([*before, _choose(limit, rows, half, whole, forms)])
+
+
+def _shortened(whole: Any, loops: set[tirx.Var], rows: int, buffers: list[tirx.Var]) -> Any:
+    """Return a statement whose `loops` run over fewer rows, with its own tensors, which are added to `buffers`."""
 
     def shorten(loop: For) -> Any:
         if loop.loop_var not in loops:
             return loop
-        extent = tirx.const(half, loop.extent.ty.dtype)
+        extent = tirx.const(rows, loop.extent.ty.dtype)
         return For(loop.loop_var, loop.min, extent, loop.kind, loop.body, loop.thread_binding, loop.annotations)
 
-    small = _renewed(tvm_ffi.structural_map(whole, (For, shorten)), buffers)
-    is_longer = common.substitute(limit, {rows.loop_var: tirx.const(half, rows.extent.ty.dtype)})
-    return SeqStmt([*before, run_if(is_longer, whole), run_if(tirx.Not(is_longer), small)])
+    return _renewed(tvm_ffi.structural_map(whole, (For, shorten)), buffers)
+
+
+def _choose(limit: Any, rows: For, count: int, longer: Any, shorter: Any) -> SeqStmt:
+    """Run one of two forms: `shorter`, of `count` rows, unless the `limit` of the loop over rows allows for more."""
+    is_longer = common.substitute(limit, {rows.loop_var: tirx.const(count, rows.extent.ty.dtype)})
+    return SeqStmt([run_if(is_longer, longer), run_if(tirx.Not(is_longer), shorter)])
 
 
 def _leave_out_tiles(rows: For, result: Any) -> For:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tvm import tirx
 from tvm.s_tir import Schedule
@@ -127,11 +128,15 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         else:
             task = sch.fuse(*tile_loops[:-1])
         common.parallel(sch, task, machine)
-    if not form.is_bf16:
+    if not form.is_bf16 and whole and not form.is_flat:
+        for stage, depth in ((transformed, form.steps), (result, form.channels)):
+            sch.transform_layout(stage, ("write", 0), _taps_within_groups)
+            _separate_taps(sch, stage, 4 * form.rows * depth, form.side**2, machine, axis=4)
+    elif not form.is_bf16:
         # The output tiles from one tap to the next: those of a line or of all images.
         count = columns if whole and form.is_flat else _count(form.places)
         for stage, depth in ((transformed, form.steps), (result, form.channels)):
-            _separate_taps(sch, stage, 4 * count * depth, form.side**2, machine)
+            _separate_taps(sch, stage, 4 * count * depth, form.side**2, machine, axis=1)
     for pad in common.find_blocks(sch, "pad"):
         sch.compute_at(pad, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, pad, machine)
@@ -213,14 +218,18 @@ def _count(sizes: Sequence[tirx.Expr]) -> int:
     return math.prod(int(size) if isinstance(size, tirx.IntImm) else 0 for size in sizes)
 
 
-def _separate_taps(sch: Schedule, block: SBlockRV, distance: int, taps: int, machine: Machine) -> None:
+def _taps_within_groups(a: Any, b: Any, image: Any, line: Any, group: Any, tile: Any, channel: Any) -> list[Any]:
+    return [image, line, group, a, b, tile, channel]
+
+
+def _separate_taps(sch: Schedule, block: SBlockRV, distance: int, taps: int, machine: Machine, *, axis: int) -> None:
     """Move the taps of a tile in a block's result to different sets of the first-level cache, if too many share one.
 
     `taps` is their number, and `distance` the bytes from one to the next; 0: unknown. A transform reads or writes
     all of them at a time, and in a set without room they would evict each other.
     """
     if cost.lines_in_set(taps, distance, machine) > cost.rows_in_set(machine):
-        sch.storage_align(block, 0, 1, machine.first.span // machine.number, machine.first.line // machine.number)
+        sch.storage_align(block, 0, axis, machine.first.span // machine.number, machine.first.line // machine.number)
 
 
 def bound(sch: Schedule) -> float | None:
