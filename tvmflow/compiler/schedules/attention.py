@@ -6,7 +6,7 @@ from tvm.s_tir.schedule import SBlockRV
 from tvmflow.compiler.annotations import DOT, LANES, TILE, VECTORS
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common, registers
+from tvmflow.compiler.schedules import common, registers, remainder
 from tvmflow.compiler.schedules.dot import inline_exact, use_dot_products
 
 _PACKED = ("keys", "values", "mask")
@@ -30,7 +30,7 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     width = common.extent(sch, channel) or 0
     value_lanes = min(lanes, (common.extent(sch, sch.get_loops(mixed)[3]) or 0) // value_vectors)
     by_pairs = DOT in annotations
-    outer, pieces, lane = common.split_channels(sch, channel, value_vectors, value_lanes)
+    outer, pieces, lane = remainder.split(sch, channel, value_vectors, value_lanes)
     sch.reorder(batch, head, strip, outer, near, pieces, lane)
     task = sch.fuse(batch, head, strip)
     common.parallel(sch, task, machine)

@@ -8,7 +8,7 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvmflow.compiler.annotations import CHUNK, COLUMNS, DOT, LANES, LINES, TILE, WINDOW, WINOGRAD
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common, registers, tails, winograd
+from tvmflow.compiler.schedules import common, registers, remainder, tails, winograd
 from tvmflow.compiler.schedules.dot import inline_exact, use_dot_products
 from tvmflow.compiler.schedules.patches import Reach, mark_part, mark_patches
 
@@ -79,7 +79,7 @@ def _last(
     n, h, w, c = sch.get_loops(common.inline_epilogue(sch, last))
     strip, part, line = sch.split(h, [None, lines // step, step])
     beside, far, near = sch.split(w, [None, columns // rows, rows])
-    outer, pieces, lane = common.split_channels(sch, c, count, width)
+    outer, pieces, lane = remainder.split(sch, c, count, width)
     sch.reorder(n, strip, beside, part, line, far, outer, near, pieces, lane)
     task = sch.fuse(n, strip, beside)
     common.parallel(sch, task, machine)

@@ -387,18 +387,6 @@ def vectorize_padded(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     sch.loop_partition(vectors, [whole])
 
 
-def split_channels(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tuple[LoopRV, LoopRV, LoopRV]:
-    """Split the loop `channel` over output channels into loops over tiles, vectors and lanes, and return these three.
-
-    A tile has `count` vectors of `lanes` channels. Where the number of channels is no multiple of `lanes`, a tile has
-    more and smaller vectors that divide it, so that no store needs a mask.
-    """
-    channels = extent(sch, channel)
-    store = lanes if channels is None else math.gcd(channels, lanes)
-    outer, pieces, lane = sch.split(channel, [None, count * lanes // store, store])
-    return outer, pieces, lane
-
-
 def subject_of(sch: Schedule, block: SBlockRV) -> str:
     """Return the subject of the decisions about a block; empty where there are none."""
     return str(sch.get(block).annotations.get(SUBJECT, ""))

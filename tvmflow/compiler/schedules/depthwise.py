@@ -14,7 +14,7 @@ from tvmflow.compiler.annotations import DOT, LANES, NARROW, PADDING, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.depthwise import MOST_LINES
-from tvmflow.compiler.schedules import common, registers, tails
+from tvmflow.compiler.schedules import common, registers, remainder, tails
 
 # The most taps of a kernel that are all unrolled, and the most of a kernel whose rows are unrolled.
 _TAPS_UNROLLED, _ROWS_UNROLLED = 9, 49
@@ -36,7 +36,7 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     out = common.inline_epilogue(sch, product)
     n, h, w, c = sch.get_loops(out)
     far, near = sch.split(w, [None, pixels])
-    outer, pieces, lane = common.split_channels(sch, c, 1, lanes)
+    outer, pieces, lane = remainder.split(sch, c, 1, lanes)
     height, kernel_h = (common.extent(sch, loop) for loop in (h, sch.get_loops(product)[4]))
     # TVM finds no instruction for pairs of channels in a strip that may end beyond the image.
     options = {"1": 1} if height is None and DOT in annotations else _rank_lines(height, machine)

@@ -13,7 +13,7 @@ from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import static
-from tvmflow.compiler.schedules import common, prefetch, registers, tails
+from tvmflow.compiler.schedules import common, prefetch, registers, remainder, tails
 from tvmflow.compiler.schedules.registers import RegisterTile
 
 # The cycles of a tile of which two divisions of 64-bit integers are a twentieth.
@@ -103,7 +103,7 @@ def tile_product(
         count = registers.choose_vectors(rows, vectors, machine, choices, tasks or None)
     else:
         count = choose_vectors(rows, vectors or 1)
-    outer, pieces, lane = common.split_channels(sch, channel, count, lanes)
+    outer, pieces, lane = remainder.split(sch, channel, count, lanes)
     far, near = sch.split(loops[-2], [None, rows])
     weights = [static(size) or 1 for size in sizes[-reduced : len(sizes) - grouped]]
     # To find a tile in a batch of matrices of free sizes takes divisions, unless a matrix is one task.

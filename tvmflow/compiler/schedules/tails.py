@@ -136,7 +136,7 @@ def _shortened(whole: Any, loops: set[tirx.Var], rows: int, buffers: list[tirx.V
         extent = tirx.const(rows, loop.extent.ty.dtype)
         return For(loop.loop_var, loop.min, extent, loop.kind, loop.body, loop.thread_binding, loop.annotations)
 
-    return _renewed(tvm_ffi.structural_map(whole, (For, shorten)), buffers)
+    return renewed(tvm_ffi.structural_map(whole, (For, shorten)), buffers)
 
 
 def _choose(limit: Any, rows: For, count: int, longer: Any, shorter: Any) -> SeqStmt:
@@ -189,7 +189,7 @@ def _add_whole(rows: For) -> Any:
     limit = _limit(rows, writer.predicate)
     if limit is None:
         return rows
-    whole = _renewed(_without_term(rows, limit), [])
+    whole = renewed(_without_term(rows, limit), [])
     all_inside = common.substitute(limit, {rows.loop_var: rows.extent - 1})
     return SeqStmt([run_if(all_inside, whole), run_if(tirx.Not(all_inside), rows)])
 
@@ -228,7 +228,7 @@ def _list_row_loops(product: Any, rows: For, writer: SBlockRealize) -> Iterator[
             yield from (item.loop_var for item in unrolled if uses(index, item.loop_var))
 
 
-def _renewed(stmt: Any, buffers: list[tirx.Var]) -> Any:
+def renewed(stmt: Any, buffers: list[tirx.Var]) -> Any:
     """Return a statement with new variables for its loops, and new tensors, added to `buffers`, for those it reads.
 
     Only tensors that it writes before it reads them are new.

@@ -14,7 +14,7 @@ from tvmflow.compiler.annotations import LANES, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import BF16, use
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common, prefetch, registers, tails
+from tvmflow.compiler.schedules import common, prefetch, registers, remainder, tails
 from tvmflow.compiler.winograd import error_bound
 
 
@@ -166,7 +166,7 @@ def _schedule_output(sch: Schedule, form: _Form, out: SBlockRV, back: SBlockRV, 
     n, h, w, c = sch.get_loops(out)
     high, h = sch.split(h, [None, form.size])
     *far, w = sch.split(w, [None, form.size] if form.is_flat else [None, form.rows, form.size])
-    outer, pieces, lane = common.split_channels(sch, c, 1, form.lanes)
+    outer, pieces, lane = remainder.split(sch, c, 1, form.lanes)
     sch.reorder(n, high, *far, outer, h, w, pieces, lane)
     task = sch.fuse(n, high)
     common.parallel(sch, task, machine)
