@@ -230,10 +230,10 @@ def error_bounds(func: PrimFunc) -> dict[str, float]:
 def complete(scheduled: PrimFunc) -> PrimFunc:
     """Add to a scheduled function the code that schedule primitives cannot write, and return the function.
 
-    That code is prefetches, smaller tiles for the last rows of a line, smaller vectors for the last channels, conditions
-    that leave out padding and pixels beyond the image, transposes of tiles, roundings to bfloat16 and guards of reads. The result is in SSA form:
-    schedule primitives copy bindings of variables, and TVM's passes would mix up the values of such a variable in
-    different parts of a loop.
+    That code is prefetches, smaller tiles for the last rows of a line, smaller vectors for the last channels,
+    conditions that leave out padding and pixels beyond the image, transposes of tiles, roundings to bfloat16 and guards
+    of reads. The result is in SSA form: schedule primitives copy bindings of variables, and TVM's passes would mix up
+    the values of such a variable in different parts of a loop.
     """
     tiled = padding.skip(remainder.expand(tails.expand(patches.expand(prefetch.expand(scheduled)))))
     completed = guards.guard_reads(use_rounding(transposes.expand(tiled)))
