@@ -268,3 +268,19 @@ def test_a_chain_that_reads_each_value_several_times_does_not_grow_with_every_st
     x = np.random.default_rng(0).standard_normal((4, 40), "float32")
     # Each step reads its value three times: written out, the last would have three to the power of 14 terms.
     assert_same_as_onnxruntime(path, {"x": x})
+
+
+@pytest.mark.parametrize(("operator", "is_unrolled"), [("Relu", True), ("Tanh", False)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_function_of_many_steps_is_computed_row_by_row_after_a_product(
+    operator: str, is_unrolled: bool, precision: Any, make_model: Any, target: Target
+) -> None:
+    target = resolve("x86-64-v4-bf16") if precision == "bf16" else target
+    weights = {"w": normal(64, 64)}
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["z"]), helper.make_node(operator, ["z"], ["y"])]
+    path: Path = make_model(nodes, [("x", [48, 64])], ["y"], weights)
+    lowered = lower(import_onnx(path), target, BuildOptions(precision=precision))
+    (product,) = (item.func for item in workloads(lowered) if kernels_of(item.func))
+    sch, *_ = variants(product, machine(target), most=1)
+    *_, rows, _, _ = (sch.get(loop) for loop in sch.get_loops(sch.get_sblock(operator.lower())))
+    assert (rows.kind == tvm.tirx.ForKind.UNROLLED) == is_unrolled

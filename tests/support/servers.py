@@ -52,7 +52,12 @@ def serving(command: list[str], port: int, health: str, log: Path, settings: Map
         # A server's own children may outlive it: the whole group ends.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
-        process.wait(30)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            # SeaweedFS was once seen to go on after the signal.
+            process.kill()
+            process.wait()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 

@@ -114,6 +114,11 @@ def walk(expr: Any, *, indices: bool = True) -> Iterator[Any]:
             yield from walk(part, indices=indices)
 
 
+def has_function(sch: Schedule, block: SBlockRV) -> bool:
+    """Whether a block computes a function of many steps, such as an exponential."""
+    return any(isinstance(node, tirx.Let) for node in walk(sch.get(block).body))
+
+
 def substitute(expr: Any, values: Mapping[Any, Any]) -> Any:
     """Return an expression, simplified, with `values` in the place of the variables that are its keys."""
     analyzer = tvm.sym.Analyzer()

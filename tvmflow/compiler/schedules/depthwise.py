@@ -5,7 +5,6 @@ Convolutions in groups narrower than a vector use the same tile, and shuffle a v
 
 from collections.abc import Sequence
 
-from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
@@ -103,7 +102,7 @@ def _llvm_moves_sums(sch: Schedule, product: SBlockRV, out: SBlockRV) -> bool:
     The sums of a strip and of all channels are stored first then.
     """
     *_, y, x = (common.extent(sch, loop) or 0 for loop in sch.get_loops(product))
-    return y * x > _TAPS_UNROLLED and any(isinstance(node, tirx.Let) for node in common.walk(sch.get(out).body))
+    return y * x > _TAPS_UNROLLED and common.has_function(sch, out)
 
 
 def _pads_twice(height: int | None, lines: int, taps: int | None, numbers: Sequence[int]) -> bool:

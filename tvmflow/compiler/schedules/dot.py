@@ -48,7 +48,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         # The block around the instruction is a new one.
         (block,) = sch.get_child_blocks(steps[0])
         sch.annotate(block, PADDING, [int(item) for item in annotations[PADDING]])
-    registers.keep_in_registers(sch, tiling.result_tile.loops)
+    registers.write_tile(sch, tiling.out, tiling.result_tile.loops)
     return True
 
 

@@ -39,7 +39,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     *chunks, last = prefetch.split_chunks(sch, last, choices) if product.streams else [last]
     steps = [*outer, *chunks, *registers.split_steps(sch, last, choices)]
     registers.accumulate(sch, product.block, product.tile.loops, steps)
-    registers.keep_in_registers(sch, product.result_tile.loops)
+    registers.write_tile(sch, product.out, product.result_tile.loops)
     tails.mark_tail(sch, product.result_tile.row, single=kind == "rows")
     return True
 
@@ -49,11 +49,12 @@ class TiledProduct:
     """A product scheduled down to its register tile.
 
     `task` is the loop that runs in parallel. `tile` is the register tile in the product's `block`; the `reductions` are
-    still inside its loops. `result_tile` is the same tile in the block that writes the result. `streams` is true where
-    the weights are too large for the cache.
+    still inside its loops. `result_tile` is the same tile in the block `out`, which writes the result. `streams` is
+    true where the weights are too large for the cache.
     """
 
     block: SBlockRV
+    out: SBlockRV
     task: LoopRV
     tile: RegisterTile
     reductions: tuple[LoopRV, ...]
@@ -127,7 +128,7 @@ def tile_product(
     (row, column), reductions = inner[-reduced - 2 : -reduced], inner[-reduced:]
     tile = registers.split_tile(sch, row, column, rows, count, lanes)
     prefetch.fetch_result(sch, out, near, machine, choices)
-    return TiledProduct(product, task, tile, tuple(reductions), RegisterTile(near, pieces, lane), streams)
+    return TiledProduct(product, out, task, tile, tuple(reductions), RegisterTile(near, pieces, lane), streams)
 
 
 def _fuse_tasks(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:

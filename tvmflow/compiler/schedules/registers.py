@@ -76,6 +76,18 @@ def keep_in_registers(sch: Schedule, loops: Sequence[LoopRV]) -> None:
         sch.unroll(loop)
 
 
+def write_tile(sch: Schedule, block: SBlockRV, loops: Sequence[LoopRV]) -> None:
+    """Write a tile of results by the `loops` of a block, in vectors.
+
+    They are unrolled, so that the sums go from registers to memory, unless the block computes a function of many steps,
+    such as an exponential: that of all sums at once would need more registers than these leave.
+    """
+    if common.has_function(sch, block):
+        sch.vectorize(loops[-1])
+    else:
+        keep_in_registers(sch, loops)
+
+
 def split_steps(sch: Schedule, reduction: LoopRV, choices: Choices, subject: str = "") -> list[LoopRV]:
     """Split a reduction around a register tile into an outer loop and unrolled steps; return the loops as a list.
 

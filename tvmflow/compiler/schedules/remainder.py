@@ -27,8 +27,7 @@ _CHANNELS = "tvmflow.channels"
 def split(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tuple[LoopRV, LoopRV, LoopRV]:
     """Split the loop `channel` over output channels into loops over tiles, vectors and lanes, and return these three.
 
-    A tile has `count` vectors of `lanes` channels. The caller makes the loop over vectors, and those around it within a
-    tile, unrolled ones, and vectorises the loop over lanes.
+    A tile has `count` vectors of `lanes` channels. The caller vectorises the loop over lanes.
     """
     channels = common.extent(sch, channel)
     outer, pieces, lane = sch.split(channel, [None, count, lanes])
@@ -48,7 +47,7 @@ def _expand(tile: For) -> Any:
     loops: list[Any] = [tile]
     while isinstance(loops[-1].body, For):
         loops.append(loops[-1].body)
-    if tile.kind != ForKind.UNROLLED or len(loops) < 2 or _CHANNELS not in loops[-2].annotations:
+    if len(loops) < 2 or _CHANNELS not in loops[-2].annotations:
         return tile
     *rows, pieces, lane = loops
     realize = lane.body
@@ -68,7 +67,7 @@ def _expand(tile: For) -> Any:
         start = tirx.const(first // lanes, zero.ty.dtype)
         if number == 1:
             return renewed(replace_variables(run, {pieces.loop_var: start}), [])
-        return renewed(For(pieces.loop_var, zero, tirx.const(number, zero.ty.dtype), ForKind.UNROLLED, run), [])
+        return renewed(For(pieces.loop_var, zero, tirx.const(number, zero.ty.dtype), pieces.kind, run), [])
 
     def whole_tile(parts: Sequence[Any]) -> Any:
         stmt = SeqStmt(parts) if len(parts) > 1 else parts[0]
@@ -76,6 +75,12 @@ def _expand(tile: For) -> Any:
             stmt = with_loop_body(loop, stmt)
         return renewed(stmt, [])
 
+    end = common.substitute(
+        limit.a, {pieces.loop_var: tirx.const(count - 1, "int64"), lane.loop_var: tirx.const(lanes - 1, "int64")}
+    )
+    if uses(end, *(loop.loop_var for loop in rows)):
+        # The inner loops alone are within a tile.
+        return tile
     start = (channels - 1) // (count * lanes) * count * lanes
     full, rest = divmod(channels - start, lanes)
     parts = [vectors(0, full, lanes)] if full else []
@@ -89,8 +94,5 @@ def _expand(tile: For) -> Any:
     last = whole_tile(parts)
     if start == 0:
         return last
-    end = common.substitute(
-        limit.a, {pieces.loop_var: tirx.const(count - 1, "int64"), lane.loop_var: tirx.const(lanes - 1, "int64")}
-    )
     is_whole = end < channels
     return SeqStmt([run_if(is_whole, whole_tile([vectors(0, count, lanes)])), run_if(tirx.Not(is_whole), last)])
