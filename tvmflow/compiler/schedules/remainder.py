@@ -42,57 +42,77 @@ def expand(func: PrimFunc) -> PrimFunc:
     return func if body.same_as(func.body) else func.with_body(body)
 
 
-def _expand(tile: For) -> Any:
+def _expand(loop: For) -> Any:
     """Return the loops over a tile of the result in two forms; other loops are returned unchanged."""
-    loops: list[Any] = [tile]
+    loops: list[Any] = [loop]
     while isinstance(loops[-1].body, For):
         loops.append(loops[-1].body)
     if len(loops) < 2 or _CHANNELS not in loops[-2].annotations:
-        return tile
-    *rows, pieces, lane = loops
-    realize = lane.body
-    count, lanes, channels = int(pieces.extent), int(lane.extent), int(pieces.annotations[_CHANNELS])
-    (limit,) = (term for term in terms(realize.predicate) if uses(term, lane.loop_var))
-    kept = [term for term in terms(realize.predicate) if not term.same_as(limit)]
-    condition = tirx.all(*kept) if kept else tirx.const(True, "bool")
-    inside = SBlockRealize(realize.iter_values, condition, realize.block)
+        return loop
+    tile = _Tile(loops)
+    # Else the inner ones of these loops alone are within a tile.
+    return loop if uses(tile.last_channel, *(item.loop_var for item in tile.rows)) else tile.in_two_forms()
 
-    def vectors(first: int, number: int, width: int) -> For:
-        """The loops over so many vectors of a width, of which the first begins at a channel of the tile."""
-        zero = tirx.const(0, lane.extent.ty.dtype)
-        place = {lane.loop_var: lane.loop_var + first % lanes}
-        body = inside if first % lanes == 0 else replace_variables(inside, place)
-        kind = ForKind.VECTORIZED if width > 1 else ForKind.SERIAL
-        run = For(lane.loop_var, zero, tirx.const(width, zero.ty.dtype), kind, body)
-        start = tirx.const(first // lanes, zero.ty.dtype)
-        if number == 1:
-            return renewed(replace_variables(run, {pieces.loop_var: start}), [])
-        return renewed(For(pieces.loop_var, zero, tirx.const(number, zero.ty.dtype), pieces.kind, run), [])
 
-    def whole_tile(parts: Sequence[Any]) -> Any:
+class _Tile:
+    """The loops that write a tile of the result: `rows`, and within them those over vectors and lanes."""
+
+    def __init__(self, loops: Sequence[Any]) -> None:
+        *self.rows, self._vectors, self._lanes = loops
+        self._count, self._width = int(self._vectors.extent), int(self._lanes.extent)
+        self._channels = int(self._vectors.annotations[_CHANNELS])
+        realize = self._lanes.body
+        (limit,) = (term for term in terms(realize.predicate) if uses(term, self._lanes.loop_var))
+        kept = [term for term in terms(realize.predicate) if not term.same_as(limit)]
+        condition = tirx.all(*kept) if kept else tirx.const(True, "bool")
+        self._block = SBlockRealize(realize.iter_values, condition, realize.block)
+        last = {self._vectors.loop_var: self._count - 1, self._lanes.loop_var: self._width - 1}
+        # The last channel of the tile, which may not exist.
+        self.last_channel = common.substitute(limit.a, {name: tirx.const(at, "int64") for name, at in last.items()})
+
+    def in_two_forms(self) -> Any:
+        """Return a branch between whole vectors and the vectors of the last tile; the latter alone of a single tile."""
+        left = (self._channels - 1) % (self._count * self._width) + 1
+        last = self._write(self._last_vectors(left))
+        if left == self._channels:
+            return last
+        is_whole = self.last_channel < self._channels
+        return SeqStmt([run_if(is_whole, self._write([self._whole(self._count)])), run_if(tirx.Not(is_whole), last)])
+
+    def _last_vectors(self, left: int) -> list[Any]:
+        """The vectors of a tile in which so many channels are left."""
+        first = left - left % self._width
+        parts = [self._whole(first // self._width)] if first else []
+        width = self._width // 2
+        while first < left:
+            if left - first >= width:
+                parts.append(self._part(first, width))
+                first += width
+            width //= 2
+        return parts
+
+    def _whole(self, count: int) -> Any:
+        """The loops over the first `count` vectors of the tile."""
+        return renewed(_with_extent(self._vectors, count, _with_extent(self._lanes, self._width, self._block)), [])
+
+    def _part(self, first: int, width: int) -> Any:
+        """A vector of fewer lanes, which begins at the channel `first` of the tile."""
+        vector, lane = divmod(first, self._width)
+        places = {
+            self._vectors.loop_var: tirx.const(vector, "int64"),
+            self._lanes.loop_var: self._lanes.loop_var + lane,
+        }
+        return renewed(_with_extent(self._lanes, width, replace_variables(self._block, places)), [])
+
+    def _write(self, parts: Sequence[Any]) -> Any:
+        """Write all rows by these parts."""
         stmt = SeqStmt(parts) if len(parts) > 1 else parts[0]
-        for loop in reversed(rows):
+        for loop in reversed(self.rows):
             stmt = with_loop_body(loop, stmt)
         return renewed(stmt, [])
 
-    end = common.substitute(
-        limit.a, {pieces.loop_var: tirx.const(count - 1, "int64"), lane.loop_var: tirx.const(lanes - 1, "int64")}
-    )
-    if uses(end, *(loop.loop_var for loop in rows)):
-        # The inner loops alone are within a tile.
-        return tile
-    start = (channels - 1) // (count * lanes) * count * lanes
-    full, rest = divmod(channels - start, lanes)
-    parts = [vectors(0, full, lanes)] if full else []
-    first = full * lanes
-    width = lanes // 2
-    while rest:
-        if rest >= width:
-            parts.append(vectors(first, 1, width))
-            first, rest = first + width, rest - width
-        width //= 2
-    last = whole_tile(parts)
-    if start == 0:
-        return last
-    is_whole = end < channels
-    return SeqStmt([run_if(is_whole, whole_tile([vectors(0, count, lanes)])), run_if(tirx.Not(is_whole), last)])
+
+def _with_extent(loop: For, extent: int, body: Any) -> For:
+    """Return a loop of another extent, with another body and no annotations; a loop of one iteration is serial."""
+    kind = loop.kind if extent > 1 else ForKind.SERIAL
+    return For(loop.loop_var, loop.min, tirx.const(extent, loop.extent.ty.dtype), kind, body)
