@@ -219,6 +219,7 @@ def _count(sizes: Sequence[tirx.Expr]) -> int:
 
 
 def _taps_within_groups(a: Any, b: Any, image: Any, line: Any, group: Any, tile: Any, channel: Any) -> list[Any]:
+    """The order of a stage's dimensions in which the taps of a group are side by side, at distances that are known."""
     return [image, line, group, a, b, tile, channel]
 
 
