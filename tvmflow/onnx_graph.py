@@ -19,6 +19,11 @@ def nodes_of(graph: "onnx.GraphProto") -> "Iterator[onnx.NodeProto]":
         yield from inner_nodes(node)
 
 
+def has_graphs(node: "onnx.NodeProto") -> bool:
+    """Return whether a node has graphs among its attributes, as If, Loop and Scan have."""
+    return any(attribute.HasField("g") for attribute in node.attribute)
+
+
 def inner_nodes(node: "onnx.NodeProto") -> "Iterator[onnx.NodeProto]":
     """Yield the nodes of the graphs in a node's attributes, at any depth."""
     for attribute in node.attribute:

@@ -41,9 +41,8 @@ def _split(line: For) -> Any:
     if not isinstance(store, tirx.BufferStore):
         return line
     place, value = line.loop_var, replace_variables(store.value, values)
-    choices = _choices(value)
-    if isinstance(line.extent, tirx.IntImm):
-        choices = [value] if _is_choice(value) else []
+    is_known = isinstance(line.extent, tirx.IntImm)
+    choices = [item for item in (value,) if _is_choice(item)] if is_known else _choices(value)
     if len(choices) > _MOST_CHOICES:
         return line
     zero = tirx.const(0, line.extent.ty.dtype)

@@ -25,7 +25,7 @@ from tvmflow.compiler.onnx import Converter
 from tvmflow.compiler.refusals import Refusal
 from tvmflow.compiler.schedules import is_elementwise, iterations_of, kernels_of
 from tvmflow.errors import BuildError
-from tvmflow.onnx_graph import node_name, operator_name
+from tvmflow.onnx_graph import has_graphs, node_name, operator_name
 from tvmflow.target import Precision, Target, explain_missing_unit
 
 Verdict = Literal["fast", "fallback", "folded", "refused", "unexamined"]
@@ -189,11 +189,7 @@ def _is_judged_alone(record: NodeRecord) -> bool:
     """Whether a node can be compiled by itself: it has no graphs, and the shapes of its operands are known."""
     types = [expr.ty for expr in record.inputs.values() if isinstance(getattr(expr, "ty", None), relax.TensorType)]
     has_shapes = all(isinstance(ty.shape, relax.ShapeExpr) for ty in types)
-    return record.status == "converted" and has_shapes and not _has_graphs(record.node)
-
-
-def _has_graphs(node: onnx.NodeProto) -> bool:
-    return any(attribute.HasField("g") for attribute in node.attribute)
+    return record.status == "converted" and has_shapes and not has_graphs(record.node)
 
 
 def _without_names(original: onnx.NodeProto) -> bytes:
@@ -234,7 +230,7 @@ def _rows_without_code(survey: Survey) -> "Iterator[_Row]":
         elif record.status == "unexamined":
             reason = "it reads what a refused node would compute, or has such a node within"
             yield _Row(operator_name(node), "unexamined", "", reason, "", 1, name, None)
-        elif record.status == "converted" and _has_graphs(node):
+        elif record.status == "converted" and has_graphs(node):
             yield _Row(operator_name(node), "fallback", "control flow", _CONTROL, "", 1, name, None)
         elif record.status == "converted" and not _is_judged_alone(record):
             yield _Row(operator_name(node), "unexamined", "", _NO_SHAPE, "", 1, name, None)

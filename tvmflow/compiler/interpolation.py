@@ -21,12 +21,10 @@ def source_places(
     """
     x = np.arange(result, dtype=dtype)
     scale = x.dtype.type(scale)
-    if mode == "asymmetric":
-        return x / scale
-    if mode == "align_corners":
-        length = scale * size
-        return np.zeros(result) if length == 1 else x * (size - 1) / (length - 1)
-    if mode == "pytorch_half_pixel" and scale * size <= 1:
+    length = scale * size
+    if mode == "align_corners" and length == 1:
+        return np.zeros(result)
+    if mode == "pytorch_half_pixel" and length <= 1:
         return np.full(result, 0.0)
     if mode == "tf_half_pixel_for_nn":
         return (x + 0.5) / scale
@@ -36,11 +34,31 @@ def source_places(
             return np.full(1, 0.5 * (start + end) * (size - 1))
         return start * (size - 1) + x * (end - start) * (size - 1) / (result - 1)
     if mode == "half_pixel_symmetric":
-        adjustment = result / (scale * size)
+        adjustment = result / length
         return size / 2 * (1 - adjustment) + (x + 0.5) / scale - 0.5
-    if mode in ("half_pixel", "pytorch_half_pixel"):
-        return (x + 0.5) / scale - 0.5
+    if mode in ("asymmetric", "align_corners", "half_pixel", "pytorch_half_pixel"):
+        places: Array = source_place(x, size, length, scale, mode)
+        return places
     raise ValueError(f"coordinate_transformation_mode {mode!r}")
+
+
+def source_place(x: Any, size: Any, length: Any, scale: Any, mode: str) -> Any:
+    """Return the source position of an element `x` of a resized axis, an array or an expression.
+
+    The axis has `size` elements before and `length` after. `mode` is asymmetric, align_corners or half_pixel.
+    """
+    if mode == "asymmetric":
+        return x / scale
+    if mode == "align_corners":
+        return x * (size - 1) / (length - 1)
+    return (x + 0.5) / scale - 0.5
+
+
+def cubic_weights(distance: Any, alpha: float) -> tuple[Any, Any]:
+    """Return the cubic filter at a distance of one at most, and at one of one to two; an array or an expression."""
+    near = ((alpha + 2) * distance - (alpha + 3)) * (distance * distance) + 1
+    far = ((alpha * distance - 5 * alpha) * distance + 8 * alpha) * distance - 4 * alpha
+    return near, far
 
 
 def interpolation_weights(
@@ -59,8 +77,7 @@ def interpolation_weights(
         taps = np.arange(math.floor(place) - support, math.floor(place) + support + 2)
         distance = np.abs(place - taps) * stretch
         if mode == "cubic":
-            near = ((alpha + 2) * distance - (alpha + 3)) * distance**2 + 1
-            far = ((alpha * distance - 5 * alpha) * distance + 8 * alpha) * distance - 4 * alpha
+            near, far = cubic_weights(distance, alpha)
             values = np.where(distance <= 1, near, np.where(distance < 2, far, 0.0))
         else:
             values = np.maximum(0.0, 1 - distance)

@@ -7,7 +7,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import SBlock
-from tvm.tirx import For, ForKind, PrimFunc
+from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
 _renew = tvm_ffi.get_global_func("s_tir.RenewDefs")
 
@@ -75,3 +75,8 @@ def run_if(condition: Any, statement: Any) -> For:
     takes minutes.
     """
     return For(tirx.Var("once", "int64"), tirx.const(0, "int64"), condition.astype("int64"), ForKind.SERIAL, statement)
+
+
+def run_either(condition: Any, statement: Any, other: Any) -> SeqStmt:
+    """Run a statement where a condition holds, and another one where it does not."""
+    return SeqStmt([run_if(condition, statement), run_if(tirx.Not(condition), other)])

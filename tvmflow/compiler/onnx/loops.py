@@ -2,10 +2,10 @@
 
 A loop of few iterations is imported in place of its node. Another one becomes functions of the module: the function
 of the loop, and that of an iteration. On a CPU, `passes.loops` replaces the body of the former by one function of the
-library that counts the iterations, where it can; else the virtual machine runs the loop, unless its number of
-iterations is known and so small that they are imported in place, too. It then calls itself for one half of its
-iterations, and for the other: a loop of a million iterations is twenty calls deep, and no call holds more than one set
-of the values that the loop carries.
+library that counts the iterations, where it can. Where it cannot, the iterations are imported in place of the node, if
+their number is known and they are not too many; else the virtual machine runs the loop. The loop's function then calls
+itself for one half of the iterations, and for the other: a loop of a million iterations is twenty calls deep, and no
+call holds more than one set of the values that the loop carries.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ from tvmflow.compiler.onnx.outlining import (
 )
 from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, bind_sizes
 from tvmflow.compiler.onnx.values import const, dims_of, is_static
-from tvmflow.onnx_graph import inner_nodes, nodes_of, source_of, writers_of
+from tvmflow.onnx_graph import has_graphs, nodes_of, source_of, writers_of
 
 # A loop is imported in place of its node if all of its iterations together have no more nodes: to call functions for
 # each iteration would take more time than it saves in the build.
@@ -104,8 +104,7 @@ def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
 
     They do where the number of iterations is known at import and all together have few nodes. Otherwise the body
     becomes functions that the model calls, and a sequence that the iterations fill and the model concatenates becomes a
-    stack. Raises UnsupportedFormError for other sequences, and for a carried value whose type or rank
-    changes.
+    stack. Raises UnsupportedFormError for other sequences, and for a carried value whose type or rank changes.
     """
     graph = graph_of(node, "body")
     count, condition, *initial = (importer.value(name) if name else None for name in node.input)
@@ -123,7 +122,8 @@ def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
         same = {graph.input[2 + place].name: node.input[2 + place] for place in constant}
         graph = with_gathered_rows(graph, hoist_products(importer, graph, taken, same))
     loop = _Loop(
-        limit if counted is None else counted, condition, carried, len(list(nodes_of(graph))), _has_graphs(graph),
+        limit if counted is None else counted, condition, carried,
+        len(list(nodes_of(graph))), any(map(has_graphs, graph.node)),
         _iterating(importer, graph, carried, [], set(), is_counted=counted is not None),
         [0] * stacks, [False] * stacks, [False] * stacks,
     )  # fmt: skip
@@ -287,7 +287,7 @@ def convert_scan(importer: Importer, node: onnx.NodeProto) -> bool:
         return None, results[:carried], results[carried:]
 
     loop = _Loop(
-        length, None, operands[:carried], len(list(nodes_of(graph))), _has_graphs(graph), iterate,
+        length, None, operands[:carried], len(list(nodes_of(graph))), any(map(has_graphs, graph.node)), iterate,
         attributes.get("scan_output_axes", [0] * stacks),
         [bool(item) for item in attributes.get("scan_output_directions", [0] * stacks)],
         [False] * stacks,
@@ -295,11 +295,6 @@ def convert_scan(importer: Importer, node: onnx.NodeProto) -> bool:
     values, is_in_place = _import(importer, loop, loop)
     set_results(importer, node, values)
     return is_in_place
-
-
-def _has_graphs(graph: onnx.GraphProto) -> bool:
-    """Whether a node of a graph has graphs of its own."""
-    return any(True for node in graph.node for _ in inner_nodes(node))
 
 
 def _import(importer: Importer, loop: _Loop, function: _Loop) -> tuple[list[Value], bool]:

@@ -79,12 +79,10 @@ def convert_resize(node: Node) -> relax.Expr | None:
         # TVM's converter takes no sizes with a symbol among them, be it the batch alone.
         has_symbols = is_symbolic or isinstance(node.input(3), relax.ShapeExpr)
         if has_symbols and steps and len(shape) == 4:
-            sizes = [
-                results[axis] if results is not None else node.evaluator.multiply(shape[axis], round(scales[axis]))
-                for axis in (2, 3)
-            ]
-            return _resize_image(node, data, sizes)
-        if steps and len(shape) != 4 and coordinates in _COORDINATES_OF_LINES:
+            return _resize_image(node, data, [lengths[axis] for axis in (2, 3)])
+        # Integers that are interpolated would be rounded after each axis.
+        takes_lines = coordinates in _COORDINATES_OF_LINES and (mode == "nearest" or dtype_of(data).startswith("float"))
+        if steps and len(shape) != 4 and takes_lines:
             return _resize_lines(node, data, shape, steps)
         if not has_symbols or not steps:
             return None if steps else data

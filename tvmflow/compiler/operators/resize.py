@@ -4,7 +4,6 @@ The tables are constants for a known size; for a free one the function computes 
 become a whole number of times as large as they are repeat their nearest neighbours.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,13 @@ import numpy as np
 from tvm import relax, sym, te, tirx
 
 from tvmflow.compiler.annotations import KERNEL
-from tvmflow.compiler.interpolation import Array, interpolation_weights, source_places
+from tvmflow.compiler.interpolation import (
+    Array,
+    cubic_weights,
+    interpolation_weights,
+    source_place,
+    source_places,
+)
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import call_kernel, constant, is_float32, static
 
@@ -52,17 +57,19 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -
     order = [place for place in ((1, 0) if _may_grow(*pairs[0]) else (0, 1)) if _may_change(*pairs[place])]
     if not order:
         return None
-    steps, tables = [], []
+    steps: list[tuple[int, bool]] = []
+    tables: list[Array] = []
+    taps = 1
     for place in order:
-        size, result = pairs[place]
-        has_tables = None not in (static(size), static(result))
-        own = [constant(table) for table in resampling.known_tables(int(size), int(result))] if has_tables else []
-        steps.append(_Step(axes[place], int(own[0].ty.shape[0]) if own else resampling.taps, bool(own)))
+        is_known = None not in map(static, pairs[place])
+        own = resampling.known_tables(*map(int, pairs[place])) if is_known else ()
+        steps.append((axes[place], is_known))
         tables += own
-    apart = layout == "NCHW" or math.prod(step.taps for step in steps) > _MOST_TAPS
+        taps *= len(own[0]) if own else resampling.taps
+    apart = layout == "NCHW" or taps > _MOST_TAPS
     compute = partial(resize, steps=steps, resampling=resampling, apart=apart)
     results = [pairs[place][1] for place in order]
-    return call_kernel(builder, compute, data, results, *tables, name="resize2d")
+    return call_kernel(builder, compute, data, results, *map(constant, tables), name="resize2d")
 
 
 def _may_grow(size: Any, result: Any) -> bool:
@@ -73,15 +80,6 @@ def _may_grow(size: Any, result: Any) -> bool:
 def _may_change(size: Any, result: Any) -> bool:
     """Whether an axis is not known to keep its size."""
     return not sym.Analyzer().can_prove_equal(size, result)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The resize of an axis: how many elements a result is a sum of, and whether its tables are constants."""
-
-    axis: int
-    taps: int
-    has_tables: bool
 
 
 @dataclass(frozen=True)
@@ -130,15 +128,12 @@ class _Resampling:
 
     def _place(self, size: Any, result: Any, at: Any) -> Any:
         """The place of an element of the result in the axis before, as `source_places` has it."""
-        one, half = tirx.const(1, "float32"), tirx.const(0.5, "float32")
         size, result, at = (tirx.Cast("float32", item) for item in (size, result, at))
-        if self.coordinates == "align_corners":
-            return at * (size - one) / tirx.max(result - one, one)
-        if self.coordinates == "asymmetric":
-            return at / (result / size)
-        place = (at + half) / (result / size) - half
+        # Between the corners of one element, there is none.
+        length = tirx.max(result, tirx.const(2, "float32")) if self.coordinates == "align_corners" else result
+        place = source_place(at, size, length, result / size, self.coordinates)
         if self.coordinates == "pytorch_half_pixel":
-            return tirx.Select(result > one, place, tirx.const(0, "float32"))
+            return tirx.Select(result > 1, place, tirx.const(0, "float32"))
         return place
 
     def _weight(self, place: Any, tap: Any) -> Any:
@@ -146,10 +141,7 @@ class _Resampling:
         away = tirx.abs(place - tirx.floor(place) - tap)
         if self.mode == "linear":
             return 1 - away
-        alpha = self.alpha
-        near = ((alpha + 2) * away - (alpha + 3)) * away * away + 1
-        far = ((alpha * away - 5 * alpha) * away + 8 * alpha) * away - 4 * alpha
-        return tirx.Select(away <= 1, near, far)
+        return tirx.Select(away <= 1, *cubic_weights(away, self.alpha))
 
 
 def _whole_factors(call: relax.Call) -> list[int] | None:
@@ -197,23 +189,22 @@ def resize(
     data: te.Tensor,
     results: Sequence[Any],
     *tables: te.Tensor,
-    steps: Sequence[_Step],
+    steps: Sequence[tuple[int, bool]],
     resampling: _Resampling,
     apart: bool,
 ) -> te.Tensor:
-    """Resize `data` to each of the `results` along the axis of one of the `steps`, in their order.
+    """Resize `data` to each of the `results` along an axis, in the order of the `steps`.
 
-    `tables` are two tensors of shape `[taps, result size]` for each step that has them, in the order of the steps. The
-    first holds the indices (int32) of the elements whose weighted sum is a result, the second holds their weights
-    (float32). With `apart` the result along each axis but the last is stored in a buffer. Without it one expression
-    computes all axes.
+    A step is an axis, and whether its sizes are known. `tables` are two tensors of shape `[taps, result size]` for each
+    axis of known sizes, in the order of the steps; for others, the function computes them. The first holds the indices
+    (int32) of the elements whose weighted sum is a result, the second holds their weights (float32). With `apart` the
+    result along each axis but the last is stored in a buffer. Without it one expression computes all axes.
     """
     shape, element, given = list(data.shape), partial(_read, data), iter(tables)
-    for number, (step, result) in enumerate(zip(steps, results, strict=True)):
-        axis = step.axis
-        pair = (next(given), next(given)) if step.has_tables else resampling.computed_tables(data.shape[axis], result)
-        shape[axis] = pair[0].shape[1]
-        element = partial(_interpolate, element, *pair, step)
+    for number, ((axis, is_known), result) in enumerate(zip(steps, results, strict=True)):
+        pair = (next(given), next(given)) if is_known else resampling.computed_tables(data.shape[axis], result)
+        shape[axis] = result
+        element = partial(_interpolate, element, *pair, axis)
         if apart and number < len(steps) - 1:
             line = te.compute(shape, element, name="line")
             element = partial(_read, line)
@@ -224,10 +215,10 @@ def _read(tensor: te.Tensor, *index: Any) -> Any:
     return tensor[index]
 
 
-def _interpolate(read: Callable[..., Any], places: te.Tensor, weights: te.Tensor, step: _Step, *index: Any) -> Any:
-    """The element at `index` of what `read` returns the elements of, resized by `step`."""
-    total, axis = None, step.axis
-    for tap in range(step.taps):
+def _interpolate(read: Callable[..., Any], places: te.Tensor, weights: te.Tensor, axis: int, *index: Any) -> Any:
+    """The element at `index` of what `read` returns the elements of, resized along `axis`."""
+    total = None
+    for tap in range(int(places.shape[0])):
         place = tirx.Cast("int64", places[tap, index[axis]])
         product = read(*index[:axis], place, *index[axis + 1 :]) * weights[tap, index[axis]]
         total = product if total is None else total + product

@@ -12,13 +12,13 @@ from typing import Any
 
 import tvm_ffi
 from tvm import tirx
-from tvm.s_tir import SBlockRealize, Schedule
+from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV
 from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
 from tvmflow.compiler.schedules import common
-from tvmflow.compiler.schedules.tails import renewed
-from tvmflow.compiler.statements import replace_variables, run_if, terms, uses, with_loop_body
+from tvmflow.compiler.schedules.tails import limit_of, renewed, without_term
+from tvmflow.compiler.statements import replace_variables, run_either, uses, with_loop_body
 
 # The annotation of the loop over the vectors of a tile: the number of channels of the result.
 _CHANNELS = "tvmflow.channels"
@@ -49,23 +49,25 @@ def _expand(loop: For) -> Any:
         loops.append(loops[-1].body)
     if len(loops) < 2 or _CHANNELS not in loops[-2].annotations:
         return loop
-    tile = _Tile(loops)
+    limit = limit_of(loops[-1], loops[-1].body.predicate)
+    if limit is None:
+        return loop
+    tile = _Tile(loops, limit)
     # Else the inner ones of these loops alone are within a tile.
     return loop if uses(tile.last_channel, *(item.loop_var for item in tile.rows)) else tile.in_two_forms()
 
 
 class _Tile:
-    """The loops that write a tile of the result: `rows`, and within them those over vectors and lanes."""
+    """The loops that write a tile of the result: `rows`, and within them those over vectors and lanes.
 
-    def __init__(self, loops: Sequence[Any]) -> None:
+    `limit` is the condition that a channel exists.
+    """
+
+    def __init__(self, loops: Sequence[Any], limit: Any) -> None:
         *self.rows, self._vectors, self._lanes = loops
         self._count, self._width = int(self._vectors.extent), int(self._lanes.extent)
         self._channels = int(self._vectors.annotations[_CHANNELS])
-        realize = self._lanes.body
-        (limit,) = (term for term in terms(realize.predicate) if uses(term, self._lanes.loop_var))
-        kept = [term for term in terms(realize.predicate) if not term.same_as(limit)]
-        condition = tirx.all(*kept) if kept else tirx.const(True, "bool")
-        self._block = SBlockRealize(realize.iter_values, condition, realize.block)
+        self._block = without_term(self._lanes.body, limit)
         last = {self._vectors.loop_var: self._count - 1, self._lanes.loop_var: self._width - 1}
         # The last channel of the tile, which may not exist.
         self.last_channel = common.substitute(limit.a, {name: tirx.const(at, "int64") for name, at in last.items()})
@@ -76,8 +78,7 @@ class _Tile:
         last = self._write(self._last_vectors(left))
         if left == self._channels:
             return last
-        is_whole = self.last_channel < self._channels
-        return SeqStmt([run_if(is_whole, self._write([self._whole(self._count)])), run_if(tirx.Not(is_whole), last)])
+        return run_either(self.last_channel < self._channels, self._write([self._whole(self._count)]), last)
 
     def _last_vectors(self, left: int) -> list[Any]:
         """The vectors of a tile in which so many channels are left."""

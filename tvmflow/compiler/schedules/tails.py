@@ -25,6 +25,7 @@ from tvmflow.compiler.schedules import common
 from tvmflow.compiler.statements import (
     loop_variables,
     replace_variables,
+    run_either,
     run_if,
     terms,
     uses,
@@ -116,7 +117,7 @@ def _add_tails(stmt: SeqStmt, result: Any, buffers: list[tirx.Var]) -> Any:
     rows = without_annotation(without_annotation(rows, _TAIL), _SINGLE)
     (writer,) = _blocks(rows)
     whole = SeqStmt([product, rows])
-    limit = _limit(rows, writer.predicate if size == 1 else _place(writer, rows.extent) * size < result.shape[-2])
+    limit = limit_of(rows, writer.predicate if size == 1 else _place(writer, rows.extent) * size < result.shape[-2])
     if limit is None:
         return SeqStmt([*before, *whole.seq])
     loops = {rows.loop_var, *_list_row_loops(product, rows, writer)}
@@ -142,7 +143,7 @@ def _shortened(whole: Any, loops: set[tirx.Var], rows: int, buffers: list[tirx.V
 def _choose(limit: Any, rows: For, count: int, longer: Any, shorter: Any) -> SeqStmt:
     """Run one of two forms: `shorter`, of `count` rows, unless the `limit` of the loop over rows allows for more."""
     is_longer = common.substitute(limit, {rows.loop_var: tirx.const(count, rows.extent.ty.dtype)})
-    return SeqStmt([run_if(is_longer, longer), run_if(tirx.Not(is_longer), shorter)])
+    return run_either(is_longer, longer, shorter)
 
 
 def _leave_out_tiles(rows: For, result: Any) -> For:
@@ -165,11 +166,11 @@ def _leave_out_lines(lines: For, result: Any) -> Any:
         return lines
     lines = without_annotation(lines, _LINES)
     (writer,) = (item for item in _blocks(lines) if item.block.writes[0].source.same_as(result))
-    limit = _limit(lines, writer.predicate)
-    return lines if limit is None else with_loop_body(lines, run_if(limit, _without_term(lines.body, limit)))
+    limit = limit_of(lines, writer.predicate)
+    return lines if limit is None else with_loop_body(lines, run_if(limit, without_term(lines.body, limit)))
 
 
-def _without_term(stmt: Any, term: Any) -> Any:
+def without_term(stmt: Any, term: Any) -> Any:
     """Return a statement without one of the terms of its blocks' conditions."""
 
     def drop(realize: SBlockRealize) -> Any:
@@ -186,16 +187,19 @@ def _add_whole(rows: For) -> Any:
         return rows
     rows = without_annotation(rows, _WHOLE)
     (writer,) = _blocks(rows)
-    limit = _limit(rows, writer.predicate)
+    limit = limit_of(rows, writer.predicate)
     if limit is None:
         return rows
-    whole = renewed(_without_term(rows, limit), [])
+    whole = renewed(without_term(rows, limit), [])
     all_inside = common.substitute(limit, {rows.loop_var: rows.extent - 1})
-    return SeqStmt([run_if(all_inside, whole), run_if(tirx.Not(all_inside), rows)])
+    return run_either(all_inside, whole, rows)
 
 
-def _limit(rows: For, condition: Any) -> Any | None:
-    """The one term of a condition that depends on the row; None without one, or where it depends on inner loops too."""
+def limit_of(rows: For, condition: Any) -> Any | None:
+    """Return the one term of a condition that depends on the row.
+
+    None without one, and where it depends on inner loops, too.
+    """
     limits = [term for term in terms(condition) if uses(term, rows.loop_var)]
     return limits[0] if len(limits) == 1 and not uses(limits[0], *loop_variables(rows.body)) else None
 

@@ -128,15 +128,14 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         else:
             task = sch.fuse(*tile_loops[:-1])
         common.parallel(sch, task, machine)
-    if not form.is_bf16 and whole and not form.is_flat:
+    if not form.is_bf16:
+        # The output tiles from one tap to the next: those of a group, of a line or of all images.
+        in_groups = whole and not form.is_flat
+        count = form.rows if in_groups else columns if whole else _count(form.places)
         for stage, depth in ((transformed, form.steps), (result, form.channels)):
-            sch.transform_layout(stage, ("write", 0), _taps_within_groups)
-            _separate_taps(sch, stage, 4 * form.rows * depth, form.side**2, machine, axis=4)
-    elif not form.is_bf16:
-        # The output tiles from one tap to the next: those of a line or of all images.
-        count = columns if whole and form.is_flat else _count(form.places)
-        for stage, depth in ((transformed, form.steps), (result, form.channels)):
-            _separate_taps(sch, stage, 4 * count * depth, form.side**2, machine, axis=1)
+            if in_groups:
+                sch.transform_layout(stage, ("write", 0), _taps_within_groups)
+            _separate_taps(sch, stage, 4 * count * depth, form.side**2, machine, axis=4 if in_groups else 1)
     for pad in common.find_blocks(sch, "pad"):
         sch.compute_at(pad, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, pad, machine)
