@@ -46,3 +46,6 @@ PADDING = "tvmflow.padding"
 PACKING = "tvmflow.packing"
 # The subject of the decisions about an operator (`tvmflow.compiler.choices`).
 SUBJECT = "tvmflow.subject"
+# For attention of a free number of queries: its plan (`tvmflow.compiler.operators.attention`), by which a second form
+# of the function, for a single query, is defined.
+SINGLE_QUERY = "tvmflow.single_query"

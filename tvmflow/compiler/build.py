@@ -39,7 +39,7 @@ from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.operators.packing import runs_at_load
 from tvmflow.compiler.passes import pass_names
 from tvmflow.compiler.passes.views import ViewReshapes
-from tvmflow.compiler.schedules import ScheduleWarning, error_bounds, schedule
+from tvmflow.compiler.schedules import ScheduleWarning, error_bounds, schedule, with_other_form
 from tvmflow.compiler.serialise import ir_text
 from tvmflow.errors import BuildError, OptionError, TargetError
 from tvmflow.runtime.profile import RULE
@@ -394,7 +394,7 @@ def _schedule(
             except Exception as error:
                 message = f"function {variable.name_hint!r} cannot be scheduled for target {target.name!r}"
                 raise BuildError(f"{message}: {shorten(error)}") from error
-        replacement = replacement.with_attr("tirx.is_scheduled", True)
+        replacement = with_other_form(replacement, function, cpu).with_attr("tirx.is_scheduled", True)
         if "global_symbol" in function.attrs:
             replacement = replacement.with_attr("global_symbol", function.attrs["global_symbol"])
         return replacement, "tuned"

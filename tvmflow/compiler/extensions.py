@@ -9,6 +9,8 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from tvmflow.compiler.operators.common import OPAQUE
+
 
 def register(name: str, infer: Callable[[relax.Call], Any]) -> None:
     """Register the operator `tvmflow.NAME`, which has no side effects; `infer` returns the type of a call's result."""
@@ -30,5 +32,4 @@ def emit_function(builder: relax.BlockBuilder, function: Any, name: str) -> tvm.
 
     Equal functions are added once. No pass fuses the function with others.
     """
-    opaque = 8
-    return builder.add_func(function.with_attr({"tirx.noalias": True, "op_pattern": opaque}), name)
+    return builder.add_func(function.with_attr({"tirx.noalias": True, **OPAQUE}), name)

@@ -15,14 +15,13 @@ import numpy as np
 from tvm import relax, te, tirx, topi
 
 from tvmflow.compiler.gpu.tiling import Gpu, Tile, choose_tile
+from tvmflow.compiler.operators.attention import Places, element_of, size_of
 from tvmflow.compiler.operators.common import Array, call_kernel, constant, reduced_axes, static
 from tvmflow.compiler.operators.geometry import Geometry
 from tvmflow.compiler.passes.attention import View
 
 # The annotations of the block of a product, of the last block of attention, and of the blocks before that.
 PRODUCT, ATTENTION, PART = "tvmflow.product", "tvmflow.attention", "tvmflow.part"
-# For each dimension of a tensor: the dimension of its view that runs along it, None for none, the step and the start.
-Places = tuple[tuple[int | None, int, int], ...]
 # All bits of a float32 number but its sign.
 _NUMBER_BITS = (1 << 31) - 1
 # Rows that a product is planned for if their number is unknown.
@@ -270,6 +269,15 @@ class Attention:
         return cls(**values)
 
 
+def _element(tensor: te.Tensor, places: Places, *index: Any) -> Any:
+    return element_of(tensor, places, index)
+
+
+def _own_size(tensor: te.Tensor, places: Places, dim: int, size: Any) -> Any:
+    """The size of an operand along a dimension, by the variables of the function where it is symbolic."""
+    return size if static(size) is not None else size_of(tensor, places, dim, size)
+
+
 def attend(
     builder: relax.BlockBuilder,
     bases: Sequence[relax.Expr],
@@ -298,10 +306,10 @@ def attend(
 
     def compute(*tensors: te.Tensor) -> te.Tensor:
         own = [tensors[number] for number in numbers]
-        query, key, value = (partial(view.element, tensor) for view, tensor in zip(views, own, strict=True))
+        query, key, value = (partial(_element, *operand) for operand in zip(own, places, strict=True))
         masks = tensors[len(bases) :]
-        batch, queries = (views[0].size(own[0], dim, shape[dim]) for dim in (0, 1))
-        count = views[1].size(own[1], 1, keys)
+        batch, queries = (_own_size(own[0], places[0], dim, shape[dim]) for dim in (0, 1))
+        count = _own_size(own[1], places[1], 1, keys)
         inner, place = te.reduce_axis((0, channels), name="channel"), te.reduce_axis((0, count), name="key")
         scores = te.compute(
             (batch, heads, queries, count),

@@ -11,7 +11,8 @@ from tvm import s_tir, tirx
 from tvm.backend.cuda.op import cuda_func_call
 from tvm.tirx import For, ForKind, PrimFunc
 
-from tvmflow.compiler.gpu.definitions import ATTENTION, PART, PRODUCT, Attention, Places, Product
+from tvmflow.compiler.gpu.definitions import ATTENTION, PART, PRODUCT, Attention, Product
+from tvmflow.compiler.operators.attention import Places
 from tvmflow.compiler.operators.common import static
 from tvmflow.compiler.statements import replace_variables
 

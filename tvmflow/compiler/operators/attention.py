@@ -1,28 +1,53 @@
 """Attention by strips of queries: the scores of a strip, their softmax and the sum of values stay in the cache."""
 
+import json
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tvm import te, tirx, topi
 
 from tvmflow.compiler import cost, tiles, vectormath
 from tvmflow.compiler.annotations import DOT, KERNEL, LANES, TILE, VECTORS
-from tvmflow.compiler.dotproduct import BF16
-from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.dotproduct import BF16, round_bf16
+from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators import dot
 from tvmflow.compiler.operators.common import divides, parts, round_up, static, vector
 
+# The most heads of queries whose products with a key are computed at a time, each from its own registers.
+_MOST_HEADS = 4
+
+# For each dimension of a tensor: the dimension of an operand that runs along it, or None, the step and the start.
+Places = tuple[tuple[int | None, int, int], ...]
 # The element of a tensor by batch, position, head and channel.
 Element = Callable[[Any, Any, Any, Any], Any]
 
 
-def choose(queries: int | None, keys: int | None, channels: int, machine: Machine) -> tuple[int, int, int]:
-    """Choose the register tiles of attention's two products; return (rows, vectors of keys, vectors of channels).
+@dataclass(frozen=True)
+class Strip:
+    """The queries that attention computes at a time, and the tiles of its two products.
 
-    Both tiles have `rows` rows, one for each query of a strip. The tile of scores has vectors of keys, the tile of the
-    weighted sum of values has vectors of channels. `queries` and `keys` are None where they are symbolic; `channels` is
+    A strip has the queries of `positions` neighbouring positions and of `heads` of the heads that share keys. The tile
+    of the scores has `keys` vectors of keys, that of the weighted sum of values has `values` vectors of channels.
+    """
+
+    positions: int
+    heads: int
+    keys: int
+    values: int
+
+    @property
+    def rows(self) -> int:
+        """The rows of both tiles, one for each query."""
+        return self.positions * self.heads
+
+
+def choose(positions: int | None, group: int, keys: int | None, channels: int, machine: Machine) -> Strip:
+    """Choose the strips in which attention is computed, each of whole groups or of a part of one.
+
+    `positions` and `keys` are None where they are symbolic; `group` is the number of heads that share keys, `channels`
     the size of a head. The choice minimises the estimated cycles of both products. They include the work on padding:
     rows, keys and channels that fill up the last tile.
     """
@@ -32,13 +57,15 @@ def choose(queries: int | None, keys: int | None, channels: int, machine: Machin
 
     def cycles_of(rows: int, vectors: int, size: int) -> float:
         cycles = max(cost.step(rows, vectors, machine), vectors * loading)
-        return -(-(queries or rows) // rows) * -(-size // (vectors * machine.lanes)) * cycles
+        strips = -(-group // rows) if rows < group else -(-(positions or rows // group) // (rows // group))
+        return strips * -(-size // (vectors * machine.lanes)) * cycles
 
     wide = -(-channels // machine.lanes)
     best = None
-    for rows in (
-        range(1, machine.registers - 2) if queries is not None else (min(tiles.UNKNOWN_ROWS, machine.registers // 3),)
-    ):
+    unknown = min(tiles.UNKNOWN_ROWS, machine.registers // 3)
+    every = range(1, machine.registers - 2) if positions is not None else range(1, unknown + 1)
+    numbers = [rows for rows in every if rows % group == 0 or group % rows == 0]
+    for rows in numbers if positions is not None else numbers[-1:]:
         most = (machine.registers - 1) // (rows + 1)
         for vectors in range(1, min(most, 4) + 1):
             for values in range(1, min(most, 4) + 1):
@@ -49,75 +76,158 @@ def choose(queries: int | None, keys: int | None, channels: int, machine: Machin
                 key = (round(total), -rows, vectors + values)
                 if best is None or key < best[0]:
                     best = (key, (rows, vectors, values))
-    return (1, 1, 1) if best is None else best[1]
+    rows, vectors, values = (1, 1, 1) if best is None else best[1]
+    return Strip(max(rows // group, 1), min(rows, group), vectors, values)
 
 
-def attention(
-    shape: Sequence[Any],
-    keys: Any,
-    query: Element,
-    key: Element,
-    value: Element,
-    mask: te.Tensor | None,
-    scale: float,
-    machine: Machine,
-    bf16: bool,
-    zero_for_nan: bool,
-) -> te.Tensor:
-    """Define scaled dot-product attention (Vaswani et al., 2017) in float32.
+@dataclass(frozen=True)
+class Plan:
+    """Scaled dot-product attention (Vaswani et al., 2017) in a function, and where its operands lie.
 
-    With `bf16` the operands are bfloat16, stored as uint16, and so are the exponentials that weigh the values; both
-    products are dot products of pairs, whose sums are float32. The number of channels of a head must be even then.
-
-    The result has the `shape` `[batch, queries, heads, channels]`. `query`, `key` and `value` return the element of an
-    operand at a batch, position, head and channel. `keys` is the number of keys and of values; each query and key has
-    as many channels as the result. The scores are multiplied by `scale`. The `mask`, unless it is None, is added to the
-    scaled scores and has the shape `[batch or 1, heads or 1, queries or 1, keys]`. With `zero_for_nan`, a query whose
-    weights are NaN has zeros as its result, such as one for which the mask excludes every key. The schedule takes a
-    strip of a few queries at a time through all stages, as in "FlashAttention" (Dao et al., 2022), but with whole rows
-    of scores, which fit the cache.
+    Queries, keys and values have the dimensions `[batch, position, head, channel]`. `places` are those of their
+    elements in the function's tensors with the `numbers`; a mask is the tensor after these. There are `heads` heads of
+    queries, of `channels` channels; `group` neighbouring ones share a head of keys and values (Ainslie et al., "GQA",
+    2023). The scores are multiplied by `scale`. With `zero_for_nan`, a query whose weights are NaN has zeros as its
+    result, such as one for which the mask excludes every key.
     """
-    stages = _Stages(shape, keys, machine, bf16)
-    scores = stages.scores(query, key, scale)
-    exponential, total = stages.softmax(scores, mask, scale)
-    inverse = te.compute(total.shape, lambda *row: 1.0 / total[row], name="inverse")
-    mixed = stages.mixed(exponential, value)
 
-    def result(b: Any, s: Any, h: Any, c: Any) -> Any:
-        element = mixed[b, h, s, c] * inverse[b, h, s]
-        if not zero_for_nan:
-            return element
-        # The sum is at least one, unless it is NaN or all scores are minus infinity.
-        return tirx.Select(total[b, h, s] > 0.0, element, tirx.const(0.0, "float32"))
+    places: tuple[Places, Places, Places]
+    numbers: tuple[int, ...]
+    heads: int
+    channels: int
+    group: int
+    scale: float
+    zero_for_nan: bool
 
-    return te.compute(tuple(shape), result, name="attention")
+    @property
+    def text(self) -> str:
+        """Return the plan as text, for `read`."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def read(cls, text: str) -> "Plan":
+        """Return the plan that a text holds."""
+        values = json.loads(text)
+        values["places"] = tuple(tuple(map(tuple, places)) for places in values["places"])
+        return cls(**{**values, "numbers": tuple(values["numbers"])})
+
+    def count_queries(self, tensors: Sequence[Any]) -> Any:
+        """Return the number of queries of a head, by the function's tensors."""
+        return self._size(tensors, 0, 1)
+
+    def define(
+        self,
+        tensors: Sequence[te.Tensor],
+        machine: Machine,
+        shape: Sequence[Any] | None = None,
+        keys: Any | None = None,
+        *,
+        bf16: bool = False,
+        is_single: bool = False,
+    ) -> te.Tensor:
+        """Define the attention over the function's tensors; return `[batch, position, head, channel]` in float32.
+
+        Where heads share keys, the dimension of the heads is two: those of the keys, and the heads of each. The
+        tensors are float32. With `bf16` they are that or bfloat16, stored as uint16: operands of float32 are rounded
+        where they are packed, and the exponentials that weigh the values are rounded, too; both products are dot
+        products of pairs, whose sums are float32. The number of channels must be even then. The mask is added to the
+        scaled scores and has the shape `[batch or 1, heads or 1, queries or 1, keys]`. `shape` is that of the queries
+        and `keys` the number of keys, by default as the tensors have them.
+
+        The schedule takes a strip of a few queries at a time through all stages, as in "FlashAttention" (Dao et al.,
+        2022), but with whole rows of scores, which fit the cache. The keys are packed for it first. With `is_single`
+        they are read in place, for one query of each head at a time, in float32 alone (`takes_single_queries` says for
+        which sizes).
+        """
+        if shape is None:
+            last = (tirx.IntImm("int64", size) for size in (self.heads, self.channels))
+            shape = (self._size(tensors, 0, 0), self.count_queries(tensors), *last)
+        if static(keys) is None:
+            keys = self._size(tensors, 1, 1)
+        rounds = bf16 and any(tensors[number].dtype == "float32" for number in self.numbers)
+        query, key, value = (self._element(tensors, operand, rounds) for operand in range(len(self.places)))
+        mask = tensors[-1] if len(tensors) > max(self.numbers) + 1 else None
+        form = _SingleQueries if is_single else _Stages
+        stages = form(shape, keys, self.group, machine, bf16, copies_queries=rounds)
+        exponential, total = stages.softmax(stages.scores(query, key, self.scale), mask, self.scale)
+        inverse = te.compute(total.shape, lambda *row: 1.0 / total[row], name="inverse")
+        mixed = stages.mixed(exponential, value)
+
+        def result(b: Any, s: Any, h: Any, g: Any, c: Any) -> Any:
+            row = (b, h, s, g)
+            element = mixed[(*row, c)] * inverse[row]
+            if not self.zero_for_nan:
+                return element
+            # The sum is at least one, unless it is NaN or all scores are minus infinity.
+            return tirx.Select(total[row] > 0.0, element, tirx.const(0.0, "float32"))
+
+        if self.group == 1:
+            return te.compute(tuple(shape), lambda b, s, h, c: result(b, s, h, 0, c), name="attention")
+        batch, queries, heads, channels = shape
+        sizes = (batch, queries, heads // self.group, tirx.IntImm("int64", self.group), channels)
+        return te.compute(sizes, result, name="attention")
+
+    def _element(self, tensors: Sequence[te.Tensor], operand: int, rounds: bool) -> Element:
+        """The element of an operand, read from its tensor."""
+        tensor, places = tensors[self.numbers[operand]], self.places[operand]
+        if rounds:
+            return lambda *index: round_bf16(element_of(tensor, places, index))
+        return lambda *index: element_of(tensor, places, index)
+
+    def _size(self, tensors: Sequence[Any], operand: int, dim: int) -> Any:
+        """The size of an operand along one of its dimensions, which is one where it runs along none of its tensor."""
+        return size_of(tensors[self.numbers[operand]], self.places[operand], dim, tirx.const(1, "int64"))
+
+
+def element_of(tensor: te.Tensor, places: Places, index: Sequence[Any]) -> Any:
+    """Return the element of an operand at an index, read from the tensor where it has these places."""
+    return tensor[tuple(start if dim is None else index[dim] * step + start for dim, step, start in places)]
+
+
+def size_of(tensor: Any, places: Places, dim: int, otherwise: Any) -> Any:
+    """Return the size of an operand along a dimension: that of the tensor, `otherwise` where it runs along none.
+
+    A function's tensors have variables of their own for symbolic sizes.
+    """
+    sizes = zip(tensor.shape, places, strict=True)
+    return next((size for size, (own, _, _) in sizes if own == dim), otherwise)
 
 
 class _Stages:
-    """The stages of attention, whose parameters `attention` describes: their sizes, and the tiles of both products.
+    """The stages of attention, as `Plan` describes it: their sizes, and the tiles of both products.
 
-    The queries are filled up to whole strips, the keys of the scores to whole tiles. In bfloat16 the innermost
-    dimension of an operand's panel is the pair of numbers that a lane multiplies at a time.
+    A row of the products is a query, by batch, head of keys, position and head among those that share keys. The
+    positions are filled up to whole strips, the keys of the scores to whole tiles. In bfloat16 the innermost dimension
+    of an operand's panel is the pair of numbers that a lane multiplies at a time. With `copies_queries` they are read
+    once.
     """
 
-    def __init__(self, shape: Sequence[Any], keys: Any, machine: Machine, bf16: bool) -> None:
-        self._batch, self._queries, self._heads, channels = shape
-        self._keys, self._depth, self._bf16 = keys, int(channels), bf16
+    def __init__(
+        self, shape: Sequence[Any], keys: Any, group: int, machine: Machine, bf16: bool, copies_queries: bool
+    ) -> None:
+        batch, self._positions, heads, channels = shape
+        self._keys, self._group, self._depth, self._bf16 = keys, group, int(channels), bf16
         self._lanes, self._value_lanes = machine.lanes, vector(self._depth, machine)
-        self._rows, self._key_vectors, value_vectors = choose(static(self._queries), static(keys), self._depth, machine)
-        self._value_vectors = value_vectors if self._value_lanes == machine.lanes else 1
-        self._key_tile = self._key_vectors * self._lanes
-        self._row_sizes = [self._batch, self._heads, round_up(self._queries, self._rows)]
+        self._strip = self._choose_strip(machine)
+        self._key_tile = self._strip.keys * self._lanes
+        self._row_sizes = [batch, heads // group, round_up(self._positions, self._strip.positions)]
+        self._row_sizes.append(tirx.IntImm("int64", group))
         self._score_sizes = (*self._row_sizes, round_up(keys, self._key_tile))
+        self._is_whole = divides(self._strip.positions, self._positions)
+        self._copies_queries = copies_queries or not self._is_whole
         self._pair = (BF16.group,) if bf16 else ()
-        self._group = math.prod(self._pair)
+        self._numbers = math.prod(self._pair)
         self._zero = tirx.const(0, BF16.data if bf16 else "float32")
         self._multiply = BF16.product if bf16 else operator.mul
         self._dot: dict[str, Any] = {DOT: BF16.name} if bf16 else {}
 
+    def _choose_strip(self, machine: Machine) -> Strip:
+        strip = choose(static(self._positions), self._group, static(self._keys), self._depth, machine)
+        return strip if self._value_lanes == machine.lanes else replace(strip, values=1)
+
     def scores(self, query: Element, key: Element, scale: float) -> te.Tensor:
-        """The products of queries and keys, scaled unless they are of bfloat16: `[batch, heads, query, key]`."""
-        batch, heads, rows, wide = self._score_sizes
+        """The products of queries and keys, scaled unless they are of bfloat16, by row and key."""
+        batch, heads = self._row_sizes[:2]
 
         def packed_key(b: Any, h: Any, d: Any, t: Any, *within: Any) -> Any:
             element = key(b, t, h, self._place(d, within))
@@ -126,46 +236,44 @@ class _Stages:
                 return element
             return tirx.if_then_else(t < self._keys, element, self._zero)
 
-        key_panel = te.compute((batch, heads, self._depth // self._group, wide, *self._pair), packed_key, name="keys")
+        sizes = (batch, heads, self._depth // self._numbers, self._score_sizes[-1], *self._pair)
+        key_panel = te.compute(sizes, packed_key, name="keys")
 
-        def source(b: Any, h: Any, s: Any, d: Any) -> Any:
-            return query(b, s, h, d)
+        def source(b: Any, h: Any, s: Any, g: Any, d: Any) -> Any:
+            return query(b, self._inside(s), h * self._group + g, d)
 
-        if not divides(self._rows, self._queries):
-            panel = te.compute(
-                (batch, heads, rows, self._depth),
-                lambda b, h, s, d: query(b, tirx.min(s, self._queries - 1), h, d),
-                name="panel",
-            )
+        if self._copies_queries:
+            panel = te.compute((*self._row_sizes, self._depth), source, name="panel")
 
-            def source(b: Any, h: Any, s: Any, d: Any) -> Any:
-                return panel[b, h, s, d]
+            def source(b: Any, h: Any, s: Any, g: Any, d: Any) -> Any:
+                return panel[b, h, s, g, d]
 
-        d, within = self._axes(self._depth // self._group, "d")
+        d, within = self._axes(self._depth // self._numbers, "d")
         return te.compute(
             self._score_sizes,
-            lambda b, h, s, t: te.sum(
-                self._multiply(source(b, h, s, self._place(d, within)), key_panel[(b, h, d, t, *within)]),
+            lambda b, h, s, g, t: te.sum(
+                self._multiply(source(b, h, s, g, self._place(d, within)), key_panel[(b, h, d, t, *within)]),
                 axis=[d, *within],
             ),
             name="scores",
-            attrs={
-                KERNEL: "attention",
-                TILE: self._rows,
-                LANES: self._lanes,
-                VECTORS: [self._key_vectors, self._value_vectors],
-                **self._dot,
-            },
+            attrs={**self._annotations("attention"), **self._dot},
         )
+
+    def _annotations(self, kernel: str) -> dict[str, Any]:
+        return {
+            KERNEL: kernel,
+            TILE: [self._strip.positions, self._strip.heads],
+            LANES: self._lanes,
+            VECTORS: [self._strip.keys, self._strip.values],
+        }
 
     def softmax(self, scores: te.Tensor, mask: te.Tensor | None, scale: float) -> tuple[te.Tensor, te.Tensor]:
         """The exponentials of the scores, less the largest of their row, and the sum of each row.
 
         `mask` is added to the scores; None adds nothing.
         """
-        queries = None if divides(self._rows, self._queries) else self._queries
-        masked = _masked(scores, scale if self._bf16 else 1.0, mask, queries, self._keys, self._key_tile)
-        logits = te.compute(self._score_sizes, lambda *index: masked(index), name="logits")
+        masked = self._masked(scores, scale if self._bf16 else 1.0, mask)
+        logits = te.compute(self._score_sizes, masked, name="logits")
         wide = self._score_sizes[-1]
         largest = _reduced(lambda index: logits[tuple(index)], self._row_sizes, wide, te.max, "max", self._lanes)
         exponential = dot.stage(
@@ -181,14 +289,14 @@ class _Stages:
         return exponential, _reduced(weight, self._row_sizes, wide, te.sum, "sum", self._lanes)
 
     def mixed(self, exponential: te.Tensor, value: Element) -> te.Tensor:
-        """The sums of the values, each times the exponential of its score: `[batch, heads, query, channel]`."""
-        depth = round_up(self._depth, self._value_lanes * self._value_vectors)
+        """The sums of the values, each times the exponential of its score, by row and channel."""
+        depth = round_up(self._depth, self._value_lanes * self._strip.values)
         values = self._values(value, depth)
-        t, within = self._axes(parts(self._keys, self._group) if self._bf16 else self._keys, "t")
+        t, within = self._axes(parts(self._keys, self._numbers) if self._bf16 else self._keys, "t")
         return te.compute(
             (*self._row_sizes, depth),
-            lambda b, h, s, c: te.sum(
-                self._multiply(exponential[b, h, s, self._place(t, within)], values(b, t, h, c, *within)),
+            lambda b, h, s, g, c: te.sum(
+                self._multiply(exponential[b, h, s, g, self._place(t, within)], values(b, t, h, c, *within)),
                 axis=[t, *within],
             ),
             name="mixed",
@@ -197,7 +305,7 @@ class _Stages:
 
     def _values(self, value: Element, depth: Any) -> Callable[..., Any]:
         """The element of the values at a batch, step of the sum, head and channel, of which there are `depth`."""
-        batch, heads, keys = self._batch, self._heads, self._keys
+        (batch, heads), keys = self._row_sizes[:2], self._keys
         if self._bf16:
 
             def packed_value(b: Any, h: Any, t: Any, c: Any, g: Any) -> Any:
@@ -206,7 +314,7 @@ class _Stages:
                 element = value(b, tirx.min(place, keys - 1), h, tirx.min(c, self._depth - 1))
                 return tirx.if_then_else(tirx.all(place < keys, c < self._depth), element, self._zero)
 
-            sizes = (batch, heads, parts(keys, self._group), depth, self._group)
+            sizes = (batch, heads, parts(keys, self._numbers), depth, self._numbers)
             value_pairs = te.compute(sizes, packed_value, name="values")
             return lambda b, t, h, c, g: value_pairs[b, h, t, c, g]
         if int(depth) == self._depth:
@@ -218,47 +326,89 @@ class _Stages:
         )
         return lambda b, t, h, c: value_panel[b, h, t, c]
 
+    def _inside(self, position: Any) -> Any:
+        """The position of a row, the last one for rows that fill up the last strip."""
+        return position if self._is_whole else tirx.min(position, self._positions - 1)
+
     def _axes(self, steps: Any, name: str) -> tuple[Any, list[Any]]:
         """The axes of a sum of `steps` steps: over the steps, and in bfloat16 over the pair of each step."""
         return te.reduce_axis((0, steps), name), [te.reduce_axis((0, size), "g") for size in self._pair]
 
     def _place(self, step: Any, within: Sequence[Any]) -> Any:
         """The channel, key or value of a step of a sum: each step has a pair of them, or one."""
-        return step * self._group + within[0] if within else step
+        return step * self._numbers + within[0] if within else step
+
+    def _masked(self, scores: te.Tensor, scale: float, mask: te.Tensor | None) -> Callable[..., Any]:
+        """Scale the scores, add the mask, put minus infinity beyond the last key; return the element at an index."""
+        lowest = tirx.const(-math.inf, "float32")
+        keys, is_whole = self._keys, divides(self._key_tile, self._keys)
+
+        def scaled(*index: Any) -> Any:
+            return scores[index] if scale == 1.0 else scores[index] * tirx.const(scale, "float32")
+
+        if mask is None:
+            return scaled if is_whole else lambda *index: tirx.Select(index[-1] < keys, scaled(*index), lowest)
+        sum_with_mask = mask
+        if not is_whole:
+            sum_with_mask = te.compute(
+                (*mask.shape[:-1], scores.shape[-1]),
+                lambda *index: tirx.if_then_else(index[-1] < keys, mask[index], lowest),
+                name="mask",
+            )
+        single = [static(size) == 1 for size in mask.shape]
+
+        def element(b: Any, h: Any, s: Any, g: Any, t: Any) -> Any:
+            places = (b, h * self._group + g, self._inside(s))
+            place = [0 if one else at for one, at in zip(single, places, strict=False)]
+            return scaled(b, h, s, g, t) + sum_with_mask[(*place, t)]
+
+        return element
 
 
-def _masked(
-    scores: te.Tensor, scale: float, mask: te.Tensor | None, queries: Any | None, keys: Any, multiple: int
-) -> Callable[[Sequence[Any]], Any]:
-    """Scale the scores, add the mask, and put minus infinity beyond the last key; return the element at an index.
+def takes_single_queries(channels: int, machine: Machine) -> bool:
+    """Whether `Plan.define` takes single queries with heads of so many channels: they fill whole vectors."""
+    return math.gcd(channels, machine.lanes) >= NARROWEST
 
-    `queries` is the number of queries where the scores have more rows, else None.
+
+class _SingleQueries(_Stages):
+    """The stages of attention for a single query of each head, such as that of the next token of a text.
+
+    Keys and values are read once and in place: to pack the keys would take longer than the products. The products of a
+    query and a key are summed lane by lane, and then the lanes.
     """
-    lowest = tirx.const(-math.inf, "float32")
-    whole = divides(multiple, keys)
 
-    def scaled(*index: Any) -> Any:
-        return scores[index] if scale == 1.0 else scores[index] * tirx.const(scale, "float32")
+    def _choose_strip(self, machine: Machine) -> Strip:
+        """A tile has as many queries and vectors of values as half of the registers hold."""
+        most, wide = machine.registers // 2, -(-self._depth // self._value_lanes)
+        heads = max(count for count in range(1, _MOST_HEADS + 1) if self._group % count == 0)
+        values = max(count for count in range(1, wide + 1) if wide % count == 0 and count * heads <= most)
+        return Strip(1, heads, 1, values)
 
-    if mask is None:
-        return lambda index: scaled(*index) if whole else tirx.Select(index[-1] < keys, scaled(*index), lowest)
-    sum_with_mask = mask
-    if not whole:
-        sum_with_mask = te.compute(
-            (*mask.shape[:-1], scores.shape[-1]),
-            lambda *index: tirx.if_then_else(index[-1] < keys, mask[index], lowest),
-            name="mask",
-        )
-    single = [static(size) == 1 for size in mask.shape]
+    def scores(self, query: Element, key: Element, scale: float) -> te.Tensor:
+        """The scaled products of queries and keys, by row and key."""
+        lanes = math.gcd(self._depth, self._lanes)
+        d = te.reduce_axis((0, self._depth // lanes), "d")
 
-    def element(index: Sequence[Any]) -> Any:
-        b, h, s, t = index
-        place = [b, h, s if queries is None else tirx.min(s, queries - 1)]
-        return (
-            scaled(b, h, s, t) + sum_with_mask[(*(0 if one else at for one, at in zip(single, place, strict=False)), t)]
-        )
+        def product(b: Any, h: Any, s: Any, g: Any, t: Any, lane: Any) -> Any:
+            channel = d * lanes + lane
+            place = t if divides(self._key_tile, self._keys) else tirx.min(t, self._keys - 1)
+            return te.sum(query(b, s, h * self._group + g, channel) * key(b, place, h, channel), axis=d)
 
-    return element
+        attrs = self._annotations("attention.single")
+        sums = te.compute((*self._score_sizes, lanes), product, name="products", attrs=attrs)
+        while lanes > 1:
+            lanes //= 2
+            sums = _add_halves(sums, lanes)
+        return te.compute(self._score_sizes, lambda *index: sums[(*index, 0)] * scale, name="scores")
+
+
+def _add_halves(sums: te.Tensor, lanes: int) -> te.Tensor:
+    """Add to each of the first `lanes` lanes of vectors, which have twice as many, the lane of the second half."""
+
+    def element(*index: Any) -> Any:
+        return sums[index] + sums[(*index[:-1], index[-1] + lanes)]
+
+    return te.compute((*sums.shape[:-1], lanes), element, name=f"lanes_{lanes}")
 
 
 def _reduced(

@@ -20,6 +20,8 @@ Legalization = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
 # TVM's fusion kind of operators that take element-wise operators after them. TVM cannot derive it from our stages.
 FUSABLE = {"op_pattern": 4}
+# TVM's fusion kind of operators that it fuses with none.
+OPAQUE = {"op_pattern": 8}
 # Marks operators that TVM shall fuse as element-wise ones. Their fusion kind is 0, and TVM would overwrite a 0.
 FOLLOWS = {"tvmflow.follows": 1}
 

@@ -1,17 +1,18 @@
 """Recognises attention that a model composes of products, a mask and softmax, and computes it in one function."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tvm
 from tvm import relax, te, tirx
 
+from tvmflow.compiler.annotations import SINGLE_QUERY
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import attention
-from tvmflow.compiler.operators.common import FUSABLE, same_shape
+from tvmflow.compiler.operators.attention import Places
+from tvmflow.compiler.operators.common import FUSABLE, OPAQUE, same_shape, static
 from tvmflow.compiler.passes.bf16 import round_operand
 from tvmflow.compiler.passes.patterns import factors
 from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rank, rewriting, sizes
@@ -196,32 +197,23 @@ class View:
     """The places in `base` of the elements of a tensor by batch, position, head and channel.
 
     For each dimension of the base: the dimension of the tensor that runs along it, None for none, the step and the
-    start.
+    start. `group` neighbouring heads of the tensor are one head of the base, by which the places are.
     """
 
     base: relax.Expr
-    places: tuple[tuple[int | None, int, int], ...]
-
-    def element(self, tensor: te.Tensor, *index: Any) -> Any:
-        """Return the element of the tensor at an index, read from the base."""
-        return tensor[tuple(start if dim is None else index[dim] * step + start for dim, step, start in self.places)]
-
-    def size(self, tensor: te.Tensor, dim: int, size: Any) -> Any:
-        """Return `size`, that of a dimension, for a function that reads the base as `tensor`.
-
-        A function's tensors have variables of their own for symbolic sizes.
-        """
-        if isinstance(size, tirx.IntImm):
-            return size
-        return next((own for own, (at, _, _) in zip(tensor.shape, self.places, strict=True) if at == dim), size)
+    places: Places
+    group: int = 1
 
 
-def view_of(rewriter: Rewriter, expr: relax.Expr) -> View:
-    """The tensor behind transposes and slices, which then need no copy."""
+def view_of(rewriter: Rewriter, expr: relax.Expr, groups: bool = False) -> View:
+    """The tensor behind transposes and slices, which then need no copy.
+
+    With `groups` it may be a tensor of fewer heads, each of which is repeated for several neighbouring heads.
+    """
     best = view = View(expr, tuple((dim, 1, 0) for dim in range(4)))
     while True:
         deeper = _through(rewriter, view)
-        if deeper is None:
+        if deeper is None or (deeper.group > 1 and not groups):
             return best
         view = deeper
         # The channels, which vectors are loaded from, must be contiguous.
@@ -263,7 +255,7 @@ def _through(rewriter: Rewriter, view: View) -> View | None:
         base_places: list[Any] = [None] * len(places)
         for place, axis in zip(places, _axes(call, len(places)), strict=True):
             base_places[axis] = place
-        return View(data, tuple(base_places))
+        return replace(view, base=data, places=tuple(base_places))
     if call.op.name == "relax.strided_slice":
         steps = list(call.args[4]) if len(call.args) > 4 else [1] * len(call.args[1])
         for axis, start, step in zip(call.args[1], call.args[2], steps, strict=True):
@@ -275,8 +267,32 @@ def _through(rewriter: Rewriter, view: View) -> View | None:
                 return None
             dim, own, offset = places[int(axis)]
             places[int(axis)] = (dim, own * int(step), offset * int(step) + begin)
-        return View(data, tuple(places))
-    return _unsqueezed(data, before, sizes(call), places)
+        return replace(view, base=data, places=tuple(places))
+    unsqueezed = _unsqueezed(before, sizes(call), places)
+    if unsqueezed is not None:
+        return replace(view, base=data, places=unsqueezed)
+    return _repeated(rewriter, call, view)
+
+
+def _repeated(rewriter: Rewriter, reshape: relax.Call, view: View) -> View | None:
+    """The view of the tensor of which each head is repeated before a reshape that numbers the repeated heads."""
+    broadcast, after = rewriter.call(reshape.args[0], "broadcast_to"), sizes(reshape)
+    source = None if broadcast is None else sizes(broadcast.args[0])
+    if broadcast is None or source is None or after is None or view.group > 1 or (2, 1, 0) not in view.places:
+        return None
+    axis = view.places.index((2, 1, 0))
+    heads, *repeated = source[axis : axis + 2]
+    if len(source) != len(after) + 1 or not all(_is_one(size) for size in repeated):
+        return None
+    # The heads that follow the first one along the dimension are those of its group.
+    group = static(sizes(broadcast)[axis + 1])  # type: ignore[index]
+    whole = [*source[: axis + 1], group, *source[axis + 2 :]]
+    merged = [*after[:axis], heads, group, *after[axis + 1 :]]
+    if group is None or not same_shape(sizes(broadcast), whole) or not same_shape(whole, merged):
+        return None
+    if not same_shape([after[axis]], [heads * group]):
+        return None
+    return View(broadcast.args[0], (*view.places[: axis + 1], (None, 1, 0), *view.places[axis + 1 :]), group)
 
 
 def _part(rewriter: Rewriter, element: relax.TupleGetItem, view: View) -> View | None:
@@ -295,13 +311,11 @@ def _part(rewriter: Rewriter, element: relax.TupleGetItem, view: View) -> View |
     places = list(view.places)
     dim, step, offset = places[axis]
     places[axis] = (dim, step, offset + begin)
-    return View(split.args[0], tuple(places))
+    return replace(view, base=split.args[0], places=tuple(places))
 
 
-def _unsqueezed(
-    data: relax.Expr, before: list[Any], after: list[Any] | None, places: list[tuple[int | None, int, int]]
-) -> View | None:
-    """The view of the tensor before an operator that only adds or removes dimensions of one."""
+def _unsqueezed(before: list[Any], after: list[Any] | None, places: list[tuple[int | None, int, int]]) -> Places | None:
+    """The places in the tensor before an operator that only adds or removes dimensions of one; None for others."""
     if after is None:
         return None
     rest = [place for place, size in zip(places, after, strict=True) if not _is_one(size)]
@@ -309,7 +323,7 @@ def _unsqueezed(
     if not same_shape([size for size in before if not _is_one(size)], real):
         return None
     remaining = iter(rest)
-    return View(data, tuple((None, 1, 0) if _is_one(size) else next(remaining) for size in before))
+    return tuple((None, 1, 0) if _is_one(size) else next(remaining) for size in before)
 
 
 def _is_one(size: Any) -> bool:
@@ -325,23 +339,35 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
     if not all(isinstance(size, tirx.IntImm) for size in shape[2:]):
         return None
     zero_for_nan = attrs.causal_mask == ZERO_FOR_NAN
-    views = [view_of(rewriter, item) for item in call.args[:3]]
-    bases, places = bases_of(rewriter, views)
-    masks = list(call.args[3:])
+    views = [view_of(rewriter, item, groups=place > 0) for place, item in enumerate(call.args[:3])]
+    if views[1].group != views[2].group:
+        views = [view_of(rewriter, item) for item in call.args[:3]]
+    bases, numbers = bases_of(rewriter, views)
     # A lane of a dot product multiplies two channels.
     bf16 = bf16 and int(shape[3]) % BF16.group == 0
-    if bf16:
+    # Of as many queries as keys, one has nothing to choose from.
+    may_be_single = attention.takes_single_queries(int(shape[3]), machine) and not same_shape([shape[1]], [keys[1]])
+    has_two_forms = may_be_single and static(shape[1]) is None
+    is_single = may_be_single and static(shape[1]) == 1
+    bf16 = bf16 and not is_single
+    if bf16 and not has_two_forms:
         bases = [rewriter.emit(round_operand(rewriter.builder_, base)) for base in bases]
+    query, key, value = (view.places for view in views)
+    group = views[1].group
+    plan = attention.Plan(
+        (query, key, value), tuple(numbers), int(shape[2]), int(shape[3]), group, float(attrs.scale), zero_for_nan
+    )
 
     def compute(*tensors: te.Tensor) -> te.Tensor:
-        query, key, value = (partial(view.element, tensors[place]) for view, place in zip(views, places, strict=True))
-        mask = tensors[len(bases)] if masks else None
-        count = views[1].size(tensors[places[1]], 1, keys[1])
-        scale = float(attrs.scale)
-        return attention.attention(shape, count, query, key, value, mask, scale, machine, bf16, zero_for_nan)
+        return plan.define(tensors, machine, shape, keys[1], bf16=bf16, is_single=is_single)
 
-    kind = FUSABLE if bf16 else {}
-    return rewriter.builder_.call_te(compute, *bases, *masks, primfunc_name_hint="attention", primfunc_attrs=kind)
+    kind: dict[str, Any] = OPAQUE if has_two_forms or group > 1 else FUSABLE if bf16 else {}
+    if has_two_forms:
+        kind = {**kind, SINGLE_QUERY: plan.text}
+    result = rewriter.builder_.call_te(
+        compute, *bases, *call.args[3:], primfunc_name_hint="attention", primfunc_attrs=kind
+    )
+    return relax.op.reshape(rewriter.emit(result), relax.ShapeExpr(shape)) if group > 1 else result
 
 
 def lower_attention(machine: Machine, bf16: bool) -> tvm.transform.Pass:

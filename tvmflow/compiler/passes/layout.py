@@ -10,7 +10,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmflow.compiler.machine import NARROWEST
 from tvmflow.compiler.operators.common import are_equal, same_shape
-from tvmflow.compiler.passes.functions import rewrite_functions
+from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
 from tvmflow.compiler.passes.rewrite import sizes
 
 
@@ -38,8 +38,9 @@ class ChannelsLast:
 
     A convolution reads and writes tensors with the channels last. The transposes around it, and those of the model, are
     not computed where they are: every operator that can work on another order of dimensions does so. A transpose moves
-    down until it cancels with another, or until an operator or an output needs the model's own order. `lanes` is the
-    number of channels in a vector register.
+    down until it cancels with another, or until an operator or an output needs the model's own order. An output that
+    joins tensors of both orders, such as a decoder's cache and the keys of its next token, is computed in the model's
+    own order. `lanes` is the number of channels in a vector register.
     """
 
     def __init__(self, lanes: int) -> None:
@@ -60,6 +61,9 @@ class _Layout(PyExprMutator):  # type: ignore[misc]
         self._values: dict[relax.Var, _Permuted] = {}
         self._tuples: dict[relax.Var, _Permuted] = {}
         self._computed: dict[relax.Var, relax.Expr] = {}
+        self._outputs = {variable for function in relax_functions(mod).values() for variable in _list_outputs(function)}
+        # Whether the value that is rewritten is an output of its function.
+        self.is_output = False
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         variable, value = binding.var, binding.value
@@ -71,6 +75,7 @@ class _Layout(PyExprMutator):  # type: ignore[misc]
             result = self._values.get(value) or self._tuples.get(value)
         elif isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
             rule = _RULES.get(value.op.name)
+            self.is_output = variable in self._outputs
             result = None if rule is None else rule(self, value)
         if result is None:
             super().visit_var_binding_(binding)
@@ -149,6 +154,17 @@ class _Layout(PyExprMutator):  # type: ignore[misc]
         return self.ordered(_Permuted(self.emit(relax.op.expand_dims(value.base, list(range(missing)))), places), axes)
 
 
+def _list_outputs(function: relax.Function) -> list[relax.Var]:
+    """List the variables whose values a function returns, alone or in a tuple."""
+    values = {binding.var: binding.value for block in function.body.blocks for binding in block.bindings}
+    result = function.body.body
+    while result in values and isinstance(values[result], relax.Var):
+        result = values[result]
+    returned = values.get(result, result)
+    fields = returned.fields if isinstance(returned, relax.Tuple) else [result]
+    return [field for field in fields if isinstance(field, relax.Var)]
+
+
 def _inverse(axes: Sequence[int]) -> list[int]:
     return [list(axes).index(place) for place in range(len(axes))]
 
@@ -177,11 +193,14 @@ def _operands(layout: _Layout, exprs: Sequence[relax.Expr]) -> list[_Permuted] |
     return None if any(value is None for value in values) else [value for value in values if value is not None]
 
 
-def _order(values: Sequence[_Permuted]) -> tuple[int, ...] | None:
-    """Return the order of the largest operand, among equal ones of one that is not plain; None if it is plain."""
+def _order(values: Sequence[_Permuted], is_output: bool) -> tuple[int, ...] | None:
+    """Return the order of the largest operand; None if it is plain.
+
+    Among equal ones it is the order of one that is not plain, but for an output, which needs the plain order.
+    """
     rank = max(len(value.axes) for value in values)
     full = [value for value in values if len(value.axes) == rank and not isinstance(value.base, tvm.ir.GenericConst)]
-    best = max(full, key=lambda value: (_elements(value.sizes), not value.is_plain), default=None)
+    best = max(full, key=lambda value: (_elements(value.sizes), value.is_plain == is_output), default=None)
     return None if best is None or best.is_plain else best.axes
 
 
@@ -208,7 +227,7 @@ def _on_transposed(rule: Callable[[_Layout, relax.Call, _Permuted], _Permuted | 
 def _elementwise(layout: _Layout, call: relax.Call) -> _Permuted | None:
     tensors = [arg for arg in call.args if isinstance(arg.ty, relax.TensorType)]
     values = _operands(layout, tensors)
-    axes = _order(values) if values else None
+    axes = _order(values, layout.is_output) if values else None
     if values is None or axes is None:
         return None
     operands = iter([layout.aligned(value, axes) for value in values])
@@ -359,7 +378,7 @@ def _concat(layout: _Layout, call: relax.Call) -> _Permuted | None:
     if not isinstance(call.args[0], relax.Tuple) or call.attrs.axis is None:
         return None
     values = _operands(layout, list(call.args[0].fields))
-    axes = _order(values) if values else None
+    axes = _order(values, layout.is_output) if values else None
     if values is None or axes is None:
         return None
     fields = relax.Tuple([layout.ordered(value, axes) for value in values])

@@ -93,7 +93,17 @@ def schedule(
     this project defines it, with the name `none` if TVM does, such as sorting.
     """
     scheduled, name = _scheduled(func, machine, rules, Choices(), _cycles(func, machine))
-    return _finish(func if scheduled is None else scheduled.mod["main"], func, machine), name
+    finished = _finish(func if scheduled is None else scheduled.mod["main"], func, machine)
+    return with_other_form(finished, func, machine), name
+
+
+def with_other_form(scheduled: PrimFunc, func: PrimFunc, machine: Machine) -> PrimFunc:
+    """Return a scheduled function with the second form that `func` has where a free size is one, or unchanged.
+
+    `scheduled` is a schedule of `func`, complete, and may come from tuning.
+    """
+    form = attention.single_query_form(func, machine)
+    return scheduled if form is None else attention.with_single_query(scheduled, schedule(form, machine)[0])
 
 
 def variants(func: PrimFunc, machine: Machine, most: int = 128) -> list[Schedule]:

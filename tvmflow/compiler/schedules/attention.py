@@ -1,13 +1,19 @@
 """The schedule for attention: strip by strip of queries, both products in register tiles with softmax between them."""
 
-from tvm.s_tir import Schedule
-from tvm.s_tir.schedule import SBlockRV
+import math
 
-from tvmflow.compiler.annotations import DOT, LANES, TILE, VECTORS
+from tvm import te, tirx
+from tvm.s_tir import SBlockRealize, Schedule
+from tvm.s_tir.schedule import LoopRV, SBlockRV
+from tvm.tirx import PrimFunc
+
+from tvmflow.compiler.annotations import DOT, LANES, SINGLE_QUERY, TILE, VECTORS
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.attention import Plan
 from tvmflow.compiler.schedules import common, registers, remainder
 from tvmflow.compiler.schedules.dot import inline_exact, use_dot_products
+from tvmflow.compiler.statements import replace_variables, run_either, with_body
 
 _PACKED = ("keys", "values", "mask")
 
@@ -15,28 +21,32 @@ _PACKED = ("keys", "values", "mask")
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     """Schedule a function that `operators.attention` defines; return False for other functions."""
     scores = common.find_kernel(sch, "attention")
-    if scores is None:
+    products = common.find_kernel(sch, "attention.single")
+    if scores is None and products is None:
         return False
-    annotations = sch.get(scores).annotations
+    annotations = sch.get(scores or products).annotations
     inline_exact(sch)
-    rows, lanes = int(annotations[TILE]), int(annotations[LANES])
+    strip, lanes = [int(size) for size in annotations[TILE]], int(annotations[LANES])
     key_vectors, value_vectors = (int(count) for count in annotations[VECTORS])
     (mixed,) = common.find_blocks(sch, "mixed")
     (logits,) = common.find_blocks(sch, "logits")
     out = common.inline_epilogue(sch, mixed)
 
-    batch, position, head, channel = sch.get_loops(out)
-    strip, near = sch.split(position, [None, rows])
+    batch, position, shared, *heads, channel = sch.get_loops(out)
+    shared, head = (shared, *heads) if heads else sch.split(shared, [None, 1])
+    (position, near), (head, beside) = (
+        sch.split(loop, [None, size]) for loop, size in zip((position, head), strip, strict=True)
+    )
     width = common.extent(sch, channel) or 0
-    value_lanes = min(lanes, (common.extent(sch, sch.get_loops(mixed)[3]) or 0) // value_vectors)
+    value_lanes = min(lanes, (common.extent(sch, sch.get_loops(mixed)[4]) or 0) // value_vectors)
     by_pairs = DOT in annotations
     outer, pieces, lane = remainder.split(sch, channel, value_vectors, value_lanes)
-    sch.reorder(batch, head, strip, outer, near, pieces, lane)
-    task = sch.fuse(batch, head, strip)
+    sch.reorder(batch, shared, position, head, outer, near, beside, pieces, lane)
+    task = sch.fuse(batch, shared, position, head)
     common.parallel(sch, task, machine)
     sch.compute_at(mixed, outer, preserve_unit_loops=True)
-    registers.keep_in_registers(sch, [near, pieces, lane])
-    _tile(sch, mixed, rows, value_vectors, value_lanes)
+    registers.keep_in_registers(sch, [near, beside, pieces, lane])
+    _tile(sch, mixed, math.prod(strip), value_vectors, value_lanes)
 
     for name in ("inverse", "sum_row", "exponential", "max_row"):
         (block,) = common.find_blocks(sch, name)
@@ -47,12 +57,15 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
             (lanes_of,) = common.find_blocks(sch, name.replace("row", "lanes"))
             _reduce_row(sch, block, lanes_of)
     sch.compute_at(logits, task, preserve_unit_loops=True)
-    near, wide = list(sch.get_loops(logits))[-2:]
+    near, beside, wide = list(sch.get_loops(logits))[-3:]
+    if products is not None:
+        _single_query(sch, products, logits, [near, beside, wide], max(lanes // (2 * math.prod(strip)), 1))
+        return width > 0
     outer, pieces, lane = sch.split(wide, [None, key_vectors, lanes])
-    sch.reorder(outer, near, pieces, lane)
+    sch.reorder(outer, near, beside, pieces, lane)
     sch.compute_at(scores, outer, preserve_unit_loops=True)
-    registers.keep_in_registers(sch, [near, pieces, lane])
-    _tile(sch, scores, rows, key_vectors, lanes)
+    registers.keep_in_registers(sch, [near, beside, pieces, lane])
+    _tile(sch, scores, math.prod(strip), key_vectors, lanes)
     for name in _PACKED:
         for block in common.find_blocks(sch, name):
             if by_pairs and name != "mask":
@@ -61,6 +74,51 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
                 common.parallel_vectorized(sch, block, machine)
     use_dot_products(sch, machine)
     return width > 0
+
+
+def single_query_form(func: PrimFunc, machine: Machine) -> PrimFunc | None:
+    """Return the form of attention of a free number of queries that serves a single one, not scheduled.
+
+    It has the same operands. None for other functions.
+    """
+    text = (func.attrs or {}).get(SINGLE_QUERY)
+    if text is None:
+        return None
+    *operands, _ = (param for param in func.params if tirx.is_buffer_var(param))
+    tensors = [te.placeholder(item.shape, item.dtype, name=f"operand{place}") for place, item in enumerate(operands)]
+    return te.create_prim_func([*tensors, Plan.read(text).define(tensors, machine, is_single=True)])
+
+
+def with_single_query(scheduled: PrimFunc, form: PrimFunc) -> PrimFunc:
+    """Return scheduled attention of a free number of queries that runs `form`, scheduled too, for a single query."""
+    plan = Plan.read(scheduled.attrs[SINGLE_QUERY])
+    tensors = [param for param in scheduled.params if tirx.is_buffer_var(param)]
+    body = replace_variables(form.body, dict(zip(form.params, tensors, strict=True)))
+    root = scheduled.body
+    either = run_either(plan.count_queries(tensors) == 1, body, root.block.body)
+    block = with_body(root.block, either, [])
+    return scheduled.with_body(SBlockRealize(root.iter_values, root.predicate, block)).without_attr(SINGLE_QUERY)
+
+
+def _single_query(sch: Schedule, products: SBlockRV, logits: SBlockRV, loops: list[LoopRV], keys: int) -> None:
+    """Compute the scores of a few keys at a time: their products in vectors, of which the lanes are added up."""
+    near, beside, wide = loops
+    outer, key = sch.split(wide, [None, keys])
+    sch.reorder(outer, near, beside, key)
+    registers.keep_in_registers(sch, [near, beside, key])
+    (scores,) = common.find_blocks(sch, "scores")
+    sums = sch.get_producers(scores)
+    sch.compute_inline(scores)
+    while sums:
+        (block,) = sums
+        sums = sch.get_producers(block)
+        sch.compute_at(block, outer, preserve_unit_loops=True)
+        own = list(sch.get_loops(block))
+        if sch.get(block).name_hint == sch.get(products).name_hint:
+            *_, near, beside, key, lane, step = own
+            registers.accumulate(sch, block, [near, beside, key, lane], [step])
+        else:
+            registers.keep_in_registers(sch, own[-4:])
 
 
 def _pack_pairs(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
@@ -74,8 +132,8 @@ def _tile(sch: Schedule, product: SBlockRV, rows: int, vectors: int, lanes: int)
     """Keep a product's innermost loops in registers while it accumulates."""
     loops = list(sch.get_loops(product))
     group = [loops.pop()] if DOT in sch.get(product).annotations else []
-    near, wide, reduced = loops[-3:]
-    tile = registers.split_tile(sch, near, wide, rows, vectors, lanes)
+    near, beside, wide, reduced = loops[-4:]
+    tile = registers.split_tile(sch, sch.fuse(near, beside), wide, rows, vectors, lanes)
     registers.accumulate(sch, product, tile.loops, [reduced], group)
 
 
