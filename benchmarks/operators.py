@@ -167,6 +167,43 @@ def _einsum(equation: str, shapes: Sequence[Shape], flops: float, *, has_weight:
     return Case("einsum", label, (_node("Einsum", "x w", equation=equation),), names, weights, flops=flops)
 
 
+def _attention(batch: int, heads: int, shared: int, queries: int, keys: int, channels: int) -> Case:
+    """Attention of `heads` heads, of which several share each of the `shared` heads of keys and values.
+
+    With fewer queries than keys it is a step of a decoder: a cache holds the other keys and values.
+    """
+    past, group = keys - queries, heads // shared
+    inputs = {"q": (batch, heads, queries, channels)}
+    nodes = []
+    for name in "kv":
+        inputs |= {name: (batch, shared, queries, channels), f"past_{name}": (batch, shared, past, channels)}
+        nodes += [_node("Concat", f"past_{name} {name}", f"all_{name}", axis=2)] if past else []
+        source = f"all_{name}" if past else name
+        nodes += [
+            _node("Unsqueeze", f"{source} two", f"{name}_apart"),
+            _node("Expand", f"{name}_apart repeated", f"{name}_repeated"),
+            _node("Reshape", f"{name}_repeated whole", f"{name}_whole"),
+        ]
+    nodes += [
+        _node("Transpose", "k_whole", "k_across", perm=[0, 1, 3, 2]),
+        _node("MatMul", "q k_across", "scores"),
+        _node("Mul", "scores scale", "scaled"),
+        _node("Softmax", "scaled", "weights", axis=-1),
+        _node("MatMul", "weights v_whole"),
+    ]
+    tables = {
+        "two": np.array([2], "int64"),
+        "repeated": np.array([batch, shared, group, keys, channels], "int64"),
+        "whole": np.array([batch, heads, keys, channels], "int64"),
+        "scale": np.float32(channels**-0.5),
+    }
+    label = f"{batch}x{heads} of {queries} by {keys}, {channels} channels" + (f", {shared} of keys" * (group > 1))
+    used = {name: shape for name, shape in inputs.items() if math.prod(shape)}
+    return Case(
+        "attention", label, tuple(nodes), used, tables=tables, flops=4.0 * batch * heads * queries * keys * channels
+    )
+
+
 def _unary(kind: str, label: str, shape: Shape, *nodes: onnx.NodeProto, **tables: Any) -> Case:
     return Case(kind, f"{label} {'x'.join(map(str, shape))}".strip(), nodes, {"x": shape}, tables=tables)
 
@@ -331,6 +368,13 @@ CASES: tuple[Case, ...] = (
     _matmul(6, 128, 128, 64),
     _matmul(3, 197, 64, 197),
     _matmul(12, 512, 64, 512),
+    _attention(1, 12, 12, 128, 128, 64),
+    _attention(1, 12, 12, 512, 512, 64),
+    _attention(1, 16, 4, 128, 128, 64),
+    _attention(1, 12, 12, 1, 128, 64),
+    _attention(4, 12, 12, 1, 512, 64),
+    _attention(1, 32, 8, 1, 1024, 128),
+    _attention(8, 16, 2, 1, 256, 64),
     _einsum("bhid,bhjd->bhij", [(1, 12, 128, 64), (1, 12, 128, 64)], flops=2.0 * 12 * 128 * 128 * 64),
     _einsum("bld,dhe->bhle", [(1, 128, 768), (768, 12, 64)], flops=2.0 * 128 * 768 * 768, has_weight=True),
     _einsum("nkctv,kvw->nctw", [(1, 3, 64, 75, 25), (3, 25, 25)], flops=2.0 * 64 * 75 * 75 * 25, has_weight=True),

@@ -141,9 +141,8 @@ def apply_shapes(
 def expand_functions(label: str, model: onnx.ModelProto, own: Collection[str]) -> onnx.ModelProto:
     """Return the model with its functions inlined, and with ONNX's function bodies for operators without a converter.
 
-    `own` names the functions that are not inlined, as `org.example.Twice`. ONNX's Attention counts as an operator
-    without a converter: TVM's importer takes it for com.microsoft's. Raises ModelImportError, in which `label` names
-    the file, if ONNX cannot inline the functions.
+    `own` names the functions that are not inlined, as `org.example.Twice`. Raises ModelImportError, in which `label`
+    names the file, if ONNX cannot inline the functions.
     """
     try:
         if model.functions:

@@ -1,5 +1,6 @@
 """The passes that rewrite products of a model for a GPU."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from tvm import relax
 
 from tvmflow.compiler.gpu import definitions
 from tvmflow.compiler.gpu.tiling import Gpu
+from tvmflow.compiler.operators.attention import ZERO_FOR_NAN, ZERO_WITHOUT_KEYS
 from tvmflow.compiler.operators.common import (
     Array,
     Legalization,
@@ -62,8 +64,8 @@ def lower_attention(gpu: Gpu) -> tvm.transform.Pass:
         if not attention.is_plain(call):
             return None
         builder, masks, attrs = rewriter.builder_, list(call.args[3:]), call.attrs
-        zero_for_nan = attrs.causal_mask == attention.ZERO_FOR_NAN
-        if _is_kernel(call):
+        zero_for_nan, zero_without_keys = (attrs.causal_mask == item for item in (ZERO_FOR_NAN, ZERO_WITHOUT_KEYS))
+        if _is_kernel(call) and not zero_without_keys:
             views = _views(rewriter, call.args[:3])
             bases, numbers = bases_of(rewriter, views)
             rounded = [rewriter.emit(_round(builder, base)) for base in bases]
@@ -83,6 +85,10 @@ def lower_attention(gpu: Gpu) -> tvm.transform.Pass:
         if zero_for_nan:
             zeros = relax.const(0.0, "float32")
             weights = rewriter.emit(relax.op.where(rewriter.emit(relax.op.isnan(weights)), zeros, weights))
+        if zero_without_keys:
+            largest = rewriter.emit(relax.op.max(scores, [-1], keepdims=True))
+            is_empty = rewriter.emit(relax.op.equal(largest, relax.const(-math.inf, "float32")))
+            weights = rewriter.emit(relax.op.where(is_empty, relax.const(0.0, "float32"), weights))
         return relax.op.permute_dims(rewriter.emit(relax.op.matmul(weights, value)), [0, 2, 1, 3])
 
     return rewriting("LowerAttentionForGpu", dict.fromkeys(("nn.attention", "nn.attention_bias"), (lower,)))

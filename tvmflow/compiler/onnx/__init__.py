@@ -11,6 +11,7 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
 from tvmflow.compiler.onnx import (
+    attention,
     classical,
     conditions,
     contributed,
@@ -56,6 +57,7 @@ __all__ = [
 ]
 
 _STANDARD: dict[str, Converter] = {
+    "Attention": attention.convert_attention,
     "AveragePool": vision.convert_padding("AveragePool"),
     "BatchNormalization": norms.convert_batch_norm,
     "BitCast": elementwise.convert_bit_cast,
@@ -222,8 +224,6 @@ CONVERTERS: dict[str, Converter] = {
 # Operators of TVM's importer that the standard does not have.
 _NOT_STANDARD = {
     *("AllClassNMS", "BiasGelu", "EmbedLayerNormalization", "FastGelu", "MatMulInteger16", "SkipLayerNormalization"),
-    # TVM takes com.microsoft's Attention for that of the standard.
-    "Attention",
 }
 
 # Operators that take symbolic sizes for what they are, with the positions of these operands; all others get tensors.

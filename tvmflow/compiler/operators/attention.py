@@ -16,9 +16,8 @@ from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators import dot
 from tvmflow.compiler.operators.common import divides, parts, round_up, static, vector
 
-# The most heads of queries whose products with a key are computed at a time, each from its own registers.
-_MOST_HEADS = 4
-
+# The queries that have zeros in the place of NaN: those whose weights are NaN, or whose scores are all minus infinity.
+ZERO_FOR_NAN, ZERO_WITHOUT_KEYS = "zero for NaN", "zero without keys"
 # For each dimension of a tensor: the dimension of an operand that runs along it, or None, the step and the start.
 Places = tuple[tuple[int | None, int, int], ...]
 # The element of a tensor by batch, position, head and channel.
@@ -57,7 +56,8 @@ def choose(positions: int | None, group: int, keys: int | None, channels: int, m
 
     def cycles_of(rows: int, vectors: int, size: int) -> float:
         cycles = max(cost.step(rows, vectors, machine), vectors * loading)
-        strips = -(-group // rows) if rows < group else -(-(positions or rows // group) // (rows // group))
+        near = max(rows // group, 1)
+        strips = -(-(positions or near) // near) * -(-group // rows)
         return strips * -(-size // (vectors * machine.lanes)) * cycles
 
     wide = -(-channels // machine.lanes)
@@ -87,8 +87,9 @@ class Plan:
     Queries, keys and values have the dimensions `[batch, position, head, channel]`. `places` are those of their
     elements in the function's tensors with the `numbers`; a mask is the tensor after these. There are `heads` heads of
     queries, of `channels` channels; `group` neighbouring ones share a head of keys and values (Ainslie et al., "GQA",
-    2023). The scores are multiplied by `scale`. With `zero_for_nan`, a query whose weights are NaN has zeros as its
-    result, such as one for which the mask excludes every key.
+    2023). The scores are multiplied by `scale`. A mask that excludes every key makes the result of a query NaN. `zeros`
+    says which queries have zeros instead: none (None), those whose weights are NaN (`ZERO_FOR_NAN`), or those whose
+    scores are all minus infinity (`ZERO_WITHOUT_KEYS`).
     """
 
     places: tuple[Places, Places, Places]
@@ -97,7 +98,7 @@ class Plan:
     channels: int
     group: int
     scale: float
-    zero_for_nan: bool
+    zeros: str | None
 
     @property
     def text(self) -> str:
@@ -156,10 +157,13 @@ class Plan:
         def result(b: Any, s: Any, h: Any, g: Any, c: Any) -> Any:
             row = (b, h, s, g)
             element = mixed[(*row, c)] * inverse[row]
-            if not self.zero_for_nan:
+            if self.zeros is None:
                 return element
-            # The sum is at least one, unless it is NaN or all scores are minus infinity.
-            return tirx.Select(total[row] > 0.0, element, tirx.const(0.0, "float32"))
+            # The sum is at least one, unless it is NaN or all scores are minus infinity: then it is zero.
+            zero = tirx.const(0.0, "float32")
+            if self.zeros == ZERO_FOR_NAN:
+                return tirx.Select(total[row] > 0.0, element, zero)
+            return tirx.Select(total[row] == 0.0, zero, element)
 
         if self.group == 1:
             return te.compute(tuple(shape), lambda b, s, h, c: result(b, s, h, 0, c), name="attention")
@@ -378,10 +382,10 @@ class _SingleQueries(_Stages):
     """
 
     def _choose_strip(self, machine: Machine) -> Strip:
-        """A tile has as many queries and vectors of values as half of the registers hold."""
-        most, wide = machine.registers // 2, -(-self._depth // self._value_lanes)
-        heads = max(count for count in range(1, _MOST_HEADS + 1) if self._group % count == 0)
-        values = max(count for count in range(1, wide + 1) if wide % count == 0 and count * heads <= most)
+        """Half of the registers hold the sums of a tile: at most a quarter of these the queries, then their values."""
+        sums, wide = machine.registers // 2, -(-self._depth // self._value_lanes)
+        heads = max(count for count in range(1, sums // 4 + 1) if self._group % count == 0)
+        values = max(count for count in range(1, wide + 1) if wide % count == 0 and count * heads <= sums)
         return Strip(1, heads, 1, values)
 
     def scores(self, query: Element, key: Element, scale: float) -> te.Tensor:

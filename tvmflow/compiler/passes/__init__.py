@@ -16,6 +16,7 @@ from tvmflow.compiler.operators import legalizations
 from tvmflow.compiler.passes import attention, branches, dimensions, folding, patterns, simplify
 from tvmflow.compiler.passes.bf16 import RoundProducts
 from tvmflow.compiler.passes.blocks import FuseBlocks
+from tvmflow.compiler.passes.checks import CheckSizesAlone
 from tvmflow.compiler.passes.fp16 import HalveProducts
 from tvmflow.compiler.passes.fusion import (
     FuseRoundings,
@@ -101,6 +102,7 @@ def pass_names() -> list[str]:
     ours = [*canonicalize(), *layout(NARROWEST)]
     others = {
         "BindSizesFirst",
+        "CheckSizesAlone",
         "ComposeAttention",
         "FuseBlocks",
         "JoinRows",
@@ -160,7 +162,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
     return _TargetPasses(
         kernels=[lower_recurrence(cpu, unit), lower_trees(cpu)],
         integers=[IntegerArithmetic(cpu, unit, is_required=precision == "int8")] if unit else [],
-        layout=[attention.compose_attention(), *layout(cpu.lanes)],
+        layout=[attention.compose_attention(), CheckSizesAlone(), *layout(cpu.lanes)],
         products=[
             attention.lower_attention(cpu, precision == "bf16"),
             lower_scans(cpu),
@@ -180,7 +182,7 @@ def _gpu_passes(target: Target, precision: Precision) -> _TargetPasses:
     return _TargetPasses(
         kernels=[refuse_kernels(target.name)],
         layout=[
-            *([attention.compose_attention()] if precision == "fp16" else []),
+            *([attention.compose_attention(), CheckSizesAlone()] if precision == "fp16" else []),
             dimensions.in_two_dimensions(),
             dimensions.split_transposed(),
             ChannelsLast(NARROWEST),

@@ -1,5 +1,6 @@
 """Recognises attention that a model composes of products, a mask and softmax, and computes it in one function."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,15 +12,13 @@ from tvmflow.compiler.annotations import SINGLE_QUERY
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import attention
-from tvmflow.compiler.operators.attention import Places
+from tvmflow.compiler.operators.attention import ZERO_FOR_NAN, ZERO_WITHOUT_KEYS, Places
 from tvmflow.compiler.operators.common import FUSABLE, OPAQUE, same_shape, static
 from tvmflow.compiler.passes.bf16 import round_operand
 from tvmflow.compiler.passes.patterns import factors
 from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rank, rewriting, sizes
 
 _ATTENTION = ("nn.attention", "nn.attention_bias")
-# In the place of a causal mask, which `ComposeAttention` never gives: a query without a key to attend to has zeros.
-ZERO_FOR_NAN = "zero for NaN"
 
 
 def _merge(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -61,19 +60,20 @@ def _attention(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
     The dimension of heads may be absent.
     """
-    softmax, zero_for_nan = _softmax(rewriter, call.args[0])
+    softmax, zeros = _softmax(rewriter, call.args[0])
     count = rank(call)
     if softmax is None or count not in (3, 4) or dtype(call) != "float32" or not rewriter.used_once(call.args[0]):
         return None
     if int(softmax.attrs.axis) not in (-1, count - 1):
         return None
-    scores = _scores(rewriter, softmax.args[0])
+    # The scores are also read to see whether all of them are minus infinity.
+    scores = _scores(rewriter, softmax.args[0], readers=2 if zeros == ZERO_WITHOUT_KEYS else 1)
     if scores is None:
         return None
     product, scale, masks = scores
     scale, (query,) = _scaled(rewriter, product.args[0], scale)
     scale, (key,) = _scaled(rewriter, product.args[1], scale)
-    value = call.args[1]
+    value = rewriter.before_casts(call.args[1])
     if not all(rank(item) == count and dtype(item) == "float32" for item in (query, key, value)):
         return None
     batches = [sizes(item)[:-2] for item in (query, key, value)]  # type: ignore[index]
@@ -82,54 +82,73 @@ def _attention(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     channels = [sizes(query)[-1], sizes(value)[-1]]  # type: ignore[index]
     if not same_shape(*[[item] for item in channels]) or not isinstance(channels[0], tirx.IntImm):
         return None
-    if zero_for_nan and count == 4 and not isinstance(batches[0][1], tirx.IntImm):
+    if zeros is not None and count == 4 and not isinstance(batches[0][1], tirx.IntImm):
         return None
     mask = None
     for item in masks:
         mask = item if mask is None else rewriter.emit(relax.op.add(mask, item))
     if mask is not None:
-        mask = _four_dimensions(rewriter, mask, count, sizes(product))  # type: ignore[arg-type]
+        mask = _four_dimensions(rewriter, mask, count, sizes(call.args[0]))  # type: ignore[arg-type]
         if mask is None:
             return None
+        shape = [*sizes(mask)[:-1], sizes(product)[-1]]  # type: ignore[index]
+        mask = mask if same_shape(sizes(mask), shape) else rewriter.with_sizes(mask, shape)
     operands = [_positions_first(rewriter, item, transposed) for item, transposed in _sides(query, key, value)]
-    causal = ZERO_FOR_NAN if zero_for_nan else None
-    result = rewriter.emit(relax.op.nn.attention(*operands, mask, tirx.FloatImm("float32", scale), causal))
+    result = rewriter.emit(relax.op.nn.attention(*operands, mask, tirx.FloatImm("float32", scale), zeros))
     if count == 3:
         return relax.op.squeeze(result, [2])
     return relax.op.permute_dims(result, [0, 2, 1, 3])
 
 
-def _softmax(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Call | None, bool]:
-    """Find the softmax in the weights of attention; return it, and whether zeros stand in the place of NaN.
+def _softmax(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Call | None, str | None]:
+    """Find the softmax in the weights of attention; return it, and what has zeros in the place of NaN.
 
-    PyTorch writes zeros where a mask excludes all keys of a query.
+    PyTorch writes zeros where a mask excludes all keys of a query, and so does ONNX's Attention.
     """
     where = rewriter.call(expr, "where")
     if where is None:
-        return rewriter.call(expr, "nn.softmax"), False
-    condition = rewriter.call(where.args[0], "isnan")
-    if condition is None or rewriter.scalar(where.args[1]) != 0.0:
-        return None, False
-    if not rewriter.used_once(where.args[0]) or not rewriter.same(condition.args[0], where.args[2]):
-        return None, False
-    return rewriter.call(where.args[2], "nn.softmax"), True
+        return rewriter.call(expr, "nn.softmax"), None
+    condition, softmax = rewriter.call(where.args[0], "isnan", "equal"), rewriter.call(where.args[2], "nn.softmax")
+    if condition is None or softmax is None or rewriter.scalar(where.args[1]) != 0.0:
+        return None, None
+    if not rewriter.used_once(where.args[0]):
+        return None, None
+    if condition.op.name == "relax.isnan":
+        is_same = rewriter.same(condition.args[0], where.args[2])
+        return (softmax, ZERO_FOR_NAN) if is_same else (None, None)
+    largest = rewriter.call(condition.args[0], "max")
+    if largest is None or rewriter.scalar(condition.args[1]) != -math.inf or largest.attrs.axis is None:
+        return None, None
+    is_last = [int(axis) for axis in largest.attrs.axis] in ([-1], [len(sizes(softmax) or ()) - 1])
+    if not is_last or not largest.attrs.keepdims or not rewriter.same(largest.args[0], softmax.args[0]):
+        return None, None
+    return softmax, ZERO_WITHOUT_KEYS
 
 
 def _sides(query: relax.Expr, key: relax.Expr, value: relax.Expr) -> list[tuple[relax.Expr, bool]]:
     return [(query, False), (key, True), (value, False)]
 
 
-def _scores(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Call, float, list[relax.Expr]] | None:
-    """Find the product of queries and keys in an expression, its scale, and the masks added to it; None without one."""
+def _scores(rewriter: Rewriter, expr: relax.Expr, readers: int) -> tuple[relax.Call, float, list[relax.Expr]] | None:
+    """Find the product of queries and keys in an expression, its scale, and the masks added to it; None without one.
+
+    At most `readers` expressions read the sum.
+    """
     masks: list[relax.Expr] = []
     shape = sizes(expr)
     while True:
+        is_single, readers = rewriter.used_once(expr, readers), 1
+        source = rewriter.before_casts(expr)
+        if not expr.same_as(source):
+            if not same_shape(sizes(expr), shape):
+                return None
+            expr, shape = source, sizes(source)
         scale, parts = factors(rewriter, expr)
         product = rewriter.call(parts[0], "matmul") if len(parts) == 1 else None
-        if product is not None and rewriter.used_once(expr) and same_shape(sizes(product), shape):
+        if product is not None and is_single and same_shape(sizes(product), shape):
             return product, scale, masks
         total = rewriter.call(expr, "add")
-        if total is None or not rewriter.used_once(expr):
+        if total is None or not is_single:
             return None
         product_first = _holds_product(rewriter, total.args[0])
         if not product_first and not _holds_product(rewriter, total.args[1]):
@@ -140,6 +159,7 @@ def _scores(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Call, float, li
 
 def _holds_product(rewriter: Rewriter, expr: relax.Expr) -> bool:
     for _ in range(4):
+        expr = rewriter.before_casts(expr)
         _, parts = factors(rewriter, expr)
         if len(parts) != 1:
             return False
@@ -234,7 +254,7 @@ def is_plain(call: relax.Call) -> bool:
     """Whether a call computes float32 attention of a known scale without a window and a causal mask."""
     attrs = call.attrs
     return (
-        attrs.causal_mask in (None, ZERO_FOR_NAN)
+        attrs.causal_mask in (None, ZERO_FOR_NAN, ZERO_WITHOUT_KEYS)
         and attrs.window_size is None
         and attrs.scale is not None
         and all(dtype(item) == "float32" for item in call.args)
@@ -245,7 +265,7 @@ def _through(rewriter: Rewriter, view: View) -> View | None:
     base = rewriter.behind(view.base)
     if isinstance(base, relax.TupleGetItem):
         return _part(rewriter, base, view)
-    call = rewriter.call(base, "permute_dims", "strided_slice", "squeeze", "expand_dims", "reshape")
+    call = rewriter.call(base, "permute_dims", "strided_slice", "squeeze", "expand_dims", "reshape", "repeat")
     data = None if call is None else call.args[0]
     before = None if data is None else sizes(data)
     if call is None or before is None:
@@ -256,6 +276,11 @@ def _through(rewriter: Rewriter, view: View) -> View | None:
         for place, axis in zip(places, _axes(call, len(places)), strict=True):
             base_places[axis] = place
         return replace(view, base=data, places=tuple(base_places))
+    if call.op.name == "relax.repeat":
+        is_of_heads = (
+            call.attrs.axis is not None and places[int(call.attrs.axis) % len(places)] == (2, 1, 0) and view.group == 1
+        )
+        return View(data, view.places, int(call.attrs.repeats)) if is_of_heads else None
     if call.op.name == "relax.strided_slice":
         steps = list(call.args[4]) if len(call.args) > 4 else [1] * len(call.args[1])
         for axis, start, step in zip(call.args[1], call.args[2], steps, strict=True):
@@ -338,7 +363,6 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
         return None
     if not all(isinstance(size, tirx.IntImm) for size in shape[2:]):
         return None
-    zero_for_nan = attrs.causal_mask == ZERO_FOR_NAN
     views = [view_of(rewriter, item, groups=place > 0) for place, item in enumerate(call.args[:3])]
     if views[1].group != views[2].group:
         views = [view_of(rewriter, item) for item in call.args[:3]]
@@ -355,7 +379,7 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
     query, key, value = (view.places for view in views)
     group = views[1].group
     plan = attention.Plan(
-        (query, key, value), tuple(numbers), int(shape[2]), int(shape[3]), group, float(attrs.scale), zero_for_nan
+        (query, key, value), tuple(numbers), int(shape[2]), int(shape[3]), group, float(attrs.scale), attrs.causal_mask
     )
 
     def compute(*tensors: te.Tensor) -> te.Tensor:

@@ -38,6 +38,17 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         self._rules = rules
         self._function: relax.Function | None = None
         self._uses: Counter[relax.Var] | None = None
+        self._casts: dict[relax.Var, relax.Expr] = {}
+
+    def visit_match_cast_(self, binding: relax.MatchCast) -> None:
+        """Remember the tensor whose sizes a binding checks and names."""
+        if not isinstance(binding.var, relax.DataflowVar) or not isinstance(binding.ty, relax.TensorType):
+            super().visit_match_cast_(binding)
+            return
+        value = self.visit_expr(binding.value)
+        variable = self.builder_.match_cast(value, binding.ty)
+        self._casts[variable] = value
+        self.set_var_remap(binding.var, variable)
 
     def rewrite(self, function: relax.Function) -> relax.Function:
         """Return the function after one traversal, without bindings that nothing reads.
@@ -123,13 +134,26 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
             expr = value
         return expr
 
-    def used_once(self, expr: relax.Expr) -> bool:
-        """Whether at most one expression reads this one, so that the two may be merged."""
+    def used_once(self, expr: relax.Expr, times: int = 1) -> bool:
+        """Whether at most one expression reads this one, or `times` of them, so that they may be merged."""
         if not isinstance(expr, relax.Var):
             return True
         if self._uses is None:
             self._uses = count_uses(self._function)
-        return self._uses[expr] <= 1
+        return self._uses[expr] <= times
+
+    def before_casts(self, expr: relax.Expr) -> relax.Expr:
+        """Return the expression that a variable is an alias of, or the same tensor before its sizes got other names."""
+        expr = self._root(expr)
+        while expr in self._casts:
+            expr = self._root(self._casts[expr])
+        return expr
+
+    def with_sizes(self, expr: relax.Expr, shape: Sequence[Any]) -> relax.Expr:
+        """Return a tensor whose dimensions have the expressions `shape`; the model checks the sizes when it runs."""
+        # Of two shapes TVM would infer that a symbol is an expression of itself.
+        value = self.builder_.match_cast(self.emit(expr), relax.TensorType(ndim=len(shape), dtype=expr.ty.dtype))
+        return self.builder_.match_cast(value, relax.TensorType(list(shape), expr.ty.dtype))
 
 
 def count_uses(function: relax.Function | None) -> Counter[relax.Var]:

@@ -1,0 +1,193 @@
+"""A step of a decoder: attention of one new token, or of a few, to all tokens before it, whose keys a cache holds."""
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from support import scale
+from support.arrays import Array, normal
+from support.builds import rule_counts
+from support.machines import runnable_levels
+from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower
+from tvmflow.source import open_session
+from tvmflow.target import resolve
+
+Check = Callable[..., CompiledModel]
+
+
+def _decoder_nodes(group: int, mask: bool) -> list[onnx.NodeProto]:
+    """Attention to a cache to which new keys and values are joined, as exporters write it; `group` heads share keys."""
+    nodes = [helper.make_node("Transpose", ["q"], ["query"], perm=[0, 2, 1, 3])]
+    for name in "kv":
+        nodes += [
+            helper.make_node("Transpose", [name], [f"{name}1"], perm=[0, 2, 1, 3]),
+            helper.make_node("Concat", [f"past_{name}", f"{name}1"], [f"all_{name}"], axis=2),
+        ]
+        if group > 1:
+            nodes += [
+                helper.make_node("Unsqueeze", [f"all_{name}", "two"], [f"{name}2"]),
+                helper.make_node("Shape", [f"all_{name}"], [f"{name}3"], start=0, end=2),
+                helper.make_node("Shape", [f"all_{name}"], [f"{name}4"], start=2, end=4),
+                helper.make_node("Concat", [f"{name}3", "group", f"{name}4"], [f"{name}5"], axis=0),
+                helper.make_node("Expand", [f"{name}2", f"{name}5"], [f"{name}6"]),
+                helper.make_node("Reshape", [f"{name}6", "heads"], [f"each_{name}"]),
+            ]
+        else:
+            nodes.append(helper.make_node("Identity", [f"all_{name}"], [f"each_{name}"]))
+    return [
+        *nodes,
+        helper.make_node("Transpose", ["each_k"], ["keys"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["query", "keys"], ["scores"]),
+        helper.make_node("Add" if mask else "Identity", ["scores", "mask"][: 1 + mask], ["masked"]),
+        helper.make_node("Softmax", ["masked"], ["weights"], axis=-1),
+        helper.make_node("MatMul", ["weights", "each_v"], ["mixed"]),
+        helper.make_node("Transpose", ["mixed"], ["y"], perm=[0, 2, 1, 3]),
+    ]
+
+
+def _decoder(make: Any, heads: int, group: int, channels: int, *, is_free: bool = True, mask: bool = True) -> Path:
+    """A file of such attention, of free sizes or for one new token and 36 others."""
+    batch, new, past, total = ("n", "new", "past", "total") if is_free else (2, 1, 36, 37)
+    cache, own = [batch, heads // group, past, channels], [batch, new, heads // group, channels]
+    inputs: list[tuple[str, list[Any]]] = [("q", [batch, new, heads, channels])]
+    inputs += [(name, own) for name in "kv"] + [(f"past_{name}", cache) for name in "kv"]
+    inputs += [("mask", [batch, 1, new, total])] if mask else []
+    sizes = {"two": np.array([2]), "group": np.array([group]), "heads": np.array([0, heads, -1, channels])}
+    return Path(
+        make(_decoder_nodes(group, mask), inputs, ["y", "all_k", "all_v"], sizes if group > 1 else {}, opset=17)
+    )
+
+
+def _feed(
+    batch: int, new: int, past: int, heads: int, group: int, channels: int, mask: bool = True
+) -> dict[str, Array]:
+    own, cache = (batch, new, heads // group, channels), (batch, heads // group, past, channels)
+    feed = {"q": normal(batch, new, heads, channels, seed=1)}
+    feed |= {name: normal(*own, seed=seed) for seed, name in enumerate("kv", 2)}
+    feed |= {f"past_{name}": normal(*cache, seed=seed) for seed, name in enumerate("kv", 4)}
+    hidden = np.random.default_rng(6).random((batch, 1, new, past + new)) < 0.3
+    return feed | ({"mask": np.where(hidden, -np.inf, 0).astype("float32")} if mask else {})
+
+
+_HEADS = [(4, 1, 24), (6, 3, 32), (8, 2, 64)]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("heads", "group", "channels"), _HEADS + scale.choose(normal=[], long=[(5, 5, 80), (2, 1, 7)]))
+@pytest.mark.parametrize("mask", [True, False])
+def test_attention_to_a_cache_of_free_size_equals_onnx_runtime(
+    heads: int, group: int, channels: int, mask: bool, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    sizes = [(2, 1, 36), (1, 1, 1), (1, 7, 12), (3, 2, 16)]
+    feeds = [_feed(*size, heads, group, channels, mask) for size in sizes]
+    model = assert_same_as_onnxruntime(_decoder(make_model, heads, group, channels, mask=mask), *feeds)
+    assert rule_counts(model)["attention"] == 1
+    # Neither are heads repeated, nor is a cache brought into another order.
+    names = [name for name, _ in model.schedules]
+    assert not [name for name in names if any(word in name for word in ("broadcast", "softmax", "matmul"))]
+    assert sum("transpose" in name for name in names) <= 1  # of the new keys and values, and of the result
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("heads", "group", "channels"), _HEADS)
+def test_attention_of_one_known_query_packs_no_keys(
+    heads: int, group: int, channels: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    path = _decoder(make_model, heads, group, channels, is_free=False)
+    model = assert_same_as_onnxruntime(path, _feed(2, 1, 36, heads, group, channels))
+    assert rule_counts(model)["attention"] == 1
+    assert "single" in model.ir_text
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", runnable_levels()[:-1])
+def test_other_levels_decode(name: str, make_model: Any, run_built: Any) -> None:
+    path = _decoder(make_model, 6, 3, 32)
+    feeds = [_feed(2, new, 20, 6, 3, 32) for new in (1, 4)]
+    imported = import_onnx(path)
+    model, session = build(imported, resolve(name)), open_session(path, threads=1)
+    for feed in feeds:
+        actual = run_built(model, *(feed[item.name] for item in imported.inputs))
+        for ours, theirs in zip(actual, session.run(None, feed), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_attention_of_a_cache_in_bfloat16_rounds_what_it_multiplies(make_model: Any, run_built: Any) -> None:
+    target = resolve("x86-64-v4-bf16")
+    path = _decoder(make_model, 4, 2, 32)
+    imported = import_onnx(path)
+    lowered = lower(imported, target, BuildOptions(precision="bf16"))
+    # The cache is not rounded by a function of its own: a single query reads it as it is.
+    assert not [name.name_hint for name in lowered.get_global_vars() if "round" in name.name_hint]
+    assert "uint16" in lowered.script()
+
+
+def test_a_query_has_the_result_that_it_has_among_others(make_model: Any, run_built: Any) -> None:
+    imported = import_onnx(_decoder(make_model, 4, 2, 32, mask=False))
+    model = build(imported, resolve("native"))
+    feed = _feed(2, 3, 30, 4, 2, 32, mask=False)
+    together = run_built(model, *(feed[item.name] for item in imported.inputs))[0]
+    # The keys of the first two tokens are those of the cache for the last one.
+    joined = {
+        f"past_{name}": np.concatenate([feed[f"past_{name}"], feed[name].transpose(0, 2, 1, 3)], 2) for name in "kv"
+    }
+    alone = {"q": feed["q"][:, 2:], **{name: feed[name][:, 2:] for name in "kv"}}
+    alone |= {name: cache[:, :, :-1] for name, cache in joined.items()}
+    result = run_built(model, *(np.ascontiguousarray(alone[item.name]) for item in imported.inputs))[0]
+    np.testing.assert_allclose(result, together[:, 2:], rtol=1e-5, atol=1e-5)
+
+
+_ATTENTION = ["q", "k", "v", "mask", "past_k", "past_v"]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("is_causal", "mask"), [(1, ""), (0, "float"), (1, "bool"), (0, "")])
+def test_the_operator_attention_with_a_cache_equals_onnx_runtime(
+    is_causal: int, mask: str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    operands = [name if mask or name != "mask" else "" for name in _ATTENTION]
+    node = helper.make_node("Attention", operands, ["y", "all_k", "all_v"], is_causal=is_causal)
+    heads, shared, channels = 6, 2, 16
+    inputs: list[Any] = [("q", ["n", heads, "new", channels])]
+    inputs += [(name, ["n", shared, "new", channels]) for name in "kv"]
+    inputs += [(f"past_{name}", ["n", shared, "past", channels]) for name in "kv"]
+    kinds = {"float": TensorProto.FLOAT, "bool": TensorProto.BOOL}
+    inputs += [("mask", ["new", "total"], kinds[mask])] if mask else []
+    feeds = []
+    for batch, new, past in ((2, 1, 20), (1, 5, 3)):
+        feed = {"q": normal(batch, heads, new, channels, seed=1)}
+        feed |= {name: normal(batch, shared, new, channels, seed=seed) for seed, name in enumerate("kv", 2)}
+        feed |= {f"past_{name}": normal(batch, shared, past, channels, seed=seed) for seed, name in enumerate("kv", 4)}
+        seen = np.random.default_rng(7).random((new, new + past)) < 0.7
+        seen[:, 0] = True
+        values = {"float": normal(new, new + past, seed=8), "bool": seen}
+        feeds.append({**feed, **({"mask": values[mask]} if mask else {})})
+    path = make_model([node], inputs, ["y", "all_k", "all_v"], opset=23)
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert rule_counts(model)["attention"] == 1
+
+
+def test_a_query_of_the_operator_attention_without_keys_has_zeros(make_model: Any, run_built: Any) -> None:
+    node = helper.make_node("Attention", ["q", "k", "v", "mask"], ["y"])
+    inputs = [(name, [1, 2, 5, 16]) for name in "qkv"] + [("mask", [5, 5], TensorProto.BOOL)]
+    model = build(import_onnx(make_model([node], inputs, ["y"], opset=23)), resolve("native"))
+    feed = [normal(1, 2, 5, 16, seed=seed) for seed in range(3)]
+    seen = np.ones((5, 5), bool)
+    seen[[0, 3]] = False
+    feed[0][0, 1, 2, 4] = np.nan
+    (result,) = run_built(model, *feed, seen)
+    assert rule_counts(model)["attention"] == 1
+    assert not result[0, :, [0, 3]].any()
+    # A number that is none stays visible.
+    assert [np.isnan(result[0, head, row]).all() for head, row in product(range(2), (1, 2))] == [
+        False,
+        False,
+        False,
+        True,
+    ]

@@ -1,0 +1,147 @@
+"""The standard's operator Attention, composed of products, masks and a softmax."""
+
+import math
+from typing import Any
+
+import numpy as np
+from tvm import relax, te, tirx
+
+from tvmflow.compiler.onnx.broadcasting import cast_to
+from tvmflow.compiler.onnx.node import FreeSizeError, Node
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
+
+# The results: the output, the keys, the values and the products of queries and keys, these in one of four states.
+_SCALED, _CAPPED, _MASKED, _WEIGHTS = range(4)
+_PRODUCTS = 3
+
+
+def convert_attention(node: Node) -> relax.Expr:
+    """Return the Relax expression of Attention.
+
+    A query without a key that it may attend to has zeros as its result. The softmax is computed in float32 at least.
+    Raises FreeSizeError for operands of unknown shape.
+    """
+    emit = node.emit
+    query, key, value = (_four_dimensions(node, place) for place in range(3))
+    for place in (4, 5):
+        if node.input(place) is not None:
+            parts = [node.inputs[place], value if place == 5 else key]
+            joined = emit(relax.op.concat(parts, axis=2))
+            key, value = (key, joined) if place == 5 else (joined, value)
+    batch, heads, positions, width = dims_of(query)  # type: ignore[misc]
+    dtype = dtype_of(query)
+    group = heads // dims_of(key)[1]  # type: ignore[index]
+    keys, values = (item if group == 1 else emit(relax.op.repeat(item, group, 1)) for item in (key, value))
+    scores = node.apply("MatMul", query, emit(relax.op.permute_dims(keys, [0, 1, 3, 2])))
+    scale = float(node.attrs.get("scale", 0.0)) or 1 / math.sqrt(width)
+    scores = emit(relax.op.multiply(scores, const(scale, dtype)))
+    states = {_SCALED: scores}
+    cap = float(node.attrs.get("softcap", 0.0))
+    if cap:
+        scores = emit(relax.op.tanh(emit(relax.op.divide(scores, const(cap, dtype)))))
+        scores = emit(relax.op.multiply(scores, const(cap, dtype)))
+    states[_CAPPED] = scores
+    biases = _biases(node, query, key)
+    for bias in biases:
+        scores = node.apply("Add", scores, bias)
+    states[_MASKED] = scores
+    exact = scores if dtype in ("float32", "float64") else emit(relax.op.astype(scores, "float32"))
+    weights = emit(relax.op.nn.softmax(exact, axis=-1))
+    if biases:
+        largest = emit(relax.op.max(exact, [-1], keepdims=True))
+        is_empty = emit(relax.op.equal(largest, const(-math.inf, dtype_of(exact))))
+        weights = emit(relax.op.where(is_empty, const(0.0, dtype_of(exact)), weights))
+    weights = weights if exact is scores else emit(relax.op.astype(weights, dtype))
+    states[_WEIGHTS] = weights
+    output = node.apply("MatMul", weights, values)
+    if node.inputs[0].ty.ndim == 3:
+        output = emit(relax.op.permute_dims(output, [0, 2, 1, 3]))
+        output = emit(relax.op.reshape(output, [batch, positions, heads * dims_of(value)[-1]]))  # type: ignore[index]
+    results = [output, key, value]
+    if node.outputs > _PRODUCTS:
+        results.append(states[int(node.attrs.get("qk_matmul_output_mode", 0))])
+    return output if node.outputs == 1 else relax.Tuple(results[: node.outputs])
+
+
+def _four_dimensions(node: Node, place: int) -> relax.Expr:
+    """Queries, keys or values as `[batch, heads, positions, channels]`."""
+    value = node.inputs[place]
+    dims = dims_of(value)
+    if dims is None or not isinstance(dims[-1], int):
+        raise FreeSizeError("an input of unknown shape")
+    if len(dims) == 4:
+        return value
+    heads = int(node.attrs["q_num_heads" if place == 0 else "kv_num_heads"])
+    split = node.emit(relax.op.reshape(value, [*dims[:2], heads, dims[2] // heads]))
+    return node.emit(relax.op.permute_dims(split, [0, 2, 1, 3]))
+
+
+def _biases(node: Node, query: relax.Expr, key: relax.Expr) -> list[relax.Expr]:
+    """What is added to the scores `[batch, heads, queries, keys]`: the mask, and what hides keys by their places."""
+    keys, dtype = dims_of(key)[2], dtype_of(query)  # type: ignore[index]
+    biases = []
+    mask = node.input(3)
+    if mask is not None:
+        if dtype_of(mask) == "bool":
+            lowest = (const(0.0, dtype), const(-math.inf, dtype))
+            mask = node.emit(relax.op.where(mask, *lowest))
+        biases.append(_with_all_keys(node, mask, keys))
+    hidden = _hidden(node, query, keys)
+    return biases if hidden is None else [*biases, hidden]
+
+
+def _with_all_keys(node: Node, mask: relax.Expr, keys: Any) -> relax.Expr:
+    """A mask whose last dimension is that of the keys: a shorter one hides those after its end."""
+    dims = dims_of(mask)
+    if not dims or node.evaluator.are_equal(dims[-1], keys):
+        return mask
+    if isinstance(dims[-1], int) and isinstance(keys, int):
+        widths = [0] * (2 * len(dims) - 1) + [keys - dims[-1]]
+        return node.emit(relax.op.nn.pad(mask, widths, pad_value=-math.inf))
+    if node.input(6) is None:
+        return cast_to(node.builder, mask, [*dims[:-1], keys])
+
+    def extend(mask: te.Tensor) -> te.Tensor:
+        def element(*index: Any) -> Any:
+            *lead, place = index
+            inside = mask[(*lead, te.min(place, mask.shape[-1] - 1))]
+            return te.if_then_else(place < mask.shape[-1], inside, tirx.const(-math.inf, mask.dtype))
+
+        return te.compute((*mask.shape[:-1], keys), element, name="extend")
+
+    return node.emit(node.builder.call_te(extend, mask, primfunc_name_hint="extend"))
+
+
+def _hidden(node: Node, query: relax.Expr, keys: Any) -> relax.Expr | None:
+    """Minus infinity for the keys that causality, a window or the end of a row hides; None where nothing hides any.
+
+    A query sees the keys within the window around its own place. Places begin after the former keys, or where a row has
+    as many queries as its number of keys says.
+    """
+    queries, dtype = dims_of(query)[2], dtype_of(query)  # type: ignore[index]
+    before, after = (int(node.attrs.get(f"{side}_window_size", -1)) for side in ("left", "right"))
+    after = 0 if node.attrs.get("is_causal", 0) else after
+    past, counts = node.input(4), node.input(6)
+    if max(before, after) < 0 and counts is None:
+        return None
+    former = 0 if past is None else dims_of(past)[2]  # type: ignore[index]
+    if counts is None and all(isinstance(size, int) for size in (queries, keys, former)):
+        # The distance of each key from the place of each query.
+        distances = np.arange(keys) - np.arange(former, former + queries)[:, None]
+        is_hidden = ((before >= 0) & (distances < -before)) | ((after >= 0) & (distances > after))
+        return const(np.where(is_hidden, -math.inf, 0).astype(dtype))
+    lowest = tirx.const(-math.inf, dtype)
+
+    def hide(query: te.Tensor, *counts: te.Tensor) -> te.Tensor:
+        def element(b: Any, _: Any, row: Any, place: Any) -> Any:
+            count = counts[0][b].astype("int64") if counts else None
+            own = row + (former if count is None else count - query.shape[2])
+            conditions = [] if count is None else [place < count]
+            conditions += [place >= own - before] if before >= 0 else []
+            conditions += [place <= own + after] if after >= 0 else []
+            return te.if_then_else(te.all(*conditions), tirx.const(0, dtype), lowest)
+
+        return te.compute((query.shape[0] if counts else 1, 1, query.shape[2], keys), element, name="hide")
+
+    operands = [] if counts is None else [counts]
+    return node.emit(node.builder.call_te(hide, query, *operands, primfunc_name_hint="hide"))
