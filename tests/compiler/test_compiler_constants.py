@@ -77,6 +77,7 @@ _REASONS = {
     "schedules.fallback._MOST_PIECES": "size of the code",
     "schedules.fallback._MOST_TURNS": "size of the code",
     "schedules.prefetch._CHUNKS": "scope of tuning",
+    "schedules.prefetch._DISTANCE": "pages, at whose ends processors stop to fetch ahead by themselves",
     "schedules.prefetch._HOW": "arguments of LLVM's intrinsic",
     "schedules.prefetch._TO_READ": "arguments of LLVM's intrinsic",
     "schedules.prefetch._TO_WRITE": "arguments of LLVM's intrinsic",

@@ -383,7 +383,8 @@ class _SingleQueries(_Stages):
 
     def _choose_strip(self, machine: Machine) -> Strip:
         """Half of the registers hold the sums of a tile: at most a quarter of these the queries, then their values."""
-        sums, wide = machine.registers // 2, -(-self._depth // self._value_lanes)
+        self._value_lanes = math.gcd(self._depth, self._lanes)
+        sums, wide = machine.registers // 2, self._depth // self._value_lanes
         heads = max(count for count in range(1, sums // 4 + 1) if self._group % count == 0)
         values = max(count for count in range(1, wide + 1) if wide % count == 0 and count * heads <= sums)
         return Strip(1, heads, 1, values)

@@ -11,7 +11,7 @@ from tvmflow.compiler.annotations import DOT, LANES, SINGLE_QUERY, TILE, VECTORS
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.attention import Plan
-from tvmflow.compiler.schedules import common, registers, remainder
+from tvmflow.compiler.schedules import common, prefetch, registers, remainder
 from tvmflow.compiler.schedules.dot import inline_exact, use_dot_products
 from tvmflow.compiler.statements import replace_variables, run_either, with_body
 
@@ -59,6 +59,7 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     sch.compute_at(logits, task, preserve_unit_loops=True)
     near, beside, wide = list(sch.get_loops(logits))[-3:]
     if products is not None:
+        prefetch.fetch_ahead(sch, sch.get_loops(mixed)[-4], 4 * value_vectors * value_lanes)
         _single_query(sch, products, logits, [near, beside, wide], max(lanes // (2 * math.prod(strip)), 1))
         return width > 0
     outer, pieces, lane = sch.split(wide, [None, key_vectors, lanes])
@@ -106,6 +107,8 @@ def _single_query(sch: Schedule, products: SBlockRV, logits: SBlockRV, loops: li
     outer, key = sch.split(wide, [None, keys])
     sch.reorder(outer, near, beside, key)
     registers.keep_in_registers(sch, [near, beside, key])
+    channels = [common.extent(sch, loop) or 1 for loop in sch.get_loops(products)[-2:]]
+    prefetch.fetch_ahead(sch, outer, 4 * keys * math.prod(channels))
     (scores,) = common.find_blocks(sch, "scores")
     sums = sch.get_producers(scores)
     sch.compute_inline(scores)

@@ -25,10 +25,14 @@ from tvmflow.compiler.statements import uses, with_body
 
 # The annotation of a loop over chunks of a reduction: fetch the part of the last operand that the next chunk reads.
 PREFETCH = "tvmflow.prefetch"
+# The bytes between what is read and what is fetched ahead: a page.
+_DISTANCE = 4096
 # The steps of a reduction in one chunk, which is also the distance of the prefetch.
 _CHUNKS = (64, 16)
 # The annotation of the loops over a tile of the result: fetch what they read and write before the tile is computed.
 FETCH_RESULT = "tvmflow.fetch_result"
+# The annotation of a loop: the iterations ahead of which the parts of parameters that its sums read are fetched.
+_AHEAD = "tvmflow.prefetch_ahead"
 # The arguments of the prefetch intrinsic: for reading, into the second-level cache, data.
 _HOW = (0, 2, 1)
 # The same for a line that is read soon, and for one that is written soon, into the first-level cache.
@@ -67,6 +71,14 @@ def fetch_result(sch: Schedule, block: SBlockRV, rows: LoopRV, machine: Machine,
         sch.annotate(rows, FETCH_RESULT, 1)
 
 
+def fetch_ahead(sch: Schedule, loop: LoopRV, bytes_read: int) -> None:
+    """Fetch, some iterations before a loop reads it, what the sums within the loop read of the function's parameters.
+
+    `bytes_read` are those of one iteration. The memory is read once, so that no cache has it.
+    """
+    sch.annotate(loop, _AHEAD, max(1, _DISTANCE // bytes_read))
+
+
 def _bytes(buffer: Any) -> int:
     """The bytes of a buffer whose sizes are known."""
     return math.prod(int(size) for size in buffer.shape) * tvm_ffi.dtype(str(buffer.dtype)).itemsize
@@ -100,6 +112,11 @@ def _add_prefetches(stmt: Any, parameters: Sequence[Any]) -> Any:
         return stmt
     body, annotations = _add_prefetches(stmt.body, parameters), dict(stmt.annotations)
     is_tile = annotations.pop(FETCH_RESULT, None) is not None
+    ahead = annotations.pop(_AHEAD, None)
+    if ahead is not None:
+        fetches = _fetch_ahead(stmt, int(ahead), parameters)
+        body = SeqStmt([*fetches, body]) if fetches else body
+        return For(stmt.loop_var, stmt.min, stmt.extent, stmt.kind, body, stmt.thread_binding, annotations)
     if annotations.pop(PREFETCH, None) is not None:
         body = SeqStmt([_fetch_next(stmt), body])
     elif body.same_as(stmt.body) and not is_tile:
@@ -110,11 +127,39 @@ def _add_prefetches(stmt: Any, parameters: Sequence[Any]) -> Any:
 def _fetch_next(chunks: For) -> Any:
     """Prefetch the part of the last operand of the block in a loop that the next iteration reads."""
     loops, realize = _loops_and_block(chunks.body)
-    operand = realize.block.reads[-1]
-    index = _start(operand, realize)
+    return _fetch_part(chunks, 1, loops, realize, realize.block.reads[-1], _HOW)
+
+
+def _fetch_ahead(loop: For, ahead: int, parameters: Sequence[Any]) -> list[Any]:
+    """Prefetch the parts of parameters that the sums in a loop read `ahead` iterations later."""
+    fetches: list[Any] = []
+
+    def visit(stmt: Any, loops: list[For]) -> None:
+        if isinstance(stmt, For):
+            visit(stmt.body, [*loops, stmt])
+        elif isinstance(stmt, SeqStmt):
+            for part in stmt.seq:
+                visit(part, loops)
+        elif isinstance(stmt, SBlockRealize) and any(
+            item.iter_type == tirx.IterVar.CommReduce for item in stmt.block.iter_vars
+        ):
+            for region in stmt.block.reads:
+                moves = any(uses(item, loop.loop_var) for item in _start(region, stmt))
+                if moves and any(region.source.same_as(item) for item in parameters):
+                    fetches.append(_fetch_part(loop, ahead, loops, stmt, region, _HOW))
+
+    visit(loop.body, [])
+    return fetches
+
+
+def _fetch_part(
+    around: For, ahead: int, loops: Sequence[For], realize: SBlockRealize, region: Any, how: tuple[int, int, int]
+) -> Any:
+    """Prefetch the part of a tensor that a block, in `loops` within the loop `around`, reads some iterations later."""
+    index = _start(region, realize)
     # Replace in two steps, because the expression that replaces a loop variable must not contain it.
-    after = tirx.Var("after", chunks.loop_var.ty)
-    replacements: dict[Any, Any] = {chunks.loop_var: after}
+    after = tirx.Var("after", around.loop_var.ty)
+    replacements: dict[Any, Any] = {around.loop_var: after}
     fetch_loops: list[tuple[Any, For]] = []
     for loop in loops:
         replacements[loop.loop_var] = loop.min
@@ -123,8 +168,8 @@ def _fetch_next(chunks: For) -> Any:
             variable = replacements[loop.loop_var] = tirx.Var(f"{loop.loop_var.name}_next", loop.loop_var.ty)
             fetch_loops.append((variable, loop))
     index = [common.substitute(item, replacements) for item in index]
-    following = {after: tirx.min(chunks.loop_var + 1, chunks.extent - 1)}
-    return _fetch(operand.source, [common.substitute(item, following) for item in index], fetch_loops, _HOW)
+    following = {after: tirx.min(around.loop_var + ahead, around.extent - 1)}
+    return _fetch(region.source, [common.substitute(item, following) for item in index], fetch_loops, how)
 
 
 def _fetch_tile(rows: For, parameters: Sequence[Any]) -> list[Any]:
