@@ -94,6 +94,28 @@ def test_attention_to_a_cache_of_free_size_equals_onnx_runtime(
     assert sum("transpose" in name for name in names) <= 1  # of the new keys and values, and of the result
 
 
+def test_heads_whose_products_share_one_head_of_keys_copy_nothing(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["keys"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["q", "keys"], ["scores"]),
+        helper.make_node("Softmax", ["scores"], ["weights"], axis=-1),
+        helper.make_node("MatMul", ["weights", "v"], ["y"]),
+    ]
+    inputs = [("q", ["n", 6, "new", 32]), ("k", ["n", 1, "all", 32]), ("v", ["n", 1, "all", 32])]
+    feeds = [
+        {
+            "q": normal(batch, 6, new, 32),
+            **{name: normal(batch, 1, 19, 32, seed=place) for place, name in enumerate("kv")},
+        }
+        for batch, new in ((2, 1), (1, 5))
+    ]
+    model = assert_same_as_onnxruntime(make_model(nodes, inputs, ["y"]), *feeds)
+    assert rule_counts(model)["attention"] == 1
+    assert not [name for name, _ in model.schedules if "broadcast" in name]
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("heads", "group", "channels"), _HEADS)
 def test_attention_of_one_known_query_packs_no_keys(

@@ -86,7 +86,7 @@ def _biases(node: Node, query: relax.Expr, key: relax.Expr) -> list[relax.Expr]:
             lowest = (const(0.0, dtype), const(-math.inf, dtype))
             mask = node.emit(relax.op.where(mask, *lowest))
         biases.append(_with_all_keys(node, mask, keys))
-    hidden = _hidden(node, query, keys)
+    hidden = _hidden(node, query, key)
     return biases if hidden is None else [*biases, hidden]
 
 
@@ -112,13 +112,13 @@ def _with_all_keys(node: Node, mask: relax.Expr, keys: Any) -> relax.Expr:
     return node.emit(node.builder.call_te(extend, mask, primfunc_name_hint="extend"))
 
 
-def _hidden(node: Node, query: relax.Expr, keys: Any) -> relax.Expr | None:
+def _hidden(node: Node, query: relax.Expr, key: relax.Expr) -> relax.Expr | None:
     """Minus infinity for the keys that causality, a window or the end of a row hides; None where nothing hides any.
 
     A query sees the keys within the window around its own place. Places begin after the former keys, or where a row has
     as many queries as its number of keys says.
     """
-    queries, dtype = dims_of(query)[2], dtype_of(query)  # type: ignore[index]
+    queries, keys, dtype = dims_of(query)[2], dims_of(key)[2], dtype_of(query)  # type: ignore[index]
     before, after = (int(node.attrs.get(f"{side}_window_size", -1)) for side in ("left", "right"))
     after = 0 if node.attrs.get("is_causal", 0) else after
     past, counts = node.input(4), node.input(6)
@@ -132,16 +132,19 @@ def _hidden(node: Node, query: relax.Expr, keys: Any) -> relax.Expr | None:
         return const(np.where(is_hidden, -math.inf, 0).astype(dtype))
     lowest = tirx.const(-math.inf, dtype)
 
-    def hide(query: te.Tensor, *counts: te.Tensor) -> te.Tensor:
+    def hide(query: te.Tensor, key: te.Tensor, other: te.Tensor) -> te.Tensor:
+        """`other` is the number of keys of each row, else the former keys, else any tensor."""
+
         def element(b: Any, _: Any, row: Any, place: Any) -> Any:
-            count = counts[0][b].astype("int64") if counts else None
-            own = row + (former if count is None else count - query.shape[2])
+            count = None if counts is None else other[b].astype("int64")
+            own = row + (count - query.shape[2] if count is not None else 0 if past is None else other.shape[2])
             conditions = [] if count is None else [place < count]
             conditions += [place >= own - before] if before >= 0 else []
             conditions += [place <= own + after] if after >= 0 else []
             return te.if_then_else(te.all(*conditions), tirx.const(0, dtype), lowest)
 
-        return te.compute((query.shape[0] if counts else 1, 1, query.shape[2], keys), element, name="hide")
+        rows = 1 if counts is None else query.shape[0]
+        return te.compute((rows, 1, query.shape[2], key.shape[2]), element, name="hide")
 
-    operands = [] if counts is None else [counts]
-    return node.emit(node.builder.call_te(hide, query, *operands, primfunc_name_hint="hide"))
+    other = next((item for item in (counts, past) if item is not None), query)
+    return node.emit(node.builder.call_te(hide, query, key, other, primfunc_name_hint="hide"))

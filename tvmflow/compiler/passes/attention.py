@@ -19,6 +19,8 @@ from tvmflow.compiler.passes.patterns import factors
 from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rank, rewriting, sizes
 
 _ATTENTION = ("nn.attention", "nn.attention_bias")
+# The operators that only move elements, through which an operand is read.
+_MOVEMENTS = ("permute_dims", "strided_slice", "squeeze", "expand_dims", "reshape", "repeat", "broadcast_to")
 
 
 def _merge(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -76,6 +78,7 @@ def _attention(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     value = rewriter.before_casts(call.args[1])
     if not all(rank(item) == count and dtype(item) == "float32" for item in (query, key, value)):
         return None
+    key, value = (_of_all_heads(rewriter, item, query) for item in (key, value))
     batches = [sizes(item)[:-2] for item in (query, key, value)]  # type: ignore[index]
     if not same_shape(batches[0], batches[1]) or not same_shape(batches[0], batches[2]):
         return None
@@ -98,6 +101,14 @@ def _attention(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     if count == 3:
         return relax.op.squeeze(result, [2])
     return relax.op.permute_dims(result, [0, 2, 1, 3])
+
+
+def _of_all_heads(rewriter: Rewriter, operand: relax.Expr, query: relax.Expr) -> relax.Expr:
+    """Keys or values with the heads of the queries: one head that the products share is repeated by a broadcast."""
+    own, whole = sizes(operand) or [], sizes(query) or []
+    if len(own) != 4 or not _is_one(own[1]) or _is_one(whole[1]) or not same_shape(own[:1], whole[:1]):
+        return operand
+    return rewriter.emit(relax.op.broadcast_to(operand, relax.ShapeExpr([*whole[:2], *own[2:]])))
 
 
 def _softmax(rewriter: Rewriter, expr: relax.Expr) -> tuple[relax.Call | None, str | None]:
@@ -265,7 +276,7 @@ def _through(rewriter: Rewriter, view: View) -> View | None:
     base = rewriter.behind(view.base)
     if isinstance(base, relax.TupleGetItem):
         return _part(rewriter, base, view)
-    call = rewriter.call(base, "permute_dims", "strided_slice", "squeeze", "expand_dims", "reshape", "repeat")
+    call = rewriter.call(base, *_MOVEMENTS)
     data = None if call is None else call.args[0]
     before = None if data is None else sizes(data)
     if call is None or before is None:
@@ -281,6 +292,8 @@ def _through(rewriter: Rewriter, view: View) -> View | None:
             call.attrs.axis is not None and places[int(call.attrs.axis) % len(places)] == (2, 1, 0) and view.group == 1
         )
         return View(data, view.places, int(call.attrs.repeats)) if is_of_heads else None
+    if call.op.name == "relax.broadcast_to":
+        return _of_one_head(call, before, view)
     if call.op.name == "relax.strided_slice":
         steps = list(call.args[4]) if len(call.args) > 4 else [1] * len(call.args[1])
         for axis, start, step in zip(call.args[1], call.args[2], steps, strict=True):
@@ -297,6 +310,18 @@ def _through(rewriter: Rewriter, view: View) -> View | None:
     if unsqueezed is not None:
         return replace(view, base=data, places=unsqueezed)
     return _repeated(rewriter, call, view)
+
+
+def _of_one_head(broadcast: relax.Call, before: list[Any], view: View) -> View | None:
+    """The view of the tensor of one head that all heads share."""
+    after = sizes(broadcast)
+    if after is None or len(before) != len(after) or view.group > 1 or (2, 1, 0) not in view.places:
+        return None
+    axis = view.places.index((2, 1, 0))
+    group, one = static(after[axis]), static(before[axis])
+    rest = [place for place in range(len(after)) if place != axis]
+    is_same = same_shape([before[place] for place in rest], [after[place] for place in rest])
+    return View(broadcast.args[0], view.places, group) if group and one == 1 and is_same else None
 
 
 def _repeated(rewriter: Rewriter, reshape: relax.Call, view: View) -> View | None:
