@@ -52,6 +52,8 @@ _REASONS = {
     "operators.pooling._MOST_TAPS": "operations: columns first saves them from here on",
     "operators.products.FEWEST_ROWS": "shape: known beside symbolic sizes",
     "operators.cell_tiles._MOST_PADDING": "share of wasted work",
+    "operators.attention._MANY_STRIPS": "amortisation: strips of queries that share a copy of the values",
+    "operators.attention._PARTIAL": "code: conditions of the last strip, and a copy of the queries",
     "operators.resize._MOST_TAPS": "size of the code",
     "operators.sampling._VECTORS": "amortisation: points whose places are computed before their channels are read",
     "operators.scatter._PARTS": "balance: pieces of a core that other programs delay",

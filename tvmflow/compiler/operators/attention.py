@@ -18,6 +18,10 @@ from tvmflow.compiler.operators.common import divides, parts, round_up, static, 
 
 # The queries that have zeros in the place of NaN: those whose weights are NaN, or whose scores are all minus infinity.
 ZERO_FOR_NAN, ZERO_WITHOUT_KEYS = "zero for NaN", "zero without keys"
+# How much longer all strips take where the last one is not full.
+_PARTIAL = 1.05
+# The strips of queries from which on values are copied: the copy takes half as long as a strip.
+_MANY_STRIPS = 8
 # For each dimension of a tensor: the dimension of an operand that runs along it, or None, the step and the start.
 Places = tuple[tuple[int | None, int, int], ...]
 # The element of a tensor by batch, position, head and channel.
@@ -51,27 +55,31 @@ def choose(positions: int | None, group: int, keys: int | None, channels: int, m
     rows, keys and channels that fill up the last tile.
     """
 
-    # The vectors of keys and values come from the second-level cache.
+    # The vectors of keys and values come from the second-level cache, and no multiply-adds hide that.
     loading = 4 * machine.lanes / machine.second.read
 
     def cycles_of(rows: int, vectors: int, size: int) -> float:
-        cycles = max(cost.step(rows, vectors, machine), vectors * loading)
+        cycles = cost.step(rows, vectors, machine) + vectors * loading
         near = max(rows // group, 1)
         strips = -(-(positions or near) // near) * -(-group // rows)
-        return strips * -(-size // (vectors * machine.lanes)) * cycles
+        # A last strip that is not full takes a copy of the queries, and conditions where its result is written.
+        partial = _PARTIAL if (positions or near) % near else 1.0
+        return partial * strips * -(-size // (vectors * machine.lanes)) * cycles
 
     wide = -(-channels // machine.lanes)
     best = None
     unknown = min(tiles.UNKNOWN_ROWS, machine.registers // 3)
-    every = range(1, machine.registers - 2) if positions is not None else range(1, unknown + 1)
+    # A third of the registers is for operands, and a single vector is little work for a tile.
+    sums = machine.registers - machine.registers // 3
+    every = range(1, (unknown if positions is None else sums // 2) + 1)
     numbers = [rows for rows in every if rows % group == 0 or group % rows == 0]
     for rows in numbers if positions is not None else numbers[-1:]:
-        most = (machine.registers - 1) // (rows + 1)
-        for vectors in range(1, min(most, 4) + 1):
+        most = sums // rows
+        depth = keys or 8 * machine.lanes
+        for vectors in range(min(2, most, -(-depth // machine.lanes)), min(most, 4) + 1):
             for values in range(1, min(most, 4) + 1):
                 if wide % values or (keys is None and vectors > 2):
                     continue
-                depth = keys or 8 * machine.lanes
                 total = channels * cycles_of(rows, vectors, depth) + depth * cycles_of(rows, values, channels)
                 key = (round(total), -rows, vectors + values)
                 if best is None or key < best[0]:
@@ -149,8 +157,9 @@ class Plan:
         query, key, value = (self._element(tensors, operand, rounds) for operand in range(len(self.places)))
         mask = tensors[-1] if len(tensors) > max(self.numbers) + 1 else None
         form = _SingleQueries if is_single else _Stages
-        stages = form(shape, keys, self.group, machine, bf16, copies_queries=rounds)
-        exponential, total = stages.softmax(stages.scores(query, key, self.scale), mask, self.scale)
+        copied = _Copied(rounds, not is_single and self.places[2][-2][0] != 1)
+        stages = form(shape, keys, self.group, machine, bf16, copied)
+        exponential, total = stages.softmax(stages.scores(query, key), mask, self.scale)
         inverse = te.compute(total.shape, lambda *row: 1.0 / total[row], name="inverse")
         mixed = stages.mixed(exponential, value)
 
@@ -197,17 +206,24 @@ def size_of(tensor: Any, places: Places, dim: int, otherwise: Any) -> Any:
     return next((size for size, (own, _, _) in sizes if own == dim), otherwise)
 
 
+@dataclass(frozen=True)
+class _Copied:
+    """Which operands are copied before they are read many times: queries to be rounded, values that lie apart."""
+
+    queries: bool
+    values: bool
+
+
 class _Stages:
     """The stages of attention, as `Plan` describes it: their sizes, and the tiles of both products.
 
     A row of the products is a query, by batch, head of keys, position and head among those that share keys. The
     positions are filled up to whole strips, the keys of the scores to whole tiles. In bfloat16 the innermost dimension
-    of an operand's panel is the pair of numbers that a lane multiplies at a time. With `copies_queries` they are read
-    once.
+    of an operand's panel is the pair of numbers that a lane multiplies at a time.
     """
 
     def __init__(
-        self, shape: Sequence[Any], keys: Any, group: int, machine: Machine, bf16: bool, copies_queries: bool
+        self, shape: Sequence[Any], keys: Any, group: int, machine: Machine, bf16: bool, copied: _Copied
     ) -> None:
         batch, self._positions, heads, channels = shape
         self._keys, self._group, self._depth, self._bf16 = keys, group, int(channels), bf16
@@ -218,7 +234,9 @@ class _Stages:
         self._row_sizes.append(tirx.IntImm("int64", group))
         self._score_sizes = (*self._row_sizes, round_up(keys, self._key_tile))
         self._is_whole = divides(self._strip.positions, self._positions)
-        self._copies_queries = copies_queries or not self._is_whole
+        queries = static(self._positions)
+        has_many_strips = queries is None or queries >= _MANY_STRIPS * self._strip.positions
+        self._copied = _Copied(copied.queries or not self._is_whole, copied.values and has_many_strips)
         self._pair = (BF16.group,) if bf16 else ()
         self._numbers = math.prod(self._pair)
         self._zero = tirx.const(0, BF16.data if bf16 else "float32")
@@ -229,24 +247,27 @@ class _Stages:
         strip = choose(static(self._positions), self._group, static(self._keys), self._depth, machine)
         return strip if self._value_lanes == machine.lanes else replace(strip, values=1)
 
-    def scores(self, query: Element, key: Element, scale: float) -> te.Tensor:
-        """The products of queries and keys, scaled unless they are of bfloat16, by row and key."""
+    def scores(self, query: Element, key: Element) -> te.Tensor:
+        """The products of queries and keys, by row and key; `softmax` scales them."""
         batch, heads = self._row_sizes[:2]
+        tile = self._key_tile
 
-        def packed_key(b: Any, h: Any, d: Any, t: Any, *within: Any) -> Any:
+        def packed_key(b: Any, h: Any, far: Any, d: Any, near: Any, *within: Any) -> Any:
+            t = far * tile + near
             element = key(b, t, h, self._place(d, within))
-            element = element if self._bf16 else element * scale
-            if divides(self._key_tile, self._keys):
+            if divides(tile, self._keys):
                 return element
             return tirx.if_then_else(t < self._keys, element, self._zero)
 
-        sizes = (batch, heads, self._depth // self._numbers, self._score_sizes[-1], *self._pair)
+        # The keys of a tile lie together.
+        tiles_of_keys = topi.utils.simplify(self._score_sizes[-1] // tile)
+        sizes = (batch, heads, tiles_of_keys, self._depth // self._numbers, tile, *self._pair)
         key_panel = te.compute(sizes, packed_key, name="keys")
 
         def source(b: Any, h: Any, s: Any, g: Any, d: Any) -> Any:
             return query(b, self._inside(s), h * self._group + g, d)
 
-        if self._copies_queries:
+        if self._copied.queries:
             panel = te.compute((*self._row_sizes, self._depth), source, name="panel")
 
             def source(b: Any, h: Any, s: Any, g: Any, d: Any) -> Any:
@@ -256,7 +277,9 @@ class _Stages:
         return te.compute(
             self._score_sizes,
             lambda b, h, s, g, t: te.sum(
-                self._multiply(source(b, h, s, g, self._place(d, within)), key_panel[(b, h, d, t, *within)]),
+                self._multiply(
+                    source(b, h, s, g, self._place(d, within)), key_panel[(b, h, t // tile, d, t % tile, *within)]
+                ),
                 axis=[d, *within],
             ),
             name="scores",
@@ -276,7 +299,7 @@ class _Stages:
 
         `mask` is added to the scores; None adds nothing.
         """
-        masked = self._masked(scores, scale if self._bf16 else 1.0, mask)
+        masked = self._masked(scores, scale, mask)
         logits = te.compute(self._score_sizes, masked, name="logits")
         wide = self._score_sizes[-1]
         largest = _reduced(lambda index: logits[tuple(index)], self._row_sizes, wide, te.max, "max", self._lanes)
@@ -321,7 +344,7 @@ class _Stages:
             sizes = (batch, heads, parts(keys, self._numbers), depth, self._numbers)
             value_pairs = te.compute(sizes, packed_value, name="values")
             return lambda b, t, h, c, g: value_pairs[b, h, t, c, g]
-        if int(depth) == self._depth:
+        if int(depth) == self._depth and not self._copied.values:
             return value
         value_panel = te.compute(
             (batch, heads, keys, depth),
@@ -389,8 +412,8 @@ class _SingleQueries(_Stages):
         values = max(count for count in range(1, wide + 1) if wide % count == 0 and count * heads <= sums)
         return Strip(1, heads, 1, values)
 
-    def scores(self, query: Element, key: Element, scale: float) -> te.Tensor:
-        """The scaled products of queries and keys, by row and key."""
+    def scores(self, query: Element, key: Element) -> te.Tensor:
+        """The products of queries and keys, by row and key."""
         lanes = math.gcd(self._depth, self._lanes)
         d = te.reduce_axis((0, self._depth // lanes), "d")
 
@@ -404,7 +427,7 @@ class _SingleQueries(_Stages):
         while lanes > 1:
             lanes //= 2
             sums = _add_halves(sums, lanes)
-        return te.compute(self._score_sizes, lambda *index: sums[(*index, 0)] * scale, name="scores")
+        return te.compute(self._score_sizes, lambda *index: sums[(*index, 0)], name="scores")
 
 
 def _add_halves(sums: te.Tensor, lanes: int) -> te.Tensor:

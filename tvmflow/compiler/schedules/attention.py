@@ -9,13 +9,13 @@ from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.annotations import DOT, LANES, SINGLE_QUERY, TILE, VECTORS
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.attention import Plan
-from tvmflow.compiler.schedules import common, prefetch, registers, remainder
+from tvmflow.compiler.schedules import common, prefetch, registers, remainder, tails, transposes
 from tvmflow.compiler.schedules.dot import inline_exact, use_dot_products
 from tvmflow.compiler.statements import replace_variables, run_either, with_body
 
-_PACKED = ("keys", "values", "mask")
+_PACKED = ("keys", "panel", "values", "mask")
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
@@ -46,6 +46,7 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     common.parallel(sch, task, machine)
     sch.compute_at(mixed, outer, preserve_unit_loops=True)
     registers.keep_in_registers(sch, [near, beside, pieces, lane])
+    tails.mark_whole(sch, near, always=True)
     _tile(sch, mixed, math.prod(strip), value_vectors, value_lanes)
 
     for name in ("inverse", "sum_row", "exponential", "max_row"):
@@ -69,8 +70,10 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     _tile(sch, scores, math.prod(strip), key_vectors, lanes)
     for name in _PACKED:
         for block in common.find_blocks(sch, name):
-            if by_pairs and name != "mask":
+            if by_pairs and name in ("keys", "values"):
                 _pack_pairs(sch, block, machine)
+            elif name == "keys" and transposes.fits_packing(sch, block, (3, 4)):
+                _pack_keys(sch, block, machine)
             else:
                 common.parallel_vectorized(sch, block, machine)
     use_dot_products(sch, machine)
@@ -122,6 +125,18 @@ def _single_query(sch: Schedule, products: SBlockRV, logits: SBlockRV, loops: li
             registers.accumulate(sch, block, [near, beside, key, lane], [step])
         else:
             registers.keep_in_registers(sch, own[-4:])
+
+
+def _pack_keys(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+    """Copy the keys of a head side by side, by shuffles of tiles: each line of the cache is read once."""
+    batch, head, tile, channel, key = sch.get_loops(block)
+    width = math.gcd(common.extent(sch, channel) or 1, machine.lanes)
+    (channel, near), (key, lane) = sch.split(channel, [None, width]), sch.split(key, [None, machine.lanes])
+    sch.reorder(batch, head, tile, key, channel, near, lane)
+    common.parallel(sch, sch.fuse(batch, head, tile), machine)
+    sch.vectorize(lane)
+    if width >= NARROWEST:
+        transposes.use_packing(sch, (3, 4), near)
 
 
 def _pack_pairs(sch: Schedule, block: SBlockRV, machine: Machine) -> None:

@@ -66,14 +66,15 @@ def mark_tiles(sch: Schedule, rows: LoopRV, size: int) -> None:
     _annotate(sch, rows, _TILES, size)
 
 
-def mark_whole(sch: Schedule, rows: LoopRV) -> None:
+def mark_whole(sch: Schedule, rows: LoopRV, *, always: bool = False) -> None:
     """Mark the outermost loop of the block that writes a tile, which runs over the tile's rows, for `expand`.
 
     This serves sums that LLVM unrolls whole, such as those of a depthwise convolution: with a condition for each row,
     LLVM moves the sum of a row into the branch that stores it, and the sums no longer run side by side. Does nothing
-    where all sizes are known.
+    where all sizes are known, unless `always`: then the last tile may have such conditions, too.
     """
-    _annotate(sch, rows, _WHOLE, 1)
+    if (always or not common.is_static(sch)) and (common.extent(sch, rows) or 1) > 1:
+        sch.annotate(rows, _WHOLE, 1)
 
 
 def mark_lines(sch: Schedule, lines: LoopRV) -> None:

@@ -21,13 +21,16 @@ from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 from tvmflow.compiler import intrinsics
 from tvmflow.compiler.machine import NARROWEST
 from tvmflow.compiler.schedules.common import substitute
-from tvmflow.compiler.statements import run_if
+from tvmflow.compiler.statements import run_either, run_if, uses, with_loop_body, without_annotation
 
 # The annotation of a loop along the source's last dimension: the places of its variable, and of that of the loop inside
 # it, along the result's last dimension, among the variables of the one block in both.
 _TRANSPOSE = "tvmflow.transpose"
+# The same for a block that packs an operand: it has zeros beyond the operand's end along the result's last dimension.
+_PACK = "tvmflow.pack_transposed"
 _TYPES = ("float32", "int32", "uint32")
 _SERIAL = ForKind.SERIAL
+_IF_THEN_ELSE = tvm.ir.Op.get("prim.if_then_else")
 
 
 def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
@@ -49,6 +52,40 @@ def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
         and all(sum(index.same_as(variables[place]) for index in indices) == 1 for place in places)
         for indices in (store.indices, store.value.indices)
     )
+
+
+def fits_packing(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
+    """Whether shuffles can replace a block that copies 32-bit numbers of a tensor, or zeros beyond its end.
+
+    `places` are the positions of two of the block's iteration variables. The first one is the source's last index, the
+    second one the result's, and each is, alone or with an offset, one other index of the other tensor.
+    """
+    store, variables = sch.get(block).body, [item.var for item in sch.get(block).iter_vars]
+    load = _source(store.value) if isinstance(store, tirx.BufferStore) else None
+    if load is None or str(load.source.dtype) not in _TYPES:
+        return False
+    near, lane = (variables[place] for place in places)
+    return (
+        load.indices[-1].same_as(near)
+        and store.indices[-1].same_as(lane)
+        and all(
+            [_is_offset_of(index, item) for index in indices if uses(index, item)] == [True]
+            for indices in (store.indices, load.indices)
+            for item in (near, lane)
+        )
+    )
+
+
+def _is_offset_of(index: Any, variable: tirx.Var) -> bool:
+    """Whether an index is a variable, or the sum of it and an offset."""
+    return not uses(substitute(index - variable, {}), variable)
+
+
+def _source(value: Any) -> TensorLoad | None:
+    """The element that a block copies, where a condition holds or always."""
+    if isinstance(value, tvm.ir.Call) and value.op.same_as(_IF_THEN_ELSE):
+        value = value.args[1]
+    return value if isinstance(value, TensorLoad) else None
 
 
 def is_transpose(func: PrimFunc) -> bool:
@@ -83,25 +120,42 @@ def use(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
     sch.annotate(near, _TRANSPOSE, list(places))
 
 
+def use_packing(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
+    """Mark the two innermost loops of a block that packs an operand, so that `expand` replaces them by shuffles.
+
+    The loops and `places` are as for `use` (`fits_packing`); the loops' extents divide the dimensions of the result. A
+    tile beyond the end of the operand is written number by number.
+    """
+    sch.annotate(near, _PACK, list(places))
+
+
 def expand(func: PrimFunc) -> PrimFunc:
-    """Replace the loops that `use` marked by calls of shuffles; a function without such loops is returned unchanged."""
+    """Replace the loops that `use` and `use_packing` marked by calls of shuffles.
+
+    A function without such loops is returned unchanged.
+    """
     code: dict[str, str] = {}
 
     def replace(loop: For) -> Any:
-        return _Tile(loop, code).replacement() if _TRANSPOSE in loop.annotations else loop
+        if _PACK in loop.annotations:
+            return _Tile(loop, code, _PACK).packing()
+        return _Tile(loop, code, _TRANSPOSE).replacement() if _TRANSPOSE in loop.annotations else loop
 
     body = tvm_ffi.structural_map(func.body, (For, replace))
     return func if not code else func.with_body(intrinsics.attach(body, "".join(code.values())))
 
 
 class _Tile:
-    """A tile to transpose, from the loops that `use` marked; `code` gets the functions that it calls, by name."""
+    """A tile to transpose, from the loops that `use` or `use_packing` marked by the annotation `mark`.
 
-    def __init__(self, loop: For, code: dict[str, str]) -> None:
-        self._loop, self._lane, self._code = loop, loop.body, code
+    `code` gets the functions that it calls, by name.
+    """
+
+    def __init__(self, loop: For, code: dict[str, str], mark: str) -> None:
+        self._loop, self._lane, self._code = without_annotation(loop, mark), loop.body, code
         self._realize = self._lane.body
         variables = list(self._realize.block.iter_vars)
-        across = [variables[int(place)] for place in loop.annotations[_TRANSPOSE]]
+        across = [variables[int(place)] for place in loop.annotations[mark]]
         self._axes, self._extents = [item.var for item in across], [item.dom.extent for item in across]
         self._lengths = [int(loop.extent), int(self._lane.extent)]
         first = {loop.loop_var: loop.min, self._lane.loop_var: self._lane.min}
@@ -127,6 +181,40 @@ class _Tile:
         )
         return SeqStmt([run_if(condition, statement) for condition, statement in ways])
 
+    def packing(self) -> Any:
+        """The tile's code: by shuffles where the whole tile lies before the operand's end, else number by number."""
+        value = self._realize.block.body.value
+        whole = self._shuffle(self._lengths)
+        if isinstance(value, TensorLoad):
+            return whole
+        _, lane = self._axes
+        last = {**self._starts, lane: self._starts[lane] + self._lane.extent - 1}
+        return run_either(substitute(value.args[0], last), whole, self._pack_part(value))
+
+    def _pack_part(self, value: Any) -> Any:
+        """Set the tile to zero, and copy what lies before the operand's end; `value` is a condition with an element."""
+        condition, element, zero = value.args
+        iter_vars, store = self._realize.block.iter_vars, self._realize.block.body
+
+        def loops(*order: For) -> tuple[list[For], dict[tirx.Var, Any]]:
+            own = {loop.loop_var: tirx.Var(loop.loop_var.name, loop.loop_var.ty) for loop in order}
+            values = {
+                item.var: substitute(place, own)
+                for item, place in zip(iter_vars, self._realize.iter_values, strict=True)
+            }
+            return [For(own[loop.loop_var], loop.min, loop.extent, _SERIAL, loop.body) for loop in order], values
+
+        def write(values: dict[tirx.Var, Any], number: Any) -> Any:
+            return tirx.BufferStore(store.buffer, number, [substitute(index, values) for index in store.indices])
+
+        (near, lane), places = loops(self._loop, self._lane)
+        vector = For(lane.loop_var, lane.min, lane.extent, ForKind.VECTORIZED, write(places, zero))
+        clear = with_loop_body(near, vector)
+        (lane, near), places = loops(self._lane, self._loop)
+        source = tirx.BufferLoad(element.source, [substitute(index, places) for index in element.indices])
+        copy = run_if(substitute(condition, places), with_loop_body(near, write(places, source)))
+        return SeqStmt([clear, with_loop_body(lane, copy)])
+
     def _holds(self, lengths: list[int]) -> Any:
         """Whether both dimensions are at least as long as a tile of these lengths."""
         return tirx.all(*(extent >= length for extent, length in zip(self._extents, lengths, strict=True)))
@@ -150,10 +238,11 @@ class _Tile:
         for axis, extent, length, offset in zip(self._axes, self._extents, lengths, offsets, strict=True):
             values[axis] = substitute(tirx.min(values[axis] + offset, extent - length), {})
         store = self._realize.block.body
+        load: Any = _source(store.value)
         operands = []
         for tensor, indices, across in (
             (store.buffer, store.indices, self._axes[0]),
-            (store.value.source, store.value.indices, self._axes[1]),
+            (load.source, load.indices, self._axes[1]),
         ):
             start = [substitute(index, values) for index in indices]
             row = _product(tensor.shape[_axis(indices, across) + 1 :])
@@ -179,7 +268,7 @@ def find_tile(statement: tirx.Evaluate) -> tuple[int, int] | None:
 
 
 def _axis(indices: Sequence[Any], variable: tirx.Var) -> int:
-    return next(axis for axis, index in enumerate(indices) if index.same_as(variable))
+    return next(axis for axis, index in enumerate(indices) if uses(index, variable))
 
 
 def _product(sizes: Any) -> Any:
