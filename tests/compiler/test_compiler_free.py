@@ -866,3 +866,20 @@ def test_a_range_of_floats_to_a_size_has_the_length_of_the_size(
     # The model computes the lengths of the two other ranges alone.
     assert imported.mod.script().count("tensor_to_shape") == 2
     assert_same_as_onnxruntime(path, *_feeds((3, 5), (2, 1), (4, 12)))
+
+
+def test_a_range_that_descends_has_the_length_of_its_sizes(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
+    # As the distances of tokens in XLNet.
+    nodes = [
+        _node("Shape", ["x"], ["shape"]),
+        _node("Gather", ["shape", "place"], ["size"], axis=0),
+        _node("Neg", ["size"], ["end"]),
+        _node("Range", ["size", "end", "down"], ["distances"]),
+        _node("Range", ["size", "end", "thrice"], ["few"]),
+        _node("Range", ["size", "place", "down"], ["rest"]),
+        *(_node("Cast", [name], [f"{name}_y"], to=TensorProto.FLOAT) for name in ("distances", "few", "rest")),
+    ]
+    weights = {"place": np.array(1), "down": np.array(-1), "thrice": np.array(-3)}
+    path = make_model(nodes, [("x", ["high", "wide"])], ["distances_y", "few_y", "rest_y"], weights)
+    assert "tensor_to_shape" not in import_onnx(path).mod.script()
+    assert_same_as_onnxruntime(path, *_feeds((3, 5), (2, 1), (4, 12)))

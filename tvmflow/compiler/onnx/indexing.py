@@ -40,6 +40,8 @@ def convert_range(node: Node) -> relax.Expr | None:
     if all(isinstance(bound, int | float) for bound in (start, stop)):
         return None
     if not any(isinstance(bound, float) for bound in bounds):
+        if isinstance(step, int) and step < 0:
+            return _descend(node, start, stop, -step, dtype)
         start, stop, step = (tvm.tirx.IntImm("int64", item) if isinstance(item, int) else item for item in bounds)
         return relax.op.arange(start, stop, step, dtype)
     if not isinstance(start, float) or isinstance(stop, float) or step != 1 or not start < 2:
@@ -50,6 +52,14 @@ def convert_range(node: Node) -> relax.Expr | None:
     count = node.evaluator.add(stop, -math.floor(start))
     places = node.emit(relax.op.astype(node.emit(relax.op.arange(0, count, 1, "int64")), dtype))
     return relax.op.add(places, const(start, dtype))
+
+
+def _descend(node: Node, start: Any, stop: Any, step: int, dtype: str) -> relax.Expr:
+    """The integers from `start` down to `stop`, without it; TVM infers a wrong number of them for a negative step."""
+    count = node.evaluator.simplify((start - stop + step - 1) // step)
+    places = node.emit(relax.op.multiply(node.emit(relax.op.arange(0, count, 1, "int64")), const(-step, "int64")))
+    numbers = node.emit(relax.op.add(places, node.emit(relax.op.squeeze(node.vector([start])))))
+    return numbers if dtype == "int64" else relax.op.astype(numbers, dtype)
 
 
 def convert_gather(node: Node) -> relax.Expr | None:
