@@ -137,9 +137,9 @@ class Plan:
         """Define the attention over the function's tensors; return `[batch, position, head, channel]` in float32.
 
         Where heads share keys, the dimension of the heads is two: those of the keys, and the heads of each. The
-        tensors are float32. With `bf16` they are that or bfloat16, stored as uint16: operands of float32 are rounded
-        where they are packed, and the exponentials that weigh the values are rounded, too; both products are dot
-        products of pairs, whose sums are float32. The number of channels must be even then. The mask is added to the
+        tensors are float32. With `bf16` they are that or bfloat16, stored as uint16: tensors of float32 are rounded
+        first, and the exponentials that weigh the values are rounded, too; both products are dot products of pairs,
+        whose sums are float32. The number of channels must be even then. The mask is added to the
         scaled scores and has the shape `[batch or 1, heads or 1, queries or 1, keys]`. `shape` is that of the queries
         and `keys` the number of keys, by default as the tensors have them.
 
@@ -153,13 +153,15 @@ class Plan:
             shape = (self._size(tensors, 0, 0), self.count_queries(tensors), *last)
         if static(keys) is None:
             keys = self._size(tensors, 1, 1)
-        rounds = bf16 and any(tensors[number].dtype == "float32" for number in self.numbers)
-        query, key, value = (self._element(tensors, operand, rounds) for operand in range(len(self.places)))
-        mask = tensors[-1] if len(tensors) > max(self.numbers) + 1 else None
-        form = _SingleQueries if is_single else _Stages
-        copied = _Copied(rounds, not is_single and self.places[2][-2][0] != 1)
-        stages = form(shape, keys, self.group, machine, bf16, copied)
-        exponential, total = stages.softmax(stages.scores(query, key), mask, self.scale)
+        operands, (*mask,) = tensors[: max(self.numbers) + 1], tensors[max(self.numbers) + 1 :]
+        if bf16:
+            operands = [_rounded(operand) for operand in operands]
+        query, key, value = (self._element(operands, operand) for operand in range(len(self.places)))
+        if is_single:
+            stages: _Stages = _SingleQueries(shape, keys, self.group, machine)
+        else:
+            stages = _Stages(shape, keys, self.group, machine, bf16, are_apart=self.places[2][-2][0] != 1)
+        exponential, total = stages.softmax(stages.scores(query, key), mask[0] if mask else None, self.scale)
         inverse = te.compute(total.shape, lambda *row: 1.0 / total[row], name="inverse")
         mixed = stages.mixed(exponential, value)
 
@@ -180,11 +182,9 @@ class Plan:
         sizes = (batch, queries, heads // self.group, tirx.IntImm("int64", self.group), channels)
         return te.compute(sizes, result, name="attention")
 
-    def _element(self, tensors: Sequence[te.Tensor], operand: int, rounds: bool) -> Element:
+    def _element(self, tensors: Sequence[te.Tensor], operand: int) -> Element:
         """The element of an operand, read from its tensor."""
         tensor, places = tensors[self.numbers[operand]], self.places[operand]
-        if rounds:
-            return lambda *index: round_bf16(element_of(tensor, places, index))
         return lambda *index: element_of(tensor, places, index)
 
     def _size(self, tensors: Sequence[Any], operand: int, dim: int) -> Any:
@@ -206,12 +206,11 @@ def size_of(tensor: Any, places: Places, dim: int, otherwise: Any) -> Any:
     return next((size for size, (own, _, _) in sizes if own == dim), otherwise)
 
 
-@dataclass(frozen=True)
-class _Copied:
-    """Which operands are copied before they are read many times: queries to be rounded, values that lie apart."""
-
-    queries: bool
-    values: bool
+def _rounded(tensor: te.Tensor) -> te.Tensor:
+    """A tensor in bfloat16, stored as uint16, which it may be already."""
+    if tensor.dtype != "float32":
+        return tensor
+    return te.compute(tensor.shape, lambda *index: round_bf16(tensor[index]), name="rounded")
 
 
 class _Stages:
@@ -219,11 +218,18 @@ class _Stages:
 
     A row of the products is a query, by batch, head of keys, position and head among those that share keys. The
     positions are filled up to whole strips, the keys of the scores to whole tiles. In bfloat16 the innermost dimension
-    of an operand's panel is the pair of numbers that a lane multiplies at a time.
+    of an operand's panel is the pair of numbers that a lane multiplies at a time. Values that `are_apart`, because
+    those of other heads lie between them, are copied side by side where many strips read them.
     """
 
     def __init__(
-        self, shape: Sequence[Any], keys: Any, group: int, machine: Machine, bf16: bool, copied: _Copied
+        self,
+        shape: Sequence[Any],
+        keys: Any,
+        group: int,
+        machine: Machine,
+        bf16: bool = False,
+        are_apart: bool = False,
     ) -> None:
         batch, self._positions, heads, channels = shape
         self._keys, self._group, self._depth, self._bf16 = keys, group, int(channels), bf16
@@ -236,7 +242,7 @@ class _Stages:
         self._is_whole = divides(self._strip.positions, self._positions)
         queries = static(self._positions)
         has_many_strips = queries is None or queries >= _MANY_STRIPS * self._strip.positions
-        self._copied = _Copied(copied.queries or not self._is_whole, copied.values and has_many_strips)
+        self._copies_values = are_apart and has_many_strips
         self._pair = (BF16.group,) if bf16 else ()
         self._numbers = math.prod(self._pair)
         self._zero = tirx.const(0, BF16.data if bf16 else "float32")
@@ -267,7 +273,7 @@ class _Stages:
         def source(b: Any, h: Any, s: Any, g: Any, d: Any) -> Any:
             return query(b, self._inside(s), h * self._group + g, d)
 
-        if self._copied.queries:
+        if not self._is_whole:
             panel = te.compute((*self._row_sizes, self._depth), source, name="panel")
 
             def source(b: Any, h: Any, s: Any, g: Any, d: Any) -> Any:
@@ -344,7 +350,7 @@ class _Stages:
             sizes = (batch, heads, parts(keys, self._numbers), depth, self._numbers)
             value_pairs = te.compute(sizes, packed_value, name="values")
             return lambda b, t, h, c, g: value_pairs[b, h, t, c, g]
-        if int(depth) == self._depth and not self._copied.values:
+        if int(depth) == self._depth and not self._copies_values:
             return value
         value_panel = te.compute(
             (batch, heads, keys, depth),

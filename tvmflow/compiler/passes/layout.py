@@ -193,14 +193,14 @@ def _operands(layout: _Layout, exprs: Sequence[relax.Expr]) -> list[_Permuted] |
     return None if any(value is None for value in values) else [value for value in values if value is not None]
 
 
-def _order(values: Sequence[_Permuted], is_output: bool) -> tuple[int, ...] | None:
+def _order(values: Sequence[_Permuted], prefers_plain: bool = False) -> tuple[int, ...] | None:
     """Return the order of the largest operand; None if it is plain.
 
-    Among equal ones it is the order of one that is not plain, but for an output, which needs the plain order.
+    Among equal ones it is the order of one that is not plain, unless `prefers_plain`.
     """
     rank = max(len(value.axes) for value in values)
     full = [value for value in values if len(value.axes) == rank and not isinstance(value.base, tvm.ir.GenericConst)]
-    best = max(full, key=lambda value: (_elements(value.sizes), value.is_plain == is_output), default=None)
+    best = max(full, key=lambda value: (_elements(value.sizes), value.is_plain == prefers_plain), default=None)
     return None if best is None or best.is_plain else best.axes
 
 
@@ -227,7 +227,7 @@ def _on_transposed(rule: Callable[[_Layout, relax.Call, _Permuted], _Permuted | 
 def _elementwise(layout: _Layout, call: relax.Call) -> _Permuted | None:
     tensors = [arg for arg in call.args if isinstance(arg.ty, relax.TensorType)]
     values = _operands(layout, tensors)
-    axes = _order(values, layout.is_output) if values else None
+    axes = _order(values) if values else None
     if values is None or axes is None:
         return None
     operands = iter([layout.aligned(value, axes) for value in values])
@@ -378,7 +378,8 @@ def _concat(layout: _Layout, call: relax.Call) -> _Permuted | None:
     if not isinstance(call.args[0], relax.Tuple) or call.attrs.axis is None:
         return None
     values = _operands(layout, list(call.args[0].fields))
-    axes = _order(values, layout.is_output) if values else None
+    # An output needs the plain order. Other operators may be computed with the kernel whose result they read.
+    axes = _order(values, prefers_plain=layout.is_output) if values else None
     if values is None or axes is None:
         return None
     fields = relax.Tuple([layout.ordered(value, axes) for value in values])

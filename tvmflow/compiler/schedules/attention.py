@@ -15,7 +15,9 @@ from tvmflow.compiler.schedules import common, prefetch, registers, remainder, t
 from tvmflow.compiler.schedules.dot import inline_exact, use_dot_products
 from tvmflow.compiler.statements import replace_variables, run_either, with_body
 
-_PACKED = ("keys", "panel", "values", "mask")
+# The stages that copy operands: in bfloat16, keys side by side, queries to whole strips, values side by side, a mask to
+# whole tiles.
+_COPIES = ("rounded", "keys", "panel", "values", "mask")
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
@@ -62,13 +64,13 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     if products is not None:
         prefetch.fetch_ahead(sch, sch.get_loops(mixed)[-4], 4 * value_vectors * value_lanes)
         _single_query(sch, products, logits, [near, beside, wide], max(lanes // (2 * math.prod(strip)), 1))
-        return width > 0
-    outer, pieces, lane = sch.split(wide, [None, key_vectors, lanes])
-    sch.reorder(outer, near, beside, pieces, lane)
-    sch.compute_at(scores, outer, preserve_unit_loops=True)
-    registers.keep_in_registers(sch, [near, beside, pieces, lane])
-    _tile(sch, scores, math.prod(strip), key_vectors, lanes)
-    for name in _PACKED:
+    else:
+        outer, pieces, lane = sch.split(wide, [None, key_vectors, lanes])
+        sch.reorder(outer, near, beside, pieces, lane)
+        sch.compute_at(scores, outer, preserve_unit_loops=True)
+        registers.keep_in_registers(sch, [near, beside, pieces, lane])
+        _tile(sch, scores, math.prod(strip), key_vectors, lanes)
+    for name in _COPIES:
         for block in common.find_blocks(sch, name):
             if by_pairs and name in ("keys", "values"):
                 _pack_pairs(sch, block, machine)
