@@ -14,9 +14,11 @@ from support import scale
 from support.arrays import Array, normal
 from support.builds import rule_counts
 from support.machines import runnable_levels
-from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower
+from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, workloads
+from tvmflow.compiler.machine import machine
+from tvmflow.compiler.schedules import schedule
 from tvmflow.source import open_session
-from tvmflow.target import resolve
+from tvmflow.target import Target, resolve
 
 Check = Callable[..., CompiledModel]
 
@@ -125,6 +127,25 @@ def test_attention_of_one_known_query_packs_no_keys(
     model = assert_same_as_onnxruntime(path, _feed(2, 1, 36, heads, group, channels))
     assert rule_counts(model)["attention"] == 1
     assert "single" in model.ir_text
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("new", "is_used"), [(1, "T.prefetch"), (20, "tvmflow_transpose")])
+def test_keys_of_one_query_are_fetched_ahead_and_those_of_many_packed_by_shuffles(
+    new: int, is_used: str, make_model: Any, target: Target
+) -> None:
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["keys"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["q", "keys"], ["scores"]),
+        helper.make_node("Softmax", ["scores"], ["weights"], axis=-1),
+        helper.make_node("MatMul", ["weights", "v"], ["y"]),
+    ]
+    inputs = [("q", [1, 2, new, 32]), ("k", [1, 2, 37, 32]), ("v", [1, 2, 37, 32])]
+    lowered = lower(import_onnx(make_model(nodes, inputs, ["y"])), target)
+    (func,) = (item.func for item in workloads(lowered) if "attention" in item.name)
+    scheduled, rule = schedule(func, machine(target))
+    assert rule == "attention"
+    assert [name for name in ("T.prefetch", "tvmflow_transpose") if name in scheduled.script()] == [is_used]
 
 
 @pytest.mark.few(2)
