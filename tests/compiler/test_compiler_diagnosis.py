@@ -112,6 +112,13 @@ def test_a_diagnosis_takes_sizes_for_free_dimensions(picture_network: Path) -> N
     assert shares[0] != shares[1]
 
 
+def test_bf16_covers_attention(make_model: Any) -> None:
+    node = helper.make_node("Attention", ["q", "k", "v"], ["y"])
+    path = make_model([node], [(name, [1, 4, 64, 32]) for name in "qkv"], ["y"], opset=23)
+    coverage = {item.precision: item.share for item in diagnose(path, on_two_cores("x86-64-v4-bf16")).coverage}
+    assert coverage["bf16"] == pytest.approx(1)
+
+
 def test_bf16_covers_products_where_the_processor_has_the_instructions(make_model: Any) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Softmax", ["y"], ["z"])]
     path = make_model(nodes, [("x", [64, 256])], ["z"], {"w": np.ones((256, 256), "float32")})

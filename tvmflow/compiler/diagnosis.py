@@ -11,10 +11,13 @@ from typing import Any, Literal
 import numpy as np
 import onnx
 import tvm
+import tvm_ffi
 from tvm import relax, tirx
+from tvm.s_tir import SBlock
 from tvm.tirx import PrimFunc
 
 from tvmflow.bundle import TensorSpec
+from tvmflow.compiler.annotations import DOT
 from tvmflow.compiler.build import BuildOptions, lower, rules_of
 from tvmflow.compiler.graph import workloads
 from tvmflow.compiler.graph_importer import NodeRecord
@@ -23,7 +26,7 @@ from tvmflow.compiler.machine import machine
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import Converter
 from tvmflow.compiler.refusals import Refusal
-from tvmflow.compiler.schedules import is_elementwise, iterations_of, kernels_of
+from tvmflow.compiler.schedules import is_elementwise, iterations_of
 from tvmflow.errors import BuildError
 from tvmflow.onnx_graph import has_graphs, node_name, operator_name
 from tvmflow.target import Precision, Target, explain_missing_unit
@@ -603,7 +606,9 @@ def _is_quantised(survey: Survey) -> bool:
 
 def _is_dot(func: PrimFunc) -> bool:
     """Whether a function's kernel computes by the dot products of a narrow precision."""
-    return any(kernel.startswith("dot_") for kernel in kernels_of(func))
+    blocks: list[SBlock] = []
+    tvm_ffi.structural_walk(func.body, (SBlock, blocks.append))
+    return any(DOT in block.annotations for block in blocks)
 
 
 def _coverage_of_whole(imported: Imported, target: Target, precision: Precision, sizes: Mapping[str, int]) -> Coverage:
