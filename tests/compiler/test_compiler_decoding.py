@@ -77,6 +77,13 @@ def _feed(
     return feed | ({"mask": np.where(hidden, -np.inf, 0).astype("float32")} if mask else {})
 
 
+# Attention without heads to transpose and without a cache, of operands `[batch, heads, positions, channels]`.
+_PLAIN = [
+    helper.make_node("Transpose", ["k"], ["keys"], perm=[0, 1, 3, 2]),
+    helper.make_node("MatMul", ["q", "keys"], ["scores"]),
+    helper.make_node("Softmax", ["scores"], ["weights"], axis=-1),
+    helper.make_node("MatMul", ["weights", "v"], ["y"]),
+]
 _HEADS = [(4, 1, 24), (6, 3, 32), (8, 2, 64)]
 
 
@@ -99,12 +106,6 @@ def test_attention_to_a_cache_of_free_size_equals_onnx_runtime(
 def test_heads_whose_products_share_one_head_of_keys_copy_nothing(
     make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
-    nodes = [
-        helper.make_node("Transpose", ["k"], ["keys"], perm=[0, 1, 3, 2]),
-        helper.make_node("MatMul", ["q", "keys"], ["scores"]),
-        helper.make_node("Softmax", ["scores"], ["weights"], axis=-1),
-        helper.make_node("MatMul", ["weights", "v"], ["y"]),
-    ]
     inputs = [("q", ["n", 6, "new", 32]), ("k", ["n", 1, "all", 32]), ("v", ["n", 1, "all", 32])]
     feeds = [
         {
@@ -113,7 +114,7 @@ def test_heads_whose_products_share_one_head_of_keys_copy_nothing(
         }
         for batch, new in ((2, 1), (1, 5))
     ]
-    model = assert_same_as_onnxruntime(make_model(nodes, inputs, ["y"]), *feeds)
+    model = assert_same_as_onnxruntime(make_model(_PLAIN, inputs, ["y"]), *feeds)
     assert rule_counts(model)["attention"] == 1
     assert not [name for name, _ in model.schedules if "broadcast" in name]
 
@@ -134,14 +135,8 @@ def test_attention_of_one_known_query_packs_no_keys(
 def test_keys_of_one_query_are_fetched_ahead_and_those_of_many_packed_by_shuffles(
     new: int, is_used: str, make_model: Any, target: Target
 ) -> None:
-    nodes = [
-        helper.make_node("Transpose", ["k"], ["keys"], perm=[0, 1, 3, 2]),
-        helper.make_node("MatMul", ["q", "keys"], ["scores"]),
-        helper.make_node("Softmax", ["scores"], ["weights"], axis=-1),
-        helper.make_node("MatMul", ["weights", "v"], ["y"]),
-    ]
     inputs = [("q", [1, 2, new, 32]), ("k", [1, 2, 37, 32]), ("v", [1, 2, 37, 32])]
-    lowered = lower(import_onnx(make_model(nodes, inputs, ["y"])), target)
+    lowered = lower(import_onnx(make_model(_PLAIN, inputs, ["y"])), target)
     (func,) = (item.func for item in workloads(lowered) if "attention" in item.name)
     scheduled, rule = schedule(func, machine(target))
     assert rule == "attention"
@@ -161,10 +156,9 @@ def test_other_levels_decode(name: str, make_model: Any, run_built: Any) -> None
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-def test_attention_of_a_cache_in_bfloat16_rounds_what_it_multiplies(make_model: Any, run_built: Any) -> None:
+def test_attention_of_a_cache_in_bfloat16_rounds_what_it_multiplies(make_model: Any) -> None:
     target = resolve("x86-64-v4-bf16")
-    path = _decoder(make_model, 4, 2, 32)
-    imported = import_onnx(path)
+    imported = import_onnx(_decoder(make_model, 4, 2, 32))
     lowered = lower(imported, target, BuildOptions(precision="bf16"))
     # The cache is not rounded by a function of its own: a single query reads it as it is.
     assert not [name.name_hint for name in lowered.get_global_vars() if "round" in name.name_hint]

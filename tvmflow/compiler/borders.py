@@ -15,9 +15,8 @@ from tvm import sym, tirx
 from tvm.ir import TensorLoad
 from tvm.tirx import For, ForKind, SeqStmt
 
-from tvmflow.compiler.statements import map_functions, replace_variables, terms, uses, with_own_variables
+from tvmflow.compiler.statements import is_choice, map_functions, replace_variables, terms, uses, with_own_variables
 
-_IF_THEN_ELSE = tvm.ir.Op.get("prim.if_then_else")
 # A loop has no more such conditions, as the concatenation of so many tensors and one: each of them is one more loop.
 _MOST_CHOICES = 7
 
@@ -42,7 +41,7 @@ def _split(line: For) -> Any:
         return line
     place, value = line.loop_var, replace_variables(store.value, values)
     is_known = isinstance(line.extent, tirx.IntImm)
-    choices = [item for item in (value,) if _is_choice(item)] if is_known else _choices(value)
+    choices = [item for item in (value,) if is_choice(item)] if is_known else _choices(value)
     if len(choices) > _MOST_CHOICES:
         return line
     zero = tirx.const(0, line.extent.ty.dtype)
@@ -73,16 +72,12 @@ def _only(loop: Any, values: dict[Any, Any]) -> Any:
     return last
 
 
-def _is_choice(value: Any) -> bool:
-    return isinstance(value, tvm.ir.Call) and value.op.same_as(_IF_THEN_ELSE)
-
-
 def _choices(value: Any) -> list[Any]:
     """The choices in a value whose conditions are of numbers alone, each before those in its branches."""
     choices: list[Any] = []
 
     def visit(call: tvm.ir.Call) -> tvm_ffi.WalkResult:
-        if _is_choice(call) and not _reads_memory(call.args[0]):
+        if is_choice(call) and not _reads_memory(call.args[0]):
             choices.append(call)
         return tvm_ffi.WalkResult.ADVANCE
 

@@ -33,7 +33,6 @@ from tvmflow.compiler.onnx.broadcasting import (
     agree_but_for,
     agree_in_channels,
     agree_in_product,
-    cast_to,
 )
 from tvmflow.compiler.onnx.folding import computes_weights, evaluate_constants, evaluate_weights, is_foldable
 from tvmflow.compiler.onnx.outlining import Value
@@ -49,6 +48,7 @@ from tvmflow.compiler.refusals import (
     check_types,
     missing_converter,
 )
+from tvmflow.compiler.size_checks import cast_to
 from tvmflow.onnx_data import array_of
 from tvmflow.onnx_graph import inner_nodes, names_read, node_name, operator_name
 from tvmflow.size_limits import BROADCASTING

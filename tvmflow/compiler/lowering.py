@@ -14,9 +14,7 @@ from tvmflow.compiler.borders import split_lines
 from tvmflow.compiler.divisions import lower_divisions
 from tvmflow.compiler.quotients import unify_quotients
 from tvmflow.compiler.short_loops import run_short_loops_alone
-from tvmflow.compiler.statements import map_functions, replace_variables
-
-_IF_THEN_ELSE = tvm.ir.Op.get("prim.if_then_else")
+from tvmflow.compiler.statements import is_choice, map_functions, replace_variables
 
 
 def lower_functions(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
@@ -125,7 +123,7 @@ def _select(select: tirx.Select) -> Any:
 
 
 def _if_then_else(call: tvm.ir.Call) -> Any:
-    is_true = _decide(call.args[0]) if call.op.same_as(_IF_THEN_ELSE) else None
+    is_true = _decide(call.args[0]) if is_choice(call) else None
     return call if is_true is None else call.args[1] if is_true else call.args[2]
 
 

@@ -10,6 +10,7 @@ from tvm.s_tir import SBlock
 from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
 _renew = tvm_ffi.get_global_func("s_tir.RenewDefs")
+_IF_THEN_ELSE = tvm.ir.Op.get("prim.if_then_else")
 
 
 def map_functions(mod: tvm.IRModule, change: Callable[[PrimFunc], PrimFunc]) -> tvm.IRModule:
@@ -36,6 +37,11 @@ def without_annotation(loop: For, name: str) -> For:
     """Return a loop without the annotation `name`."""
     annotations = {key: value for key, value in loop.annotations.items() if key != name}
     return For(loop.loop_var, loop.min, loop.extent, loop.kind, loop.body, loop.thread_binding, annotations)
+
+
+def is_choice(expr: Any) -> bool:
+    """Whether an expression computes one of two values, by a condition (`if_then_else`)."""
+    return isinstance(expr, tvm.ir.Call) and bool(expr.op.same_as(_IF_THEN_ELSE))
 
 
 def terms(condition: Any) -> list[Any]:

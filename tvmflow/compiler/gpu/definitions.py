@@ -269,15 +269,6 @@ class Attention:
         return cls(**values)
 
 
-def _element(tensor: te.Tensor, places: Places, *index: Any) -> Any:
-    return element_of(tensor, places, index)
-
-
-def _own_size(tensor: te.Tensor, places: Places, dim: int, size: Any) -> Any:
-    """The size of an operand along a dimension, by the variables of the function where it is symbolic."""
-    return size if static(size) is not None else size_of(tensor, places, dim, size)
-
-
 def attend(
     builder: relax.BlockBuilder,
     bases: Sequence[relax.Expr],
@@ -306,10 +297,10 @@ def attend(
 
     def compute(*tensors: te.Tensor) -> te.Tensor:
         own = [tensors[number] for number in numbers]
-        query, key, value = (partial(_element, *operand) for operand in zip(own, places, strict=True))
+        query, key, value = (partial(element_of, *operand) for operand in zip(own, places, strict=True))
         masks = tensors[len(bases) :]
-        batch, queries = (_own_size(own[0], places[0], dim, shape[dim]) for dim in (0, 1))
-        count = _own_size(own[1], places[1], 1, keys)
+        batch, queries = (size_of(own[0], places[0], dim, shape[dim]) for dim in (0, 1))
+        count = size_of(own[1], places[1], 1, keys)
         inner, place = te.reduce_axis((0, channels), name="channel"), te.reduce_axis((0, count), name="key")
         scores = te.compute(
             (batch, heads, queries, count),

@@ -1,4 +1,4 @@
-"""The standard's operator Attention, composed of products, masks and a softmax."""
+"""The standard's operator Attention, composed of products, masks and a softmax, and the parts that others share."""
 
 import math
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from tvm import relax, te, tirx
 
-from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.node import FreeSizeError, Node
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
+from tvmflow.compiler.size_checks import cast_to
 
 # The results: the output, the keys, the values and the products of queries and keys, these in one of four states.
 _SCALED, _CAPPED, _MASKED, _WEIGHTS = range(4)
@@ -23,24 +23,15 @@ def convert_attention(node: Node) -> relax.Expr:
     """
     emit = node.emit
     query, key, value = (_four_dimensions(node, place) for place in range(3))
-    for place in (4, 5):
-        if node.input(place) is not None:
-            parts = [node.inputs[place], value if place == 5 else key]
-            joined = emit(relax.op.concat(parts, axis=2))
-            key, value = (key, joined) if place == 5 else (joined, value)
-    batch, heads, positions, width = dims_of(query)  # type: ignore[misc]
+    key, value = (
+        item if node.input(place) is None else emit(relax.op.concat([node.inputs[place], item], axis=2))
+        for place, item in ((4, key), (5, value))
+    )
     dtype = dtype_of(query)
-    group = heads // dims_of(key)[1]  # type: ignore[index]
-    keys, values = (item if group == 1 else emit(relax.op.repeat(item, group, 1)) for item in (key, value))
-    scores = node.apply("MatMul", query, emit(relax.op.permute_dims(keys, [0, 1, 3, 2])))
-    scale = float(node.attrs.get("scale", 0.0)) or 1 / math.sqrt(width)
-    scores = emit(relax.op.multiply(scores, const(scale, dtype)))
-    states = {_SCALED: scores}
-    cap = float(node.attrs.get("softcap", 0.0))
-    if cap:
-        scores = emit(relax.op.tanh(emit(relax.op.divide(scores, const(cap, dtype)))))
-        scores = emit(relax.op.multiply(scores, const(cap, dtype)))
-    states[_CAPPED] = scores
+    heads, shared = dims_of(query)[1], dims_of(key)[1]  # type: ignore[index]
+    keys, values = (repeat_heads(node, item, heads // shared) for item in (key, value))
+    states = {_SCALED: scaled_scores(node, query, keys)}
+    states[_CAPPED] = scores = cap_scores(node, states[_SCALED])
     biases = _biases(node, query, key)
     for bias in biases:
         scores = node.apply("Add", scores, bias)
@@ -55,12 +46,52 @@ def convert_attention(node: Node) -> relax.Expr:
     states[_WEIGHTS] = weights
     output = node.apply("MatMul", weights, values)
     if node.inputs[0].ty.ndim == 3:
-        output = emit(relax.op.permute_dims(output, [0, 2, 1, 3]))
-        output = emit(relax.op.reshape(output, [batch, positions, heads * dims_of(value)[-1]]))  # type: ignore[index]
+        output = join_heads(node, output)
     results = [output, key, value]
     if node.outputs > _PRODUCTS:
         results.append(states[int(node.attrs.get("qk_matmul_output_mode", 0))])
     return output if node.outputs == 1 else relax.Tuple(results[: node.outputs])
+
+
+def split_heads(node: Node, value: relax.Expr, heads: int) -> relax.Expr:
+    """Return `[batch, positions, channels]` as `[batch, heads, positions, channels of a head]`.
+
+    Raises FreeSizeError for a value of unknown shape.
+    """
+    dims = dims_of(value)
+    if dims is None or not isinstance(dims[2], int):
+        raise FreeSizeError("an input of unknown shape")
+    split = node.emit(relax.op.reshape(value, [dims[0], dims[1], heads, dims[2] // heads]))
+    return node.emit(relax.op.permute_dims(split, [0, 2, 1, 3]))
+
+
+def join_heads(node: Node, value: relax.Expr) -> relax.Expr:
+    """Return `[batch, heads, positions, channels of a head]` as `[batch, positions, channels]`."""
+    batch, heads, positions, width = dims_of(value)  # type: ignore[misc]
+    return node.emit(
+        relax.op.reshape(node.emit(relax.op.permute_dims(value, [0, 2, 1, 3])), [batch, positions, heads * width])
+    )
+
+
+def repeat_heads(node: Node, value: relax.Expr, group: int) -> relax.Expr:
+    """Return keys or values `[batch, heads, positions, channels]` with each head `group` times."""
+    return value if group == 1 else node.emit(relax.op.repeat(value, group, 1))
+
+
+def scaled_scores(node: Node, query: relax.Expr, key: relax.Expr) -> relax.Expr:
+    """Return the products of queries and keys, times the attribute `scale`, by default that of the channels."""
+    scale = float(node.attrs.get("scale", 0.0)) or 1 / math.sqrt(dims_of(query)[-1])  # type: ignore[index]
+    scores = node.apply("MatMul", query, node.emit(relax.op.permute_dims(key, [0, 1, 3, 2])))
+    return node.emit(relax.op.multiply(scores, const(scale, dtype_of(scores))))
+
+
+def cap_scores(node: Node, scores: relax.Expr) -> relax.Expr:
+    """Return the scores within the bounds that the attribute `softcap` sets, by default without bounds."""
+    cap = float(node.attrs.get("softcap", 0.0))
+    if not cap:
+        return scores
+    bounded = node.emit(relax.op.tanh(node.emit(relax.op.divide(scores, const(cap, dtype_of(scores))))))
+    return node.emit(relax.op.multiply(bounded, const(cap, dtype_of(scores))))
 
 
 def _four_dimensions(node: Node, place: int) -> relax.Expr:
@@ -69,11 +100,8 @@ def _four_dimensions(node: Node, place: int) -> relax.Expr:
     dims = dims_of(value)
     if dims is None or not isinstance(dims[-1], int):
         raise FreeSizeError("an input of unknown shape")
-    if len(dims) == 4:
-        return value
-    heads = int(node.attrs["q_num_heads" if place == 0 else "kv_num_heads"])
-    split = node.emit(relax.op.reshape(value, [*dims[:2], heads, dims[2] // heads]))
-    return node.emit(relax.op.permute_dims(split, [0, 2, 1, 3]))
+    heads = "q_num_heads" if place == 0 else "kv_num_heads"
+    return value if len(dims) == 4 else split_heads(node, value, int(node.attrs[heads]))
 
 
 def _biases(node: Node, query: relax.Expr, key: relax.Expr) -> list[relax.Expr]:

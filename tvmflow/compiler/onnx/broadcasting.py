@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tvm import relax
 
 from tvmflow.compiler.onnx.values import dims_of
+from tvmflow.compiler.size_checks import cast_to
 
 if TYPE_CHECKING:
     from tvmflow.compiler.onnx.sizes import SizeEvaluator
@@ -104,14 +105,6 @@ def agree_in_product(
         target = simplest(pair, evaluator)
         left[-place], right[-place] = (size if _is_one(size) else target for size in pair)
     return [with_sizes(builder, *pair, evaluator) for pair in zip(operands, (left, right), strict=True)]
-
-
-def cast_to(builder: relax.BlockBuilder, operand: relax.Expr, shape: Sequence[Any]) -> relax.Expr:
-    """Return a tensor whose dimensions have the expressions `shape`; the model checks the sizes when it runs."""
-    value = operand if isinstance(operand, relax.Var) else builder.emit(operand)
-    # Of two shapes TVM would infer that a symbol is an expression of itself, and replace it endlessly.
-    value = builder.match_cast(value, relax.TensorType(ndim=operand.ty.ndim, dtype=operand.ty.dtype))
-    return builder.match_cast(value, relax.TensorType(list(shape), operand.ty.dtype))
 
 
 def with_sizes(

@@ -10,7 +10,6 @@ from typing import Any
 import onnx
 from tvm import relax, tirx
 
-from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.node import FreeSizeError, UnsupportedFormError
 from tvmflow.compiler.onnx.outlining import (
     Function,
@@ -27,6 +26,7 @@ from tvmflow.compiler.onnx.outlining import (
     tensors,
 )
 from tvmflow.compiler.onnx.values import dims_of, is_static
+from tvmflow.compiler.size_checks import cast_to
 from tvmflow.onnx_graph import nodes_of
 
 

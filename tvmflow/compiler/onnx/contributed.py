@@ -1,12 +1,12 @@
 """Operators of com.microsoft that ONNX Runtime's optimizer writes, composed of the operators that it fused."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from tvm import relax, te, tirx
 
+from tvmflow.compiler.onnx.attention import cap_scores, join_heads, repeat_heads, scaled_scores, split_heads
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.quantised import channels_first, channels_last, dequantize
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
@@ -226,7 +226,7 @@ def _project_and_attend(
     sizes = list(node.attrs.get("qkv_hidden_sizes", ())) or [width // 3] * 3
     parts = relax.op.split(projection, [sizes[0], sizes[0] + sizes[1]], axis=2)
     heads = int(node.attrs["num_heads"])
-    query, key, value = (_split_heads(node, node.emit(parts[place]), heads) for place in range(3))
+    query, key, value = (split_heads(node, node.emit(parts[place]), heads) for place in range(3))
     if past is not None:
         key, value = (
             node.emit(relax.op.concat([node.emit(relax.op.take(past, const(place, "int64"), axis=0)), item], axis=2))
@@ -263,7 +263,7 @@ def convert_multi_head_attention(node: Node) -> relax.Expr:
         ]
         added = [node.apply("Add", item, own) for item, own in zip(operands, biases, strict=False)]
         operands = [*added, *operands[len(added) :]]
-    query, key, value = (item if item.ty.ndim == 4 else _split_heads(node, item, heads) for item in operands)
+    query, key, value = (item if item.ty.ndim == 4 else split_heads(node, item, heads) for item in operands)
     if node.input(6) is not None:
         key, value = (
             node.emit(relax.op.concat([node.inputs[6 + place], item], axis=2))
@@ -282,28 +282,15 @@ def _unpack(node: Node, packed: relax.Expr, place: int) -> relax.Expr:
     return node.emit(relax.op.reshape(part, [*dims[:2], dims[2] * dims[4]]))
 
 
-def _split_heads(node: Node, value: relax.Expr, heads: int) -> relax.Expr:
-    """`[batch, positions, channels]` as `[batch, heads, positions, channels of a head]`."""
-    dims = dims_of(value)
-    if dims is None or not isinstance(dims[2], int):
-        raise FreeSizeError("an input of unknown shape")
-    split = node.emit(relax.op.reshape(value, [dims[0], dims[1], heads, dims[2] // heads]))
-    return node.emit(relax.op.permute_dims(split, [0, 2, 1, 3]))
-
-
 def _attend(
     node: Node, query: relax.Expr, key: relax.Expr, value: relax.Expr, biases: list[relax.Expr | None]
 ) -> relax.Expr:
     """Attention over `[batch, heads, positions, channels]`, with the heads of its result joined."""
-    emit, (batch, heads, positions, width) = node.emit, dims_of(query)  # type: ignore[misc]
-    scale = float(node.attrs.get("scale", 0.0)) or 1 / math.sqrt(width)
-    scores = node.apply("MatMul", query, emit(relax.op.permute_dims(key, [0, 1, 3, 2])))
-    scores = emit(relax.op.multiply(scores, const(scale, dtype_of(scores))))
+    scores = scaled_scores(node, query, key)
     for bias in biases:
         scores = scores if bias is None else node.apply("Add", scores, bias)
-    weights = emit(relax.op.nn.softmax(scores, axis=-1))
-    result = emit(relax.op.permute_dims(node.apply("MatMul", weights, value), [0, 2, 1, 3]))
-    return emit(relax.op.reshape(result, [batch, positions, heads * dims_of(value)[-1]]))  # type: ignore[index]
+    weights = node.emit(relax.op.nn.softmax(scores, axis=-1))
+    return join_heads(node, node.apply("MatMul", weights, value))
 
 
 def _mask(node: Node, mask: relax.Expr | None, query: relax.Expr, key: relax.Expr) -> relax.Expr | None:
@@ -350,7 +337,7 @@ def convert_group_query_attention(node: Node) -> relax.Expr:
         raise UnsupportedFormError("a sink of attention or a quantised state")
     heads, groups = int(node.attrs["num_heads"]), int(node.attrs["kv_num_heads"])
     query, key, value = _separate_heads(node, heads, groups)
-    batch, _, positions, width = dims_of(query)  # type: ignore[misc]
+    batch, _, positions, _ = dims_of(query)  # type: ignore[misc]
     count = node.vector([positions])
     total_size = node.sizes(6)
     if total_size is None:
@@ -372,22 +359,13 @@ def convert_group_query_attention(node: Node) -> relax.Expr:
     key, value = (
         _append(node, item, former, length, past[place : place + 1]) for place, item in enumerate((key, value))
     )
-    keys, values = (
-        item if heads == groups else emit(relax.op.repeat(item, heads // groups, 1)) for item in (key, value)
-    )
-    scores = emit(relax.op.matmul(query, emit(relax.op.permute_dims(keys, [0, 1, 3, 2]))))
-    scale = float(node.attrs.get("scale", 0.0)) or 1 / math.sqrt(width)
-    scores = emit(relax.op.multiply(scores, const(scale, dtype_of(scores))))
-    cap = float(node.attrs.get("softcap", 0.0))
-    if cap:
-        scores = emit(relax.op.tanh(emit(relax.op.divide(scores, const(cap, dtype_of(scores))))))
-        scores = emit(relax.op.multiply(scores, const(cap, dtype_of(scores))))
+    keys, values = (repeat_heads(node, item, heads // groups) for item in (key, value))
+    scores = cap_scores(node, scaled_scores(node, query, keys))
     if node.input(10) is not None:
         scores = emit(relax.op.add(scores, node.inputs[10]))
     scores = emit(relax.op.add(scores, _hidden(node, places, key)))
     weights = emit(relax.op.nn.softmax(scores, axis=-1))
-    result = emit(relax.op.permute_dims(emit(relax.op.matmul(weights, values)), [0, 2, 1, 3]))
-    output = emit(relax.op.reshape(result, [batch, positions, heads * width]))
+    output = join_heads(node, node.apply("MatMul", weights, values))
     return output if node.outputs == 1 else relax.Tuple([output, key, value][: node.outputs])
 
 
@@ -400,7 +378,7 @@ def _separate_heads(node: Node, heads: int, groups: int) -> list[relax.Expr]:
         parts = [node.emit(relax.op.split(query, ends, axis=2)[place]) for place in range(3)]
     else:
         parts = [query, key, value]
-    return [_split_heads(node, part, own) for part, own in zip(parts, (heads, groups, groups), strict=True)]
+    return [split_heads(node, part, own) for part, own in zip(parts, (heads, groups, groups), strict=True)]
 
 
 def _append(node: Node, new: relax.Expr, former: relax.Expr, length: Any, past: list[relax.Expr]) -> relax.Expr:
@@ -457,15 +435,13 @@ def convert_rotary_embedding(node: Node) -> relax.Expr:
     if is_flat:
         half = dims_of(cosine)[1]  # type: ignore[index]
         heads = int(node.attrs.get("num_heads", 0)) or dims[2] // (2 * half)
-        x = _split_heads(node, x, heads)
+        x = split_heads(node, x, heads)
     if dims_of(places) == [1]:
         positions = dims_of(x)[2]  # type: ignore[index]
         places = emit(relax.op.add(emit(relax.op.arange(0, positions, 1, "int64")), places))
         places = emit(relax.op.expand_dims(places, 0))
     result = _rotate(node, x, places, cosine, sine, bool(node.attrs.get("interleaved", 0)))
-    if not is_flat:
-        return result
-    return relax.op.reshape(emit(relax.op.permute_dims(result, [0, 2, 1, 3])), dims)
+    return join_heads(node, result) if is_flat else result
 
 
 def _rotate(

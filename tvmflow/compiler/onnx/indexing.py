@@ -10,10 +10,10 @@ import onnx
 import tvm
 from tvm import relax, te, tirx
 
-from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import elements_at_import, materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
+from tvmflow.compiler.size_checks import cast_to
 
 # The opset in which Hardmax and its like came to be along one dimension.
 _ONE_AXIS = 13

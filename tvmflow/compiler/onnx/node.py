@@ -12,6 +12,7 @@ from tvm.relax.frontend.onnx import onnx_frontend
 from tvmflow.compiler.onnx.broadcasting import agree, agree_but_for, agree_in_product, with_sizes
 from tvmflow.compiler.onnx.sizes import SizeEvaluator, bind_sizes, materialise
 from tvmflow.compiler.onnx.values import Array, dims_of, dtype_of
+from tvmflow.compiler.size_checks import check_sizes
 from tvmflow.size_limits import BROADCASTING
 
 # The opset of the operators that converters are composed of.
@@ -95,9 +96,7 @@ class Node:
     def check_size(self, size: Any, expected: Any) -> None:
         """Let the model check, when it runs, that a size is the expected one, unless that can be proved."""
         if not self.evaluator.are_equal(size, expected):
-            # As in `broadcasting.cast_to`: TVM must not infer that a symbol is an expression of itself.
-            shape = self.builder.match_cast(self.emit(relax.ShapeExpr([size])), relax.ShapeType(ndim=1))
-            self.builder.match_cast(shape, relax.ShapeType([expected]))
+            check_sizes(self.builder, [size], [expected])
 
     def bind(self, sizes: relax.Expr, known: Sequence[Any] | None = None) -> list[Any]:
         """Return a new symbol for each element of an int64 vector that the model computes when it runs.

@@ -12,10 +12,10 @@ import onnx
 import tvm
 from tvm import relax, tirx
 
-from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.node import FreeSizeError, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import SizeEvaluator, Sizes
 from tvmflow.compiler.onnx.values import Array, dims_of, dtype_of, is_static
+from tvmflow.compiler.size_checks import cast_to
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import numpy as np
 from tvm import relax, te, tirx, topi
 from tvm.topi.vision import nms
 
-from tvmflow.compiler.onnx.broadcasting import cast_to
 from tvmflow.compiler.onnx.indexing import find_places, pad_axis
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.pooling import convert_max_pool_with_places
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
+from tvmflow.compiler.size_checks import cast_to
 
 # The opset in which the regions of RoiAlign got their offset.
 _HALF_PIXELS = 16

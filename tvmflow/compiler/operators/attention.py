@@ -5,6 +5,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from tvm import te, tirx, topi
@@ -41,11 +42,6 @@ class Strip:
     keys: int
     values: int
 
-    @property
-    def rows(self) -> int:
-        """The rows of both tiles, one for each query."""
-        return self.positions * self.heads
-
 
 def choose(positions: int | None, group: int, keys: int | None, channels: int, machine: Machine) -> Strip:
     """Choose the strips in which attention is computed, each of whole groups or of a part of one.
@@ -54,7 +50,6 @@ def choose(positions: int | None, group: int, keys: int | None, channels: int, m
     the size of a head. The choice minimises the estimated cycles of both products. They include the work on padding:
     rows, keys and channels that fill up the last tile.
     """
-
     # The vectors of keys and values come from the second-level cache, and no multiply-adds hide that.
     loading = 4 * machine.lanes / machine.second.read
 
@@ -122,7 +117,7 @@ class Plan:
 
     def count_queries(self, tensors: Sequence[Any]) -> Any:
         """Return the number of queries of a head, by the function's tensors."""
-        return self._size(tensors, 0, 1)
+        return size_of(tensors[self.numbers[0]], self.places[0], 1)
 
     def define(
         self,
@@ -150,13 +145,16 @@ class Plan:
         """
         if shape is None:
             last = (tirx.IntImm("int64", size) for size in (self.heads, self.channels))
-            shape = (self._size(tensors, 0, 0), self.count_queries(tensors), *last)
-        if static(keys) is None:
-            keys = self._size(tensors, 1, 1)
+            batch = size_of(tensors[self.numbers[0]], self.places[0], 0)
+            shape = (batch, self.count_queries(tensors), *last)
+        keys = size_of(tensors[self.numbers[1]], self.places[1], 1, keys)
         operands, (*mask,) = tensors[: max(self.numbers) + 1], tensors[max(self.numbers) + 1 :]
         if bf16:
             operands = [_rounded(operand) for operand in operands]
-        query, key, value = (self._element(operands, operand) for operand in range(len(self.places)))
+        query, key, value = (
+            partial(element_of, operands[number], places)
+            for number, places in zip(self.numbers, self.places, strict=True)
+        )
         if is_single:
             stages: _Stages = _SingleQueries(shape, keys, self.group, machine)
         else:
@@ -182,28 +180,22 @@ class Plan:
         sizes = (batch, queries, heads // self.group, tirx.IntImm("int64", self.group), channels)
         return te.compute(sizes, result, name="attention")
 
-    def _element(self, tensors: Sequence[te.Tensor], operand: int) -> Element:
-        """The element of an operand, read from its tensor."""
-        tensor, places = tensors[self.numbers[operand]], self.places[operand]
-        return lambda *index: element_of(tensor, places, index)
 
-    def _size(self, tensors: Sequence[Any], operand: int, dim: int) -> Any:
-        """The size of an operand along one of its dimensions, which is one where it runs along none of its tensor."""
-        return size_of(tensors[self.numbers[operand]], self.places[operand], dim, tirx.const(1, "int64"))
-
-
-def element_of(tensor: te.Tensor, places: Places, index: Sequence[Any]) -> Any:
+def element_of(tensor: te.Tensor, places: Places, *index: Any) -> Any:
     """Return the element of an operand at an index, read from the tensor where it has these places."""
     return tensor[tuple(start if dim is None else index[dim] * step + start for dim, step, start in places)]
 
 
-def size_of(tensor: Any, places: Places, dim: int, otherwise: Any) -> Any:
-    """Return the size of an operand along a dimension: that of the tensor, `otherwise` where it runs along none.
+def size_of(tensor: Any, places: Places, dim: int, size: Any | None = None) -> Any:
+    """Return the size of an operand along a dimension, by the variables of the function that reads it as `tensor`.
 
-    A function's tensors have variables of their own for symbolic sizes.
+    `size` is what the caller knows of it: a number is the size. Along a dimension that is none of the tensor's, it is
+    `size`, or one.
     """
-    sizes = zip(tensor.shape, places, strict=True)
-    return next((size for size, (own, _, _) in sizes if own == dim), otherwise)
+    if static(size) is not None:
+        return size
+    own = next((own for own, (at, _, _) in zip(tensor.shape, places, strict=True) if at == dim), size)
+    return tirx.const(1, "int64") if own is None else own
 
 
 def _rounded(tensor: te.Tensor) -> te.Tensor:

@@ -17,6 +17,7 @@ from tvmflow.compiler.operators.common import FUSABLE, OPAQUE, same_shape, stati
 from tvmflow.compiler.passes.bf16 import round_operand
 from tvmflow.compiler.passes.patterns import factors
 from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rank, rewriting, sizes
+from tvmflow.compiler.size_checks import cast_to
 
 _ATTENTION = ("nn.attention", "nn.attention_bias")
 # The operators that only move elements, through which an operand is read.
@@ -95,7 +96,7 @@ def _attention(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         if mask is None:
             return None
         shape = [*sizes(mask)[:-1], sizes(product)[-1]]  # type: ignore[index]
-        mask = mask if same_shape(sizes(mask), shape) else rewriter.with_sizes(mask, shape)
+        mask = mask if same_shape(sizes(mask), shape) else cast_to(rewriter.builder_, mask, shape)
     operands = [_positions_first(rewriter, item, transposed) for item, transposed in _sides(query, key, value)]
     result = rewriter.emit(relax.op.nn.attention(*operands, mask, tirx.FloatImm("float32", scale), zeros))
     if count == 3:
@@ -394,7 +395,7 @@ def _lowered(rewriter: Rewriter, call: relax.Call, machine: Machine, bf16: bool)
     bases, numbers = bases_of(rewriter, views)
     # A lane of a dot product multiplies two channels.
     bf16 = bf16 and int(shape[3]) % BF16.group == 0
-    # Of as many queries as keys, one has nothing to choose from.
+    # Where there are as many queries as keys, a single query has a single key: a form for that would serve nobody.
     may_be_single = attention.takes_single_queries(int(shape[3]), machine) and not same_shape([shape[1]], [keys[1]])
     has_two_forms = may_be_single and static(shape[1]) is None
     is_single = may_be_single and static(shape[1]) == 1

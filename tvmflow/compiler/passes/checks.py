@@ -6,6 +6,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
 from tvmflow.compiler.passes.rewrite import count_uses, sizes
+from tvmflow.compiler.size_checks import check_sizes
 
 
 @tvm.transform.module_pass(opt_level=0, name="CheckSizesAlone")
@@ -52,8 +53,5 @@ class _Checks(PyExprMutator):  # type: ignore[misc]
         source = self._sources.get(binding.value, binding.value)
         self._sources[binding.var] = source
         shape, expected = sizes(source), binding.ty.shape
-        if shape is None or not isinstance(expected, relax.ShapeExpr):
-            return
-        # Of two shapes TVM would infer that a symbol is an expression of itself.
-        own = self.builder_.match_cast(self.builder_.emit(relax.ShapeExpr(shape)), relax.ShapeType(ndim=len(shape)))
-        self.builder_.match_cast(own, relax.ShapeType(list(expected.values)))
+        if shape is not None and isinstance(expected, relax.ShapeExpr):
+            check_sizes(self.builder_, shape, expected.values)

@@ -16,3 +16,19 @@ def rewrite_functions(mutator: Any, mod: tvm.IRModule) -> tvm.IRModule:
     for variable, function in relax_functions(mod).items():
         mutator.builder_.update_func(variable, mutator.visit_expr(function))
     return mutator.builder_.get()
+
+
+def variables_of_outputs(function: relax.Function) -> set[relax.Var]:
+    """Return the variables whose values a function returns."""
+    values = {binding.var: binding.value for block in function.body.blocks for binding in block.bindings}
+    pending, outputs = [function.body.body], set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, relax.Var):
+            outputs.add(value)
+            pending.append(values.get(value))
+        elif isinstance(value, relax.Tuple):
+            pending.extend(value.fields)
+        elif isinstance(value, relax.TupleGetItem):
+            pending.append(value.tuple_value)
+    return outputs

@@ -10,7 +10,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmflow.compiler.machine import NARROWEST
 from tvmflow.compiler.operators.common import are_equal, same_shape
-from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
+from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions, variables_of_outputs
 from tvmflow.compiler.passes.rewrite import sizes
 
 
@@ -61,7 +61,7 @@ class _Layout(PyExprMutator):  # type: ignore[misc]
         self._values: dict[relax.Var, _Permuted] = {}
         self._tuples: dict[relax.Var, _Permuted] = {}
         self._computed: dict[relax.Var, relax.Expr] = {}
-        self._outputs = {variable for function in relax_functions(mod).values() for variable in _list_outputs(function)}
+        self._outputs = set().union(*map(variables_of_outputs, relax_functions(mod).values()))
         # Whether the value that is rewritten is an output of its function.
         self.is_output = False
 
@@ -152,17 +152,6 @@ class _Layout(PyExprMutator):  # type: ignore[misc]
             return self.ordered(value, axes) if value.axes else value.base
         places = (*range(missing), *(axis + missing for axis in value.axes))
         return self.ordered(_Permuted(self.emit(relax.op.expand_dims(value.base, list(range(missing)))), places), axes)
-
-
-def _list_outputs(function: relax.Function) -> list[relax.Var]:
-    """List the variables whose values a function returns, alone or in a tuple."""
-    values = {binding.var: binding.value for block in function.body.blocks for binding in block.bindings}
-    result = function.body.body
-    while result in values and isinstance(values[result], relax.Var):
-        result = values[result]
-    returned = values.get(result, result)
-    fields = returned.fields if isinstance(returned, relax.Tuple) else [result]
-    return [field for field in fields if isinstance(field, relax.Var)]
 
 
 def _inverse(axes: Sequence[int]) -> list[int]:

@@ -18,6 +18,7 @@ from tvm.script.ir_builder import tirx as T
 from tvmflow.compiler.annotations import DIRECT
 from tvmflow.compiler.operators.common import buffer, static
 from tvmflow.compiler.passes.calls import ConstantKey, key_of_constant
+from tvmflow.compiler.passes.functions import variables_of_outputs
 from tvmflow.compiler.passes.views import CALL_TIR, is_reshape, results_read_once
 from tvmflow.compiler.statements import replace_variables
 
@@ -69,7 +70,7 @@ class Plan:
     """
 
     def __init__(self, mod: tvm.IRModule, function: relax.Function, *, writes_outputs: bool) -> None:
-        self._mod, self._outputs = mod, _variables_of_outputs(function) if writes_outputs else set()
+        self._mod, self._outputs = mod, variables_of_outputs(function) if writes_outputs else set()
         self._read_once = results_read_once(mod, function) if writes_outputs else set()
         self.steps: list[Step] = []
         self.equal_sizes: list[tuple[tirx.Expr, tirx.Expr]] = []
@@ -191,22 +192,6 @@ def _have_equal_sizes(one: Tensor, other: Tensor) -> bool:
     sizes = (math.prod(item.type.shape.values) for item in (one, other))
     is_same_type = one.type.dtype == other.type.dtype
     return is_same_type and bool(tvm.sym.Analyzer().can_prove_equal(*map(tirx.convert, sizes)))
-
-
-def _variables_of_outputs(function: relax.Function) -> set[relax.Var]:
-    """The variables whose values a function returns."""
-    values = {binding.var: binding.value for block in function.body.blocks for binding in block.bindings}
-    pending, outputs = [function.body.body], set()
-    while pending:
-        value = pending.pop()
-        if isinstance(value, relax.Var):
-            outputs.add(value)
-            pending.append(values.get(value))
-        elif isinstance(value, relax.Tuple):
-            pending.extend(value.fields)
-        elif isinstance(value, relax.TupleGetItem):
-            pending.append(value.tuple_value)
-    return outputs
 
 
 def _items(operands: relax.Expr) -> Sequence[relax.Expr]:

@@ -149,12 +149,6 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
             expr = self._root(self._casts[expr])
         return expr
 
-    def with_sizes(self, expr: relax.Expr, shape: Sequence[Any]) -> relax.Expr:
-        """Return a tensor whose dimensions have the expressions `shape`; the model checks the sizes when it runs."""
-        # Of two shapes TVM would infer that a symbol is an expression of itself.
-        value = self.builder_.match_cast(self.emit(expr), relax.TensorType(ndim=len(shape), dtype=expr.ty.dtype))
-        return self.builder_.match_cast(value, relax.TensorType(list(shape), expr.ty.dtype))
-
 
 def count_uses(function: relax.Function | None) -> Counter[relax.Var]:
     """Count, for each variable, the expressions of a function that read it."""

@@ -15,8 +15,8 @@ from tvmflow.compiler.schedules import common, prefetch, registers, remainder, t
 from tvmflow.compiler.schedules.dot import inline_exact, use_dot_products
 from tvmflow.compiler.statements import replace_variables, run_either, with_body
 
-# The stages that copy operands: in bfloat16, keys side by side, queries to whole strips, values side by side, a mask to
-# whole tiles.
+# The stages that copy operands, by their blocks' names: numbers are rounded to bfloat16, keys and values are put side
+# by side, queries fill whole strips (`panel`), and a mask fills whole tiles.
 _COPIES = ("rounded", "keys", "panel", "values", "mask")
 
 

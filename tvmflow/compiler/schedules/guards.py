@@ -9,11 +9,11 @@ from typing import Any
 
 import tvm_ffi
 from tvm import sym, tirx
-from tvm.ir import Call, Op, Range, TensorLoad
+from tvm.ir import Call, Range, TensorLoad
 from tvm.s_tir import SBlock
 from tvm.tirx import For, PrimFunc, Select
 
-_IF_THEN_ELSE = Op.get("prim.if_then_else")
+from tvmflow.compiler.statements import is_choice
 
 
 def guard_reads(func: PrimFunc) -> PrimFunc:
@@ -85,7 +85,7 @@ def _parts_of(condition: Any) -> set[int]:
 
 def _may_read(part: Any) -> bool:
     """Whether a part of an expression is a read, or a choice between two values."""
-    return isinstance(part, TensorLoad | Select) or part.op.same_as(_IF_THEN_ELSE)
+    return isinstance(part, TensorLoad | Select) or is_choice(part)
 
 
 def _key(part: Any) -> int:

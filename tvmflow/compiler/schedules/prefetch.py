@@ -113,13 +113,11 @@ def _add_prefetches(stmt: Any, parameters: Sequence[Any]) -> Any:
     body, annotations = _add_prefetches(stmt.body, parameters), dict(stmt.annotations)
     is_tile = annotations.pop(FETCH_RESULT, None) is not None
     ahead = annotations.pop(_AHEAD, None)
-    if ahead is not None:
-        fetches = _fetch_ahead(stmt, int(ahead), parameters)
-        body = SeqStmt([*fetches, body]) if fetches else body
-        return For(stmt.loop_var, stmt.min, stmt.extent, stmt.kind, body, stmt.thread_binding, annotations)
-    if annotations.pop(PREFETCH, None) is not None:
-        body = SeqStmt([_fetch_next(stmt), body])
-    elif body.same_as(stmt.body) and not is_tile:
+    fetches = [] if ahead is None else _fetch_ahead(stmt, int(ahead), parameters)
+    fetches += [] if annotations.pop(PREFETCH, None) is None else [_fetch_next(stmt)]
+    if fetches:
+        body = SeqStmt([*fetches, body])
+    elif body.same_as(stmt.body) and not is_tile and ahead is None:
         return stmt
     return For(stmt.loop_var, stmt.min, stmt.extent, stmt.kind, body, stmt.thread_binding, annotations)
 
@@ -127,7 +125,7 @@ def _add_prefetches(stmt: Any, parameters: Sequence[Any]) -> Any:
 def _fetch_next(chunks: For) -> Any:
     """Prefetch the part of the last operand of the block in a loop that the next iteration reads."""
     loops, realize = _loops_and_block(chunks.body)
-    return _fetch_part(chunks, 1, loops, realize, realize.block.reads[-1], _HOW)
+    return _fetch_part(chunks, 1, loops, realize, realize.block.reads[-1])
 
 
 def _fetch_ahead(loop: For, ahead: int, parameters: Sequence[Any]) -> list[Any]:
@@ -146,15 +144,13 @@ def _fetch_ahead(loop: For, ahead: int, parameters: Sequence[Any]) -> list[Any]:
             for region in stmt.block.reads:
                 moves = any(uses(item, loop.loop_var) for item in _start(region, stmt))
                 if moves and any(region.source.same_as(item) for item in parameters):
-                    fetches.append(_fetch_part(loop, ahead, loops, stmt, region, _HOW))
+                    fetches.append(_fetch_part(loop, ahead, loops, stmt, region))
 
     visit(loop.body, [])
     return fetches
 
 
-def _fetch_part(
-    around: For, ahead: int, loops: Sequence[For], realize: SBlockRealize, region: Any, how: tuple[int, int, int]
-) -> Any:
+def _fetch_part(around: For, ahead: int, loops: Sequence[For], realize: SBlockRealize, region: Any) -> Any:
     """Prefetch the part of a tensor that a block, in `loops` within the loop `around`, reads some iterations later."""
     index = _start(region, realize)
     # Replace in two steps, because the expression that replaces a loop variable must not contain it.
@@ -169,7 +165,7 @@ def _fetch_part(
             fetch_loops.append((variable, loop))
     index = [common.substitute(item, replacements) for item in index]
     following = {after: tirx.min(around.loop_var + ahead, around.extent - 1)}
-    return _fetch(region.source, [common.substitute(item, following) for item in index], fetch_loops, how)
+    return _fetch(region.source, [common.substitute(item, following) for item in index], fetch_loops, _HOW)
 
 
 def _fetch_tile(rows: For, parameters: Sequence[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 from tvmflow.compiler import intrinsics
 from tvmflow.compiler.machine import NARROWEST
 from tvmflow.compiler.schedules.common import substitute
-from tvmflow.compiler.statements import run_either, run_if, uses, with_loop_body, without_annotation
+from tvmflow.compiler.statements import is_choice, run_either, run_if, uses, with_loop_body, without_annotation
 
 # The annotation of a loop along the source's last dimension: the places of its variable, and of that of the loop inside
 # it, along the result's last dimension, among the variables of the one block in both.
@@ -30,7 +30,6 @@ _TRANSPOSE = "tvmflow.transpose"
 _PACK = "tvmflow.pack_transposed"
 _TYPES = ("float32", "int32", "uint32")
 _SERIAL = ForKind.SERIAL
-_IF_THEN_ELSE = tvm.ir.Op.get("prim.if_then_else")
 
 
 def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
@@ -83,7 +82,7 @@ def _is_offset_of(index: Any, variable: tirx.Var) -> bool:
 
 def _source(value: Any) -> TensorLoad | None:
     """The element that a block copies, where a condition holds or always."""
-    if isinstance(value, tvm.ir.Call) and value.op.same_as(_IF_THEN_ELSE):
+    if is_choice(value):
         value = value.args[1]
     return value if isinstance(value, TensorLoad) else None
 
