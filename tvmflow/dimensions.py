@@ -39,8 +39,8 @@ def find_dimensions(
     dimension may need, such as the channels that weights take. The search first looks for sizes at which the model
     runs. It then reduces one dimension at a time while the others stay: a range begins with the smallest size at
     which the model still runs. Dimensions that must be equal, such as the batch of two inputs, are reduced
-    together, and so are those that differ by a constant. The size to measure is the first one that was found; for
-    batches that were reduced together it is the smallest one. Of dimensions other than batches, that size is
+    together, and so are those that differ by a constant or a factor. The size to measure is the first one that was
+    found; for batches that were reduced together it is the smallest one. Of dimensions other than batches, that size is
     doubled while it stays at 256 or less and the model runs: a single frame or token says little about a model. The
     search ends after 300 runs or 60 seconds.
     """
@@ -111,22 +111,36 @@ def _smallest_together(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Si
 
 
 def _smallest_apart(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Sizes:
-    """Return smaller sizes of those dimensions that cannot shrink alone, but by one amount or once others are small."""
+    """Return smaller sizes of dimensions that cannot shrink alone, but by one amount, by one factor or once others do.
+
+    The new tokens and those before them shrink by one factor with the length of a mask, which is their sum.
+    """
     smaller: Sizes = {}
     held = [name for name, size in sizes.items() if least[name] == size > 1]
     if len({sizes[name] for name in held}) > 1:
         first = min(held, key=lambda name: sizes[name])
 
-        def runs_lowered(lowered: Sizes) -> bool:
-            return runs(sizes | {name: sizes[name] - sizes[first] + lowered[first] for name in held})
+        def lower(size: int) -> Sizes:
+            return {name: sizes[name] - sizes[first] + size for name in held}
 
-        size = _smallest((first,), {first: sizes[first]}, runs_lowered, end)
-        smaller = {name: sizes[name] - sizes[first] + size for name in held if size < sizes[first]}
+        def divide(size: int) -> Sizes:
+            return {name: sizes[name] * size // sizes[first] for name in held}
+
+        for change in (lower, divide):
+            size = _smallest((first,), {first: sizes[first]}, _at(change, first, sizes, runs), end)
+            if size < sizes[first]:
+                smaller = change(size)
+                break
     for name in held:
         small = least | smaller
         if small[name] == sizes[name] and time.monotonic() < end and runs(small):
             smaller[name] = _smallest((name,), small, runs, end)
     return smaller
+
+
+def _at(change: Callable[[int], Sizes], first: str, sizes: Sizes, runs: Runs) -> Runs:
+    """Return what says whether the model runs where the size of one dimension changes those of others with it."""
+    return lambda small: runs(sizes | change(small[first]))
 
 
 def _candidates(others: Sequence[str], batches: Sequence[str], hints: Sequence[int]) -> Iterator[Sizes]:

@@ -57,6 +57,13 @@ def test_a_mask_of_one_more_than_the_earlier_tokens_is_found() -> None:
     assert ranges == {"batch": batch, "past": past, "earlier": past, "total": total}
 
 
+def test_a_mask_as_long_as_earlier_and_new_tokens_together_is_found() -> None:
+    inputs = tuple(Input(name=name, shape=("batch", name)) for name in ("new", "past", "all"))
+    ranges = find_dimensions(inputs, {}, lambda sizes: sizes["all"] == sizes["new"] + sizes["past"])
+    assert ranges is not None
+    assert {name: item.min for name, item in ranges.items()} == {"all": 2, "batch": 1, "new": 1, "past": 1}
+
+
 def test_a_dimension_that_only_must_be_larger_begins_beside_small_ones() -> None:
     def runs(sizes: Sizes) -> bool:
         return sizes["past"] == sizes["earlier"] < sizes["total"]
