@@ -569,6 +569,21 @@ def test_products_are_instructions_on_narrow_numbers(
     assert all(re.search(instruction, assembly) for instruction in instructions)
 
 
+@pytest.mark.parametrize("target", ["x86-64-v3", "x86-64-v2"])
+def test_sums_of_pairs_stay_in_registers(target: str, make_model: MakeModel, tmp_path: Path) -> None:
+    """The sum of a pair waits in a register until it is added, so that a tile has one register less than others."""
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    path = make_model([node], [("x", [128, 64])], ["y"], {"w": normal(64, 96)})
+    model = build(import_onnx(quantise(path, tmp_path / "quantised.onnx")), resolve(target))
+    assembly = str(model.executable.mod.imports[0].inspect_source("asm"))
+    code = re.sub(r"^(\.Ltmp\w+:|\t\..*)\n", "", assembly, flags=re.MULTILINE)
+    # A loop is a label, its instructions, and a jump back to the label.
+    loops = re.findall(r"^(\.L\w+):\n((?:\t(?!j).*\n)+)\tj\w+\t\1$", code, re.MULTILINE)
+    products = [body for _, body in loops if body.count("pmaddwd") > 3]
+    assert products
+    assert not any("mm" in line and "%rsp" in line for body in products for line in body.splitlines())
+
+
 def test_values_read_by_products_and_returned_are_right(
     make_model: MakeModel, run_built: RunBuilt, bf16: Target
 ) -> None:

@@ -48,8 +48,8 @@ def tiles(cell: Cell, units: int, batch: int | None, machine: Machine) -> Tiles:
     rows = max(1, (machine.registers - 1) // (gates + 1))
     if batch is not None:
         batch = -(-batch // parts_of_batch(cell, machine))
-        # Each group of sequences reads the weights once, and a remaining sequence is a group by itself.
-        rows = min(range(1, min(rows, batch) + 1), key=lambda count: (batch // count + batch % count, count))
+        # Each group of sequences reads the weights once.
+        rows = min(range(1, min(rows, batch) + 1), key=lambda count: (-(-batch // count), count))
     vectors = -(-units // lanes)
     busy = -(-cost.in_flight(machine) // (gates * rows))
     most = min((machine.registers - 1 - rows) // (gates * rows), busy, vectors)

@@ -2,9 +2,12 @@
 
 The products of the inputs do not depend on the recurrence and are computed before, by a dense layer over all steps. The
 function reads the recurrent weights once per step, from packed tiles of whole vectors of units, and keeps the sums of a
-tile in registers. Either each core computes whole sequences, or all cores share the units of each step.
+tile and a few sequences in registers. Where there are more sequences, the weights of a tile are read in parts that stay
+in the first-level cache while all sequences are multiplied. Either each core computes whole sequences, or all cores
+share the units of each step.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,15 +162,16 @@ class Recurrence:
             # The last parts are empty where the others hold the whole batch, as one sequence in three parts of one.
             begin = tirx.min(part * rows, self._batch)
             end = tirx.min(begin + rows, self._batch)
+            size = end - begin if batch is None or batch % parts else rows
             if parts == 1:
-                begin, end = tirx.const(0, "int64"), self._batch
+                begin, end, size = tirx.const(0, "int64"), self._batch, self._batch
             self._start(direction, begin, end)
             longest = self._longest(begin, end)
             with T.serial(0, longest) as step:
                 self._quantise(direction, step, begin, end)
                 for phase in range(len(self.cell.phases)):
                     with T.serial(0, self.tiles.count) as tile:
-                        self._tile(phase, direction, tile, step, begin, end)
+                        self._tile(phase, direction, tile, step, begin, size)
             self._finish(direction, begin, end, longest)
 
     def _by_units(self) -> None:
@@ -266,35 +270,113 @@ class Recurrence:
 
     # -- One step of a tile of units -----------------------------------------------------------------------------------
 
-    def _tile(self, phase: int, direction: Any, tile: Any, step: Any, begin: Any, end: Any) -> None:
-        """Compute a tile's units of one step for the sequences from `begin` to `end`."""
-        rows, batch = self.tiles.rows, static(self._batch)
-        if batch == rows and isinstance(begin, tirx.IntImm):
-            self._rows(phase, direction, tile, step, begin, rows)
-            return
-        with T.serial(0, tirx.floordiv(end - begin, rows)) as group:
-            self._rows(phase, direction, tile, step, begin + group * rows, rows)
-        if rows > 1:
-            with T.serial(0, tirx.floormod(end - begin, rows)) as row:
-                self._rows(phase, direction, tile, step, end - 1 - row, 1)
-
-    def _rows(self, phase: int, direction: Any, tile: Any, step: Any, first: Any, rows: int) -> None:
-        """Compute a tile's units of one step for `rows` sequences: their products, then their gates and states."""
-        gates, blocks, lanes = self.cell.phases[phase], self.tiles.blocks, self.tiles.lanes
-        first = _stored(first)
-        sums = T.alloc_buffer((rows, blocks, len(gates), lanes), "float32", scope="local", layout=None)
-        places = [(row, block, gate) for row in range(rows) for block in range(blocks) for gate in range(len(gates))]
-        if self._integers:
-            self._integer_sums(direction, tile, first, sums, places)
+    def _tile(self, phase: int, direction: Any, tile: Any, step: Any, begin: Any, count: Any) -> None:
+        """Compute a tile's units of one step for `count` sequences from `begin` on: products, gates and states."""
+        rows, known = self.tiles.rows, static(count)
+        if known is not None and known <= rows:
+            self._few(phase, direction, tile, step, begin, known)
+        elif known is not None or rows == 1:
+            self._many(phase, direction, tile, step, begin, count)
         else:
-            self._float_sums(phase, direction, tile, step, first, sums, places)
+            with T.If(count >= rows):
+                with T.Then():
+                    self._many(phase, direction, tile, step, begin, count)
+                with T.Else(), T.serial(0, count) as row:
+                    self._few(phase, direction, tile, step, begin + row, 1)
+
+    def _few(self, phase: int, direction: Any, tile: Any, step: Any, begin: Any, count: int) -> None:
+        """Compute a tile's units of one step for a few sequences, whose sums stay in registers."""
+        sums = T.alloc_buffer(self._shape_of_sums(phase, count), "float32", scope="local", layout=None)
+        begin = _stored(begin)
+        self._add_products(phase, direction, tile, step, begin, count, (0, self._depth), sums, 0, is_first=True)
+        for row in range(count):
+            self._finish_units(phase, direction, tile, step, begin + row, sums, row)
+
+    def _many(self, phase: int, direction: Any, tile: Any, step: Any, begin: Any, count: Any) -> None:
+        """Compute a tile's units of one step for groups of sequences, whose weights stay in the first-level cache.
+
+        The last group ends with the last sequence, and may compute some of the group before it once more.
+        """
+        rows = self.tiles.rows
+        groups = tirx.floordiv(count + rows - 1, rows)
+        slots = _stored(groups * rows)
+        sums = T.alloc_buffer(self._shape_of_sums(phase, count + rows - 1), "float32", scope="global", layout=None)
+        for number, part in enumerate(self._parts_of_depth(phase)):
+            with T.serial(0, groups) as group:
+                slot = _stored(group * rows)
+                first = _stored(begin + tirx.min(slot, count - rows))
+                self._add_products(phase, direction, tile, step, first, rows, part, sums, slot, is_first=number == 0)
+        with T.serial(0, count) as row:
+            slot = _stored(tirx.Select(row >= slots - rows, row + slots - count, row))
+            self._finish_units(phase, direction, tile, step, begin + row, sums, slot)
+
+    def _shape_of_sums(self, phase: int, count: Any) -> tuple[Any, ...]:
+        return (count, self.tiles.blocks, len(self.cell.phases[phase]), self.tiles.lanes)
+
+    def _finish_units(
+        self, phase: int, direction: Any, tile: Any, step: Any, sequence: Any, sums: Any, row: Any
+    ) -> None:
+        """Compute the gates and states of a sequence from the row `row` of `sums`."""
         follow = {"lstm": self._lstm, "gru": self._gru, "rnn": self._rnn}[self.cell.kind]
         for which in self._directions(direction):
             with which as number:
-                for row in range(rows):
-                    unit = _Units(self, direction, number, tile, step, first + row, row, sums)
-                    for block in range(blocks):
-                        follow(unit, phase, block)
+                unit = _Units(self, direction, number, tile, step, sequence, row, sums)
+                for block in range(self.tiles.blocks):
+                    follow(unit, phase, block)
+
+    @property
+    def _depth(self) -> int:
+        """The number of units, or of groups of them, whose weights a tile multiplies."""
+        return -(-self.units // INT8.group) if self._integers else self.units
+
+    def _parts_of_depth(self, phase: int) -> list[tuple[int, int]]:
+        """The ranges of units whose weights stay in the first-level cache while all sequences are multiplied."""
+        if self._integers:
+            return [(0, self._depth)]
+        line = self.tiles.blocks * len(self.cell.phases[phase]) * self.tiles.lanes * self._machine.number
+        most = max(1, self._machine.first.size // 2 // line)
+        count = -(-self.units // most)
+        edges = [self.units * number // count for number in range(count + 1)]
+        return list(itertools.pairwise(edges))
+
+    def _add_products(
+        self,
+        phase: int,
+        direction: Any,
+        tile: Any,
+        step: Any,
+        first: Any,
+        rows: int,
+        part: tuple[int, int],
+        totals: Any,
+        place: Any,
+        *,
+        is_first: bool,
+    ) -> None:
+        """Add the products with a part of a tile's weights to the rows of `totals` from `place` on.
+
+        They are those of `rows` sequences from `first` on. The first part sets the rows.
+        """
+        gates, blocks, lanes = self.cell.phases[phase], self.tiles.blocks, self.tiles.lanes
+        first = _stored(first)
+        # A weight is used for all rows before the next: those of all gates at once would need more registers.
+        places = [(row, block, gate) for block in range(blocks) for gate in range(len(gates)) for row in range(rows)]
+        sums = T.alloc_buffer((rows, blocks, len(gates), lanes), "float32", scope="local", layout=None)
+        if self._integers:
+            self._integer_sums(direction, tile, first, sums, places)
+        else:
+            for row, block, gate in places:
+                with T.vectorized(0, lanes) as lane:
+                    value = (
+                        self._initial(gates[gate], direction, tile, block, lane)
+                        if is_first
+                        else totals[place + row, block, gate, lane]
+                    )
+                    T.buffer_store(sums, value, [row, block, gate, lane])
+            self._float_sums(phase, direction, tile, step, first, sums, places, part)
+        for row, block, gate in places:
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(totals, sums[row, block, gate, lane], [place + row, block, gate, lane])
 
     def _float_sums(
         self,
@@ -305,12 +387,10 @@ class Recurrence:
         first: Any,
         sums: Any,
         places: Sequence[tuple[int, int, int]],
+        part: tuple[int, int],
     ) -> None:
-        """Store the initial values plus the products of float32 numbers with a tile's weights in `places` of `sums`."""
-        gates, lanes, weights = self.cell.phases[phase], self.tiles.lanes, self._weights[phase]
-        for row, block, gate in places:
-            with T.vectorized(0, lanes) as lane:
-                T.buffer_store(sums, self._initial(gates[gate], direction, tile, block, lane), [row, block, gate, lane])
+        """Add the products of float32 numbers with a part of a tile's weights to `places` of `sums`."""
+        lanes, weights = self.tiles.lanes, self._weights[phase]
         place: tuple[Any, ...] = (direction,)
         if phase > 0:
             source = self._state["reset"]
@@ -318,7 +398,7 @@ class Recurrence:
             source = self._levels
         else:
             source, place = self._h, (step % 2, direction)
-        with T.serial(0, self.units) as k:
+        with T.serial(*part) as k:
             for row, block, gate in places:
                 with T.vectorized(0, lanes) as lane:
                     product = source[(*place, first + row, k)] * weights[direction, tile, k, block, gate, lane]

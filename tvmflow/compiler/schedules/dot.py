@@ -38,7 +38,8 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     dot, lanes = DOTS[str(annotations[DOT])], int(annotations[LANES])
     rows = kind == "dot_rows"
     reduced = 2 if rows else 4
-    tiling = products.tile_product(sch, machine, choices, kind, lead_dimensions=rows, reduced=reduced, grouped=1)
+    within = dot.within(machine)
+    tiling = products.tile_product(sch, within, choices, kind, lead_dimensions=rows, reduced=reduced, grouped=1)
     if tiling is None:
         return False
     *steps, group = tiling.reductions
