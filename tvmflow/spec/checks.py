@@ -51,6 +51,10 @@ class Validate(Section):
     score that is equal within the bounds is as right, and so is either answer of a comparison of two such numbers.
     `max_relative_error`, where it is set, replaces `rtol` and `atol`: it bounds the largest error of an output relative
     to the output's largest magnitude.
+
+    Where no bound is set, and there is no `task`, outputs beyond the default are as right as ONNX Runtime's if a
+    computation in float64 gives them within it, or if ONNX Runtime's differ by as much without its optimizations. The
+    verdict then has a note that says so.
     """
 
     samples: PositiveInt = 4

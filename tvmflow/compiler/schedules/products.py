@@ -114,7 +114,7 @@ def tile_product(
     by_weights = [outer, *tiles_outer] if annotations[SHARED] else [*lead, outer, *tiles_outer[lead_count:]]
     # Small weights stay in the cache while each core works through its rows; large weights are read by one core once.
     orders = {"rows": [*tiles_outer, outer], "weights": by_weights}
-    streams = 4 * lanes * (vectors or 1) * math.prod(weights) > machine.own_cache
+    streams = not cost.fits(4 * lanes * (vectors or 1) * math.prod(weights), machine)
     if streams:
         orders = dict(reversed(orders.items()))
     order = choices.choose("order", "", orders)
