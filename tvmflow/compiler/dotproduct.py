@@ -6,7 +6,7 @@ the same for all lanes. The right operand is one group per lane.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,6 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV
 
 from tvmflow.compiler import intrinsics
-from tvmflow.compiler.machine import Machine
 from tvmflow.target import Target
 
 
@@ -45,15 +44,6 @@ class Dot:
             return value.astype(self.accumulator)
         bits = tirx.shift_left(value.astype("uint32"), tirx.const(16, "uint32"))
         return tirx.reinterpret("float32", bits)
-
-    def within(self, machine: Machine) -> Machine:
-        """Return the machine with the registers that the sums and operands of a product may take.
-
-        A pair's sum is added to another one by a second instruction, and takes a register until then.
-        """
-        if self is not PAIRS:
-            return machine
-        return replace(machine, vectors=replace(machine.vectors, registers=machine.registers - 1))
 
 
 BF16 = Dot("bf16", "uint16", "uint16", "float32", 2)

@@ -1,10 +1,11 @@
 """Chooses register tiles: how many rows by how many vectors of a matrix product stay in registers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvmflow.compiler import cost
 from tvmflow.compiler.choices import Decisions
+from tvmflow.compiler.dotproduct import PAIRS, Dot
 from tvmflow.compiler.machine import Machine
 
 
@@ -131,6 +132,16 @@ def most_pixels(machine: Machine) -> int:
     Half of the registers hold sums, the others the vectors that LLVM loads ahead.
     """
     return machine.registers // 2
+
+
+def beside(dot: Dot, machine: Machine) -> Machine:
+    """Return the machine with the registers that are left for the sums and operands of a product by dot products.
+
+    A pair's sum is added to another one by a second instruction, and takes a register until then.
+    """
+    if dot is not PAIRS:
+        return machine
+    return replace(machine, vectors=replace(machine.vectors, registers=machine.registers - 1))
 
 
 def conflicts(row_bytes: int | None, machine: Machine) -> bool:

@@ -24,6 +24,7 @@ from tvmflow.compiler.schedules import (
     attention,
     blocks,
     common,
+    conditions,
     depthwise,
     dot,
     fallback,
@@ -242,10 +243,12 @@ def complete(scheduled: PrimFunc) -> PrimFunc:
 
     That code is prefetches, smaller tiles for the last rows of a line, smaller vectors for the last channels,
     conditions that leave out padding and pixels beyond the image, transposes of tiles, roundings to bfloat16 and guards
-    of reads. The result is in SSA form: schedule primitives copy bindings of variables, and TVM's passes would mix up
-    the values of such a variable in different parts of a loop.
+    of reads. Conditions that always hold are left out. The result is in SSA form: schedule primitives copy bindings of
+    variables, and TVM's passes would mix up the values of such a variable in different parts of a loop.
     """
-    tiled = padding.skip(remainder.expand(tails.expand(patches.expand(prefetch.expand(scheduled)))))
+    tiled = padding.skip(
+        remainder.expand(tails.expand(patches.expand(prefetch.expand(conditions.simplify(scheduled)))))
+    )
     completed = guards.guard_reads(use_rounding(transposes.expand(tiled)))
     return tvm.tirx.transform.ConvertSSA()(tvm.IRModule({"main": completed}))["main"]
 

@@ -7,7 +7,7 @@ from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
 
-from tvmflow.compiler import amx
+from tvmflow.compiler import amx, tiles
 from tvmflow.compiler.annotations import AMX, DOT, LANES, PADDING, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import DOTS, use
@@ -38,8 +38,8 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     dot, lanes = DOTS[str(annotations[DOT])], int(annotations[LANES])
     rows = kind == "dot_rows"
     reduced = 2 if rows else 4
-    within = dot.within(machine)
-    tiling = products.tile_product(sch, within, choices, kind, lead_dimensions=rows, reduced=reduced, grouped=1)
+    beside = tiles.beside(dot, machine)
+    tiling = products.tile_product(sch, beside, choices, kind, lead_dimensions=rows, reduced=reduced, grouped=1)
     if tiling is None:
         return False
     *steps, group = tiling.reductions
