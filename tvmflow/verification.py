@@ -17,7 +17,7 @@ from tvmflow.errors import BundleError, SettingsError, VerdictError, from_data, 
 from tvmflow.supervisor import ChildProcess, visible_environment
 
 # The tolerance for an element of an output: relative to the original's, and absolute.
-_RTOL, _ATOL = 1e-2, 1e-3
+RTOL, ATOL = 1e-2, 1e-3
 # The same relative to the output's largest magnitude, for bundles that compute in a reduced precision or whose model
 # rounds its activations.
 _REDUCED_RTOL = 1e-1
@@ -125,10 +125,10 @@ def _run_sample(bundle: Path) -> dict[str, Any]:
             output = np.where(undecided[name], reference, output)
         difference = np.abs(output - reference)
         worst = max(worst, float(np.nanmax(difference, initial=0.0)))
-        atol = absolute_tolerance(array, _ATOL) + (
+        atol = absolute_tolerance(array, ATOL) + (
             _REDUCED_RTOL * float(np.nanmax(np.abs(reference), initial=0.0)) if reduced else 0.0
         )
-        if not np.allclose(output, reference, rtol=_RTOL, atol=atol, equal_nan=True):
+        if not np.allclose(output, reference, rtol=RTOL, atol=atol, equal_nan=True):
             raise VerdictError(f"bundle {str(bundle)!r}: output {name!r} differs from the original's by {worst:.3g}")
     return {"manifest": manifest.to_json().decode(), "max_abs_error": worst}
 

@@ -53,8 +53,8 @@ class Validate(Section):
     to the output's largest magnitude.
 
     Where no bound is set, and there is no `task`, outputs beyond the default are as right as ONNX Runtime's if a
-    computation in float64 gives them within it, or if ONNX Runtime's differ by as much without its optimizations. The
-    verdict then has a note that says so.
+    computation in float64 gives them within it, or if ONNX Runtime's differ by as much without its optimizations, and
+    if `tvmflow verify` accepts them. The verdict then has a note that says so.
     """
 
     samples: PositiveInt = 4
