@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from tasks import rounding
 from tasks.export import ExportResult
 from tasks.original import Original
 from tasks.package import PackageResult
+from tasks.rounding import Rounding
 from tasks.step import ChildStep, Job, Step, StepRunner, TargetJob
 from tvmflow import samples, usercode
 from tvmflow.errors import ExportError
@@ -229,16 +229,16 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
     reasons = _reasons(bounds, comparisons[0], pairs)
     notes = _notes([expected for expected, _ in pairs])
     if reasons:
-        onnx, feeds = workspace.path(job.exported.onnx), [sample for sample, _ in originals]
         # Outputs for held-out data follow those for the samples.
         theirs, ours = ([peer[place] for peer in peers[: len(originals)]] for place in range(2))
-        excuse = None
-        if _may_excuse(job, comparisons[0], pairs, theirs, errors):
-            excuse = rounding.find_excuse(onnx, feeds, theirs, ours, errors)
-        if excuse is not None:
-            reasons, notes = [], (*notes, excuse)
+        rounding = Rounding(workspace.path(job.exported.onnx), [inputs for inputs, _ in originals], theirs)
+        justification = None
+        if _may_be_right(job, comparisons[0], pairs, theirs, errors):
+            justification = rounding.justify(ours, errors)
+        if justification is not None:
+            reasons, notes = [], (*notes, justification)
         else:
-            cause = rounding.explain(onnx, feeds, theirs, comparisons[-1].max_abs_error)
+            cause = rounding.explain(comparisons[-1].max_abs_error)
             reasons = [f"{reason}{cause}" for reason in reasons]
     if reference is not None and metric is not None and task is not None and metric < reference.metric - task.drop:
         reasons.append(
@@ -262,7 +262,7 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
     )
 
 
-def _may_excuse(
+def _may_be_right(
     job: JudgeJob,
     comparison: Deviation,
     pairs: list[tuple[NamedArrays, NamedArrays]],

@@ -9,15 +9,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tvmflow.bundle import Manifest
 from tvmflow.bundle.signature import TRUSTED_KEYS_VARIABLE
 from tvmflow.errors import BundleError, SettingsError, VerdictError, from_data, to_data
 from tvmflow.supervisor import ChildProcess, visible_environment
 
+if TYPE_CHECKING:
+    from tvmflow.tolerance import Array
+
 # The tolerance for an element of an output: relative to the original's, and absolute.
-RTOL, ATOL = 1e-2, 1e-3
+_RTOL, _ATOL = 1e-2, 1e-3
 # The same relative to the output's largest magnitude, for bundles that compute in a reduced precision or whose model
 # rounds its activations.
 _REDUCED_RTOL = 1e-1
@@ -103,7 +106,6 @@ def _run_sample(bundle: Path) -> dict[str, Any]:
     import numpy as np
 
     from tvmflow import runtime
-    from tvmflow.tolerance import absolute_tolerance
 
     with runtime.load(bundle) as model:
         inputs, expected = model.sample
@@ -125,12 +127,27 @@ def _run_sample(bundle: Path) -> dict[str, Any]:
             output = np.where(undecided[name], reference, output)
         difference = np.abs(output - reference)
         worst = max(worst, float(np.nanmax(difference, initial=0.0)))
-        atol = absolute_tolerance(array, ATOL) + (
-            _REDUCED_RTOL * float(np.nanmax(np.abs(reference), initial=0.0)) if reduced else 0.0
-        )
-        if not np.allclose(output, reference, rtol=RTOL, atol=atol, equal_nan=True):
+        if not accepts(array, output, reduced=reduced):
             raise VerdictError(f"bundle {str(bundle)!r}: output {name!r} differs from the original's by {worst:.3g}")
     return {"manifest": manifest.to_json().decode(), "max_abs_error": worst}
+
+
+def accepts(expected: "Array", output: "Array", *, reduced: bool = False) -> bool:
+    """Whether a device that checks a bundle's golden sample accepts an output; never one of another shape.
+
+    `reduced` is true for a bundle that computes in a reduced precision, or whose model rounds its activations.
+    """
+    import numpy as np
+
+    from tvmflow.tolerance import absolute_tolerance
+
+    if expected.shape != output.shape:
+        return False
+    reference = expected.astype(np.float64)
+    atol = absolute_tolerance(expected, _ATOL) + (
+        _REDUCED_RTOL * float(np.nanmax(np.abs(reference), initial=0.0)) if reduced else 0.0
+    )
+    return bool(np.allclose(output.astype(np.float64), reference, rtol=_RTOL, atol=atol, equal_nan=True))
 
 
 def _precision(manifest: Manifest) -> str:

@@ -134,8 +134,8 @@ def most_pixels(machine: Machine) -> int:
     return machine.registers // 2
 
 
-def beside(dot: Dot, machine: Machine) -> Machine:
-    """Return the machine with the registers that are left for the sums and operands of a product by dot products.
+def reserve_register(dot: Dot, machine: Machine) -> Machine:
+    """Return the machine with the registers that dot products leave to the sums and operands of a tile.
 
     A pair's sum is added to another one by a second instruction, and takes a register until then.
     """

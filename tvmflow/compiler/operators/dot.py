@@ -96,10 +96,8 @@ def conv2d(
         return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
     per_group = vectors // groups
     row_bytes = 4 // group * stride_w * int(in_c)
-    tile = (
-        rows
-        or tiles.choose(static(out_w), per_group, tiles.beside(dot, machine), row_bytes, uses=kernel_h * kernel_w).rows
-    )
+    reserving = tiles.reserve_register(dot, machine)
+    tile = rows or tiles.choose(static(out_w), per_group, reserving, row_bytes, uses=kernel_h * kernel_w).rows
     read = PaddedImage(
         data,
         geometry,
@@ -248,7 +246,8 @@ def _rows_product(
     tile = amx.choose_rows(static(rows), steps, product.vectors or 1, machine) if by_amx else 0
     # Packed weights of a convolution have dimensions for taps, which the description of AMX's kernel must have too.
     by_tiles: dict[str, Any] = {AMX: [steps, *([1, 1, 1, 1] if pointwise else [])]} if tile else {}
-    tile = tile or tiles.choose(static(rows), product.vectors or 2, tiles.beside(dot, machine), 4 // group * depth).rows
+    reserving = tiles.reserve_register(dot, machine)
+    tile = tile or tiles.choose(static(rows), product.vectors or 2, reserving, 4 // group * depth).rows
     source = product.left
     tiled_rows = rows if divides(tile, rows) else round_up(rows, tile)
     if not divides(tile, rows) and not depth % group and not by_tiles:

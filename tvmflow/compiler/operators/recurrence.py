@@ -7,7 +7,6 @@ in the first-level cache while all sequences are multiplied. Either each core co
 share the units of each step.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -171,7 +170,7 @@ class Recurrence:
                 self._quantise(direction, step, begin, end)
                 for phase in range(len(self.cell.phases)):
                     with T.serial(0, self.tiles.count) as tile:
-                        self._tile(phase, direction, tile, step, begin, size)
+                        self._tile(_Place(phase, direction, tile, step), begin, size)
             self._finish(direction, begin, end, longest)
 
     def _by_units(self) -> None:
@@ -186,7 +185,7 @@ class Recurrence:
                     self._quantise(direction, step, none, self._batch)
             for phase in range(len(self.cell.phases)):
                 with T.parallel(0, self.cell.directions * count) as task:
-                    self._tile(phase, task // count, task % count, step, none, self._batch)
+                    self._tile(_Place(phase, task // count, task % count, step), none, self._batch)
         with T.serial(0, self.cell.directions) as direction:
             self._finish(direction, none, self._batch, longest)
 
@@ -270,84 +269,86 @@ class Recurrence:
 
     # -- One step of a tile of units -----------------------------------------------------------------------------------
 
-    def _tile(self, phase: int, direction: Any, tile: Any, step: Any, begin: Any, count: Any) -> None:
+    def _tile(self, at: "_Place", begin: Any, count: Any) -> None:
         """Compute a tile's units of one step for `count` sequences from `begin` on: products, gates and states."""
         rows, known = self.tiles.rows, static(count)
         if known is not None and known <= rows:
-            self._few(phase, direction, tile, step, begin, known)
+            self._few(at, begin, known)
         elif known is not None or rows == 1:
-            self._many(phase, direction, tile, step, begin, count)
+            self._many(at, begin, count)
         else:
             with T.If(count >= rows):
                 with T.Then():
-                    self._many(phase, direction, tile, step, begin, count)
+                    self._many(at, begin, count)
                 with T.Else(), T.serial(0, count) as row:
-                    self._few(phase, direction, tile, step, begin + row, 1)
+                    self._few(at, begin + row, 1)
 
-    def _few(self, phase: int, direction: Any, tile: Any, step: Any, begin: Any, count: int) -> None:
+    def _few(self, at: "_Place", begin: Any, count: int) -> None:
         """Compute a tile's units of one step for a few sequences, whose sums stay in registers."""
-        sums = T.alloc_buffer(self._shape_of_sums(phase, count), "float32", scope="local", layout=None)
+        sums = self._sums(at, count, "local")
         begin = _stored(begin)
-        self._add_products(phase, direction, tile, step, begin, count, (0, self._depth), sums, 0, is_first=True)
+        self._add_products(at, begin, count, (0, self._depth), sums, 0, is_first=True)
         for row in range(count):
-            self._finish_units(phase, direction, tile, step, begin + row, sums, row)
+            self._finish_units(at, begin + row, sums, row)
 
-    def _many(self, phase: int, direction: Any, tile: Any, step: Any, begin: Any, count: Any) -> None:
+    def _many(self, at: "_Place", begin: Any, count: Any) -> None:
         """Compute a tile's units of one step for groups of sequences, whose weights stay in the first-level cache.
 
         The last group ends with the last sequence, and may compute some of the group before it once more.
         """
-        rows = self.tiles.rows
+        rows, depth, deep = self.tiles.rows, self._depth, self._depth_of_part(at.phase)
         groups = tirx.floordiv(count + rows - 1, rows)
         slots = _stored(groups * rows)
-        sums = T.alloc_buffer(self._shape_of_sums(phase, count + rows - 1), "float32", scope="global", layout=None)
-        for number, part in enumerate(self._parts_of_depth(phase)):
+        sums = self._sums(at, count + rows - 1, "global")
+
+        def multiply(part: tuple[Any, Any], *, is_first: bool) -> None:
             with T.serial(0, groups) as group:
                 slot = _stored(group * rows)
                 first = _stored(begin + tirx.min(slot, count - rows))
-                self._add_products(phase, direction, tile, step, first, rows, part, sums, slot, is_first=number == 0)
+                self._add_products(at, first, rows, part, sums, slot, is_first=is_first)
+
+        multiply((0, deep), is_first=True)
+        if deep < depth:
+            with T.serial(1, -(-depth // deep)) as number:
+                start = number * deep
+                multiply((start, deep if depth % deep == 0 else tirx.min(deep, depth - start)), is_first=False)
         with T.serial(0, count) as row:
             slot = _stored(tirx.Select(row >= slots - rows, row + slots - count, row))
-            self._finish_units(phase, direction, tile, step, begin + row, sums, slot)
+            self._finish_units(at, begin + row, sums, slot)
 
-    def _shape_of_sums(self, phase: int, count: Any) -> tuple[Any, ...]:
-        return (count, self.tiles.blocks, len(self.cell.phases[phase]), self.tiles.lanes)
+    def _sums(self, at: "_Place", rows: Any, scope: str) -> Any:
+        """Allocate the sums of a tile's units for `rows` sequences."""
+        shape = (rows, self.tiles.blocks, len(self.cell.phases[at.phase]), self.tiles.lanes)
+        return T.alloc_buffer(shape, "float32", scope=scope, layout=None)
 
-    def _finish_units(
-        self, phase: int, direction: Any, tile: Any, step: Any, sequence: Any, sums: Any, row: Any
-    ) -> None:
+    def _finish_units(self, at: "_Place", sequence: Any, sums: Any, row: Any) -> None:
         """Compute the gates and states of a sequence from the row `row` of `sums`."""
         follow = {"lstm": self._lstm, "gru": self._gru, "rnn": self._rnn}[self.cell.kind]
-        for which in self._directions(direction):
+        for which in self._directions(at.direction):
             with which as number:
-                unit = _Units(self, direction, number, tile, step, sequence, row, sums)
+                unit = _Units(self, at.direction, number, at.tile, at.step, sequence, row, sums)
                 for block in range(self.tiles.blocks):
-                    follow(unit, phase, block)
+                    follow(unit, at.phase, block)
 
     @property
     def _depth(self) -> int:
         """The number of units, or of groups of them, whose weights a tile multiplies."""
         return -(-self.units // INT8.group) if self._integers else self.units
 
-    def _parts_of_depth(self, phase: int) -> list[tuple[int, int]]:
-        """The ranges of units whose weights stay in the first-level cache while all sequences are multiplied."""
+    def _depth_of_part(self, phase: int) -> int:
+        """The number of units whose weights stay in the first-level cache while all sequences are multiplied."""
         if self._integers:
-            return [(0, self._depth)]
+            return self._depth
         line = self.tiles.blocks * len(self.cell.phases[phase]) * self.tiles.lanes * self._machine.number
         most = max(1, self._machine.first.size // 2 // line)
-        count = -(-self.units // most)
-        edges = [self.units * number // count for number in range(count + 1)]
-        return list(itertools.pairwise(edges))
+        return -(-self.units // -(-self.units // most))
 
     def _add_products(
         self,
-        phase: int,
-        direction: Any,
-        tile: Any,
-        step: Any,
+        at: "_Place",
         first: Any,
         rows: int,
-        part: tuple[int, int],
+        part: tuple[Any, Any],
         totals: Any,
         place: Any,
         *,
@@ -355,59 +356,51 @@ class Recurrence:
     ) -> None:
         """Add the products with a part of a tile's weights to the rows of `totals` from `place` on.
 
-        They are those of `rows` sequences from `first` on. The first part sets the rows.
+        They are those of `rows` sequences from `first` on. `part` is the first unit of the weights and the number of
+        units. The first part sets the rows.
         """
-        gates, blocks, lanes = self.cell.phases[phase], self.tiles.blocks, self.tiles.lanes
-        first = _stored(first)
+        gates, blocks, lanes = self.cell.phases[at.phase], self.tiles.blocks, self.tiles.lanes
         # A weight is used for all rows before the next: those of all gates at once would need more registers.
         places = [(row, block, gate) for block in range(blocks) for gate in range(len(gates)) for row in range(rows)]
-        sums = T.alloc_buffer((rows, blocks, len(gates), lanes), "float32", scope="local", layout=None)
+        sums = self._sums(at, rows, "local")
         if self._integers:
-            self._integer_sums(direction, tile, first, sums, places)
+            self._integer_sums(at, first, sums, places)
         else:
             for row, block, gate in places:
                 with T.vectorized(0, lanes) as lane:
                     value = (
-                        self._initial(gates[gate], direction, tile, block, lane)
+                        self._initial(gates[gate], at.direction, at.tile, block, lane)
                         if is_first
                         else totals[place + row, block, gate, lane]
                     )
                     T.buffer_store(sums, value, [row, block, gate, lane])
-            self._float_sums(phase, direction, tile, step, first, sums, places, part)
+            self._float_sums(at, first, sums, places, part)
         for row, block, gate in places:
             with T.vectorized(0, lanes) as lane:
                 T.buffer_store(totals, sums[row, block, gate, lane], [place + row, block, gate, lane])
 
     def _float_sums(
-        self,
-        phase: int,
-        direction: Any,
-        tile: Any,
-        step: Any,
-        first: Any,
-        sums: Any,
-        places: Sequence[tuple[int, int, int]],
-        part: tuple[int, int],
+        self, at: "_Place", first: Any, sums: Any, places: Sequence[tuple[int, int, int]], part: tuple[Any, Any]
     ) -> None:
         """Add the products of float32 numbers with a part of a tile's weights to `places` of `sums`."""
-        lanes, weights = self.tiles.lanes, self._weights[phase]
-        place: tuple[Any, ...] = (direction,)
-        if phase > 0:
+        lanes, weights = self.tiles.lanes, self._weights[at.phase]
+        place: tuple[Any, ...] = (at.direction,)
+        if at.phase > 0:
             source = self._state["reset"]
         elif self._levels is not None:
             source = self._levels
         else:
-            source, place = self._h, (step % 2, direction)
-        with T.serial(*part) as k:
+            source, place = self._h, (at.step % 2, at.direction)
+        start, count = part
+        with T.serial(0, count) as number:
+            k = start + number
             for row, block, gate in places:
                 with T.vectorized(0, lanes) as lane:
-                    product = source[(*place, first + row, k)] * weights[direction, tile, k, block, gate, lane]
+                    product = source[(*place, first + row, k)] * weights[at.direction, at.tile, k, block, gate, lane]
                     index = [row, block, gate, lane]
                     T.buffer_store(sums, sums[tuple(index)] + product, index)
 
-    def _integer_sums(
-        self, direction: Any, tile: Any, first: Any, sums: Any, places: Sequence[tuple[int, int, int]]
-    ) -> None:
+    def _integer_sums(self, at: "_Place", first: Any, sums: Any, places: Sequence[tuple[int, int, int]]) -> None:
         """Store the products of integers with a tile's weights, as float32, in the `places` of `sums`."""
         lanes, group, (weights,) = self.tiles.lanes, INT8.group, self._weights
         shape = tuple(int(size) for size in sums.shape)
@@ -415,18 +408,18 @@ class Recurrence:
         for place in places:
             with T.vectorized(0, lanes) as lane:
                 T.buffer_store(totals, tirx.const(0, INT8.accumulator), [*place, lane])
-        with T.serial(0, -(-self.units // group)) as k:
+        with T.serial(0, self._depth) as k:
             for row, block, gate in places:
-                left = self._levels[direction, first + row, tirx.Ramp(k * group, tirx.const(1, "int64"), group)]
-                right = weights[direction, tile, k, block, gate, _run(group * lanes)]
+                left = self._levels[at.direction, first + row, tirx.Ramp(k * group, tirx.const(1, "int64"), group)]
+                right = weights[at.direction, at.tile, k, block, gate, _run(group * lanes)]
                 total = totals[row, block, gate, _run(lanes)]
                 T.buffer_store(totals, add_dot_int8(total, left, right, lanes), [row, block, gate, _run(lanes)])
         scales, of_weights = self._optional["r_scale"], self._optional["r_sum"]
         for row, block, gate in places:
             with T.vectorized(0, lanes) as lane:
-                column = (direction, tile, block, gate, lane)
-                total = totals[row, block, gate, lane] - self._zero[direction] * of_weights[column]
-                value = total.astype("float32") * (self._distance[direction] * scales[column])
+                column = (at.direction, at.tile, block, gate, lane)
+                total = totals[row, block, gate, lane] - self._zero[at.direction] * of_weights[column]
+                value = total.astype("float32") * (self._distance[at.direction] * scales[column])
                 T.buffer_store(sums, value, [row, block, gate, lane])
 
     def _initial(self, gate: int, direction: Any, tile: Any, block: int, lane: Any) -> Any:
@@ -496,6 +489,16 @@ class Recurrence:
         with T.vectorized(0, self.tiles.lanes) as lane:
             unit.store(block, lane, unit.unless_ended(unit.gate(block, 0, lane, 0), unit.before(block, lane)))
         unit.write(block)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The numbers of a tile of units, of its direction, and of the step and phase in which it is computed."""
+
+    phase: int
+    direction: Any
+    tile: Any
+    step: Any
 
 
 @dataclass(frozen=True)

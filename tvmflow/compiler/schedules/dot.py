@@ -38,8 +38,8 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     dot, lanes = DOTS[str(annotations[DOT])], int(annotations[LANES])
     rows = kind == "dot_rows"
     reduced = 2 if rows else 4
-    beside = tiles.beside(dot, machine)
-    tiling = products.tile_product(sch, beside, choices, kind, lead_dimensions=rows, reduced=reduced, grouped=1)
+    reserving = tiles.reserve_register(dot, machine)
+    tiling = products.tile_product(sch, reserving, choices, kind, lead_dimensions=rows, reduced=reduced, grouped=1)
     if tiling is None:
         return False
     *steps, group = tiling.reductions
