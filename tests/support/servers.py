@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,17 +143,36 @@ def mlflow_command(folder: Path, *, app: str | None = None, **settings: str) -> 
 @contextmanager
 def moto_server(bucket: str, prefix: str = "") -> Iterator[StoreConfig]:
     """Run moto's S3, which enforces conditional writes, in this process; yield a store on it."""
-    from moto.server import ThreadedMotoServer
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    config = StoreConfig(bucket, prefix, f"http://{host}:{port}", access_key="testing", secret_key="testing-secret")
+    app = _with_one_writer(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    endpoint = f"http://127.0.0.1:{server.port}"
+    config = StoreConfig(bucket, prefix, endpoint, access_key="testing", secret_key="testing-secret")
     try:
         ReleaseStore(config).check()
         yield config
     finally:
-        server.stop()
+        server.shutdown()
+        thread.join()
+
+
+def _with_one_writer(app: Callable[..., Any]) -> Callable[..., Any]:
+    """An application that serves one writing request at a time.
+
+    moto compares the tag of a conditional write and writes in two steps, between which another request may write: S3
+    does both in one.
+    """
+    lock = threading.Lock()
+
+    def serve(environment: dict[str, Any], respond: Callable[..., Any]) -> Any:
+        with nullcontext() if environment["REQUEST_METHOD"] in ("GET", "HEAD") else lock:
+            return app(environment, respond)
+
+    return serve
 
 
 @contextmanager
