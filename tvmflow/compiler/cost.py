@@ -116,6 +116,15 @@ def passing(size: float, machine: Machine) -> float:
     return moving(size, size, size if machine.cores == 1 else max(size, machine.own_cache), machine)
 
 
+def tasks_to_fetch(size: float, computing: float, machine: Machine) -> int:
+    """Return the least number of tasks, of `computing` cycles each, that hide a fetch of `size` bytes from the memory.
+
+    They take twice as long as the fetch: with fewer, the core waits for the memory, and more requests delay those that
+    it waits for.
+    """
+    return math.ceil(2 * size / machine.memory.read_rate(machine.cores) / computing)
+
+
 def streaming(size: float, machine: Machine) -> float:
     """Return the cycles of a core to read `size` bytes of weights in a call.
 

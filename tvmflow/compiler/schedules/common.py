@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
@@ -197,6 +198,11 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
         parallel(sch, fuse(sch, spatial), machine)
     if reduced:
         sch.decompose_reduction(block, reduced[0])
+
+
+def item_bytes(buffer: Any) -> int:
+    """Return the bytes of one number of a buffer."""
+    return int(tvm_ffi.dtype(str(buffer.dtype)).itemsize)
 
 
 def find_kernel(sch: Schedule, kind: str) -> SBlockRV | None:

@@ -7,10 +7,9 @@ rather than in registers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import tvm_ffi
 from tvm import tirx
 from tvm.s_tir import SBlockRealize, Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
@@ -33,6 +32,9 @@ _CHUNKS = (64, 16)
 FETCH_RESULT = "tvmflow.fetch_result"
 # The annotation of a loop: the iterations ahead of which the parts of parameters that its sums read are fetched.
 _AHEAD = "tvmflow.prefetch_ahead"
+# The annotation of a loop over tasks: the parts of the weights, their bytes, those of a cache's line, and the least
+# number of tasks that hide the fetch of a part.
+_NEXT = "tvmflow.prefetch_next"
 # The arguments of the prefetch intrinsic: for reading, into the second-level cache, data.
 _HOW = (0, 2, 1)
 # The same for a line that is read soon, and for one that is written soon, into the first-level cache.
@@ -79,9 +81,20 @@ def fetch_ahead(sch: Schedule, loop: LoopRV, bytes_read: int) -> None:
     sch.annotate(loop, _AHEAD, max(1, _DISTANCE // bytes_read))
 
 
+def fetch_next_weights(sch: Schedule, task: LoopRV, parts: int, size: int, computing: float, machine: Machine) -> None:
+    """Fetch weights while tasks compute with those before them.
+
+    The weights have `parts` parts of `size` bytes each. As many iterations in a row of the loop `task` read each part,
+    for `computing` cycles each, and each of them fetches a share of the next part. Else the first one would wait for
+    all of a part: processors fetch only a few lines ahead by themselves. Where the iterations are too few to hide the
+    fetch, they do without it.
+    """
+    sch.annotate(task, _NEXT, [parts, size, machine.first.line, cost.tasks_to_fetch(size, computing, machine)])
+
+
 def _bytes(buffer: Any) -> int:
     """The bytes of a buffer whose sizes are known."""
-    return math.prod(int(size) for size in buffer.shape) * tvm_ffi.dtype(str(buffer.dtype)).itemsize
+    return math.prod(int(size) for size in buffer.shape) * common.item_bytes(buffer)
 
 
 def expand(func: PrimFunc) -> PrimFunc:
@@ -115,6 +128,8 @@ def _add_prefetches(stmt: Any, parameters: Sequence[Any]) -> Any:
     ahead = annotations.pop(_AHEAD, None)
     fetches = [] if ahead is None else _fetch_ahead(stmt, int(ahead), parameters)
     fetches += [] if annotations.pop(PREFETCH, None) is None else [_fetch_next(stmt)]
+    following = annotations.pop(_NEXT, None)
+    fetches += [] if following is None else _fetch_next_weights(stmt, parameters, *(int(item) for item in following))
     if fetches:
         body = SeqStmt([*fetches, body])
     elif body.same_as(stmt.body) and not is_tile and ahead is None:
@@ -131,23 +146,60 @@ def _fetch_next(chunks: For) -> Any:
 def _fetch_ahead(loop: For, ahead: int, parameters: Sequence[Any]) -> list[Any]:
     """Prefetch the parts of parameters that the sums in a loop read `ahead` iterations later."""
     fetches: list[Any] = []
-
-    def visit(stmt: Any, loops: list[For]) -> None:
-        if isinstance(stmt, For):
-            visit(stmt.body, [*loops, stmt])
-        elif isinstance(stmt, SeqStmt):
-            for part in stmt.seq:
-                visit(part, loops)
-        elif isinstance(stmt, SBlockRealize) and any(
-            item.iter_type == tirx.IterVar.CommReduce for item in stmt.block.iter_vars
-        ):
-            for region in stmt.block.reads:
-                moves = any(uses(item, loop.loop_var) for item in _start(region, stmt))
-                if moves and any(region.source.same_as(item) for item in parameters):
-                    fetches.append(_fetch_part(loop, ahead, loops, stmt, region))
-
-    visit(loop.body, [])
+    for loops, realize in _sums(loop.body):
+        for region in realize.block.reads:
+            moves = any(uses(item, loop.loop_var) for item in _start(region, realize))
+            if moves and any(region.source.same_as(item) for item in parameters):
+                fetches.append(_fetch_part(loop, ahead, loops, realize, region))
     return fetches
+
+
+def _fetch_next_weights(
+    tasks: For, parameters: Sequence[Any], parts: int, size: int, line: int, least: int
+) -> list[Any]:
+    """Prefetch, in a loop over tasks, a share of the part of the weights that follows the task's own.
+
+    The weights have `parts` parts of `size` bytes; `line` is a cache line's bytes, and `least` the number of tasks that
+    hide the fetch of a part. Weights that are no parameter are not fetched: the function has just written them.
+    """
+    fetches: list[Any] = []
+    variable, kind = tasks.loop_var, str(tasks.loop_var.ty)
+    for loops, realize in _sums(tasks.body):
+        region = realize.block.reads[-1]
+        weights, index = region.source, _start(region, realize)
+        if not any(weights.same_as(item) for item in parameters):
+            continue
+        readers = tirx.truncdiv(tasks.extent, tirx.const(parts, kind))
+        share, zero = tirx.truncdiv(readers + (-(-size // line) - 1), readers), tirx.const(0, kind)
+        if not isinstance(readers, tirx.IntImm):
+            share = tirx.Select(readers >= least, share, zero)
+        elif int(readers) < least:
+            continue
+        place = tirx.Var("line", kind)
+        number = common.item_bytes(weights)
+        begin = [common.substitute(item, {loop.loop_var: loop.min for loop in loops}) for item in index]
+        strides = [math.prod(map(int, weights.shape[axis + 1 :])) for axis in range(len(begin))]
+        # All of them stand one after another. The last share may be smaller, and after the last part there is none:
+        # the last number is fetched again.
+        within = tirx.min((tirx.truncmod(variable, readers) * share + place) * (line // number), size // number - 1)
+        start = sum((item * stride for item, stride in zip(begin, strides, strict=True)), within + size // number)
+        last = math.prod(map(int, weights.shape)) - 1
+        along = For(place, zero, share, ForKind.SERIAL, tasks.body)
+        fetches.append(_fetch(weights, [*[0] * (len(begin) - 1), tirx.min(start, last)], [(place, along)], _HOW))
+    return fetches
+
+
+def _sums(stmt: Any, loops: tuple[For, ...] = ()) -> Iterator[tuple[tuple[For, ...], SBlockRealize]]:
+    """Yield the blocks in a statement that compute sums, each with the loops around it."""
+    if isinstance(stmt, For):
+        yield from _sums(stmt.body, (*loops, stmt))
+    elif isinstance(stmt, SeqStmt):
+        for part in stmt.seq:
+            yield from _sums(part, loops)
+    elif isinstance(stmt, SBlockRealize) and any(
+        item.iter_type == tirx.IterVar.CommReduce for item in stmt.block.iter_vars
+    ):
+        yield loops, stmt
 
 
 def _fetch_part(around: For, ahead: int, loops: Sequence[For], realize: SBlockRealize, region: Any) -> Any:

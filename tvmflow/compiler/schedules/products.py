@@ -112,12 +112,15 @@ def tile_product(
     by_matrices = is_free_batch and math.prod(weights) * cost.step(rows, count, machine) < _SHORT_TILE
     tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions and not by_matrices else (loops[:-2], [far])
     by_weights = [outer, *tiles_outer] if annotations[SHARED] else [*lead, outer, *tiles_outer[lead_count:]]
-    # Small weights stay in the cache while each core works through its rows; large weights are read by one core once.
+    # Of rows and weights, the smaller stay in the cache and the larger are read once, as are weights that do not fit.
     orders = {"rows": [*tiles_outer, outer], "weights": by_weights}
-    streams = not cost.fits(4 * lanes * (vectors or 1) * math.prod(weights), machine)
-    if streams:
+    bytes_of_vector = 4 * lanes * math.prod(weights)
+    size = bytes_of_vector * (vectors or 1)
+    streams = not cost.fits(size, machine)
+    if streams or (lead_dimensions and annotations[SHARED] and _operand_bytes(sch, product) < size):
         orders = dict(reversed(orders.items()))
     order = choices.choose("order", "", orders)
+    parts = common.extent(sch, outer)
     sch.reorder(*order, *at_inner, near, pieces, lane)
     task = _fuse_tasks(sch, order)
     common.parallel(sch, task, machine)
@@ -128,7 +131,18 @@ def tile_product(
     (row, column), reductions = inner[-reduced - 2 : -reduced], inner[-reduced:]
     tile = registers.split_tile(sch, row, column, rows, count, lanes)
     prefetch.fetch_result(sch, out, near, machine, choices)
+    is_known = all(static(extent) is not None for extent in sizes[-reduced:])
+    if order is by_weights and annotations[SHARED] and not at_inner and is_known and parts is not None:
+        computing = cost.step(rows, count, machine) * math.prod(weights)
+        prefetch.fetch_next_weights(sch, task, parts, bytes_of_vector * count, computing, machine)
     return TiledProduct(product, out, task, tile, tuple(reductions), RegisterTile(near, pieces, lane), streams)
+
+
+def _operand_bytes(sch: Schedule, product: SBlockRV) -> float:
+    """The bytes of the operand of a product that is not its weights, infinite where a size is unknown."""
+    buffer = sch.get(product).reads[0].source
+    sizes = [static(size) for size in buffer.shape]
+    return math.prod(math.inf if size is None else size for size in sizes) * common.item_bytes(buffer)
 
 
 def _fuse_tasks(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:
