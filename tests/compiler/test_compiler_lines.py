@@ -1,12 +1,14 @@
 """Lines of images of free width: what is copied around padding, and tiles for the last pixels of a line."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 from onnx.helper import make_node
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -20,7 +22,8 @@ from tvmflow.compiler.lowering import lower_functions
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators.common import buffer
 from tvmflow.compiler.schedules import schedule
-from tvmflow.target import Target
+from tvmflow.target import Target, resolve
+from tvmflow.tuning.traces import normalize
 
 _WIDTHS = (1, 2, 4, 5, 7, 9, 10, 13, 19)
 
@@ -345,3 +348,23 @@ def test_what_a_transposed_convolution_writes_is_joined_in_vectors(
     model = assert_same_as_onnxruntime(path, {"x": normal(1, 32, 6, 6), "z": normal(1, 32, 12, 12)}, inspect=_TIR)
     (joined,) = (text for name, text in _code(model).items() if "concatenate" in name)
     assert "T.vectorized" in joined
+
+
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
+def test_a_task_pads_a_whole_line_where_there_are_lines_enough_for_all_cores(level: str, make_model: Any) -> None:
+    target = resolve(level)
+    weights = {"w": normal(128, 16, 3, 3)}
+    node = make_node("Conv", ["x", "w"], ["y"], strides=[2, 2], pads=[1] * 4)
+    lowered = lower(import_onnx(make_model([node], [("x", [1, 16, 21, 21])], ["y"], weights)), target)
+    (func,) = (normalize(item.func) for item in workloads(lowered) if "conv2d" in item.name)
+
+    def count_tasks(cores: int) -> int:
+        loops: list[tirx.For] = []
+        numbers = replace(machine(target), cores=cores, region=0)
+        tvm_ffi.structural_walk(schedule(func, numbers)[0].body, (tirx.For, loops.append))
+        (task,) = (loop for loop in loops if loop.kind == tirx.ForKind.PARALLEL)
+        return int(task.extent)
+
+    # Eleven lines are six and five for two cores. Of sixteen cores, five would have none.
+    assert count_tasks(2) == 11
+    assert count_tasks(16) in (22, 44, 88)

@@ -12,7 +12,7 @@ from tvmflow.compiler import cost
 from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import static
+from tvmflow.compiler.operators.common import static, typical_pixels
 from tvmflow.compiler.schedules import common, prefetch, registers, remainder, tails
 from tvmflow.compiler.schedules.registers import RegisterTile
 
@@ -122,7 +122,11 @@ def tile_product(
     order = choices.choose("order", "", orders)
     parts = common.extent(sch, outer)
     sch.reorder(*order, *at_inner, near, pieces, lane)
-    task = _fuse_tasks(sch, order)
+    # The tiles of a line read the same padded pixels: a task pads them once, if the lines are enough for all cores.
+    lines = math.prod(typical_pixels(sch.get(loop).extent) for loop in tiles_outer)
+    pads_lines = order is not by_weights and bool(at_inner and common.find_blocks(sch, "pad"))
+    is_even = cost.evenness(lines, machine) >= cost.EVEN
+    task = _fuse_tasks(sch, tiles_outer if pads_lines and is_even else order)
     common.parallel(sch, task, machine)
     sch.compute_at(product, at_inner[0] if at_inner else task, preserve_unit_loops=True)
     # Tasks that read the same pixels would each pad them again.
