@@ -78,6 +78,14 @@ class Cache(Memory):
         """The bytes of one way: cache lines at a multiple of this distance map to the same set."""
         return self.size // self.ways
 
+    def read_rate(self, cores: int) -> float:
+        """Return the bytes per cycle that each of `cores` cores reads while all of them read."""
+        return super().read_rate(min(cores, self.cores))
+
+    def write_rate(self, cores: int) -> float:
+        """Return the bytes per cycle that each of `cores` cores writes while all of them write."""
+        return super().write_rate(min(cores, self.cores))
+
     def share(self, cores: int) -> int:
         """Return the bytes of the cache that each core has where `cores` cores work."""
         return self.size // min(cores, self.cores)

@@ -48,6 +48,25 @@ def test_data_comes_from_the_first_level_that_holds_it_and_cores_share_it() -> N
     assert cost.moving(1e6, 1e6, sizes[-1], _machine("zen4", 64)) > cycles[-1]
 
 
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_a_cache_is_as_fast_where_other_cores_have_caches_of_their_own(name: str) -> None:
+    profile = named(name)
+    for cache in (profile.first, profile.second, profile.last):
+        for rate in (cache.read_rate, cache.write_rate):
+            assert rate(1) >= rate(cache.cores) == rate(100 * cache.cores)
+
+
+def test_tasks_hide_a_fetch_of_their_time_and_more_of_them_where_weights_come_from_the_second_cache() -> None:
+    machine = _machine("zen4")
+    small, rate = machine.first.size // 2, machine.memory.read_rate(machine.cores)
+    fetch = small / rate
+    assert [cost.tasks_to_fetch(small, fetch / count, machine) for count in (1, 3)] == [2, 6]
+    large = 4 * small
+    reading = large / machine.second.read_rate(machine.cores)
+    assert cost.tasks_to_fetch(large, reading + 4 * fetch, machine) == 2
+    assert cost.tasks_to_fetch(large, reading, machine) == float("inf")
+
+
 def test_bytes_of_an_own_cache_hide_behind_arithmetic_and_those_of_a_shared_one_do_not() -> None:
     machine = _machine("sapphire-rapids")
     own, shared = machine.second.size // 2, machine.second.size * 4

@@ -14,9 +14,10 @@ from support.builds import rule_counts
 from support.machines import AVX2, AVX512, on_two_cores
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.annotations import WINOGRAD
-from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.machine import Machine, of_profile
 from tvmflow.compiler.operators.common import typical_pixels
 from tvmflow.compiler.schedules import schedule
+from tvmflow.profiles import named, shipped
 from tvmflow.target import resolve
 
 Check = Callable[..., CompiledModel]
@@ -178,10 +179,19 @@ def test_taps_that_would_share_one_set_of_the_cache_are_moved_apart(
 
 @pytest.mark.parametrize("machine", [AVX512, AVX2], ids=["avx512", "avx2"])
 @pytest.mark.parametrize(
-    ("height", "channels", "size"), [(56, 64, 4), (28, 128, 4), (14, 4, None), (224, 3, None), (1, 256, None)]
+    ("height", "channels", "size"), [(56, 64, 4), (112, 32, 4), (14, 4, None), (224, 3, None), (1, 256, None)]
 )
 def test_the_tile_size_follows_the_shape(machine: Machine, height: int, channels: int, size: int | None) -> None:
     assert winograd.rank_sizes(winograd.Shape(height, height, channels, channels), machine)[0] == size
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_all_cores_of_a_processor_use_winograd_for_images_that_occupy_them(name: str) -> None:
+    profile = named(name)
+    features = {"x86_64": ("avx", "avx512f"), "aarch64": ("neon",)}[profile.arch]
+    for cores in (1, profile.cores.count):
+        machine = of_profile(profile, features, cores)
+        assert winograd.rank_sizes(winograd.Shape(112, 112, 64, 64), machine)[0] is not None, cores
 
 
 @pytest.mark.parametrize(("height", "channels"), [(14, 256), (7, 512)])

@@ -116,13 +116,17 @@ def passing(size: float, machine: Machine) -> float:
     return moving(size, size, size if machine.cores == 1 else max(size, machine.own_cache), machine)
 
 
-def tasks_to_fetch(size: float, computing: float, machine: Machine) -> int:
-    """Return the least number of tasks, of `computing` cycles each, that hide a fetch of `size` bytes from the memory.
+def tasks_to_fetch(size: float, computing: float, machine: Machine) -> float:
+    """Return the least number of tasks that hide a fetch of `size` bytes from the memory; infinity if none hide it.
 
-    They take twice as long as the fetch: with fewer, the core waits for the memory, and more requests delay those that
-    it waits for.
+    A task computes for `computing` cycles with as many bytes that were fetched before. If these exceed the first-level
+    cache, it reads them from the second one, which then has less time for the fetch. All tasks take twice as long as
+    the fetch: else the core waits for the memory anyway, and more requests delay those that it waits for.
     """
-    return math.ceil(2 * size / machine.memory.read_rate(machine.cores) / computing)
+    reading = 0.0 if size <= _FILL * machine.first.share(1) else size / machine.second.read_rate(machine.cores)
+    if computing <= reading:
+        return math.inf
+    return math.ceil(2 * size / machine.memory.read_rate(machine.cores) / (computing - reading))
 
 
 def streaming(size: float, machine: Machine) -> float:

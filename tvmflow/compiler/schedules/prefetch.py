@@ -89,7 +89,9 @@ def fetch_next_weights(sch: Schedule, task: LoopRV, parts: int, size: int, compu
     all of a part: processors fetch only a few lines ahead by themselves. Where the iterations are too few to hide the
     fetch, they do without it.
     """
-    sch.annotate(task, _NEXT, [parts, size, machine.first.line, cost.tasks_to_fetch(size, computing, machine)])
+    least = cost.tasks_to_fetch(size, computing, machine)
+    if math.isfinite(least):
+        sch.annotate(task, _NEXT, [parts, size, machine.first.line, int(least)])
 
 
 def _bytes(buffer: Any) -> int:
