@@ -92,7 +92,7 @@ def measure_peaks(target: Target, threads: int) -> Peaks:
         Level(
             name=name,
             bytes=float(cache.size * (threads if cache.cores == 1 else 1)),
-            gigabytes_per_second=threads * cache.read_rate(min(threads, cache.cores)) * clock / 1e9,
+            gigabytes_per_second=threads * cache.read_rate(threads) * clock / 1e9,
         )
         for name, cache in levels.items()
         if cache is not None
