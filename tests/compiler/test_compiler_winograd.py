@@ -185,6 +185,13 @@ def test_the_tile_size_follows_the_shape(machine: Machine, height: int, channels
     assert winograd.rank_sizes(winograd.Shape(height, height, channels, channels), machine)[0] == size
 
 
+@pytest.mark.parametrize("name", ["x86-64-v3", "zen3", "zen4", "zen5", "ice-lake-sp", "sapphire-rapids"])
+@pytest.mark.parametrize(("height", "channels"), [(56, 64), (28, 128)])
+def test_two_cores_use_large_tiles_for_images_of_a_few_lines_of_tiles(name: str, height: int, channels: int) -> None:
+    machine = of_profile(named(name), ("avx", "avx512f"), 2)
+    assert winograd.rank_sizes(winograd.Shape(height, height, channels, channels), machine)[0] == 4
+
+
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_all_cores_of_a_processor_use_winograd_for_images_that_occupy_them(name: str) -> None:
     profile = named(name)

@@ -123,7 +123,7 @@ def tasks_to_fetch(size: float, computing: float, machine: Machine) -> float:
     cache, it reads them from the second one, which then has less time for the fetch. All tasks take twice as long as
     the fetch: else the core waits for the memory anyway, and more requests delay those that it waits for.
     """
-    reading = 0.0 if size <= _FILL * machine.first.share(1) else size / machine.second.read_rate(machine.cores)
+    reading = 0.0 if level_of(size, machine) is machine.first else size / machine.second.read_rate(machine.cores)
     if computing <= reading:
         return math.inf
     return math.ceil(2 * size / machine.memory.read_rate(machine.cores) / (computing - reading))

@@ -1,6 +1,6 @@
 """Helpers for passes over TIR: functions of a module, terms of a condition, variables, and statements that may run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -49,6 +49,11 @@ def terms(condition: Any) -> list[Any]:
     if isinstance(condition, tirx.And):
         return [*terms(condition.a), *terms(condition.b)]
     return [condition]
+
+
+def is_one_of(node: Any, nodes: Iterable[Any]) -> bool:
+    """Whether a node, such as a buffer, is one of `nodes` itself: an equal one is another."""
+    return any(node.same_as(item) for item in nodes)
 
 
 def uses(expr: Any, *variables: tirx.Var) -> bool:

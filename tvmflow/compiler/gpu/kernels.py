@@ -14,7 +14,7 @@ from tvm.tirx import For, ForKind, PrimFunc
 from tvmflow.compiler.gpu.definitions import ATTENTION, PART, PRODUCT, Attention, Product
 from tvmflow.compiler.operators.attention import Places
 from tvmflow.compiler.operators.common import static
-from tvmflow.compiler.statements import replace_variables
+from tvmflow.compiler.statements import is_one_of, replace_variables
 
 _FOLDER = Path(__file__).parent
 # Neighbours that a thread computes and stores at once. TVM generates wrong code for constants in vectors of 8 floats.
@@ -55,7 +55,7 @@ def _inline_after(schedule: s_tir.Schedule, blocks: list[Any], product: Any) -> 
     before = _producers(schedule, product)
     after = [block for block in blocks if not any(schedule.get(block).same_as(other) for other in before)]
     parameters = schedule.mod["main"].params
-    stores = [block for block in after if _is_one_of(schedule.get(block).writes[0].source, parameters)]
+    stores = [block for block in after if is_one_of(schedule.get(block).writes[0].source, parameters)]
     inlined = [block for block in after if block not in stores and block is not product]
     try:
         for block in inlined:
@@ -95,7 +95,7 @@ class _Kernel:
 
     def is_elementwise(self) -> bool:
         """Whether the kernel reads parameters alone, and each result needs the sum at the same place alone."""
-        if not all(_is_one_of(operand, self.function.params) for operand in self.operands()):
+        if not all(is_one_of(operand, self.function.params) for operand in self.operands()):
             return False
         # A parameter without a buffer is a size.
         buffers = [item for item in self.function.params if tirx.is_buffer_var(item)]
@@ -307,10 +307,10 @@ class _AttentionKernel(_Kernel):
         }
         # A block lists a tensor once for each place where it reads it; queries, keys and values may be of one tensor.
         self.query, self.key = _others(parts["scores"])[:2]
-        self.value = next(load for load in _others(self.block) if _is_one_of(load, self.function.params))
+        self.value = next(load for load in _others(self.block) if is_one_of(load, self.function.params))
         self.mask = None
         if "mask" in parts:
-            self.mask = next(load for load in _others(parts["mask"]) if _is_one_of(load, self.function.params))
+            self.mask = next(load for load in _others(parts["mask"]) if is_one_of(load, self.function.params))
         self.tile_rows, self.threads = 16 * self.details.row_warps, self.details.threads
         self.channels = int(self.sums.shape[-1])
         self.tile_columns = -(-self.channels // 16) * 16
@@ -431,10 +431,6 @@ def _word(value: bool) -> str:
 def _is_multiple(size: Any, factor: int) -> bool:
     number = static(size)
     return number is not None and number % factor == 0
-
-
-def _is_one_of(buffer: Any, buffers: Sequence[Any]) -> bool:
-    return any(buffer.same_as(item) for item in buffers)
 
 
 def _loads(node: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from tvm.tirx import PrimFunc
 from tvmflow.compiler.gpu.kernels import product_kernel
 from tvmflow.compiler.gpu.tiling import Gpu, gpu_of
 from tvmflow.compiler.operators.common import static
-from tvmflow.compiler.statements import uses
+from tvmflow.compiler.statements import is_one_of, uses
 from tvmflow.target import Target
 
 # The threads of a block where each thread computes elements of its own.
@@ -264,5 +264,4 @@ def _reduced(schedule: s_tir.Schedule, block: s_tir.schedule.SBlockRV) -> int | 
 
 
 def _writes_result(schedule: s_tir.Schedule, block: s_tir.schedule.SBlockRV) -> bool:
-    function = schedule.mod["main"]
-    return any(schedule.get(block).writes[0].source.same_as(item) for item in function.params)
+    return is_one_of(schedule.get(block).writes[0].source, schedule.mod["main"].params)

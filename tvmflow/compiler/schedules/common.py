@@ -14,6 +14,7 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvmflow.compiler import cost
 from tvmflow.compiler.annotations import KERNEL, SUBJECT
 from tvmflow.compiler.machine import NARROWEST, Machine
+from tvmflow.compiler.operators.common import static
 
 # The number of dimensions of a batch of images.
 _IMAGE = 4
@@ -203,6 +204,12 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
 def item_bytes(buffer: Any) -> int:
     """Return the bytes of one number of a buffer."""
     return int(tvm_ffi.dtype(str(buffer.dtype)).itemsize)
+
+
+def bytes_of(buffer: Any) -> float:
+    """Return the bytes of a buffer, infinity where a size is unknown."""
+    sizes = [static(size) for size in buffer.shape]
+    return math.prod(math.inf if size is None else size for size in sizes) * item_bytes(buffer)
 
 
 def find_kernel(sch: Schedule, kind: str) -> SBlockRV | None:

@@ -1,7 +1,8 @@
 """Software prefetch: a core fetches what it will read and write while it computes.
 
-While a tile works through one chunk of its weights, the next chunk is fetched. Before a tile is computed, the lines of
-the result and of operands such as a residual are fetched. A schedule marks the loop by an annotation, and `expand`
+While tiles are computed with one part of the weights, the next part is fetched; while a tile works through one chunk of
+a part, the next chunk, if tuning says so. Before a tile is computed, the lines of the result and of operands such as a
+residual are fetched. A schedule marks the loop by an annotation, and `expand`
 writes the instructions. They stand outside the loops over a chunk: inside these, LLVM would keep the tile in memory
 rather than in registers.
 """
@@ -20,7 +21,7 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import same_shape
 from tvmflow.compiler.schedules import common
-from tvmflow.compiler.statements import uses, with_body
+from tvmflow.compiler.statements import is_one_of, uses, with_body
 
 # The annotation of a loop over chunks of a reduction: fetch the part of the last operand that the next chunk reads.
 PREFETCH = "tvmflow.prefetch"
@@ -66,8 +67,8 @@ def fetch_result(sch: Schedule, block: SBlockRV, rows: LoopRV, machine: Machine,
     """
     regions = [*sch.get(block).reads, *sch.get(block).writes]
     parameters = list(sch.mod["main"].params)
-    buffers = [region.source for region in regions if any(region.source.same_as(item) for item in parameters)]
-    is_large = not common.is_static(sch) or not cost.fits(sum(map(_bytes, buffers)) / machine.cores, machine)
+    buffers = [region.source for region in regions if is_one_of(region.source, parameters)]
+    is_large = not common.is_static(sch) or not cost.fits(sum(map(common.bytes_of, buffers)) / machine.cores, machine)
     options = {"result": True, "none": False} if is_large else {"none": False, "result": True}
     if choices.choose("fetch", "", options):
         sch.annotate(rows, FETCH_RESULT, 1)
@@ -92,11 +93,6 @@ def fetch_next_weights(sch: Schedule, task: LoopRV, parts: int, size: int, compu
     least = cost.tasks_to_fetch(size, computing, machine)
     if math.isfinite(least):
         sch.annotate(task, _NEXT, [parts, size, machine.first.line, int(least)])
-
-
-def _bytes(buffer: Any) -> int:
-    """The bytes of a buffer whose sizes are known."""
-    return math.prod(int(size) for size in buffer.shape) * common.item_bytes(buffer)
 
 
 def expand(func: PrimFunc) -> PrimFunc:
@@ -151,7 +147,7 @@ def _fetch_ahead(loop: For, ahead: int, parameters: Sequence[Any]) -> list[Any]:
     for loops, realize in _sums(loop.body):
         for region in realize.block.reads:
             moves = any(uses(item, loop.loop_var) for item in _start(region, realize))
-            if moves and any(region.source.same_as(item) for item in parameters):
+            if moves and is_one_of(region.source, parameters):
                 fetches.append(_fetch_part(loop, ahead, loops, realize, region))
     return fetches
 
@@ -164,30 +160,27 @@ def _fetch_next_weights(
     The weights have `parts` parts of `size` bytes; `line` is a cache line's bytes, and `least` the number of tasks that
     hide the fetch of a part. Weights that are no parameter are not fetched: the function has just written them.
     """
-    fetches: list[Any] = []
     variable, kind = tasks.loop_var, str(tasks.loop_var.ty)
+    readers = tirx.truncdiv(tasks.extent, tirx.const(parts, kind))
+    share, zero = tirx.truncdiv(readers + (-(-size // line) - 1), readers), tirx.const(0, kind)
+    if not isinstance(readers, tirx.IntImm):
+        share = tirx.Select(readers >= least, share, zero)
+    elif int(readers) < least:
+        return []
+    fetches: list[Any] = []
     for loops, realize in _sums(tasks.body):
-        region = realize.block.reads[-1]
-        weights, index = region.source, _start(region, realize)
-        if not any(weights.same_as(item) for item in parameters):
+        weights, index = realize.block.reads[-1].source, _start(realize.block.reads[-1], realize)
+        if not is_one_of(weights, parameters):
             continue
-        readers = tirx.truncdiv(tasks.extent, tirx.const(parts, kind))
-        share, zero = tirx.truncdiv(readers + (-(-size // line) - 1), readers), tirx.const(0, kind)
-        if not isinstance(readers, tirx.IntImm):
-            share = tirx.Select(readers >= least, share, zero)
-        elif int(readers) < least:
-            continue
-        place = tirx.Var("line", kind)
-        number = common.item_bytes(weights)
-        begin = [common.substitute(item, {loop.loop_var: loop.min for loop in loops}) for item in index]
-        strides = [math.prod(map(int, weights.shape[axis + 1 :])) for axis in range(len(begin))]
-        # All of them stand one after another. The last share may be smaller, and after the last part there is none:
-        # the last number is fetched again.
+        place, number = tirx.Var("line", kind), common.item_bytes(weights)
+        # The parts stand one after another. The last share may be smaller, and after the last part there is none: the
+        # last number is fetched again.
         within = tirx.min((tirx.truncmod(variable, readers) * share + place) * (line // number), size // number - 1)
-        start = sum((item * stride for item, stride in zip(begin, strides, strict=True)), within + size // number)
+        first = [common.substitute(item, {loop.loop_var: loop.min for loop in loops}) for item in index]
+        (start,) = weights.offset_of(first)
         last = math.prod(map(int, weights.shape)) - 1
-        along = For(place, zero, share, ForKind.SERIAL, tasks.body)
-        fetches.append(_fetch(weights, [*[0] * (len(begin) - 1), tirx.min(start, last)], [(place, along)], _HOW))
+        following = [*[0] * (len(first) - 1), tirx.min(start + within + size // number, last)]
+        fetches.append(For(place, zero, share, ForKind.SERIAL, _fetch(weights, following, [], _HOW)))
     return fetches
 
 
@@ -231,7 +224,7 @@ def _fetch_tile(rows: For, parameters: Sequence[Any]) -> list[Any]:
         for region in regions:
             index = _start(region, realize)
             has_rows = any(uses(item, rows.loop_var) for item in index)
-            if not has_rows or not any(region.source.same_as(item) for item in parameters):
+            if not has_rows or not is_one_of(region.source, parameters):
                 continue
             fetch_loops = [(tirx.Var(f"{loop.loop_var.name}_fetched", loop.loop_var.ty), loop) for loop in outer]
             replacements = {loop.loop_var: variable for variable, loop in fetch_loops} | {lane.loop_var: lane.min}

@@ -112,12 +112,14 @@ def tile_product(
     by_matrices = is_free_batch and math.prod(weights) * cost.step(rows, count, machine) < _SHORT_TILE
     tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions and not by_matrices else (loops[:-2], [far])
     by_weights = [outer, *tiles_outer] if annotations[SHARED] else [*lead, outer, *tiles_outer[lead_count:]]
-    # Of rows and weights, the smaller stay in the cache and the larger are read once, as are weights that do not fit.
+    # Of rows and weights, the smaller stay in the cache and the larger are read once. Weights that do not fit are read
+    # once in any case, and those of a larger kernel in no other: padding would be a pass of its own.
     orders = {"rows": [*tiles_outer, outer], "weights": by_weights}
     bytes_of_vector = 4 * lanes * math.prod(weights)
     size = bytes_of_vector * (vectors or 1)
     streams = not cost.fits(size, machine)
-    if streams or (lead_dimensions and annotations[SHARED] and _operand_bytes(sch, product) < size):
+    has_fewer_rows = annotations[SHARED] and common.bytes_of(sch.get(product).reads[0].source) < size
+    if streams or (lead_dimensions and has_fewer_rows):
         orders = dict(reversed(orders.items()))
     order = choices.choose("order", "", orders)
     parts = common.extent(sch, outer)
@@ -140,13 +142,6 @@ def tile_product(
         computing = cost.step(rows, count, machine) * math.prod(weights)
         prefetch.fetch_next_weights(sch, task, parts, bytes_of_vector * count, computing, machine)
     return TiledProduct(product, out, task, tile, tuple(reductions), RegisterTile(near, pieces, lane), streams)
-
-
-def _operand_bytes(sch: Schedule, product: SBlockRV) -> float:
-    """The bytes of the operand of a product that is not its weights, infinite where a size is unknown."""
-    buffer = sch.get(product).reads[0].source
-    sizes = [static(size) for size in buffer.shape]
-    return math.prod(math.inf if size is None else size for size in sizes) * common.item_bytes(buffer)
 
 
 def _fuse_tasks(sch: Schedule, loops: Sequence[LoopRV]) -> LoopRV:

@@ -21,7 +21,15 @@ from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 from tvmflow.compiler import intrinsics
 from tvmflow.compiler.machine import NARROWEST
 from tvmflow.compiler.schedules.common import substitute
-from tvmflow.compiler.statements import is_choice, run_either, run_if, uses, with_loop_body, without_annotation
+from tvmflow.compiler.statements import (
+    is_choice,
+    is_one_of,
+    run_either,
+    run_if,
+    uses,
+    with_loop_body,
+    without_annotation,
+)
 
 # The annotation of a loop along the source's last dimension: the places of its variable, and of that of the loop inside
 # it, along the result's last dimension, among the variables of the one block in both.
@@ -44,7 +52,7 @@ def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
     source, parameters = store.value.source, list(sch.mod["main"].params)
     if str(source.dtype) not in _TYPES:
         return False
-    if not all(any(tensor.same_as(item) for item in parameters) for tensor in (source, store.buffer)):
+    if not all(is_one_of(tensor, parameters) for tensor in (source, store.buffer)):
         return False
     return all(
         all(isinstance(index, tirx.Var | tirx.IntImm) for index in indices)
