@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tvmflow.compiler import cost, tiles
-from tvmflow.compiler.dotproduct import BF16
+from tvmflow.compiler.dotproduct import BF16, PAIRS, Dot
 from tvmflow.compiler.machine import Machine
 
 _Matrix = npt.NDArray[np.float64]
@@ -52,8 +52,8 @@ _LONG_LINE = 7
 class Shape:
     """A 3x3 convolution as the cost model sees it, whose result has `height` by `width` pixels.
 
-    `group` is the number of multiply-adds that a dot-product instruction does in a lane: 1 for float32, 2 for bfloat16.
-    Lines of output tiles are filled up to a multiple of `rows`.
+    `dot` is the dot-product instruction that a direct convolution uses, None in float32. Lines of output tiles are
+    filled up to a multiple of `rows`.
     """
 
     height: int
@@ -61,23 +61,31 @@ class Shape:
     channels: int
     out_channels: int
     stride: int = 1
-    group: int = 1
+    dot: Dot | None = None
     rows: int = 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the sizes of output tiles that the convolution can have: with integers those that are exact."""
+        sizes = list(_POINTS.get(self.stride, ()))
+        if self.dot is not PAIRS:
+            return sizes
+        return [size for size in sizes if takes_narrow(self.dot, size, self.stride, self.channels)]
 
 
 def rank_sizes(shape: Shape, machine: Machine) -> list[int | None]:
     """Rank the sizes of output tiles for a convolution, the fastest first.
 
     None in the list is the direct convolution. It is the only entry for outputs of fewer than 2 pixels in a line or
-    column, for channels that fill less than half of a vector, and for strides other than 1 and 2. The rank counts a
-    core's cycles per image: for the products, for the transforms, and for reading weights that the core's own cache
-    does not hold.
+    column, for channels that fill less than half of a vector, for strides other than 1 and 2, and for an odd number of
+    integers. The rank counts a core's cycles per image: for the products, for the transforms, and for reading weights
+    that the core's own cache does not hold.
     """
     # Transforms of vectors that are mostly empty cost more than the products save.
     has_few_channels = min(shape.channels, shape.out_channels) < machine.fewest_lanes
-    if has_few_channels or min(shape.height, shape.width) < 2 or shape.stride not in _POINTS:
+    if has_few_channels or min(shape.height, shape.width) < 2:
         return [None]
-    costs = {size: cycles(size, shape, machine) for size in (None, *_POINTS[shape.stride])}
+    costs = {size: cycles(size, shape, machine) for size in (None, *shape.sizes)}
     return sorted(costs, key=lambda size: costs[size] * (1 + _CAUTION * (size or 0)))
 
 
@@ -89,7 +97,7 @@ def cycles(size: int | None, shape: Shape, machine: Machine) -> float:
     height, width, channels, stride = shape.height, shape.width, shape.channels, shape.stride
     vectors = -(-shape.out_channels // machine.lanes)
     if size is None:
-        depth = 9 * channels / shape.group
+        depth = 9 * channels / (1 if shape.dot is None else shape.dot.group)
         tile = tiles.choose(width, vectors, machine, uses=9)
         results = math.ceil(width / tile.rows) * tile.rows * height * vectors
         weights = 4 * depth * vectors * machine.lanes
@@ -97,44 +105,81 @@ def cycles(size: int | None, shape: Shape, machine: Machine) -> float:
         return cost.results(results, depth, accumulators, machine) + cost.streaming(weights, machine)
     high, wide = -(-height // size), -(-width // (size * shape.rows)) * shape.rows
     taps = side_of(size, stride) ** 2
-    steps = -(-channels // (shape.group if takes_narrow(size, stride, channels) else 1))
+    is_narrow = shape.dot is not None and takes_narrow(shape.dot, size, stride, channels)
+    steps = channels // shape.dot.group if shape.dot is not None and is_narrow else channels
     tile = choose_tile(high, wide, taps, steps, vectors, machine)
     weights = 4 * taps * steps * vectors * machine.lanes
     products = cost.results(taps * high * wide * vectors, steps, tile.rows * tile.vectors, machine)
-    return (
-        products
-        + cost.streaming(weights, machine)
-        + _transforming(size, high, wide, channels, vectors, machine, stride)
-    )
-
-
-def _transforming(size: int, high: int, wide: int, channels: int, vectors: int, machine: Machine, stride: int) -> float:
-    """A core's cycles to transform an image of `high` by `wide` tiles before and after the products.
-
-    Each of a tile's elements is written once and read once on both sides. A line of tiles stays in the core's caches
-    between the stages where the weights do; otherwise all tiles pass from core to core.
-    """
     inputs, _, outputs = (np.count_nonzero(matrix) for matrix in transforms(size, stride))
-    side = side_of(size, stride)
-    vectors_in = -(-channels // machine.lanes)
+    side, vectors_in = side_of(size, stride), -(-channels // machine.lanes)
     # Of both dimensions, the first is transformed for each column, the second for each line that remains.
     operations = high * wide * (vectors_in * 2 * side * inputs + vectors * (side + size) * outputs)
-    taps, lane_bytes = side**2, 4 * machine.lanes
-    elements = taps * lane_bytes * (vectors_in + vectors)
-    computing = operations / machine.vectors.multiply_adds
-    if 4 * taps * channels * vectors * machine.lanes <= machine.own_cache:
-        moving = cost.moving(high * wide * elements, high * wide * elements, wide * elements, machine)
-        return max(computing, moving)
-    return max(computing, cost.passing(high * wide * elements, machine))
+    tile_bytes = 4 * taps * (steps + vectors * machine.lanes)
+    # Each of a tile's elements is written once and read once on both sides. The tiles of a task stay in the core's
+    # caches between the stages where the weights do; otherwise all tiles pass from core to core.
+    size_of_all = high * wide * tile_bytes
+    if weights <= machine.own_cache:
+        moving = cost.moving(
+            size_of_all, size_of_all, tiles_of_task(wide, tile.rows, tile_bytes, machine) * tile_bytes, machine
+        )
+    else:
+        moving = cost.passing(size_of_all, machine)
+    transforming = max(operations / machine.vectors.multiply_adds, moving)
+    return products + cost.streaming(weights, machine) + transforming
 
 
-def takes_narrow(size: int, stride: int, channels: int) -> bool:
-    """Whether the transformed numbers may be rounded to bfloat16: for `size` 2, stride 1 and an even `channels`.
+def tiles_of_task(columns: int, rows: int, tile_bytes: int, machine: Machine) -> int:
+    """Return the output tiles of a line that a core takes through all stages at once, as many as its cache holds.
 
-    The error is 1.5 times that of a direct convolution in bfloat16 with tiles of two, and four times with tiles of
-    four.
+    They are a divisor of the `columns`, the tiles of a line, and a multiple of the `rows` of a register tile; a whole
+    line where there is none, or none fits. `tile_bytes` is the size of a tile's elements before and after the products.
     """
-    return (size, stride, channels % BF16.group) == (2, 1, 0)
+    fitting = (
+        columns // parts
+        for parts in range(1, columns // rows + 1)
+        if columns % parts == 0 and columns // parts % rows == 0
+    )
+    return next((count for count in fitting if cost.fits(count * tile_bytes, machine)), columns)
+
+
+def takes_narrow(dot: Dot, size: int, stride: int, channels: int) -> bool:
+    """Whether a dot product multiplies the transformed numbers: of an even number of `channels`, and these sizes.
+
+    bfloat16 has `size` 2 with stride 1: the error is 1.5 times that of a direct convolution in bfloat16 then, and four
+    times with tiles of four. Integers have those sizes of which all transforms are whole numbers.
+    """
+    if channels % dot.group:
+        return False
+    return (size, stride) == (2, 1) if dot is BF16 else dot is PAIRS and whole_factor(size, stride) is not None
+
+
+@cache
+def whole_factor(size: int, stride: int) -> int | None:
+    """Return the least power of two that makes the transform of kernels one of whole numbers.
+
+    None where that of the input or of the products has fractions too, or where the power exceeds 2.
+    """
+    inputs, kernel, outputs = transforms(size, stride)
+    if np.any(inputs % 1) or np.any(outputs % 1):
+        return None
+    return next((factor for factor in (1, 2) if not np.any(factor * kernel % 1)), None)
+
+
+def is_exact(weight: np.ndarray[Any, Any], size: int, stride: int, largest: int) -> bool:
+    """Return whether a convolution with integer weights `[CO][CI][3][3]` is exact in the integers of `PAIRS`.
+
+    `largest` is the largest magnitude in its input, all of which are integers. The transforms must be whole numbers, no
+    transformed number may need more than 16 bits, and no sum of products more than 32.
+    """
+    factor = whole_factor(size, stride)
+    if factor is None:
+        return False
+    kernel = transforms(size, stride)[1]
+    transformed = factor**2 * np.einsum("ay,oiyx,bx->abio", kernel, weight.astype("float64"), kernel)
+    inputs, _, outputs = (float(np.abs(matrix).sum(axis=1).max()) ** 2 for matrix in transforms(size, stride))
+    operand, accumulator = (np.iinfo(dtype).max for dtype in (PAIRS.weight, PAIRS.accumulator))
+    sums = float(np.abs(transformed).sum(axis=2).max()) * largest * inputs * outputs
+    return max(float(np.abs(transformed).max()), largest * inputs) <= operand and sums <= accumulator
 
 
 def side_of(size: int, stride: int) -> int:
@@ -228,11 +273,27 @@ def transform_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int, stride
     return value.reshape(-1, channels, vectors, lanes).transpose(0, 2, 1, 3)
 
 
+def integer_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int, stride: int = 1) -> np.ndarray[Any, Any]:
+    """Transform integer weights `[CO][CI][3][3]`, and pack them into int16 `[taps][CO/v][CI/2][v][2]`, v = `lanes`.
+
+    They are multiplied by the square of `whole_factor`, and so is the convolution's result. CI must be even. Raises
+    ValueError for tiles whose transforms are no whole numbers.
+    """
+    factor = whole_factor(size, stride)
+    if factor is None:
+        raise ValueError(f"the transforms of tiles of {size} pixels with stride {stride} have fractions")
+    return _group_channels((factor**2 * transform_kernel(weight, size, lanes, stride)).astype(PAIRS.weight), PAIRS)
+
+
 def narrow_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int) -> np.ndarray[Any, Any]:
     """Return the weights of `transform_kernel` with stride one as bits of bfloat16, `[taps][CO/v][CI/2][v][2]`.
 
     The bits are uint16. CI must be even.
     """
-    wide = transform_kernel(weight, size, lanes).astype(ml_dtypes.bfloat16).view("uint16")
-    taps, vectors, channels, _ = wide.shape
-    return wide.reshape(taps, vectors, channels // BF16.group, BF16.group, lanes).swapaxes(3, 4)
+    return _group_channels(transform_kernel(weight, size, lanes).astype(ml_dtypes.bfloat16).view("uint16"), BF16)
+
+
+def _group_channels(wide: np.ndarray[Any, Any], dot: Dot) -> np.ndarray[Any, Any]:
+    """Weights `[taps][CO/v][CI][v]` as `[taps][CO/v][CI/g][v][g]` for dot products of g numbers."""
+    taps, vectors, channels, lanes = wide.shape
+    return wide.reshape(taps, vectors, channels // dot.group, dot.group, lanes).swapaxes(3, 4)

@@ -11,8 +11,9 @@ import tvm_ffi
 from tvm import relax, te, tirx, topi
 
 from tvmflow.compiler import cost, tiles, winograd
-from tvmflow.compiler.annotations import AXES, KERNEL, LANES, LEAD, SHARED, SUBJECT, TILE, WINOGRAD
+from tvmflow.compiler.annotations import AXES, DOT, KERNEL, LANES, LEAD, SHARED, SUBJECT, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices, Decisions, shape_text
+from tvmflow.compiler.dotproduct import Dot
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import depthwise, products
 from tvmflow.compiler.operators import winograd as winograd_stages
@@ -172,26 +173,28 @@ def winograd_conv2d(
     data: te.Tensor,
     weight: te.Tensor,
     *,
-    kind: str = "winograd",
+    dot: Dot | None = None,
     decisions: Decisions | None = None,
     **arguments: Any,
 ) -> te.Tensor:
-    """Define a convolution by Winograd's algorithm with the annotations of the schedule rule `kind`.
+    """Define a convolution by Winograd's algorithm, whose products the instruction `dot` computes; None for float32.
 
     The `decisions` about the convolution choose the rows of its register tile; without them the cost model does.
     `arguments` go to `operators.winograd.conv2d`, which also describes the layout of `weight`: `channels`, `geometry`
     and `machine`.
     """
+    kind: dict[str, Any] = {KERNEL: "winograd"} if dot is None else {KERNEL: "dot_winograd", DOT: dot.name}
     return winograd_stages.conv2d(
         data,
         weight,
         annotations=lambda rows, lanes, size: {
-            KERNEL: kind,
+            **kind,
             TILE: rows,
             LANES: lanes,
             WINOGRAD: size,
             SUBJECT: "" if decisions is None else decisions.subject,
         },
+        dot=dot,
         decisions=decisions,
         **arguments,
     )
@@ -204,13 +207,13 @@ def winograd_size(
     geometry: Geometry,
     machine: Machine,
     decisions: Decisions | None = None,
-    group: int = 1,
+    dot: Dot | None = None,
 ) -> int | None:
     """Choose the size of Winograd's output tiles, in pixels along each side; None for a direct convolution.
 
     `weight` has the layout `[CO][CI/groups][KH][KW]`. The `decisions` about the convolution choose among the sizes that
-    apply. Without decisions the cost model chooses. An unknown height or width counts as `typical_pixels`. `group` is
-    the number of products that one instruction adds up in a lane: 1 for float32.
+    apply. Without decisions the cost model chooses. An unknown height or width counts as `typical_pixels`. `dot` is
+    the dot-product instruction of the direct convolution; None in float32.
     """
     out_channels, channels, *_ = (int(dim) for dim in weight.ty.shape.values)
     dims = data.ty.shape.values[1:3]
@@ -223,9 +226,9 @@ def winograd_size(
     high, wide = geometry.result_size(height, width)
     # Where a size is unknown, a line of output tiles is filled up to whole register tiles, of which the last has half
     # the rows in float32 where these are enough (`schedules.tails`).
-    least = winograd.UNKNOWN_ROWS // 2 if group == 1 else winograd.UNKNOWN_ROWS
+    least = winograd.UNKNOWN_ROWS // 2 if dot is None else winograd.UNKNOWN_ROWS
     rows = 1 if all(static(dim) is not None for dim in dims) else least
-    shape = winograd.Shape(high, wide, channels, out_channels, stride, group, rows)
+    shape = winograd.Shape(high, wide, channels, out_channels, stride, dot, rows)
     sizes = winograd.rank_sizes(shape, machine)
     if decisions is None:
         return sizes[0]

@@ -16,6 +16,7 @@ from tvm import relax, te, tirx
 
 from tvmflow.compiler import winograd
 from tvmflow.compiler.annotations import KERNEL, PACKING
+from tvmflow.compiler.dotproduct import PAIRS
 from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.winograd import combine
 
@@ -28,12 +29,13 @@ class Packing(Protocol):
     name: ClassVar[str]
 
     def pack(self, weight: Array) -> Array:
-        """Return the packed weights as float32."""
+        """Return the packed weights."""
 
     def define(self, weight: te.Tensor) -> te.Tensor:
         """Define the packed weights as a tensor expression.
 
-        They may differ from those of `pack` by rounding, because the additions in float64 have another order.
+        Floating-point numbers may differ from those of `pack` by rounding, because the additions in float64 have
+        another order.
         """
 
 
@@ -82,6 +84,50 @@ class WinogradPacking:
 
 
 @dataclass(frozen=True)
+class IntegerWinogradPacking:
+    """Transforms integer weights for Winograd's algorithm as `winograd.integer_kernel` does; v = `lanes`.
+
+    `size` is the side of the output tiles in pixels, `stride` is the convolution's.
+    """
+
+    name: ClassVar[str] = "integer_winograd"
+
+    size: int
+    lanes: int
+    stride: int
+
+    def pack(self, weight: Array) -> Array:
+        """Return the transformed weights."""
+        return winograd.integer_kernel(weight, self.size, self.lanes, self.stride)
+
+    def define(self, weight: te.Tensor) -> te.Tensor:
+        """Define the weights in Winograd's form: the columns of a kernel first, then its rows."""
+        channels, depth, taps, _ = (int(size) for size in weight.shape)
+        factor = winograd.whole_factor(self.size, self.stride) or 1
+        matrix = (factor * winograd.transforms(self.size, self.stride)[1]).astype(int).tolist()
+        side, vectors, group = len(matrix), math.ceil(channels / self.lanes), PAIRS.group
+
+        def tap(j: Any, k: Any, v: Any, y: Any, x: Any) -> Any:
+            channel = j * self.lanes + v
+            value = weight[channel, k, y, x].astype("int32")
+            return value if channels % self.lanes == 0 else tirx.if_then_else(channel < channels, value, 0)
+
+        kernels = te.compute((vectors, depth, self.lanes, taps, taps), tap, name="kernels")
+        columns = te.compute(
+            (vectors, depth, side, taps, self.lanes),
+            lambda j, k, a, x, v: combine(matrix, a, lambda y: kernels[j, k, v, y, x]),
+            name="columns",
+        )
+
+        def element(t: Any, j: Any, k: Any, v: Any, g: Any) -> Any:
+            value = combine(matrix, t % side, lambda x: columns[j, k * group + g, t // side, x, v])
+            return value.astype(PAIRS.weight)
+
+        shape = (side**2, vectors, depth // group, self.lanes, group)
+        return te.compute(shape, element, name="packed", attrs={KERNEL: "packing"})
+
+
+@dataclass(frozen=True)
 class StrassenPacking:
     """Sums the quarters of weights for Strassen's algorithm into float32 `[7][N/2/v][K/2][v]`, v = `lanes`.
 
@@ -112,14 +158,28 @@ class StrassenPacking:
         return te.compute(shape, element, name="packed", attrs={KERNEL: "packing"})
 
 
-_PACKINGS: dict[str, type[WinogradPacking] | type[StrassenPacking]] = {
-    packing.name: packing for packing in (WinogradPacking, StrassenPacking)
+@dataclass(frozen=True)
+class WideningPacking:
+    """Converts packed weights of 8 bits to the 16 bits of which `dotproduct.PAIRS` multiplies pairs."""
+
+    name: ClassVar[str] = "widening_integers"
+
+    def pack(self, weight: Array) -> Array:
+        """Return the weights as int16."""
+        return weight.astype(PAIRS.weight)
+
+    def define(self, weight: te.Tensor) -> te.Tensor:
+        """Define the weights as int16."""
+        return te.compute(weight.shape, lambda *index: weight[index].astype(PAIRS.weight), name="packed")
+
+
+_WeightPacking = WinogradPacking | IntegerWinogradPacking | StrassenPacking | WideningPacking
+_PACKINGS: dict[str, type[_WeightPacking]] = {
+    packing.name: packing for packing in (WinogradPacking, IntegerWinogradPacking, StrassenPacking, WideningPacking)
 }
 
 
-def pack_weights(
-    builder: relax.BlockBuilder, weight: tvm.ir.GenericConst, packing: WinogradPacking | StrassenPacking
-) -> relax.Var:
+def pack_weights(builder: relax.BlockBuilder, weight: tvm.ir.GenericConst, packing: _WeightPacking) -> relax.Var:
     """Emit the call that packs constant weights, and return the variable of its result."""
     call = builder.call_te(
         packing.define,

@@ -8,7 +8,7 @@ from tvm import te, tirx, topi
 
 from tvmflow.compiler import tiles, winograd
 from tvmflow.compiler.choices import Decisions
-from tvmflow.compiler.dotproduct import BF16, round_bf16
+from tvmflow.compiler.dotproduct import BF16, Dot, round_bf16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import parts, static
 from tvmflow.compiler.operators.geometry import Geometry
@@ -25,12 +25,15 @@ def conv2d(
     machine: Machine,
     decisions: Decisions | None = None,
     rows: int | None = None,
+    dot: Dot | None = None,
 ) -> te.Tensor:
     """Define a convolution of NHWC data by Winograd's algorithm.
 
-    The weights come from `transform_kernel` or `narrow_kernel` of `compiler.winograd`. The output tiles are the rows of
-    a matrix product. `annotations(rows, lanes, size)` returns the annotations of the product from the rows of its
-    register tile, its lanes and the side of the output tiles in pixels.
+    The weights come from `transform_kernel` of `compiler.winograd`. For products by the instruction `dot` they come
+    from `narrow_kernel`, where the data are float32, or `integer_kernel`, where they are int16: these transform int16,
+    and the result is int32. The output tiles are the rows of a matrix product. `annotations(rows, lanes, size)` returns
+    the annotations of the product from the rows of its register tile, its lanes and the side of the output tiles in
+    pixels.
 
     With `rows` the register tile has that many rows, and the product keeps the dimensions of the images: batch, lines
     and columns of output tiles. `rows` must divide the number of output tiles in a line. Without padding, the batch may
@@ -39,7 +42,7 @@ def conv2d(
     batch, lines, groups of `rows` output tiles of a line, and the tiles of a group.
     """
     *batch, in_h, in_w, depth = data.shape
-    taps, vectors, steps, lanes, *group = (int(dim) for dim in weight.shape)
+    taps, vectors, steps, lanes, *_ = (int(dim) for dim in weight.shape)
     side, stride = math.isqrt(taps), geometry.strides[0]
     size = (side - 3) // stride + 1
     top, left, *_ = geometry.padding
@@ -74,20 +77,20 @@ def conv2d(
         return combine(inputs, a, lambda i: source[(*n, y * step + i, x * step + j, index[-1])])
 
     vertical = te.compute((side, side, *grid.sizes, depth), column, name="input_vertical")
-    rounded = round_bf16 if group else lambda value: value
+    rounded = round_bf16 if dot is BF16 else lambda value: value
     transformed = te.compute(
         (side, side, *grid.sizes, depth),
         lambda a, b, *index: rounded(combine(inputs, b, lambda j: vertical[(a, j, *index)])),
         name="input",
     )
     k = te.reduce_axis((0, steps), "k")
-    within = [te.reduce_axis((0, size), "within") for size in group]
+    within = [] if dot is None else [te.reduce_axis((0, dot.group), "within")]
 
     def term(a: Any, b: Any, *index: Any) -> Any:
         *place, c = index
-        value = transformed[(a, b, *place, k * group[0] + within[0] if group else k)]
+        value = transformed[(a, b, *place, k if dot is None else k * dot.group + within[0])]
         kernel = weight[(a * side + b, c // lanes, k, c % lanes, *within)]
-        return BF16.product(value, kernel) if group else value * kernel
+        return value * kernel if dot is None else dot.product(value, kernel)
 
     product = te.compute(
         (side, side, *grid.sizes, vectors * lanes),

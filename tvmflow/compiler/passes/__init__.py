@@ -169,7 +169,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
             lower_selections(cpu),
             *narrow[precision],
             tabulate_integers(),
-            IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, unit),
+            IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, unit, fast),
             *([StrassenProducts(cpu, choices)] if fast else []),
         ],
         storing=[StoreRepeats(cpu)],

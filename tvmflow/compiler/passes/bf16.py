@@ -90,10 +90,10 @@ class _BFloat16:
             return call_kernel(builder, compute, data, packed_weight, name="grouped_conv2d_bf16")
         size = None
         if self._winograd and BF16.name not in machine.amx:
-            size = convolution.winograd_size(call.args[0], weight, groups, geometry, machine, group=BF16.group)
+            size = convolution.winograd_size(call.args[0], weight, groups, geometry, machine, dot=BF16)
         if size is not None:
             stride = geometry.strides[0]
-            narrow = winograd.takes_narrow(size, stride, int(weight.ty.shape.values[1]))
+            narrow = winograd.takes_narrow(BF16, size, stride, int(weight.ty.shape.values[1]))
             packed_weight = (
                 constant(winograd.narrow_kernel(value, size, machine.lanes))
                 if narrow
@@ -101,7 +101,7 @@ class _BFloat16:
             )
             compute = _reading_bf16(
                 convolution.winograd_conv2d,
-                kind="dot_winograd" if narrow else "winograd",
+                dot=BF16 if narrow else None,
                 channels=channels,
                 geometry=geometry,
                 machine=machine,

@@ -331,8 +331,8 @@ def _winograd_size(call: relax.Call, options: _Options) -> int | None:
         return None
     data, weight = call.args
     decisions = None if options.bf16 else options.choices.about(convolution.subject_of(call))
-    group = BF16.group if options.bf16 else 1
-    return convolution.winograd_size(data, weight, _groups(call), Geometry.of(call), options.machine, decisions, group)
+    dot = BF16 if options.bf16 else None
+    return convolution.winograd_size(data, weight, _groups(call), Geometry.of(call), options.machine, decisions, dot)
 
 
 def _convolution(step: _Step, winograd_size: int | None) -> blocks.Convolution:

@@ -15,12 +15,14 @@ import tvm
 from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.compiler import winograd
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import PAIRS, Dot
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot, products
 from tvmflow.compiler.operators.common import call_kernel, called_operator, constant, static, vector
 from tvmflow.compiler.operators.geometry import Geometry, is_channels_last, is_depthwise
+from tvmflow.compiler.operators.packing import IntegerWinogradPacking, WideningPacking, pack_weights
 from tvmflow.compiler.operators.products import row_dimensions
 from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
 from tvmflow.errors import BuildError
@@ -314,28 +316,31 @@ class IntegerProducts:
     """Lowers int32 layers of centred integers to the dot products `unit`, once the layout is known.
 
     Dot products of 8 bits read integers that are not centred; the part of the sum that is due to the zero point is
-    subtracted afterwards. Those of 16 bits read the centred ones. Depthwise convolutions compute the same integers in
+    subtracted afterwards. Those of 16 bits read the centred ones. They compute by Winograd's algorithm where `fast`
+    allows it and the cost model prefers it: its sums are exact too. Depthwise convolutions compute the same integers in
     float32, which holds them exactly. Other layers without dot products also compute in float32, by exact algorithms,
     if it holds their sums exactly. `unit` is None for a target without dot products.
     """
 
-    def __init__(self, machine: Machine, choices: Choices, unit: Dot | None) -> None:
+    def __init__(self, machine: Machine, choices: Choices, unit: Dot | None, fast: bool) -> None:
         self._machine = machine
         self._choices = choices
         self._unit = unit
+        self._fast = fast
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with every Relax function rewritten."""
-        return rewrite_functions(_LowerIntegers(mod, self._machine, self._choices, self._unit), mod)
+        return rewrite_functions(_LowerIntegers(mod, self._machine, self._choices, self._unit, self._fast), mod)
 
 
 @mutator
 class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.IRModule, machine: Machine, choices: Choices, unit: Dot | None) -> None:
+    def __init__(self, mod: tvm.IRModule, machine: Machine, choices: Choices, unit: Dot | None, fast: bool) -> None:
         super().__init__(mod)
         self._machine = machine
         self._choices = choices
         self._unit = unit
+        self._fast = fast
         # The operands of dot products and their zero points, by the 8-bit integers that they were made of, and theirs.
         self._operands: dict[tuple[relax.Var, int | relax.Expr], tuple[relax.Expr, relax.Expr]] = {}
 
@@ -436,6 +441,9 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         if offsets is None or not _is_dot(weight, groups, self._machine, unit):
             return None
         operand, zero = self._operand(data, zero, unit)
+        sums = self._winograd(call, operand) if self._fast and unit is PAIRS else None
+        if sums is not None:
+            return sums
         number = _number(zero)
         weight = _with_ones(weight - offsets.reshape(-1, 1, 1, 1), offsets)
         lanes = dot.lanes_of(len(weight), groups, self._machine)
@@ -452,11 +460,45 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
                 zero=zeros[0]() if zeros else number or 0,
             )
 
-        packed_weight = constant(dot.pack_conv2d(weight, lanes, unit))
+        packed_weight = self._packed(dot.pack_conv2d(weight, lanes, unit))
         # Without padding, no result depends on what fills the last tile of a line.
         zeros = [zero] if number is None and any(geometry.padding) else []
         product = call_kernel(self.builder_, compute_dot, operand, packed_weight, *zeros, name="conv2d_int8")
         return self._correct(product, zero, weight.sum(axis=(1, 2, 3)), offsets)
+
+    def _winograd(self, call: relax.Call, operand: relax.Expr) -> relax.Expr | None:
+        """Return a convolution of centred 16-bit integers by Winograd's algorithm; None where the direct one is faster.
+
+        None too where its sums could overflow.
+        """
+        weight, geometry, machine = call.args[1], Geometry.of(call), self._machine
+        decisions = self._choices.about(convolution.subject_of(call))
+        size = convolution.winograd_size(
+            operand, weight, int(call.attrs.groups), geometry, machine, decisions, dot=PAIRS
+        )
+        if size is None:
+            return None
+        stride, value = geometry.strides[0], weight.value.numpy()
+        if not winograd.is_exact(value, size, stride, _LARGEST):
+            return None
+        narrow = self.builder_.normalize(constant(value.astype("int8" if _fits_int8(value) else PAIRS.weight)))
+        packed_weight = pack_weights(self.builder_, narrow, IntegerWinogradPacking(size, machine.lanes, stride))
+
+        def compute(data: te.Tensor, packed: te.Tensor) -> te.Tensor:
+            sums = convolution.winograd_conv2d(
+                data,
+                packed,
+                channels=len(value),
+                geometry=geometry,
+                machine=machine,
+                decisions=decisions,
+                dot=PAIRS,
+            )
+            # The factor is a power of two, and divides every sum.
+            shift = ((winograd.whole_factor(size, stride) or 1) ** 2).bit_length() - 1
+            return te.compute(sums.shape, lambda *index: sums[index] >> shift, name="whole") if shift else sums
+
+        return call_kernel(self.builder_, compute, operand, packed_weight, name="winograd_conv2d_int8")
 
     def _matmul(self, call: relax.Call, data: relax.Var, zero: relax.Expr, unit: Dot) -> relax.Expr | None:
         weight = call.args[1].value.numpy()
@@ -466,11 +508,17 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         operand, zero = self._operand(data, zero, unit)
         weight = _with_ones((weight - offsets).T, offsets).T
         units = weight.shape[1]
-        packed_weight = constant(dot.pack_dense(weight, vector(units, self._machine), unit))
+        packed_weight = self._packed(dot.pack_dense(weight, vector(units, self._machine), unit))
         rows = row_dimensions(data.ty.shape.values[:-1])
         compute = partial(dot.dense, dot=unit, units=units, rows=rows, machine=self._machine)
         product = call_kernel(self.builder_, compute, operand, packed_weight, name="dense_int8")
         return self._correct(product, zero, weight.sum(axis=0), offsets)
+
+    def _packed(self, weight: Array) -> relax.Expr:
+        """Return packed weights as an expression; those of 16 bits that need 8 are widened by it."""
+        if weight.dtype == np.int8 or not _fits_int8(weight):
+            return constant(weight)
+        return pack_weights(self.builder_, self.builder_.normalize(constant(weight.astype("int8"))), WideningPacking())
 
     def _correct(self, product: relax.Expr, zero: relax.Expr, sums: Array, offsets: Array) -> relax.Expr:
         """The product of centred integers with the weights, from that of unsigned ones with `_with_ones(weights)`."""
@@ -492,6 +540,11 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
 def _with_ones(weight: Array, offsets: Array) -> Array:
     """Return the weights, output channels first; with offsets, a channel of ones follows, which sums the data."""
     return np.concatenate([weight, np.ones_like(weight[:1])]) if offsets.any() else weight
+
+
+def _fits_int8(weight: Array) -> bool:
+    limits = np.iinfo("int8")
+    return bool(limits.min <= weight.min() and weight.max() <= limits.max)
 
 
 def _number(zero: relax.Expr) -> int | None:

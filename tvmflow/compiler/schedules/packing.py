@@ -17,8 +17,9 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     *stages, packed = blocks
     if sch.get(packed).annotations.get(KERNEL) != "packing":
         return False
-    form, vector, depth, lane = sch.get_loops(packed)
-    sch.reorder(vector, depth, form, lane)
+    # Integers are packed in groups of neighbours in depth.
+    form, vector, depth, lane, *group = sch.get_loops(packed)
+    sch.reorder(vector, depth, form, *group, lane)
     for stage in reversed(stages):
         sch.compute_at(stage, depth)
     for stage in stages[1:]:
@@ -28,7 +29,8 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
         sch.vectorize(lane_of_stage)
     for loop in sch.get_loops(stages[0])[2:] if stages else ():
         sch.unroll(loop)
-    sch.unroll(form)
+    for loop in (form, *group):
+        sch.unroll(loop)
     sch.vectorize(lane)
     task = sch.fuse(vector, depth)
     if machine.cores > 1:

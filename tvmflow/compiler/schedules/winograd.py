@@ -10,26 +10,27 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler import cost
-from tvmflow.compiler.annotations import LANES, TILE, WINOGRAD
+from tvmflow.compiler.annotations import DOT, LANES, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.dotproduct import BF16, use
+from tvmflow.compiler.dotproduct import DOTS, Dot, use
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, prefetch, registers, remainder, tails
-from tvmflow.compiler.winograd import error_bound
+from tvmflow.compiler.winograd import error_bound, tiles_of_task
 
 
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     """Schedule a 3x3 convolution by Winograd's algorithm; return False for other functions.
 
-    Where the transformed weights fit a core's cache, one core takes a line of tiles through all stages, and the line
-    stays in its cache. Otherwise every stage is a parallel loop of its own, so that one core reads each weight once.
+    Where the transformed weights fit a core's cache, one core takes a line of tiles, or as many of them as its cache
+    holds, through all stages, and they stay in its cache. Otherwise every stage is a parallel loop of its own, so that
+    one core reads each weight once.
     `choices` may name the other of these two orders.
     """
     return _apply(sch, machine, choices, "winograd")
 
 
 def apply_dot(sch: Schedule, machine: Machine, choices: Choices) -> bool:
-    """Schedule a 3x3 convolution by Winograd's algorithm with products of bfloat16; return False for others."""
+    """Schedule a 3x3 convolution by Winograd's algorithm by dot-product instructions; return False for others."""
     return _apply(sch, machine, choices, "dot_winograd")
 
 
@@ -70,11 +71,11 @@ class _Form:
     `rows` and `lanes` are those of the product's register tile, `size` is the side of an output tile in pixels and
     `side` that of an input tile. `places` are the sizes of the dimensions of the output tiles, of which there is one,
     or four: images, lines, groups of tiles in a line, and tiles of a group. Each of the `channels` of a product is a
-    sum of `steps` terms, in bfloat16 (`is_bf16`) of pairs of them.
+    sum of `steps` terms, with the dot-product instruction `dot` of groups of them.
     """
 
     product: SBlockRV
-    is_bf16: bool
+    dot: Dot | None
     rows: int
     lanes: int
     size: int
@@ -84,13 +85,14 @@ class _Form:
     steps: int
 
     @classmethod
-    def of(cls, sch: Schedule, product: SBlockRV, *, is_bf16: bool) -> "_Form":
+    def of(cls, sch: Schedule, product: SBlockRV) -> "_Form":
         """Read the form from the product's annotations and loops: two of taps, the places, channels, and the sum's."""
         annotations = sch.get(product).annotations
         rows, lanes, size = (int(annotations[name]) for name in (TILE, LANES, WINOGRAD))
         sizes = [variable.dom.extent for variable in sch.get(product).iter_vars]
-        _, side, *places, channels, steps = sizes[:-1] if is_bf16 else sizes
-        return cls(product, is_bf16, rows, lanes, size, int(side), tuple(places), int(channels), int(steps))
+        dot = DOTS[str(annotations[DOT])] if DOT in annotations else None
+        _, side, *places, channels, steps = sizes if dot is None else sizes[:-1]
+        return cls(product, dot, rows, lanes, size, int(side), tuple(places), int(channels), int(steps))
 
     @property
     def is_flat(self) -> bool:
@@ -102,7 +104,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     product = common.find_kernel(sch, kind)
     if product is None:
         return False
-    form = _Form.of(sch, product, is_bf16=kind == "dot_winograd")
+    form = _Form.of(sch, product)
     (vertical,), (transformed,), (back,) = (
         common.find_blocks(sch, name) for name in ("input_vertical", "input", "output_vertical")
     )
@@ -111,7 +113,9 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     columns = -(-int(sch.get(out).iter_vars[2].dom.extent) // form.size) if form.is_flat else 0
     whole = choices.choose("stages", "", _rank_stages(form, columns, machine))
     result = sch.cache_write(product, 0, "global")
-    task = _schedule_output(sch, form, out, back, machine)
+    if form.is_flat and whole:
+        columns = tiles_of_task(columns, form.rows, 4 * form.side**2 * (form.steps + form.channels), machine)
+    task = _schedule_output(sch, form, out, back, columns, machine)
     if whole:
         sch.compute_at(result, task, preserve_unit_loops=True)
     near, outermost, lane = _schedule_product(sch, form, result, whole, machine, choices)
@@ -120,7 +124,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     tile_loops = transform_input(sch, vertical, transformed, machine)
     if not form.is_flat:
         tails.mark_tiles(sch, tile_loops[-1], form.size)
-        if not form.is_bf16:
+        if form.dot is None:
             tails.mark_tail(sch, near, form.size)
     if not whole:
         if form.is_flat:
@@ -128,7 +132,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         else:
             task = sch.fuse(*tile_loops[:-1])
         common.parallel(sch, task, machine)
-    if not form.is_bf16:
+    if form.dot is None:
         # The output tiles from one tap to the next: those of a group, of a line or of all images.
         in_groups = whole and not form.is_flat
         count = form.rows if in_groups else columns if whole else _count(form.places)
@@ -139,9 +143,9 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     for pad in common.find_blocks(sch, "pad"):
         sch.compute_at(pad, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, pad, machine)
-    if form.is_bf16:
+    if form.dot is not None:
         # This comes last, because no stage can be moved to a block that an instruction has replaced.
-        use(sch, machine.arch, BF16, form.lanes, outermost, lane)
+        use(sch, machine.arch, form.dot, form.lanes, outermost, lane)
     return True
 
 
@@ -152,7 +156,7 @@ def _rank_stages(form: _Form, columns: int, machine: Machine) -> dict[str, bool]
     """
     stages = {"together": True, "apart": False}
     # TVM would put a condition around the products of a line of unknown length, which the instruction cannot have.
-    has_condition = not form.is_flat and form.is_bf16 and not isinstance(form.places[-2], tirx.IntImm)
+    has_condition = not form.is_flat and form.dot is not None and not isinstance(form.places[-2], tirx.IntImm)
     if has_condition or (form.is_flat and columns % form.rows):
         del stages["together"]
     if 4 * form.side**2 * form.channels * form.steps > machine.own_cache:
@@ -160,14 +164,24 @@ def _rank_stages(form: _Form, columns: int, machine: Machine) -> dict[str, bool]
     return stages
 
 
-def _schedule_output(sch: Schedule, form: _Form, out: SBlockRV, back: SBlockRV, machine: Machine) -> LoopRV:
-    """Write the output by lines of tiles, in parallel; return that parallel loop."""
+def _schedule_output(
+    sch: Schedule, form: _Form, out: SBlockRV, back: SBlockRV, columns: int, machine: Machine
+) -> LoopRV:
+    """Write the output in parallel, by `columns` tiles of a line, or by lines where their length is free.
+
+    Returns the parallel loop.
+    """
     n, h, w, c = sch.get_loops(out)
     high, h = sch.split(h, [None, form.size])
-    *far, w = sch.split(w, [None, form.size] if form.is_flat else [None, form.rows, form.size])
+    parts = []
+    if form.is_flat:
+        part, *far, w = sch.split(w, [None, columns, form.size])
+        parts = [part]
+    else:
+        *far, w = sch.split(w, [None, form.rows, form.size])
     outer, pieces, lane = remainder.split(sch, c, 1, form.lanes)
-    sch.reorder(n, high, *far, outer, h, w, pieces, lane)
-    task = sch.fuse(n, high)
+    sch.reorder(n, high, *parts, *far, outer, h, w, pieces, lane)
+    task = sch.fuse(n, high, *parts)
     common.parallel(sch, task, machine)
     if not form.is_flat:
         tails.mark_tiles(sch, far[-1], form.size)
@@ -201,11 +215,11 @@ def _schedule_product(
     sch.compute_at(product, at, preserve_unit_loops=True)
     registers.keep_in_registers(sch, [near, pieces, lane])
     loops = list(sch.get_loops(product))
-    group = [loops.pop()] if form.is_bf16 else []
+    group = [] if form.dot is None else [loops.pop()]
     *around, row, channel, k = loops
     tile = registers.split_tile(sch, row, channel, form.rows, count, form.lanes)
     reductions = [k]
-    if not form.is_bf16:
+    if form.dot is None:
         *chunks, k = [k] if whole else prefetch.split_chunks(sch, k, choices)
         reductions = [*chunks, *registers.split_steps(sch, k, choices)]
     registers.accumulate(sch, product, tile.loops, reductions, group)
