@@ -86,7 +86,7 @@ def test_results_in_between_have_memory_of_their_own(rows: list[Any], assert_all
 
 def test_memory_that_no_later_function_reads_is_used_again(tmp_path: Path, native: Target) -> None:
     path = save_model(tmp_path / "model.onnx", chain(7), [("x", ["rows", _VECTOR])], [("y", ["rows", _VECTOR])], AXIS)
-    direct = add_direct_main(lower(import_onnx(path), native))[DIRECT_MAIN]
+    direct = add_direct_main(lower(import_onnx(path), native), 1)[DIRECT_MAIN]
     calls = [item for item in direct.body.block.body.seq if isinstance(item, tirx.Evaluate)]
     allocations = [item for item in direct.body.block.body.seq if isinstance(item, tirx.AllocBuffer)]
     assert (len(calls), len(allocations)) == (7, 2)
@@ -110,7 +110,7 @@ def test_a_reshape_between_functions_is_a_view(assert_all_same: Check, tmp_path:
     feeds = [{"x": np.random.default_rng(count).standard_normal((count, _VECTOR), "float32")} for count in (1, 3)]
     assert builds.has_direct_main(assert_all_same([((nodes, *signature, weights), *feeds)]).load().library)
     path = save_model(tmp_path / "model.onnx", nodes, *signature, weights)
-    direct = add_direct_main(lower(import_onnx(path), native))[DIRECT_MAIN]
+    direct = add_direct_main(lower(import_onnx(path), native), 1)[DIRECT_MAIN]
     names = [str(item.value.args[0].value) for item in direct.body.block.body.seq if isinstance(item, tirx.Evaluate)]
     assert not [name for name in names if "reshape" in name]
 
@@ -148,7 +148,7 @@ def test_an_output_is_a_view_of_what_nothing_else_reads(
     for one, other, again in zip(first, second, loaded.run(x), strict=True):
         assert not np.shares_memory(one, other)
         np.testing.assert_array_equal(one, again)
-    direct = add_direct_main(lower(import_onnx(save_model(tmp_path / "model.onnx", nodes, *signature)), native))
+    direct = add_direct_main(lower(import_onnx(save_model(tmp_path / "model.onnx", nodes, *signature)), native), 1)
     names = re.findall(r'call_cpacked\("(\w+)"', str(direct[DIRECT_MAIN])) if DIRECT_MAIN in direct else ["reshape"]
     assert sum("reshape" in name for name in names) == copies
 
@@ -162,7 +162,7 @@ def test_an_output_that_is_the_beginning_of_a_tensor_is_copied(
     assert_all_same([((nodes, *signature), {"x": np.ones((5, _VECTOR), "float32")})])
     path = save_model(tmp_path / "model.onnx", nodes, *signature)
     # The caller's memory for the output does not hold the whole tensor.
-    assert len(re.findall("call_cpacked", str(add_direct_main(lower(import_onnx(path), native))[DIRECT_MAIN]))) == 2
+    assert len(re.findall("call_cpacked", str(add_direct_main(lower(import_onnx(path), native), 1)[DIRECT_MAIN]))) == 2
 
 
 def test_a_reshape_of_sizes_that_cannot_be_compared_is_a_view(tmp_path: Path, native: Target) -> None:
@@ -178,7 +178,7 @@ def test_a_reshape_of_sizes_that_cannot_be_compared_is_a_view(tmp_path: Path, na
     (lowered,) = model.inspected.passes
     assert "R.reshape(" in lowered.text
     assert "cls.reshape(" not in lowered.text
-    direct = add_direct_main(lower(import_onnx(path), native))[DIRECT_MAIN]
+    direct = add_direct_main(lower(import_onnx(path), native), 1)[DIRECT_MAIN]
     assert "reshape" not in str(direct.body)
 
 

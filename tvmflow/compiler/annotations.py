@@ -10,6 +10,8 @@ KERNEL = "tvmflow.kernel"
 RESHAPE = "tvmflow.reshape"
 # The function calls other functions of the library by their symbols.
 DIRECT = "tvmflow.direct"
+# The places of the arguments that the function checks (`tvmflow.compiler.checks`).
+CHECKED = "tvmflow.checked"
 # The rows of the kernel's register tile, and the lanes of its vectors.
 TILE = "tvmflow.tile"
 LANES = "tvmflow.lanes"

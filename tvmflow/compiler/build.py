@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -312,19 +312,27 @@ def build(
         apart = _are_apart(imported, options)
         scheduled, schedules = _schedule(bare if apart else lowered, target, tuned)
         if target.arch != "cuda":
-            scheduled = add_direct_main(scheduled)
+            scheduled = add_direct_main(scheduled, len(imported.inputs))
         native = code_target(target.tvm)
-        pipeline = _finalize(target, native)
-        is_inspected = bool(inspect.before or inspect.after)
+        compile_scheduled = partial(
+            compile_module,
+            scheduled,
+            native,
+            _finalize(target, native),
+            options.exec_mode,
+            cache,
+            in_order=bool(inspect.before or inspect.after),
+            inputs=len(imported.inputs),
+        )
         try:
-            executable = compile_module(scheduled, native, pipeline, options.exec_mode, cache, is_inspected)
+            executable = compile_scheduled()
         except Exception:
             # TVM refuses a few schedules only when it generates code: their functions get simpler ones.
             simpler_schedules = _replace_refused(scheduled, lowered, schedules, target)
             if simpler_schedules is None:
                 raise
             schedules = simpler_schedules
-            executable = compile_module(scheduled, native, pipeline, options.exec_mode, cache, is_inspected)
+            executable = compile_scheduled()
         bare = _with_rules(bare, schedules)
         inspected.code.update(code_of(inspect.code, bare, scheduled, executable))
     return CompiledModel(

@@ -18,6 +18,7 @@ from tvm.tirx.build import codegen_build
 
 from tvmflow import cores
 from tvmflow.compiler.annotations import DIRECT
+from tvmflow.compiler.checks import keep_checks_of_inputs
 from tvmflow.compiler.lowering import lower_functions
 
 _CALL_CPACKED = tvm.ir.Op.get("tirx.tvm_call_cpacked")
@@ -51,12 +52,14 @@ def compile_module(
     exec_mode: str,
     cache: Path | None,
     in_order: bool,
+    inputs: int,
 ) -> Any:
     """Run `pipeline` on a scheduled module, generate its code, and return TVM's executable for the virtual machine.
 
     The pipeline holds all passes after scheduling and generates no code itself. `exec_mode` is `bytecode` (interpreted)
     or `compiled`. All cores that the process may use lower functions and generate code. With `in_order` TVM's passes
-    lower one part of the library after another, for instruments that read the modules. Raises TVM's own errors.
+    lower one part of the library after another, for instruments that read the modules. The first `inputs` parameters of
+    the model's functions are its inputs; the others are weights. Raises TVM's own errors.
 
     `cache` is a folder of object files that several processes may share; without it, the code stays in memory. A file
     has the code of a part of the library, and its name is the SHA-256 of the part's functions (without weights), TVM's
@@ -68,7 +71,7 @@ def compile_module(
     # The steps of relax.build, repeated here because relax.build cannot take machine code from a cache and generates
     # all code on one core.
     with target:
-        mod = pipeline(scheduled)
+        mod = pipeline(keep_checks_of_inputs(scheduled, inputs))
     builder = relax.ExecBuilder()
     functions = vm_build._filter_tir(vm_build._vmcodegen(builder, mod, exec_mode))
     library = None

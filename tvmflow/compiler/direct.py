@@ -14,6 +14,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from tvmflow.bundle import DIRECT_MAIN, LARGEST_DIRECT_OUTPUT, MAIN_CONSTANTS
+from tvmflow.compiler.annotations import CHECKED
 from tvmflow.compiler.operators.common import static
 from tvmflow.compiler.passes.plan import (
     NoDirectFormError,
@@ -31,8 +32,10 @@ from tvmflow.compiler.passes.plan import (
 _MOST_SIZES = 1200
 
 
-def add_direct_main(scheduled: tvm.IRModule) -> tvm.IRModule:
+def add_direct_main(scheduled: tvm.IRModule, inputs: int) -> tvm.IRModule:
     """Return the module with the direct form of its `main` and with `main_constants`, or as it is where there is none.
+
+    The first `inputs` parameters of `main` are the model's inputs. The direct form checks them, and the outputs.
 
     There is none for a `main` that does more than to call TIR functions and to return results of theirs, as control
     flow does, and none where the size of a result follows from more than the sizes of the inputs. A `main` with an
@@ -51,7 +54,10 @@ def add_direct_main(scheduled: tvm.IRModule) -> tvm.IRModule:
     if sum(len(tensor.type.shape.values) for step in plan.steps for tensor in step.tensors) > _MOST_SIZES:
         return scheduled
     mod = tvm.IRModule(dict(scheduled.functions_items()), attrs=scheduled.attrs)
-    mod[DIRECT_MAIN] = _function_of(plan)
+    function = _function_of(plan)
+    count = len(function.params)
+    checked = [*range(inputs), *range(count - len(plan.outputs), count)]
+    mod[DIRECT_MAIN] = function.with_attr(CHECKED, checked)
     mod[MAIN_CONSTANTS] = _constants_function([constant for constant, _ in plan.constants.values()])
     return mod
 

@@ -11,6 +11,7 @@ from tvm import s_tir, tirx
 from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.borders import split_lines
+from tvmflow.compiler.checks import DropChecks
 from tvmflow.compiler.divisions import lower_divisions
 from tvmflow.compiler.quotients import unify_quotients
 from tvmflow.compiler.short_loops import run_short_loops_alone
@@ -61,6 +62,7 @@ def _pipeline() -> tvm.transform.Pass:
         tirx.transform.VerifyMemory(),
         tirx.transform.AnnotateEntryFunc(),
         tirx.transform.MakePackedAPI(),
+        DropChecks(),
         tirx.transform.FP8StorageLegalize(),
         tirx.transform.BF16StorageLegalize(),
     ]

@@ -1,0 +1,98 @@
+"""Leaves out the checks of arguments that only the library itself passes.
+
+TVM begins each function with checks of every argument: its type, its shape, its strides and more, and writes a message
+for each of them. That is most of the code of a small function. Most arguments are results of other functions of the
+library, or its weights, and have the types that the compiler gave them. A model's inputs come from outside, and so does
+the memory of its outputs: the checks of these stay.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection
+from itertools import pairwise
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.tirx import PrimFunc
+
+from tvmflow.compiler.annotations import CHECKED
+from tvmflow.compiler.passes.calls import calls_of
+from tvmflow.compiler.passes.functions import relax_functions
+from tvmflow.compiler.statements import map_functions
+
+_CALL_TIR = tvm.ir.Op.get("relax.call_tir")
+# TVM's mark of what a function computes, after the checks of its arguments.
+_COMPUTE_SCOPE = "compute_scope"
+# The end of the part of a check's message that precedes the argument's place.
+_ARGUMENT = "argument #"
+
+
+def keep_checks_of_inputs(mod: tvm.IRModule, inputs: int) -> tvm.IRModule:
+    """Return the module with a mark on each function that reads inputs of the model, so that the checks of them stay.
+
+    The first `inputs` parameters of the model's functions are its inputs, and the others weights. All parameters of
+    functions that other functions call, such as the branches of a condition, count as inputs.
+    """
+    functions = relax_functions(mod)
+    called = {call.op for function in functions.values() for call in calls_of(function, functions)}
+    places: dict[tvm.ir.GlobalVar, set[int]] = defaultdict(set)
+    for variable, function in functions.items():
+        outside = set(function.params if variable in called else function.params[:inputs])
+
+        def visit(expr: relax.Expr, outside: set[relax.Var] = outside) -> None:
+            if isinstance(expr, relax.Call) and expr.op == _CALL_TIR:
+                places[expr.args[0]] |= {place for place, item in enumerate(expr.args[1].fields) if item in outside}
+
+        relax.analysis.post_order_visit(function, visit)
+    marked = {variable: mod[variable].with_attr(CHECKED, sorted(items)) for variable, items in places.items() if items}
+    return tvm.IRModule({**dict(mod.functions_items()), **marked}, attrs=mod.attrs)
+
+
+@tvm.transform.module_pass(opt_level=0, name="DropChecks")
+class DropChecks:
+    """Removes the checks of all arguments but those that the attribute `CHECKED` of a function names.
+
+    The functions are as TVM's pass MakePackedAPI leaves them.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module with the functions changed."""
+        return map_functions(mod, _without_checks)
+
+
+def _without_checks(function: PrimFunc) -> PrimFunc:
+    scopes: list[tirx.AttrStmt] = []
+
+    def visit(statement: tirx.AttrStmt) -> tvm_ffi.WalkResult:
+        if statement.attr_key == _COMPUTE_SCOPE:
+            scopes.append(statement)
+        return tvm_ffi.WalkResult.SKIP if scopes else tvm_ffi.WalkResult.ADVANCE
+
+    tvm_ffi.structural_walk(function.body, (tirx.AttrStmt, visit))
+    if not scopes:
+        # It has no checks of arguments; its assertions are its own.
+        return function
+    body = _strip(function.body, {int(place) for place in (function.attrs or {}).get(CHECKED, ())})
+    return function if body is None else function.with_body(body)
+
+
+def _strip(statement: tirx.Stmt, places: Collection[int]) -> tirx.Stmt | None:
+    """Return a statement without checks of arguments at other places than these; None if nothing is left of it."""
+    if isinstance(statement, tirx.AssertStmt):
+        return statement if _is_of_any(statement, places) else None
+    if isinstance(statement, tirx.IfThenElse) and isinstance(statement.then_case, tirx.AssertStmt):
+        return statement if _is_of_any(statement.then_case, places) else None
+    if isinstance(statement, tirx.AttrStmt) and statement.attr_key != _COMPUTE_SCOPE:
+        body = _strip(statement.body, places)
+        return None if body is None else tirx.AttrStmt(statement.node, statement.attr_key, statement.value, body)
+    if isinstance(statement, tirx.SeqStmt):
+        parts = [part for part in (_strip(part, places) for part in statement.seq) if part is not None]
+        return tirx.SeqStmt(parts) if len(parts) > 1 else parts[0] if parts else None
+    return statement
+
+
+def _is_of_any(check: tirx.AssertStmt, places: Collection[int]) -> bool:
+    """Whether a check is of one of these arguments, or of the number of arguments where there are any."""
+    parts = [str(part.value) for part in check.message_parts]
+    place = next((int(item) for text, item in pairwise(parts) if text.endswith(_ARGUMENT)), None)
+    return place in places if place is not None else bool(places)
