@@ -10,7 +10,7 @@ KERNEL = "tvmflow.kernel"
 RESHAPE = "tvmflow.reshape"
 # The function calls other functions of the library by their symbols.
 DIRECT = "tvmflow.direct"
-# The places of the arguments that the function checks (`tvmflow.compiler.checks`).
+# The places of the arguments that the function checks (`tvmflow.compiler.argument_checks`).
 CHECKED = "tvmflow.checked"
 # The rows of the kernel's register tile, and the lanes of its vectors.
 TILE = "tvmflow.tile"

@@ -18,7 +18,7 @@ from tvm.tirx.build import codegen_build
 
 from tvmflow import cores
 from tvmflow.compiler.annotations import DIRECT
-from tvmflow.compiler.checks import keep_checks_of_inputs
+from tvmflow.compiler.argument_checks import keep_checks_of_inputs
 from tvmflow.compiler.lowering import lower_functions
 
 _CALL_CPACKED = tvm.ir.Op.get("tirx.tvm_call_cpacked")

@@ -10,8 +10,8 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.tirx import PrimFunc
 
+from tvmflow.compiler.argument_checks import DropChecks
 from tvmflow.compiler.borders import split_lines
-from tvmflow.compiler.checks import DropChecks
 from tvmflow.compiler.divisions import lower_divisions
 from tvmflow.compiler.quotients import unify_quotients
 from tvmflow.compiler.short_loops import run_short_loops_alone

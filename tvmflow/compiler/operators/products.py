@@ -20,6 +20,7 @@ from tvmflow.compiler.operators.common import (
     Product,
     are_equal,
     call_kernel,
+    constant,
     divides,
     is_float32,
     packed,
@@ -54,6 +55,12 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
     if not batch or not all(_broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)):
         return None
     compute = partial(batch_matmul, batch=batch, machine=machine, decisions=decisions)
+    if isinstance(right, tvm.ir.GenericConst):
+        units = int(right_shape[-1])
+        lanes = vector(units, machine)
+        vectors = filled_vectors(units, lanes, static(left_shape[-2]), machine)
+        compute = partial(compute, packed_units=units)
+        right = constant(_pack_matrices(right.value.numpy(), lanes, vectors))
     return call_kernel(builder, compute, left, right, name="batch_matmul")
 
 
@@ -154,6 +161,14 @@ def pack_array(weight: Array, lanes: int, vectors: int | None = None) -> Array:
     return value.reshape(depth, vectors, lanes).transpose(1, 0, 2)
 
 
+def _pack_matrices(weight: Array, lanes: int, vectors: int) -> Array:
+    """Pack weights `[..., K, N]` as `pack_array` packs each of their matrices: `[..., N/v, K, v]`."""
+    *lead, depth, units = weight.shape
+    value = np.zeros((*lead, depth, vectors * lanes), "float32")
+    value[..., :units] = weight
+    return np.moveaxis(value.reshape(*lead, depth, vectors, lanes), -2, -3)
+
+
 def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, decisions: Decisions) -> te.Tensor:
     """Multiply `data` of shape `[..., K]` by packed weights `[N/v][K][v]`; the result is `[..., units]`.
 
@@ -196,42 +211,61 @@ def _broadcasts(sizes: Sequence[Any], batch: Sequence[Any]) -> bool:
     return all(static(size) == 1 or are_equal(size, whole) for size, whole in zip(sizes, last, strict=True))
 
 
-def _place(index: Sequence[Any], tensor: te.Tensor) -> tuple[Any, ...]:
-    """Convert an index into the whole batch to an index into a tensor that is broadcast over it."""
-    own = index[len(index) - len(tensor.shape) :]
-    ones = [static(size) == 1 for size in tensor.shape[:-2]]
-    return (*(0 if one else at for one, at in zip(ones, own, strict=False)), *own[-2:])
+def _place(index: Sequence[Any], lead: Sequence[Any]) -> tuple[Any, ...]:
+    """Convert an index of the whole product to one into the leading dimensions of an operand that is broadcast."""
+    own = index[len(index) - 2 - len(lead) : len(index) - 2]
+    return tuple(0 if static(size) == 1 else at for size, at in zip(lead, own, strict=True))
 
 
 def batch_matmul(
-    left: te.Tensor, right: te.Tensor, *, batch: Sequence[Any], machine: Machine, decisions: Decisions
+    left: te.Tensor,
+    right: te.Tensor,
+    *,
+    batch: Sequence[Any],
+    machine: Machine,
+    decisions: Decisions,
+    packed_units: int | None = None,
 ) -> te.Tensor:
-    """Multiply `left` `[..., rows, K]` by `right` `[..., K, units]` over the leading dimensions `batch`.
+    """Multiply `left` `[..., rows, K]` by `right` `[..., K, N]` over the leading dimensions `batch`.
 
-    Operands that lack some of these dimensions are broadcast. The result is `[*batch, rows, units]`.
+    With `packed_units`, which is N, `right` is packed as `[..., N/v, K, v]`. Operands that lack some of the leading
+    dimensions are broadcast. The result is `[*batch, rows, N]`.
     """
     rows, depth = left.shape[-2:]
-    units = right.shape[-1]
-    columns = static(units)
-    lanes = machine.lanes if columns is None else vector(columns, machine)
-    whole, room = right, round_up(units, lanes)
-    if columns:
-        room = lanes * filled_vectors(columns, lanes, static(rows), machine, is_packed=columns % lanes != 0)
-    if columns is None or room != columns:
-        # Copy the columns to whole vectors, whose number good register tiles divide.
-        whole = te.compute(
-            (*right.shape[:-1], room),
-            lambda *index: tirx.if_then_else(index[-1] < units, right[index], tirx.const(0, right.dtype)),
-            name="pack",
-        )
+    if packed_units is not None:
+        units: Any = packed_units
+        vectors, _, lanes = (int(size) for size in right.shape[-3:])
+        room: Any = vectors * lanes
+
+        def weight(*index: Any) -> Any:
+            *_, k, c = index
+            return right[(*_place(index, right.shape[:-3]), c // lanes, k, c % lanes)]
+    else:
+        units = right.shape[-1]
+        columns = static(units)
+        lanes = machine.lanes if columns is None else vector(columns, machine)
+        whole, room = right, round_up(units, lanes)
+        if columns:
+            room = lanes * filled_vectors(columns, lanes, static(rows), machine, is_packed=columns % lanes != 0)
+        if columns is None or room != columns:
+            # Copy the columns to whole vectors, whose number good register tiles divide.
+            whole = te.compute(
+                (*right.shape[:-1], room),
+                lambda *index: tirx.if_then_else(index[-1] < units, right[index], tirx.const(0, right.dtype)),
+                name="pack",
+            )
+
+        def weight(*index: Any) -> Any:
+            return whole[(*_place(index, whole.shape[:-2]), *index[-2:])]
+
     product = Product(
         batch=batch,
         rows=rows,
         depth=depth,
-        channels=whole.shape[-1],
+        channels=room,
         lanes=lanes,
-        left=lambda *index: left[_place(index, left)],
-        right=lambda *index: whole[_place(index, whole)],
+        left=lambda *index: left[(*_place(index, left.shape[:-2]), *index[-2:])],
+        right=weight,
         shared=False,
     )
     result = rows_product(product, machine, decisions)

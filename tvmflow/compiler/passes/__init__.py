@@ -35,6 +35,7 @@ from tvmflow.compiler.passes.loops import RunLoopsDirectly
 from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.packing import BindWeights, PackAtLoad
 from tvmflow.compiler.passes.recurrence import lower_recurrence
+from tvmflow.compiler.passes.repeats import multiply_by_one_copy
 from tvmflow.compiler.passes.rows import JoinRows
 from tvmflow.compiler.passes.scans import lower_scans
 from tvmflow.compiler.passes.selections import lower_selections
@@ -165,6 +166,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
         layout=[attention.compose_attention(), CheckSizesAlone(), *layout(cpu.lanes)],
         products=[
             attention.lower_attention(cpu, precision == "bf16"),
+            multiply_by_one_copy(),
             lower_scans(cpu),
             lower_selections(cpu),
             *narrow[precision],
