@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 from onnx import helper
 from tvm import te, tirx
 
@@ -80,3 +81,14 @@ def test_a_function_checks_only_the_arguments_that_it_is_marked_for(target: Targ
         False,
     ]
     assert texts[3].count("assert") > 2 * texts[1].count("assert") > 0
+
+
+def test_a_function_may_have_very_many_arguments(target: Target) -> None:
+    """Concat of many tensors is such a function."""
+    parts = [te.placeholder((1,), "float32", name=f"part{place}") for place in range(600)]
+    total = te.compute((1,), lambda i: sum(part[i] for part in parts), name="total")
+    function = te.create_prim_func([*parts, total]).with_attr({"global_symbol": "sum", "tirx.noalias": True})
+    lowered = lower_functions(tvm.IRModule({"sum": function}), tvm.target.Target(target.tvm))
+    checks: list[tirx.AssertStmt] = []
+    tvm_ffi.structural_walk(lowered["sum"].body, (tirx.AssertStmt, checks.append))
+    assert not checks

@@ -72,23 +72,42 @@ def _without_checks(function: PrimFunc) -> PrimFunc:
     if not scopes:
         # It has no checks of arguments; its assertions are its own.
         return function
-    body = _strip(function.body, {int(place) for place in (function.attrs or {}).get(CHECKED, ())})
-    return function if body is None else function.with_body(body)
+    return function.with_body(_strip(function.body, {int(place) for place in (function.attrs or {}).get(CHECKED, ())}))
 
 
-def _strip(statement: tirx.Stmt, places: Collection[int]) -> tirx.Stmt | None:
-    """Return a statement without checks of arguments at other places than these; None if nothing is left of it."""
-    if isinstance(statement, tirx.AssertStmt):
-        return statement if _is_of_any(statement, places) else None
-    if isinstance(statement, tirx.IfThenElse) and isinstance(statement.then_case, tirx.AssertStmt):
-        return statement if _is_of_any(statement.then_case, places) else None
-    if isinstance(statement, tirx.AttrStmt) and statement.attr_key != _COMPUTE_SCOPE:
-        body = _strip(statement.body, places)
-        return None if body is None else tirx.AttrStmt(statement.node, statement.attr_key, statement.value, body)
-    if isinstance(statement, tirx.SeqStmt):
-        parts = [part for part in (_strip(part, places) for part in statement.seq) if part is not None]
-        return tirx.SeqStmt(parts) if len(parts) > 1 else parts[0] if parts else None
-    return statement
+def _strip(body: tirx.Stmt, places: Collection[int]) -> tirx.Stmt:
+    """Return the body of a function without checks of arguments at other places than these.
+
+    Each argument's checks are within the scope of the one before it. Such scopes can be more than Python's stack holds
+    calls.
+    """
+    scopes: list[tuple[list[tirx.Stmt], tirx.AttrStmt]] = []
+    while True:
+        *statements, last = _statements(body)
+        kept = [statement for statement in statements if _stays(statement, places)]
+        if not isinstance(last, tirx.AttrStmt) or last.attr_key == _COMPUTE_SCOPE:
+            break
+        scopes.append((kept, last))
+        body = last.body
+    result = _joined([*kept, last])
+    for before, scope in reversed(scopes):
+        result = _joined([*before, tirx.AttrStmt(scope.node, scope.attr_key, scope.value, result)])
+    return result
+
+
+def _statements(body: tirx.Stmt) -> list[tirx.Stmt]:
+    """The statements of a sequence, in which sequences may be nested."""
+    return [item for part in body.seq for item in _statements(part)] if isinstance(body, tirx.SeqStmt) else [body]
+
+
+def _joined(statements: list[tirx.Stmt]) -> tirx.Stmt:
+    return tirx.SeqStmt(statements) if len(statements) > 1 else statements[0]
+
+
+def _stays(statement: tirx.Stmt, places: Collection[int]) -> bool:
+    """Whether a statement is no check, perhaps one with a condition, or one of an argument at these places."""
+    check = statement.then_case if isinstance(statement, tirx.IfThenElse) else statement
+    return not isinstance(check, tirx.AssertStmt) or _is_of_any(check, places)
 
 
 def _is_of_any(check: tirx.AssertStmt, places: Collection[int]) -> bool:
