@@ -7,6 +7,7 @@ the library gets a function.
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -59,22 +60,9 @@ class WinogradPacking:
 
     def define(self, weight: te.Tensor) -> te.Tensor:
         """Define the weights in Winograd's form, computed in float64: the columns of a kernel first, then its rows."""
-        channels, depth, taps, _ = (int(size) for size in weight.shape)
         matrix = winograd.transforms(self.size, self.stride)[1].tolist()
-        side, vectors = len(matrix), math.ceil(channels / self.lanes)
-
-        def tap(j: Any, k: Any, v: Any, y: Any, x: Any) -> Any:
-            channel = j * self.lanes + v
-            value = weight[channel, k, y, x].astype("float64")
-            zero = tirx.const(0, "float64")
-            return value if channels % self.lanes == 0 else tirx.if_then_else(channel < channels, value, zero)
-
-        kernels = te.compute((vectors, depth, self.lanes, taps, taps), tap, name="kernels")
-        columns = te.compute(
-            (vectors, depth, side, taps, self.lanes),
-            lambda j, k, a, x, v: combine(matrix, a, lambda y: kernels[j, k, v, y, x]),
-            name="columns",
-        )
+        side, columns = len(matrix), _transformed_columns(weight, matrix, self.lanes, "float64")
+        vectors, depth, *_ = columns.shape
         return te.compute(
             (side**2, vectors, depth, self.lanes),
             lambda t, j, k, v: combine(matrix, t % side, lambda x: columns[j, k, t // side, x, v]).astype("float32"),
@@ -102,22 +90,10 @@ class IntegerWinogradPacking:
 
     def define(self, weight: te.Tensor) -> te.Tensor:
         """Define the weights in Winograd's form: the columns of a kernel first, then its rows."""
-        channels, depth, taps, _ = (int(size) for size in weight.shape)
         factor = winograd.whole_factor(self.size, self.stride) or 1
         matrix = (factor * winograd.transforms(self.size, self.stride)[1]).astype(int).tolist()
-        side, vectors, group = len(matrix), math.ceil(channels / self.lanes), PAIRS.group
-
-        def tap(j: Any, k: Any, v: Any, y: Any, x: Any) -> Any:
-            channel = j * self.lanes + v
-            value = weight[channel, k, y, x].astype("int32")
-            return value if channels % self.lanes == 0 else tirx.if_then_else(channel < channels, value, 0)
-
-        kernels = te.compute((vectors, depth, self.lanes, taps, taps), tap, name="kernels")
-        columns = te.compute(
-            (vectors, depth, side, taps, self.lanes),
-            lambda j, k, a, x, v: combine(matrix, a, lambda y: kernels[j, k, v, y, x]),
-            name="columns",
-        )
+        side, columns = len(matrix), _transformed_columns(weight, matrix, self.lanes, "int32")
+        (vectors, depth, *_), group = columns.shape, PAIRS.group
 
         def element(t: Any, j: Any, k: Any, v: Any, g: Any) -> Any:
             value = combine(matrix, t % side, lambda x: columns[j, k * group + g, t // side, x, v])
@@ -125,6 +101,27 @@ class IntegerWinogradPacking:
 
         shape = (side**2, vectors, depth // group, self.lanes, group)
         return te.compute(shape, element, name="packed", attrs={KERNEL: "packing"})
+
+
+def _transformed_columns(weight: te.Tensor, matrix: Sequence[Sequence[float]], lanes: int, dtype: str) -> te.Tensor:
+    """Define the kernels `[CO][CI][3][3]` with their columns multiplied by a matrix, in numbers of type `dtype`.
+
+    The result is `[CO/v][CI][n][3][v]` for v = `lanes` and a matrix of n rows, with zeros after the last channel.
+    """
+    channels, depth, taps, _ = (int(size) for size in weight.shape)
+    vectors = math.ceil(channels / lanes)
+
+    def tap(j: Any, k: Any, v: Any, y: Any, x: Any) -> Any:
+        channel = j * lanes + v
+        value = weight[channel, k, y, x].astype(dtype)
+        return value if channels % lanes == 0 else tirx.if_then_else(channel < channels, value, tirx.const(0, dtype))
+
+    kernels = te.compute((vectors, depth, lanes, taps, taps), tap, name="kernels")
+    return te.compute(
+        (vectors, depth, len(matrix), taps, lanes),
+        lambda j, k, a, x, v: combine(matrix, a, lambda y: kernels[j, k, v, y, x]),
+        name="columns",
+    )
 
 
 @dataclass(frozen=True)

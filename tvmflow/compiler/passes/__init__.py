@@ -166,7 +166,8 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
         layout=[attention.compose_attention(), CheckSizesAlone(), *layout(cpu.lanes)],
         products=[
             attention.lower_attention(cpu, precision == "bf16"),
-            multiply_by_one_copy(),
+            # In bfloat16 and float16, both operands of a product over a batch must have all of the batch.
+            *([multiply_by_one_copy()] if precision in ("fp32", "int8") else []),
             lower_scans(cpu),
             lower_selections(cpu),
             *narrow[precision],
