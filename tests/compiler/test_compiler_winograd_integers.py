@@ -14,6 +14,7 @@ from support.builds import rule_counts
 from support.guarded import assert_within_buffers
 from support.machines import AVX2, simple_target
 from tvmflow.compiler import BuildOptions, build, import_onnx, lower, winograd, workloads
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import BF16, INT8, PAIRS, integer_dot
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import complete, variants
@@ -97,6 +98,14 @@ def test_a_convolution_whose_sums_could_overflow_is_direct(
     x = np.full((1, depth, 2, 3), 255, "uint8")
     for weight, actual in zip(weights, run_built(model, x, np.array(0, "uint8")), strict=True):
         np.testing.assert_array_equal(actual, _expected(x, 0, weight, 1))
+
+
+def test_a_convolution_that_must_be_direct_is_no_choice(make_model: MakeModel) -> None:
+    for value, count in ((127, 0), (1, 1)):
+        choices = Choices()
+        path = _model(make_model, [1, 4096, 14, 14], [np.full((32, 4096, 3, 3), value, "int8")], 1)
+        lower(import_onnx(path), simple_target(), choices=choices)
+        assert sum(site.kind == "algorithm" for site in choices.sites.values()) == count, value
 
 
 def test_without_fast_algorithms_and_with_an_odd_depth_convolutions_are_direct(make_model: MakeModel) -> None:

@@ -165,6 +165,11 @@ def whole_factor(size: int, stride: int) -> int | None:
     return next((factor for factor in (1, 2) if not np.any(factor * kernel % 1)), None)
 
 
+def whole_sizes(stride: int) -> list[int]:
+    """Return the sizes of output tiles whose transforms are whole numbers, for a convolution's stride."""
+    return [size for size in _POINTS.get(stride, ()) if whole_factor(size, stride) is not None]
+
+
 def is_exact(weight: np.ndarray[Any, Any], size: int, stride: int, largest: int) -> bool:
     """Return whether a convolution with integer weights `[CO][CI][3][3]` is exact in the integers of `PAIRS`.
 

@@ -472,14 +472,16 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         None too where its sums could overflow.
         """
         weight, geometry, machine = call.args[1], Geometry.of(call), self._machine
+        stride, value = geometry.strides[0], weight.value.numpy()
+        if geometry.kernel != (3, 3) or not all(
+            winograd.is_exact(value, size, stride, _LARGEST) for size in winograd.whole_sizes(stride)
+        ):
+            return None
         decisions = self._choices.about(convolution.subject_of(call))
         size = convolution.winograd_size(
             operand, weight, int(call.attrs.groups), geometry, machine, decisions, dot=PAIRS
         )
         if size is None:
-            return None
-        stride, value = geometry.strides[0], weight.value.numpy()
-        if not winograd.is_exact(value, size, stride, _LARGEST):
             return None
         narrow = self.builder_.normalize(constant(value.astype("int8" if _fits_int8(value) else PAIRS.weight)))
         packed_weight = pack_weights(self.builder_, narrow, IntegerWinogradPacking(size, machine.lanes, stride))
