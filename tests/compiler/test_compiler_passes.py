@@ -834,6 +834,28 @@ def test_every_pass_of_ours_has_a_name_by_which_it_can_be_disabled(precision: An
     assert names | rewriters <= set(pass_names()) <= set(list_passes())
 
 
+# What TVM calls passes that are parts of others, and those whose constructors have other names.
+_PASSES_OF_TVM = {
+    "CanonicalizeRelaxBindings",
+    "CanonicalizeTIRVariables",
+    "DecomposeOps",
+    "DispatchSampling",
+    "DispatchSortScan",
+    "ExpandTupleArgumentsInner",
+    "FuseTIRInner",
+    "finalize",
+    "lower",
+    "s_tir.InsertHoistIfThenElse",
+    "sequential",
+}
+
+
+def test_every_pass_of_a_build_can_be_disabled_by_its_name(make_model: Any, target: Any) -> None:
+    nodes, weights = _layers()
+    model = build(import_onnx(make_model(_nodes(nodes), [("x", [2, 8, 6, 7])], ["y"], weights)), target)
+    assert {name for name, _ in model.pass_timings} - _PASSES_OF_TVM <= set(list_passes())
+
+
 def _in_order(places: Sequence[int]) -> list[str]:
     """The variables of a function in the order of their bindings, which was `places`, after the pass BindSizesFirst."""
     n, size = tvm.tirx.Var("n", "int64"), tvm.tirx.Var("size", "int64")

@@ -100,6 +100,18 @@ def test_a_convolution_whose_sums_could_overflow_is_direct(
         np.testing.assert_array_equal(actual, _expected(x, 0, weight, 1))
 
 
+def test_of_several_sizes_those_whose_sums_fit_are_used(
+    make_model: MakeModel, run_built: RunBuilt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [3, 2, None])
+    (weight,) = weights = [np.full((8, 512, 3, 3), 127, "int8")]
+    assert [winograd.is_exact(weight, size, 2, 255) for size in (2, 3)] == [True, False]
+    model = build(import_onnx(_model(make_model, [1, 512, 4, 5], weights, 2)), simple_target())
+    assert rule_counts(model)["dot_winograd"] == 1
+    x = np.full((1, 512, 4, 5), 255, "uint8")
+    np.testing.assert_array_equal(run_built(model, x, np.array(0, "uint8"))[0], _expected(x, 0, weight, 2))
+
+
 def test_a_convolution_that_must_be_direct_is_no_choice(make_model: MakeModel) -> None:
     for value, count in ((127, 0), (1, 1)):
         choices = Choices()

@@ -16,11 +16,11 @@ from tvm import relax, tirx
 from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.annotations import CHECKED
-from tvmflow.compiler.passes.calls import calls_of
+from tvmflow.compiler.operators.common import called_operator
+from tvmflow.compiler.passes.calls import called_functions
 from tvmflow.compiler.passes.functions import relax_functions
 from tvmflow.compiler.statements import map_functions
 
-_CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 # TVM's mark of what a function computes, after the checks of its arguments.
 _COMPUTE_SCOPE = "compute_scope"
 # The end of the part of a check's message that precedes the argument's place.
@@ -34,13 +34,13 @@ def keep_checks_of_inputs(mod: tvm.IRModule, inputs: int) -> tvm.IRModule:
     functions that other functions call, such as the branches of a condition, count as inputs.
     """
     functions = relax_functions(mod)
-    called = {call.op for function in functions.values() for call in calls_of(function, functions)}
+    called = called_functions(functions)
     places: dict[tvm.ir.GlobalVar, set[int]] = defaultdict(set)
     for variable, function in functions.items():
         outside = set(function.params if variable in called else function.params[:inputs])
 
         def visit(expr: relax.Expr, outside: set[relax.Var] = outside) -> None:
-            if isinstance(expr, relax.Call) and expr.op == _CALL_TIR:
+            if called_operator(expr) == "relax.call_tir":
                 places[expr.args[0]] |= {place for place, item in enumerate(expr.args[1].fields) if item in outside}
 
         relax.analysis.post_order_visit(function, visit)

@@ -67,10 +67,16 @@ class Shape:
     @property
     def sizes(self) -> list[int]:
         """Return the sizes of output tiles that the convolution can have: with integers those that are exact."""
-        sizes = list(_POINTS.get(self.stride, ()))
-        if self.dot is not PAIRS:
-            return sizes
-        return [size for size in sizes if takes_narrow(self.dot, size, self.stride, self.channels)]
+        return [size for size in _POINTS.get(self.stride, ()) if self.dot is not PAIRS or self.group(size) > 1]
+
+    def group(self, size: int | None) -> int:
+        """Return the multiply-adds that an instruction of the products does in a lane: several in a dot product.
+
+        `size` is that of the output tiles; None is the direct convolution.
+        """
+        if self.dot is None or (size is not None and not takes_narrow(self.dot, size, self.stride, self.channels)):
+            return 1
+        return self.dot.group
 
 
 def rank_sizes(shape: Shape, machine: Machine) -> list[int | None]:
@@ -97,7 +103,7 @@ def cycles(size: int | None, shape: Shape, machine: Machine) -> float:
     height, width, channels, stride = shape.height, shape.width, shape.channels, shape.stride
     vectors = -(-shape.out_channels // machine.lanes)
     if size is None:
-        depth = 9 * channels / (1 if shape.dot is None else shape.dot.group)
+        depth = 9 * channels / shape.group(size)
         tile = tiles.choose(width, vectors, machine, uses=9)
         results = math.ceil(width / tile.rows) * tile.rows * height * vectors
         weights = 4 * depth * vectors * machine.lanes
@@ -105,8 +111,7 @@ def cycles(size: int | None, shape: Shape, machine: Machine) -> float:
         return cost.results(results, depth, accumulators, machine) + cost.streaming(weights, machine)
     high, wide = -(-height // size), -(-width // (size * shape.rows)) * shape.rows
     taps = side_of(size, stride) ** 2
-    is_narrow = shape.dot is not None and takes_narrow(shape.dot, size, stride, channels)
-    steps = channels // shape.dot.group if shape.dot is not None and is_narrow else channels
+    steps = channels // shape.group(size)
     tile = choose_tile(high, wide, taps, steps, vectors, machine)
     weights = 4 * taps * steps * vectors * machine.lanes
     products = cost.results(taps * high * wide * vectors, steps, tile.rows * tile.vectors, machine)
@@ -179,12 +184,12 @@ def is_exact(weight: np.ndarray[Any, Any], size: int, stride: int, largest: int)
     factor = whole_factor(size, stride)
     if factor is None:
         return False
-    kernel = transforms(size, stride)[1]
-    transformed = factor**2 * np.einsum("ay,oiyx,bx->abio", kernel, weight.astype("float64"), kernel)
+    # Numbers of so few bits are exact in float32.
+    transformed = np.abs(factor**2 * transform_kernel(weight, size, 1, stride))
     inputs, _, outputs = (float(np.abs(matrix).sum(axis=1).max()) ** 2 for matrix in transforms(size, stride))
     operand, accumulator = (np.iinfo(dtype).max for dtype in (PAIRS.weight, PAIRS.accumulator))
-    sums = float(np.abs(transformed).sum(axis=2).max()) * largest * inputs * outputs
-    return max(float(np.abs(transformed).max()), largest * inputs) <= operand and sums <= accumulator
+    sums = float(transformed.sum(axis=2, dtype="float64").max()) * largest * inputs * outputs
+    return max(float(transformed.max()), largest * inputs) <= operand and sums <= accumulator
 
 
 def side_of(size: int, stride: int) -> int:

@@ -208,12 +208,13 @@ def winograd_size(
     machine: Machine,
     decisions: Decisions | None = None,
     dot: Dot | None = None,
+    allowed: Sequence[int] | None = None,
 ) -> int | None:
     """Choose the size of Winograd's output tiles, in pixels along each side; None for a direct convolution.
 
     `weight` has the layout `[CO][CI/groups][KH][KW]`. The `decisions` about the convolution choose among the sizes that
     apply. Without decisions the cost model chooses. An unknown height or width counts as `typical_pixels`. `dot` is
-    the dot-product instruction of the direct convolution; None in float32.
+    the dot-product instruction of the direct convolution; None in float32. No size but those `allowed` is chosen.
     """
     out_channels, channels, *_ = (int(dim) for dim in weight.ty.shape.values)
     dims = data.ty.shape.values[1:3]
@@ -229,7 +230,8 @@ def winograd_size(
     least = winograd.UNKNOWN_ROWS // 2 if dot is None else winograd.UNKNOWN_ROWS
     rows = 1 if all(static(dim) is not None for dim in dims) else least
     shape = winograd.Shape(high, wide, channels, out_channels, stride, dot, rows)
-    sizes = winograd.rank_sizes(shape, machine)
+    ranked = winograd.rank_sizes(shape, machine)
+    sizes = [size for size in ranked if size is None or allowed is None or size in allowed]
     if decisions is None:
         return sizes[0]
     options = {"direct" if size is None else f"winograd {size}": size for size in sizes}

@@ -72,17 +72,10 @@ class WinogradPacking:
 
 
 @dataclass(frozen=True)
-class IntegerWinogradPacking:
-    """Transforms integer weights for Winograd's algorithm as `winograd.integer_kernel` does; v = `lanes`.
-
-    `size` is the side of the output tiles in pixels, `stride` is the convolution's.
-    """
+class IntegerWinogradPacking(WinogradPacking):
+    """Transforms integer weights for Winograd's algorithm into int16, as `winograd.integer_kernel` does."""
 
     name: ClassVar[str] = "integer_winograd"
-
-    size: int
-    lanes: int
-    stride: int
 
     def pack(self, weight: Array) -> Array:
         """Return the transformed weights."""
@@ -170,7 +163,7 @@ class WideningPacking:
         return te.compute(weight.shape, lambda *index: weight[index].astype(PAIRS.weight), name="packed")
 
 
-_WeightPacking = WinogradPacking | IntegerWinogradPacking | StrassenPacking | WideningPacking
+_WeightPacking = WinogradPacking | StrassenPacking | WideningPacking
 _PACKINGS: dict[str, type[_WeightPacking]] = {
     packing.name: packing for packing in (WinogradPacking, IntegerWinogradPacking, StrassenPacking, WideningPacking)
 }

@@ -60,7 +60,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
         lanes = vector(units, machine)
         vectors = filled_vectors(units, lanes, static(left_shape[-2]), machine)
         compute = partial(compute, packed_units=units)
-        right = constant(_pack_matrices(right.value.numpy(), lanes, vectors))
+        right = constant(pack_array(right.value.numpy(), lanes, vectors))
     return call_kernel(builder, compute, left, right, name="batch_matmul")
 
 
@@ -150,20 +150,12 @@ def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int, vec
 
 
 def pack_array(weight: Array, lanes: int, vectors: int | None = None) -> Array:
-    """Pack weights `[K][N]` into float32 `[N/v][K][v]`, with zeros after the last column.
+    """Pack weights `[..., K, N]` into float32 `[..., N/v, K, v]`, with zeros after the last column.
 
     `vectors` is N/v, by default as many as the columns need.
     """
-    depth, units = weight.shape
-    vectors = vectors or -(-units // lanes)
-    value = np.zeros((depth, vectors * lanes), "float32")
-    value[:, :units] = weight
-    return value.reshape(depth, vectors, lanes).transpose(1, 0, 2)
-
-
-def _pack_matrices(weight: Array, lanes: int, vectors: int) -> Array:
-    """Pack weights `[..., K, N]` as `pack_array` packs each of their matrices: `[..., N/v, K, v]`."""
     *lead, depth, units = weight.shape
+    vectors = vectors or -(-units // lanes)
     value = np.zeros((*lead, depth, vectors * lanes), "float32")
     value[..., :units] = weight
     return np.moveaxis(value.reshape(*lead, depth, vectors, lanes), -2, -3)

@@ -79,6 +79,11 @@ def calls_of(function: relax.Function, functions: Mapping[tvm.ir.GlobalVar, Any]
     yield from calls
 
 
+def called_functions(functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> set[tvm.ir.GlobalVar]:
+    """Return those of a module's functions that others of them call: branches of conditions and bodies of loops."""
+    return {call.op for function in functions.values() for call in calls_of(function, functions)}
+
+
 def change_calls(
     functions: Mapping[tvm.ir.GlobalVar, relax.Function], arguments: Callable[[relax.Call], list[relax.Expr]]
 ) -> dict[tvm.ir.GlobalVar, relax.Function]:

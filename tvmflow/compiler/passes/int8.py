@@ -473,13 +473,14 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         """
         weight, geometry, machine = call.args[1], Geometry.of(call), self._machine
         stride, value = geometry.strides[0], weight.value.numpy()
-        if geometry.kernel != (3, 3) or not all(
-            winograd.is_exact(value, size, stride, _LARGEST) for size in winograd.whole_sizes(stride)
-        ):
+        if geometry.kernel != (3, 3):
+            return None
+        exact = [size for size in winograd.whole_sizes(stride) if winograd.is_exact(value, size, stride, _LARGEST)]
+        if not exact:
             return None
         decisions = self._choices.about(convolution.subject_of(call))
         size = convolution.winograd_size(
-            operand, weight, int(call.attrs.groups), geometry, machine, decisions, dot=PAIRS
+            operand, weight, int(call.attrs.groups), geometry, machine, decisions, PAIRS, exact
         )
         if size is None:
             return None

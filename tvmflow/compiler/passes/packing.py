@@ -17,7 +17,7 @@ from tvmflow.compiler.annotations import PACKING
 from tvmflow.compiler.operators.common import constant
 from tvmflow.compiler.operators.packing import packing_of
 from tvmflow.compiler.operators.widening import NarrowWeight, narrow, widen
-from tvmflow.compiler.passes.calls import ConstantKey, calls_of, key_of_constant
+from tvmflow.compiler.passes.calls import ConstantKey, called_functions, key_of_constant
 from tvmflow.compiler.passes.functions import relax_functions
 
 # The fewest bytes by which packed weights must exceed the weights. Each call of the model passes the packed weights as
@@ -49,7 +49,7 @@ class PackAtLoad:
         module if any is moved. Another packing is replaced by its result.
         """
         functions = relax_functions(mod)
-        called = {call.op for function in functions.values() for call in calls_of(function, functions)}
+        called = called_functions(functions)
         packings = _Packings(mod)
         for variable, function in functions.items():
             packings.at_load = self._at_load and variable not in called

@@ -5,7 +5,7 @@ import math
 import tvm
 from tvm import relax
 
-from tvmflow.compiler.operators.common import are_equal
+from tvmflow.compiler.operators.common import are_equal, constant
 from tvmflow.compiler.passes.rewrite import Rewriter, rewriting, sizes, static_sizes
 
 
@@ -41,7 +41,7 @@ def _multiply_by_one_copy(rewriter: Rewriter, call: relax.Call) -> relax.Expr | 
     if transpose is not None:
         value = value.transpose(0, 2, 1)
     parts = rewriter.emit(relax.op.reshape(left, relax.ShapeExpr([copies, count, *rows[1:]])))
-    product = rewriter.emit(relax.op.matmul(parts, relax.const(value.copy()), call.attrs.out_dtype))
+    product = rewriter.emit(relax.op.matmul(parts, constant(value), call.attrs.out_dtype))
     return relax.op.reshape(product, relax.ShapeExpr([rows[0], rows[1], value.shape[2]]))
 
 
