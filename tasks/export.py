@@ -161,6 +161,11 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         limits = SizeLimits(model) if module is None else None
         ties = Ties(path)
         dimensions, pairs, error = _compare_where_it_runs(session, module, limits, candidates, ties, job)
+        if _pinned(inputs, dimensions) != inputs:
+            # A dimension whose only size was found by trial is as one that the file fixes.
+            inputs = _pinned(inputs, dimensions)
+            _fix_shapes(model, inputs)
+            data = onnx_data.save(model, path)
         samples.save(folder / "samples.npz", pairs)
         masks = ties.undecided(*pairs[0], _bounds(job.export))
         np.savez(folder / "undecided.npz", **masks)  # type: ignore[arg-type]

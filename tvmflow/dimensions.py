@@ -4,8 +4,10 @@ An audio network may need more than one frame, an image network a multiple of it
 values of earlier tokens a mask of one more.
 """
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations, product
 from math import prod
 
@@ -23,6 +25,11 @@ _MOST_TRIES = 300
 _MOST_SECONDS = 60.0
 # Of more dimensions that cannot shrink alone, only all of one size are reduced together: there are too many groups.
 _MOST_GROUPED = 8
+# Beside a size, these much larger ones and these multiples are tried, before it is taken for the only one.
+_MORE = (1, 2, 3, 4, 8, 16, 32)
+_MULTIPLES = (2, 3, 4)
+# Of more dimensions that cannot grow alone, none is taken for one of a single size.
+_MOST_SINGLE = 4
 # Sizes at which the inputs have more elements are not tried: they would take memory and time for nothing.
 _MOST_ELEMENTS = 1 << 24
 # Sizes to measure are enlarged up to this many pixels of a side, tokens or frames, and these elements of the inputs.
@@ -42,7 +49,8 @@ def find_dimensions(
     together, and so are those that differ by a constant or a factor. The size to measure is the first one that was
     found; for batches that were reduced together it is the smallest one. Of dimensions other than batches, that size is
     doubled while it stays at 256 or less and the model runs: a single frame or token says little about a model. The
-    search ends after 300 runs or 60 seconds.
+    range of a dimension that takes one size alone, whatever the others are, ends with it. The search ends after 300
+    runs or 60 seconds.
     """
     symbols = {size for item in inputs for size in item.shape if isinstance(size, str)}
     names = sorted(symbols - stated.keys())
@@ -73,7 +81,16 @@ def find_dimensions(
             # A dimension that got smaller with the batches must equal them.
             apart = [name for name in others if typical[name] == sizes[name]]
             typical = _enlarged(inputs, fixed, typical, apart, runs_beside, end)
-            return {name: Dimension(min=least[name], measure=(typical[name],)) for name in names}
+
+            def may_run(larger: Sizes) -> bool:
+                is_large = _elements(inputs, fixed | larger) > _MOST_ELEMENTS
+                return is_large or time.monotonic() > end or runs_beside(larger)
+
+            single = _single([name for name in names if least[name] == typical[name]], typical, may_run)
+            return {
+                name: Dimension(min=least[name], max=least[name] if name in single else None, measure=(typical[name],))
+                for name in names
+            }
     return None
 
 
@@ -91,6 +108,25 @@ def _enlarged(
             break
         sizes = larger
     return sizes
+
+
+def _single(names: Sequence[str], sizes: Sizes, may_run: Runs) -> list[str]:
+    """Return those of `names` that cannot grow, neither alone nor in a group by one factor or amount."""
+
+    def grows(group: Sequence[str], *changes: Callable[[int], int]) -> bool:
+        return any(may_run(sizes | {name: change(sizes[name]) for name in group}) for change in changes)
+
+    amounts = [partial(operator.add, more) for more in _MORE]
+    factors = [partial(operator.mul, factor) for factor in _MULTIPLES]
+    held = [name for name in names if not grows([name], *amounts, *factors)]
+    if len(held) > _MOST_SINGLE:
+        return []
+    free: set[str] = set()
+    for count in range(2, len(held) + 1):
+        for group in combinations(held, count):
+            if not free.issuperset(group) and grows(group, amounts[0], factors[0]):
+                free.update(group)
+    return [name for name in held if name not in free]
 
 
 def _smallest_together(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Sizes:

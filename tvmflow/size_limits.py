@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from tvmflow.equations import letters_of
 from tvmflow.features import DOMAIN, Features, features_of
+from tvmflow.onnx_ranks import is_squeeze_without_axes, squeezed_axes
 
 if TYPE_CHECKING:
     import onnx
@@ -40,10 +41,11 @@ _Shapes = Mapping[str, Sequence[int]]
 class SizeLimits:
     """Limits of a model's free dimensions, found by the shapes that ONNX infers for its tensors.
 
-    A bundle does not run in three cases that ONNX Runtime accepts. In the first, the window of a pooling is larger than
+    A bundle does not run in four cases that ONNX Runtime accepts. In the first, the window of a pooling is larger than
     its data. In the second, an axis has size 1 only because an input is small, and is then broadcast to a larger size;
     the compiler assumes that the two sizes are equal. In the third, an operator of ai.onnx.ml has weights for another
-    number of features, and ONNX Runtime reads what is not there.
+    number of features, and ONNX Runtime reads what is not there. In the fourth, the result has more dimensions than the
+    file says, as a Squeeze does not remove a batch of several items.
 
     `weight_sizes` are the sizes that the first weights of the model fix, such as the channels of its image.
     """
@@ -68,6 +70,13 @@ class SizeLimits:
                 graph.initializer.append(tensor)
             elif tensor.name not in inputs:
                 graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+        squeezes = [node for node in nodes if is_squeeze_without_axes(node)]
+        shapes = self._infer({}) if squeezes else {}
+        self._removed = [
+            (node.input[0], axis)
+            for node in squeezes
+            for axis in squeezed_axes(model, node, [size or None for size in shapes.get(node.input[0], ())]) or ()
+        ]
 
     def explain(self, sizes: Mapping[str, int]) -> str | None:
         """Return why a bundle would not run at these sizes of the free dimensions; None if no reason is found."""
@@ -76,6 +85,8 @@ class SizeLimits:
             return "a pooling is larger than its data"
         if not self._features.fit(shapes):
             return "rows have other features than the model has weights for"
+        if any(shapes[name][axis] > 1 for name, axis in self._removed if name in shapes):
+            return "the file says that a dimension is one and leaves it out, which here is larger"
         repeated = {pair for node in self._broadcasts for pair in _repeated(node, shapes)}
         if repeated:
             # One factor for all: a size that is the sum of two others stays that.

@@ -94,6 +94,14 @@ def test_a_bundle_asks_for_sizes_at_which_none_is_one_by_chance(tvmflow: Command
     assert read_manifest(Path("b.tar.gz")).dimensions == {"n": (1, None), "t": (2, None)}
 
 
+def test_a_bundle_asks_for_the_one_item_that_the_file_leaves_out_of_an_output(tvmflow: Command) -> None:
+    # ONNX Runtime gives a vector for several items, which is not what the file says.
+    nodes = [helper.make_node("ReduceSum", ["x", "last"], ["sums"]), helper.make_node("Squeeze", ["sums"], ["y"])]
+    _compiled(tvmflow, save_model(Path("one.onnx"), nodes, [("x", ["n", 4])], [("y", [])], {"last": np.array([1])}))
+    manifest = read_manifest(Path("b.tar.gz"))
+    assert (manifest.inputs[0].shape, manifest.outputs[0].shape, manifest.dimensions) == ((1, 4), (), {})
+
+
 # The shapes, the type of the error, and the values that its sentence names.
 BAD_SHAPES = [
     ("z:[1,8]", "InputError", ["small.onnx", "'z'", "x, y"]),

@@ -48,6 +48,14 @@ def test_the_smallest_size_of_a_free_dimension_is_found_by_running_the_model(tvm
     assert "free dimension height: axis 2 of 'x'; runs from 5" in result.stdout
 
 
+def test_a_free_dimension_that_takes_one_size_is_said_to(tvmflow: Command, tmp_path: Path) -> None:
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    path = save_model(tmp_path / "m.onnx", [node], [("x", ["n", "k"])], ["y"], {"w": np.ones((10, 3), "float32")})
+    assert "free dimension k: axis 1 of 'x'; runs at 10 alone" in tvmflow("doctor", path).stdout
+    document = json.loads(tvmflow("doctor", path, "--json").stdout)
+    assert (document["smallest"], document["largest"]) == ({"n": 1, "k": 10}, {"n": None, "k": 10})
+
+
 def test_given_shapes_leave_no_free_dimension(tvmflow: Command, tmp_path: Path) -> None:
     result = tvmflow("doctor", save_dense(tmp_path / "dense.onnx"), "--input-shapes", "x:[8,4]", "--json")
     assert result.code == 0, result.stderr

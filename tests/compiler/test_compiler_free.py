@@ -561,14 +561,12 @@ def test_a_shape_is_computed_by_the_operators_of_the_models_opset(make_model: An
     assert import_onnx(path).outputs[0].shape == ("n", 8)
 
 
+@pytest.mark.parametrize("after", [[], [_node("Mul", ["number", "number"], ["y"])]], ids=["output", "operand"])
 def test_a_squeeze_without_axes_removes_free_dimensions_where_the_file_records_a_scalar(
-    make_model: Any, assert_same_as_onnxruntime: Any, tmp_path: Any
+    after: list[Any], make_model: Any, assert_same_as_onnxruntime: Any, tmp_path: Any
 ) -> None:
-    nodes = [
-        _node("MatMul", ["x", "column"], ["product"]),
-        _node("Squeeze", ["product"], ["number"]),
-        _node("Mul", ["number", "number"], ["y"]),
-    ]
+    squeezed = "number" if after else "y"
+    nodes = [_node("MatMul", ["x", "column"], ["product"]), _node("Squeeze", ["product"], [squeezed]), *after]
     path = make_model(nodes, [("x", ["n", 4])], ["y"], {"column": _WEIGHTS["column"]})
     model = onnx.load(path)
     del model.graph.output[:]

@@ -103,3 +103,27 @@ def test_a_size_that_the_weights_fix_is_tried() -> None:
     ranges = find_dimensions(inputs, {}, runs, [80, 3])
     assert ranges is not None
     assert (ranges["channels"].min, ranges["length"].min) == (3, 5)
+    assert (ranges["channels"].max, ranges["length"].max) == (3, None)
+
+
+def test_a_size_beside_which_no_other_is_taken_ends_its_range() -> None:
+    inputs = (Input(name="x", shape=("batch", "bands")), Input(name="state", shape=(2, "states", 8)))
+
+    def runs(sizes: Sizes) -> bool:
+        return sizes["batch"] == sizes["states"] and sizes["bands"] == 8
+
+    ranges = find_dimensions(inputs, {}, runs)
+    assert ranges is not None
+    limits = {name: (item.min, item.max) for name, item in ranges.items()}
+    assert limits == {"batch": (1, None), "states": (1, None), "bands": (8, 8)}
+
+
+def test_sizes_with_a_step_are_not_taken_for_single_ones() -> None:
+    inputs = (Input(name="x", shape=("batch", "windows", "hops")),)
+
+    def runs(sizes: Sizes) -> bool:
+        return sizes["windows"] % 96 == 0 and sizes["hops"] % 16 == 0
+
+    ranges = find_dimensions(inputs, {}, runs)
+    assert ranges is not None
+    assert {item.max for item in ranges.values()} == {None}

@@ -62,6 +62,14 @@ def test_an_einsum_repeats_a_dimension_of_one(columns: int, is_chance: bool) -> 
     assert (reason == "a size that is one by chance stands beside a larger one") == is_chance
 
 
+@pytest.mark.parametrize(("rank", "batch", "is_refused"), [(1, 1, False), (1, 4, True), (2, 4, False)])
+def test_a_dimension_that_the_file_leaves_out_is_one(rank: int, batch: int, is_refused: bool) -> None:
+    output = ("z", [None] * rank)
+    model = make_model([helper.make_node("Squeeze", ["x"], ["z"])], [("x", ["n", 3, 1])], [output], {})
+    reason = SizeLimits(model).explain({"n": batch})
+    assert (reason == "the file says that a dimension is one and leaves it out, which here is larger") == is_refused
+
+
 def test_the_sizes_that_weights_fix_are_known() -> None:
     weights = {
         "grouped": np.ones((6, 3, 3), "float32"),

@@ -59,8 +59,11 @@ def doctor_command(
         resolved = resolve(target)
         diagnosis = diagnose(model, resolved, precision, shapes, sizes, operators=own)  # type: ignore[arg-type]
     if as_json:
-        smallest = {name: item.min for name, item in ranges.items()}
-        document = {**dataclasses.asdict(diagnosis), "smallest": smallest, "refused": bool(diagnosis.refusals)}
+        limits = {
+            "smallest": {name: item.min for name, item in ranges.items()},
+            "largest": {name: item.max for name, item in ranges.items()},
+        }
+        document = {**dataclasses.asdict(diagnosis), **limits, "refused": bool(diagnosis.refusals)}
         click.echo(json.dumps(document))
     else:
         _show(diagnosis, ranges, output_console(160))
@@ -115,8 +118,8 @@ def _show(diagnosis: "Diagnosis", ranges: "dict[str, Dimension]", console: "Cons
         line(f"{', '.join(dict.fromkeys(operators))}: {note}")
     for name, places in diagnosis.free.items():
         where = ", ".join(f"axis {axis} of {value!r}" for value, axis in places)
-        least = f"runs from {ranges[name].min}" if name in ranges else "no size was found at which ONNX Runtime runs"
-        line(f"free dimension {name}: {where}; {least} (times are for {diagnosis.sizes[name]})")
+        sizes = _sizes(ranges.get(name))
+        line(f"free dimension {name}: {where}; {sizes} (times are for {diagnosis.sizes[name]})")
     for coverage in diagnosis.coverage:
         share = "" if coverage.share is None else f"{coverage.share:.0%} of the expected time"
         line(f"{coverage.precision}: {'; '.join(filter(None, (share, coverage.reason)))}")
@@ -127,3 +130,9 @@ def _show(diagnosis: "Diagnosis", ranges: "dict[str, Dimension]", console: "Cons
     count = len(diagnosis.refusals)
     verdict = f"{count} {'refusal' if count == 1 else 'refusals'}" if count else "nothing is refused"
     line(f"{diagnosis.model} for {diagnosis.target} in {diagnosis.precision}: {total} nodes, {verdict}")
+
+
+def _sizes(dimension: "Dimension | None") -> str:
+    if dimension is None:
+        return "no size was found at which ONNX Runtime runs"
+    return f"runs at {dimension.min} alone" if dimension.min == dimension.max else f"runs from {dimension.min}"

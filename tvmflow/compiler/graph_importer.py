@@ -38,7 +38,6 @@ from tvmflow.compiler.onnx.folding import computes_weights, evaluate_constants, 
 from tvmflow.compiler.onnx.outlining import Value
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
 from tvmflow.compiler.onnx.values import dims_of
-from tvmflow.compiler.onnx_file import decide_rank
 from tvmflow.compiler.refusals import (
     COMPUTED_SIZES,
     MixedTypesError,
@@ -51,6 +50,7 @@ from tvmflow.compiler.refusals import (
 from tvmflow.compiler.size_checks import cast_to
 from tvmflow.onnx_data import array_of
 from tvmflow.onnx_graph import inner_nodes, names_read, node_name, operator_name
+from tvmflow.onnx_ranks import is_squeeze_without_axes, squeezed_axes
 from tvmflow.size_limits import BROADCASTING
 
 # Tensors with fewer elements stay in the program: scalars, shapes and axes steer the import itself.
@@ -362,14 +362,12 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _with_axes(self, node: onnx.NodeProto) -> onnx.NodeProto:
         """A Squeeze that, by the file, removes all symbolic dimensions, with its axes; other nodes as they are."""
-        if node.op_type != "Squeeze" or any(node.input[1:]) or node.attribute:
+        if not is_squeeze_without_axes(node):
             return node
         dims = dims_of(self._nodes[node.input[0]]) or []
-        least = sum(isinstance(size, int) and size != 1 for size in dims)
-        most = sum(not isinstance(size, int) or size != 1 for size in dims)
-        if least == most or decide_rank(self._model, node.output[0], range(least, most + 1)) != least:
+        axes = squeezed_axes(self._model, node, [size if isinstance(size, int) else None for size in dims])
+        if axes is None:
             return node
-        axes = [axis for axis, size in enumerate(dims) if not isinstance(size, int) or size == 1]
         return onnx.helper.make_node("Squeeze", node.input[:1], node.output, node.name, axes=axes)
 
     def _in_symbols_of_inputs(self, value: relax.Expr) -> relax.Expr:

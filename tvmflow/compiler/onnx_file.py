@@ -216,24 +216,3 @@ def _constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
     if attribute.name not in dtype:
         return None
     return numpy_helper.from_array(np.array(value, dtype[attribute.name]))
-
-
-def decide_rank(model: onnx.ModelProto, name: str, ranks: Sequence[int]) -> int | None:
-    """Return the rank of the value `name`: the only one of `ranks` that agrees with the shapes in the file.
-
-    Returns None if none of them or several agree.
-    """
-    fitting = [rank for rank in ranks if _agrees(model, name, rank)]
-    return fitting[0] if len(fitting) == 1 else None
-
-
-def _agrees(model: onnx.ModelProto, name: str, rank: int) -> bool:
-    trial = onnx.ModelProto()
-    trial.CopyFrom(without_weights(model))
-    # Inference takes the type of a value from here where it finds out nothing else.
-    trial.graph.value_info.add(name=name).type.tensor_type.shape.dim.extend([onnx.TensorShapeProto.Dimension()] * rank)
-    try:
-        onnx.shape_inference.infer_shapes(trial, strict_mode=True)
-    except Exception:  # It refuses graphs that runtimes take, and files beyond 2 GB.
-        return False
-    return True
