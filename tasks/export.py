@@ -16,7 +16,7 @@ from tvmflow import onnx_data, samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
-from tvmflow.index_limits import index_limits
+from tvmflow.index_limits import index_limits, index_ranges
 from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import explain_order, rounds_activations, standard_opset
@@ -99,6 +99,7 @@ class ExportResult(StepResult):
     model's factory gave different weights. `without_labels` names the outputs that `notes` describes. `undecided` has,
     for the first sample, the masks of the integers and bools that rounding decides, by the outputs' names.
     `rounds_activations` is whether the model computes tensors of few bits: 8-bit integers, float16 or bfloat16.
+    `indices` are the least and the largest integer of inputs that the model looks up in tables.
     """
 
     onnx: Artifact
@@ -113,6 +114,7 @@ class ExportResult(StepResult):
     is_repeatable: bool = True
     without_labels: tuple[str, ...] = ()
     rounds_activations: bool = False
+    indices: dict[str, tuple[int, int]] = Field(default={})
 
     def notes(self) -> list[str]:
         """Return a sentence for each output that is a dictionary by label (ZipMap) in the original.
@@ -182,6 +184,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             is_repeatable=is_repeatable,
             without_labels=without_labels,
             rounds_activations=rounds_activations(model),
+            indices=index_ranges(model),
             sources=usercode.imported_sources(job.folder),
         )
 

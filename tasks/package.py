@@ -81,6 +81,7 @@ class PackageJob(TargetJob):
             variants=tuple(Variant(function, sizes) for function, sizes in sorted(build.variants.items())),
             versions=installed_versions(build.llvm),
             fresh_outputs=build.fresh_outputs,
+            indices=exported.indices,
             provenance={
                 "onnx": exported.onnx.sha256,
                 "relax": imported.ir.sha256,

@@ -1,4 +1,4 @@
-"""How many values the integers of an ONNX model's inputs may have, where the model uses them as indices."""
+"""The values that the integers of an ONNX model's inputs may have, where the model uses them as indices."""
 
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -14,6 +14,10 @@ _MOVING = {
     *("Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose"),
     "Unsqueeze",
 }
+# Those of them that may leave elements out.
+_SELECTING = {"Slice", "Split"}
+# The types of integers that hold all indices; a conversion to another type changes what does not fit.
+_WIDE = ("INT32", "INT64")
 # Operators that keep the sizes of a table, though not its numbers.
 _SAME_SIZES = {"Cast", "DequantizeLinear", "Identity"}
 # For com.microsoft's EmbedLayerNormalization, the operands that are indices, and the tables that they look up.
@@ -28,6 +32,25 @@ def index_limits(model: "onnx.ModelProto") -> dict[str, int]:
     """
     graph = _Graph(model)
     return {value.name: limit for value in model.graph.input if (limit := graph.limit_of(value.name)) is not None}
+
+
+def index_ranges(model: "onnx.ModelProto") -> dict[str, tuple[int, int]]:
+    """Return the least and the largest integer of each input of which all integers are looked up in a table of weights.
+
+    Inputs of other types than 32-bit and 64-bit integers are left out. ONNX Runtime refuses to run the model with an
+    integer that a table lacks; a bundle would read the nearest row in its place. Gather counts negative ones from the
+    end of the table.
+    """
+    from onnx import TensorProto
+
+    wide = [TensorProto.DataType.Value(name) for name in _WIDE]
+    graph = _Graph(model)
+    ranges = {
+        value.name: graph.range_of(value.name)
+        for value in model.graph.input
+        if value.type.tensor_type.elem_type in wide
+    }
+    return {name: limits for name, limits in ranges.items() if limits is not None}
 
 
 class _Graph:
@@ -57,16 +80,46 @@ class _Graph:
                 limits.append(limit)
         return min(limits, default=None)
 
-    def _limit_at(self, node: "onnx.NodeProto", name: str) -> int | None:
-        place = list(node.input).index(name)
-        if node.op_type in _MOVING:
-            limits = [self.limit_of(output) for output in node.output] if place == 0 else []
-            return min((limit for limit in limits if limit is not None), default=None)
+    def range_of(self, name: str) -> tuple[int, int] | None:
+        """The integers that all tables have in which all elements of a value are looked up; None without a table."""
+        ranges = [
+            limits
+            for node in self._readers[name]
+            for place, item in enumerate(node.input)
+            if item == name and (limits := self._range_at(node, place)) is not None
+        ]
+        return (max(low for low, _ in ranges), min(high for _, high in ranges)) if ranges else None
+
+    def _range_at(self, node: "onnx.NodeProto", place: int) -> tuple[int, int] | None:
+        from onnx import TensorProto
+
+        if node.op_type in _MOVING - _SELECTING and place == 0:
+            wide = [TensorProto.DataType.Value(name) for name in _WIDE]
+            if node.op_type == "Cast" and not all(item.i in wide for item in node.attribute if item.name == "to"):
+                return None
+            return self.range_of(node.output[0])
+        rows = self._rows_at(node, place)
+        if rows is None:
+            return None
+        return (-rows if node.op_type == "Gather" else 0), rows - 1
+
+    def _rows_at(self, node: "onnx.NodeProto", place: int) -> int | None:
+        """The rows of the table in which a node looks up an operand; None for other nodes and operands."""
         if node.op_type == "Gather" and place == 1:
             axis = next((item.i for item in node.attribute if item.name == "axis"), 0)
             return self._size(node.input[0], axis)
         if node.op_type == "EmbedLayerNormalization" and place in _EMBEDDINGS and len(node.input) > _EMBEDDINGS[place]:
             return self._size(node.input[_EMBEDDINGS[place]], 0)
+        return None
+
+    def _limit_at(self, node: "onnx.NodeProto", name: str) -> int | None:
+        place = list(node.input).index(name)
+        if node.op_type in _MOVING:
+            limits = [self.limit_of(output) for output in node.output] if place == 0 else []
+            return min((limit for limit in limits if limit is not None), default=None)
+        rows = self._rows_at(node, place)
+        if rows is not None:
+            return rows
         if node.op_type == "OneHot" and place == 0:
             depth = self._numbers(node.input[1])
             return None if depth is None else int(depth.ravel()[0])

@@ -77,6 +77,16 @@ std::string HostArchOf(const std::string& arch, const Field& target) {
   return "";
 }
 
+std::map<std::string, std::pair<int64_t, int64_t>> ReadIndices(const Field& field) {
+  std::map<std::string, std::pair<int64_t, int64_t>> indices;
+  for (const auto& [name, limits] : PrintableMembers(field)) {
+    const std::vector<Field> bounds = limits.Items();
+    if (bounds.size() != 2) limits.Refuse("a pair of bounds");
+    indices[name] = {bounds[0].Integer(), bounds[1].Integer()};
+  }
+  return indices;
+}
+
 Manifest ReadManifest(const Field& document) {
   Manifest manifest;
   manifest.name = document.At("name").Text();
@@ -92,8 +102,15 @@ Manifest ReadManifest(const Field& document) {
   for (const auto& [key, value] : document.Members()) {
     if (key == "max_threads") manifest.max_threads = value.IsNull() ? std::nullopt : std::optional(value.Count(1));
     if (key == "fresh_outputs") manifest.fresh_outputs = value.Flag();
+    if (key == "indices") manifest.indices = ReadIndices(value);
   }
   manifest.inputs = ReadTensors(document.At("inputs"));
+  for (const auto& [name, limits] : manifest.indices) {
+    const auto has_name = [&name = name](const TensorSpec& spec) { return spec.name == name; };
+    if (std::none_of(manifest.inputs.begin(), manifest.inputs.end(), has_name)) {
+      throw Error("'indices' in its manifest names no input");
+    }
+  }
   manifest.outputs = ReadTensors(document.At("outputs"));
   for (const auto& [symbol, range] : PrintableMembers(document.At("dimensions"))) {
     manifest.dimensions[symbol] = ReadRange(range);

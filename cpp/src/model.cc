@@ -91,6 +91,26 @@ void CheckInput(const Manifest& manifest, const TensorSpec& spec, const Tensor& 
   }
 }
 
+template <typename Number>
+void CheckNumbers(const std::string& name, const Tensor& tensor, const std::pair<int64_t, int64_t>& limits) {
+  const auto* numbers = static_cast<const Number*>(tensor.data_ptr());
+  const auto [least, largest] = std::minmax_element(numbers, numbers + tensor.numel());
+  for (const Number* number : {least, largest}) {
+    if (number == numbers + tensor.numel()) return;
+    if (*number >= limits.first && *number <= limits.second) continue;
+    throw Error("input '" + name + "' holds " + std::to_string(*number) + "; the model takes " +
+                std::to_string(limits.first) + " to " + std::to_string(limits.second));
+  }
+}
+
+// Checks that the integers of a contiguous input are in the table in which the model looks them up.
+void CheckIndices(const Manifest& manifest, const TensorSpec& spec, const Tensor& tensor) {
+  const auto limits = manifest.indices.find(spec.name);
+  if (limits == manifest.indices.end()) return;
+  if (spec.dtype == "int64") CheckNumbers<int64_t>(spec.name, tensor, limits->second);
+  if (spec.dtype == "int32") CheckNumbers<int32_t>(spec.name, tensor, limits->second);
+}
+
 // The value of an environment variable, a number of at least `least`; none where it is not set.
 std::optional<int64_t> NumberIn(const char* variable, int64_t least) {
   const char* text = std::getenv(variable);
@@ -255,6 +275,7 @@ const ffi::Function& Model::FunctionFor(const std::vector<Tensor>& inputs,
     if (!OnCpu(inputs[i].device()) || !inputs[i].IsContiguous() || !inputs[i].IsAligned(kAlignment)) {
       throw Error("input '" + manifest_.inputs[i].name + "' is not contiguous memory of the CPU, aligned to 64 bytes");
     }
+    CheckIndices(manifest_, manifest_.inputs[i], inputs[i]);
   }
   for (size_t i = 0; i < manifest_.variants.size(); ++i) {
     const std::map<std::string, int64_t>& variant = manifest_.variants[i].sizes;

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from support.models import make_model
-from tvmflow.index_limits import index_limits
+from tvmflow.index_limits import index_limits, index_ranges
 
 _TABLE = np.zeros((30, 4), "float32")
 _SMALL = np.zeros((7, 4), "float32")
@@ -93,3 +93,52 @@ def test_what_an_inner_graph_reads_has_no_limit() -> None:
         helper.make_node("Add", ["a", "b"], ["y"]),
     ]
     assert _limits(nodes, {"table": _TABLE, "small": _SMALL, "condition": np.array(True)}) == {}
+
+
+def _ranges(nodes: Sequence[Any], weights: dict[str, Any], **options: Any) -> dict[str, tuple[int, int]]:
+    return index_ranges(make_model(nodes, _IDS, [("y", None)], weights, **options))
+
+
+def test_negative_integers_count_from_the_end_of_a_table() -> None:
+    assert _ranges([_gather("table")], {"table": _TABLE}) == {"ids": (-30, 29)}
+
+
+def test_integers_must_be_in_all_tables() -> None:
+    nodes = [_gather("table", result="a"), _gather("small", result="b"), helper.make_node("Add", ["a", "b"], ["y"])]
+    assert _ranges(nodes, {"table": _TABLE, "small": _SMALL}) == {"ids": (-7, 6)}
+
+
+def test_embeddings_take_no_negative_integers() -> None:
+    node = helper.make_node(
+        "EmbedLayerNormalization",
+        ["ids", "ids", "small", "table", "table", "gamma", "gamma"],
+        ["y", "mask"],
+        domain="com.microsoft",
+    )
+    weights = {"small": _SMALL, "table": _TABLE, "gamma": np.zeros(4, "float32")}
+    assert _ranges([node], weights, domains={"com.microsoft": 1}) == {"ids": (0, 6)}
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [helper.make_node("Slice", ["ids", "zero", "one"], ["part"]), _gather("table", "part")],
+        [
+            helper.make_node("Cast", ["ids"], ["flags"], to=TensorProto.BOOL),
+            helper.make_node("Cast", ["flags"], ["numbers"], to=TensorProto.INT64),
+            _gather("table", "numbers"),
+        ],
+        [helper.make_node("Gather", ["ids", "zero"], ["y"])],
+        [helper.make_node("OneHot", ["ids", "depth", "values"], ["y"])],
+    ],
+    ids=["some of them", "whether they are zero", "the data", "a one-hot encoding"],
+)
+def test_other_integers_may_have_any_value(nodes: Sequence[Any]) -> None:
+    weights = {
+        "table": _TABLE,
+        "zero": np.array([0]),
+        "one": np.array([1]),
+        "depth": np.array(11),
+        "values": np.array([0.0, 1.0], "float32"),
+    }
+    assert _ranges(nodes, weights) == {}

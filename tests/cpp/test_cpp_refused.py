@@ -18,7 +18,9 @@ import pytest
 
 from support import scale
 from support.cpp import Runner
+from support.models import save_lookup
 from support.mutants import spelled
+from support.steps import compile_by_steps
 from tvmflow import npz
 from tvmflow.target import host
 
@@ -300,3 +302,14 @@ def test_no_temporary_file_remains(runner: Runner, bundle: Path, tmp_path: Path)
     assert runner(bundle, env={"TMPDIR": str(scratch)}).returncode == 0
     runner.refusal(damaged, env={"TMPDIR": str(scratch)})
     assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_an_integer_that_the_table_lacks_is_named(runner: Runner, tmp_path: Path, dtype: str) -> None:
+    path = save_lookup(tmp_path / "lookup.onnx", dtype)
+    bundle = compile_by_steps({"name": "lookup", "model": {"onnx": str(path)}}, tmp_path, tmp_path / "state")
+    assert runner.outputs(bundle, {"ids": np.array([[-5, 4]], dtype)}, tmp_path)
+    for value in (5, -6):
+        npz.write(tmp_path / "in.npz", {"ids": np.array([[0, value]], dtype)})
+        message = runner.refusal(bundle, "--inputs", tmp_path / "in.npz")
+        assert message.endswith(f"input 'ids' holds {value}; the model takes -5 to 4")

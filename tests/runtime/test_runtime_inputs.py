@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 from onnx import helper
 
-from support.models import save_model
+from support.models import save_lookup, save_model
 from support.steps import compile_by_steps
 from tvmflow import runtime
 from tvmflow.errors import InputError
@@ -156,3 +156,18 @@ def test_sizes_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         np.testing.assert_array_equal(model(**arrays)["z"], np.hstack([arrays["x"], arrays["y"]]))
         with pytest.raises(InputError, match=r"x \[2, 2\], y \[3, 3\]: m must be n$"):
             model(**{**arrays, "y": np.ones((3, 3), np.float32)})
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_an_integer_that_the_table_lacks_is_named(tmp_path: Path, dtype: str) -> None:
+    path = save_lookup(tmp_path / "lookup.onnx", dtype)
+    bundle = compile_by_steps({"name": "lookup", "model": {"onnx": str(path)}}, tmp_path, tmp_path / "state")
+    with runtime.load(bundle) as model:
+        ends = model(np.array([[-5, 4]], dtype))["y"]
+        np.testing.assert_array_equal(ends, model(np.array([[0, -1]], dtype))["y"])
+        for value in (5, -6):
+            for shape in ((1, 2), (2, 1), (1, 2)):
+                ids = np.array([0, value], dtype).reshape(shape)
+                for call in (lambda ids=ids: model(ids), lambda ids=ids: model.check_inputs({"ids": ids})):
+                    with pytest.raises(InputError, match=rf"^input 'ids' holds {value}; the model takes -5 to 4$"):
+                        call()

@@ -124,3 +124,11 @@ def save_convolution(path: Path) -> Path:
     weights = {"w": np.random.default_rng(0).normal(size=(48, 32, 3, 3)).astype(np.float32) / 20}
     nodes = [helper.make_node("Conv", ["image", "w"], ["y"], pads=[1, 1, 1, 1])]
     return save_model(path, nodes, [("image", ["batch", 32, 12, 12])], ["y"], weights)
+
+
+def save_lookup(path: Path, dtype: str = "int64") -> Path:
+    """Save a model that looks up integers `ids` of `[batch, length]` in a table of 5 rows."""
+    table = np.random.default_rng(0).random((5, 3), "float32")
+    nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"]), helper.make_node("Sigmoid", ["rows"], ["y"])]
+    ids = ("ids", ["batch", "length"], helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+    return save_model(path, nodes, [ids], ["y"], {"table": table})

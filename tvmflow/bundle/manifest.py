@@ -78,8 +78,9 @@ class Manifest:
     `pack_weights` packs the weights that the library holds. With `apart` and `unpacked`, a call passes the packed
     weights after the inputs. `threads` is the number of threads that the code was chosen for; `max_threads` is the most
     threads to run on by default, None as many as there are cores. `fresh_outputs` is true where every call writes all
-    outputs to memory that nothing else uses, so that a caller may keep them without a copy. `provenance` maps the
-    inputs of the build to their SHA-256, and `options` and `code` to the options and the digest of tvmflow's code.
+    outputs to memory that nothing else uses, so that a caller may keep them without a copy. `indices` holds the least
+    and the largest integer of each input that the model looks up in a table, such as a vocabulary. `provenance` maps
+    the inputs of the build to their SHA-256, and `options` and `code` to the options and the digest of tvmflow's code.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Manifest:
     files: dict[str, FileEntry] = field(default_factory=dict)
     max_threads: int | None = None
     fresh_outputs: bool = False
+    indices: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def format(self) -> int:
@@ -107,14 +109,16 @@ class Manifest:
     def to_json(self) -> bytes:
         """Return canonical JSON: equal manifests give equal bytes. Raises ValueError for NaN or infinity.
 
-        `max_threads` is left out if it equals `threads`, and `fresh_outputs` if it is false: a reader takes these
-        values for missing keys.
+        `max_threads` is left out if it equals `threads`, `fresh_outputs` if it is false, and `indices` without any: a
+        reader takes these values for missing keys.
         """
         document = {**asdict(self), "format": self.format}
         if self.max_threads == self.threads:
             del document["max_threads"]
         if not self.fresh_outputs:
             del document["fresh_outputs"]
+        if not self.indices:
+            del document["indices"]
         return _canonical(document)
 
     @classmethod
@@ -230,6 +234,7 @@ def _read(document: dict[str, Any]) -> Manifest:
         threads=_count(document["threads"], least=1),
         max_threads=_limit(document),
         fresh_outputs=_flag(document.get("fresh_outputs", False)),
+        indices=_indices(document.get("indices", {}), {item.name for item in inputs}),
         inputs=inputs,
         outputs=tuple(_tensor(item) for item in _list(document["outputs"])),
         dimensions={_text(name): _range(item) for name, item in _mapping(document["dimensions"]).items()},
@@ -301,6 +306,19 @@ def _range(item: Any) -> tuple[int, int | None]:
     if limits[1] is not None and limits[1] < limits[0]:
         raise ValueError(f"{limits[0]} to {limits[1]} is no range")
     return limits
+
+
+def _indices(value: object, inputs: Set[str]) -> dict[str, tuple[int, int]]:
+    limits = {_text(name): (_number(least), _number(largest)) for name, (least, largest) in _mapping(value).items()}
+    if not limits.keys() <= inputs:
+        raise ValueError(f"{min(limits.keys() - inputs)!r} is no input")
+    return limits
+
+
+def _number(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not -_LARGEST_SIZE <= value <= _LARGEST_SIZE:
+        raise TypeError(f"{value!r} is not an integer")
+    return value
 
 
 def _variant(item: Mapping[str, Any], symbols: Set[str]) -> Variant:

@@ -234,6 +234,8 @@ class CompiledModel:
         self._names = tuple(spec.name for spec in self.inputs)
         self._dtypes = tuple(np.dtype(spec.dtype) for spec in self.inputs)
         self._output_names = tuple(spec.name for spec in self.outputs)
+        # The places of inputs that are looked up in tables, with their least and largest integer.
+        self._indices = tuple((self._names.index(name), *limits) for name, limits in manifest.indices.items())
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -275,8 +277,8 @@ class CompiledModel:
         array is gone, later calls use that memory again; it is not given back to the system.
 
         Takes every input, in order or by name. Raises InputError for an input that is missing, unknown, or of the wrong
-        shape or dtype, and for sizes that contradict each other while the model runs; ValueError when the model is
-        closed.
+        shape or dtype, for integers beyond the table in which the model looks them up, and for sizes that contradict
+        each other while the model runs; ValueError when the model is closed.
         """
         arrays: Sequence[Any] = (*args, *map(kwargs.get, self._names[len(args) :])) if kwargs else args
         call = self._find_call(arrays) if len(args) + len(kwargs) == len(self._names) else None
@@ -284,6 +286,8 @@ class CompiledModel:
             checked, sizes = self._check(self._name_inputs(args, kwargs))
             arrays = tuple(checked.values())
             call = self._find_call(arrays) or self._prepare_call(arrays, sizes)
+        if self._indices:
+            self._check_indices(arrays)
         if pools.are_mixed and self._uses_tvms_pool:
             pools.use_workers(self.threads)
         if isinstance(call, _DirectCall):
@@ -494,12 +498,26 @@ class CompiledModel:
     def check_inputs(self, inputs: "Mapping[str, npt.ArrayLike]") -> "dict[str, Array]":
         """Return inputs by name as C-contiguous arrays, in the model's order.
 
-        Raises InputError for an input that is missing, unknown, or of the wrong shape or dtype.
+        Raises InputError for an input that is missing, unknown, or of the wrong shape or dtype, and for integers beyond
+        the table in which the model looks them up.
         """
-        return self._check(inputs)[0]
+        arrays = self._check(inputs)[0]
+        self._check_indices(tuple(arrays.values()))
+        return arrays
+
+    def _check_indices(self, arrays: Sequence[Any]) -> None:
+        for place, least, largest in self._indices:
+            array = arrays[place]
+            if not array.size:
+                continue
+            for value in (array.min(), array.max()):
+                if not least <= value <= largest:
+                    raise InputError(
+                        f"input {self._names[place]!r} holds {value}; the model takes {least} to {largest}"
+                    )
 
     def _check(self, inputs: "Mapping[str, npt.ArrayLike]") -> "tuple[dict[str, Array], dict[str, int]]":
-        """Return the inputs as `check_inputs` does, and the size of each symbolic dimension."""
+        """Return the inputs as `check_inputs` does, whatever they hold, and the size of each symbolic dimension."""
         for name in inputs:
             if name not in self._names:
                 raise InputError(f"model {self.manifest.name!r} has no input {name!r}; it takes {self._signature()}")

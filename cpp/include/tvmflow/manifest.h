@@ -48,6 +48,8 @@ struct Manifest {
   std::optional<int64_t> max_threads;
   // Whether every call writes all outputs to memory that nothing else uses; else one may be an input or a constant.
   bool fresh_outputs = false;
+  // The least and the largest integer of each input that the model looks up in a table.
+  std::map<std::string, std::pair<int64_t, int64_t>> indices;
   std::vector<TensorSpec> inputs;
   std::vector<TensorSpec> outputs;
   // The smallest and the largest size of each symbolic dimension; without a largest, any size from the smallest.

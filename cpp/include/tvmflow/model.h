@@ -48,7 +48,8 @@ class Model {
   // Runs the model on inputs in its order and returns its outputs in the order of the manifest.
   //
   // Inputs and outputs are in the CPU's memory. An output may share memory with an input. Throws Error for an input
-  // that CheckInputs refuses, or whose memory is not contiguous or not aligned to 64 bytes.
+  // that CheckInputs refuses, whose memory is not contiguous or not aligned to 64 bytes, or whose integers are beyond the
+  // table in which the model looks them up.
   std::vector<Tensor> Run(const std::vector<Tensor>& inputs);
 
  private:
