@@ -21,7 +21,7 @@ _WIDE = ("INT32", "INT64")
 # Operators that keep the sizes of a table, though not its numbers.
 _SAME_SIZES = {"Cast", "DequantizeLinear", "Identity"}
 # For com.microsoft's EmbedLayerNormalization, the operands that are indices, and the tables that they look up.
-_EMBEDDINGS = {0: 2, 1: 4, 7: 3}
+_EMBEDDINGS = {0: 2, 1: 4, 8: 3}
 
 
 def index_limits(model: "onnx.ModelProto") -> dict[str, int]:

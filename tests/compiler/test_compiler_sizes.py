@@ -27,6 +27,11 @@ def _whole(name: str, result: str) -> onnx.NodeProto:
     return helper.make_node("Cast", [name], [result], to=TensorProto.INT64)
 
 
+def _size(name: str, result: str) -> list[onnx.NodeProto]:
+    """The number of columns of a tensor."""
+    return [_node("Shape", name, f"{result}_of"), _node("Gather", f"{result}_of one", result)]
+
+
 _WEIGHTS = {
     "kernel": np.ones((8, 4, 3, 3), "float32"),
     "grouped": np.ones((8, 2, 3, 3), "float32"),
@@ -35,6 +40,13 @@ _WEIGHTS = {
     "pairs": np.array([0, 2, 3, -1]),
     "qkv": np.ones((8, 24), "float32"),
     "bias": np.ones(24, "float32"),
+    "zero": np.array(0),
+    "one": np.array(1),
+    "first": np.array([0]),
+    "words": np.ones((3, 8), "float32"),
+    "lines": np.ones((6, 8), "float32"),
+    "gamma": np.ones(8, "float32"),
+    "nine": np.ones(9, "float32"),
 }
 # Nodes, the dimensions of the inputs, shapes that the model takes, and such that it does not.
 _CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, list[Any]], list[Shape], list[list[Shape]]]] = {
@@ -113,6 +125,47 @@ _CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, list[Any]], list[Shape],
         {"x": ["n", "t", "c"]},
         [(1, 5, 8)],
         [[(1, 5, 9)]],
+    ),
+    "positions of embeddings": (
+        [
+            helper.make_node("Cast", ["i"], ["ids"], to=TensorProto.INT32),
+            helper.make_node(
+                "EmbedLayerNormalization",
+                ["ids", "", "words", "lines", "", "gamma", "gamma"],
+                ["y", "counts"],
+                domain="com.microsoft",
+            ),
+        ],
+        {"i": ["n", "t"]},
+        [(2, 6)],
+        [[(2, 7)]],
+    ),
+    # Each position plus one is looked up in a table of nine.
+    "positions": (
+        [
+            *_size("x", "count"),
+            _node("Range", "zero count one", "places"),
+            _node("Add", "places one", "later"),
+            _node("Unsqueeze", "later first", "row"),
+            _node("Gather", "nine row", "values"),
+            _node("Add", "x values", "y"),
+        ],
+        {"x": ["n", "t"]},
+        [(2, 8)],
+        [[(2, 9)], [(1, 2000)]],
+    ),
+    "positions after those of a cache": (
+        [
+            *_size("x", "count"),
+            *_size("z", "past"),
+            _node("Add", "past count", "end"),
+            _node("Range", "past end one", "places"),
+            _node("Gather", "nine places", "values"),
+            _node("Add", "x values", "y"),
+        ],
+        {"x": ["n", "t"], "z": ["m", "p"]},
+        [(2, 4), (1, 5)],
+        [[(2, 5), (1, 5)], [(2, 4), (1, 6)]],
     ),
 }
 

@@ -171,3 +171,20 @@ def test_an_integer_that_the_table_lacks_is_named(tmp_path: Path, dtype: str) ->
                 for call in (lambda ids=ids: model(ids), lambda ids=ids: model.check_inputs({"ids": ids})):
                     with pytest.raises(InputError, match=rf"^input 'ids' holds {value}; the model takes -5 to 4$"):
                         call()
+
+
+def test_a_text_longer_than_the_table_of_positions_is_refused_with_its_limit(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Gather", ["shape", "one"], ["count"]),
+        helper.make_node("Range", ["zero", "count", "one"], ["places"]),
+        helper.make_node("Gather", ["table", "places"], ["positions"]),
+        helper.make_node("Add", ["x", "positions"], ["y"]),
+    ]
+    weights = {"zero": np.array(0), "one": np.array(1), "table": np.ones(40, "float32")}
+    path = save_model(tmp_path / "text.onnx", nodes, [("x", ["n", "length"])], ["y"], weights)
+    bundle = compile_by_steps({"name": "text", "model": {"onnx": str(path)}}, tmp_path, tmp_path / "state")
+    with runtime.load(bundle) as model:
+        assert model(np.zeros((2, 40), "float32"))["y"].shape == (2, 40)
+        with pytest.raises(InputError, match=r"inputs of the shapes x \[2, 41\]: length must be at most 40$"):
+            model(np.zeros((2, 41), "float32"))

@@ -7,6 +7,7 @@ import numpy as np
 from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.attention import cap_scores, join_heads, repeat_heads, scaled_scores, split_heads
+from tvmflow.compiler.onnx.indexing import check_largest
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.quantised import channels_first, channels_last, dequantize
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
@@ -170,6 +171,9 @@ def convert_embed_layer_norm(node: Node) -> relax.Expr:
         raise FreeSizeError("an input of unknown shape")
     if places is None:
         places = node.emit(relax.op.arange(0, dims[1], 1, "int32"))
+    rows = (dims_of(positions) or [None])[0] if positions is not None else None
+    if isinstance(rows, int):
+        check_largest(node, places, rows)
     total = node.emit(relax.op.take(words, ids, axis=0, mode="clip"))
     total = node.emit(relax.op.add(total, node.emit(relax.op.take(positions, places, axis=0, mode="clip"))))
     if segments is not None:

@@ -13,8 +13,13 @@ from tvm import relax, te, tirx
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import elements_at_import, materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
+from tvmflow.compiler.operators.common import called_operator
 from tvmflow.compiler.size_checks import cast_to
 
+# Operators that leave no integer of their operand out.
+_KEEPING = {
+    *("relax.broadcast_to", "relax.expand_dims", "relax.permute_dims", "relax.reshape", "relax.squeeze", "relax.tile"),
+}
 # The opset in which Hardmax and its like came to be along one dimension.
 _ONE_AXIS = 13
 
@@ -65,18 +70,23 @@ def _descend(node: Node, start: Any, stop: Any, step: int, dtype: str) -> relax.
 def convert_gather(node: Node) -> relax.Expr | None:
     """Return the Relax expression of a Gather by constant indices, or along a static dimension.
 
-    Indices outside of the data are clamped. TVM's converter would read the size of the dimension at run time. Returns
-    None, which leaves the node to TVM's converter, for constant data, for data of unknown shape, and for indices that
-    are symbolic sizes. Along a symbolic dimension, it also returns None for negative indices and for indices that are
-    not constant. Raises UnsupportedFormError for a constant index outside of a static dimension.
+    Indices outside of the data are clamped, but the model checks those that it counts itself when it runs. TVM's
+    converter would read the size of the dimension at run time. Returns None, which leaves the node to TVM's converter,
+    for constant data, for data of unknown shape, and for indices that are symbolic sizes. Along a symbolic dimension,
+    it also returns None for negative indices and for indices that are not constant. Raises UnsupportedFormError for a
+    constant index outside of a static dimension.
     """
     data, indices = node.inputs[0], node.inputs[1]
     axis = node.attrs.get("axis", 0)
-    if isinstance(data, tvm.ir.GenericConst) or not isinstance(data.ty, relax.TensorType) or not data.ty.shape:
+    if not isinstance(data.ty, relax.TensorType) or not data.ty.shape:
         return None
     if not isinstance(indices.ty, relax.TensorType):
         return None
     extent = int(data.ty.shape.values[axis]) if is_static(data.ty.shape.values[axis]) else None
+    if extent is not None:
+        check_largest(node, indices, extent)
+    if isinstance(data, tvm.ir.GenericConst):
+        return None
     values = indices.value.numpy() if isinstance(indices, tvm.ir.GenericConst) else None
     if extent is None and (values is None or (values < 0).any()):
         node.inputs[1] = clamp_indices(node, indices, [data.ty.shape.values[axis]])
@@ -91,6 +101,39 @@ def convert_gather(node: Node) -> relax.Expr | None:
         negative = relax.op.less(indices, relax.const(0, dtype))
         indices = relax.op.where(negative, relax.op.add(indices, relax.const(extent, dtype)), indices)
     return relax.op.take(data, indices, axis, mode="clip")
+
+
+def check_largest(node: Node, indices: relax.Expr, extent: int) -> None:
+    """Let the model check, when it runs, that indices that it counts itself, as positions, are below `extent`.
+
+    Other indices are left alone.
+    """
+    largest = _largest(node, indices)
+    if largest is not None and not isinstance(largest, int):
+        node.check_size(tirx.max(largest + 1, tirx.IntImm("int64", extent)), tirx.IntImm("int64", extent))
+
+
+def _largest(node: Node, numbers: relax.Expr) -> Any | None:
+    """The largest of the integers of a tensor, a number or a symbolic size; None for those that are data.
+
+    They are those of a Range, perhaps moved, or sums of such.
+    """
+    source = node.builder.lookup_binding(numbers) if isinstance(numbers, relax.Var) else numbers
+    if isinstance(source, tvm.ir.GenericConst):
+        return int(source.value.numpy().max(initial=0))
+    name = called_operator(source)
+    if name == "relax.arange":
+        start, stop, step = source.args
+        if not isinstance(step, tirx.IntImm) or int(step) < 1:
+            return None
+        last = stop - 1 if int(step) == 1 else start + (stop - start - 1) // step * step
+        return node.evaluator.simplify(last)
+    if name == "relax.add":
+        left, right = (_largest(node, item) for item in source.args)
+        return None if left is None or right is None else node.evaluator.simplify(left + right)
+    if name in _KEEPING or (name == "relax.astype" and dtype_of(source) in ("int32", "int64")):
+        return _largest(node, source.args[0])
+    return None
 
 
 def clamp_indices(node: Node, indices: relax.Expr, sizes: Sequence[Any]) -> relax.Expr:

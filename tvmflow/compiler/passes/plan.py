@@ -253,7 +253,7 @@ def check_sizes(plan: Plan) -> None:
     """Check that the sizes of a plan that must be equal are."""
     for one, other in plan.equal_sizes:
         # It begins as the virtual machine's own error, by which the runtime knows it.
-        with T.Assert(one == other, f"match_cast error: {_text(one)} must be {_text(other)}"):
+        with T.Assert(one == other, f"match_cast error: {_demand(one, other)}"):
             T.evaluate(0)
 
 
@@ -265,6 +265,15 @@ def call_functions(steps: Sequence[Step], memory: Mapping[Tensor, Any]) -> None:
             for item in (*step.arguments, *step.results, *step.sizes)
         ]
         T.evaluate(T.call_cpacked(step.symbol, *operands))
+
+
+def _demand(size: tirx.Expr, expected: tirx.Expr) -> str:
+    """What a check asks of a size, in words. A size that is compared with the limit itself may be beyond it."""
+    limits = {tirx.Max: "at most ", tirx.Min: "at least "}
+    words = limits.get(type(size), "")
+    if words and tvm_ffi.structural_equal(size.b, expected):
+        return f"{_text(size.a)} must be {words}{_text(expected)}"
+    return f"{_text(size)} must be {_text(expected)}"
 
 
 def _text(size: tirx.Expr) -> str:
