@@ -25,7 +25,7 @@ _MOST_TRIES = 300
 _MOST_SECONDS = 60.0
 # Of more dimensions that cannot shrink alone, only all of one size are reduced together: there are too many groups.
 _MOST_GROUPED = 8
-# Beside a size, these much larger ones and these multiples are tried, before it is taken for the only one.
+# Before a size is taken for the only one, sizes larger by these amounts are tried, and these multiples of it.
 _MORE = (1, 2, 3, 4, 8, 16, 32)
 _MULTIPLES = (2, 3, 4)
 # Of more dimensions that cannot grow alone, none is taken for one of a single size.
