@@ -163,9 +163,10 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         limits = SizeLimits(model) if module is None else None
         ties = Ties(path)
         dimensions, pairs, error = _compare_where_it_runs(session, module, limits, candidates, ties, job)
-        if _pinned(inputs, dimensions) != inputs:
+        pinned = _pinned(inputs, dimensions)
+        if pinned != inputs:
             # A dimension whose only size was found by trial is as one that the file fixes.
-            inputs = _pinned(inputs, dimensions)
+            inputs = pinned
             _fix_shapes(model, inputs)
             data = onnx_data.save(model, path)
         samples.save(folder / "samples.npz", pairs)

@@ -118,9 +118,12 @@ def _single(names: Sequence[str], sizes: Sizes, may_run: Runs) -> list[str]:
 
     amounts = [partial(operator.add, more) for more in _MORE]
     factors = [partial(operator.mul, factor) for factor in _MULTIPLES]
-    held = [name for name in names if not grows([name], *amounts, *factors)]
-    if len(held) > _MOST_SINGLE:
-        return []
+    held: list[str] = []
+    for name in names:
+        if not grows([name], *amounts, *factors):
+            held.append(name)
+        if len(held) > _MOST_SINGLE:
+            return []
     free: set[str] = set()
     for count in range(2, len(held) + 1):
         for group in combinations(held, count):

@@ -16,8 +16,6 @@ _MOVING = {
 }
 # Those of them that may leave elements out.
 _SELECTING = {"Slice", "Split"}
-# The types of integers that hold all indices; a conversion to another type changes what does not fit.
-_WIDE = ("INT32", "INT64")
 # Operators that keep the sizes of a table, though not its numbers.
 _SAME_SIZES = {"Cast", "DequantizeLinear", "Identity"}
 # For com.microsoft's EmbedLayerNormalization, the operands that are indices, and the tables that they look up.
@@ -41,16 +39,16 @@ def index_ranges(model: "onnx.ModelProto") -> dict[str, tuple[int, int]]:
     integer that a table lacks; a bundle would read the nearest row in its place. Gather counts negative ones from the
     end of the table.
     """
+    graph = _Graph(model)
+    inputs = [value.name for value in model.graph.input if _holds_indices(value.type.tensor_type.elem_type)]
+    return {name: limits for name in inputs if (limits := graph.range_of(name)) is not None}
+
+
+def _holds_indices(element: int) -> bool:
+    """Whether one of ONNX's types holds all indices: a conversion to another type changes those that do not fit."""
     from onnx import TensorProto
 
-    wide = [TensorProto.DataType.Value(name) for name in _WIDE]
-    graph = _Graph(model)
-    ranges = {
-        value.name: graph.range_of(value.name)
-        for value in model.graph.input
-        if value.type.tensor_type.elem_type in wide
-    }
-    return {name: limits for name, limits in ranges.items() if limits is not None}
+    return element in (TensorProto.INT32, TensorProto.INT64)
 
 
 class _Graph:
@@ -91,13 +89,9 @@ class _Graph:
         return (max(low for low, _ in ranges), min(high for _, high in ranges)) if ranges else None
 
     def _range_at(self, node: "onnx.NodeProto", place: int) -> tuple[int, int] | None:
-        from onnx import TensorProto
-
         if node.op_type in _MOVING - _SELECTING and place == 0:
-            wide = [TensorProto.DataType.Value(name) for name in _WIDE]
-            if node.op_type == "Cast" and not all(item.i in wide for item in node.attribute if item.name == "to"):
-                return None
-            return self.range_of(node.output[0])
+            types = [item.i for item in node.attribute if item.name == "to"]
+            return self.range_of(node.output[0]) if all(map(_holds_indices, types)) else None
         rows = self._rows_at(node, place)
         if rows is None:
             return None

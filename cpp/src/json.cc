@@ -95,17 +95,10 @@ bool Field::Flag() const {
   return value_->get<bool>();
 }
 
-int64_t Field::Integer() const {
-  if (value_->is_number_unsigned()) return Count();
-  constexpr int64_t kMinimum = -std::numeric_limits<int64_t>::max();
-  if (!value_->is_number_integer() || value_->get<int64_t>() < kMinimum) Refuse("a whole number of 64 bits");
-  return value_->get<int64_t>();
-}
-
 int64_t Field::Count(int64_t minimum) const {
   constexpr auto kMaximum = static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
-  const bool is_count = value_->is_number_unsigned() && value_->get<uint64_t>() <= kMaximum &&
-                        value_->get<int64_t>() >= minimum;
+  const bool fits = !value_->is_number_unsigned() || value_->get<uint64_t>() <= kMaximum;
+  const bool is_count = value_->is_number_integer() && fits && value_->get<int64_t>() >= minimum;
   if (!is_count) Refuse("a whole number from " + std::to_string(minimum) + " to 2^63 - 1");
   return value_->get<int64_t>();
 }

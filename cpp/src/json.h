@@ -30,8 +30,6 @@ class Field {
   const std::string& Word(std::initializer_list<const char*> words) const;
   // A whole number from `minimum` to 2^63 - 1.
   int64_t Count(int64_t minimum = 0) const;
-  // A whole number from -(2^63 - 1) to 2^63 - 1.
-  int64_t Integer() const;
   bool Flag() const;
 
   bool IsNull() const;

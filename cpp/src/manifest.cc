@@ -1,6 +1,7 @@
 #include "tvmflow/manifest.h"
 
 #include <algorithm>
+#include <limits>
 #include <set>
 
 #include "host.h"
@@ -77,12 +78,16 @@ std::string HostArchOf(const std::string& arch, const Field& target) {
   return "";
 }
 
-std::map<std::string, std::pair<int64_t, int64_t>> ReadIndices(const Field& field) {
+std::map<std::string, std::pair<int64_t, int64_t>> ReadIndices(const Field& field,
+                                                               const std::vector<TensorSpec>& inputs) {
+  constexpr int64_t kLeast = -std::numeric_limits<int64_t>::max();
   std::map<std::string, std::pair<int64_t, int64_t>> indices;
   for (const auto& [name, limits] : PrintableMembers(field)) {
+    const auto has_name = [&name = name](const TensorSpec& spec) { return spec.name == name; };
+    if (std::none_of(inputs.begin(), inputs.end(), has_name)) limits.Refuse("the integers of an input");
     const std::vector<Field> bounds = limits.Items();
     if (bounds.size() != 2) limits.Refuse("a pair of bounds");
-    indices[name] = {bounds[0].Integer(), bounds[1].Integer()};
+    indices[name] = {bounds[0].Count(kLeast), bounds[1].Count(kLeast)};
   }
   return indices;
 }
@@ -97,19 +102,13 @@ Manifest ReadManifest(const Field& document) {
   manifest.host_arch = HostArchOf(manifest.arch, target);
   for (const Field& feature : document.At("cpu_features").Items()) manifest.cpu_features.push_back(feature.Text());
   manifest.threads = document.At("threads").Count(1);
+  manifest.inputs = ReadTensors(document.At("inputs"));
   // A bundle that does not name the most threads runs on those it was built for.
   manifest.max_threads = manifest.threads;
   for (const auto& [key, value] : document.Members()) {
     if (key == "max_threads") manifest.max_threads = value.IsNull() ? std::nullopt : std::optional(value.Count(1));
     if (key == "fresh_outputs") manifest.fresh_outputs = value.Flag();
-    if (key == "indices") manifest.indices = ReadIndices(value);
-  }
-  manifest.inputs = ReadTensors(document.At("inputs"));
-  for (const auto& [name, limits] : manifest.indices) {
-    const auto has_name = [&name = name](const TensorSpec& spec) { return spec.name == name; };
-    if (std::none_of(manifest.inputs.begin(), manifest.inputs.end(), has_name)) {
-      throw Error("'indices' in its manifest names no input");
-    }
+    if (key == "indices") manifest.indices = ReadIndices(value, manifest.inputs);
   }
   manifest.outputs = ReadTensors(document.At("outputs"));
   for (const auto& [symbol, range] : PrintableMembers(document.At("dimensions"))) {

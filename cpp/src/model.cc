@@ -91,12 +91,13 @@ void CheckInput(const Manifest& manifest, const TensorSpec& spec, const Tensor& 
   }
 }
 
+// Checks that the numbers of a contiguous tensor are within limits.
 template <typename Number>
 void CheckNumbers(const std::string& name, const Tensor& tensor, const std::pair<int64_t, int64_t>& limits) {
+  if (tensor.numel() == 0) return;
   const auto* numbers = static_cast<const Number*>(tensor.data_ptr());
   const auto [least, largest] = std::minmax_element(numbers, numbers + tensor.numel());
   for (const Number* number : {least, largest}) {
-    if (number == numbers + tensor.numel()) return;
     if (*number >= limits.first && *number <= limits.second) continue;
     throw Error("input '" + name + "' holds " + std::to_string(*number) + "; the model takes " +
                 std::to_string(limits.first) + " to " + std::to_string(limits.second));

@@ -118,6 +118,19 @@ def test_a_size_beside_which_no_other_is_taken_ends_its_range() -> None:
     assert limits == {"batch": (1, None), "states": (1, None), "bands": (8, 8)}
 
 
+def test_many_batches_that_must_be_equal_take_few_runs() -> None:
+    names = [f"batch_{place}" for place in range(40)]
+    tried: list[Sizes] = []
+
+    def runs(sizes: Sizes) -> bool:
+        tried.append(sizes)
+        return len({sizes[name] for name in names}) == 1
+
+    ranges = find_dimensions(tuple(Input(name=name, shape=(name, 8)) for name in names), {}, runs)
+    assert ranges == dict.fromkeys(names, Dimension(min=1, measure=(1,)))
+    assert len(tried) < 100
+
+
 def test_sizes_with_a_step_are_not_taken_for_single_ones() -> None:
     inputs = (Input(name="x", shape=("batch", "windows", "hops")),)
 

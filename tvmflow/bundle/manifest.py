@@ -309,16 +309,11 @@ def _range(item: Any) -> tuple[int, int | None]:
 
 
 def _indices(value: object, inputs: Set[str]) -> dict[str, tuple[int, int]]:
-    limits = {_text(name): (_number(least), _number(largest)) for name, (least, largest) in _mapping(value).items()}
+    least = -_LARGEST_SIZE
+    limits = {_text(name): (_count(low, least), _count(high, least)) for name, (low, high) in _mapping(value).items()}
     if not limits.keys() <= inputs:
         raise ValueError(f"{min(limits.keys() - inputs)!r} is no input")
     return limits
-
-
-def _number(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not -_LARGEST_SIZE <= value <= _LARGEST_SIZE:
-        raise TypeError(f"{value!r} is not an integer")
-    return value
 
 
 def _variant(item: Mapping[str, Any], symbols: Set[str]) -> Variant:

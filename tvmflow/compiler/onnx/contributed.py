@@ -171,9 +171,7 @@ def convert_embed_layer_norm(node: Node) -> relax.Expr:
         raise FreeSizeError("an input of unknown shape")
     if places is None:
         places = node.emit(relax.op.arange(0, dims[1], 1, "int32"))
-    rows = (dims_of(positions) or [None])[0] if positions is not None else None
-    if isinstance(rows, int):
-        check_largest(node, places, rows)
+    check_largest(node, places, dims_of(positions)[0])  # type: ignore[index]
     total = node.emit(relax.op.take(words, ids, axis=0, mode="clip"))
     total = node.emit(relax.op.add(total, node.emit(relax.op.take(positions, places, axis=0, mode="clip"))))
     if segments is not None:

@@ -83,8 +83,7 @@ def convert_gather(node: Node) -> relax.Expr | None:
     if not isinstance(indices.ty, relax.TensorType):
         return None
     extent = int(data.ty.shape.values[axis]) if is_static(data.ty.shape.values[axis]) else None
-    if extent is not None:
-        check_largest(node, indices, extent)
+    check_largest(node, indices, extent)
     if isinstance(data, tvm.ir.GenericConst):
         return None
     values = indices.value.numpy() if isinstance(indices, tvm.ir.GenericConst) else None
@@ -103,14 +102,14 @@ def convert_gather(node: Node) -> relax.Expr | None:
     return relax.op.take(data, indices, axis, mode="clip")
 
 
-def check_largest(node: Node, indices: relax.Expr, extent: int) -> None:
+def check_largest(node: Node, indices: relax.Expr, extent: Any) -> None:
     """Let the model check, when it runs, that indices that it counts itself, as positions, are below `extent`.
 
-    Other indices are left alone.
+    Other indices are left alone, and so are those of data whose size `extent` is no number.
     """
-    largest = _largest(node, indices)
+    largest = _largest(node, indices) if isinstance(extent, int) else None
     if largest is not None and not isinstance(largest, int):
-        node.check_size(tirx.max(largest + 1, tirx.IntImm("int64", extent)), tirx.IntImm("int64", extent))
+        node.check_size(node.evaluator.greatest(node.evaluator.add(largest, 1), extent), extent)
 
 
 def _largest(node: Node, numbers: relax.Expr) -> Any | None:
@@ -126,11 +125,10 @@ def _largest(node: Node, numbers: relax.Expr) -> Any | None:
         start, stop, step = source.args
         if not isinstance(step, tirx.IntImm) or int(step) < 1:
             return None
-        last = stop - 1 if int(step) == 1 else start + (stop - start - 1) // step * step
-        return node.evaluator.simplify(last)
+        return node.evaluator.simplify(start + (stop - start - 1) // step * step)
     if name == "relax.add":
         left, right = (_largest(node, item) for item in source.args)
-        return None if left is None or right is None else node.evaluator.simplify(left + right)
+        return None if left is None or right is None else node.evaluator.add(left, right)
     if name in _KEEPING or (name == "relax.astype" and dtype_of(source) in ("int32", "int64")):
         return _largest(node, source.args[0])
     return None
