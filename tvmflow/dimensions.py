@@ -86,9 +86,11 @@ def find_dimensions(
                 is_large = _elements(inputs, fixed | larger) > _MOST_ELEMENTS
                 return is_large or time.monotonic() > end or runs_beside(larger)
 
-            single = _single([name for name in names if least[name] == typical[name]], typical, may_run)
+            fixed_names = _of_one_size([name for name in names if least[name] == typical[name]], typical, may_run)
             return {
-                name: Dimension(min=least[name], max=least[name] if name in single else None, measure=(typical[name],))
+                name: Dimension(
+                    min=least[name], max=least[name] if name in fixed_names else None, measure=(typical[name],)
+                )
                 for name in names
             }
     return None
@@ -110,7 +112,7 @@ def _enlarged(
     return sizes
 
 
-def _single(names: Sequence[str], sizes: Sizes, may_run: Runs) -> list[str]:
+def _of_one_size(names: Sequence[str], sizes: Sizes, may_run: Runs) -> list[str]:
     """Return those of `names` that cannot grow, neither alone nor in a group by one factor or amount."""
 
     def grows(group: Sequence[str], *changes: Callable[[int], int]) -> bool:
