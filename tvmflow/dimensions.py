@@ -113,7 +113,7 @@ def _enlarged(
 
 
 def _of_one_size(names: Sequence[str], sizes: Sizes, may_run: Runs) -> list[str]:
-    """Return those of `names` that cannot grow, neither alone nor in a group by one factor or amount."""
+    """Return those of `names` that cannot grow, neither alone nor with other dimensions by one factor or amount."""
 
     def grows(group: Sequence[str], *changes: Callable[[int], int]) -> bool:
         return any(may_run(sizes | {name: change(sizes[name]) for name in group}) for change in changes)
@@ -127,11 +127,28 @@ def _of_one_size(names: Sequence[str], sizes: Sizes, may_run: Runs) -> list[str]
         if len(held) > _MOST_SINGLE:
             return []
     free: set[str] = set()
-    for count in range(2, len(held) + 1):
-        for group in combinations(held, count):
-            if not free.issuperset(group) and grows(group, amounts[0], factors[0]):
-                free.update(group)
+    for name in held:
+        groups = _groups_with(name, held, sizes)
+        group = () if name in free else next((item for item in groups if grows(item, amounts[0], factors[0])), ())
+        free.update(group)
     return [name for name in held if name not in free]
+
+
+def _groups_with(name: str, held: Sequence[str], sizes: Sizes) -> Iterator[tuple[str, ...]]:
+    """Yield groups in which a dimension of `held` may grow: first with all of its size, and with each other one.
+
+    The batches of several inputs can have a name each, of which some grow alone, as that of a mask that is broadcast.
+    """
+    others = [other for other in sizes if other != name]
+    alike = [other for other in others if sizes[other] == sizes[name]]
+    yield (name, *alike)
+    for other in others:
+        yield (name, other)
+    parts = alike if len(alike) <= _MOST_SINGLE else []
+    for candidates in (parts, [other for other in held if other != name]):
+        for count in range(2, len(candidates) + 1):
+            for group in combinations(candidates, count):
+                yield (name, *group)
 
 
 def _smallest_together(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Sizes:
@@ -222,10 +239,12 @@ def _smallest(names: Sequence[str], sizes: Sizes, runs: Runs, end: float) -> int
 
 
 def alternatives(sizes: Sizes, dimensions: Mapping[str, Dimension], typical: Sizes) -> Iterator[Sizes]:
-    """Yield `sizes`, then other sizes that a model may accept where it refuses these, and `typical` last.
+    """Yield `sizes`, then other sizes that a model may accept where it refuses these.
 
     The others are: all sizes rounded up to a multiple of 2, 4, ..., 64, where a dimension whose range this exceeds gets
-    its typical size; `sizes` with one dimension at its typical size; and `typical` with one dimension from `sizes`.
+    its typical size; `sizes` with one dimension at its typical size; `typical` with one dimension from `sizes`;
+    `typical`; and, because a model may refuse the numbers of some samples alone, as too many ones of a mask, the
+    smallest sizes.
     """
     yield sizes
     for step in (2, 4, 8, 16, 32, 64):
@@ -240,3 +259,4 @@ def alternatives(sizes: Sizes, dimensions: Mapping[str, Dimension], typical: Siz
     for name, size in sizes.items():
         yield {**typical, name: size}
     yield typical
+    yield {name: dimensions.get(name, Dimension()).min for name in sizes}

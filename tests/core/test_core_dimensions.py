@@ -22,6 +22,18 @@ def test_dimensions_of_one_size_by_chance_shrink_alone() -> None:
     assert ranges == {"high": Dimension(min=7, measure=(256,)), "wide": Dimension(min=5, measure=(256,))}
 
 
+def test_a_batch_that_grows_only_with_another_that_grows_alone_is_free() -> None:
+    """The batch of a mask has a name of its own: it is broadcast, or equal to that of the tokens."""
+    inputs = (Input(name="ids", shape=("n", "length")), Input(name="mask", shape=("m", "whole", "layers", "k")))
+
+    def runs(sizes: Sizes) -> bool:
+        return sizes["n"] in (1, sizes["m"]) and sizes["whole"] >= sizes["length"] and sizes["k"] == 4
+
+    ranges = find_dimensions(inputs, {}, runs)
+    assert ranges is not None
+    assert {name: item.max for name, item in ranges.items() if item.max is not None} == {"k": 4}
+
+
 def test_the_size_to_measure_is_no_single_frame_and_within_what_the_model_takes() -> None:
     inputs = (Input(name="x", shape=("batch", "frames", 40)), Input(name="y", shape=("batch", "bands")))
     ranges = find_dimensions(inputs, {}, lambda sizes: max(sizes.values()) <= 100)

@@ -375,6 +375,25 @@ def test_samples_beside_the_sizes_to_measure_have_sizes_that_the_model_takes(
     assert shapes[1] == (1, 2, 24)
 
 
+def test_a_sample_that_the_model_refuses_for_its_numbers_gets_the_smallest_size(
+    export_spec: Any, kept_samples: Any, tmp_path: Path
+) -> None:
+    """About half of a mask are ones: up to the position of 34, some masks of 64 have too many."""
+    save_text(
+        tmp_path / "model.onnx",
+        f"""<ir_version: 9, opset_import: ["" : 18]>
+        g (float[batch, length] x, int64[batch, length] mask) => (float[batch, length] y)
+        <float[34] table = {{{", ".join(map(str, range(34)))}}}, int64 axis = {{1}}>
+        {{ places = CumSum (mask, axis)  taken = Gather (table, places)  y = Add (x, taken) }}""",
+    )
+    shapes = [
+        inputs["mask"].shape
+        for inputs, _ in kept_samples(export_spec(parse({"name": "m", "model": {"onnx": "model.onnx"}}, tmp_path)))
+    ]
+    assert shapes[0] == (1, 64)
+    assert (1, 1) in shapes
+
+
 def test_a_model_that_runs_at_no_size_is_refused_with_the_first_reason(export_spec: Any, tmp_path: Path) -> None:
     node = helper.make_node("Reshape", ["x", "target"], ["y"])
     spec = _onnx_spec(tmp_path, [node], ["n"], {"target": np.array([7, 11, 13], "int64")})
