@@ -392,9 +392,7 @@ def test_quantised_operators_of_the_optimizer_equal_onnx_runtime(assert_all_same
     assert_all_same([*cases, quantised])
 
 
-def test_rows_of_embeddings_beyond_a_table_are_the_nearest_within(
-    make_model: MakeModel, native: Target, run_built: Any
-) -> None:
+def test_a_row_of_embeddings_beyond_a_table_ends_the_run(make_model: MakeModel, native: Target, run_built: Any) -> None:
     tables = {"W": normal(20, 16), "P": normal(9, 16), "S": normal(2, 16), "G": normal(16), "B": normal(16)}
     tables |= {"C": normal(9, 4), "R": normal(9, 4)}
     nodes = [
@@ -406,14 +404,20 @@ def test_rows_of_embeddings_beyond_a_table_are_the_nearest_within(
     path = make_model(nodes, inputs, ["a", ("b", [1], TensorProto.INT32), "c"], tables)
     model, x = build(import_onnx(path), native), normal(1, 2, 3, 8)
 
-    def feed(*lasts: int, first: int) -> list[Array]:
-        i, t, p, places = (np.array([[first, 1, last]], "int32") for last in lasts)
+    def feed(*lasts: int) -> list[Array]:
+        i, t, p, places = (np.array([[0, 1, last]], "int32") for last in lasts)
         return [i, t, p, x, places.astype("int64")]
 
-    far = 10**7
-    outside, within = (run_built(model, *those) for those in (feed(*[far] * 4, first=-far), feed(19, 1, 8, 8, first=0)))
-    for ours, expected in zip(outside, within, strict=True):
-        np.testing.assert_array_equal(ours, expected)
+    largest = (19, 1, 8, 8)
+    within = feed(*largest)
+    session = open_session(path)
+    expected = session.run(None, dict(zip((item.name for item in session.get_inputs()), within, strict=True)))
+    for ours, other in zip(run_built(model, *within), expected, strict=True):
+        np.testing.assert_allclose(ours, other, rtol=1e-5, atol=1e-5)
+    for place, last in enumerate(largest):
+        for wrong in (last + 1, -1):
+            with pytest.raises(RuntimeError, match=f"index error: an index is not from 0 to {last}"):
+                run_built(model, *feed(*(wrong if other == place else item for other, item in enumerate(largest))))
 
 
 @pytest.mark.few(1)

@@ -8,7 +8,6 @@ import pytest
 import tvm
 from onnx import NodeProto, TensorProto, helper
 
-from support import builds
 from support.arrays import normal
 from support.builds import rule_counts, run_in_memory
 from support.scale import choose, is_long
@@ -17,6 +16,7 @@ from tvmflow.compiler.lowering import lower_functions
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import schedule
 from tvmflow.errors import UnsupportedOperatorError
+from tvmflow.source import open_session
 from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
@@ -596,7 +596,7 @@ def test_updates_of_fixed_size_are_scattered_into_free_dimensions(
     path = make_model([node], [("x", ["n", "m"])], ["y"], weights)
     model = assert_same_as_onnxruntime(path, {"x": normal(4, 3)})
     with pytest.raises(Exception, match="shape"):
-        builds.run_in_memory(model, [[normal(4, 2)]])
+        run_in_memory(model, [[normal(4, 2)]])
 
 
 def test_sums_and_products_along_an_axis_that_is_an_input(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
@@ -620,37 +620,104 @@ def test_a_concatenation_along_a_free_last_dimension_reads_each_part(
     assert_same_as_onnxruntime(path, *({"x": normal(3, size)} for size in (1, 3, 9, 20)))
 
 
+# Operators that look up indices, with their other operands.
+_LOOKUPS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "Gather": (["x", "i"], {}),
+    "GatherElements": (["x", "i"], {}),
+    "GatherND": (["x", "i"], {}),
+    "ScatterElements": (["x", "i", "few"], {}),
+    "ScatterND": (["x", "i", "some"], {}),
+}
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [(4, 3), ("n", 3)], ids=str)
-def test_indices_outside_of_the_data_are_kept_within_it(
-    shape: tuple[Any, ...], make_model: Any, assert_same_as_onnxruntime: Check, run_built: Any
+def test_an_index_outside_of_the_data_ends_the_run(
+    shape: tuple[Any, ...], make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:
-    nodes = [
-        helper.make_node("Gather", ["x", "i"], ["a"]),
-        helper.make_node("GatherElements", ["x", "rows"], ["b"]),
-        helper.make_node("GatherND", ["x", "pairs"], ["c"]),
-        helper.make_node("ScatterElements", ["x", "rows", "updates"], ["d"]),
-        helper.make_node("ScatterND", ["x", "pairs", "few"], ["e"]),
-        helper.make_node("ReverseSequence", ["x", "i"], ["f"]),
+    """As in ONNX Runtime: the least and the largest index run, and one that is beyond them is an error."""
+    for operator, (operands, attributes) in _LOOKUPS.items():
+        path = make_model(
+            [helper.make_node(operator, operands, ["y"], **attributes)],
+            [("x", shape), ("i", [2, 2], TensorProto.INT64)],
+            ["y"],
+            {"few": normal(2, 2), "some": normal(2)},
+        )
+        # The indices of pairs are of rows and columns.
+        low, high = ([-4, -3], [3, 2]) if operator.endswith("ND") else ([-4, -4], [3, 3])
+        low, high = np.array(low), np.array(high)
+        x, within = normal(4, 3), np.array([low, high])
+        model = assert_same_as_onnxruntime(path, {"x": x, "i": within})
+        session = open_session(path)
+        for place in np.ndindex(2, 2):
+            outside = within.copy()
+            outside[place] += -1 if place[0] == 0 else 1
+            with pytest.raises(Exception, match="ONNXRuntimeError"):
+                session.run(None, {"x": x, "i": outside})
+            with pytest.raises(RuntimeError, match="index error: an index is "):
+                run_in_memory(model, [[x, outside]])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_checked"),
+    [
+        ([("ArgMax", ["t"], {"axis": 1, "keepdims": 0})], False),
+        ([("Clip", ["i", "zero", "three"], {})], False),
+        ([("Clip", ["i", "zero", "four"], {})], True),
+        ([("Max", ["i", "zero"], {}), ("Min", ["_0", "three"], {})], False),
+        ([("Less", ["i", "zero"], {}), ("Where", ["_0", "zero", "three"], {})], False),
+        ([("Cast", ["b"], {"to": TensorProto.INT64}), ("Add", ["_0", "two"], {})], False),
+        ([("Cast", ["b"], {"to": TensorProto.INT64}), ("Add", ["_0", "three"], {})], True),
+        ([("Abs", ["i"], {})], True),
+    ],
+    ids=str,
+)
+def test_indices_that_are_surely_within_the_data_are_not_checked(
+    nodes: list[tuple[str, list[str], dict[str, Any]]],
+    is_checked: bool,
+    make_model: Any,
+    assert_same_as_onnxruntime: Check,
+) -> None:
+    chain = [
+        helper.make_node(operator, operands, [f"_{place}"], **attributes)
+        for place, (operator, operands, attributes) in enumerate(nodes)
     ]
-    inputs = [("x", shape), ("i", [3], TensorProto.INT64), ("rows", [1, 3], TensorProto.INT64)]
-    inputs += [("pairs", [2, 2], TensorProto.INT64)]
-    weights = {"updates": normal(1, 3), "few": normal(2)}
-    path = make_model(nodes, inputs, list("abcdef"), weights)
+    chain.append(helper.make_node("Gather", ["x", chain[-1].output[0]], ["y"]))
+    inputs = [("x", [4, 3]), ("i", ["n"], TensorProto.INT64), ("b", ["n"], TensorProto.BOOL), ("t", ["n", 4])]
+    read = {name for node in chain for name in node.input}
+    weights = {name: np.array(value) for name, value in {"zero": 0, "two": 2, "three": 3, "four": 4}.items()}
+    path = make_model(chain, [item for item in inputs if item[0] in read], ["y"], weights)
+    feeds = {"x": normal(4, 3), "i": np.array([0, 2, 3]), "b": np.array([True, False, False]), "t": normal(3, 4)}
+    # Three and one are four, which the data lacks.
+    feeds["b"] &= nodes[-1][1][-1] == "two"
+    model = assert_same_as_onnxruntime(path, {name: feeds[name] for name in feeds if name in read})
+    assert ("indices" in rule_counts(model)) == is_checked
+
+
+def test_a_constant_index_along_a_free_dimension_is_checked(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("Gather", ["x", "last"], ["a"]),
+        helper.make_node("Gather", ["x", "some"], ["b"]),
+        helper.make_node("GatherElements", ["x", "some"], ["c"]),
+    ]
+    weights = {"last": np.array(-1), "some": np.array([[2, 0], [-1, -3]])}
+    path = make_model(nodes, [("x", ["n", 2])], ["a", "b", "c"], weights)
+    model = assert_same_as_onnxruntime(path, {"x": normal(3, 2)}, {"x": normal(5, 2)})
+    with pytest.raises(Exception, match="ONNXRuntimeError"):
+        open_session(path).run(None, {"x": normal(2, 2)})
+    with pytest.raises(RuntimeError, match="match_cast"):
+        run_in_memory(model, [[normal(2, 2)]])
+
+
+def test_a_sequence_length_beyond_the_data_is_that_of_the_data(
+    make_model: Any, assert_same_as_onnxruntime: Check, run_built: Any
+) -> None:
+    node = helper.make_node("ReverseSequence", ["x", "lengths"], ["y"])
+    path = make_model([node], [("x", [4, 3]), ("lengths", [3], TensorProto.INT64)], ["y"])
     x = normal(4, 3)
-
-    def feeds(first: int, last: int, right: int) -> dict[str, Any]:
-        i = np.array([1, last, 2])
-        return {"x": x, "i": i, "rows": np.array([[first, last, 1]]), "pairs": np.array([[0, right], [last, 1]])}
-
-    # The last row, whose number is the number of rows for the lengths of sequences less one.
-    model = assert_same_as_onnxruntime(path, feeds(-4, 3, 2))
-    far = 10**7
-    outside = run_built(model, *feeds(-far, far, far).values())
-    within = run_built(model, *feeds(-4, 3, 2).values())
-    for ours, expected in zip(outside[:5], within[:5], strict=True):
-        np.testing.assert_array_equal(ours, expected)
-    np.testing.assert_array_equal(outside[5][:, 1], x[::-1, 1])
+    model = assert_same_as_onnxruntime(path, {"x": x, "lengths": np.array([1, 4, 2])})
+    (result,) = run_built(model, x, np.array([1, 10**7, 2]))
+    np.testing.assert_array_equal(result[:, 1], x[::-1, 1])
 
 
 @pytest.mark.parametrize("operator", ["Gather", "GatherElements"])

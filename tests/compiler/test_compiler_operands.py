@@ -12,6 +12,7 @@ from support import scale
 from support.arrays import normal
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
+from tvmflow.source import open_session
 from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
@@ -23,30 +24,40 @@ def _places(*values: int) -> Array:
     return np.array(values, "int64")
 
 
-def test_places_and_images_outside_of_the_data_are_the_nearest_within(
+def test_a_place_outside_of_the_unpooled_images_ends_the_run(
+    make_model: Any, assert_same_as_onnxruntime: Check, run_built: Any
+) -> None:
+    node = helper.make_node("MaxUnpool", ["x", "places"], ["y"], kernel_shape=[2, 2], strides=[2, 2], pads=[1, 0, 0, 1])
+    path = make_model([node], [("x", ["n", 1, "h", 3]), ("places", ["n", 1, "h", 3], INTEGER)], ["y"])
+    x, places = normal(2, 1, 2, 3), np.array([0, 2, 4, 6, 8, 10, 11, 13, 15, 20, 25, 29])
+    model = assert_same_as_onnxruntime(path, {"x": x, "places": places.reshape(x.shape)})
+    for wrong in (-1, 30):
+        outside = np.append(places[:-1], wrong).reshape(x.shape)
+        with pytest.raises(Exception, match="Index value out of bounds"):
+            open_session(path).run(None, {"x": x, "places": outside})
+        with pytest.raises(RuntimeError, match="index error: an index is outside of its data"):
+            run_built(model, x, outside)
+
+
+def test_images_outside_of_the_data_are_the_nearest_within(
     make_model: Any, assert_same_as_onnxruntime: Check, run_built: Any
 ) -> None:
     nodes = [
-        helper.make_node("MaxUnpool", ["x", "places"], ["a"], kernel_shape=[2, 2], strides=[2, 2], pads=[1, 0, 0, 1]),
-        helper.make_node("RoiAlign", ["x", "rois", "images"], ["b"], output_height=2, output_width=2),
-        helper.make_node("MaxRoiPool", ["x", "regions"], ["c"], pooled_shape=[2, 2]),
+        helper.make_node("RoiAlign", ["x", "rois", "images"], ["a"], output_height=2, output_width=2),
+        helper.make_node("MaxRoiPool", ["x", "regions"], ["b"], pooled_shape=[2, 2]),
     ]
-    inputs = [("x", ["n", 1, "h", 3]), ("places", ["n", 1, "h", 3], INTEGER), ("rois", [2, 4])]
-    inputs += [("images", [2], INTEGER), ("regions", [2, 5])]
-    path = make_model(nodes, inputs, list("abc"))
+    inputs = [("x", ["n", 1, "h", 3]), ("rois", [2, 4]), ("images", [2], INTEGER), ("regions", [2, 5])]
+    path = make_model(nodes, inputs, list("ab"))
     x, corners = normal(2, 1, 2, 3), np.array([[0, 0, 2, 1], [1, 0, 2, 2]], "float32")
 
-    def feed(first: int, last: int, last_place: int) -> dict[str, Array]:
+    def feed(first: int, last: int) -> dict[str, Array]:
         images = np.array([[first], [last]], "float32")
-        places = np.array([0, 2, 4, 6, 8, 10, 11, 13, 15, 20, 25, last_place]).reshape(x.shape)
         regions = np.concatenate([images, corners], axis=1)
-        return {"x": x, "places": places, "rois": corners, "images": _places(first, last), "regions": regions}
+        return {"x": x, "rois": corners, "images": _places(first, last), "regions": regions}
 
-    model = assert_same_as_onnxruntime(path, feed(0, 1, 29))
+    model = assert_same_as_onnxruntime(path, feed(0, 1))
     far = 10**7
-    outside, within = (run_built(model, *feed(*those).values()) for those in ((-far, far, far), (0, 1, 29)))
-    # What has no place in an unpooled image is left out.
-    within[0].flat[29] = 0
+    outside, within = (run_built(model, *feed(*those).values()) for those in ((-far, far), (0, 1)))
     for ours, expected in zip(outside, within, strict=True):
         np.testing.assert_array_equal(ours, expected)
 

@@ -18,7 +18,7 @@ import pytest
 
 from support import scale
 from support.cpp import Runner
-from support.models import save_lookup
+from support.models import save_counter, save_lookup
 from support.mutants import spelled
 from support.steps import compile_by_steps
 from tvmflow import npz
@@ -313,3 +313,12 @@ def test_an_integer_that_the_table_lacks_is_named(runner: Runner, tmp_path: Path
         npz.write(tmp_path / "in.npz", {"ids": np.array([[0, value]], dtype)})
         message = runner.refusal(bundle, "--inputs", tmp_path / "in.npz")
         assert message.endswith(f"input 'ids' holds {value}; the model takes -5 to 4")
+
+
+def test_an_index_that_the_model_computes_is_checked(runner: Runner, tmp_path: Path) -> None:
+    path = save_counter(tmp_path / "counter.onnx")
+    bundle = compile_by_steps({"name": "counter", "model": {"onnx": str(path)}}, tmp_path, tmp_path / "state")
+    x = np.full((2, 4), 11, "float32")
+    assert runner.outputs(bundle, {"x": x}, tmp_path)["y"].tolist() == [[1, 2, 3, 4]] * 2
+    npz.write(tmp_path / "in.npz", {"x": np.full((2, 5), 11, "float32")})
+    assert "an index is not from -5 to 4" in runner.refusal(bundle, "--inputs", tmp_path / "in.npz")

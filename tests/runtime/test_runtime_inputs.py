@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 from onnx import helper
 
-from support.models import save_lookup, save_model
+from support.models import save_counter, save_lookup, save_model
 from support.steps import compile_by_steps
 from tvmflow import runtime
 from tvmflow.errors import InputError
@@ -188,3 +188,18 @@ def test_a_text_longer_than_the_table_of_positions_is_refused_with_its_limit(tmp
         assert model(np.zeros((2, 40), "float32"))["y"].shape == (2, 40)
         with pytest.raises(InputError, match=r"inputs of the shapes x \[2, 41\]: length must be at most 40$"):
             model(np.zeros((2, 41), "float32"))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_index_that_the_model_computes_is_checked_in_every_part_of_its_tensor(tmp_path: Path, threads: int) -> None:
+    path = save_counter(tmp_path / "counter.onnx")
+    bundle = compile_by_steps({"name": "counter", "model": {"onnx": str(path)}}, tmp_path, tmp_path / "state")
+    with runtime.load(bundle, threads=threads) as model:
+        for length in (11, 30_001):
+            for first in {0, length // 2, length - 5}:
+                x = np.zeros((3, length), "float32")
+                x[1, first : first + 4] = 11
+                np.testing.assert_array_equal(model(x)["y"], np.cumsum(x > 10, axis=1))
+                x[1, first + 4] = 11
+                with pytest.raises(InputError, match=r"^the model does not run with these inputs: an index is not "):
+                    model(x)

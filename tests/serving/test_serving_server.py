@@ -21,7 +21,7 @@ from support import scale
 from support.arrays import normal
 from support.command_server import CommandServer
 from support.items import POISON, images, tokens
-from support.models import save_model
+from support.models import save_counter, save_model
 from support.steps import compile_by_steps
 from tvmflow import runtime
 from tvmflow.bundle import sha256_file
@@ -297,6 +297,22 @@ def test_a_request_reaches_no_other_of_its_batch_whatever_it_holds(
                     # The place of a request in its batch is by chance, and with it the order of a few sums.
                     np.testing.assert_allclose(actual[other], expected[other], rtol=1e-4, atol=1e-5)
         assert running.metric("tvmflow_batch_rows_count") == len(parts) * (1 + len(POISON))
+
+
+def test_a_request_that_only_a_run_refuses_leaves_the_others_of_its_batch_their_answers(
+    serve: Serve, tmp_path: Path
+) -> None:
+    path = save_counter(tmp_path / "counter.onnx")
+    bundle = compile_by_steps({"name": "counter", "model": {"onnx": str(path)}}, tmp_path, tmp_path / "state")
+    items = [np.full((1, 5), number, "float32").tolist() for number in (0, 11, -1)]
+    bodies = [{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 5], "data": item}]} for item in items]
+    with serve(bundle, "--max-batch", 3, "--max-delay-ms", 60_000) as running, ThreadPoolExecutor(3) as pool:
+        url = f"{running.address}/v2/models/counter/infer"
+        answers = list(pool.map(lambda body: httpx.post(url, json=body, timeout=60, trust_env=False), bodies))
+        assert running.metric("tvmflow_batch_rows_count") == 1
+    assert [answer.status_code for answer in answers] == [200, 400, 200]
+    assert answers[0].json()["outputs"][0]["data"] == [0] * 5
+    assert answers[1].json()["error"].endswith("an index is not from -5 to 4")
 
 
 @pytest.mark.few(1)

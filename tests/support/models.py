@@ -132,3 +132,15 @@ def save_lookup(path: Path, dtype: str = "int64") -> Path:
     nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"]), helper.make_node("Sigmoid", ["rows"], ["y"])]
     ids = ("ids", ["batch", "length"], helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
     return save_model(path, nodes, [ids], ["y"], {"table": table})
+
+
+def save_counter(path: Path) -> Path:
+    """Save a model that looks up, for numbers `x` of `[batch, length]`, how many up to each are large: 4 at most."""
+    nodes = [
+        helper.make_node("Greater", ["x", "ten"], ["is_large"]),
+        helper.make_node("Cast", ["is_large"], ["one"], to=TensorProto.INT64),
+        helper.make_node("CumSum", ["one", "axis"], ["count"]),
+        helper.make_node("Gather", ["table", "count"], ["y"]),
+    ]
+    weights = {"ten": np.float32(10), "axis": np.array(1), "table": np.arange(5, dtype=np.float32)}
+    return save_model(path, nodes, [("x", ["batch", "length"])], ["y"], weights)

@@ -4,6 +4,7 @@ from tvmflow.bundle.archive import extract, missing_weights, pack, read_manifest
 from tvmflow.bundle.manifest import (
     DIRECT_MAIN,
     FORMAT,
+    INDEX_ERROR,
     LARGEST_DIRECT_OUTPUT,
     MAIN_CONSTANTS,
     PACK_WEIGHTS,
@@ -20,6 +21,7 @@ from tvmflow.bundle.signature import keygen, public_key
 __all__ = [
     "DIRECT_MAIN",
     "FORMAT",
+    "INDEX_ERROR",
     "LARGEST_DIRECT_OUTPUT",
     "MAIN_CONSTANTS",
     "PACK_WEIGHTS",

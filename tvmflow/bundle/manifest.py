@@ -25,6 +25,8 @@ PACK_WEIGHTS = "pack_weights"
 # The functions of a library whose `main` runs without the virtual machine: its direct form, and what returns the
 # constants that the direct form takes (`compiler.direct`).
 DIRECT_MAIN, MAIN_CONSTANTS = "direct_main", "main_constants"
+# What a library's error begins with where an index is outside of its data (`compiler.operators.indices`).
+INDEX_ERROR = "index error: "
 # Bytes; the virtual machine makes memory for larger outputs, which it uses again.
 LARGEST_DIRECT_OUTPUT = 1 << 14
 # The largest size that a tensor of TVM can have.

@@ -25,6 +25,7 @@ from tvmflow.compiler.importer import Imported, Survey, survey_onnx
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import Converter
+from tvmflow.compiler.operators.indices import RULE as CHECK_OF_INDICES
 from tvmflow.compiler.refusals import Refusal
 from tvmflow.compiler.schedules import is_elementwise, iterations_of
 from tvmflow.errors import BuildError
@@ -331,9 +332,11 @@ def _costs_together(
         if not names:
             costs.append(_LIBRARY_COST if _calls_library(lowered, outputs) else _NO_COST)
             continue
+        # Of an operator that looks up indices, their check is not the work.
+        works = [name for name in names if rules[name] != CHECK_OF_INDICES] or names
         rule = rules[
             max(
-                names,
+                works,
                 key=lambda name: (rules[name] not in (*_GENERAL, "fused"), rules[name] != "fused", cycles[name]),
             )
         ]

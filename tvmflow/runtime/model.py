@@ -24,6 +24,7 @@ import numpy.typing as npt
 from tvmflow import npz
 from tvmflow.bundle import (
     DIRECT_MAIN,
+    INDEX_ERROR,
     LARGEST_DIRECT_OUTPUT,
     MAIN_CONSTANTS,
     PACK_WEIGHTS,
@@ -303,13 +304,19 @@ class CompiledModel:
             try:
                 call.function(*arguments)
             except RuntimeError as error:
-                self._refuse_sizes(error, arrays)
+                self._refuse_inputs(error, arrays)
                 raise
             return {name: output.copy() for name, output in call.outputs}
         return self._run(call, arrays)
 
-    def _refuse_sizes(self, error: RuntimeError, arrays: Sequence[Any]) -> None:
-        """Raise InputError in place of TVM's error where the sizes of the inputs contradict each other."""
+    def _refuse_inputs(self, error: RuntimeError, arrays: Sequence[Any]) -> None:
+        """Raise InputError in place of TVM's error where the inputs are at fault.
+
+        Their sizes contradict each other, or they lead to an index outside of the model's data.
+        """
+        if INDEX_ERROR in str(error):
+            reason = _one_line(error).partition(INDEX_ERROR)[2]
+            raise InputError(f"the model does not run with these inputs: {reason}") from error
         if _CONTRADICTION not in str(error):
             return
         shapes = ", ".join(f"{name} {[*np.shape(array)]}" for name, array in zip(self._names, arrays, strict=True))
@@ -325,7 +332,7 @@ class CompiledModel:
         try:
             result = call.function(*map(operator.call, call.inputs, arrays), *call.others)
         except RuntimeError as error:
-            self._refuse_sizes(error, arrays)
+            self._refuse_inputs(error, arrays)
             raise
         if type(result) is self._array_type and self._size_of(result) == len(self._output_names):
             item_of, to_array = self._item_of, self._to_array

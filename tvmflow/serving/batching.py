@@ -5,12 +5,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from tvmflow.bundle import Manifest
+from tvmflow.errors import InputError
 from tvmflow.runtime import CompiledModel
 from tvmflow.serving.limits import OverloadedError
 
@@ -172,12 +174,17 @@ class Batcher:
             return
         self._on_batch(sum(request.rows for request in batch))
         model = batch[0].model
+        if len(batch) == 1:
+            _settle(batch[0].result, partial(model, **batch[0].arrays))
+            return
         try:
-            if len(batch) == 1:
-                batch[0].result.set_result(model(**batch[0].arrays))
-                return
             joined = {name: np.concatenate([request.arrays[name] for request in batch]) for name in batch[0].arrays}
             results = model(**joined)
+        except InputError:
+            # An input is wrong in a way that only a run shows: alone, the others have their answers.
+            for request in batch:
+                _settle(request.result, partial(model, **request.arrays))
+            return
         except Exception as error:
             # Whatever failed, it concerns these requests only: the thread goes on.
             for request in batch:

@@ -24,6 +24,7 @@ from tvmflow.compiler.operators.common import (
     static,
 )
 from tvmflow.compiler.operators.geometry import has_constant_weights, is_depthwise
+from tvmflow.compiler.operators.indices import legalize_clamped
 from tvmflow.compiler.passes import attention
 from tvmflow.compiler.passes.attention import View, bases_of, view_of
 from tvmflow.compiler.passes.fp16 import Float16, cast
@@ -218,7 +219,7 @@ class _Float16(Float16):
 
 
 def legalizations(gpu: Gpu) -> dict[str, Legalization]:
-    """Return the definitions of the float32 products of a model, by the operator's name, for `LegalizeOps`."""
+    """Return the definitions of float32 products and of indices, by the operator's name, for `LegalizeOps`."""
 
     def conv2d(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
         if not has_constant_weights(call) or not is_float32(call):
@@ -241,7 +242,13 @@ def legalizations(gpu: Gpu) -> dict[str, Legalization]:
             return definitions.multiply(builder, left, right, gpu, "float32", "matmul")
         return default(builder, call)
 
-    return {"relax.nn.conv2d": conv2d, "relax.matmul": matmul, "relax.max": extreme, "relax.min": extreme}
+    return {
+        "relax.nn.conv2d": conv2d,
+        "relax.matmul": matmul,
+        "relax.max": extreme,
+        "relax.min": extreme,
+        "tvmflow.indices": legalize_clamped,
+    }
 
 
 def _is_wide_convolution(call: relax.Call) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 from onnx import TensorProto, numpy_helper
 from tvm import relax
 
+from tvmflow.compiler.onnx.indexing import checked_indices
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.scores import class_labels, classify, transform
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
@@ -127,11 +128,16 @@ def convert_one_hot_encoder(node: Node) -> relax.Expr:
 
 
 def convert_array_feature_extractor(node: Node) -> relax.Expr:
-    """Return the Relax expression of ONNX's ArrayFeatureExtractor: the columns at the given indices, clamped."""
+    """Return the Relax expression of ONNX's ArrayFeatureExtractor: the columns at the given indices.
+
+    The model checks the indices when it runs. Raises FreeSizeError for those of unknown shape, and UnsupportedFormError
+    for a constant one outside of the data.
+    """
     x, places = node.inputs
     places = node.emit(relax.op.reshape(places, [-1]))
     if x.ty.ndim == 1:
         x = node.emit(relax.op.expand_dims(x, 0))
+    places = checked_indices(node, places, dims_of(x)[-1:], is_signed=False)  # type: ignore[index]
     return relax.op.take(x, places, axis=x.ty.ndim - 1, mode="clip")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.attention import cap_scores, join_heads, repeat_heads, scaled_scores, split_heads
-from tvmflow.compiler.onnx.indexing import check_largest
+from tvmflow.compiler.onnx.indexing import checked_indices
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.quantised import channels_first, channels_last, dequantize
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
@@ -171,17 +171,22 @@ def convert_embed_layer_norm(node: Node) -> relax.Expr:
         raise FreeSizeError("an input of unknown shape")
     if places is None:
         places = node.emit(relax.op.arange(0, dims[1], 1, "int32"))
-    check_largest(node, places, dims_of(positions)[0])  # type: ignore[index]
-    total = node.emit(relax.op.take(words, ids, axis=0, mode="clip"))
-    total = node.emit(relax.op.add(total, node.emit(relax.op.take(positions, places, axis=0, mode="clip"))))
+    total = _look_up(node, words, ids)
+    total = node.emit(relax.op.add(total, _look_up(node, positions, places)))
     if segments is not None:
-        total = node.emit(relax.op.add(total, node.emit(relax.op.take(segment_words, segments, axis=0, mode="clip"))))
+        total = node.emit(relax.op.add(total, _look_up(node, segment_words, segments)))
     norm = _normalize(node, "LayerNormalization", total, gamma, beta)
     if mask is not None and int(node.attrs.get("mask_index_type", 1)) == 1:
         counts = node.emit(relax.op.sum(mask, axis=1))
     else:
         counts = node.emit(relax.op.zeros([dims[0]], "int32"))
     return relax.Tuple([norm, counts, total])
+
+
+def _look_up(node: Node, table: relax.Expr, places: relax.Expr) -> relax.Expr:
+    """The rows of a table at these places; the model checks, when it runs, that the table has them."""
+    places = checked_indices(node, places, dims_of(table)[:1], is_signed=False)  # type: ignore[index]
+    return node.emit(relax.op.take(table, places, axis=0, mode="clip"))
 
 
 def convert_attention(node: Node) -> relax.Expr:
@@ -442,6 +447,7 @@ def convert_rotary_embedding(node: Node) -> relax.Expr:
         positions = dims_of(x)[2]  # type: ignore[index]
         places = emit(relax.op.add(emit(relax.op.arange(0, positions, 1, "int64")), places))
         places = emit(relax.op.expand_dims(places, 0))
+    places = checked_indices(node, places, dims_of(cosine)[:1], is_signed=False)  # type: ignore[index]
     result = _rotate(node, x, places, cosine, sine, bool(node.attrs.get("interleaved", 0)))
     return join_heads(node, result) if is_flat else result
 

@@ -10,16 +10,13 @@ import onnx
 import tvm
 from tvm import relax, te, tirx
 
+from tvmflow.compiler.onnx.bounds import bounds_of
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import elements_at_import, materialise
-from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
-from tvmflow.compiler.operators.common import called_operator
+from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of, is_static
+from tvmflow.compiler.operators.indices import checked
 from tvmflow.compiler.size_checks import cast_to
 
-# Operators that leave no integer of their operand out.
-_KEEPING = {
-    *("relax.broadcast_to", "relax.expand_dims", "relax.permute_dims", "relax.reshape", "relax.squeeze", "relax.tile"),
-}
 # The opset in which Hardmax and its like came to be along one dimension.
 _ONE_AXIS = 13
 
@@ -68,37 +65,18 @@ def _descend(node: Node, start: Any, stop: Any, step: int, dtype: str) -> relax.
 
 
 def convert_gather(node: Node) -> relax.Expr | None:
-    """Return the Relax expression of a Gather by constant indices, or along a static dimension.
+    """Return the Relax expression of a Gather; the model checks, when it runs, what is not known at import.
 
-    Indices outside of the data are clamped, but the model checks those that it counts itself when it runs. TVM's
-    converter would read the size of the dimension at run time. Returns None, which leaves the node to TVM's converter,
-    for constant data, for data of unknown shape, and for indices that are symbolic sizes. Along a symbolic dimension,
-    it also returns None for negative indices and for indices that are not constant. Raises UnsupportedFormError for a
-    constant index outside of a static dimension.
+    Returns None, which leaves the node to TVM's converter, for constants alone, for data of unknown shape, and for
+    indices that are symbolic sizes. Raises UnsupportedFormError for a constant index outside of a static dimension.
     """
     data, indices = node.inputs[0], node.inputs[1]
-    axis = node.attrs.get("axis", 0)
-    if not isinstance(data.ty, relax.TensorType) or not data.ty.shape:
+    dims, axis = dims_of(data), node.attrs.get("axis", 0)
+    if not dims or not isinstance(indices.ty, relax.TensorType):
         return None
-    if not isinstance(indices.ty, relax.TensorType):
+    indices = checked_indices(node, indices, [dims[axis]])
+    if isinstance(data, tvm.ir.GenericConst) and isinstance(indices, tvm.ir.GenericConst):
         return None
-    extent = int(data.ty.shape.values[axis]) if is_static(data.ty.shape.values[axis]) else None
-    check_largest(node, indices, extent)
-    if isinstance(data, tvm.ir.GenericConst):
-        return None
-    values = indices.value.numpy() if isinstance(indices, tvm.ir.GenericConst) else None
-    if extent is None and (values is None or (values < 0).any()):
-        node.inputs[1] = clamp_indices(node, indices, [data.ty.shape.values[axis]])
-        return None
-    if values is not None:
-        if extent is not None:
-            indices = clamp_indices(node, indices, [extent])
-        positive = np.asarray(np.where(values < 0, values + (extent or 0), values), dtype=values.dtype)
-        indices = const(positive)
-    else:
-        dtype = dtype_of(indices)
-        negative = relax.op.less(indices, relax.const(0, dtype))
-        indices = relax.op.where(negative, relax.op.add(indices, relax.const(extent, dtype)), indices)
     return relax.op.take(data, indices, axis, mode="clip")
 
 
@@ -107,65 +85,72 @@ def check_largest(node: Node, indices: relax.Expr, extent: Any) -> None:
 
     Other indices are left alone, and so are those of data whose size `extent` is no number.
     """
-    largest = _largest(node, indices) if isinstance(extent, int) else None
-    if largest is not None and not isinstance(largest, int):
-        node.check_size(node.evaluator.greatest(node.evaluator.add(largest, 1), extent), extent)
+    bounds = bounds_of(node, indices)
+    if isinstance(extent, int) and bounds.are_taken and not isinstance(bounds.largest, int):
+        node.check_size(node.evaluator.greatest(node.evaluator.add(bounds.largest, 1), extent), extent)
 
 
-def _largest(node: Node, numbers: relax.Expr) -> Any | None:
-    """The largest of the integers of a tensor, a number or a symbolic size; None for those that are data.
+def checked_indices(node: Node, indices: relax.Expr, sizes: Sequence[Any], *, is_signed: bool = True) -> relax.Expr:
+    """Return indices of dimensions of these sizes, counted from the start; the model checks them when it runs.
 
-    They are those of a Range, perhaps moved, or sums of such.
-    """
-    source = node.builder.lookup_binding(numbers) if isinstance(numbers, relax.Var) else numbers
-    if isinstance(source, tvm.ir.GenericConst):
-        return int(source.value.numpy().max(initial=0))
-    name = called_operator(source)
-    if name == "relax.arange":
-        start, stop, step = source.args
-        if not isinstance(step, tirx.IntImm) or int(step) < 1:
-            return None
-        return node.evaluator.simplify(start + (stop - start - 1) // step * step)
-    if name == "relax.add":
-        left, right = (_largest(node, item) for item in source.args)
-        return None if left is None or right is None else node.evaluator.add(left, right)
-    if name in _KEEPING or (name == "relax.astype" and dtype_of(source) in ("int32", "int64")):
-        return _largest(node, source.args[0])
-    return None
-
-
-def clamp_indices(node: Node, indices: relax.Expr, sizes: Sequence[Any]) -> relax.Expr:
-    """Return indices clamped to dimensions of these sizes, from -size to size - 1; negative ones count from the end.
-
-    `sizes` has one size, or one for each element along the last dimension of the indices. ONNX Runtime raises an error
-    for an index outside of the data; a clamped index keeps kernels from reading or writing outside of their buffers.
-    Constant indices into constant sizes are returned as they are; one that is outside raises UnsupportedFormError.
+    `sizes` has one size, or one for each element along the last dimension of the indices. Where `is_signed`, negative
+    ones count from the end. Raises UnsupportedFormError for a constant index outside of a static dimension, and
+    FreeSizeError for indices of unknown shape.
     """
     values = node.constants(indices)
-    if values is not None and all(isinstance(size, int) for size in sizes):
-        if (values >= np.array(sizes)).any() or (values < -np.array(sizes)).any():
+    if values is not None:
+        return _check_constants(node, indices, values, sizes, is_signed)
+    if dims_of(indices) is None:
+        raise FreeSizeError("indices of unknown shape")
+    if len(sizes) == 1:
+        check_largest(node, indices, sizes[0])
+        if _are_within(node, indices, sizes[0]):
+            return indices
+    return node.emit(checked(indices, sizes, is_signed=is_signed))
+
+
+def _are_within(node: Node, indices: relax.Expr, size: Any) -> bool:
+    """Whether indices are surely from 0 to `size` less one; `check_largest` has seen to those that it knows."""
+    bounds, holds = bounds_of(node, indices), node.evaluator.holds
+    if bounds.least is None or bounds.largest is None or not holds(bounds.least >= 0):
+        return False
+    is_checked = bounds.are_taken and isinstance(size, int) and not isinstance(bounds.largest, int)
+    return is_checked or holds(bounds.largest < size)
+
+
+def _check_constants(
+    node: Node, indices: relax.Expr, values: Array, sizes: Sequence[Any], is_signed: bool
+) -> relax.Expr:
+    """The same for constant indices `values`: the model checks symbolic sizes when it runs."""
+    rows = values.reshape(-1, len(sizes))
+    for size, column in zip(sizes, rows.T, strict=True):
+        needed = max(int(column.max(initial=-1)) + 1, -int(column.min(initial=0)))
+        if (not is_signed and (column < 0).any()) or (isinstance(size, int) and needed > size):
             raise UnsupportedFormError("an index outside of the data", "check the indices")
+        node.check_size(node.evaluator.least(size, needed), needed)
+    if not (values < 0).any():
         return indices
     dtype = dtype_of(indices)
+    if all(isinstance(size, int) for size in sizes):
+        return const(np.where(values < 0, values + np.array(sizes), values), dtype)
     whole = materialise(node.builder, node.evaluator.shape(sizes), () if len(sizes) == 1 else None)
     whole = whole if dtype == "int64" else node.emit(relax.op.astype(whole, dtype))
-    last = node.emit(relax.op.subtract(whole, const(1, dtype)))
-    below = node.emit(relax.op.minimum(indices, last))
-    return node.emit(relax.op.maximum(below, node.emit(relax.op.negative(whole))))
+    return node.emit(relax.op.add(indices, node.emit(relax.op.multiply(const(values < 0, dtype), whole))))
 
 
-def convert_gather_elements(node: Node) -> None:
-    """Clamp the indices of GatherElements to the data, unless indices and dimension are constant.
+def convert_gather_elements(node: Node) -> relax.Expr | None:
+    """Return the Relax expression of a GatherElements; the model checks, when it runs, what is not known at import.
 
-    The model checks, when it runs, that the data is as large as the indices in the other dimensions. Returns None,
-    which leaves the node to TVM's converter. Raises UnsupportedFormError for a constant index outside of the data. Data
-    of unknown shape is left alone.
+    That are the indices, and that the data is as large as these in the other dimensions. Returns None, which leaves the
+    node to TVM's converter, for data of unknown shape. Raises UnsupportedFormError for a constant index outside of the
+    data.
     """
-    dims = dims_of(node.inputs[0])
-    if dims is not None:
-        axis = int(node.attrs.get("axis", 0)) % len(dims)
-        _check_reach(node, dims, dims_of(node.inputs[1]), axis)
-        node.inputs[1] = clamp_indices(node, node.inputs[1], [dims[axis]])
+    data, dims = node.inputs[0], dims_of(node.inputs[0])
+    if not dims:
+        return None
+    axis = int(node.attrs.get("axis", 0)) % len(dims)
+    _check_reach(node, dims, dims_of(node.inputs[1]), axis)
+    return relax.op.gather_elements(data, checked_indices(node, node.inputs[1], [dims[axis]]), axis)
 
 
 def _check_reach(node: Node, dims: Sequence[Any], reach: Sequence[Any] | None, axis: int) -> None:
@@ -178,19 +163,21 @@ def _check_reach(node: Node, dims: Sequence[Any], reach: Sequence[Any] | None, a
             node.check_size(tirx.min(size, count), count)
 
 
-def convert_gather_nd(node: Node) -> None:
-    """Clamp the indices of GatherND to the data, unless indices and dimensions are constant.
+def convert_gather_nd(node: Node) -> relax.Expr | None:
+    """Return the Relax expression of a GatherND; the model checks, when it runs, what is not known at import.
 
-    The model checks the dimensions of the batch when it runs. Returns None, which leaves the node to TVM's converter.
-    Raises UnsupportedFormError for a constant index outside of the data, and FreeSizeError for indices whose last
-    dimension is symbolic. Operands of unknown shape are left alone.
+    That are the indices, and the dimensions of the batch. Returns None, which leaves the node to TVM's converter, for
+    operands of unknown shape. Raises UnsupportedFormError for a constant index outside of the data, and FreeSizeError
+    for indices whose last dimension is symbolic.
     """
     dims, places, first = dims_of(node.inputs[0]), dims_of(node.inputs[1]), int(node.attrs.get("batch_dims", 0))
     if places and not isinstance(places[-1], int):
         raise FreeSizeError("indices whose last dimension is symbolic")
-    if dims is not None and places:
-        node.inputs[1] = node.with_sizes(node.inputs[1], [*dims[:first], *places[first:]])
-        node.inputs[1] = clamp_indices(node, node.inputs[1], dims[first : first + places[-1]])
+    if dims is None or not places:
+        return None
+    indices = node.with_sizes(node.inputs[1], [*dims[:first], *places[first:]])
+    indices = checked_indices(node, indices, dims[first : first + places[-1]])
+    return relax.op.gather_nd(node.inputs[0], indices, first)
 
 
 def convert_compress(node: Node) -> relax.Expr:
@@ -631,9 +618,9 @@ def convert_scatter_elements(node: Node) -> relax.Expr:
     """Return the Relax expression of ONNX's ScatterElements, or of Scatter, its name before opset 11.
 
     TVM's scatter writes past the data where a dimension of the indices, other than the axis, is smaller than that of
-    the data. So it gets only the part of the data that the indices reach, and the rest is added to its result. Indices
-    are clamped. Raises FreeSizeError for operands of unknown shape, and UnsupportedFormError for a constant index
-    outside of the data.
+    the data. So it gets only the part of the data that the indices reach, and the rest is added to its result. The
+    model checks indices when it runs. Raises FreeSizeError for operands of unknown shape, and UnsupportedFormError for
+    a constant index outside of the data.
     """
     data, indices, updates = node.inputs
     dims, reach = dims_of(data), dims_of(indices)
@@ -642,7 +629,7 @@ def convert_scatter_elements(node: Node) -> relax.Expr:
     axis = int(node.attrs.get("axis", 0)) % len(dims)
     _check_reach(node, dims, reach, axis)
     updates = node.with_sizes(updates, reach)
-    indices = clamp_indices(node, indices, [dims[axis]])
+    indices = checked_indices(node, indices, [dims[axis]])
     differ = [
         place
         for place, (size, count) in enumerate(zip(dims, reach, strict=True))
@@ -678,9 +665,9 @@ def convert_scatter_elements(node: Node) -> relax.Expr:
 
 
 def convert_scatter_nd(node: Node) -> None:
-    """Clamp the indices of ScatterND, and give its operands one expression for each size that must be equal.
+    """Check the indices of ScatterND, and give its operands one expression for each size that must be equal.
 
-    The model checks these sizes when it runs. Returns None, which leaves the node to TVM's converter. Raises
+    The model checks both when it runs. Returns None, which leaves the node to TVM's converter. Raises
     FreeSizeError for indices whose last dimension is symbolic, and UnsupportedFormError for a constant index outside of
     the data. Operands of unknown shape are left alone.
     """
@@ -690,7 +677,7 @@ def convert_scatter_nd(node: Node) -> None:
     data, indices, updates = ([] if shape is None else shape for shape in shapes)
     if not indices or not isinstance(indices[-1], int):
         raise FreeSizeError("indices whose last dimension is symbolic")
-    node.inputs[1] = clamp_indices(node, node.inputs[1], data[: indices[-1]])
+    node.inputs[1] = checked_indices(node, node.inputs[1], data[: indices[-1]])
     if len(updates) != len(indices) - 1 + len(data) - indices[-1]:
         return
     rows, whole = indices[:-1], data[indices[-1] :]

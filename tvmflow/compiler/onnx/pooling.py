@@ -6,7 +6,7 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
-from tvmflow.compiler.onnx.indexing import clamp_indices
+from tvmflow.compiler.onnx.indexing import checked_indices
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import dims_of, dtype_of
 
@@ -94,17 +94,8 @@ def convert_max_unpool(node: Node) -> relax.Expr:
             "an output_shape other than that of its window", "export the model without output_shape"
         )
     total = reduce(evaluator.multiply, shape, 1)
-    # One element more takes what lies beyond.
-    more = evaluator.add(total, 1)
     places = node.emit(relax.op.reshape(node.with_sizes(places, dims), [-1]))
-    places = clamp_indices(node, places, [more])
-    zeros = node.emit(relax.op.zeros(relax.ShapeExpr([more]), dtype_of(data)))
+    places = checked_indices(node, places, [total], is_signed=False)
+    zeros = node.emit(relax.op.zeros(relax.ShapeExpr([total]), dtype_of(data)))
     flat = node.emit(relax.op.scatter_elements(zeros, places, node.emit(relax.op.reshape(data, [-1])), 0))
-
-    def without_last(flat: te.Tensor) -> te.Tensor:
-        def element(*index: Any) -> Any:
-            return flat[reduce(lambda place, item: place * item[1] + item[0], zip(index, shape, strict=True), 0)]
-
-        return te.compute(shape, element, name="unpooled")
-
-    return node.builder.call_te(without_last, flat, primfunc_name_hint="unpool")
+    return relax.op.reshape(flat, relax.ShapeExpr(shape))

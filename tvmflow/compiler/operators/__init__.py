@@ -16,6 +16,7 @@ from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import (
     convolution,
     elementwise,
+    indices,
     norms,
     pooling,
     products,
@@ -46,6 +47,7 @@ _OPERATORS: dict[str, _Definition] = {
     "relax.maximum": partial(elementwise.legalize_extreme, largest=True),
     "relax.minimum": partial(elementwise.legalize_extreme, largest=False),
     "relax.scatter_nd": scatter.legalize,
+    "tvmflow.indices": indices.legalize,
     "relax.nn.leakyrelu": elementwise.legalize_leaky_relu,
     "relax.nn.prelu": elementwise.legalize_prelu,
     "relax.quantize": elementwise.legalize_quantize,
