@@ -1,5 +1,6 @@
 """Weights are fetched while tiles are computed with those before them, and in which order tiles are computed."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -123,3 +124,45 @@ def test_of_rows_and_weights_the_larger_are_read_once(rows: int, make_product: A
     fetched = _fetched_numbers(schedule(make_product(rows), _machine(target, memory=1000.0))[0])
     # Weights that are read again for each tile of rows are not fetched.
     assert bool(fetched) == (rows < CHANNELS)
+
+
+def _fetched_rows(func: Any, task: int) -> dict[bool, dict[int, set[int]]]:
+    """What iteration `task` of the outermost loop fetches, to write it or not: columns by row."""
+    loops: list[Any] = []
+    fetches: list[Any] = []
+    tvm_ffi.structural_walk(func.body, (For, loops.append), order="pre")
+    tvm_ffi.structural_walk(
+        func.body, (tvm.ir.Call, lambda call: fetches.append(call) if call.op.name == "tirx.prefetch" else None)
+    )
+    rows: dict[bool, dict[int, set[int]]] = {}
+    for fetch in fetches:
+        place = fetch.args[0].args[0].indices
+        used = {name for item in place for name in tirx.analysis.undefined_vars(item)}
+        inner = [loop for loop in loops[1:] if any(loop.loop_var.same_as(name) for name in used)]
+        for steps in itertools.product(*(range(int(loop.extent)) for loop in inner)):
+            values = {loop.loop_var: step for loop, step in zip(inner, steps, strict=True)}
+            row, column = (_evaluate(item, {**values, loops[0].loop_var: task}) for item in place)
+            rows.setdefault(bool(int(fetch.args[1])), {}).setdefault(row, set()).add(column)
+    return rows
+
+
+@pytest.mark.parametrize("operator", ["Softmax", "LayerNormalization"])
+def test_rows_that_do_not_fit_the_cache_are_fetched_before_they_are_computed(
+    operator: str, make_model: Any, target: Target
+) -> None:
+    count, size = 40, 64
+    node = helper.make_node(operator, ["x", "w"] if operator == "LayerNormalization" else ["x"], ["y"])
+    weights = {"w": np.ones(size, "float32")} if operator == "LayerNormalization" else {}
+    imported = import_onnx(make_model([node], [("x", [count, size])], ["y"], weights))
+    (func,) = (normalize(item.func) for item in workloads(lower(imported, target)))
+    assert not _fetched_rows(schedule(func, _machine(target))[0], 0)
+    small = _machine(target, cache=count * size)
+    scheduled, lanes = schedule(func, small)[0], small.lanes
+    columns = set(range(0, size, lanes))
+    # A page ahead of what is read.
+    ahead = 4096 // (4 * size)
+    for task in (0, 5, count - ahead, count - 1):
+        fetched = _fetched_rows(scheduled, task)
+        assert fetched == {True: {task: columns}, False: {min(task + ahead, count - 1): columns}}
+    wide = replace(small, first=replace(small.first, size=15 * size))
+    assert not _fetched_rows(schedule(func, wide)[0], 0)

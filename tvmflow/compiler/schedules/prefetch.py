@@ -29,7 +29,8 @@ PREFETCH = "tvmflow.prefetch"
 _DISTANCE = 4096
 # The steps of a reduction in one chunk, which is also the distance of the prefetch.
 _CHUNKS = (64, 16)
-# The annotation of the loops over a tile of the result: fetch what they read and write before the tile is computed.
+# The annotation of the loops over a tile of the result: fetch what they write before the tile is computed, and if it is
+# one, what they read.
 FETCH_RESULT = "tvmflow.fetch_result"
 # The annotation of a loop: the iterations ahead of which the parts of parameters that its sums read are fetched.
 _AHEAD = "tvmflow.prefetch_ahead"
@@ -58,8 +59,10 @@ def split_chunks(sch: Schedule, reduction: LoopRV, choices: Choices) -> list[Loo
     return [chunk, steps]
 
 
-def fetch_result(sch: Schedule, block: SBlockRV, rows: LoopRV, machine: Machine, choices: Choices) -> None:
-    """Fetch a tile's lines of the result, and of operands of its shape, before the tile's product is computed.
+def fetch_result(
+    sch: Schedule, block: SBlockRV, rows: LoopRV, machine: Machine, choices: Choices, *, operands: bool = True
+) -> bool:
+    """Fetch a tile's lines of the result, and of `operands` of its shape, before the tile is computed; return whether.
 
     `block` writes the tile, and `rows` is the outermost of its loops. By default the lines are fetched where the whole
     result and these operands do not fit a core's own cache, or where their size is unknown; the `choices` may name the
@@ -70,8 +73,10 @@ def fetch_result(sch: Schedule, block: SBlockRV, rows: LoopRV, machine: Machine,
     buffers = [region.source for region in regions if is_one_of(region.source, parameters)]
     is_large = not common.is_static(sch) or not cost.fits(sum(map(common.bytes_of, buffers)) / machine.cores, machine)
     options = {"result": True, "none": False} if is_large else {"none": False, "result": True}
-    if choices.choose("fetch", "", options):
-        sch.annotate(rows, FETCH_RESULT, 1)
+    is_fetched = choices.choose("fetch", "", options)
+    if is_fetched:
+        sch.annotate(rows, FETCH_RESULT, int(operands))
+    return is_fetched
 
 
 def fetch_ahead(sch: Schedule, loop: LoopRV, bytes_read: int) -> None:
@@ -80,6 +85,23 @@ def fetch_ahead(sch: Schedule, loop: LoopRV, bytes_read: int) -> None:
     `bytes_read` are those of one iteration. The memory is read once, so that no cache has it.
     """
     sch.annotate(loop, _AHEAD, max(1, _DISTANCE // bytes_read))
+
+
+def fetch_rows(sch: Schedule, block: SBlockRV, machine: Machine, choices: Choices) -> None:
+    """Fetch the lines of a row of the result before it is computed, and what the sums of a following row read.
+
+    An iteration of the outermost loop passes several times over a row, and `block` writes it at last. Without this, the
+    first pass waits for what it reads, and the last one for the lines that it writes. Rows of which four do not fit the
+    first-level cache are not fetched, nor are those of unknown size.
+    """
+    task, *within = sch.get_loops(block)
+    sizes = [common.extent(sch, loop) for loop in within]
+    numbers = math.prod(math.inf if size is None else size for size in sizes)
+    size = numbers * common.item_bytes(sch.get(block).writes[0].source)
+    if not within or 4 * size > machine.first.size:
+        return
+    if fetch_result(sch, block, within[0], machine, choices, operands=False):
+        fetch_ahead(sch, task, int(size))
 
 
 def fetch_next_weights(sch: Schedule, task: LoopRV, parts: int, size: int, computing: float, machine: Machine) -> None:
@@ -220,7 +242,8 @@ def _fetch_tile(rows: For, parameters: Sequence[Any]) -> list[Any]:
     loops, realize = _loops_and_block(rows)
     *outer, lane = loops
     fetches: list[Any] = []
-    for how, regions in ((_TO_READ, realize.block.reads), (_TO_WRITE, realize.block.writes)):
+    reads = realize.block.reads if int(rows.annotations[FETCH_RESULT]) else []
+    for how, regions in ((_TO_READ, reads), (_TO_WRITE, realize.block.writes)):
         for region in regions:
             index = _start(region, realize)
             has_rows = any(uses(item, rows.loop_var) for item in index)

@@ -6,10 +6,10 @@ from tvm.s_tir.schedule import SBlockRV
 from tvmflow.compiler.annotations import GROUP, KERNEL, LEAD
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common, reductions, registers
+from tvmflow.compiler.schedules import common, prefetch, reductions, registers
 
 
-def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
+def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     """Schedule a function that passes several times over each row of its last dimensions; return False for others."""
     last = common.find_kernel(sch, "rowwise")
     if last is None:
@@ -30,7 +30,10 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
         sch.compute_at(block, task, preserve_unit_loops=True)
     for block in stages:
         _vectorize(sch, block, lead, machine)
+    is_whole = not (common.extent(sch, sch.get_loops(last)[-1]) or 1) % machine.lanes
     common.vectorize_last(sch, last, machine)
+    if is_whole:
+        prefetch.fetch_rows(sch, last, machine, choices)
     return True
 
 
