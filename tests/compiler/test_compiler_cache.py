@@ -130,9 +130,9 @@ def test_other_weights_take_the_same_code_and_give_their_own_results(
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("change", ["shapes", "target", "level", "schedule"])
+@pytest.mark.parametrize("change", ["shapes", "target", "level", "code", "schedule"])
 def test_other_functions_targets_options_or_schedules_are_compiled_anew(
-    make: Make, model: Imported, native: Target, cache: Path, change: str
+    make: Make, model: Imported, native: Target, cache: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tvm.s_tir import Schedule
 
@@ -143,6 +143,9 @@ def test_other_functions_targets_options_or_schedules_are_compiled_anew(
             build(model, replace(native, tvm={**native.tvm, "mcpu": "x86-64"}), cache=cache)
         case "level":
             build(model, native, BuildOptions(opt_level=2), cache=cache)
+        case "code":
+            monkeypatch.setattr("tvmflow.compiler.codegen.code_digest", lambda _: "another version")
+            build(model, native, cache=cache)
         case "schedule":
             build(model, native, tuned=lambda func: Schedule(func).mod["main"], cache=cache)
     assert len(list(cache.iterdir())) == 2

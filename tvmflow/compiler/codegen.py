@@ -20,6 +20,7 @@ from tvmflow import cores
 from tvmflow.compiler.annotations import DIRECT
 from tvmflow.compiler.argument_checks import keep_checks_of_inputs
 from tvmflow.compiler.lowering import lower_functions
+from tvmflow.reach import code_digest
 
 _CALL_CPACKED = tvm.ir.Op.get("tirx.tvm_call_cpacked")
 # TVM's calling convention: its number, what precedes the names of functions in their symbols, and its parameters, which
@@ -63,8 +64,8 @@ def compile_module(
 
     `cache` is a folder of object files that several processes may share; without it, the code stays in memory. A file
     has the code of a part of the library, and its name is the SHA-256 of the part's functions (without weights), TVM's
-    version, the target and the pass context. The exported library is the same, byte for byte, with the cache and
-    without it.
+    version, the code of this project that lowers functions, the target and the pass context. The exported library is
+    the same, byte for byte, with the cache and without it.
     """
     if target.kind.name != "llvm":
         return relax.build(scheduled, target, relax_pipeline=pipeline, exec_mode=exec_mode)
@@ -206,6 +207,7 @@ def _key(functions: tvm.IRModule, target: tvm.target.Target) -> str:
     context = tvm.transform.PassContext.current()
     settings = (
         tvm.__version__,
+        code_digest("tvmflow.compiler.lowering"),
         str(target),
         context.opt_level,
         sorted(map(str, context.required_pass)),
