@@ -82,6 +82,7 @@ class PackageJob(TargetJob):
             versions=installed_versions(build.llvm),
             fresh_outputs=build.fresh_outputs,
             indices=exported.indices,
+            unaligned_inputs=target.arch != "cuda",
             provenance={
                 "onnx": exported.onnx.sha256,
                 "relax": imported.ir.sha256,

@@ -314,6 +314,7 @@ WRONG: Sequence[tuple[Sequence[str | int], Sequence[object]]] = [
     (("threads",), [None, "2", 2.0, -1, 0, True, 1 << 63]),
     (("max_threads",), ["2", 2.0, -1, 0, True, 1 << 63]),
     (("fresh_outputs",), [None, 0, 1, "true", []]),
+    (("unaligned_inputs",), [None, 0, 1, "true", []]),
     (("indices",), [None, "x", [], {"x": [1]}, {"x": "12"}, {"x": ["a", 1]}, {"x": [0, 1 << 63]}, {"y": [0, 1]}]),
     (("versions", "tvm"), [None, 27]),
     (("format",), [None, "1", 1.0, True, [1]]),

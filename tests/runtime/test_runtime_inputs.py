@@ -1,6 +1,7 @@
 """Inputs that do not fit are one sentence that names the input and what was expected."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,25 @@ def test_an_aligned_tensor_is_not_copied(model: CompiledModel) -> None:
     array = model.check_inputs({"x": tensor, "y": torch.zeros(8, 4), "scale": torch.tensor(1.0)})["x"]
     assert array.ctypes.data == tensor.data_ptr()
     assert np.from_dlpack(model._to_tensor(array)).ctypes.data == tensor.data_ptr()
+
+
+def test_an_array_that_is_aligned_to_its_elements_alone_is_not_copied(
+    model: CompiledModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = np.zeros(9 * 8, "float32")
+    array = memory[1 if memory.ctypes.data % 64 == 0 else 0 :][:64].reshape(8, 8)
+    assert array.ctypes.data % 64
+
+    def address() -> int:
+        return int(np.from_dlpack(model._to_tensor(array, 0)).ctypes.data)
+
+    assert address() == array.ctypes.data
+    # A bundle of a former version needs a copy, whose memory serves again.
+    monkeypatch.setattr(model, "manifest", replace(model.manifest, unaligned_inputs=False))
+    first = address()
+    assert first != array.ctypes.data
+    assert first % 64 == 0
+    assert address() == first
 
 
 def test_an_array_of_another_library_is_taken_by_dlpack(model: CompiledModel, inputs: MakeInputs) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx
 import tvm
+import tvm_ffi
 
 from support.models import join_models, joined_name
 from tvmflow.bundle import DIRECT_MAIN, MAIN_CONSTANTS
@@ -49,15 +50,29 @@ def rule_counts(model: CompiledModel) -> Counter[str]:
 def run_in_memory(model: CompiledModel, feeds: Sequence[Sequence[Array]]) -> list[list[Array]]:
     """Return the outputs for each of `feeds`, the inputs in order, of a library that is neither linked nor exported.
 
-    Where `main` has a direct form, that must give the same outputs to the last bit.
+    The inputs are in memory that is aligned to an element alone. Where `main` has a direct form, that must give the
+    same outputs to the last bit.
     """
     loaded = model.load()
-    outputs = [loaded.run(*feed) for feed in feeds]
+    outputs = [loaded.run(*map(unaligned, feed)) for feed in feeds]
     if has_direct_main(loaded.library):
         for feed, expected in zip(feeds, outputs, strict=True):
             for direct, array in zip(run_directly(loaded, feed, expected), expected, strict=True):
                 np.testing.assert_array_equal(direct, array)
     return outputs
+
+
+def unaligned(array: Array) -> Any:
+    """Return a tensor of a copy of an array that begins one element behind an address of which 64 is a divisor."""
+    array = np.asarray(array, order="C")
+    if not array.size:
+        # NumPy gives an empty array strides of its own.
+        return tvm.runtime.tensor(array)
+    memory = np.empty(array.nbytes + 64 + array.itemsize, np.uint8)
+    start = -memory.ctypes.data % 64 + array.itemsize
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return tvm_ffi.from_dlpack(copy)
 
 
 def has_direct_main(library: Any) -> bool:
@@ -68,7 +83,7 @@ def has_direct_main(library: Any) -> bool:
 def run_directly(loaded: LoadedModel, inputs: Sequence[Array], like: Sequence[Array]) -> list[Array]:
     """Run the direct form of `main` and return its outputs, which are written over what memory like `like` had."""
     results = [tvm.runtime.tensor(np.full_like(array, 77)) for array in like]
-    arguments = [*map(tvm.runtime.tensor, inputs), *loaded.weights, *loaded.machine[MAIN_CONSTANTS](), *results]
+    arguments = [*map(unaligned, inputs), *loaded.weights, *loaded.machine[MAIN_CONSTANTS](), *results]
     loaded.library.get_function(DIRECT_MAIN, query_imports=True)(*arguments)
     return [result.numpy() for result in results]
 

@@ -81,8 +81,9 @@ class Manifest:
     weights after the inputs. `threads` is the number of threads that the code was chosen for; `max_threads` is the most
     threads to run on by default, None as many as there are cores. `fresh_outputs` is true where every call writes all
     outputs to memory that nothing else uses, so that a caller may keep them without a copy. `indices` holds the least
-    and the largest integer of each input that the model looks up in a table, such as a vocabulary. `provenance` maps
-    the inputs of the build to their SHA-256, and `options` and `code` to the options and the digest of tvmflow's code.
+    and the largest integer of each input that the model looks up in a table, such as a vocabulary. `unaligned_inputs`
+    is true where the memory of inputs may begin at the address of any element. `provenance` maps the inputs of the
+    build to their SHA-256, and `options` and `code` to the options and the digest of tvmflow's code.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Manifest:
     max_threads: int | None = None
     fresh_outputs: bool = False
     indices: dict[str, tuple[int, int]] = field(default_factory=dict)
+    unaligned_inputs: bool = False
 
     @property
     def format(self) -> int:
@@ -111,14 +113,15 @@ class Manifest:
     def to_json(self) -> bytes:
         """Return canonical JSON: equal manifests give equal bytes. Raises ValueError for NaN or infinity.
 
-        `max_threads` is left out if it equals `threads`, `fresh_outputs` if it is false, and `indices` without any: a
-        reader takes these values for missing keys.
+        `max_threads` is left out if it equals `threads`, `fresh_outputs` and `unaligned_inputs` if they are false, and
+        `indices` without any: a reader takes these values for missing keys.
         """
         document = {**asdict(self), "format": self.format}
         if self.max_threads == self.threads:
             del document["max_threads"]
-        if not self.fresh_outputs:
-            del document["fresh_outputs"]
+        for name in ("fresh_outputs", "unaligned_inputs"):
+            if not document[name]:
+                del document[name]
         if not self.indices:
             del document["indices"]
         return _canonical(document)
@@ -236,6 +239,7 @@ def _read(document: dict[str, Any]) -> Manifest:
         threads=_count(document["threads"], least=1),
         max_threads=_limit(document),
         fresh_outputs=_flag(document.get("fresh_outputs", False)),
+        unaligned_inputs=_flag(document.get("unaligned_inputs", False)),
         indices=_indices(document.get("indices", {}), {item.name for item in inputs}),
         inputs=inputs,
         outputs=tuple(_tensor(item) for item in _list(document["outputs"])),

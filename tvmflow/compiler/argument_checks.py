@@ -23,6 +23,8 @@ from tvmflow.compiler.statements import map_functions
 
 # TVM's mark of what a function computes, after the checks of its arguments.
 _COMPUTE_SCOPE = "compute_scope"
+# TVM's mark of an argument's memory: the bytes of which its address is a multiple.
+_ALIGNMENT = "storage_alignment"
 # The end of the part of a check's message that precedes the argument's place.
 _ARGUMENT = "argument #"
 
@@ -115,3 +117,18 @@ def _is_of_any(check: tirx.AssertStmt, places: Collection[int]) -> bool:
     parts = [str(part.value) for part in check.message_parts]
     place = next((int(item) for text, item in pairwise(parts) if text.endswith(_ARGUMENT)), None)
     return place in places if place is not None else bool(places)
+
+
+def take_unaligned(function: PrimFunc) -> PrimFunc:
+    """Return a function, after TVM's pass MakePackedAPI, whose arguments may begin at any address.
+
+    TVM takes the memory of each argument to be aligned to 64 bytes. Arrays of NumPy and of other libraries are not, and
+    processors load vectors from other addresses as fast, unless they lie across two lines of the cache.
+    """
+
+    def unaligned(statement: tirx.AttrStmt) -> tirx.AttrStmt:
+        if statement.attr_key != _ALIGNMENT:
+            return statement
+        return tirx.AttrStmt(statement.node, _ALIGNMENT, tirx.const(1, "int32"), statement.body)
+
+    return function.with_body(tvm_ffi.structural_map(function.body, (tirx.AttrStmt, unaligned)))

@@ -103,9 +103,10 @@ class LoadedModel:
     machine: Any
     weights: tuple[Any, ...]
 
-    def run(self, *inputs: np.ndarray[Any, Any], function: str = "main") -> list[np.ndarray[Any, Any]]:
-        """Run a function with C-contiguous arrays as inputs, in order, and return its outputs, in order."""
-        result = self.machine[function](*map(tvm.runtime.tensor, inputs), *self.weights)
+    def run(self, *inputs: Any, function: str = "main") -> list[np.ndarray[Any, Any]]:
+        """Run a function with C-contiguous arrays or tensors as inputs, in order, and return its outputs, in order."""
+        tensors = (item if isinstance(item, tvm.runtime.Tensor) else tvm.runtime.tensor(item) for item in inputs)
+        result = self.machine[function](*tensors, *self.weights)
         return [item.numpy() for item in ([result] if hasattr(result, "numpy") else result)]
 
 

@@ -10,7 +10,7 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.tirx import PrimFunc
 
-from tvmflow.compiler.argument_checks import DropChecks
+from tvmflow.compiler.argument_checks import DropChecks, take_unaligned
 from tvmflow.compiler.borders import split_lines
 from tvmflow.compiler.divisions import lower_divisions
 from tvmflow.compiler.quotients import unify_quotients
@@ -22,6 +22,7 @@ def lower_functions(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.I
     """Return scheduled functions as TVM generates code of them, by the passes of this thread's pass context."""
     lowered = _pipeline()(tirx.transform.BindTarget(target.with_host(target))(unify_quotients(functions)))
     builtins = tvm.transform.Sequential([tirx.transform.LowerTVMBuiltin(), tirx.transform.LowerIntrin()])
+    lowered = map_functions(lowered, take_unaligned)
     return split_lines(run_short_loops_alone(builtins(lower_divisions(lowered))))
 
 

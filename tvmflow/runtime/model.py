@@ -134,12 +134,16 @@ class _DirectCall:
 
 
 class _PerThread(threading.local):
-    """A thread's own virtual machine, the machine's functions, and prepared calls by the shapes of the inputs."""
+    """A thread's own virtual machine, the machine's functions, and prepared calls by the shapes of the inputs.
+
+    `stages` has, by the place of an input, memory for arrays that the library cannot read where they are.
+    """
 
     def __init__(self) -> None:
         self.machine: Any = None
         self.functions: dict[str, Callable[..., Any]] = {}
         self.calls: dict[tuple[tuple[int, ...], ...], _Call | _DirectCall] = {}
+        self.stages: dict[int, Array] = {}
 
 
 @dataclass(frozen=True)
@@ -297,7 +301,7 @@ class CompiledModel:
             if call.large:
                 arguments = [*arguments]
                 for place in call.large:
-                    arguments[place] = self._to_tensor(arrays[place])
+                    arguments[place] = self._to_tensor(arrays[place], place)
                 small = [array for place, array in enumerate(arrays) if place not in call.large]
             for buffer, array in zip(call.inputs, small):  # noqa: B905
                 buffer[...] = array
@@ -382,14 +386,15 @@ class CompiledModel:
 
     def _prepare_function(self, name: str, arrays: "Sequence[Array]") -> _Call:
         """Prepare a call of a function of the virtual machine."""
-        inputs = tuple(map(self._copier_for, arrays))
+        inputs = tuple(map(self._copier_for, range(len(arrays)), arrays))
         return _Call(self._functions()[name], inputs, self._params)
 
-    def _copier_for(self, example: "Array") -> "Callable[[Array], Any]":
-        """The function that makes tensors of arrays of the example's shape and dtype."""
+    def _copier_for(self, place: int, example: "Array") -> "Callable[[Array], Any]":
+        """The function that makes tensors of arrays of the example's shape and dtype, for the input at this place."""
         if self._gpu is not None:
             return self._gpu.copier(example)
-        return self._copier(example) if self._on_cpu and example.nbytes <= _LARGEST_COPY else self._to_tensor
+        is_small = self._on_cpu and example.nbytes <= _LARGEST_COPY
+        return self._copier(example) if is_small else partial(self._to_tensor, place=place)
 
     def _prepare_direct(self, arrays: "Sequence[Array]", sizes: Mapping[str, int]) -> _DirectCall | None:
         """Prepare a call of the direct form of `main`; None without such a form, and for a large output.
@@ -444,17 +449,35 @@ class CompiledModel:
 
         return copy
 
-    def _to_tensor(self, array: "Array") -> Any:
-        """An array as a tensor on the model's device; on a CPU an aligned array is not copied."""
+    def _to_tensor(self, array: "Array", place: int | None = None) -> Any:
+        """An array as a tensor on the model's device; on a CPU an aligned array is not copied.
+
+        Others are copied: to memory that this thread keeps for the input at `place`, if it is one.
+        """
         if not self._on_cpu:
             if self._gpu is not None:
                 return self._gpu.to_tensor(array)
             from tvm import runtime
 
             return runtime.tensor(array, self.device)
-        # The library loads whole vectors, so it needs memory that is aligned as TVM aligns its own.
-        is_usable = _address(array) % _ALIGNMENT == 0 and array.flags.writeable and array.flags.c_contiguous
-        return self._from_dlpack(array if is_usable else _aligned_copy(array))
+        # Libraries of former versions load whole vectors from memory that is aligned as TVM aligns its own.
+        alignment = array.itemsize if self.manifest.unaligned_inputs else _ALIGNMENT
+        is_usable = _address(array) % alignment == 0 and array.flags.writeable and array.flags.c_contiguous
+        return self._from_dlpack(array if is_usable else self._staged(array, place))
+
+    def _staged(self, array: "Array", place: int | None) -> "Array":
+        """A copy of an array in aligned memory: in new memory, or in that which this thread keeps for an input.
+
+        New memory would cost more than the copy: the system clears each page of it at the first write.
+        """
+        if place is None:
+            return _aligned_copy(array)
+        stages = self._local.stages
+        if place not in stages or stages[place].nbytes < array.nbytes:
+            stages[place] = _aligned_empty((array.nbytes,), np.dtype(np.uint8))
+        copy = stages[place][: array.nbytes].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        return copy
 
     def _function_for(self, sizes: Mapping[str, int]) -> str:
         """The name of the function for these sizes of the symbolic dimensions: a variant built for them, or `main`."""
