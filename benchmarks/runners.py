@@ -197,7 +197,7 @@ def work(job: RunnerJob, emit: Emit) -> Round:
     A process also loads the model before the first round with it, and compares its outputs with ONNX Runtime's.
     """
     with np.load(job.sample) as archive:
-        inputs = {name: aligned(archive[name]) for name in archive.files}
+        inputs = {name: archive[name] for name in archive.files}
     key = (job.runner, job.onnx)
     if key not in _loaded:
         _loaded.clear()
@@ -244,15 +244,6 @@ def _error(outputs: NamedArrays, job: RunnerJob) -> float:
     ]
     # Not max(), which may pass over a NaN.
     return float(np.max(differences))
-
-
-def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a copy at an address that is a multiple of 64, which no runner has to copy again for its vectors."""
-    buffer = np.empty(array.nbytes + 64, np.uint8)
-    start = -buffer.ctypes.data % 64
-    copy: npt.NDArray[Any] = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
 
 
 def _tvmflow(job: RunnerJob) -> tuple[Run, str]:

@@ -25,7 +25,6 @@ from commandline import new_parser, positive, run_main, state_folder
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from runners import aligned
 
 from tvmflow import process
 from tvmflow.errors import InputError, TvmflowError
@@ -70,7 +69,7 @@ def work(job: SymbolicJob, emit: Emit) -> Comparison:
     from tvmflow import compiler, runtime
 
     with np.load(job.sample) as archive:
-        arrays = {name: aligned(array) for name, array in archive.items()}
+        arrays = dict(archive.items())
     inputs = compiler.import_onnx(job.onnx).inputs
     sizes = {
         size: length
