@@ -640,11 +640,9 @@ class CompiledModel:
         if self._uses_tvms_pool:
             self._start_pool()
         machine, name = self.machine, self._function_for(sizes)
-        with library.without_torch():
-            from tvm import runtime
         # TVM's package accepts tensors of its own class only; tensors from before its import have another class.
         tensors = [
-            tensor if self._remote else runtime.from_dlpack(tensor)
+            tensor if self._remote else self._from_dlpack(tensor)
             for tensor in (*map(self._to_tensor, arrays.values()), *self._params)
         ]
         machine.set_input(name, *tensors)
