@@ -134,21 +134,19 @@ def _of_one_size(names: Sequence[str], sizes: Sizes, may_run: Runs) -> list[str]
     return [name for name in held if name not in free]
 
 
-def _groups_with(name: str, held: Sequence[str], sizes: Sizes) -> Iterator[tuple[str, ...]]:
-    """Yield groups in which a dimension of `held` may grow: first with all of its size, and with each other one.
+def _groups_with(name: str, held: Sequence[str], sizes: Sizes) -> list[tuple[str, ...]]:
+    """Return groups in which a dimension of `held` may grow, each once.
 
-    The batches of several inputs can have a name each, of which some grow alone, as that of a mask that is broadcast.
+    The first are: with all dimensions of its size, and with each other dimension. The batches of several inputs can
+    have a name each, of which some grow alone, as that of a mask that is broadcast.
     """
-    others = [other for other in sizes if other != name]
+    others = [other for other in sorted(sizes) if other != name]
     alike = [other for other in others if sizes[other] == sizes[name]]
-    yield (name, *alike)
-    for other in others:
-        yield (name, other)
-    parts = alike if len(alike) <= _MOST_SINGLE else []
-    for candidates in (parts, [other for other in held if other != name]):
+    companions = [tuple(alike), *((other,) for other in others)]
+    for candidates in (alike if len(alike) <= _MOST_SINGLE else [], [other for other in others if other in held]):
         for count in range(2, len(candidates) + 1):
-            for group in combinations(candidates, count):
-                yield (name, *group)
+            companions += combinations(candidates, count)
+    return [(name, *group) for group in dict.fromkeys(companions) if group]
 
 
 def _smallest_together(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Sizes:

@@ -694,6 +694,22 @@ def test_indices_that_are_surely_within_the_data_are_not_checked(
     assert ("indices" in rule_counts(model)) == is_checked
 
 
+def test_indices_of_a_chain_longer_than_pythons_stack_are_checked(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    steps = 400
+    # Absolute values in between, which keep the additions from being joined.
+    nodes = [
+        helper.make_node("Abs" if step % 2 else "Add", [f"i{step}", *([] if step % 2 else ["one"])], [f"i{step + 1}"])
+        for step in range(steps)
+    ]
+    nodes.append(helper.make_node("Gather", ["x", f"i{steps}"], ["y"]))
+    inputs = [("x", [steps, 3]), ("i0", ["n"], TensorProto.INT64)]
+    path = make_model(nodes, inputs, ["y"], {"one": np.array(1)})
+    model = assert_same_as_onnxruntime(path, {"x": normal(steps, 3), "i0": np.array([0, 7, 50])})
+    assert rule_counts(model)["indices"] == 1
+
+
 def test_a_constant_index_along_a_free_dimension_is_checked(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = [
         helper.make_node("Gather", ["x", "last"], ["a"]),

@@ -333,10 +333,10 @@ def _costs_together(
             costs.append(_LIBRARY_COST if _calls_library(lowered, outputs) else _NO_COST)
             continue
         # Of an operator that looks up indices, their check is not the work.
-        works = [name for name in names if rules[name] != CHECK_OF_INDICES] or names
+        candidates = [name for name in names if rules[name] != CHECK_OF_INDICES] or names
         rule = rules[
             max(
-                works,
+                candidates,
                 key=lambda name: (rules[name] not in (*_GENERAL, "fused"), rules[name] != "fused", cycles[name]),
             )
         ]

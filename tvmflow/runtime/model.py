@@ -450,9 +450,10 @@ class CompiledModel:
         return copy
 
     def _to_tensor(self, array: "Array", place: int | None = None) -> Any:
-        """An array as a tensor on the model's device; on a CPU an aligned array is not copied.
+        """An array as a tensor on the model's device.
 
-        Others are copied: to memory that this thread keeps for the input at `place`, if it is one.
+        On a CPU, an array that the library cannot read where it is is copied: to memory that this thread keeps for the
+        input at `place`, if it is one.
         """
         if not self._on_cpu:
             if self._gpu is not None:

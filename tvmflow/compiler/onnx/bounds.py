@@ -19,6 +19,8 @@ _KEEPING = {
 _SELECTING = {"relax.flip", "relax.gather_elements", "relax.gather_nd", "relax.strided_slice", "relax.take"}
 # Operators whose result is places along an axis of their operand.
 _PLACES = {"relax.argmax", "relax.argmin", "relax.argsort", "relax.topk"}
+# The most tensors that are read for the bounds of one: a chain of operators can be longer than Python's stack.
+_MOST_TENSORS = 64
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,11 @@ class _Finder:
         """Return the bounds of a tensor; those of a variable are computed once."""
         if not isinstance(numbers, relax.Var):
             return self._of_expression(numbers)
-        if numbers not in self._known:
+        if numbers not in self._known and len(self._known) < _MOST_TENSORS:
+            self._known[numbers] = _UNKNOWN
             source = self._node.builder.lookup_binding(numbers)
             self._known[numbers] = _UNKNOWN if source is None else self._of_expression(source)
-        return self._known[numbers]
+        return self._known.get(numbers, _UNKNOWN)
 
     def _of_expression(self, source: relax.Expr) -> Bounds:
         if isinstance(source, relax.Var):
@@ -65,7 +68,7 @@ class _Finder:
             pair = self._node.builder.lookup_binding(pair) if isinstance(pair, relax.Var) else pair
             is_places = called_operator(pair) == "relax.topk" and source.index == 1
             return self._of_places(pair) if is_places else _UNKNOWN
-        return self._of_call(source) if isinstance(source, relax.Call) else _UNKNOWN
+        return self._of_call(source) if isinstance(source, relax.Call) and len(source.args) else _UNKNOWN
 
     def _of_call(self, call: relax.Call) -> Bounds:
         name, (first, *others) = called_operator(call), call.args

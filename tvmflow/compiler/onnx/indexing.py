@@ -80,16 +80,6 @@ def convert_gather(node: Node) -> relax.Expr | None:
     return relax.op.take(data, indices, axis, mode="clip")
 
 
-def check_largest(node: Node, indices: relax.Expr, extent: Any) -> None:
-    """Let the model check, when it runs, that indices that it counts itself, as positions, are below `extent`.
-
-    Other indices are left alone, and so are those of data whose size `extent` is no number.
-    """
-    bounds = bounds_of(node, indices)
-    if isinstance(extent, int) and bounds.are_taken and not isinstance(bounds.largest, int):
-        node.check_size(node.evaluator.greatest(node.evaluator.add(bounds.largest, 1), extent), extent)
-
-
 def checked_indices(node: Node, indices: relax.Expr, sizes: Sequence[Any], *, is_signed: bool = True) -> relax.Expr:
     """Return indices of dimensions of these sizes, counted from the start; the model checks them when it runs.
 
@@ -102,26 +92,32 @@ def checked_indices(node: Node, indices: relax.Expr, sizes: Sequence[Any], *, is
         return _check_constants(node, indices, values, sizes, is_signed)
     if dims_of(indices) is None:
         raise FreeSizeError("indices of unknown shape")
-    if len(sizes) == 1:
-        check_largest(node, indices, sizes[0])
-        if _are_within(node, indices, sizes[0]):
-            return indices
+    if len(sizes) == 1 and _are_within(node, indices, sizes[0]):
+        return indices
     return node.emit(checked(indices, sizes, is_signed=is_signed))
 
 
 def _are_within(node: Node, indices: relax.Expr, size: Any) -> bool:
-    """Whether indices are surely from 0 to `size` less one; `check_largest` has seen to those that it knows."""
+    """Whether indices that are not constant are surely from 0 to `size` less one.
+
+    Where the model counts them itself, as positions up to a free length, and `size` is a number, the model checks that
+    length when it runs.
+    """
     bounds, holds = bounds_of(node, indices), node.evaluator.holds
-    if bounds.least is None or bounds.largest is None or not holds(bounds.least >= 0):
-        return False
-    is_checked = bounds.are_taken and isinstance(size, int) and not isinstance(bounds.largest, int)
-    return is_checked or holds(bounds.largest < size)
+    is_counted = bounds.are_taken and isinstance(size, int) and not isinstance(bounds.largest, int)
+    if is_counted:
+        node.check_size(node.evaluator.greatest(node.evaluator.add(bounds.largest, 1), size), size)
+    is_below = is_counted or (bounds.largest is not None and holds(bounds.largest < size))
+    return is_below and bounds.least is not None and holds(bounds.least >= 0)
 
 
 def _check_constants(
     node: Node, indices: relax.Expr, values: Array, sizes: Sequence[Any], is_signed: bool
 ) -> relax.Expr:
-    """The same for constant indices `values`: the model checks symbolic sizes when it runs."""
+    """Return `indices`, constants of these `values`, as `checked_indices` does.
+
+    The model checks, when it runs, that dimensions of symbolic sizes have these indices.
+    """
     rows = values.reshape(-1, len(sizes))
     for size, column in zip(sizes, rows.T, strict=True):
         needed = max(int(column.max(initial=-1)) + 1, -int(column.min(initial=0)))
