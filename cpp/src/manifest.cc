@@ -108,6 +108,7 @@ Manifest ReadManifest(const Field& document) {
   for (const auto& [key, value] : document.Members()) {
     if (key == "max_threads") manifest.max_threads = value.IsNull() ? std::nullopt : std::optional(value.Count(1));
     if (key == "fresh_outputs") manifest.fresh_outputs = value.Flag();
+    if (key == "unaligned_inputs") manifest.unaligned_inputs = value.Flag();
     if (key == "indices") manifest.indices = ReadIndices(value, manifest.inputs);
   }
   manifest.outputs = ReadTensors(document.At("outputs"));

@@ -17,7 +17,7 @@ namespace {
 
 namespace ffi = tvm::ffi;
 
-constexpr size_t kAlignment = 64;  // the library loads whole vectors
+constexpr size_t kAlignment = 64;  // of inputs of a library that loads whole vectors from them
 constexpr int kPooledAllocator = 2;
 // Bytes; for larger outputs the virtual machine makes memory, which it uses again.
 constexpr size_t kLargestDirect = 1 << 14;
@@ -273,8 +273,11 @@ const ffi::Function& Model::FunctionFor(const std::vector<Tensor>& inputs,
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     CheckInput(manifest_, manifest_.inputs[i], inputs[i], sizes);
-    if (!OnCpu(inputs[i].device()) || !inputs[i].IsContiguous() || !inputs[i].IsAligned(kAlignment)) {
-      throw Error("input '" + manifest_.inputs[i].name + "' is not contiguous memory of the CPU, aligned to 64 bytes");
+    const size_t element = (inputs[i].dtype().bits + 7) / 8;
+    const size_t alignment = manifest_.unaligned_inputs ? element : kAlignment;
+    if (!OnCpu(inputs[i].device()) || !inputs[i].IsContiguous() || !inputs[i].IsAligned(alignment)) {
+      throw Error("input '" + manifest_.inputs[i].name + "' is not contiguous memory of the CPU, aligned to " +
+                  std::to_string(alignment) + (alignment == 1 ? " byte" : " bytes"));
     }
     CheckIndices(manifest_, manifest_.inputs[i], inputs[i]);
   }

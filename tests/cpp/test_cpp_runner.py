@@ -15,11 +15,14 @@ import numpy.typing as npt
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from onnx import helper
 
 from support import cpp
 from support.archives import unpack
 from support.cpp import Runner
+from support.models import save_model
 from support.mutants import ORIGINAL_FILE, spelled
+from support.steps import compile_by_steps
 from tvmflow import npz, runtime
 from tvmflow.bundle import extract, pack, read_manifest, sign, signature
 
@@ -218,6 +221,24 @@ def test_a_program_is_linked_with_the_installed_library(program: Runner) -> None
     with runtime.load(ORIGINAL_FILE) as model:
         (expected,) = model(x=np.arange(8, dtype=np.float32).reshape(1, 8)).values()
     np.testing.assert_allclose(np.fromstring(process.stdout, sep=" "), expected.ravel(), rtol=1e-5)
+
+
+def test_an_input_may_begin_at_the_address_of_any_element(program: Runner, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "squares.onnx", [helper.make_node("Mul", ["x", "x"], ["y"])], [("x", [1, 8])], ["y"])
+    document = {"name": "squares", "model": {"onnx": str(model)}, "targets": ["native"]}
+    bundle = compile_by_steps(document, tmp_path, tmp_path / "state")
+    process = program("run", bundle, 4)
+    assert (process.stderr, process.stdout.split()) == ("", ["0", "1", "4", "9", "16", "25", "36", "49"])
+    process = program("run", bundle, 1)
+    assert process.returncode == 1
+    assert process.stderr == "input 'x' is not contiguous memory of the CPU, aligned to 4 bytes\n"
+
+
+def test_an_input_is_aligned_for_a_bundle_that_needs_it(program: Runner) -> None:
+    assert not read_manifest(ORIGINAL_FILE).unaligned_inputs
+    process = program("run", ORIGINAL_FILE, 4)
+    assert process.returncode == 1
+    assert process.stderr == "input 'x' is not contiguous memory of the CPU, aligned to 64 bytes\n"
 
 
 @pytest.mark.long

@@ -48,6 +48,8 @@ struct Manifest {
   std::optional<int64_t> max_threads;
   // Whether every call writes all outputs to memory that nothing else uses; else one may be an input or a constant.
   bool fresh_outputs = false;
+  // Whether the memory of inputs may begin at the address of any element; else it must be aligned to 64 bytes.
+  bool unaligned_inputs = false;
   // The least and the largest integer of each input that the model looks up in a table.
   std::map<std::string, std::pair<int64_t, int64_t>> indices;
   std::vector<TensorSpec> inputs;

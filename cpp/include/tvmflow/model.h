@@ -48,8 +48,8 @@ class Model {
   // Runs the model on inputs in its order and returns its outputs in the order of the manifest.
   //
   // Inputs and outputs are in the CPU's memory. An output may share memory with an input. Throws Error for an input
-  // that CheckInputs refuses, whose memory is not contiguous or not aligned to 64 bytes, or whose integers are beyond the
-  // table in which the model looks them up.
+  // that CheckInputs refuses, whose memory is not contiguous or not aligned to an element (to 64 bytes where the manifest's
+  // `unaligned_inputs` is false), or whose integers are beyond the table in which the model looks them up.
   std::vector<Tensor> Run(const std::vector<Tensor>& inputs);
 
  private:

@@ -1,12 +1,21 @@
-// `program run BUNDLE` runs a bundle with one input of 8 numbers on 0 to 7 and prints the outputs. `program verify`
-// reads the paths of bundles, one a line, and prints for each `intact` or why it is refused; behind tabs a line may have
-// the address of a release and the file of its statement.
+// `program run BUNDLE [OFFSET]` runs a bundle with one input of 8 numbers on 0 to 7, whose address is OFFSET bytes beyond
+// a multiple of 64, and prints the outputs. `program verify` reads the paths of bundles, one a line, and prints for each
+// `intact` or why it is refused; behind tabs a line may have the address of a release and the file of its statement.
 #include <tvmflow/model.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <iostream>
 #include <optional>
 #include <sstream>
 #include <string>
+
+// Memory of a caller, which is not the library's to free.
+struct Memory {
+  void* data;
+  void AllocData(DLTensor* tensor) { tensor->data = data; }
+  void FreeData(DLTensor*) {}
+};
 
 int main(int argc, char** argv) {
   if (argc == 2 && argv[1] == std::string("verify")) {
@@ -27,8 +36,13 @@ int main(int argc, char** argv) {
   }
   try {
     tvmflow::Model model = tvmflow::Model::Open(argv[2]);
-    tvmflow::Tensor input = tvmflow::Allocate({1, 8}, {kDLFloat, 32, 1});
-    for (int i = 0; i < 8; ++i) static_cast<float*>(input.data_ptr())[i] = static_cast<float>(i);
+    alignas(64) char memory[128];
+    char* start = memory + (argc > 3 ? std::atoi(argv[3]) : 0);
+    for (int i = 0; i < 8; ++i) {
+      const float number = static_cast<float>(i);
+      std::memcpy(start + i * sizeof(number), &number, sizeof(number));
+    }
+    tvmflow::Tensor input = tvmflow::Tensor::FromNDAlloc(Memory{start}, {1, 8}, {kDLFloat, 32, 1}, {kDLCPU, 0});
     for (const tvmflow::Tensor& output : model.Run({input})) {
       for (int64_t i = 0; i < output.numel(); ++i) std::cout << static_cast<float*>(output.data_ptr())[i] << " ";
     }
