@@ -85,19 +85,19 @@ class SizeLimits:
             return "a pooling is larger than its data"
         if not self._features.fit(shapes):
             return "rows have other features than the model has weights for"
-        if any(shapes[name][axis] > 1 for name, axis in self._removed if name in shapes):
+        if any(_size(shapes, name, axis) > 1 for name, axis in self._removed):
             return "the file says that a dimension is one and leaves it out, which here is larger"
         repeated = {pair for node in self._broadcasts for pair in _repeated(node, shapes)}
         if repeated:
             # One factor for all: a size that is the sum of two others stays that.
             factor = -(-_FAR // min(sizes.values(), default=1))
             larger = self._shapes({name: size * factor for name, size in sizes.items()})
-            if any(name in larger and larger[name][axis] > 1 for name, axis in repeated):
+            if any(_size(larger, name, axis) > 1 for name, axis in repeated):
                 return "a size that is one by chance stands beside a larger one"
         return None
 
     def _shapes(self, sizes: Mapping[str, int]) -> _Shapes:
-        """The shapes of tensors at sizes of the free dimensions, 0 for an unknown size."""
+        """The shapes of tensors at sizes of the free dimensions, 0 for an unknown size, none for an unknown rank."""
         key = frozenset(sizes.items())
         if key not in self._known_shapes:
             self._known_shapes[key] = self._infer(sizes)
@@ -120,6 +120,7 @@ class SizeLimits:
         return {
             value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]
             for value in (*graph.value_info, *graph.input)
+            if value.type.tensor_type.HasField("shape")
         }
 
 
@@ -166,6 +167,12 @@ def _weight_sizes(model: "onnx.ModelProto", nodes: Sequence["onnx.NodeProto"], f
         groups = helper.get_attribute_value(attributes["group"]) if "group" in attributes else 1
         sizes[dims[axis] * (groups if node.op_type == "Conv" else 1)] = None
     return [size for size in sizes if size > 1][:_MOST_WEIGHT_SIZES]
+
+
+def _size(shapes: _Shapes, name: str, axis: int) -> int:
+    """The size of a tensor along an axis; 0 if it is unknown."""
+    shape = shapes.get(name, ())
+    return shape[axis] if -len(shape) <= axis < len(shape) else 0
 
 
 def _repeated(node: "onnx.NodeProto", shapes: _Shapes) -> list[tuple[str, int]]:

@@ -87,3 +87,25 @@ def test_the_sizes_that_weights_fix_are_known() -> None:
     ]
     graph = helper.make_graph(nodes, "weights", [], [], [numpy_helper.from_array(v, k) for k, v in weights.items()])
     assert SizeLimits(helper.make_model(graph)).weight_sizes == [6, 40, 7, 5, 9]
+
+
+def test_shapes_that_are_unknown_at_far_sizes_are_no_reason() -> None:
+    nodes = [
+        helper.make_node("Reshape", ["x", "column"], ["left"]),
+        helper.make_node("Reshape", ["x", "row"], ["right"]),
+        helper.make_node("MatMul", ["left", "right"], ["products"]),
+        # At far sizes more elements than 64 bits count, so that ONNX infers no shape.
+        helper.make_node("Reshape", ["products", "column"], ["elements"]),
+        helper.make_node("ReduceMax", ["elements", "axes"], ["largest"]),
+        # Of this one it infers the type alone.
+        helper.make_node("Add", ["one", "largest"], ["more"]),
+        helper.make_node("Add", ["more", "x"], ["y"]),
+    ]
+    weights = {
+        "column": np.array([-1, 1]),
+        "row": np.array([1, -1]),
+        "axes": np.array([0, 1]),
+        "one": np.ones((1, 1), np.float32),
+    }
+    limits = SizeLimits(make_model(nodes, [("x", ["h", "w"])], ["y"], weights))
+    assert limits.explain({"h": 1, "w": 300}) is None
