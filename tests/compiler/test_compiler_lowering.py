@@ -10,6 +10,7 @@ from tvm import s_tir, te, tirx
 
 from tvmflow.compiler import vectormath
 from tvmflow.compiler.lowering import FixBufferSizes, TakeKnownBranches
+from tvmflow.compiler.statements import replace_variables
 
 
 def _count(node: Any, kind: Any) -> int:
@@ -68,6 +69,27 @@ def test_the_part_of_a_tensor_of_free_size_that_a_tile_needs_has_a_fixed_size() 
     loads: list[Any] = []
     tvm_ffi.structural_walk(after["main"].body, (tvm.ir.TensorLoad, loads.append))
     assert sum(load.source.same_as(buffer) for load in loads) == 2
+
+
+@pytest.mark.parametrize(("is_shared", "is_aligned"), [(True, False), (True, True), (False, False)])
+def test_a_tensor_that_all_loops_share_has_its_own_size(is_shared: bool, is_aligned: bool) -> None:
+    n, m = (tirx.Var(name, "int64") for name in "nm")
+    x = te.placeholder((n, m), "float32", name="x")
+    sums = te.compute((n, m), lambda i, j: x[i, j] + 1.0, name="sums")
+    sch = s_tir.Schedule(te.create_prim_func([x, te.compute((n, m), lambda i, j: sums[i, j] * 2.0, name="y")]))
+    if not is_shared:
+        sch.compute_at(sch.get_sblock("sums"), sch.get_loops(sch.get_sblock("y"))[0])
+    passes = s_tir.transform.PlanAndUpdateBufferAllocationLocation(), s_tir.transform.ConvertBlocksToOpaque()
+    function = tvm.transform.Sequential(passes)(sch.mod)["main"]
+    (whole,) = _allocated(tvm.IRModule({"main": function}))
+    # What TVM writes where it cannot prove that all of the tensor is used.
+    proven = [tirx.min(size, tirx.max(size - 5, n * m // 3)) for size in (n, m)]
+    strides = [(proven[1] + 7) // 8 * 8, tirx.IntImm("int64", 1)] if is_aligned else None
+    buffer = tirx.decl_buffer(proven, "float32", "sums", strides=strides)
+    before = tvm.IRModule({"main": function.with_body(replace_variables(function.body, {whole: buffer}))})
+    (after,) = _allocated(FixBufferSizes()(before))
+    assert tvm_ffi.structural_equal(list(after.shape), [n, m] if is_shared else proven)
+    assert tvm_ffi.structural_equal(list(after.strides), [(m + 7) // 8 * 8, strides[1]] if strides else [])
 
 
 def _allocated(mod: tvm.IRModule) -> list[tirx.Var]:

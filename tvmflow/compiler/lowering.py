@@ -3,6 +3,7 @@
 The passes of TVM are those of its own pipeline, without those for GPUs.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import tvm
@@ -72,38 +73,66 @@ def _pipeline() -> tvm.transform.Pass:
 
 @tvm.transform.module_pass(opt_level=0, name="FixBufferSizes")
 class FixBufferSizes:
-    """Gives dimensions of buffers between stages a fixed size where they are known to need no more.
+    """Gives dimensions of buffers between stages a plain size.
 
-    TVM gives them the smaller one of that size and the size of the whole tensor, and repeats that in each index.
+    TVM gives them the smaller one of the size of the whole tensor and of what it can prove to be enough, and repeats
+    that in each index. The plain size is what is enough where that is a number, and the size of the whole tensor for a
+    buffer that all loops share, of which TVM proves little: its proof is an expression of hundreds of terms.
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with the buffers of fixed sizes."""
-        return map_functions(mod, _with_fixed_sizes)
+        """Return the module with the buffers of plain sizes."""
+        return map_functions(mod, _with_plain_sizes)
 
 
-def _with_fixed_sizes(function: PrimFunc) -> PrimFunc:
+def _with_plain_sizes(function: PrimFunc) -> PrimFunc:
     buffers: dict[tirx.Var, tirx.Var] = {}
-
-    def visit(block: s_tir.SBlock) -> tvm_ffi.WalkResult:
-        for item in block.alloc_buffers:
-            shape = [_largest(size) for size in item.shape]
-            # Strides are as the shape was.
-            if not item.strides and not all(map(tvm_ffi.Object.same_as, shape, item.shape)):
-                buffers[item] = tirx.decl_buffer(
-                    shape, item.dtype, item.name, scope=item.scope(), data_alignment=item.data_alignment
-                )
-        return tvm_ffi.WalkResult.ADVANCE
-
-    tvm_ffi.structural_walk(function.body, (s_tir.SBlock, visit))
+    for item, is_shared in _allocated(function.body):
+        sizes = [(size, _plain(size, is_shared)) for size in item.shape if isinstance(size, tirx.Min)]
+        changed = [(size, plain) for size, plain in sizes if not size.same_as(plain)]
+        if changed:
+            buffers[item] = tirx.decl_buffer(
+                *([_with_sizes(size, changed) for size in item.shape], item.dtype, item.name),
+                strides=[_with_sizes(stride, changed) for stride in item.strides] or None,
+                scope=item.scope(),
+                data_alignment=item.data_alignment,
+            )
     if not buffers:
         return function
     return function.with_body(replace_variables(function.body, buffers))
 
 
-def _largest(size: Any) -> Any:
-    """The largest value that a size can have, where it is the smaller one of a number and something else."""
-    return size.b if isinstance(size, tirx.Min) and isinstance(size.b, tirx.IntImm) else size
+def _allocated(body: Any) -> list[tuple[tirx.Var, bool]]:
+    """The buffers between stages, and whether each is allocated outside of all loops."""
+    items: list[tirx.Var] = []
+    inner: list[tirx.Var] = []
+
+    def collect(block: s_tir.SBlock, buffers: list[tirx.Var]) -> tvm_ffi.WalkResult:
+        buffers.extend(block.alloc_buffers)
+        return tvm_ffi.WalkResult.ADVANCE
+
+    def skip(loop: tirx.For) -> tvm_ffi.WalkResult:
+        tvm_ffi.structural_walk(loop.body, (s_tir.SBlock, lambda block: collect(block, inner)))
+        return tvm_ffi.WalkResult.SKIP
+
+    handlers = [(s_tir.SBlock, lambda block: collect(block, items)), (tirx.For, skip)]
+    tvm_ffi.structural_walk(body, handlers, order="pre")
+    return [(item, True) for item in items] + [(item, False) for item in inner]
+
+
+def _plain(size: Any, is_shared: bool) -> Any:
+    """The plain size for the smaller one of the size of a whole tensor and of what is enough."""
+    return size.b if isinstance(size.b, tirx.IntImm) else size.a if is_shared else size
+
+
+def _with_sizes(expression: Any, sizes: Sequence[tuple[Any, Any]]) -> Any:
+    """The expression of sizes and strides with other sizes, each the smaller one of two, by pairs of old and new."""
+
+    def replace(smaller: tirx.Min) -> Any:
+        equal = (new for old, new in sizes if tvm_ffi.structural_equal(old, smaller))
+        return next(equal, smaller)
+
+    return tvm_ffi.structural_map(expression, (tirx.Min, replace), order="pre")
 
 
 @tvm.transform.module_pass(opt_level=0, name="TakeKnownBranches")
