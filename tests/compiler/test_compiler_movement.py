@@ -725,6 +725,15 @@ def test_a_constant_index_along_a_free_dimension_is_checked(make_model: Any, ass
         run_in_memory(model, [[normal(2, 2)]])
 
 
+def test_constant_indices_of_known_data_keep_their_rank(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    weights = {"scalar": np.array(-1), "one": np.array([-1]), "rows": np.array([[-1, 0], [1, -3]])}
+    nodes = [
+        helper.make_node("Gather", ["x", name], [f"{name}_{axis}"], axis=axis) for name in weights for axis in (0, 1)
+    ]
+    path = make_model(nodes, [("x", [3, 4, 2])], [node.output[0] for node in nodes], weights)
+    assert_same_as_onnxruntime(path, {"x": normal(3, 4, 2)})
+
+
 def test_a_sequence_length_beyond_the_data_is_that_of_the_data(
     make_model: Any, assert_same_as_onnxruntime: Check, run_built: Any
 ) -> None:

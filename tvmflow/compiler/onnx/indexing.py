@@ -128,7 +128,9 @@ def _check_constants(
         return indices
     dtype = dtype_of(indices)
     if all(isinstance(size, int) for size in sizes):
-        return const(np.where(values < 0, values + np.array(sizes), values), dtype)
+        counted = np.where(values < 0, values + np.array(sizes), values)
+        # One size makes a row of a scalar.
+        return const(counted.reshape(values.shape), dtype)
     whole = materialise(node.builder, node.evaluator.shape(sizes), () if len(sizes) == 1 else None)
     whole = whole if dtype == "int64" else node.emit(relax.op.astype(whole, dtype))
     return node.emit(relax.op.add(indices, node.emit(relax.op.multiply(const(values < 0, dtype), whole))))
