@@ -4,6 +4,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
@@ -12,7 +13,7 @@ from pydantic import Field
 
 from tasks.original import Original
 from tasks.step import Job, Step, StepRunner
-from tvmflow import onnx_data, samples, usercode
+from tvmflow import memory, onnx_data, samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
@@ -442,11 +443,12 @@ def _find_dimensions(
     if all(not isinstance(size, str) or size in job.dimensions for item in inputs for size in item.shape):
         return job.dimensions
     failure: ExportError | None = None
+    most_memory = memory.half()
 
-    def runs(sizes: dict[str, int]) -> bool:
+    def runs(sizes: dict[str, int], most_memory: int = most_memory) -> bool:
         nonlocal failure
         try:
-            run_session(session, samples.make(inputs, job.dimensions, 0, job.seed, job.folder, sizes))
+            run_session(session, samples.make(inputs, job.dimensions, 0, job.seed, job.folder, sizes), most_memory)
         except ExportError as error:
             failure = failure or error
             return False
@@ -454,7 +456,8 @@ def _find_dimensions(
         failure = failure or (None if reason is None else ExportError(reason))
         return reason is None
 
-    ranges = find_dimensions(inputs, job.dimensions, runs, limits.weight_sizes)
+    runs_lightly = partial(runs, most_memory=min(memory.LITTLE, most_memory))
+    ranges = find_dimensions(inputs, job.dimensions, runs, limits.weight_sizes, runs_lightly)
     if ranges is None:
         raise ExportError(
             f"{failure}; it runs at none of the sizes that were tried for its free dimensions: say under `dimensions` "

@@ -38,19 +38,23 @@ _MOST_ENLARGED_ELEMENTS = 1 << 18
 
 
 def find_dimensions(
-    inputs: Sequence[Input], stated: Mapping[str, Dimension], runs: Runs, hints: Sequence[int] = ()
+    inputs: Sequence[Input],
+    stated: Mapping[str, Dimension],
+    runs: Runs,
+    hints: Sequence[int] = (),
+    runs_lightly: Runs | None = None,
 ) -> dict[str, Dimension] | None:
     """Return the ranges of the dimensions that `stated` lacks; None where the model runs at no size that is tried.
 
-    `runs` says whether the model runs at these sizes of all symbolic dimensions. `hints` are sizes that one
-    dimension may need, such as the channels that weights take. The search first looks for sizes at which the model
-    runs. It then reduces one dimension at a time while the others stay: a range begins with the smallest size at
-    which the model still runs. Dimensions that must be equal, such as the batch of two inputs, are reduced
-    together, and so are those that differ by a constant or a factor. The size to measure is the first one that was
-    found; for batches that were reduced together it is the smallest one. Of dimensions other than batches, that size is
-    doubled while it stays at 256 or less and the model runs: a single frame or token says little about a model. The
-    range of a dimension that takes one size alone, whatever the others are, ends with it. The search ends after 300
-    runs or 60 seconds.
+    `runs` says whether the model runs at these sizes of all symbolic dimensions, `runs_lightly` whether it also takes
+    little memory there. `hints` are sizes that one dimension may need, such as the channels that weights take. The
+    search first looks for sizes at which the model runs. It then reduces one dimension at a time while the others
+    stay: a range begins with the smallest size at which the model still runs. Dimensions that must be equal, such as
+    the batch of two inputs, are reduced together, and so are those that differ by a constant or a factor. The size to
+    measure is the first one that was found; for batches that were reduced together it is the smallest one. Of
+    dimensions other than batches, that size is doubled while it stays at 256 or less and the model runs lightly: a
+    single frame or token says little about a model. The range of a dimension that takes one size alone, whatever the
+    others are, ends with it. The search ends after 300 runs or 60 seconds.
     """
     symbols = {size for item in inputs for size in item.shape if isinstance(size, str)}
     names = sorted(symbols - stated.keys())
@@ -80,7 +84,7 @@ def find_dimensions(
             typical = sizes | (of_batches if runs_beside(sizes | of_batches) else together)
             # A dimension that got smaller with the batches must equal them.
             apart = [name for name in others if typical[name] == sizes[name]]
-            typical = _enlarged(inputs, fixed, typical, apart, runs_beside, end)
+            typical = _enlarged(inputs, fixed, typical, apart, runs_lightly or runs, end)
 
             def may_run(larger: Sizes) -> bool:
                 is_large = _elements(inputs, fixed | larger) > _MOST_ELEMENTS
@@ -106,7 +110,7 @@ def _enlarged(
     """Return `sizes` with those of `names` doubled together, as often as the limits allow and the model runs."""
     while names and max(sizes[name] for name in names) * 2 <= _ENLARGED and time.monotonic() < end:
         larger = sizes | {name: 2 * sizes[name] for name in names}
-        if _elements(inputs, fixed | larger) > _MOST_ENLARGED_ELEMENTS or not runs(larger):
+        if _elements(inputs, fixed | larger) > _MOST_ENLARGED_ELEMENTS or not runs(fixed | larger):
             break
         sizes = larger
     return sizes

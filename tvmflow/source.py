@@ -2,12 +2,13 @@
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tvmflow import usercode
+from tvmflow import memory, usercode
 from tvmflow.errors import ExportError
 from tvmflow.onnx_data import save
 from tvmflow.samples import NamedArrays
@@ -153,11 +154,17 @@ def open_session(
         raise ExportError(f"ONNX Runtime cannot load the model ({cause})") from error
 
 
-def run_session(session: "onnxruntime.InferenceSession", inputs: NamedArrays) -> NamedArrays:
-    """Return ONNX Runtime's outputs by name. Raises ExportError when it cannot run the model on these inputs."""
+def run_session(
+    session: "onnxruntime.InferenceSession", inputs: NamedArrays, most_memory: int | None = None
+) -> NamedArrays:
+    """Return ONNX Runtime's outputs by name.
+
+    Raises ExportError when it cannot run the model on these inputs, or needs more than `most_memory` bytes for it.
+    """
     names = [output.name for output in session.get_outputs()]
     try:
-        return dict(zip(names, session.run(names, inputs), strict=True))
+        with nullcontext() if most_memory is None else memory.limited(most_memory):
+            return dict(zip(names, session.run(names, inputs), strict=True))
     except Exception as error:
         raise ExportError(
             f"ONNX Runtime cannot run the model on the samples ({describe(error)}); give samples that it takes under "

@@ -22,7 +22,7 @@ def find_inputs(path: Path, model: "onnx.ModelProto") -> "tuple[tuple[Input, ...
     or an input is no tensor of numbers.
     """
     from tasks.export import described_by, sample_candidates
-    from tvmflow import samples
+    from tvmflow import memory, samples
     from tvmflow.dimensions import find_dimensions
     from tvmflow.onnx_data import save
     from tvmflow.size_limits import SizeLimits
@@ -35,17 +35,18 @@ def find_inputs(path: Path, model: "onnx.ModelProto") -> "tuple[tuple[Input, ...
             save(model, path)
         session = open_session(path, prints_errors=False)
 
-    limits = SizeLimits(model)
+    limits, most_memory = SizeLimits(model), memory.half()
 
-    def runs(inputs: "tuple[Input, ...]", sizes: dict[str, int]) -> bool:
+    def runs(inputs: "tuple[Input, ...]", sizes: dict[str, int], most_memory: int = most_memory) -> bool:
         try:
-            run_session(session, samples.make(inputs, {}, 0, 0, Path.cwd(), sizes))
+            run_session(session, samples.make(inputs, {}, 0, 0, Path.cwd(), sizes), most_memory)
         except ExportError:
             return False
         return limits.explain(sizes) is None
 
     for inputs in sample_candidates(items):
-        ranges = find_dimensions(inputs, {}, partial(runs, inputs), limits.weight_sizes)
+        runs_lightly = partial(runs, inputs, most_memory=min(memory.LITTLE, most_memory))
+        ranges = find_dimensions(inputs, {}, partial(runs, inputs), limits.weight_sizes, runs_lightly)
         # Without free dimensions, nothing was tried.
         if ranges or (ranges is not None and runs(inputs, {})):
             return inputs, ranges

@@ -1,0 +1,52 @@
+"""Limits of the memory that this process may take: `tvmflow.memory`."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from support.models import make_model
+from tvmflow import memory
+from tvmflow.cli.sizes import find_inputs
+from tvmflow.errors import ExportError
+from tvmflow.source import open_session, run_session
+
+
+@pytest.fixture
+def products(tmp_path: Path) -> Path:
+    """The products of all elements of four equal vectors: of 64 elements 64 MiB, of 128 elements 1 GiB."""
+    nodes = [
+        helper.make_node("Mul", ["rows", "columns"], ["table"]),
+        helper.make_node("Unsqueeze", ["table", "axes"], ["tables"]),
+        helper.make_node("Mul", ["table", "tables"], ["all"]),
+        helper.make_node("ReduceMax", ["all"], ["y"], keepdims=0),
+    ]
+    reshapes = [helper.make_node("Reshape", ["x", shape], [shape[:-6]]) for shape in ("rows_shape", "columns_shape")]
+    weights = {"rows_shape": np.array([-1, 1]), "columns_shape": np.array([1, -1]), "axes": np.array([2, 3])}
+    onnx.save(make_model([*reshapes, *nodes], [("x", [1, "n"])], ["y"], weights), tmp_path / "products.onnx")
+    return tmp_path / "products.onnx"
+
+
+def test_memory_beyond_the_limit_is_refused_and_there_again_afterwards() -> None:
+    with memory.limited(1 << 26), pytest.raises(MemoryError):
+        np.ones(1 << 27, np.uint8)
+    assert np.ones(1 << 27, np.uint8).nbytes == 1 << 27
+
+
+def test_a_model_that_needs_more_memory_than_it_may_take_is_refused(products: Path) -> None:
+    session = open_session(products, prints_errors=False)
+    inputs = {"x": np.ones((1, 128), np.float32)}
+    with pytest.raises(ExportError, match="ONNX Runtime cannot run the model"):
+        run_session(session, inputs, 1 << 28)
+    assert run_session(session, {"x": inputs["x"][:, :64]}, 1 << 28)["y"] == 1
+
+
+def test_sizes_to_measure_grow_as_long_as_the_model_takes_little_memory(
+    products: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "LITTLE", 1 << 28)
+    result = find_inputs(products, onnx.load(products))
+    assert result is not None
+    assert result[1]["n"].measure == (64,)

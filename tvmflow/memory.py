@@ -1,0 +1,31 @@
+"""How much memory this process may take."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+# Where a smaller size would do as well, a model is run with so much memory at most beside its weights.
+LITTLE = 1 << 31
+
+
+def half() -> int:
+    """Return half of the bytes of memory that processes can still take on this machine."""
+    return int(psutil.virtual_memory().available) // 2
+
+
+@contextmanager
+def limited(count: int) -> Iterator[None]:
+    """Let this process take `count` bytes more than it has; what would take more fails, and the process goes on.
+
+    The limit is one of addresses: memory that is reserved and never written counts too.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + count
+    present = [limit, *(bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(present), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
