@@ -777,6 +777,25 @@ def test_attention_over_keys_whose_number_is_free(make_model: Any, assert_same_a
     assert rule_counts(model)["attention"] == 1
 
 
+def test_attention_over_free_tokens_beside_fixed_ones(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = """
+        z = Concat(x, i; axis=1)
+        h = Reshape(z, heads)
+        q = Transpose(h; perm=[0,2,1,3])
+        k = Transpose(h; perm=[0,2,3,1])
+        b = MatMul(q, k)
+        d = Softmax(b; axis=-1)
+        c = MatMul(d, q)
+        t = Transpose(c; perm=[0,2,1,3])
+        y = Reshape(t, joined)
+    """
+    weights = {"heads": np.array([0, 0, 2, 16]), "joined": np.array([0, 0, 32])}
+    path = make_model(_nodes(nodes), [("x", ["n", "length", 32]), ("i", ["n", 21, 32])], ["y"], weights)
+    feeds = [{"x": normal(n, length, 32), "i": normal(n, 21, 32, seed=1)} for n, length in ((1, 3), (2, 16))]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert rule_counts(model)["attention"] == 1
+
+
 def test_tokens_masked_with_minus_infinity_have_no_weight(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = "a = Transpose(k; perm=[0,1,3,2])\n b = MatMul(q, a)\n c = Add(m, b)\n d = Softmax(c)\n y = MatMul(d, v)"
     inputs = {"q": (1, 2, 9, 16), "k": (1, 2, 9, 16), "v": (1, 2, 9, 16), "m": (9, 9)}

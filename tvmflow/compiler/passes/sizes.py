@@ -236,7 +236,7 @@ def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
     """A function with names of its own for the sizes of its tensors."""
     arguments = len(call.args[1].fields)
     if products:
-        function = _by_results(function, arguments)
+        function = _by_sums(_by_results(function, arguments))
     shapes = [_dims(param) for param in function.params]
     variables: dict[tirx.Var, tuple[int, int | None]] = {}
     for place, (param, shape) in enumerate(zip(function.params, shapes, strict=True)):
@@ -282,8 +282,36 @@ def _by_results(function: PrimFunc, arguments: int) -> PrimFunc:
         number = analyzer.simplify(dim - variables[0])
         if isinstance(number, tirx.IntImm):
             new[variables[0]] = tirx.Var(f"result{len(new)}", dim.ty) - int(number)
+    return _with_variables(function, new) if new else function
+
+
+def _by_sums(function: PrimFunc) -> PrimFunc:
+    """A function that has variables for dimensions that are the sum of a scalar and a number.
+
+    The tokens of a text, put beside the 256 of an image, are `length + 256`. TVM writes four times that as
+    `length * 4 + 1024`, and then proves nothing of a loop that runs through several such dimensions. The scalar stays a
+    parameter, which the function reads no more.
+    """
+    dims = [dim for param in function.params for dim in _dims(param) or ()]
+    new: dict[tirx.Var, Any] = {}
+    for scalar in (param for param in function.params if not tirx.is_buffer_var(param)):
+        read = [dim for dim in dims if scalar in _variables([dim])]
+        sums = [_split_last_number(dim) for dim in read]
+        if sums and all(core.same_as(scalar) and isinstance(number, tirx.IntImm) for core, number in sums):
+            number, _ = Counter(int(number) for _, number in sums).most_common(1)[0]
+            new[scalar] = tirx.Var(f"sum{len(new)}", scalar.ty) - number
     if not new:
         return function
+    tensors = [param for param in function.params if tirx.is_buffer_var(param)]
+    mapped = _with_variables(PrimFunc(tensors, function.body, function.ret_type, function.attrs), new)
+    params = iter(mapped.params)
+    whole = [next(params) if tirx.is_buffer_var(param) else param for param in function.params]
+    return PrimFunc(whole, mapped.body, mapped.ret_type, mapped.attrs)
+
+
+def _with_variables(function: PrimFunc, new: Mapping[tirx.Var, Any]) -> PrimFunc:
+    """A function with other expressions for its variables, simplified."""
+    analyzer = tvm.sym.Analyzer()
 
     def replace(expr: Any) -> Any:
         if not str(expr.ty).startswith("int") or not new.keys() & {*_variables([expr])}:
