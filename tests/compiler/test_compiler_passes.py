@@ -297,6 +297,16 @@ CASES = [
         {"s": normal(6), "b": normal(6, seed=1)},
     ),
     Case(
+        "instance norm of free lines",
+        "ComposeNorms",
+        "y = InstanceNormalization(x, s, b)",
+        ("n", 6, "w"),
+        ["nn.instance_norm"],
+        ["mean", "variance"],
+        {"s": normal(6), "b": normal(6, seed=1)},
+        [(1, 6, 35), (2, 6, 1)],
+    ),
+    Case(
         "group norm by reshapes",
         "ComposeNorms",
         """
@@ -317,6 +327,32 @@ CASES = [
             "gamma": normal(6, 1, 1),
             "beta": normal(6, 1, 1, seed=1),
         },
+    ),
+    *(
+        Case(
+            f"norm of {groups} groups of a free image by reshapes",
+            "ComposeNorms",
+            """
+            z = Shape(x)
+            r = Reshape(x, groups)
+            n = InstanceNormalization(r, ones, zeros)
+            u = Reshape(n, z)
+            g = Mul(u, gamma)
+            y = Add(g, beta)
+            """,
+            ("n", 6, "h", "w"),
+            ["nn.group_norm"],
+            ["mean", "variance", "reshape", "multiply", "nn.instance_norm"],
+            {
+                "groups": np.array([0, groups, -1]),
+                "ones": np.ones(groups, "float32"),
+                "zeros": np.zeros(groups, "float32"),
+                "gamma": normal(6, 1, 1),
+                "beta": normal(6, 1, 1, seed=1),
+            },
+            [(1, 6, 5, 7), (2, 6, 1, 3)],
+        )
+        for groups in (1, 3)
     ),
     Case(
         "softmax less the largest",

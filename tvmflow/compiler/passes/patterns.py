@@ -293,7 +293,8 @@ def _layer_norm(rewriter: Rewriter, x: relax.Expr, axes: list[int], epsilon: flo
         return None
     extents = [int(dims[axis]) if isinstance(dims[axis], tirx.IntImm) else None for axis in axes]
     count = len(dims)
-    if axes == list(range(2, count)) and count >= 4 and isinstance(dims[1], tirx.IntImm):
+    # A norm over a single dimension of known size is one of rows.
+    if axes == list(range(2, count)) and isinstance(dims[1], tirx.IntImm) and (count > 3 or extents == [None]):
         one, zero = _neutral(int(dims[1]))
         return relax.op.nn.instance_norm(x, one, zero, channel_axis=1, axes=axes, epsilon=epsilon)
     if any(extent is None for extent in extents):
@@ -375,8 +376,11 @@ def _affine(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
 
 def _group_norm(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """Compose group norm from a layer norm over a group's channels and pixels, reshaped to one dimension and back."""
-    norm = rewriter.call(call.args[0], "nn.layer_norm")
+    """Compose group norm from a norm over a group's channels and pixels, reshaped to one dimension and back.
+
+    Where that dimension is of a free size, the norm is an instance norm, else a layer norm.
+    """
+    norm = rewriter.call(call.args[0], "nn.layer_norm", "nn.instance_norm")
     flat = None if norm is None else rewriter.call(norm.args[0], "reshape")
     if norm is None or flat is None:
         return None
@@ -384,7 +388,9 @@ def _group_norm(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     scale, bias = rewriter.constant(norm.args[1]), rewriter.constant(norm.args[2])
     if dims is None or split is None or len(dims) < 3 or len(split) != 3 or not same_shape(dims, sizes(call)):
         return None
-    if not same_shape(dims[:1], split[:1]) or not isinstance(split[1], tirx.IntImm) or int(split[1]) == 1:
+    if not same_shape(dims[:1], split[:1]) or not isinstance(split[1], tirx.IntImm):
+        return None
+    if int(split[1]) == 1 and isinstance(split[2], tirx.IntImm):
         return None
     if not isinstance(dims[1], tirx.IntImm) or int(dims[1]) % int(split[1]):
         return None
