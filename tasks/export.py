@@ -443,7 +443,7 @@ def _find_dimensions(
     if all(not isinstance(size, str) or size in job.dimensions for item in inputs for size in item.shape):
         return job.dimensions
     failure: ExportError | None = None
-    most_memory = memory.half()
+    most_memory = memory.share()
 
     def runs(sizes: dict[str, int], most_memory: int = most_memory) -> bool:
         nonlocal failure

@@ -10,9 +10,9 @@ import psutil
 LITTLE = 1 << 31
 
 
-def half() -> int:
-    """Return half of the bytes of memory that processes can still take on this machine."""
-    return int(psutil.virtual_memory().available) // 2
+def share() -> int:
+    """Return a quarter of the bytes of memory that processes can still take on this machine: others may run beside."""
+    return int(psutil.virtual_memory().available) // 4
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def find_inputs(path: Path, model: "onnx.ModelProto") -> "tuple[tuple[Input, ...
             save(model, path)
         session = open_session(path, prints_errors=False)
 
-    limits, most_memory = SizeLimits(model), memory.half()
+    limits, most_memory = SizeLimits(model), memory.share()
 
     def runs(inputs: "tuple[Input, ...]", sizes: dict[str, int], most_memory: int = most_memory) -> bool:
         try:

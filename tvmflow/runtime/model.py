@@ -33,7 +33,7 @@ from tvmflow.bundle import (
     extract,
 )
 from tvmflow.errors import BundleError, InputError
-from tvmflow.runtime import cuda, library
+from tvmflow.runtime import cuda, kept, library
 from tvmflow.runtime import threads as pools
 from tvmflow.runtime.uri import locate
 from tvmflow.target import compute_capability
@@ -241,6 +241,8 @@ class CompiledModel:
         self._output_names = tuple(spec.name for spec in self.outputs)
         # The places of inputs that are looked up in tables, with their least and largest integer.
         self._indices = tuple((self._names.index(name), *limits) for name, limits in manifest.indices.items())
+        self._is_free = self._on_cpu and any(least != largest for least, largest in manifest.dimensions.values())
+        kept.limit.leave_out()
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -279,7 +281,8 @@ class CompiledModel:
         """Run the model once and return its outputs by name, as new arrays.
 
         A large array is the very memory that the model wrote, where the bundle's `fresh_outputs` allows it. When the
-        array is gone, later calls use that memory again; it is not given back to the system.
+        array is gone, later calls use that memory again. What is kept for later calls, which at ever other sizes need
+        ever other blocks, is given back to the system when it is more than 256 MiB and twice what the largest needed.
 
         Takes every input, in order or by name. Raises InputError for an input that is missing, unknown, or of the wrong
         shape or dtype, for integers beyond the table in which the model looks them up, and for sizes that contradict
@@ -333,6 +336,8 @@ class CompiledModel:
 
     def _run(self, call: _Call, arrays: Sequence[Any]) -> "dict[str, Array]":
         """Run a function of the virtual machine and return the outputs by name."""
+        if self._is_free:
+            kept.limit.check()
         try:
             result = call.function(*map(operator.call, call.inputs, arrays), *call.others)
         except RuntimeError as error:
@@ -688,6 +693,8 @@ class CompiledModel:
         self._local = _PerThread()
         self._library = self._direct = None
         self._params = self._constants = ()
+        if self._on_cpu:
+            kept.limit.release()
 
     def __enter__(self) -> Self:
         return self
