@@ -541,10 +541,18 @@ def _compare(
     for index in range(max(job.samples, len(points))):
         sizes = samples.choose_sizes(inputs, dimensions, index)
         candidates: Iterable[dict[str, int]] = [sizes]
-        # Sizes beside those to measure are guesses: a model need not take them.
+        most_memory = None
+        # Sizes beside those to measure are guesses: a model need not take them, nor be run where it needs much memory.
         if index >= len(points) and limits is not None:
             candidates = (item for item in alternatives(sizes, dimensions, points[0]) if limits.explain(item) is None)
-        sample, outputs = _first_run(session, inputs, dimensions, index, job, candidates)
+            most_memory = memory.LITTLE
+        try:
+            sample, outputs = _first_run(session, inputs, dimensions, index, job, candidates, most_memory)
+        except ExportError:
+            if most_memory is None:
+                raise
+            # At no size does the model need as little.
+            sample, outputs = _first_run(session, inputs, dimensions, index, job, points[:1], None)
         if module is None:
             pairs.append((sample, outputs))
             continue
@@ -567,16 +575,17 @@ def _first_run(
     index: int,
     job: ExportJob,
     candidates: Iterable[dict[str, int]],
+    most_memory: int | None,
 ) -> tuple[NamedArrays, NamedArrays]:
     """Return sample `index` at the first sizes at which ONNX Runtime runs the model, and its outputs.
 
-    Raises ExportError when it runs the model at none of the `candidates`.
+    Raises ExportError when it runs the model at none of the `candidates` within `most_memory` bytes.
     """
     failure: ExportError | None = None
     for sizes in candidates:
         sample = samples.make(inputs, dimensions, index, job.seed, job.folder, sizes)
         try:
-            return sample, run_session(session, sample)
+            return sample, run_session(session, sample, most_memory)
         except ExportError as error:
             failure = failure or error
     raise failure or ExportError("the model has no sizes to run at")

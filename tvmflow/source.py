@@ -159,12 +159,18 @@ def run_session(
 ) -> NamedArrays:
     """Return ONNX Runtime's outputs by name.
 
-    Raises ExportError when it cannot run the model on these inputs, or needs more than `most_memory` bytes for it.
+    Raises ExportError when it cannot run the model on these inputs, or needs more than `most_memory` bytes for it. With
+    that limit, ONNX Runtime keeps no memory for later runs.
     """
+    import onnxruntime
+
     names = [output.name for output in session.get_outputs()]
+    options = onnxruntime.RunOptions()
+    if most_memory is not None:
+        options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
     try:
         with nullcontext() if most_memory is None else memory.limited(most_memory):
-            return dict(zip(names, session.run(names, inputs), strict=True))
+            return dict(zip(names, session.run(names, inputs, options), strict=True))
     except Exception as error:
         raise ExportError(
             f"ONNX Runtime cannot run the model on the samples ({describe(error)}); give samples that it takes under "

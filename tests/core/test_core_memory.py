@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import psutil
 import pytest
 from onnx import helper
 
@@ -41,6 +42,14 @@ def test_a_model_that_needs_more_memory_than_it_may_take_is_refused(products: Pa
     with pytest.raises(ExportError, match="ONNX Runtime cannot run the model"):
         run_session(session, inputs, 1 << 28)
     assert run_session(session, {"x": inputs["x"][:, :64]}, 1 << 28)["y"] == 1
+
+
+def test_trials_keep_no_memory(products: Path) -> None:
+    session = open_session(products, prints_errors=False)
+    before = psutil.Process().memory_info().rss
+    for size in (60, 61, 62, 63, 64):
+        run_session(session, {"x": np.ones((1, size), np.float32)}, 1 << 28)
+    assert psutil.Process().memory_info().rss - before < 1 << 26
 
 
 def test_sizes_to_measure_grow_as_long_as_the_model_takes_little_memory(

@@ -394,6 +394,26 @@ def test_a_sample_that_the_model_refuses_for_its_numbers_gets_the_smallest_size(
     assert (1, 1) in shapes
 
 
+def test_samples_beside_the_sizes_to_measure_take_little_memory(
+    export_spec: Any, kept_samples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All products of four of 64 numbers take 64 MiB, of 128 numbers a GiB, which is a guess."""
+    nodes = [
+        helper.make_node("Unsqueeze", ["x", "last"], ["column"]),
+        helper.make_node("Mul", ["x", "column"], ["table"]),
+        helper.make_node("Unsqueeze", ["table", "axes"], ["tables"]),
+        helper.make_node("Mul", ["table", "tables"], ["all"]),
+        helper.make_node("ReduceMax", ["all"], ["y"], keepdims=0),
+    ]
+    weights = {"last": np.array([1]), "axes": np.array([2, 3])}
+    dimensions = {"n": {"min": 64, "max": 128, "measure": [64]}}
+    spec = _onnx_spec(tmp_path, nodes, ["n"], weights, dimensions=dimensions)
+    assert max(inputs["x"].size for inputs, _ in kept_samples(export_spec(spec))) == 128
+    monkeypatch.setattr("tvmflow.memory.LITTLE", 1 << 20)
+    again = spec.model_copy(update={"validation": spec.validation.model_copy(update={"seed": 1})})
+    assert max(inputs["x"].size for inputs, _ in kept_samples(export_spec(again))) < 128
+
+
 def test_a_model_that_runs_at_no_size_is_refused_with_the_first_reason(export_spec: Any, tmp_path: Path) -> None:
     node = helper.make_node("Reshape", ["x", "target"], ["y"])
     spec = _onnx_spec(tmp_path, [node], ["n"], {"target": np.array([7, 11, 13], "int64")})
