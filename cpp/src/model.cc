@@ -2,10 +2,17 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <unistd.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include <algorithm>
 #include <charconv>
+#include <chrono>
 #include <cstdlib>
+#include <fstream>
+#include <mutex>
 #include <optional>
 #include <string_view>
 
@@ -23,6 +30,67 @@ constexpr int kPooledAllocator = 2;
 constexpr size_t kLargestDirect = 1 << 14;
 
 bool OnCpu(const DLDevice& device) { return device.device_type == kDLCPU; }
+
+// The bytes of memory that the process has; 0 where the system does not say so.
+int64_t ResidentBytes() {
+  int64_t total = 0, resident = 0;
+  std::ifstream("/proc/self/statm") >> total >> resident;
+  return resident * sysconf(_SC_PAGESIZE);
+}
+
+// The memory that virtual machines keep for later calls: TVM keeps each block for a call that needs one of exactly that
+// size, and a model of free sizes needs other blocks at each size. It is estimated by the growth of the process, and given
+// back to the system when it exceeds twice what the largest call needed, as in tvmflow/runtime/kept.py.
+class KeptMemory {
+ public:
+  // TVM keeps the memory of all models of a process together.
+  static KeptMemory& Global() {
+    static KeptMemory memory;
+    return memory;
+  }
+
+  // Gives the memory back if it is too much. Threads may call it at once.
+  void Check() {
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    const auto now = std::chrono::steady_clock::now();
+    if (!lock.owns_lock() || now - time_ < kInterval) return;
+    time_ = now;
+    int64_t size = ResidentBytes();
+    largest_ = std::max(largest_, size - latest_);
+    if (size - start_ > std::max(kLeast, 2 * largest_)) {
+      static const ffi::Function clear = ffi::Function::GetGlobalRequired("vm.builtin.memory_manager.clear");
+      clear();
+#ifdef __GLIBC__
+      malloc_trim(0);  // The C library keeps what TVM frees between blocks that are still in use.
+#endif
+      size = start_ = ResidentBytes();
+    }
+    latest_ = size;
+  }
+
+  // Leaves out how the process grew since the last look, by the weights of a model for example.
+  void LeaveOut() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const int64_t size = ResidentBytes();
+    start_ += size - latest_;
+    latest_ = size;
+  }
+
+ private:
+  // As much as a network for images or texts needs for one call, and the time between two looks.
+  static constexpr int64_t kLeast = 1 << 28;
+  static constexpr std::chrono::microseconds kInterval{2500};
+
+  std::mutex mutex_;
+  std::chrono::steady_clock::time_point time_;
+  // The size of the process when memory was last given back and at the last look, and the largest growth between two looks.
+  int64_t start_ = ResidentBytes(), latest_ = start_, largest_ = 0;
+};
+
+bool HasFreeSizes(const Manifest& manifest) {
+  return std::any_of(manifest.dimensions.begin(), manifest.dimensions.end(),
+                     [](const auto& item) { return item.second.second != item.second.first; });
+}
 
 // Returns what `call` returns; an error of TVM becomes an Error that begins with `sentence`.
 template <typename Call>
@@ -241,6 +309,7 @@ Model Model::Open(const std::string& bundle, int threads, const std::optional<Si
     constexpr std::string_view kPrefix = "input:";
     if (name.rfind(kPrefix, 0) == 0) model.sample_.emplace(name.substr(kPrefix.size()), std::move(tensor));
   }
+  KeptMemory::Global().LeaveOut();
   return model;
 }
 
@@ -340,6 +409,7 @@ std::vector<Tensor> Model::Run(const std::vector<Tensor>& inputs) {
       direct_.value().CallPacked(arguments.data(), static_cast<int32_t>(arguments.size()), &nothing);
       return outputs;
     }
+    if (OnCpu(device_) && HasFreeSizes(manifest_)) KeptMemory::Global().Check();
     std::vector<Tensor> on_device;
     for (const Tensor& input : inputs) on_device.push_back(ToDevice(input));
     std::vector<ffi::AnyView> arguments(on_device.begin(), on_device.end());

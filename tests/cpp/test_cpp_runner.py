@@ -241,6 +241,17 @@ def test_an_input_is_aligned_for_a_bundle_that_needs_it(program: Runner) -> None
     assert process.stderr == "input 'x' is not contiguous memory of the CPU, aligned to 64 bytes\n"
 
 
+def test_calls_at_many_sizes_keep_no_memory_for_each(program: Runner, tmp_path: Path) -> None:
+    """Each of 60 sizes needs two tensors of 16 MiB, and the sanitiser keeps 256 MiB of what is freed."""
+    weights = {"w": np.ones((8, 256), np.float32)}
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["z"]), helper.make_node("Softmax", ["z"], ["y"])]
+    model = save_model(tmp_path / "shares.onnx", nodes, [("x", ["rows", 8])], ["y"], weights)
+    document = {"name": "shares", "model": {"onnx": str(model)}, "targets": ["native"]}
+    process = program("sizes", compile_by_steps(document, tmp_path, tmp_path / "state"))
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) < 900
+
+
 @pytest.mark.long
 def test_a_program_builds_the_library_as_a_part_of_itself(runner: Runner, tmp_path: Path) -> None:
     options = (f"-DTVMFLOW_SOURCE={cpp.CPP}", f"-DPython3_EXECUTABLE={sys.executable}")

@@ -1,10 +1,16 @@
 // `program run BUNDLE [OFFSET]` runs a bundle with one input of 8 numbers on 0 to 7, whose address is OFFSET bytes beyond
-// a multiple of 64, and prints the outputs. `program verify` reads the paths of bundles, one a line, and prints for each
-// `intact` or why it is refused; behind tabs a line may have the address of a release and the file of its statement.
+// a multiple of 64, and prints the outputs. `program sizes BUNDLE` runs a bundle with one input of 8 columns at 60 numbers
+// of rows from 16000 on, and prints by how many MiB the process grew. `program verify` reads the paths of bundles, one a
+// line, and prints for each `intact` or why it is refused; behind tabs a line may have the address of a release and the
+// file of its statement.
 #include <tvmflow/model.h>
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <iostream>
 #include <optional>
 #include <sstream>
@@ -16,6 +22,12 @@ struct Memory {
   void AllocData(DLTensor* tensor) { tensor->data = data; }
   void FreeData(DLTensor*) {}
 };
+
+int64_t ResidentPages() {
+  int64_t total = 0, resident = 0;
+  std::ifstream("/proc/self/statm") >> total >> resident;
+  return resident;
+}
 
 int main(int argc, char** argv) {
   if (argc == 2 && argv[1] == std::string("verify")) {
@@ -36,6 +48,16 @@ int main(int argc, char** argv) {
   }
   try {
     tvmflow::Model model = tvmflow::Model::Open(argv[2]);
+    if (argv[1] == std::string("sizes")) {
+      const int64_t before = ResidentPages();
+      for (int64_t rows = 16000; rows < 16060; ++rows) {
+        tvmflow::Tensor input = tvmflow::Allocate({rows, 8}, {kDLFloat, 32, 1});
+        std::fill_n(static_cast<float*>(input.data_ptr()), rows * 8, 1.0f);
+        model.Run({input});
+      }
+      std::cout << (ResidentPages() - before) * sysconf(_SC_PAGESIZE) / (1 << 20) << std::endl;
+      return 0;
+    }
     alignas(64) char memory[128];
     char* start = memory + (argc > 3 ? std::atoi(argv[3]) : 0);
     for (int i = 0; i < 8; ++i) {
