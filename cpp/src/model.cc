@@ -49,14 +49,13 @@ class KeptMemory {
     return memory;
   }
 
-  // Gives the memory back if it is too much. Threads may call it at once.
+  // Gives the memory back if it is too much, before a call. Threads may call it at once.
   void Check() {
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     const auto now = std::chrono::steady_clock::now();
     if (!lock.owns_lock() || now - time_ < kInterval) return;
     time_ = now;
     int64_t size = ResidentBytes();
-    largest_ = std::max(largest_, size - latest_);
     if (size - start_ > std::max(kLeast, 2 * largest_)) {
       static const ffi::Function clear = ffi::Function::GetGlobalRequired("vm.builtin.memory_manager.clear");
       clear();
@@ -66,6 +65,14 @@ class KeptMemory {
       size = start_ = ResidentBytes();
     }
     latest_ = size;
+  }
+
+  // Learns what a call needed, after it. Threads may call it at once.
+  void Learn() {
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    // A shorter call needs little: the system clears each page at the first write.
+    if (!lock.owns_lock() || std::chrono::steady_clock::now() - time_ < kInterval) return;
+    largest_ = std::max(largest_, ResidentBytes() - latest_);
   }
 
   // Leaves out how the process grew since the last look, by the weights of a model for example.
@@ -83,7 +90,7 @@ class KeptMemory {
 
   std::mutex mutex_;
   std::chrono::steady_clock::time_point time_;
-  // The size of the process when memory was last given back and at the last look, and the largest growth between two looks.
+  // The size of the process when memory was last given back and at the last look, and its largest growth in a call.
   int64_t start_ = ResidentBytes(), latest_ = start_, largest_ = 0;
 };
 
@@ -409,13 +416,15 @@ std::vector<Tensor> Model::Run(const std::vector<Tensor>& inputs) {
       direct_.value().CallPacked(arguments.data(), static_cast<int32_t>(arguments.size()), &nothing);
       return outputs;
     }
-    if (OnCpu(device_) && HasFreeSizes(manifest_)) KeptMemory::Global().Check();
+    const bool is_free = OnCpu(device_) && HasFreeSizes(manifest_);
+    if (is_free) KeptMemory::Global().Check();
     std::vector<Tensor> on_device;
     for (const Tensor& input : inputs) on_device.push_back(ToDevice(input));
     std::vector<ffi::AnyView> arguments(on_device.begin(), on_device.end());
     arguments.insert(arguments.end(), weights_.begin(), weights_.end());
     ffi::Any result;
     function.CallPacked(arguments.data(), static_cast<int32_t>(arguments.size()), &result);
+    if (is_free) KeptMemory::Global().Learn();
     std::vector<Tensor> outputs;
     if (auto one = result.try_cast<Tensor>()) {
       outputs.push_back(*one);

@@ -26,25 +26,33 @@ class _Limit:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._time = 0.0
-        # The size of the process when the memory was last given back and at the last look, and the largest growth
-        # between two looks, in bytes.
+        # The size of the process when the memory was last given back and at the last look, and its largest growth in a
+        # call, in bytes.
         self._start = self._latest = _resident()
         self._largest = 0
 
     def check(self) -> None:
-        """Give the kept memory back if it is too much. Threads may call it at once."""
+        """Give the kept memory back if it is too much, before a call. Threads may call it at once."""
         now = time.monotonic()
         if now - self._time < _INTERVAL or not self._lock.acquire(blocking=False):
             return
         try:
             self._time, size = now, _resident()
-            self._largest = max(self._largest, size - self._latest)
             if size - self._start > max(_LEAST, 2 * self._largest):
                 _release()
                 size = self._start = _resident()
             self._latest = size
         finally:
             self._lock.release()
+
+    def learn(self) -> None:
+        """Learn what a call needed, after it. Threads may call it at once."""
+        # A shorter call needs little: the system clears each page at the first write.
+        if time.monotonic() - self._time >= _INTERVAL and self._lock.acquire(blocking=False):
+            try:
+                self._largest = max(self._largest, _resident() - self._latest)
+            finally:
+                self._lock.release()
 
     def leave_out(self) -> None:
         """Leave out how the process grew since the last look, by the weights of a model for example."""

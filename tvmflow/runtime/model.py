@@ -343,6 +343,8 @@ class CompiledModel:
         except RuntimeError as error:
             self._refuse_inputs(error, arrays)
             raise
+        if self._is_free:
+            kept.limit.learn()
         if type(result) is self._array_type and self._size_of(result) == len(self._output_names):
             item_of, to_array = self._item_of, self._to_array
             return {name: to_array(item_of(result, place)) for place, name in enumerate(self._output_names)}

@@ -50,7 +50,7 @@ int main(int argc, char** argv) {
     tvmflow::Model model = tvmflow::Model::Open(argv[2]);
     if (argv[1] == std::string("sizes")) {
       const int64_t before = ResidentPages();
-      for (int64_t rows = 16000; rows < 16060; ++rows) {
+      for (int64_t rows = 16000; rows < 16960; rows += 16) {
         tvmflow::Tensor input = tvmflow::Allocate({rows, 8}, {kDLFloat, 32, 1});
         std::fill_n(static_cast<float*>(input.data_ptr()), rows * 8, 1.0f);
         model.Run({input});
