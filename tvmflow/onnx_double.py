@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from tvmflow import onnx_data
+from tvmflow import memory, onnx_data
 from tvmflow.errors import ExportError
 from tvmflow.source import open_session, run_session
 
@@ -22,7 +22,7 @@ def compute(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Ar
     """Return a model's outputs by name, computed in float64 where the model computes in float32.
 
     ONNX Runtime computes them or, where it has no operator for float64, ONNX's own implementation in NumPy. Returns
-    None where neither can.
+    None where neither can, within a quarter of the free memory.
     """
     from onnx.reference import ReferenceEvaluator
 
@@ -30,12 +30,13 @@ def compute(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Ar
     double.CopyFrom(model)
     _widen(double.graph)
     wide = {name: _wide(array) for name, array in inputs.items()}
+    most_memory = memory.share()
     with tempfile.TemporaryDirectory() as folder, suppress(ExportError):
         path = Path(folder) / "model.onnx"
         onnx_data.save(double, path)
-        return run_session(open_session(path, prints_errors=False, optimizes=False), wide)
+        return run_session(open_session(path, prints_errors=False, optimizes=False), wide, most_memory)
     # Each operator has errors of its own kinds for what it does not take.
-    with suppress(Exception):
+    with suppress(Exception), memory.limited(most_memory):
         outputs = ReferenceEvaluator(double).run(None, wide)
         return dict(zip((value.name for value in double.graph.output), outputs, strict=True))
     return None

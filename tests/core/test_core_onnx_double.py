@@ -1,9 +1,11 @@
 """Small models computed in float64."""
 
 import numpy as np
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from support.models import make_model
+from tvmflow import memory
 from tvmflow.onnx_double import compute
 
 
@@ -44,3 +46,15 @@ def test_an_operator_that_onnx_runtime_lacks_in_float64_is_computed_by_numpy() -
     outputs = compute(model, {"x": np.ones((1, 1, 2, 2), "float32")})
     assert outputs is not None
     np.testing.assert_array_equal(outputs["y"], np.full((1, 1, 2, 2), np.float64(np.float32(1 / 3))))
+
+
+def test_a_model_that_needs_too_much_memory_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [helper.make_node("Mul", ["x", "z"], ["all"]), helper.make_node("ReduceMax", ["all"], ["y"], keepdims=0)]
+    model = make_model(nodes, [("x", [1, 8192]), ("z", [8192, 1])], ["y"])
+    inputs = {"x": np.ones((1, 8192), "float32"), "z": np.ones((8192, 1), "float32")}
+    outputs = compute(model, inputs)
+    assert outputs is not None
+    assert outputs["y"] == 1
+    # All products are 512 MiB.
+    monkeypatch.setattr(memory, "share", lambda: 1 << 28)
+    assert compute(model, inputs) is None
