@@ -456,7 +456,7 @@ def _find_dimensions(
         failure = failure or (None if reason is None else ExportError(reason))
         return reason is None
 
-    runs_lightly = partial(runs, most_memory=min(memory.LITTLE, most_memory))
+    runs_lightly = partial(runs, most_memory=memory.little())
     ranges = find_dimensions(inputs, job.dimensions, runs, limits.weight_sizes, runs_lightly)
     if ranges is None:
         raise ExportError(
@@ -545,7 +545,7 @@ def _compare(
         # Sizes beside those to measure are guesses: a model need not take them, nor be run where it needs much memory.
         if index >= len(points) and limits is not None:
             candidates = (item for item in alternatives(sizes, dimensions, points[0]) if limits.explain(item) is None)
-            most_memory = memory.LITTLE
+            most_memory = memory.little()
         try:
             sample, outputs = _first_run(session, inputs, dimensions, index, job, candidates, most_memory)
         except ExportError:

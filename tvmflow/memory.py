@@ -6,13 +6,17 @@ from contextlib import contextmanager
 
 import psutil
 
-# Where a smaller size would do as well, a model is run with so much memory at most beside its weights.
 LITTLE = 1 << 31
 
 
 def share() -> int:
     """Return a quarter of the bytes of memory that processes can still take on this machine: others may run beside."""
     return int(psutil.virtual_memory().available) // 4
+
+
+def little() -> int:
+    """Return the bytes that a run may take beside a model's weights where a smaller size would do as well."""
+    return min(LITTLE, share())
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The original model: a PyTorch module or an ONNX file, loaded as the release file says."""
 
 import tempfile
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -162,20 +162,25 @@ def run_session(
     Raises ExportError when it cannot run the model on these inputs, or needs more than `most_memory` bytes for it. With
     that limit, ONNX Runtime keeps no memory for later runs.
     """
-    import onnxruntime
-
     names = [output.name for output in session.get_outputs()]
-    options = onnxruntime.RunOptions()
-    if most_memory is not None:
-        options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    run = partial(session.run, names, inputs)
     try:
-        with nullcontext() if most_memory is None else memory.limited(most_memory):
-            return dict(zip(names, session.run(names, inputs, options), strict=True))
+        return dict(zip(names, run() if most_memory is None else _run_within(run, most_memory), strict=True))
     except Exception as error:
         raise ExportError(
             f"ONNX Runtime cannot run the model on the samples ({describe(error)}); give samples that it takes under "
             "`inputs` of a release file"
         ) from error
+
+
+def _run_within(run: Callable[..., Any], most_memory: int) -> Any:
+    """Run a session within so many bytes of memory, of which it keeps none."""
+    import onnxruntime
+
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    with memory.limited(most_memory):
+        return run(options)
 
 
 def compute_values(model: "onnx.ModelProto", inputs: Mapping[str, Any]) -> dict[str, Any]:

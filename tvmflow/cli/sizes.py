@@ -45,7 +45,7 @@ def find_inputs(path: Path, model: "onnx.ModelProto") -> "tuple[tuple[Input, ...
         return limits.explain(sizes) is None
 
     for inputs in sample_candidates(items):
-        runs_lightly = partial(runs, inputs, most_memory=min(memory.LITTLE, most_memory))
+        runs_lightly = partial(runs, inputs, most_memory=memory.little())
         ranges = find_dimensions(inputs, {}, partial(runs, inputs), limits.weight_sizes, runs_lightly)
         # Without free dimensions, nothing was tried.
         if ranges or (ranges is not None and runs(inputs, {})):

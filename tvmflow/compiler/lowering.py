@@ -87,12 +87,15 @@ class FixBufferSizes:
 
 def _with_plain_sizes(function: PrimFunc) -> PrimFunc:
     buffers: dict[tirx.Var, tirx.Var] = {}
-    for item, is_shared in _allocated(function.body):
-        sizes = [(size, _plain(size, is_shared)) for size in item.shape if isinstance(size, tirx.Min)]
+    shared = set(_allocated(function.body, [(tirx.For, lambda _loop: tvm_ffi.WalkResult.SKIP)]))
+    for item in _allocated(function.body):
+        sizes = [(size, _plain(size, item in shared)) for size in item.shape if isinstance(size, tirx.Min)]
         changed = [(size, plain) for size, plain in sizes if not size.same_as(plain)]
         if changed:
             buffers[item] = tirx.decl_buffer(
-                *([_with_sizes(size, changed) for size in item.shape], item.dtype, item.name),
+                [_with_sizes(size, changed) for size in item.shape],
+                item.dtype,
+                item.name,
                 strides=[_with_sizes(stride, changed) for stride in item.strides] or None,
                 scope=item.scope(),
                 data_alignment=item.data_alignment,
@@ -102,22 +105,12 @@ def _with_plain_sizes(function: PrimFunc) -> PrimFunc:
     return function.with_body(replace_variables(function.body, buffers))
 
 
-def _allocated(body: Any) -> list[tuple[tirx.Var, bool]]:
-    """The buffers between stages, and whether each is allocated outside of all loops."""
+def _allocated(body: Any, others: Sequence[Any] = ()) -> list[tirx.Var]:
+    """The buffers between stages; `others` are handlers of further kinds of statements, which may leave them out."""
     items: list[tirx.Var] = []
-    inner: list[tirx.Var] = []
-
-    def collect(block: s_tir.SBlock, buffers: list[tirx.Var]) -> tvm_ffi.WalkResult:
-        buffers.extend(block.alloc_buffers)
-        return tvm_ffi.WalkResult.ADVANCE
-
-    def skip(loop: tirx.For) -> tvm_ffi.WalkResult:
-        tvm_ffi.structural_walk(loop.body, (s_tir.SBlock, lambda block: collect(block, inner)))
-        return tvm_ffi.WalkResult.SKIP
-
-    handlers = [(s_tir.SBlock, lambda block: collect(block, items)), (tirx.For, skip)]
+    handlers = [(s_tir.SBlock, lambda block: items.extend(block.alloc_buffers)), *others]
     tvm_ffi.structural_walk(body, handlers, order="pre")
-    return [(item, True) for item in items] + [(item, False) for item in inner]
+    return items
 
 
 def _plain(size: Any, is_shared: bool) -> Any:

@@ -68,8 +68,11 @@ class _Limit:
 
 
 def _resident() -> int:
-    """The bytes of memory that the process has."""
-    return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """The bytes of memory that the process has; 0 where the system does not say so."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _release() -> None:

@@ -49,9 +49,9 @@ class Model {
   //
   // Inputs and outputs are in the CPU's memory. An output may share memory with an input. Memory that is kept for later
   // calls, other blocks for each size of the inputs, is given back to the system when it is more than 256 MiB and twice
-  // what the largest call needed. Throws Error for an input
-  // that CheckInputs refuses, whose memory is not contiguous or not aligned to an element (to 64 bytes where the manifest's
-  // `unaligned_inputs` is false), or whose integers are beyond the table in which the model looks them up.
+  // what the largest call needed. Throws Error for an input that CheckInputs refuses, whose memory is not contiguous or not
+  // aligned to an element (to 64 bytes where the manifest's `unaligned_inputs` is false), or whose integers are beyond the
+  // table in which the model looks them up.
   std::vector<Tensor> Run(const std::vector<Tensor>& inputs);
 
  private:
