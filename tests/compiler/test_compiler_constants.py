@@ -44,7 +44,6 @@ _REASONS = {
     "operators.convolution._MOST_STEPS": "shape of the graph",
     "operators.depthwise.MOST_LINES": "share of wasted work: lines of padded input that strips share",
     "operators.free_reductions._PARTS": "balance: parts of a core that other programs delay",
-    "operators.norms._IMAGE": "rank of a batch of images",
     "operators.pooling._LONGEST": "size of the code",
     "operators.resize._MOST_REPEATS": "size of the code",
     "passes.fusion._FEW_BYTES": "shape: tensors too small for a function of their own",

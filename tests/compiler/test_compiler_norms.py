@@ -113,6 +113,21 @@ def test_instance_norm_of_a_symbolic_batch_equals_onnx_runtime(
     assert_same_as_onnxruntime(path, *({"x": 5 * normal(batch, 24, 11, 5) + 30} for batch in (1, 3)))
 
 
+@pytest.mark.parametrize("image", [("long",), ("high", "wide"), ("deep", "high", "wide")], ids=len)
+def test_instance_norm_of_free_images_is_vectorised(
+    image: tuple[str, ...], make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("InstanceNormalization", ["a", "s", "b"], ["y"]),
+    ]
+    weights = {"s": normal(24), "b": normal(24), "w": normal(24, 24, *[1] * len(image))}
+    path = make_model(nodes, [("x", ["batch", 24, *image])], ["y"], weights)
+    sizes = [[300], [5, 11], [4, 3, 9]][len(image) - 1]
+    feeds = [{"x": 5 * normal(batch, 24, *sizes[::step]) + 30} for batch, step in ((1, 1), (3, -1))]
+    assert rule_counts(assert_same_as_onnxruntime(path, *feeds))["reduction"] == 1
+
+
 @pytest.mark.parametrize("operator", ["Softmax", "LogSoftmax"])
 def test_softmax_of_rows_of_any_length_equals_onnx_runtime(operator: str, assert_all_same: Check) -> None:
     nodes = [

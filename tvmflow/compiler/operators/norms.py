@@ -13,9 +13,6 @@ from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import reductions, rowwise
 from tvmflow.compiler.operators.common import is_float32, static
 
-# The rank of images with the channels.
-_IMAGE = 4
-
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
     """Define instance or group norm over all dimensions but the batch and the channels.
@@ -33,14 +30,13 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
     groups = shape[channel] if name == "instance_norm" else int(attrs.num_groups)
     channels = static(shape[channel])
     group = 1 if name == "instance_norm" else None if channels is None else channels // groups
-    is_free = any(not static(size) for size in shape[1:])
     compute: Callable[..., te.Tensor] = partial(_by_loops, channel=channel, groups=groups, epsilon=epsilon)
     hints: dict[str, Any] = {}
     if is_float32(*call.args) and group is not None:
         options: dict[str, Any] = {"group": group, "epsilon": epsilon, "machine": machine}
         if channel == 1:
             compute, hints = partial(_channels_first, **options), reductions.REDUCTION
-        elif channel == rank - 1 and channels is not None and (rank <= _IMAGE or not is_free):
+        elif channel == rank - 1 and channels is not None:
             compute, hints = partial(_channels_last, **options), reductions.REDUCTION
     return builder.call_te(compute, *call.args, primfunc_name_hint=name, primfunc_attrs=hints or None)
 
@@ -128,7 +124,9 @@ def _channels_last(
     def by_group(value: Callable[[Any, Sequence[Any], Any], Any], name: str) -> te.Tensor:
         """Sum `value(n, pixel, c)` over the pixels and the channels of each group."""
         if is_free:
-            total = _sum_of_image(value, batch, image, int(channels), f"{name}_line", machine)
+            sums = reductions.sum_of_image(
+                lambda at, c: value(at[0], at[1:], c), [batch], image, int(channels), f"{name}_pixel"
+            )
         else:
             view = reductions.View(list(data.shape), 1, len(image))
 
@@ -137,7 +135,7 @@ def _channels_last(
                 return value(n, pixel, channel)
 
             sums = reductions.reduction(element, view, reductions.SUM, f"{name}_pixel", machine)
-            total = te.compute((batch, channels), lambda n, c: sums([n], c), name=f"{name}_channels")
+        total = te.compute((batch, channels), lambda n, c: sums([n], c), name=f"{name}_channels")
         member = te.reduce_axis((0, group), "member")
         return te.compute((batch, groups), lambda n, g: te.sum(total[n, g * group + member], axis=member), name=name)
 
@@ -160,26 +158,3 @@ def _channels_last(
         name="norm",
         attrs={KERNEL: "reduction"},
     )
-
-
-def _sum_of_image(
-    value: Callable[[Any, Sequence[Any], Any], Any],
-    batch: Any,
-    image: Sequence[Any],
-    channels: int,
-    name: str,
-    machine: Machine,
-) -> te.Tensor:
-    """Sum `value(n, pixel, c)` over the pixels of an image of free sizes: each line first, then the lines."""
-    inner = {KERNEL: "reduction_inner"} if channels >= machine.lanes else {}
-    x = te.reduce_axis((0, image[-1]), "x")
-    sums = te.compute(
-        (batch, *image[:-1], channels),
-        lambda n, *index: te.sum(value(n, [*index[:-1], x], index[-1]), axis=x),
-        name=name,
-        attrs=inner,
-    )
-    if len(image) == 1:
-        return sums
-    y = te.reduce_axis((0, image[0]), "y")
-    return te.compute((batch, channels), lambda n, c: te.sum(sums[n, y, c], axis=y), name=f"{name}s", attrs=inner)

@@ -231,11 +231,7 @@ def _sum_of_lines(data: te.Tensor, *, first: int, last: int, shape: Sequence[Any
     def element(at: Sequence[Any], c: Any) -> Any:
         return data[(*at, *unravel(c, after))]
 
-    total: Callable[[Sequence[Any], Any], Any] = element
-    for axis in range(last, first - 1, -1):
-        # Lines of an image are parts themselves.
-        add = _sum_of_parts if first == last else _sum
-        total = add(partial(_element_of_line, total), data.shape[:axis], data.shape[axis], inner, f"{name}{axis}")
+    total = sum_of_image(element, data.shape[:first], data.shape[first : last + 1], inner, name)
     scale = math.prod(data.shape[first : last + 1], start=tirx.IntImm("int64", 1)).astype("float32")
 
     def value(*index: Any) -> Any:
@@ -243,6 +239,23 @@ def _sum_of_lines(data: te.Tensor, *, first: int, last: int, shape: Sequence[Any
         return result / scale if name == "mean" else result
 
     return te.compute(tuple(shape), value, name=name, attrs={KERNEL: "reduction"})
+
+
+def sum_of_image(
+    element: Callable[[Sequence[Any], Any], Any], outer: Sequence[Any], image: Sequence[Any], inner: int, name: str
+) -> Callable[[Sequence[Any], Any], Any]:
+    """Add `element((*outer, *pixel), c)` over the pixels of an image, and return the sum as a function of outer and c.
+
+    `image` are its sizes, of any rank, known or free, and c is below `inner`. The last dimension is summed first: each
+    line, then the sums of the lines. The names of all stages begin with `name`.
+    """
+    total = element
+    # Lines of an image are parts themselves.
+    add = _sum_of_parts if len(image) == 1 else _sum
+    for axis in reversed(range(len(image))):
+        before = [*outer, *image[:axis]]
+        total = add(partial(_element_of_line, total), before, image[axis], inner, f"{name}{len(outer) + axis}")
+    return total
 
 
 def _element_of_line(element: Callable[[Sequence[Any], Any], Any], outer: Sequence[Any], r: Any, c: Any) -> Any:
