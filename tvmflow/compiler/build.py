@@ -38,6 +38,7 @@ from tvmflow.compiler.machine import machine
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.operators.packing import runs_at_load
 from tvmflow.compiler.passes import pass_names
+from tvmflow.compiler.passes.storage import ShareMemory
 from tvmflow.compiler.passes.views import ViewReshapes
 from tvmflow.compiler.schedules import ScheduleWarning, error_bounds, schedule, with_other_form
 from tvmflow.compiler.serialise import ir_text
@@ -470,7 +471,9 @@ def _finalize(target: Target, native: tvm.target.Target) -> tvm.transform.Pass:
         lowering = [unused, *(item for item in lowering if str(item.info.name) != "RewriteDataflowReshape")]
     else:
         lowering = [ViewReshapes(), *lowering]
-    passes = [*lowering, *pipeline.finalize_passes(native), TidyShapeFunctions()]
+    finalize = list(pipeline.finalize_passes(native))
+    planned = [str(item.info.name) for item in finalize].index("LowerAllocTensor") + 1
+    passes = [*lowering, *finalize[:planned], ShareMemory(), *finalize[planned:], TidyShapeFunctions()]
     return tvm.transform.Sequential(passes, name="finalize")
 
 

@@ -22,38 +22,65 @@ _ONE_AXIS = 13
 
 
 def convert_range(node: Node) -> relax.Expr | None:
-    """Return the Relax expression of a Range of integers from or to a symbolic size, or of floats to one.
+    """Return the Relax expression of a Range; None, which leaves the node to TVM's converter, for constants alone.
 
-    TVM's converter would compute its length at run time. Floats must start at a constant below two and have the step
-    one, as the centres of pixels. Returns None, which leaves the node to TVM's converter, for a constant start and
-    stop, for other floats, and for numbers that are computed from data.
+    Of integers from or to a symbolic size, and of floats from a constant below two to a size with the step one, as the
+    centres of pixels, the number is known at import. Of others the model computes it when it runs.
     """
-    bounds = []
+    if all(isinstance(bound, tvm.ir.GenericConst) for bound in node.inputs):
+        return None
+    first = node.inputs[0]
+    dtype = "int64" if tvm.ir.is_prim_expr(first) else dtype_of(first)
+    bounds: list[Any] = []
     for bound in node.inputs:
         if isinstance(bound, tvm.ir.GenericConst):
             bounds.append(bound.value.numpy().item())
         elif tvm.ir.is_prim_expr(bound) and str(bound.ty) == "int64":
             bounds.append(int(bound) if is_static(bound) else bound)
         else:
-            return None
+            return _count_when_run(node, dtype)
     start, stop, step = bounds
-    first = node.inputs[0]
-    dtype = dtype_of(first) if isinstance(first, tvm.ir.GenericConst) else "int64"
     if all(isinstance(bound, int | float) for bound in (start, stop)):
-        return None
+        return _count_when_run(node, dtype)
     if not any(isinstance(bound, float) for bound in bounds):
         if isinstance(step, int) and step < 0:
             return _descend(node, start, stop, -step, dtype)
         start, stop, step = (tvm.tirx.IntImm("int64", item) if isinstance(item, int) else item for item in bounds)
         return relax.op.arange(start, stop, step, dtype)
     if not isinstance(start, float) or isinstance(stop, float) or step != 1 or not start < 2:
-        if not isinstance(stop, float):
-            node.inputs[1] = node.emit(relax.op.astype(node.emit(relax.op.squeeze(node.vector([stop]))), dtype))
-        return None
+        return _count_when_run(node, dtype)
     # As many as there are whole numbers from the start, which is rounded up, to the stop.
     count = node.evaluator.add(stop, -math.floor(start))
     places = node.emit(relax.op.astype(node.emit(relax.op.arange(0, count, 1, "int64")), dtype))
     return relax.op.add(places, const(start, dtype))
+
+
+def _count_when_run(node: Node, dtype: str) -> relax.Expr:
+    """The numbers from a start to a stop, of which the model computes how many there are when it runs."""
+
+    def scalar(bound: relax.Expr) -> relax.Expr:
+        if not tvm.ir.is_prim_expr(bound):
+            return bound
+        return node.emit(relax.op.astype(node.emit(relax.op.reshape(node.vector([bound]), ())), dtype))
+
+    start, stop, step = map(scalar, node.inputs)
+    if dtype.startswith("float"):
+        wide = "float64"
+        distance = node.emit(relax.op.astype(node.emit(relax.op.subtract(stop, start)), wide))
+        quotient = node.emit(relax.op.divide(distance, node.emit(relax.op.astype(step, wide))))
+        count = node.emit(relax.op.ceil(quotient))
+    else:
+        wide = "int64"
+        start, stop, step = (node.emit(relax.op.astype(bound, wide)) for bound in (start, stop, step))
+        # The quotient of the distance, rounded up.
+        rounded = node.emit(relax.op.floor_divide(node.emit(relax.op.subtract(start, stop)), step))
+        count = node.emit(relax.op.negative(rounded))
+    count = node.emit(relax.op.maximum(count, const(0, wide)))
+    count = node.emit(relax.op.reshape(node.emit(relax.op.astype(count, "int64")), (1,)))
+    (size,) = node.bind(count)
+    places = node.emit(relax.op.astype(node.emit(relax.op.arange(0, size, 1, "int64")), dtype))
+    start, step = (node.emit(relax.op.astype(bound, dtype)) for bound in (start, step))
+    return relax.op.add(node.emit(relax.op.multiply(places, step)), start)
 
 
 def _descend(node: Node, start: Any, stop: Any, step: int, dtype: str) -> relax.Expr:

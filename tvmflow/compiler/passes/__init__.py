@@ -125,6 +125,7 @@ def pass_names() -> list[str]:
         "MultiplyByOneCopy",
         "RefuseKernels",
         "RunLoopsDirectly",
+        "ShareMemory",
         "NameSizes",
         "PackAtLoad",
         "RoundProducts",

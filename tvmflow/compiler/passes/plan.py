@@ -19,6 +19,7 @@ from tvmflow.compiler.annotations import DIRECT
 from tvmflow.compiler.operators.common import buffer, static
 from tvmflow.compiler.passes.calls import ConstantKey, key_of_constant
 from tvmflow.compiler.passes.functions import variables_of_outputs
+from tvmflow.compiler.passes.storage import Life, largest, share
 from tvmflow.compiler.passes.views import CALL_TIR, is_reshape, results_read_once
 from tvmflow.compiler.statements import replace_variables
 
@@ -222,31 +223,16 @@ def allocate(size: Any) -> Any:
 def allocate_results(steps: Sequence[Step], memory: dict[Tensor, Any], kept: Iterable[Tensor] = ()) -> None:
     """Allocate the results of steps that have no memory yet, and add them to `memory`.
 
-    A result may have the memory of an earlier one that no later step reads and that is not in `kept`.
+    Results share memory, except with tensors that a step between their own and the last one that reads them needs, and
+    with those of `kept`, which all later steps need.
     """
     last = {tensor.root: place for place, step in enumerate(steps) for tensor in step.tensors}
-    unavailable = {*memory, *(tensor.root for tensor in kept)}
-    # Memory that no later step reads, with its size in bytes.
-    free: list[tuple[Any, Any]] = []
-    for place, step in enumerate(steps):
-        for tensor in step.results:
-            if tensor not in memory:
-                memory[tensor] = _take(bytes_of(tensor), free)
-        roots = dict.fromkeys(item.root for item in step.tensors)
-        ended = [item for item in roots if last[item] == place and item not in unavailable]
-        free += [(bytes_of(item), memory[item]) for item in ended]
-
-
-def _take(size: Any, free: list[tuple[Any, Any]]) -> Any:
-    """Memory of `size` bytes: the smallest of the list `free` that is large enough, else new memory."""
-    number = static(size)
-    numbers = [static(bytes_of_item) for bytes_of_item, _ in free]
-    fitting = [
-        (numbers[place] or 0, place)
-        for place, (bytes_of_item, _) in enumerate(free)
-        if (number is not None and (numbers[place] or 0) >= number) or tvm_ffi.structural_equal(bytes_of_item, size)
-    ]
-    return free.pop(min(fitting)[1])[1] if fitting else allocate(size)
+    last |= {tensor.root: len(steps) for tensor in kept}
+    results = [(place, item) for place, step in enumerate(steps) for item in step.results if item not in memory]
+    lives = [Life(bytes_of(tensor), place, last[tensor]) for place, tensor in results]
+    for block in share(lives):
+        pointer = allocate(largest([lives[place].size for place in block.members]))
+        memory |= {results[place][1]: pointer for place in block.members}
 
 
 def check_sizes(plan: Plan) -> None:
