@@ -881,3 +881,21 @@ def test_a_range_that_descends_has_the_length_of_its_sizes(make_model: Any, asse
     path = make_model(nodes, [("x", ["high", "wide"])], ["distances_y", "few_y", "rest_y"], weights)
     assert "tensor_to_shape" not in import_onnx(path).mod.script()
     assert_same_as_onnxruntime(path, *_feeds((3, 5), (2, 1), (4, 12)))
+
+
+def test_convolutions_of_free_volumes_are_not_transposed_between_each_other(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    nodes = [
+        _node("Conv", ["x", "w"], ["a"], pads=[1] * 6),
+        _node("Softmax", ["a"], ["b"], axis=1),
+        _node("Conv", ["b", "v"], ["c"], pads=[1] * 6, strides=[2, 2, 2]),
+        _node("Softmax", ["c"], ["d"], axis=1),
+        _node("Conv", ["d", "u"], ["y"], pads=[1] * 6),
+    ]
+    weights = {"w": normal(16, 8, 3, 3, 3), "v": normal(16, 16, 3, 3, 3), "u": normal(8, 16, 3, 3, 3)}
+    path = make_model(nodes, [("x", ["batch", 8, "deep", "high", "wide"])], ["y"], weights)
+    feeds = [{"x": normal(*shape)} for shape in ((1, 8, 4, 6, 5), (3, 8, 5, 4, 9))]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    # Those of the input and of the output.
+    assert sum("transpose" in name for name, _ in model.schedules) <= 3

@@ -18,6 +18,8 @@ Array = np.ndarray[Any, Any]
 
 Legalization = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
+# What a free size counts as where sizes are compared.
+_FREE_SIZE = 64
 # TVM's fusion kind of operators that take element-wise operators after them. TVM cannot derive it from our stages.
 FUSABLE = {"op_pattern": 4}
 # TVM's fusion kind of operators that it fuses with none.
@@ -56,16 +58,26 @@ def reduced_axes(call: relax.Call) -> list[int]:
     return sorted(range(rank) if call.attrs.axis is None else {int(axis) % rank for axis in call.attrs.axis})
 
 
+def typical(size: Any) -> int:
+    """Return a size as a number to compare with others: what it is where each free size is `_FREE_SIZE`, 1 at least."""
+    return max(1, _for_free_size(size, _FREE_SIZE) or 0)
+
+
 def typical_pixels(size: Any) -> int:
     """Return the number of pixels that a height or width counts as where the cost model decides.
 
     Free sizes in it count as `winograd.INPUT_PIXELS`, as if they were those of the model's input.
     """
-    analyzer = tvm.sym.Analyzer()
-    for variable in () if static(size) is not None else tirx.analysis.undefined_vars(size):
-        analyzer.bind(variable, tirx.IntImm("int64", winograd.INPUT_PIXELS))
-    number = static(size) or static(analyzer.simplify(size))
+    number = _for_free_size(size, winograd.INPUT_PIXELS)
     return winograd.UNKNOWN_PIXELS if number is None else max(number, 1)
+
+
+def _for_free_size(size: Any, value: int) -> int | None:
+    """What a size is where each free size in it has this value; None where it is no number then."""
+    analyzer = tvm.sym.Analyzer()
+    for free in () if static(size) is not None else tirx.analysis.undefined_vars(size, []):
+        analyzer.bind(free, tirx.IntImm(str(free.ty), value))
+    return static(size) or static(analyzer.simplify(size))
 
 
 def size_parameter(size: Any, name: str) -> Any:

@@ -1,5 +1,6 @@
 """Computes on tensors with the channels last: transposes move down the graph until they cancel."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmflow.compiler.machine import NARROWEST
-from tvmflow.compiler.operators.common import are_equal, same_shape
+from tvmflow.compiler.operators.common import are_equal, same_shape, typical
 from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions, variables_of_outputs
 from tvmflow.compiler.passes.rewrite import sizes
 
@@ -194,10 +195,7 @@ def _order(values: Sequence[_Permuted], prefers_plain: bool = False) -> tuple[in
 
 
 def _elements(sizes: Sequence[Any]) -> int:
-    total = 1
-    for size in sizes:
-        total *= int(size) if isinstance(size, tvm.tirx.IntImm) else 64
-    return total
+    return math.prod(map(typical, sizes))
 
 
 _Rule = Callable[[_Layout, relax.Call], _Permuted | None]

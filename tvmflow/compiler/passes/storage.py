@@ -16,11 +16,7 @@ from typing import Any
 import tvm
 from tvm import relax, tirx, topi
 
-from tvmflow.compiler.operators.common import static
-from tvmflow.compiler.statements import replace_variables
-
-# What a free size is taken for where blocks are compared. Any size keeps the order of most tensors of a model.
-_TYPICAL_SIZE = 256
+from tvmflow.compiler.operators.common import static, typical
 
 _ALLOC_STORAGE = tvm.ir.Op.get("relax.memory.alloc_storage")
 _ALLOC_TENSOR = tvm.ir.Op.get("relax.memory.alloc_tensor")
@@ -59,7 +55,7 @@ class Block:
 
 def share(lives: Sequence[Life]) -> list[Block]:
     """Return blocks of memory, in which each tensor of `lives` has one place and shares it with none at a time."""
-    sizes = [_typical(life.size) for life in lives]
+    sizes = [typical(life.size) for life in lives]
     blocks: list[Block] = []
     for member in sorted(range(len(lives)), key=lambda place: (-sizes[place], lives[place].first)):
         life = lives[member]
@@ -95,15 +91,6 @@ def _split(size: Any) -> tuple[int, tuple[str, ...]]:
         else:
             others.append(str(item))
     return number, tuple(sorted(others))
-
-
-def _typical(size: Any) -> int:
-    """The number of bytes where each free size is the typical one."""
-    number = static(size)
-    if number is None:
-        typical = {item: tirx.IntImm(str(item.ty), _TYPICAL_SIZE) for item in tirx.analysis.undefined_vars(size, [])}
-        number = static(topi.utils.simplify(replace_variables(size, typical)))
-    return number or 0
 
 
 @dataclass(frozen=True)
