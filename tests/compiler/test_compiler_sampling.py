@@ -30,8 +30,10 @@ def _node(**attributes: Any) -> Any:
 @pytest.mark.parametrize(
     ("mode", "padding"),
     scale.choose(
-        normal=[("linear", "zeros"), ("nearest", "border"), ("linear", "reflection")],
-        long=[(mode, padding) for mode in ("linear", "nearest") for padding in ("zeros", "border", "reflection")],
+        normal=[("linear", "zeros"), ("nearest", "border"), ("linear", "reflection"), ("cubic", "reflection")],
+        long=[
+            (mode, padding) for mode in ("linear", "nearest", "cubic") for padding in ("zeros", "border", "reflection")
+        ],
     ),
 )
 def test_samples_are_those_of_onnx_runtime(mode: str, padding: str, tmp_path: Path, target: Target) -> None:
