@@ -18,6 +18,7 @@ from support.arrays import normal
 from support.builds import rule_counts
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, build, import_onnx, list_passes
 from tvmflow.compiler.passes import canonicalize, lower_passes, pass_names
+from tvmflow.compiler.passes.constants import FoldConstantCalls
 from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.target import resolve
 
@@ -1052,3 +1053,41 @@ def test_products_of_most_slices_of_a_tensor_with_the_same_weights_are_one(
     model = assert_same_as_onnxruntime(path, {"x": normal(5, 3, 40, seed=1)})
     main = model.ir_text[model.ir_text.index("def main") :]
     assert sum("R.call_tir" in line and "dense" in line for line in main.splitlines()) == products
+
+
+def test_operators_on_constants_are_evaluated_and_no_others_are_defined(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType([4], "float32"))
+    c = relax.const(np.arange(4, dtype="float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            double = builder.emit(relax.op.add(c, c))
+            zeros = builder.emit(relax.op.zeros([4], "float32"))
+            product = builder.emit(relax.op.multiply(x, double))
+            joined = builder.emit(relax.op.concat([double, zeros], 0))
+            outputs = [builder.emit_output(item) for item in (relax.op.add(product, zeros), double, joined)]
+        builder.emit_func_output(relax.Tuple(outputs))
+    mod = builder.get()
+    expected = relax.transform.FoldConstant()(mod)
+    defined = []
+    call_te = relax.BlockBuilder.call_te
+
+    def count(self: relax.BlockBuilder, function: Any, *args: Any, **options: Any) -> Any:
+        defined.append(args)
+        return call_te(self, function, *args, **options)
+
+    monkeypatch.setattr(relax.BlockBuilder, "call_te", count)
+    folded = relax.transform.Normalize()(FoldConstantCalls()(mod))
+    tvm.ir.assert_structural_equal(folded, expected)
+    assert len(defined) == 3  # The sum, the zeros and the joined tensor.
+
+
+def test_functions_without_constants_stay() -> None:
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType([tvm.tirx.Var("n", "int64")], "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            result = builder.emit_output(relax.op.add(x, relax.op.zeros(x.ty.shape, "float32")))
+        builder.emit_func_output(result)
+    mod = builder.get()
+    assert FoldConstantCalls()(mod)["main"].same_as(mod["main"])

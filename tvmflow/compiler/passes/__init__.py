@@ -17,6 +17,7 @@ from tvmflow.compiler.passes import attention, branches, dimensions, folding, pa
 from tvmflow.compiler.passes.bf16 import RoundProducts
 from tvmflow.compiler.passes.blocks import FuseBlocks
 from tvmflow.compiler.passes.checks import CheckSizesAlone
+from tvmflow.compiler.passes.constants import FoldConstantCalls
 from tvmflow.compiler.passes.fp16 import HalveProducts
 from tvmflow.compiler.passes.fusion import (
     FuseRoundings,
@@ -107,6 +108,7 @@ def pass_names() -> list[str]:
         "ComposeAttention",
         "DropChecks",
         "FixBufferSizes",
+        "FoldConstantCalls",
         "FuseBlocks",
         "JoinRows",
         "StrassenProducts",
@@ -228,7 +230,7 @@ def lower_passes(
         *canonicalize(),
         relax.transform.DecomposeOpsForInference(),
         relax.transform.CanonicalizeBindings(),
-        relax.transform.FoldConstant(),
+        FoldConstantCalls(),
         *own.layout,
         *tidy(),
         relax.transform.CanonicalizeBindings(),

@@ -1,0 +1,88 @@
+"""Evaluates the operators whose operands are constants."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from tvmflow.compiler.operators.common import static
+
+
+@relax.transform.function_pass(opt_level=0, name="FoldConstantCalls")
+class FoldConstantCalls:
+    """Gives TVM's `FoldConstant` the calls of a function that it can evaluate, and no others.
+
+    `FoldConstant` defines every operator of a function as loops, by TVM's own rules, before it looks whether the
+    operands are constants: that takes as long as to lower a model.
+    """
+
+    def transform_function(
+        self, function: relax.Function, _mod: tvm.IRModule, _context: tvm.transform.PassContext
+    ) -> relax.Function:
+        """Return the function with the results of these calls as constants."""
+        calls: dict[relax.Var, relax.Expr] = {}
+        if isinstance(function.body, relax.SeqExpr):
+            for block in function.body.blocks:
+                for binding in block.bindings if isinstance(block, relax.DataflowBlock) else ():
+                    if isinstance(binding, relax.VarBinding) and _is_constant_call(binding.value, calls):
+                        calls[binding.var] = binding.value
+        constants = _evaluated(calls) if calls else {}
+        return _with_constants(function, constants) if constants else function
+
+
+def _is_constant_call(value: relax.Expr, known: Mapping[relax.Var, Any]) -> bool:
+    """Whether an expression calls an operator on constants and on variables of `known`, or is such a variable."""
+    return value in known or (
+        isinstance(value, relax.Call)
+        and isinstance(value.op, tvm.ir.Op)
+        and isinstance(value.ty, relax.TensorType)
+        and isinstance(value.ty.shape, relax.ShapeExpr)
+        and _is_known(value.ty.shape, known)
+        and all(_is_known(item, known) for item in value.args)
+    )
+
+
+def _is_known(value: Any, known: Mapping[relax.Var, Any]) -> bool:
+    if isinstance(value, relax.Tuple):
+        return all(_is_known(item, known) for item in value.fields)
+    if isinstance(value, relax.ShapeExpr):
+        return all(static(size) is not None for size in value.values)
+    return isinstance(value, tvm.ir.GenericConst) or static(value) is not None or value in known
+
+
+def _evaluated(calls: Mapping[relax.Var, relax.Expr]) -> dict[relax.Var, tvm.ir.GenericConst]:
+    """The constants that TVM makes of calls, each of which may read those before it."""
+    builder = relax.BlockBuilder()
+    results: dict[relax.Var, relax.Expr] = {}
+    with builder.function("main", []):
+        with builder.dataflow():
+            for variable, value in calls.items():
+                results[variable] = results[value] if value in results else builder.emit_output(_with(value, results))
+        builder.emit_func_output(relax.Tuple(list(results.values())))
+    body = relax.transform.FoldConstant()(builder.get())["main"].body.body
+    return {
+        variable: value
+        for variable, value in zip(calls, body.fields, strict=True)
+        if isinstance(value, tvm.ir.GenericConst)
+    }
+
+
+def _with(value: Any, values: Mapping[relax.Var, relax.Expr]) -> Any:
+    """An expression with the values of variables in their place."""
+
+    def replaced(variable: relax.Var) -> relax.Expr:
+        return values.get(variable, variable)
+
+    return tvm_ffi.structural_map(value, (relax.Var, replaced), (relax.DataflowVar, replaced))
+
+
+def _with_constants(function: relax.Function, constants: Mapping[relax.Var, tvm.ir.GenericConst]) -> relax.Function:
+    """Return the function with `constants` in the place of their variables."""
+    blocks = [
+        type(block)([binding for binding in block.bindings if binding.var not in constants])
+        for block in function.body.blocks
+    ]
+    body = _with(relax.SeqExpr(blocks, function.body.body), constants)
+    return relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
