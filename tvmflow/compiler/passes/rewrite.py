@@ -153,14 +153,16 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
 def count_uses(function: relax.Function | None) -> Counter[relax.Var]:
     """Count, for each variable, the expressions of a function that read it."""
     uses: Counter[relax.Var] = Counter()
-    if function is not None:
-        relax.analysis.post_order_visit(
-            function, lambda expr: uses.update(child for child in _children(expr) if isinstance(child, relax.Var))
-        )
+    pending = [] if function is None else [function.body]
+    while pending:
+        children = _children(pending.pop())
+        variables = [isinstance(child, relax.Var) for child in children]
+        uses.update(child for child, is_variable in zip(children, variables, strict=True) if is_variable)
+        pending += [child for child, is_variable in zip(children, variables, strict=True) if not is_variable]
     return uses
 
 
-def _children(expr: Any) -> Sequence[Any]:
+def _children(expr: Any) -> list[Any]:
     if isinstance(expr, relax.Call):
         return list(expr.args)
     if isinstance(expr, relax.Tuple):
@@ -168,11 +170,10 @@ def _children(expr: Any) -> Sequence[Any]:
     if isinstance(expr, relax.TupleGetItem):
         return [expr.tuple_value]
     if isinstance(expr, relax.SeqExpr):
-        aliases = [binding.value for block in expr.blocks for binding in block.bindings]
-        return [expr.body, *(value for value in aliases if isinstance(value, relax.Var))]
+        return [expr.body, *(binding.value for block in expr.blocks for binding in block.bindings)]
     if isinstance(expr, relax.If):
-        return [expr.cond]
-    return []
+        return [expr.cond, expr.true_branch, expr.false_branch]
+    return [expr.body] if isinstance(expr, relax.Function) else []
 
 
 def rewriting(name: str, rules: Mapping[str, Sequence[Rule]]) -> tvm.transform.Pass:

@@ -255,8 +255,10 @@ def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
     defined = {dim for param in params for dim in _dims(param) or () if isinstance(dim, tirx.Var)}
     plain_values = {params[place]: function.params[place] for place, shape in enumerate(shapes) if shape is None}
     values = {**plain_values, **names.scalars}
-    read_variables = _variables([*(_dims(param) or [] for param in params), mapped.body])
-    symbols = [item for item in read_variables if item in values and item not in defined]
+    free = values.keys() - defined
+    # A walk through the body takes long: each place of a variable is a call from C++.
+    read_variables = _variables([*(_dims(param) or [] for param in params), mapped.body]) if free else []
+    symbols = [item for item in read_variables if item in free]
     outputs = params[arguments:]
     whole = PrimFunc(
         [*(params[place] for place in tensors), *symbols, *outputs], mapped.body, mapped.ret_type, mapped.attrs
