@@ -80,11 +80,11 @@ def test_the_import_goes_on_after_a_refused_node(make_model: Any) -> None:
     nodes = [
         helper.make_node("Foo", ["x"], ["f"], name="a_foo", domain="org.example"),
         helper.make_node("Relu", ["f"], ["r"]),
-        helper.make_node("Pow", ["base", "base"], ["a"], name="a_power"),
+        helper.make_node("Pow", ["base", "x"], ["a"], name="a_power"),
         helper.make_node("Relu", ["x"], ["z"]),
     ]
     inputs = [("x", [1, 4]), ("base", [1], TensorProto.INT64)]
-    path = make_model(nodes, inputs, [("r", [1, 4]), ("a", [1], TensorProto.INT64), "z"])
+    path = make_model(nodes, inputs, [("r", [1, 4]), ("a", [1, 4], TensorProto.INT64), "z"])
     survey = survey_onnx(path)
     assert [(refusal.operator, refusal.node) for refusal in survey.refusals] == [
         ("org.example.Foo", "a_foo"),
@@ -241,8 +241,9 @@ def test_the_models_own_functions_are_inlined(tmp_path: Path) -> None:
 
 
 def test_a_form_that_would_be_wrong_is_refused_with_the_reason(make_model: Any) -> None:
-    node = helper.make_node("Pow", ["x", "x"], ["y"], name="the_power")
-    path = make_model([node], [("x", [4], TensorProto.INT64)], [("y", [4], TensorProto.INT64)])
+    node = helper.make_node("Pow", ["x", "half"], ["y"], name="the_power")
+    weights = {"half": np.array(0.5, "float32")}
+    path = make_model([node], [("x", [4], TensorProto.INT64)], [("y", [4], TensorProto.INT64)], weights)
     with pytest.raises(UnsupportedOperatorError, match=r"Pow.*the_power.*would lose digits"):
         import_onnx(path)
 

@@ -246,6 +246,33 @@ def test_operands_of_two_types_are_refused_by_name(
         import_onnx(path)
 
 
+def test_powers_of_whole_numbers_equal_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [
+        helper.make_node("Pow", ["x", "k"], ["powers"]),
+        helper.make_node("Pow", ["two", "k"], ["bits"]),
+        helper.make_node("Pow", ["x", "five"], ["fifths"]),
+        helper.make_node("Pow", ["small", "k"], ["short"]),
+    ]
+    inputs = [("x", ["n", 1], TensorProto.INT64), ("k", [6], TensorProto.INT64), ("small", ["n", 1], TensorProto.INT32)]
+    outputs = [(name, None, TensorProto.INT64) for name in ("powers", "bits", "fifths")]
+    path = make_model(
+        nodes, inputs, [*outputs, ("short", None, TensorProto.INT32)], {"two": np.array(2), "five": np.array(5)}
+    )
+    k = np.array([0, 1, 2, 5, 9, 4])
+    feed = {"x": np.array([[-3], [-1], [0], [1], [7]]), "k": k, "small": np.array([[-2], [1], [3], [0], [9]], "int32")}
+    assert_same_as_onnxruntime(path, feed)
+
+
+def test_powers_of_whole_numbers_are_exact(make_model: Any, target: Target, run_built: Any) -> None:
+    node = helper.make_node("Pow", ["x", "k"], ["y"])
+    inputs = [(name, ["n"], TensorProto.INT64) for name in "xk"]
+    path = make_model([node], inputs, [("y", ["n"], TensorProto.INT64)])
+    x = np.array([3, -3, 2, -1, -1, 1, 0, 1, -1, -1, 5, 3037000499])
+    k = np.array([39, 39, 62, 100, 101, 2**40, 64, -2, -3, -4, -1, 2])
+    expected = [3**39, -(3**39), 2**62, 1, -1, 1, 0, 1, -1, 1, 0, 3037000499**2]
+    assert run_built(build(import_onnx(path), target), x, k)[0].tolist() == expected
+
+
 def test_operands_of_operators_that_take_several_types_may_differ(
     make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:

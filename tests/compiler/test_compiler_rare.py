@@ -140,6 +140,26 @@ def test_suppression_with_and_without_a_limit_of_boxes_equals_onnx_runtime(
     assert_same_as_onnxruntime(path, *feeds[: 1 if count == 5 else 2])
 
 
+@pytest.mark.parametrize("count", [6, "count"])
+def test_without_a_least_score_boxes_of_negative_scores_are_chosen(
+    count: int | str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("NonMaxSuppression", ["boxes", "scores", "most", "overlap"], ["chosen"]),
+        helper.make_node("NonMaxSuppression", ["boxes", "scores", "most"], ["apart"]),
+        *(
+            helper.make_node("Cast", [name], [result], to=TensorProto.FLOAT)
+            for name, result in (("chosen", "y"), ("apart", "z"))
+        ),
+    ]
+    weights = {"most": np.array([np.iinfo("int64").max]), "overlap": np.array([0.5], "float32")}
+    corners = np.array([[0, 0], [0, 0.1], [3, 3], [5, 0], [5.1, 0], [5.9, 0.9]], "float32")
+    boxes = np.concatenate([corners, corners + 1], axis=1)[None]
+    path = make_model(nodes, [("boxes", [1, count, 4]), ("scores", [1, 1, count])], ["y", "z"], weights)
+    feeds = [{"boxes": boxes, "scores": np.array([[[-3, -1, 2, -2, 0, 1.5]]], "float32")}]
+    assert_same_as_onnxruntime(path, *feeds)
+
+
 def test_bools_are_compared(assert_all_same: Check) -> None:
     nodes = [helper.make_node("Equal", ["x", "y"], ["both"]), helper.make_node("Equal", ["no", "x"], ["neither"])]
     inputs = [(name, ["n", 7], TensorProto.BOOL) for name in "xy"]

@@ -9,8 +9,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from support.arrays import normal
-from tvmflow.compiler import CompiledModel, import_onnx
+from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
+from tvmflow.target import Target
 
 MakeModel = Callable[..., Path]
 _node = helper.make_node
@@ -47,6 +48,46 @@ def test_fourier_transforms_along_a_free_dimension_equal_onnx_runtime(
     assert_same_as_onnxruntime(path, *feeds)
 
 
+def test_lengths_that_the_model_takes_from_a_shape_equal_onnx_runtime(
+    make_model: MakeModel, assert_same_as_onnxruntime: Callable[..., CompiledModel]
+) -> None:
+    nodes = [
+        _node("Shape", ["real"], ["vector"], start=1, end=2),
+        _node("Squeeze", ["vector"], ["size"]),
+        _node("Div", ["size", "two"], ["shorter"]),
+        _node("Add", ["size", "two"], ["longer"]),
+        _node("DFT", ["real", "size", "one"], ["half"], onesided=1),
+        _node("DFT", ["half", "size", "one"], ["again"], inverse=1, onesided=1),
+        _node("DFT", ["real", "shorter", "one"], ["cut"]),
+        _node("DFT", ["real", "longer", "one"], ["filled"]),
+        _node("DFT", ["real", "eight", "one"], ["fixed"], onesided=1),
+    ]
+    weights = {name: np.array(value, "int64") for name, value in (("one", 1), ("two", 2), ("eight", 8))}
+    outputs = ["half", "again", "cut", "filled", "fixed"]
+    path = make_model(nodes, [("real", [2, "size", 3, 1])], outputs, weights, opset=20)
+    assert_same_as_onnxruntime(path, *({"real": normal(2, size, 3, 1)} for size in (2, 8, 13)))
+
+
+@pytest.mark.parametrize("more", [-3, 2])
+def test_a_signal_of_another_length_than_its_spectrum_is_that_of_numpy(
+    more: int, make_model: MakeModel, target: Target, run_built: Any
+) -> None:
+    nodes = [
+        _node("Shape", ["real"], ["vector"], start=1, end=2),
+        _node("Squeeze", ["vector"], ["size"]),
+        _node("Add", ["size", "more"], ["length"]),
+        _node("DFT", ["real", "size", "one"], ["half"], onesided=1),
+        _node("DFT", ["half", "length", "one"], ["y"], inverse=1, onesided=1),
+    ]
+    weights = {"one": np.array(1, "int64"), "more": np.array(more, "int64")}
+    path = make_model(nodes, [("real", [2, "size", 3, 1])], ["y"], weights, opset=20)
+    model = build(import_onnx(path), target)
+    for size in (8, 13):
+        x = normal(2, size, 3, 1)
+        expected = np.fft.irfft(np.fft.rfft(x, axis=1), size + more, axis=1)
+        np.testing.assert_allclose(run_built(model, x)[0], expected, rtol=1e-3, atol=1e-5)
+
+
 def test_frames_of_a_signal_of_free_length_are_transformed(
     make_model: MakeModel, assert_same_as_onnxruntime: Callable[..., CompiledModel]
 ) -> None:
@@ -76,7 +117,7 @@ def test_columns_and_sequences_equal_onnx_runtime(
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        (_node("DFT", ["x", "n"], ["y"], axis=1), "another length"),
+        (_node("DFT", ["x", "n"], ["y"], axis=1), "a length that is computed from data"),
         (_node("STFT", ["x", "n", "", "n"], ["y"]), "a step that is computed"),
     ],
     ids=["DFT", "STFT"],

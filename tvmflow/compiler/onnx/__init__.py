@@ -230,6 +230,7 @@ _NOT_STANDARD = {
 TAKES_SIZES: dict[str, tuple[int, ...]] = {
     "com.microsoft.GroupQueryAttention": (6,),
     "ConstantOfShape": (0,),
+    "DFT": (1,),
     "Expand": (1,),
     "OneHot": (1,),
     "Pad": (1,),

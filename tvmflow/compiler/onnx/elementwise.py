@@ -10,6 +10,9 @@ from tvm import relax, te, tirx
 from tvmflow.compiler.onnx.node import IN_EVALUATION, Converter, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
+# The bits of the largest exponent of a 64-bit integer other than 0, 1 and -1.
+_POWER_BITS = 6
+
 
 def convert_clip(node: Node) -> relax.Expr | None:
     """Return the Relax expression of ONNX's Clip: relu or maximum, then minimum, which TVM can lay out and fuse.
@@ -162,15 +165,17 @@ def convert_mod(node: Node) -> relax.Expr | None:
 def convert_pow(node: Node) -> relax.Expr | None:
     """Return the Relax expression of ONNX's Pow of an integer base, or of a float base and an exponent of another type.
 
-    An integer base to the constant exponent 1, 2 or 3 becomes a product; its other powers are computed in float64.
-    Returns None, which leaves the node to TVM's converter, for floats of one type, for a constant base, and for
-    operands that are not tensors. Raises UnsupportedFormError for a 64-bit integer base with an exponent other than 1,
-    2 and 3, because float64 would lose digits.
+    An integer base to the constant exponent 1, 2 or 3 becomes a product. Other powers of 64-bit integers are exact, and
+    those of smaller ones are computed in float64. Returns None, which leaves the node to TVM's converter, for floats of
+    one type, for a constant float base, for two constants, and for operands that are not tensors. Raises
+    UnsupportedFormError for a 64-bit integer base with an exponent that is a float, because float64 would lose digits.
     """
     x, y = node.inputs
-    if not all(isinstance(item.ty, relax.TensorType) for item in (x, y)) or node.constant(0) is not None:
+    if not all(isinstance(item.ty, relax.TensorType) for item in (x, y)):
         return None
     dtype, power = dtype_of(x), node.constant(1)
+    if node.constant(0) is not None and ("float" in dtype or power is not None):
+        return None
     if "float" in dtype:
         return None if dtype_of(y) == dtype else relax.op.power(x, node.emit(relax.op.astype(y, dtype)))
     if power is not None and power.size == 1 and float(power.reshape(-1)[0]) in (1.0, 2.0, 3.0):
@@ -179,9 +184,36 @@ def convert_pow(node: Node) -> relax.Expr | None:
             result = node.emit(relax.op.multiply(result, x))
         return result
     if dtype in ("int64", "uint64"):
-        raise UnsupportedFormError("powers of 64-bit whole numbers would lose digits")
+        if "float" in dtype_of(y):
+            raise UnsupportedFormError("powers of 64-bit whole numbers would lose digits")
+        return _whole_power(node, x, node.emit(relax.op.astype(y, dtype)), dtype)
     power = relax.op.power(*(node.emit(relax.op.astype(item, "float64")) for item in (x, y)))
     return relax.op.astype(node.emit(relax.op.round(power)) if "float" not in dtype_of(y) else power, dtype)
+
+
+def _whole_power(node: Node, x: relax.Expr, y: relax.Expr, dtype: str) -> relax.Expr:
+    """The power of 64-bit integers by squares; one with a negative exponent is rounded towards zero."""
+    zero, one = (const(number, dtype) for number in (0, 1))
+
+    def has_bit(number: relax.Expr, bit: int) -> relax.Expr:
+        moved = node.emit(relax.op.right_shift(number, const(bit, dtype)))
+        return node.emit(relax.op.equal(node.emit(relax.op.bitwise_and(moved, one)), one))
+
+    def where(condition: relax.Expr, yes: relax.Expr, no: relax.Expr) -> relax.Expr:
+        return node.emit(relax.op.where(condition, yes, no))
+
+    is_odd = has_bit(y, 0)
+    # Beyond that only 0, 1 and -1 have powers of 64 bits, which depend on whether the exponent is odd.
+    most = where(is_odd, const(2**_POWER_BITS - 1, dtype), const(2**_POWER_BITS - 2, dtype))
+    exponent, square, result = node.emit(relax.op.minimum(y, most)), x, one
+    for bit in range(_POWER_BITS):
+        result = where(has_bit(exponent, bit), node.emit(relax.op.multiply(result, square)), result)
+        square = node.emit(relax.op.multiply(square, square))
+    if dtype == "uint64":
+        return result
+    sign = where(is_odd, x, one)
+    is_unit = node.emit(relax.op.equal(node.emit(relax.op.abs(x)), one))
+    return where(node.emit(relax.op.less(y, zero)), where(is_unit, sign, zero), result)
 
 
 def convert_by_pairs(combine: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> "Converter":

@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from tvm import relax, te
+from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import Sizes, materialise
@@ -16,23 +16,26 @@ _AXIS_OPERAND = 20
 def convert_dft(node: Node) -> relax.Expr:
     """Return the Relax expression of ONNX's DFT: products with the matrix of the transform.
 
-    The matrix is constant, but for a symbolic dimension the model computes it when it runs. Raises UnsupportedFormError
-    for an axis or a length that is not constant. Raises FreeSizeError for data of unknown shape, and along a symbolic
-    dimension for a length of its own and for an inverse of a one-sided spectrum.
+    The matrix is constant, but for a symbolic length the model computes it when it runs. Raises UnsupportedFormError
+    for an axis that is not constant and for a length that is computed from data, and FreeSizeError for data of unknown
+    shape.
     """
     x, has_operand = node.inputs[0], node.opset >= _AXIS_OPERAND
     axis = _number(node, 2, -2) if has_operand else int(node.attrs.get("axis", 1))
     axis %= x.ty.ndim
     is_inverse, is_half = bool(node.attrs.get("inverse", 0)), bool(node.attrs.get("onesided", 0))
+    from_half, evaluator = is_inverse and is_half, node.evaluator
     size = (dims_of(x) or [None] * x.ty.ndim)[axis]
-    from_half = is_inverse and is_half
-    if isinstance(size, int):
-        length: Any = _number(node, 1, 2 * (size - 1) if from_half else size)
-        x = _resize(node, x, axis, length // 2 + 1 if from_half else length)
-    elif size is None or from_half or node.input(1) is not None:
-        raise FreeSizeError("a transform of another length than the symbolic dimension along which it goes")
+    if size is None:
+        raise FreeSizeError("a transform along a dimension of unknown size")
+    if node.input(1) is None:
+        length = evaluator.simplify(2 * (size - 1)) if from_half else size
     else:
-        length = size
+        lengths = node.sizes(1)
+        if lengths is None:
+            raise UnsupportedFormError("a length that is computed from data")
+        (length,) = lengths
+    x = _resize(node, x, axis, evaluator.simplify(length // 2 + 1) if from_half else length)
     # The transformed dimension is the last one, but for the real and imaginary parts.
     rank = x.ty.ndim
     order = [place for place in range(rank - 1) if place != axis] + [axis, rank - 1]
@@ -40,7 +43,7 @@ def convert_dft(node: Node) -> relax.Expr:
     if from_half:
         result = node.emit(relax.op.expand_dims(_from_half(node, parts, length), -1))
     else:
-        bins = node.evaluator.add(node.evaluator.divide(length, 2), 1) if is_half else length
+        bins = node.evaluator.simplify(length // 2 + 1) if is_half else length
         result = _transform(node, parts, length, bins, is_inverse)
     return relax.op.permute_dims(result, [order.index(place) for place in range(rank)])
 
@@ -87,16 +90,17 @@ def _number(node: Node, position: int, default: int) -> int:
     return default if value is None else int(value.reshape(-1)[0])
 
 
-def _resize(node: Node, x: relax.Expr, axis: int, size: int) -> relax.Expr:
+def _resize(node: Node, x: relax.Expr, axis: int, size: Any) -> relax.Expr:
     """Cut a dimension to a size, or fill it up with zeros."""
-    length = dims_of(x)[axis]  # type: ignore[index]
-    if length > size:
-        return node.emit(relax.op.strided_slice(x, [axis], [0], [size]))
-    if length == size:
+    if node.evaluator.are_equal(dims_of(x)[axis], size):  # type: ignore[index]
         return x
-    widths = [0] * (2 * x.ty.ndim)
-    widths[2 * axis + 1] = size - length
-    return node.emit(relax.op.nn.pad(x, widths))
+
+    def resize(data: te.Tensor) -> te.Tensor:
+        shape = [size if place == axis else dim for place, dim in enumerate(data.shape)]
+        length, zero = data.shape[axis], tirx.const(0, data.dtype)
+        return te.compute(shape, lambda *at: tirx.if_then_else(at[axis] < length, data[at], zero), name="resize")
+
+    return node.emit(node.builder.call_te(resize, x, primfunc_name_hint="resize"))
 
 
 def _parts(node: Node, x: relax.Expr) -> list[relax.Expr]:
@@ -113,7 +117,7 @@ def _transform(node: Node, parts: list[relax.Expr], length: Any, bins: Any, is_i
     if isinstance(length, int):
         cosine, sine = (const(wave.astype(dtype)) for wave in _waves(length, bins))
     else:
-        cosine, sine = _symbolic_waves(node, length, bins, dtype)
+        cosine, sine = _symbolic_waves(node, length, length, bins, dtype)
     opposite = node.emit(relax.op.negative(sine))
     sine, opposite = (opposite, sine) if is_inverse else (sine, opposite)
     real, imaginary = _product(node, parts[0], cosine), _product(node, parts[0], opposite)
@@ -124,17 +128,31 @@ def _transform(node: Node, parts: list[relax.Expr], length: Any, bins: Any, is_i
     return node.emit(relax.op.divide(result, _whole(node, length, dtype))) if is_inverse else result
 
 
-def _from_half(node: Node, parts: list[relax.Expr], length: int) -> relax.Expr:
-    """The real signal of a spectrum whose negative frequencies are left out."""
-    cosine, sine = (wave.T / length for wave in _waves(length, length // 2 + 1))
-    # All frequencies but zero and the highest of an even number stand for two.
-    twice = np.full((len(cosine), 1), 2.0)
-    twice[0] = 1.0
-    if length % 2 == 0:
-        twice[-1] = 1.0
-    cosine, sine = (const(np.ascontiguousarray(twice * wave), dtype_of(parts[0])) for wave in (cosine, sine))
-    real = _product(node, parts[0], cosine)
-    return node.emit(relax.op.subtract(real, _product(node, parts[1], sine))) if len(parts) > 1 else real
+def _from_half(node: Node, parts: list[relax.Expr], length: Any) -> relax.Expr:
+    """The real signal of a spectrum whose negative frequencies are left out.
+
+    All frequencies but zero and the highest of an even number stand for two.
+    """
+    dtype = dtype_of(parts[0])
+    if isinstance(length, int):
+        cosine, sine = (wave.T for wave in _waves(length, length // 2 + 1))
+        frequencies = np.arange(len(cosine))[:, None]
+        share = np.where((frequencies == 0) | (2 * frequencies == length), 1.0, 2.0) / length
+        waves = [const(np.ascontiguousarray(share * wave), dtype) for wave in (cosine, sine)]
+    else:
+        bins = node.evaluator.simplify(length // 2 + 1)
+        # The angles stay the same where positions and frequencies change places.
+        waves = list(_symbolic_waves(node, length, bins, length, dtype))
+        places = node.emit(relax.op.arange(0, bins, 1, "int64"))
+        is_first = node.emit(relax.op.equal(places, const(0, "int64")))
+        twice = node.emit(relax.op.multiply(places, const(2, "int64")))
+        is_last = node.emit(relax.op.equal(twice, _whole(node, length, "int64")))
+        is_single = node.emit(relax.op.logical_or(is_first, is_last))
+        share = node.emit(relax.op.where(is_single, const(1.0, dtype), const(2.0, dtype)))
+        share = node.emit(relax.op.divide(share, _whole(node, length, dtype)))
+        parts = [node.emit(relax.op.multiply(part, share)) for part in parts]
+    real = _product(node, parts[0], waves[0])
+    return node.emit(relax.op.subtract(real, _product(node, parts[1], waves[1]))) if len(parts) > 1 else real
 
 
 def _waves(length: int, bins: int) -> tuple[Array, Array]:
@@ -144,11 +162,11 @@ def _waves(length: int, bins: int) -> tuple[Array, Array]:
     return np.cos(angles), np.sin(angles)
 
 
-def _symbolic_waves(node: Node, length: Any, bins: Any, dtype: str) -> tuple[relax.Expr, relax.Expr]:
-    """Cosine and sine as `_waves` returns them, computed when the model runs."""
+def _symbolic_waves(node: Node, length: Any, rows: Any, columns: Any, dtype: str) -> tuple[relax.Expr, relax.Expr]:
+    """Cosine and sine as `_waves` returns them, of a matrix `[rows, columns]`, computed when the model runs."""
     positions, frequencies = (
         node.emit(relax.op.expand_dims(node.emit(relax.op.arange(0, size, 1, "int64")), axis))
-        for axis, size in ((1, length), (0, bins))
+        for axis, size in ((1, rows), (0, columns))
     )
     turns = node.emit(relax.op.multiply(positions, frequencies))
     turns = node.emit(relax.op.astype(node.emit(relax.op.mod(turns, _whole(node, length, "int64"))), dtype))

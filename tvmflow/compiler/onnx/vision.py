@@ -225,40 +225,41 @@ def convert_conv_transpose(node: Node) -> relax.Expr | None:
 
 
 def convert_non_max_suppression(node: Node) -> relax.Expr | None:
-    """Replace the overlap threshold of NonMaxSuppression by the next larger float32, and limit the boxes to all.
+    """Return the Relax expression of ONNX's NonMaxSuppression: the image, the class and the place of each box it keeps.
 
-    TVM suppresses a box at the threshold itself, ONNX only above it, and TVM reserves memory for as many boxes as
-    `max_output_boxes_per_class` says. Returns None, which leaves the node to TVM's converter, where the number of boxes
-    is known, and the Relax expression where it is free or computed. Raises FreeSizeError where a limit or threshold is
-    not constant, and for boxes by centre and extent whose number is not known.
+    Returns None, which leaves the node to TVM's converter, where it has no limit, so that it keeps none. Raises
+    FreeSizeError where a limit or threshold is not constant, and for boxes or scores of unknown shape.
     """
     if any(node.input(position) is not None and node.constant(position) is None for position in (2, 3, 4)):
         raise FreeSizeError("a limit or threshold that is computed")
-    threshold, limit, dims = node.constant(3), node.constant(2), dims_of(node.inputs[0])
-    if threshold is not None:
-        # ONNX suppresses what overlaps by more, TVM what overlaps by as much.
-        threshold = np.nextafter(threshold, np.float32(np.inf))
-        node.inputs[3] = const(threshold)
-    if limit is None:
-        return None
-    if dims is not None and isinstance(dims[1], int):
-        node.inputs[2] = const(np.minimum(limit, dims[1]))
-        return None
-    if node.attrs.get("center_point_box", 0):
-        raise FreeSizeError("a free number of boxes that are given by centre and extent")
-    least = node.constant(4)
-    numbers = [0.0 if value is None else float(value.reshape(-1)[0]) for value in (threshold, least)]
-    return _suppress(node, int(min(limit.reshape(-1)[0], np.iinfo("int32").max)), *numbers)
-
-
-def _suppress(node: Node, limit: int, overlap: float, least: float) -> relax.Expr:
-    """Write NonMaxSuppression of a number of boxes that only a run knows, with at most `limit` boxes of a class.
-
-    A box goes that overlaps a better one by `overlap` at least, or whose score is not above `least`.
-    """
     boxes, scores = node.inputs[:2]
     if dims_of(boxes) is None or dims_of(scores) is None:
         raise FreeSizeError("boxes or scores of unknown shape")
+    limit, overlap, least = (node.constant(position) for position in (2, 3, 4))
+    if limit is None:
+        return None
+    if node.attrs.get("center_point_box", 0):
+        centre, extent = (node.emit(relax.op.strided_slice(boxes, [2], [first], [first + 2])) for first in (0, 2))
+        half = node.emit(relax.op.multiply(extent, const(0.5, dtype_of(boxes))))
+        corners = [node.emit(relax.op.subtract(centre, half)), node.emit(relax.op.add(centre, half))]
+        boxes = node.emit(relax.op.concat(corners, 2))
+    # TVM suppresses a box at the threshold itself, ONNX only above it.
+    single = np.float32(0 if overlap is None else overlap.reshape(-1)[0])
+    threshold = max(np.nextafter(single, np.float32(np.inf)), np.finfo("float32").tiny)
+    # Without a least score all boxes count, also those of negative scores.
+    bound = -math.inf if least is None else float(least.reshape(-1)[0])
+    return _suppress(
+        node, boxes, scores, int(min(limit.reshape(-1)[0], np.iinfo("int32").max)), float(threshold), bound
+    )
+
+
+def _suppress(
+    node: Node, boxes: relax.Expr, scores: relax.Expr, limit: int, overlap: float, least: float
+) -> relax.Expr:
+    """Write NonMaxSuppression with at most `limit` boxes of a class.
+
+    A box goes that overlaps a better one by `overlap` at least, or whose score is not above `least`.
+    """
 
     def select(boxes: te.Tensor, scores: te.Tensor) -> list[te.Tensor]:
         """For each class of each image the boxes that stay, the best first, and their number."""
@@ -268,8 +269,10 @@ def _suppress(node: Node, limit: int, overlap: float, least: float) -> relax.Exp
         best = topi.gather(flat, 1, order)
         bound = te.compute((), lambda: tirx.const(least, "float32"), name="bound")
         valid = nms._get_valid_box_count(best, bound)
+        # TVM takes a box whose score is below zero for one that is suppressed. The boxes are in their order already.
+        marks = te.compute(best.shape, lambda *_: tirx.const(1.0, "float32"), name="marks")
         selected, _, kept = nms.run_all_class_nms(
-            boxes, best, order, valid, limit, overlap, nms._nms_loop, return_scores=False, score_threshold=bound
+            boxes, marks, order, valid, limit, overlap, nms._nms_loop, return_scores=False
         )
         return [selected, kept]
 
