@@ -19,13 +19,16 @@ def squeezed_axes(model: "onnx.ModelProto", node: "onnx.NodeProto", dims: Sequen
 
     `dims` are the sizes of the data, None for a free one. Where the file says for the result as many dimensions as the
     data has of known sizes other than one, the node removes all others, and the model takes the size one alone for
-    free ones. Returns None for data without free dimensions, and where the file says something else, or nothing.
+    free ones. Where it says as many as the data has besides those of size one, the node removes these, and the model
+    takes any size but one for free ones. Returns None for data without free dimensions, and where the file says
+    something else, or nothing.
     """
     least = sum(size is not None and size != 1 for size in dims)
     most = sum(size != 1 for size in dims)
-    if least == most or _decide_rank(model, node.output[0], range(least, most + 1)) != least:
+    rank = None if least == most else _decide_rank(model, node.output[0], range(least, most + 1))
+    if rank not in (least, most):
         return None
-    return [axis for axis, size in enumerate(dims) if size is None or size == 1]
+    return [axis for axis, size in enumerate(dims) if size == 1 or (size is None and rank == least)]
 
 
 def _decide_rank(model: "onnx.ModelProto", name: str, ranks: Sequence[int]) -> int | None:

@@ -41,11 +41,12 @@ _Shapes = Mapping[str, Sequence[int]]
 class SizeLimits:
     """Limits of a model's free dimensions, found by the shapes that ONNX infers for its tensors.
 
-    A bundle does not run in four cases that ONNX Runtime accepts. In the first, the window of a pooling is larger than
+    A bundle does not run in five cases that ONNX Runtime accepts. In the first, the window of a pooling is larger than
     its data. In the second, an axis has size 1 only because an input is small, and is then broadcast to a larger size;
     the compiler assumes that the two sizes are equal. In the third, an operator of ai.onnx.ml has weights for another
     number of features, and ONNX Runtime reads what is not there. In the fourth, the result has more dimensions than the
-    file says, as a Squeeze does not remove a batch of several items.
+    file says, as a Squeeze does not remove a batch of several items. In the fifth it has fewer, as a Squeeze removes a
+    batch of one item.
 
     `weight_sizes` are the sizes that the first weights of the model fix, such as the channels of its image.
     """
@@ -72,11 +73,17 @@ class SizeLimits:
                 graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
         squeezes = [node for node in nodes if is_squeeze_without_axes(node)]
         shapes = self._infer({}) if squeezes else {}
-        self._removed = [
-            (node.input[0], axis)
-            for node in squeezes
-            for axis in squeezed_axes(model, node, [size or None for size in shapes.get(node.input[0], ())]) or ()
-        ]
+        # The axes that a Squeeze removes or keeps, whatever their size.
+        self._removed: list[tuple[str, int]] = []
+        self._kept: list[tuple[str, int]] = []
+        for node in squeezes:
+            dims = [size or None for size in shapes.get(node.input[0], ())]
+            axes = squeezed_axes(model, node, dims)
+            for axis, size in enumerate(dims if axes is not None else ()):
+                if axis in (axes or ()):
+                    self._removed.append((node.input[0], axis))
+                elif size is None:
+                    self._kept.append((node.input[0], axis))
 
     def explain(self, sizes: Mapping[str, int]) -> str | None:
         """Return why a bundle would not run at these sizes of the free dimensions; None if no reason is found."""
@@ -87,6 +94,8 @@ class SizeLimits:
             return "rows have other features than the model has weights for"
         if any(_size(shapes, name, axis) > 1 for name, axis in self._removed):
             return "the file says that a dimension is one and leaves it out, which here is larger"
+        if any(_size(shapes, name, axis) == 1 for name, axis in self._kept):
+            return "the file keeps a dimension that a Squeeze removes here, because it is one"
         repeated = {pair for node in self._broadcasts for pair in _repeated(node, shapes)}
         if repeated:
             # One factor for all: a size that is the sum of two others stays that.

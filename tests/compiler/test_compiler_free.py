@@ -575,6 +575,18 @@ def test_a_squeeze_without_axes_removes_free_dimensions_where_the_file_records_a
     assert_same_as_onnxruntime(path, *_feeds((1, 4)))
 
 
+@pytest.mark.parametrize("shape", [("n", 3, 1, 1), ("n", "k")], ids=str)
+def test_a_squeeze_without_axes_keeps_free_dimensions_where_the_file_does(
+    shape: tuple[Any, ...], make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    nodes = [_node("Relu", ["x"], ["a"]), _node("Squeeze", ["a"], ["b"]), _node("Relu", ["b"], ["y"])]
+    path = make_model(nodes, [("x", shape)], [("y", [None, None])])
+    model = assert_same_as_onnxruntime(path, *_feeds((2, 3, *shape[2:]), (5, 3, *shape[2:])))
+    assert import_onnx(path).outputs[0].shape == shape[:2]
+    with pytest.raises(RuntimeError, match="match_cast error"):
+        model.load().run(*_feeds((1, 3, *shape[2:]))[0].values())
+
+
 # An operator that reads `x` and then `k`, values for `k`, and further operands and attributes.
 _BY_DATA: list[tuple[str, list[str], list[list[int]], dict[str, Any]]] = [
     ("TopK", [], [[3], [1], [5]], {}),

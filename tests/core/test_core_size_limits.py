@@ -70,6 +70,14 @@ def test_a_dimension_that_the_file_leaves_out_is_one(rank: int, batch: int, is_r
     assert (reason == "the file says that a dimension is one and leaves it out, which here is larger") == is_refused
 
 
+@pytest.mark.parametrize(("batch", "is_refused"), [(1, True), (2, False)])
+def test_a_dimension_that_the_file_keeps_is_not_one(batch: int, is_refused: bool) -> None:
+    node = helper.make_node("Squeeze", ["x"], ["z"])
+    model = make_model([node], [("x", ["n", 3, 1])], [("z", [None, None])], {})
+    reason = SizeLimits(model).explain({"n": batch})
+    assert (reason == "the file keeps a dimension that a Squeeze removes here, because it is one") == is_refused
+
+
 def test_the_sizes_that_weights_fix_are_known() -> None:
     weights = {
         "grouped": np.ones((6, 3, 3), "float32"),

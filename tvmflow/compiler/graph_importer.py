@@ -47,7 +47,7 @@ from tvmflow.compiler.refusals import (
     check_types,
     missing_converter,
 )
-from tvmflow.compiler.size_checks import cast_to
+from tvmflow.compiler.size_checks import cast_to, check_sizes
 from tvmflow.onnx_data import array_of
 from tvmflow.onnx_graph import inner_nodes, names_read, node_name, operator_name
 from tvmflow.onnx_ranks import is_squeeze_without_axes, squeezed_axes
@@ -361,13 +361,24 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._nodes.update(zip(node.output, result if isinstance(result, relax.Tuple) else [result], strict=True))
 
     def _with_axes(self, node: onnx.NodeProto) -> onnx.NodeProto:
-        """A Squeeze that, by the file, removes all symbolic dimensions, with its axes; other nodes as they are."""
+        """A Squeeze that, by the file, removes all symbolic dimensions or none, with its axes; other nodes as they are.
+
+        The model checks that dimensions which it keeps are not one.
+        """
         if not is_squeeze_without_axes(node):
             return node
         dims = dims_of(self._nodes[node.input[0]]) or []
         axes = squeezed_axes(self._model, node, [size if isinstance(size, int) else None for size in dims])
         if axes is None:
             return node
+        kept = [size for axis, size in enumerate(dims) if axis not in axes and not isinstance(size, int)]
+        larger = [self.evaluator.greatest(size, 2) for size in kept]
+        unproven = [pair for pair in zip(larger, kept, strict=True) if not self.evaluator.are_equal(*pair)]
+        if unproven:
+            check_sizes(self.bb, *zip(*unproven, strict=True))
+        # Without an axis the attribute would mean all of them.
+        if not axes:
+            return onnx.helper.make_node("Identity", node.input[:1], node.output, node.name)
         return onnx.helper.make_node("Squeeze", node.input[:1], node.output, node.name, axes=axes)
 
     def _in_symbols_of_inputs(self, value: relax.Expr) -> relax.Expr:
