@@ -423,6 +423,16 @@ def test_positions_of_nearest_neighbours_are_rounded_as_onnx_runtime_does(
     assert_same_as_onnxruntime(path, {"x": normal(1, 1, 2, size)})
 
 
+@pytest.mark.parametrize("width", [5, "w"])
+def test_an_axis_whose_size_stays_is_not_antialiased(
+    width: Any, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    resize = helper.make_node("Resize", ["x", "", "s"], ["y"], mode="cubic", antialias=1, exclude_outside=1)
+    weights = {"s": np.array([1, 1, 0.6, 1.1], "float32")}
+    path = make_model([resize], [("x", [1, 2, 7, width])], ["y"], weights)
+    assert_same_as_onnxruntime(path, *({"x": normal(1, 2, 7, size)} for size in ([5] if width == 5 else [5, 14])))
+
+
 @pytest.mark.parametrize("opset", [18, 19])
 def test_padding_by_the_other_end_is_taken_in_the_opset_that_torch_writes_it_in(
     opset: int, make_model: Any, assert_same_as_onnxruntime: Check
@@ -453,13 +463,17 @@ _FREE_RESIZES: list[tuple[dict[str, Any], list[float] | str, int]] = [
     ({"mode": "cubic", "coordinate_transformation_mode": "align_corners"}, "sizes", 4),
     ({"mode": "linear"}, "scales", 4),
     ({"mode": "nearest", "nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}, "scales", 4),
+    ({"mode": "linear", "antialias": 1, "exclude_outside": 1}, "sizes", 4),
+    ({"mode": "cubic", "antialias": 1, "exclude_outside": 1}, "sizes", 4),
+    ({"mode": "cubic", "antialias": 1, "exclude_outside": 1}, [1, 1, 0.4, 0.75], 4),
+    ({"mode": "linear", "antialias": 1, "exclude_outside": 1}, "scales", 4),
 ]
 
 
 def test_resizes_of_free_and_computed_sizes_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
     # In a normal run each mode, rank and way to give the size once.
-    some = [_FREE_RESIZES[place] for place in (1, 5, 6, 12, 14, 16)]
+    some = [_FREE_RESIZES[place] for place in (1, 5, 6, 12, 14, 16, 19)]
     for attributes, scales, rank in choose(normal=some, long=_FREE_RESIZES):
         free = ["n", 2, "h", "w", "d"][:rank]
         inputs: list[tuple[Any, ...]] = [("x", free)]

@@ -38,11 +38,12 @@ def convert_resize(node: Node) -> relax.Expr | None:
 
     It resizes one axis after another: by a product with a matrix of interpolation weights, or by a gather of the
     nearest neighbours. An axis of symbolic size, before or after, is resized by gathers whose places the model computes
-    when it runs; an image [n, c, h, w] by TVM's operator in the forms that TVM computes correctly. Returns None, which
-    leaves the node to TVM's converter, before opset 10, and for constant sizes in such forms. Raises FreeSizeError for
-    an input of unknown shape, for a region that is not constant, and for a symbolic axis with a region, with
-    `antialias`, with a policy for the aspect ratio or with `half_pixel_symmetric`. Raises UnsupportedFormError for
-    interpolation of integers, for an unknown `coordinate_transformation_mode`, and for a region beyond the data.
+    when it runs, with `antialias` by a product whose weights it computes; an image [n, c, h, w] by TVM's operator in
+    the forms that TVM computes correctly. Returns None, which leaves the node to TVM's converter, before opset 10, and
+    for constant sizes in such forms. Raises FreeSizeError for an input of unknown shape, for a region that is not
+    constant, and for a symbolic axis with a region, with a policy for the aspect ratio, with `half_pixel_symmetric`, or
+    with `antialias` and clamped neighbours. Raises UnsupportedFormError for interpolation of integers, for an unknown
+    `coordinate_transformation_mode`, and for a region beyond the data.
     """
     if node.opset < 10:
         return None
@@ -254,8 +255,8 @@ def _as_float(node: Node, size: Any) -> relax.Expr:
 def _resize_free_axis(node: Node, data: relax.Expr, step: _Step, coordinates: str) -> relax.Expr:
     """`data` with one axis resized, whose size before or after only a run knows."""
     mode, emit, axis = node.text("mode", "nearest"), node.emit, step.axis
-    if node.attrs.get("antialias", 0):
-        raise FreeSizeError("antialias of symbolic dimensions")
+    if node.attrs.get("antialias", 0) and mode != "nearest":
+        return _multiply_axis(node, data, axis, _antialiased_weights(node, step, coordinates))
     last = emit(relax.op.subtract(_as_float(node, step.size), const(1, "float32")))
     places = _free_places(node, step, last, coordinates)
 
@@ -299,13 +300,11 @@ def _resize_free_axis(node: Node, data: relax.Expr, step: _Step, coordinates: st
 def _free_places(node: Node, step: _Step, last: relax.Expr, coordinates: str) -> relax.Expr:
     """The place in the axis of each element of the result, as `interpolation.source_places` has it, in float32."""
     emit, half, one = node.emit, const(0.5, "float32"), const(1, "float32")
-    x = emit(relax.op.astype(emit(relax.op.arange(0, step.result, 1, "int64")), "float32"))
-    length = _as_float(node, step.result)
-    given = const(step.scale, "float32") if isinstance(step.scale, float) else step.scale
+    x, length = _numbers(node, step.result), _as_float(node, step.result)
     if coordinates == "align_corners":
         corners = emit(relax.op.maximum(emit(relax.op.subtract(length, one)), one))
         return emit(relax.op.divide(emit(relax.op.multiply(x, last)), corners))
-    scale = emit(relax.op.divide(length, _as_float(node, step.size))) if given is None else given
+    scale = _free_scale(node, step)
     if coordinates == "asymmetric":
         return emit(relax.op.divide(x, scale))
     if coordinates not in ("half_pixel", "pytorch_half_pixel", "tf_half_pixel_for_nn"):
@@ -319,23 +318,71 @@ def _free_places(node: Node, step: _Step, last: relax.Expr, coordinates: str) ->
     return places
 
 
+def _numbers(node: Node, count: Any) -> relax.Expr:
+    """The numbers from 0 on, in float32."""
+    return node.emit(relax.op.astype(node.emit(relax.op.arange(0, count, 1, "int64")), "float32"))
+
+
+def _free_scale(node: Node, step: _Step) -> relax.Expr:
+    """The scale of an axis as a float32 tensor without dimensions."""
+    if isinstance(step.scale, float):
+        return const(step.scale, "float32")
+    if step.scale is not None:
+        return step.scale
+    return node.emit(relax.op.divide(_as_float(node, step.result), _as_float(node, step.size)))
+
+
+def _antialiased_weights(node: Node, step: _Step, coordinates: str) -> relax.Expr:
+    """The weights `[size, result]` of an axis's elements, as `interpolation_weights` has them with `exclude`."""
+    if not node.attrs.get("exclude_outside", 0):
+        raise FreeSizeError("antialias of symbolic dimensions without exclude_outside")
+    emit, one = node.emit, const(1, "float32")
+    last = emit(relax.op.subtract(_as_float(node, step.size), one))
+    places = _free_places(node, step, last, coordinates)
+    elements = emit(relax.op.expand_dims(_numbers(node, step.size), 1))
+    away = emit(relax.op.abs(emit(relax.op.subtract(elements, emit(relax.op.expand_dims(places, 0))))))
+    distance = emit(relax.op.multiply(away, emit(relax.op.minimum(_free_scale(node, step), one))))
+    if node.text("mode", "nearest") == "linear":
+        weights = emit(relax.op.nn.relu(emit(relax.op.subtract(one, distance))))
+    else:
+        near, far = (
+            _polynomial(node, distance, factors) for factors in _cubic_factors(node.attrs.get("cubic_coeff_a", -0.75))
+        )
+        is_near, is_far = (emit(relax.op.less(distance, const(end, "float32"))) for end in (1, 2))
+        beyond = emit(relax.op.where(is_far, far, const(0, "float32")))
+        weights = emit(relax.op.where(is_near, near, beyond))
+    weights = emit(relax.op.divide(weights, emit(relax.op.sum(weights, 0, keepdims=True))))
+    # As in ONNX Runtime, an axis whose size stays is left as it is, whatever its scale.
+    results = emit(relax.op.expand_dims(_numbers(node, step.result), 0))
+    itself = emit(relax.op.astype(emit(relax.op.equal(elements, results)), "float32"))
+    stays = emit(relax.op.equal(_as_float(node, step.size), _as_float(node, step.result)))
+    return emit(relax.op.where(stays, itself, weights))
+
+
 # The elements that a cubic interpolation weights, counted from the one before the place.
 _CUBIC_TAPS = (-1, 0, 1, 2)
 
 
 def _cubic_weights(node: Node, distance: relax.Expr, alpha: float) -> list[relax.Expr]:
     """The weights of the four elements around a place, which is `distance` behind the second of them."""
+    near, far = _cubic_factors(alpha)
     weights = []
     for tap in _CUBIC_TAPS:
-        away = relax.op.subtract(distance, const(tap, "float32"))
-        away = node.emit(relax.op.abs(node.emit(away)))
-        is_near = tap in (0, 1)
-        factors = (alpha + 2, -(alpha + 3), 0.0, 1.0) if is_near else (alpha, -5 * alpha, 8 * alpha, -4 * alpha)
-        value = const(factors[0], "float32")
-        for factor in factors[1:]:
-            value = node.emit(relax.op.add(node.emit(relax.op.multiply(value, away)), const(factor, "float32")))
-        weights.append(value)
+        away = node.emit(relax.op.abs(node.emit(relax.op.subtract(distance, const(tap, "float32")))))
+        weights.append(_polynomial(node, away, near if tap in (0, 1) else far))
     return weights
+
+
+def _cubic_factors(alpha: float) -> tuple[Sequence[float], Sequence[float]]:
+    """The factors of the cubic filter at a distance of one at most, and at one of one to two."""
+    return (alpha + 2, -(alpha + 3), 0.0, 1.0), (alpha, -5 * alpha, 8 * alpha, -4 * alpha)
+
+
+def _polynomial(node: Node, x: relax.Expr, factors: Sequence[float]) -> relax.Expr:
+    value = const(factors[0], "float32")
+    for factor in factors[1:]:
+        value = node.emit(relax.op.add(node.emit(relax.op.multiply(value, x)), const(factor, "float32")))
+    return value
 
 
 def _sum(node: Node, values: list[relax.Expr]) -> relax.Expr:
@@ -361,20 +408,31 @@ def _resize_axis(
     if mode == "nearest":
         neighbours = np.clip(_ROUNDINGS[node.text("nearest_mode", "round_prefer_floor")](places), 0, size - 1)
         return node.emit(relax.op.take(data, const(neighbours.astype("int64")), axis))
+    antialias = bool(node.attrs.get("antialias", 0))
+    if antialias and step.result == size:
+        # As in ONNX Runtime, whatever the scale.
+        return data
     weights = interpolation_weights(
         places,
         size,
         step.scale,
         mode,
-        bool(node.attrs.get("antialias", 0)),
+        antialias,
         node.attrs.get("cubic_coeff_a", -0.75),
         bool(node.attrs.get("exclude_outside", 0)),
     )
+    return _multiply_axis(node, data, axis, const(weights.T, dtype_of(data)))
+
+
+def _multiply_axis(node: Node, data: relax.Expr, axis: int, weights: relax.Expr) -> relax.Expr:
+    """The products of one axis of `data` with the matrix `weights`, whose rows are the elements of that axis."""
     rank = data.ty.ndim
     last = rank - 1
     order = [i for i in range(rank) if i != axis] + [axis]
     moved = data if axis == last else node.emit(relax.op.permute_dims(data, order))
-    product = node.emit(relax.op.matmul(moved, const(weights.T, dtype_of(data))))
+    if dtype_of(weights) != dtype_of(data):
+        weights = node.emit(relax.op.astype(weights, dtype_of(data)))
+    product = node.emit(relax.op.matmul(moved, weights))
     back = [order.index(i) for i in range(rank)]
     return product if axis == last else node.emit(relax.op.permute_dims(product, back))
 
