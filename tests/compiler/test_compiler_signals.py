@@ -1,6 +1,7 @@
 """Fourier transforms, and operators that fold, reverse and multiply along a dimension, beside ONNX Runtime."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,42 @@ def test_a_signal_of_another_length_than_its_spectrum_is_that_of_numpy(
         x = normal(2, size, 3, 1)
         expected = np.fft.irfft(np.fft.rfft(x, axis=1), size + more, axis=1)
         np.testing.assert_allclose(run_built(model, x)[0], expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1024, 2310])
+def test_long_transforms_are_made_of_short_ones(
+    length: int, make_model: MakeModel, target: Target, run_built: Any
+) -> None:
+    nodes = [
+        _node("DFT", ["real", "", "one"], ["half"], onesided=1),
+        _node("DFT", ["half", "length", "one"], ["again"], inverse=1, onesided=1),
+        _node("DFT", ["complex", "", "one"], ["whole"]),
+        _node("DFT", ["whole", "", "one"], ["back"], inverse=1),
+    ]
+    weights = {"one": np.array(1, "int64"), "length": np.array(length, "int64")}
+    inputs = [("real", ["n", length, 3, 1]), ("complex", [2, length, 2])]
+    path = make_model(nodes, inputs, ["half", "again", "whole", "back"], weights, opset=20)
+    imported = import_onnx(path)
+    real, complex_ = normal(2, length, 3, 1), normal(2, length, 2)
+    half, again, whole, back = run_built(build(imported, target), real, complex_)
+    spectrum = np.fft.fft(complex_[..., 0] + 1j * complex_[..., 1], axis=1)
+    close = partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3)
+    close(half[..., 0] + 1j * half[..., 1], np.fft.rfft(real[..., 0], axis=1))
+    close(whole[..., 0] + 1j * whole[..., 1], spectrum)
+    close(again, real)
+    close(back, complex_)
+
+
+def test_a_transform_of_a_large_prime_number_of_samples_is_refused(make_model: MakeModel) -> None:
+    path = make_model([_node("DFT", ["x"], ["y"], axis=1)], [("x", [1, 100_003, 1])], ["y"])
+    with pytest.raises(UnsupportedOperatorError, match="a transform of 100003 numbers, which has a factor that is too"):
+        import_onnx(path)
+
+
+def test_a_free_length_has_a_largest_size(make_model: MakeModel, target: Target) -> None:
+    path = make_model([_node("DFT", ["x"], ["y"], axis=1)], [("x", [1, "samples", 1])], ["y"])
+    with pytest.raises(RuntimeError, match="match_cast error"):
+        build(import_onnx(path), target).load().run(np.zeros((1, 8193, 1), "float32"))
 
 
 def test_frames_of_a_signal_of_free_length_are_transformed(
