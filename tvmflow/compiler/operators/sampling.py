@@ -203,7 +203,6 @@ class _Kernel:
         """A coordinate reflected into the image at its borders, as often as it is beyond them."""
         low = tirx.const(0.0 if self._aligns else -0.5, "float32")
         span = extent - 1.0 if self._aligns else extent
-
         distance = T.bind(tirx.abs(place - low))
         times = T.bind(tirx.floor(distance / span))
         rest, parity = distance - times * span, times - 2.0 * tirx.floor(times * 0.5)
