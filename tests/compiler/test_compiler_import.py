@@ -154,8 +154,8 @@ def test_messages_call_the_model_by_its_label(make_model: Any) -> None:
 
 
 def test_a_refusal_of_a_model_with_free_dimensions_names_them(make_model: Any) -> None:
-    squeeze = helper.make_node("Squeeze", ["x"], ["y"])
-    path = make_model([squeeze], [("x", [-1, 4])], ["y"])
+    resize = helper.make_node("Resize", ["x", "", "", "sizes"], ["y"], keep_aspect_ratio_policy="not_larger")
+    path = make_model([resize], [("x", [-1, 4])], ["y"], {"sizes": np.array([3, 3])})
     with pytest.raises(ModelImportError, match="x_0"):
         import_onnx(path)
 
