@@ -895,6 +895,22 @@ def test_a_range_that_descends_has_the_length_of_its_sizes(make_model: Any, asse
     assert_same_as_onnxruntime(path, *_feeds((3, 5), (2, 1), (4, 12)))
 
 
+def test_a_range_whose_stop_is_behind_its_start_is_empty(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
+    # As the starts of windows that torch.unfold moves over a signal.
+    nodes = [
+        _node("Shape", ["x"], ["shape"]),
+        _node("Gather", ["shape", "place"], ["size"], axis=0),
+        _node("Sub", ["size", "seven"], ["end"]),
+        _node("Range", ["zero", "end", "four"], ["starts"]),
+        _node("Gather", ["x", "starts"], ["y"], axis=1),
+    ]
+    weights = {name: np.array(number) for name, number in (("place", 1), ("seven", 7), ("zero", 0), ("four", 4))}
+    path = make_model(nodes, [("x", ["high", "wide"])], ["y"], weights)
+    assert "tensor_to_shape" not in import_onnx(path).mod.script()
+    # ONNX Runtime's optimizer takes a stop below zero for one that counts from the end, here for 4 to 6 samples.
+    assert_same_as_onnxruntime(path, *_feeds((3, 3), (2, 1), (2, 7), (2, 8), (4, 21)))
+
+
 def test_convolutions_of_free_volumes_are_not_transposed_between_each_other(
     make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:

@@ -250,3 +250,18 @@ def test_a_closed_model_says_so(bundle: Path, inputs: MakeInputs) -> None:
     model.close()
     with pytest.raises(ValueError, match="model 'small' is closed"):
         model(**inputs(1))
+
+
+def test_an_output_may_be_empty(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Slice", ["x", "start", "end", "axis"], ["y"])]
+    weights = {name: np.array([number]) for name, number in (("start", 3), ("end", 1 << 40), ("axis", 1))}
+    file = save_model(tmp_path / "rest.onnx", nodes, [("x", ["rows", "columns"])], ["y"], weights)
+    document = {
+        "name": "rest",
+        "model": {"onnx": str(file)},
+        "dimensions": {"rows": {"min": 1}, "columns": {"min": 1, "measure": [8]}},
+    }
+    with runtime.load(compile_by_steps(document, tmp_path, tmp_path / "state")) as model:
+        for columns in (8, 3, 1, 5):
+            x = np.ones((2, columns), np.float32)
+            np.testing.assert_array_equal(model(x)["y"], x[:, 3:])

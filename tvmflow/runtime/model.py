@@ -423,7 +423,8 @@ class CompiledModel:
             spec.name: _aligned_empty(shape, np.dtype(spec.dtype))
             for spec, shape in zip(self.outputs, shapes, strict=True)
         }
-        if any(array.nbytes > _LARGEST_COPY for array in outputs.values()):
+        # NumPy gives an empty array strides that a function of the library refuses.
+        if any(array.nbytes > _LARGEST_COPY or not array.size for array in outputs.values()):
             return None
         large = tuple(place for place, array in enumerate(arrays) if array.nbytes > _LARGEST_COPY)
         inputs = {place: _aligned_copy(array) for place, array in enumerate(arrays) if place not in large}

@@ -43,8 +43,8 @@ def convert_range(node: Node) -> relax.Expr | None:
     if all(isinstance(bound, int | float) for bound in (start, stop)):
         return _count_when_run(node, dtype)
     if not any(isinstance(bound, float) for bound in bounds):
-        if isinstance(step, int) and step < 0:
-            return _descend(node, start, stop, -step, dtype)
+        if isinstance(step, int) and (step < 0 or not node.evaluator.holds(stop >= start)):
+            return _count_at_import(node, start, stop, step, dtype)
         start, stop, step = (tvm.tirx.IntImm("int64", item) if isinstance(item, int) else item for item in bounds)
         return relax.op.arange(start, stop, step, dtype)
     if not isinstance(start, float) or isinstance(stop, float) or step != 1 or not start < 2:
@@ -83,10 +83,14 @@ def _count_when_run(node: Node, dtype: str) -> relax.Expr:
     return relax.op.add(node.emit(relax.op.multiply(places, step)), start)
 
 
-def _descend(node: Node, start: Any, stop: Any, step: int, dtype: str) -> relax.Expr:
-    """The integers from `start` down to `stop`, without it; TVM infers a wrong number of them for a negative step."""
-    count = node.evaluator.simplify((start - stop + step - 1) // step)
-    places = node.emit(relax.op.multiply(node.emit(relax.op.arange(0, count, 1, "int64")), const(-step, "int64")))
+def _count_at_import(node: Node, start: Any, stop: Any, step: int, dtype: str) -> relax.Expr:
+    """The integers from `start` to `stop`, without it; none where that is behind the start.
+
+    TVM infers a wrong number of them for a negative step, and a negative one where there are none.
+    """
+    distance = stop - start if step > 0 else start - stop
+    count = node.evaluator.greatest(node.evaluator.simplify((distance + abs(step) - 1) // abs(step)), 0)
+    places = node.emit(relax.op.multiply(node.emit(relax.op.arange(0, count, 1, "int64")), const(step, "int64")))
     numbers = node.emit(relax.op.add(places, node.emit(relax.op.squeeze(node.vector([start])))))
     return numbers if dtype == "int64" else relax.op.astype(numbers, dtype)
 
