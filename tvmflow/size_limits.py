@@ -79,8 +79,10 @@ class SizeLimits:
         for node in squeezes:
             dims = [size or None for size in shapes.get(node.input[0], ())]
             axes = squeezed_axes(model, node, dims)
-            for axis, size in enumerate(dims if axes is not None else ()):
-                if axis in (axes or ()):
+            if axes is None:
+                continue
+            for axis, size in enumerate(dims):
+                if axis in axes:
                     self._removed.append((node.input[0], axis))
                 elif size is None:
                     self._kept.append((node.input[0], axis))

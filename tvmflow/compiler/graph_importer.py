@@ -371,11 +371,10 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         axes = squeezed_axes(self._model, node, [size if isinstance(size, int) else None for size in dims])
         if axes is None:
             return node
-        kept = [size for axis, size in enumerate(dims) if axis not in axes and not isinstance(size, int)]
-        larger = [self.evaluator.greatest(size, 2) for size in kept]
-        unproven = [pair for pair in zip(larger, kept, strict=True) if not self.evaluator.are_equal(*pair)]
-        if unproven:
-            check_sizes(self.bb, *zip(*unproven, strict=True))
+        for size in (size for axis, size in enumerate(dims) if axis not in axes and not isinstance(size, int)):
+            larger = self.evaluator.greatest(size, 2)
+            if not self.evaluator.are_equal(larger, size):
+                check_sizes(self.bb, [larger], [size])
         # Without an axis the attribute would mean all of them.
         if not axes:
             return onnx.helper.make_node("Identity", node.input[:1], node.output, node.name)

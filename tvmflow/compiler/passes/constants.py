@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import tvm
-import tvm_ffi
 from tvm import relax
 
 from tvmflow.compiler.operators.common import static
+from tvmflow.compiler.statements import replace_variables
 
 
 @relax.transform.function_pass(opt_level=0, name="FoldConstantCalls")
@@ -59,7 +59,8 @@ def _evaluated(calls: Mapping[relax.Var, relax.Expr]) -> dict[relax.Var, tvm.ir.
     with builder.function("main", []):
         with builder.dataflow():
             for variable, value in calls.items():
-                results[variable] = results[value] if value in results else builder.emit_output(_with(value, results))
+                changed = replace_variables(value, results)
+                results[variable] = changed if value in results else builder.emit_output(changed)
         builder.emit_func_output(relax.Tuple(list(results.values())))
     body = relax.transform.FoldConstant()(builder.get())["main"].body.body
     return {
@@ -69,20 +70,11 @@ def _evaluated(calls: Mapping[relax.Var, relax.Expr]) -> dict[relax.Var, tvm.ir.
     }
 
 
-def _with(value: Any, values: Mapping[relax.Var, relax.Expr]) -> Any:
-    """An expression with the values of variables in their place."""
-
-    def replaced(variable: relax.Var) -> relax.Expr:
-        return values.get(variable, variable)
-
-    return tvm_ffi.structural_map(value, (relax.Var, replaced), (relax.DataflowVar, replaced))
-
-
 def _with_constants(function: relax.Function, constants: Mapping[relax.Var, tvm.ir.GenericConst]) -> relax.Function:
     """Return the function with `constants` in the place of their variables."""
     blocks = [
         type(block)([binding for binding in block.bindings if binding.var not in constants])
         for block in function.body.blocks
     ]
-    body = _with(relax.SeqExpr(blocks, function.body.body), constants)
+    body = replace_variables(relax.SeqExpr(blocks, function.body.body), constants)
     return relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)

@@ -11,7 +11,7 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import relax, tirx, topi
+from tvm import relax, tirx
 from tvm.s_tir import SBlock, SBlockRealize
 from tvm.script.ir_builder import tirx as T
 
@@ -19,7 +19,7 @@ from tvmflow.compiler.annotations import DIRECT
 from tvmflow.compiler.operators.common import buffer, static
 from tvmflow.compiler.passes.calls import ConstantKey, key_of_constant
 from tvmflow.compiler.passes.functions import variables_of_outputs
-from tvmflow.compiler.passes.storage import Life, largest, share
+from tvmflow.compiler.passes.storage import Life, bytes_of_type, largest, share
 from tvmflow.compiler.passes.views import CALL_TIR, is_reshape, results_read_once
 from tvmflow.compiler.statements import replace_variables
 
@@ -204,8 +204,7 @@ def _items(operands: relax.Expr) -> Sequence[relax.Expr]:
 
 def bytes_of(tensor: Tensor) -> Any:
     """Return the bytes of a tensor, an integer or a symbolic size."""
-    bytes_of_element = -(-tvm.DataType(str(tensor.type.dtype)).bits // 8)
-    return topi.utils.simplify(math.prod(tensor.type.shape.values, start=bytes_of_element))
+    return bytes_of_type(tensor.type)
 
 
 def buffer_of(tensor: Tensor) -> Any:

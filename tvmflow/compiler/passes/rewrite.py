@@ -155,10 +155,11 @@ def count_uses(function: relax.Function | None) -> Counter[relax.Var]:
     uses: Counter[relax.Var] = Counter()
     pending = [] if function is None else [function.body]
     while pending:
-        children = _children(pending.pop())
-        variables = [isinstance(child, relax.Var) for child in children]
-        uses.update(child for child, is_variable in zip(children, variables, strict=True) if is_variable)
-        pending += [child for child, is_variable in zip(children, variables, strict=True) if not is_variable]
+        for child in _children(pending.pop()):
+            if isinstance(child, relax.Var):
+                uses[child] += 1
+            else:
+                pending.append(child)
     return uses
 
 

@@ -53,6 +53,12 @@ class Block:
         bisect.insort(self._lives, (life.first, life.last))
 
 
+def bytes_of_type(ty: relax.TensorType) -> Any:
+    """Return the bytes of a tensor of a type with a shape, as an expression of free sizes or a TIR constant."""
+    bytes_of_element = tirx.IntImm("int64", -(-tvm.DataType(str(ty.dtype)).bits // 8))
+    return topi.utils.simplify(math.prod(ty.shape.values, start=bytes_of_element))
+
+
 def share(lives: Sequence[Life]) -> list[Block]:
     """Return blocks of memory, in which each tensor of `lives` has one place and shares it with none at a time."""
     sizes = [typical(life.size) for life in lives]
@@ -169,17 +175,9 @@ def _allocations(function: relax.Function) -> list[_Allocation]:
         for tensor, (step, binding, storage) in tensors.items()
         if not fixed & {tensor, storage}
         and static(binding.value.args[1]) == 0
-        and (size := _bytes(tensor.ty)) is not None
-        and defined.issuperset(tirx.analysis.undefined_vars(size, []))
+        and isinstance(tensor.ty.shape, relax.ShapeExpr)
+        and defined.issuperset(tirx.analysis.undefined_vars(size := bytes_of_type(tensor.ty), []))
     ]
-
-
-def _bytes(ty: Any) -> Any:
-    """The bytes of a tensor of this type; None where the type does not say."""
-    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
-        return None
-    element = tirx.IntImm("int64", -(-tvm.DataType(str(ty.dtype)).bits // 8))
-    return topi.utils.simplify(math.prod(ty.shape.values, start=element))
 
 
 def _with_memory(
