@@ -23,7 +23,7 @@ from tvmflow.compiler.operators.packing import (
     WideningPacking,
     WinogradPacking,
 )
-from tvmflow.compiler.operators.widening import narrow, widen
+from tvmflow.compiler.operators.widening import NarrowWeight, narrow
 from tvmflow.compiler.schedules import schedule
 from tvmflow.target import Target
 
@@ -203,16 +203,30 @@ def test_weights_of_8_bits_are_widened_to_the_same_numbers(
     weight = _quantised(shape, scales, zero)
     form = narrow(weight)
     assert form is not None
-    assert form.nbytes <= 0.3 * weight.nbytes
-    parts = [form.numbers, form.table]
-    parameters = [te.placeholder(part.shape, str(part.dtype), name=f"part{i}") for i, part in enumerate(parts)]
-    func = te.create_prim_func([*parameters, widen(*parameters)]).with_attr("global_symbol", "main")
+    assert sum(part.nbytes for part in form.parts) <= 0.3 * weight.nbytes
+    np.testing.assert_array_equal(_widen(form, weight.shape, target), weight)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_weights_of_16_bits_are_widened_to_the_same_numbers(dtype: Any, target: Target) -> None:
+    every = np.arange(2**16, dtype=np.uint16).view(dtype).astype("float32")
+    weight = every[np.isfinite(every)]
+    form = narrow(weight)
+    assert form is not None
+    assert [part.nbytes for part in form.parts] == [weight.nbytes // 2]
+    np.testing.assert_array_equal(_widen(form, weight.shape, target).view(np.uint32), weight.view(np.uint32))
+
+
+def _widen(form: NarrowWeight, shape: tuple[int, ...], target: Target) -> Array:
+    """The float32 tensor that a library makes of a weight in fewer bytes."""
+    parameters = [te.placeholder(part.shape, str(part.dtype), name=f"part{i}") for i, part in enumerate(form.parts)]
+    func = te.create_prim_func([*parameters, form.widen(*parameters)]).with_attr("global_symbol", "main")
     library = tvm.tirx.build(
         tvm.IRModule({"main": schedule(func, machine(target))[0]}), target=tvm.target.Target(target.tvm)
     )
     widened = tvm.runtime.tensor(np.full(shape, np.nan, "float32"))
-    library["main"](*map(tvm.runtime.tensor, parts), widened)
-    np.testing.assert_array_equal(widened.numpy(), weight)
+    library["main"](*map(tvm.runtime.tensor, form.parts), widened)
+    return widened.numpy()
 
 
 @pytest.mark.parametrize(

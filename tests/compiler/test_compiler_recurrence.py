@@ -180,12 +180,19 @@ def test_an_unknown_form_is_refused(attributes: dict[str, Any], form: str, tmp_p
         import_onnx(save_model(tmp_path / "model.onnx", *arguments))
 
 
-def test_half_precision_is_refused(tmp_path: Path) -> None:
+def test_half_precision_computes_in_float32(tmp_path: Path, target: Target) -> None:
     (nodes, _, outputs, weights), _ = _recurrent("GRU", 4)
     weights = {name: value.astype("float16") for name, value in weights.items()}
     inputs = [("x", [4, 1, 3], onnx.TensorProto.FLOAT16)]
-    with pytest.raises(UnsupportedOperatorError, match="float16"):
-        import_onnx(save_model(tmp_path / "model.onnx", nodes, inputs, [(name, None, 10) for name in outputs], weights))
+    path = save_model(tmp_path / "model.onnx", nodes, inputs, [(name, None, 10) for name in outputs], weights)
+    x = normal(4, 1, 3).astype("float16")
+    for result, expected in zip(
+        build(import_onnx(path), target).load().run(x),
+        onnxruntime.InferenceSession(path).run(None, {"x": x}),
+        strict=True,
+    ):
+        assert result.dtype == np.float16
+        np.testing.assert_allclose(result, expected, rtol=2e-3, atol=1e-3)
 
 
 def test_a_gpu_is_refused_in_one_sentence(tmp_path: Path) -> None:

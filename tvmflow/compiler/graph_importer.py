@@ -40,6 +40,7 @@ from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluat
 from tvmflow.compiler.onnx.values import dims_of
 from tvmflow.compiler.refusals import (
     COMPUTED_SIZES,
+    ONE_TYPE,
     MixedTypesError,
     NoConverterError,
     Refusal,
@@ -430,7 +431,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             default = self._advice_on_sizes(node) if isinstance(error, FreeSizeError) else "export the model without it"
             advice = error.advice or default
         elif isinstance(error, MixedTypesError):
-            reason, advice = str(error), "cast them to one type; ONNX Runtime refuses the model too"
+            reason, advice = str(error), ONE_TYPE
         elif operator_name(node) in self._own:
             reason, advice = f"its converter raised {type(error).__name__}: {shorten(error)}", "mend the converter"
         elif isinstance(error, tvm.error.OpNotImplemented):

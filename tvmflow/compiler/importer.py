@@ -18,6 +18,7 @@ from tvmflow.compiler.graph_importer import GraphImporter, NodeRecord
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import Converter, is_static
 from tvmflow.compiler.onnx_file import apply_shapes, constants_to_initializers, expand_functions, load_model
+from tvmflow.compiler.onnx_float16 import compute_in_float32
 from tvmflow.compiler.refusals import (
     Refusal,
     advise,
@@ -112,11 +113,12 @@ def survey_onnx(
     label = label or str(path)
     own = operators or {}
     model = expand_functions(label, load_model(Path(path), label), own.keys())
+    of_types = compute_in_float32(model)
     graph = model.graph
     inputs = graph_inputs(graph)
     sizes = apply_shapes(label, graph, inputs, shapes or {})
     opset = standard_opset(model) or 1
-    of_types = type_refusals(graph)
+    of_types += type_refusals(graph)
 
     def attempt(smallest: Mapping[str, int]) -> tuple[GraphImporter, tvm.IRModule | None, Exception | None]:
         importer = GraphImporter(model, sizes, advise(inputs), own, smallest)

@@ -1,5 +1,6 @@
 """What cannot be imported, in words: which node is in the way, why, and what to do."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import onnx
 import tvm
 
 from tvmflow.compiler.onnx import RANDOM
-from tvmflow.onnx_graph import node_name, nodes_of, operator_name
+from tvmflow.onnx_graph import node_name, nodes_of, operator_name, standard_opset
 
 # Floats of 8 bits or fewer and integers of fewer than 8, with which TVM computes wrongly or not at all.
 _SMALL_TYPES = {
@@ -104,6 +105,10 @@ def missing_converter(node: onnx.NodeProto) -> Refusal:
     return Refusal(operator_name(node), node_name(node), reason, advice)
 
 
+# What to do about operands of several types.
+ONE_TYPE = "cast them to one type; ONNX Runtime refuses the model too"
+
+
 def type_refusals(graph: onnx.GraphProto) -> list[Refusal]:
     """Return refusals for outputs that are no tensors, for strings, and for small types that TVM computes wrongly.
 
@@ -156,6 +161,40 @@ def check_types(node: onnx.NodeProto, types: Mapping[str, str], opset: int) -> N
             raise MixedTypesError(
                 f"its operands must have one type, and {other!r} is {types[other]}, {name!r} {types[name]}"
             )
+
+
+def mixed_type_refusals(model: onnx.ModelProto) -> list[Refusal]:
+    """Return refusals of nodes of the main graph whose operands must have one type and have several.
+
+    Types are those that ONNX infers; operands without one are not looked at.
+    """
+    graph, opset = model.graph, standard_opset(model) or 1
+    # Types need no numbers, and the inference copies the model.
+    declared = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    declared.graph.node.extend(graph.node)
+    declared.graph.input.extend(graph.input)
+    names = {value.name for value in graph.input}
+    declared.graph.input.extend(
+        onnx.helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims)
+        for weight in graph.initializer
+        if weight.name not in names
+    )
+    declared.graph.output.extend(graph.output)
+    inferred = declared.graph
+    with contextlib.suppress(Exception):  # The inference refuses graphs that runtimes take.
+        inferred = onnx.shape_inference.infer_shapes(declared).graph
+    types = {
+        value.name: str(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
+        for value in (*inferred.input, *inferred.value_info)
+        if value.type.tensor_type.elem_type
+    }
+    refusals = []
+    for node in graph.node:
+        try:
+            check_types(node, types, opset)
+        except MixedTypesError as error:
+            refusals.append(Refusal(operator_name(node), node_name(node), str(error), ONE_TYPE))
+    return refusals
 
 
 def _is_variadic(item: onnx.defs.OpSchema.FormalParameter) -> bool:

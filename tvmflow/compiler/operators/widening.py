@@ -1,16 +1,18 @@
-"""Weights of 8 bits that a model computes with in float32.
+"""Weights of 8 or 16 bits that a model computes with in float32.
 
-A quantised file holds its weights as integers, and multiplies them by scales in its graph. The compiler evaluates that,
-so its constants are four times as large as the file's. Where they are still integers times scales, or are of at most
-256 values, a library holds the integers, and widens them once when it is loaded (`compiler.passes.packing`).
+A quantised file holds its weights as integers, and multiplies them by scales in its graph. A file in float16 holds them
+in two bytes. The compiler evaluates both, so its constants are larger than the file's. Where they are still integers
+times scales, are of at most 256 values, or are numbers of float16 or bfloat16, a library holds them in the file's size,
+and widens them once when it is loaded (`compiler.passes.packing`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
-from tvm import te
+from tvm import te, tirx
 
 Array = np.ndarray[Any, Any]
 
@@ -20,8 +22,20 @@ _LARGEST, _VALUES = 127, 256
 _SAMPLE = 4096
 
 
+class NarrowWeight(Protocol):
+    """A float32 tensor in fewer bytes."""
+
+    @property
+    def parts(self) -> tuple[Array, ...]:
+        """Return the arrays that hold the tensor, the first one of its shape."""
+
+    @staticmethod
+    def widen(*parts: te.Tensor) -> te.Tensor:
+        """Define the float32 tensor as a tensor expression of the parts."""
+
+
 @dataclass(frozen=True)
-class NarrowWeight:
+class ByteWeight:
     """A float32 tensor as `numbers` of 8 bits and a float32 `table`.
 
     The tensor is the numbers times the table, whose dimensions are 1 but for those along which the scales differ; with
@@ -32,31 +46,90 @@ class NarrowWeight:
     table: Array
 
     @property
-    def nbytes(self) -> int:
-        """Return the size of both in bytes."""
-        return int(self.numbers.nbytes + self.table.nbytes)
+    def parts(self) -> tuple[Array, ...]:
+        """Return the numbers and the table."""
+        return self.numbers, self.table
+
+    @staticmethod
+    def widen(*parts: te.Tensor) -> te.Tensor:
+        """Define the float32 tensor as a tensor expression of the numbers and the table."""
+        numbers, table = parts
+
+        def element(*place: Any) -> Any:
+            if len(table.shape) == 1:
+                return table[numbers[place].astype("int32")]
+            scale = table[tuple(0 if int(size) == 1 else index for size, index in zip(table.shape, place, strict=True))]
+            return numbers[place].astype("float32") * scale
+
+        return te.compute(numbers.shape, element, name="widened")
 
 
-def widen(numbers: te.Tensor, table: te.Tensor) -> te.Tensor:
-    """Define the float32 tensor of a `NarrowWeight` as a tensor expression."""
+@dataclass(frozen=True)
+class HalfWeight:
+    """A float32 tensor of finite numbers that float16 has, as their `bits` in uint16."""
 
-    def element(*place: Any) -> Any:
-        if len(table.shape) == 1:
-            return table[numbers[place].astype("int32")]
-        scale = table[tuple(0 if int(size) == 1 else index for size, index in zip(table.shape, place, strict=True))]
-        return numbers[place].astype("float32") * scale
+    bits: Array
 
-    return te.compute(numbers.shape, element, name="widened")
+    @property
+    def parts(self) -> tuple[Array, ...]:
+        """Return the bits."""
+        return (self.bits,)
+
+    @staticmethod
+    def widen(*parts: te.Tensor) -> te.Tensor:
+        """Define the float32 tensor as a tensor expression of the bits, by operations that every processor has.
+
+        The exponent of a float32 counts from 127, that of a float16 from 15.
+        """
+        (bits,) = parts
+
+        def element(*place: Any) -> Any:
+            word = bits[place].astype("uint32")
+            small = tirx.reinterpret("float32", (word & tirx.const(0x7FFF, "uint32")) << tirx.const(13, "uint32"))
+            magnitude = tirx.reinterpret("uint32", small * tirx.const(2.0**112, "float32"))
+            sign = (word & tirx.const(0x8000, "uint32")) << tirx.const(16, "uint32")
+            return tirx.reinterpret("float32", magnitude | sign)
+
+        return te.compute(bits.shape, element, name="widened")
+
+
+@dataclass(frozen=True)
+class BrainWeight:
+    """A float32 tensor of numbers that bfloat16 has, as their `bits` in uint16: the upper half of each float32."""
+
+    bits: Array
+
+    @property
+    def parts(self) -> tuple[Array, ...]:
+        """Return the bits."""
+        return (self.bits,)
+
+    @staticmethod
+    def widen(*parts: te.Tensor) -> te.Tensor:
+        """Define the float32 tensor as a tensor expression of the bits."""
+        (bits,) = parts
+
+        def element(*place: Any) -> Any:
+            return tirx.reinterpret("float32", bits[place].astype("uint32") << tirx.const(16, "uint32"))
+
+        return te.compute(bits.shape, element, name="widened")
 
 
 def narrow(weight: Array) -> NarrowWeight | None:
-    """Return a float32 tensor of two dimensions or more in 8 bits, None where that does not give the same numbers."""
-    if weight.dtype != np.float32 or weight.ndim < 2:
+    """Return a float32 tensor in fewer bytes, None where that does not give the same numbers.
+
+    8 bits are for tensors of two dimensions or more.
+    """
+    if weight.dtype != np.float32:
         return None
+    return (_in_bytes(weight) if weight.ndim > 1 else None) or _in_halves(weight)
+
+
+def _in_bytes(weight: Array) -> ByteWeight | None:
     if _has_few_values(weight):
         table, places = np.unique(weight, return_inverse=True)
         if table.size <= _VALUES and np.isfinite(table).all():
-            return NarrowWeight(places.reshape(weight.shape).astype(np.uint8), table)
+            return ByteWeight(places.reshape(weight.shape).astype(np.uint8), table)
     first, last = 0, weight.ndim - 1
     for axes in ((first,), (last,), (first, last)):
         form = _with_scales(weight, axes)
@@ -65,13 +138,31 @@ def narrow(weight: Array) -> NarrowWeight | None:
     return None
 
 
+def _in_halves(weight: Array) -> HalfWeight | BrainWeight | None:
+    for dtype, kind in ((np.float16, HalfWeight), (ml_dtypes.bfloat16, BrainWeight)):
+        # A sample tells of most weights that they are not such numbers.
+        for part in (_sample(weight), weight):
+            with np.errstate(over="ignore"):
+                half = part.astype(dtype)
+            if not np.isfinite(part).all() or not np.array_equal(half.astype(np.float32), part):
+                break
+        else:
+            return kind(half.view(np.uint16))
+    return None
+
+
+def _sample(weight: Array) -> Array:
+    """Numbers from all over a tensor."""
+    return weight.flat[:: max(1, weight.size // _SAMPLE)]
+
+
 def _has_few_values(weight: Array) -> bool:
     """Whether a sample from all over a tensor has no more values than 8 bits tell apart, and all of them finite."""
-    sample = weight.flat[:: max(1, weight.size // _SAMPLE)]
+    sample = _sample(weight)
     return bool(np.isfinite(sample).all()) and np.unique(sample).size <= _VALUES
 
 
-def _with_scales(weight: Array, axes: Sequence[int]) -> NarrowWeight | None:
+def _with_scales(weight: Array, axes: Sequence[int]) -> ByteWeight | None:
     """A tensor as integers times scales that differ along `axes`."""
     others = tuple(axis for axis in range(weight.ndim) if axis not in axes)
     # Those of one scale tell first.
@@ -91,4 +182,4 @@ def _with_scales(weight: Array, axes: Sequence[int]) -> NarrowWeight | None:
             exact |= is_exact
         if not exact.all():
             return None
-    return NarrowWeight(numbers.astype(np.int8), table)
+    return ByteWeight(numbers.astype(np.int8), table)

@@ -1,6 +1,6 @@
 """The passes that let a library pack its weights when it is loaded, so that it need not hold the packed ones.
 
-It also widens those of 8 bits that the model computes with in float32.
+It also widens those of 8 or 16 bits that the model computes with in float32.
 """
 
 import json
@@ -16,7 +16,7 @@ from tvmflow.bundle import PACK_WEIGHTS
 from tvmflow.compiler.annotations import PACKING
 from tvmflow.compiler.operators.common import constant
 from tvmflow.compiler.operators.packing import packing_of
-from tvmflow.compiler.operators.widening import NarrowWeight, narrow, widen
+from tvmflow.compiler.operators.widening import NarrowWeight, narrow
 from tvmflow.compiler.passes.calls import ConstantKey, called_functions, key_of_constant
 from tvmflow.compiler.passes.functions import relax_functions
 
@@ -141,7 +141,7 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
         return self._variable(None, weight, weight.ty)
 
     def form(self, weight: tvm.ir.GenericConst) -> NarrowWeight | None:
-        """Return weights of `calls` in 8 bits; None for those that stay as they are."""
+        """Return weights of `calls` in fewer bytes; None for those that stay as they are."""
         key = key_of_constant(weight)
         if key not in self._forms:
             self._forms[key] = _narrow(weight)
@@ -157,13 +157,15 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
 
 
 def _narrow(weight: tvm.ir.GenericConst) -> NarrowWeight | None:
-    """A constant in 8 bits; None where that is not possible, or saves too little."""
+    """A constant in fewer bytes; None where that is not possible, or saves too little."""
     # NumPy takes no tensor of bfloat16 from another library.
     if str(weight.ty.dtype) != "float32":
         return None
     value = np.from_dlpack(weight.value)
     form = narrow(value) if value.nbytes >= _SMALLEST_GAIN else None
-    return form if form is not None and value.nbytes - form.nbytes >= _SMALLEST_GAIN else None
+    if form is None or value.nbytes - sum(part.nbytes for part in form.parts) < _SMALLEST_GAIN:
+        return None
+    return form
 
 
 def _is_constant(value: Any) -> bool:
@@ -175,9 +177,9 @@ def _bytes(ty: relax.TensorType) -> int:
     return math.prod(int(size) for size in ty.shape.values) * np.dtype(str(ty.dtype)).itemsize
 
 
-def _widen(builder: relax.BlockBuilder, parts: list[relax.Var]) -> relax.Var:
+def _widen(builder: relax.BlockBuilder, form: NarrowWeight, parts: list[relax.Var]) -> relax.Var:
     attributes = {PACKING: json.dumps(["widening", {}])}
-    call = builder.call_te(widen, *parts, primfunc_name_hint="widen_weight", primfunc_attrs=attributes)
+    call = builder.call_te(form.widen, *parts, primfunc_name_hint="widen_weight", primfunc_attrs=attributes)
     return builder.emit(call)
 
 
@@ -195,15 +197,19 @@ def _pack_functions(packings: _Packings) -> tvm.IRModule:
         return params[-1]
 
     weights = {key_of_constant(weight): weight for _, weight in packings.calls.values()}
+    forms = {key: packings.form(weight) for key, weight in weights.items()}
     operands: dict[ConstantKey, list[relax.Var]] = {}
     for key, weight in weights.items():
-        form = packings.form(weight)
-        parts = [weight.value] if form is None else [tvm.runtime.tensor(form.numbers), tvm.runtime.tensor(form.table)]
+        form = forms[key]
+        parts = [weight.value] if form is None else [tvm.runtime.tensor(part) for part in form.parts]
         operands[key] = [add(part) for part in parts]
     builder = relax.BlockBuilder()
     with builder.function(PACK_WEIGHTS, params, attrs={_ARGUMENTS: values}):
         with builder.dataflow():
-            whole = {key: parts[0] if len(parts) == 1 else _widen(builder, parts) for key, parts in operands.items()}
+            whole = {
+                key: parts[0] if form is None else _widen(builder, form, parts)
+                for (key, parts), form in zip(operands.items(), forms.values(), strict=True)
+            }
             packed = [
                 whole[key_of_constant(weight)]
                 if variable is None
