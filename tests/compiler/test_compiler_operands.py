@@ -252,12 +252,12 @@ def test_powers_of_whole_numbers_equal_onnx_runtime(make_model: Any, assert_same
         helper.make_node("Pow", ["two", "k"], ["bits"]),
         helper.make_node("Pow", ["x", "five"], ["fifths"]),
         helper.make_node("Pow", ["small", "k"], ["short"]),
+        helper.make_node("Pow", ["bits", "half"], ["roots"]),
     ]
     inputs = [("x", ["n", 1], TensorProto.INT64), ("k", [6], TensorProto.INT64), ("small", ["n", 1], TensorProto.INT32)]
-    outputs = [(name, None, TensorProto.INT64) for name in ("powers", "bits", "fifths")]
-    path = make_model(
-        nodes, inputs, [*outputs, ("short", None, TensorProto.INT32)], {"two": np.array(2), "five": np.array(5)}
-    )
+    outputs = [(name, None, TensorProto.INT64) for name in ("powers", "bits", "fifths", "roots")]
+    weights = {"two": np.array(2), "five": np.array(5), "half": np.array(0.5, "float32")}
+    path = make_model(nodes, inputs, [*outputs, ("short", None, TensorProto.INT32)], weights)
     k = np.array([0, 1, 2, 5, 9, 4])
     feed = {"x": np.array([[-3], [-1], [0], [1], [7]]), "k": k, "small": np.array([[-2], [1], [3], [0], [9]], "int32")}
     assert_same_as_onnxruntime(path, feed)
@@ -271,6 +271,70 @@ def test_powers_of_whole_numbers_are_exact(make_model: Any, target: Target, run_
     k = np.array([39, 39, 62, 100, 101, 2**40, 64, -2, -3, -4, -1, 2])
     expected = [3**39, -(3**39), 2**62, 1, -1, 1, 0, 1, -1, 1, 0, 3037000499**2]
     assert run_built(build(import_onnx(path), target), x, k)[0].tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_signs_and_shrunk_numbers_of_integers_equal_onnx_runtime(
+    dtype: str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    nodes = [
+        helper.make_node("Sign", ["x"], ["signs"]),
+        helper.make_node("Shrink", ["x"], ["shrunk"], lambd=2.0, bias=1.5),
+    ]
+    path = make_model(nodes, [("x", ["n"], kind)], [(name, None, kind) for name in ("signs", "shrunk")])
+    assert_same_as_onnxruntime(path, {"x": np.arange(-5 if np.dtype(dtype).kind == "i" else 0, 9).astype(dtype)})
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "uint32"])
+def test_integers_that_tvm_does_not_sort_are_sorted_in_wider_ones(
+    dtype: str, make_model: Any, target: Target, run_built: Any
+) -> None:
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    node = helper.make_node("TopK", ["x", "k"], ["values", "places"], axis=1)
+    outputs = [("values", None, kind), ("places", None, TensorProto.INT64)]
+    path = make_model([node], [("x", [2, 9], kind)], outputs, {"k": _places(4)}, opset=24)
+    bounds = np.iinfo(dtype)
+    x = np.linspace(bounds.min, bounds.max, 18).astype(dtype)[np.random.default_rng(0).permutation(18)].reshape(2, 9)
+    values, places = run_built(build(import_onnx(path), target), x)
+    assert values.dtype == x.dtype
+    np.testing.assert_array_equal(values, np.sort(x, axis=1)[:, :-5:-1])
+    np.testing.assert_array_equal(np.take_along_axis(x, places, axis=1), values)
+
+
+def test_a_layer_norm_of_float64_has_statistics_of_its_stash_type(make_model: Any, target: Target) -> None:
+    node = helper.make_node("LayerNormalization", ["x", "s"], ["y", "mean", "deviation"])
+    outputs = [("y", None, TensorProto.DOUBLE), ("mean", None, 1), ("deviation", None, 1)]
+    path = make_model([node], [("x", [3, 8], TensorProto.DOUBLE)], outputs, {"s": np.ones(8)})
+    x = normal(3, 8).astype("float64")
+    actual = build(import_onnx(path), target).load().run(x)
+    for output, expected in zip(actual, open_session(path).run(None, {"x": x}), strict=True):
+        assert output.dtype == expected.dtype
+        np.testing.assert_allclose(output, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int32", "int64"])
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((12, 40), (40, 64)), ((1, 33), (33, 128)), ((6, 5), (5, 24)), ((3, 7, 9), (3, 9, 16)), (("n", 20), (20, 32))],
+    ids=str,
+)
+def test_products_of_other_numbers_equal_numpy(
+    dtype: str, left: tuple[Any, ...], right: tuple[int, ...], make_model: Any, target: Target
+) -> None:
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    path = make_model(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        [("x", list(left), kind), ("w", right, kind)],
+        [("y", None, kind)],
+    )
+    random = np.random.default_rng(0)
+    x, w = (
+        random.integers(-99, 99, [5 if size == "n" else size for size in shape]).astype(dtype)
+        for shape in (left, right)
+    )
+    (result,) = build(import_onnx(path), target).load().run(x, w)
+    np.testing.assert_array_equal(result, x @ w)
 
 
 def test_operands_of_operators_that_take_several_types_may_differ(

@@ -132,6 +132,8 @@ _STANDARD: dict[str, Converter] = {
     "SequenceErase": sequences.convert_sequence_erase,
     "SequenceInsert": sequences.convert_sequence_insert,
     "SequenceLength": sequences.convert_sequence_length,
+    "Shrink": elementwise.convert_shrink,
+    "Sign": elementwise.convert_sign,
     "Slice": movement.convert_slice,
     "STFT": signals.convert_stft,
     "SpaceToDepth": indexing.convert_space_to_depth,

@@ -102,6 +102,26 @@ def convert_thresholded_relu(node: Node) -> relax.Expr:
     return relax.op.where(above, x, relax.const(0, dtype))
 
 
+def convert_sign(node: Node) -> relax.Expr | None:
+    """Return the Relax expression of ONNX's Sign of unsigned integers, which have no -1; None for other types."""
+    x, dtype = node.inputs[0], dtype_of(node.inputs[0])
+    return relax.op.minimum(x, relax.const(1, dtype)) if dtype.startswith("uint") else None
+
+
+def convert_shrink(node: Node) -> relax.Expr | None:
+    """Return the Relax expression of ONNX's Shrink of integers, computed in float32; None for floats."""
+    x, dtype = node.inputs[0], dtype_of(node.inputs[0])
+    if "float" in dtype:
+        return None
+    number = node.emit(relax.op.astype(x, "float32"))
+    limit, bias = (float(node.attrs.get(name, default)) for name, default in (("lambd", 0.5), ("bias", 0.0)))
+    less, more = (node.emit(relax.op.subtract(number, const(move, "float32"))) for move in (bias, -bias))
+    is_above = node.emit(relax.op.greater(number, const(limit, "float32")))
+    is_below = node.emit(relax.op.less(number, const(-limit, "float32")))
+    rest = node.emit(relax.op.where(is_below, more, const(0, "float32")))
+    return relax.op.astype(node.emit(relax.op.where(is_above, less, rest)), dtype)
+
+
 def convert_shift(node: Node) -> relax.Expr | None:
     """Return the Relax expression of ONNX's BitShift, with a defined result where LLVM's shift has none.
 
@@ -165,10 +185,10 @@ def convert_mod(node: Node) -> relax.Expr | None:
 def convert_pow(node: Node) -> relax.Expr | None:
     """Return the Relax expression of ONNX's Pow of an integer base, or of a float base and an exponent of another type.
 
-    An integer base to the constant exponent 1, 2 or 3 becomes a product. Other powers of 64-bit integers are exact, and
-    those of smaller ones are computed in float64. Returns None, which leaves the node to TVM's converter, for floats of
-    one type, for a constant float base, for two constants, and for operands that are not tensors. Raises
-    UnsupportedFormError for a 64-bit integer base with an exponent that is a float, because float64 would lose digits.
+    An integer base to the constant exponent 1, 2 or 3 becomes a product. Other powers of 64-bit integers by integers
+    are exact; those by floats and those of smaller integers are computed in float64, as in ONNX Runtime. Returns None,
+    which leaves the node to TVM's converter, for floats of one type, for a constant float base, for two constants, and
+    for operands that are not tensors.
     """
     x, y = node.inputs
     if not all(isinstance(item.ty, relax.TensorType) for item in (x, y)):
@@ -183,9 +203,7 @@ def convert_pow(node: Node) -> relax.Expr | None:
         for _ in range(int(power.reshape(-1)[0]) - 1):
             result = node.emit(relax.op.multiply(result, x))
         return result
-    if dtype in ("int64", "uint64"):
-        if "float" in dtype_of(y):
-            raise UnsupportedFormError("powers of 64-bit whole numbers would lose digits")
+    if dtype in ("int64", "uint64") and "float" not in dtype_of(y):
         return _whole_power(node, x, node.emit(relax.op.astype(y, dtype)), dtype)
     power = relax.op.power(*(node.emit(relax.op.astype(item, "float64")) for item in (x, y)))
     return relax.op.astype(node.emit(relax.op.round(power)) if "float" not in dtype_of(y) else power, dtype)

@@ -17,6 +17,8 @@ from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of, is_sta
 from tvmflow.compiler.operators.indices import checked
 from tvmflow.compiler.size_checks import cast_to
 
+# The integers that TVM does not sort, and the wider ones in which they are sorted.
+_SORTED_AS = {"int16": "int32", "uint16": "int32", "uint32": "int64"}
 # The opset in which Hardmax and its like came to be along one dimension.
 _ONE_AXIS = 13
 
@@ -523,12 +525,17 @@ def convert_top_k(node: Node) -> relax.Expr | None:
 
     The model checks, when it runs, that there are as many elements as a constant k. A constant k of opset 10 is
     converted as in opset 11. Returns None, which leaves the node to TVM's converter, for other constant k and before
-    opset 10. Raises UnsupportedFormError for unsigned integers of 16 bits and more, which TVM does not sort. Raises
-    FreeSizeError for data of unknown shape.
+    opset 10. TVM does not sort every type of integers: those that have a wider one are sorted in it. Raises
+    UnsupportedFormError for uint64, which has none, and FreeSizeError for data of unknown shape.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
-    if dtype_of(data) in ("uint64", "uint32", "uint16"):
-        raise UnsupportedFormError(f"{dtype_of(data)}: TVM does not sort them")
+    dtype = dtype_of(data)
+    if dtype == "uint64":
+        raise UnsupportedFormError(f"{dtype}: TVM does not sort them")
+    if dtype in _SORTED_AS:
+        wide = node.emit(relax.op.astype(data, _SORTED_AS[dtype]))
+        pair = node.emit(node.convert("TopK", [wide, *node.inputs[1:]], node.attrs, node.opset))
+        return relax.Tuple([node.emit(relax.op.astype(node.emit(pair[0]), dtype)), node.emit(pair[1])])
     count = node.constant(1) if node.opset >= 10 else None
     is_constant = count is not None and bool(count.any())
     if count is not None and dims is not None:

@@ -1,5 +1,6 @@
 """Norms: over a batch, over a layer, and of vectors."""
 
+import onnx
 from tvm import relax
 
 from tvmflow.compiler.onnx.broadcasting import agree
@@ -48,7 +49,8 @@ def convert_layer_norm(node: Node) -> relax.Expr | None:
 
     These are nodes with more than one result, of float64, or with a scale or bias of another shape than the dimensions
     that are normalised; an unknown shape counts as the same. The expression computes the mean and the variance with
-    `relax.op.mean`. Returns None, which leaves the node to TVM's converter, for other nodes.
+    `relax.op.mean`. The second and the third result, the mean and the inverse deviation, have the type of `stash_type`.
+    Returns None, which leaves the node to TVM's converter, for other nodes.
     """
     data, scale, bias = node.inputs[0], node.inputs[1], node.input(2)
     rank = data.ty.ndim
@@ -64,7 +66,11 @@ def convert_layer_norm(node: Node) -> relax.Expr | None:
     result = node.emit(relax.op.multiply(*agree(node.builder, [result, scale], node.evaluator)))
     if bias is not None:
         result = node.emit(relax.op.add(*agree(node.builder, [result, bias], node.evaluator)))
-    return result if node.outputs == 1 else relax.Tuple([result, mean, scaling][: node.outputs])
+    if node.outputs == 1:
+        return result
+    stashed = str(onnx.helper.tensor_dtype_to_np_dtype(node.attrs.get("stash_type", onnx.TensorProto.FLOAT)))
+    others = [node.emit(relax.op.astype(value, stashed)) for value in (mean, scaling)]
+    return relax.Tuple([result, *others][: node.outputs])
 
 
 def _have_shape_of_last(node: Node, count: int) -> bool:

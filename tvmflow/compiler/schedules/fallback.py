@@ -18,6 +18,9 @@ from tvmflow.compiler.schedules import common, registers, transposes
 # a loop of its own in the code, and each place a copy of the statement.
 _MOST_PIECES = 64
 _MOST_TURNS = 8
+# The numbers of vectors that a register tile of a product may have in a row, by its number of rows: eight sums hide the
+# latency of an addition, and leave registers for operands on every machine.
+_VECTORS = {1: (1, 2, 4, 8), 2: (1, 2, 4), 4: (1, 2)}
 
 
 def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
@@ -26,10 +29,7 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     for block in common.blocks(sch):
         # A block that TVM refuses to schedule further stays correct, but slower.
         with suppress(Exception):
-            if not any(
-                rule(sch, block, machine)
-                for rule in (_schedule_transpose, _schedule_interleaving, _schedule_pieces, _schedule_ragged)
-            ):
+            if not any(rule(sch, block, machine) for rule in _RULES):
                 common.parallel_vectorized(sch, block, machine)
     return True
 
@@ -148,6 +148,46 @@ def _schedule_ragged(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     return True
 
 
+def _schedule_product(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
+    """Schedule a matrix product of other numbers than float32: a tile of rows by vectors in registers; else False."""
+    variables, loops = list(sch.get(block).iter_vars), list(sch.get_loops(block))
+    if len(loops) != len(variables) or not _adds_products(sch.get(block).body):
+        return False
+    *spatial, _reduced = variables
+    kinds = [*[tirx.IterVar.DataPar] * len(spatial), tirx.IterVar.CommReduce]
+    if not spatial[1:] or [variable.iter_type for variable in variables] != kinds:
+        return False
+    column = spatial[-1].var
+    innermost = [region.region[-1].min for region in sch.get(block).reads]
+    if not any(isinstance(index, tirx.Var) and index.same_as(column) for index in innermost):
+        return False
+    height, width, _ = (common.extent(sch, loop) for loop in loops[-3:])
+    lanes = machine.lanes * machine.number // common.item_bytes(sch.get(block).writes[0].source)
+    if width is None or width % lanes:
+        return False
+    rows = max(count for count in _VECTORS if (height or 1) % count == 0)
+    vectors = max(count for count in _VECTORS[rows] if width % (count * lanes) == 0)
+    tile = sch.cache_write(block, 0, "local")
+    *lead, far, outer = list(sch.get_loops(tile))
+    far, near = sch.split(far, [None, rows])
+    outer, vector, lane = sch.split(outer, [None, vectors, lanes])
+    sch.reorder(*lead, outer, far, near, vector, lane)
+    registers.keep_in_registers(sch, [near, vector, lane])
+    sch.compute_at(block, far, preserve_unit_loops=True)
+    inner = list(sch.get_loops(block))
+    row_loop, column_loop, step = inner[-3:]
+    vector, lane = sch.split(column_loop, [vectors, lanes])
+    registers.accumulate(sch, block, [row_loop, vector, lane], [step])
+    _spread(sch, [*lead, outer, far], rows * vectors * lanes * (common.extent(sch, step) or 1), machine)
+    return True
+
+
+def _adds_products(body: Any) -> bool:
+    """Whether a block adds products of two numbers, each of which may be converted first."""
+    value = body.value if isinstance(body, tirx.BufferStore) else None
+    return isinstance(value, tirx.Add) and isinstance(value.b, tirx.Mul)
+
+
 def _divides(step: int, extent: Any) -> bool:
     return bool(tvm.sym.Analyzer().can_prove_equal(tirx.floormod(extent, step), 0))
 
@@ -195,3 +235,6 @@ def _list_uses_of_last(sch: Schedule, block: SBlockRV, *kinds: type) -> list[Any
         for node in common.walk(analyzer.simplify(body.value))
         if isinstance(node, kinds) and any(part.same_as(variables[-1].var) for part in common.walk(node))
     ]
+
+
+_RULES = (_schedule_transpose, _schedule_interleaving, _schedule_pieces, _schedule_ragged, _schedule_product)
