@@ -248,8 +248,24 @@ def _few_bits_cases() -> list[Case]:
         operands = {"x": normal(2, 5, depth), "W": packed, "S": np.abs(normal(24, blocks)) / 8, **more}
         return _case("MatMulNBits", operands, K=depth, N=24, bits=bits, block_size=block)
 
+    def bnb(kind: int, depth: int, block: int) -> Case:
+        packed = np.random.default_rng(kind).integers(0, 256, (24 * depth + 1) // 2).astype("uint8")
+        scales = np.abs(normal(-(-24 * depth // block)))
+        operands = {"x": normal(2, 5, depth), "W": packed, "S": scales}
+        return _case("MatMulBnb4", operands, K=depth, N=24, block_size=block, quant_type=kind)
+
+    def rows(bits: int, columns: int, block: int, points: Array | None = None) -> Case:
+        packed = np.random.default_rng(bits).integers(0, 256, (20, columns * bits // 8)).astype("uint8")
+        operands = {"W": packed, "i": _ids(2, 5, below=20), "S": np.abs(normal(20, -(-columns // block))), "Z": points}
+        return _case("GatherBlockQuantized", operands, bits=bits, block_size=block)
+
     points = np.random.default_rng(0).integers(0, 256, (24, 2)).astype("uint8")
     return [
+        bnb(0, 64, 32),
+        bnb(1, 50, 16),
+        rows(4, 48, 16),
+        rows(4, 40, 16, points[:20]),
+        rows(8, 32, 32),
         product(4, 64, 16),
         product(4, 50, 16, Z=points),
         product(4, 64, 32, Z=None, g=None, B=normal(24)),
@@ -278,6 +294,14 @@ def _other_cases() -> list[Case]:
         _case("SkipSimplifiedLayerNormalization", {"x": x, "s": normal(2, 5, 16), "G": gamma, "B": beta}, 4, "12"),
         ((embed[0], embed[1], ["r0", ("r1", None, TensorProto.INT32)], embed[3]), feeds),
         _case("FusedMatMul", {"a": normal(3, 4, 5), "b": normal(3, 6, 4)}, transA=1, transB=1, alpha=0.5),
+        _case("TransposeMatMul", {"a": normal(3, 4, 5), "b": normal(3, 6, 4)}, transA=1, transB=1),
+        _case("CDist", {"a": normal(7, 5), "B": normal(6, 5, seed=1)}, metric="euclidean"),
+        _case("CDist", {"a": normal(7, 5), "b": normal(6, 5, seed=1)}, metric="sqeuclidean"),
+        _case("ExpandDims", {"x": x, "A": np.array(1, "int32")}),
+        _case("GatherND", {"x": x, "i": _ids(2, 3, below=2)}),
+        _case("GridSample", {"x": normal(1, 2, 5, 6), "g": normal(1, 4, 4, 2)}, mode="bilinear"),
+        _case("Pad", {"x": x, "P": np.array([0, 1, 2, 0, 0, 1])}),
+        _case("Trilu", {"x": x, "K": np.array(1)}, upper=0),
         _case("FusedConv", image, activation="Clip", activation_params=[-1.0, 2.0]),
         _case("FusedConv", image | {"z": normal(1, 8, 4, 4)}, activation="LeakyRelu", activation_params=[0.2]),
         _case(
@@ -286,7 +310,7 @@ def _other_cases() -> list[Case]:
         ),
     ]  # fmt: skip
     # In a normal run each operator once, and the plain Gelu as one of those with a bias.
-    return scale.choose(normal=[case for place, case in enumerate(cases) if place not in (0, 4, 9)], long=cases)
+    return scale.choose(normal=[case for place, case in enumerate(cases) if place not in (0, 4, 17)], long=cases)
 
 
 @pytest.mark.parametrize(

@@ -65,14 +65,24 @@ def _shapes_of_inputs(graph: onnx.GraphProto) -> Iterator[None]:
 
 
 def _widen_few_bits(graph: onnx.GraphProto) -> None:
-    """Write weights of four bits that are dequantised, and nothing else, as weights of eight bits, in place."""
+    """Write weights of four bits that are dequantised, and nothing else, as weights of eight bits, in place.
+
+    GatherBlockQuantized takes weights of uint8 for two numbers of four bits each, and gets int8.
+    """
     readers: dict[str, set[str]] = {}
     for node in nodes_of(graph):
         for name in node.input:
             readers.setdefault(name, set()).add(node.op_type)
     for tensor in graph.initializer:
-        if tensor.data_type in _FEW_BITS and readers.get(tensor.name, set()) == {"DequantizeLinear"}:
-            tensor.CopyFrom(numpy_helper.from_array(array_of(tensor).astype(_FEW_BITS[tensor.data_type]), tensor.name))
+        if tensor.data_type not in _FEW_BITS:
+            continue
+        if readers.get(tensor.name) == {"DequantizeLinear"}:
+            dtype = _FEW_BITS[tensor.data_type]
+        elif readers.get(tensor.name) == {"GatherBlockQuantized"}:
+            dtype = "int8"
+        else:
+            continue
+        tensor.CopyFrom(numpy_helper.from_array(array_of(tensor).astype(dtype), tensor.name))
 
 
 def apply_shapes(

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import onnx
 from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.attention import cap_scores, join_heads, repeat_heads, scaled_scores, split_heads
@@ -89,6 +90,42 @@ def convert_fused_matmul(node: Node) -> relax.Expr:
         operands.append(operand if axes == sorted(axes) else node.emit(relax.op.permute_dims(operand, axes)))
     product, alpha = node.apply("MatMul", *operands), float(node.attrs.get("alpha", 1.0))
     return product if alpha == 1.0 else relax.op.multiply(product, const(alpha, dtype_of(operands[0])))
+
+
+def convert_cdist(node: Node) -> relax.Expr:
+    """Return the Relax expression of com.microsoft's CDist: distances between all rows of [M, K] and of [N, K].
+
+    Raises UnsupportedFormError for another metric than `euclidean` and `sqeuclidean`.
+    """
+    metric = node.text("metric", "sqeuclidean")
+    if metric not in ("euclidean", "sqeuclidean"):
+        raise UnsupportedFormError(f"metric {metric!r}")
+
+    def compute(left: te.Tensor, right: te.Tensor) -> te.Tensor:
+        depth = te.reduce_axis((0, left.shape[1]), name="k")
+
+        def element(i: Any, j: Any) -> Any:
+            difference = left[i, depth] - right[j, depth]
+            return te.sum(difference * difference, axis=depth)
+
+        return te.compute((left.shape[0], right.shape[0]), element, name="distances")
+
+    squares = node.emit(node.builder.call_te(compute, *node.inputs, primfunc_name_hint="cdist"))
+    return squares if metric == "sqeuclidean" else relax.op.sqrt(squares)
+
+
+def convert_expand_dims(node: Node) -> relax.Expr:
+    """Return the Relax expression of com.microsoft's ExpandDims: Unsqueeze along one axis, which must be constant."""
+    axis = node.constant(1)
+    if axis is None:
+        raise UnsupportedFormError("an axis that is computed")
+    return relax.op.expand_dims(node.inputs[0], int(axis.reshape(-1)[0]))
+
+
+def convert_gather_nd(node: Node) -> relax.Expr:
+    """Return the Relax expression of com.microsoft's GatherND: the standard's, with indices of int32 or int64."""
+    indices = node.apply("Cast", node.inputs[1], to=onnx.TensorProto.INT64)
+    return node.apply("GatherND", node.inputs[0], indices)
 
 
 def convert_bias_gelu(approximate: str) -> Converter:

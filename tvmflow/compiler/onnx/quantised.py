@@ -13,7 +13,7 @@ from tvm import relax
 
 from tvmflow.compiler.onnx.broadcasting import agree_in_product
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
-from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 # The attributes of a node that its counterpart on float32 tensors does not have.
 _OWN = ("tvm_custom", "channels_last", "opset")
@@ -306,41 +306,3 @@ def quantise_dynamically(node: Node, x: relax.Expr) -> tuple[relax.Expr, relax.E
     # The bounds come first: a number beyond the range of the integers has no defined conversion.
     shifted = emit(relax.op.clip(emit(relax.op.add(steps, zero)), 0, 255))
     return emit(relax.op.astype(shifted, "uint8")), scale, emit(relax.op.astype(zero, "uint8"))
-
-
-def convert_matmul_nbits(node: Node) -> relax.Expr:
-    """Return the Relax expression of MatMulNBits: a product with weights of 2, 4 or 8 bits, made floats at import.
-
-    Raises UnsupportedFormError for weights, scales, zero points or group indices that are not constant, and for another
-    number of bits.
-    """
-    count, depth, block = (int(node.attrs[name]) for name in ("N", "K", "block_size"))
-    bits = int(node.attrs.get("bits", 4))
-    packed, scales, points, groups = (node.constant(place) for place in range(1, 5))
-    if (
-        packed is None
-        or scales is None
-        or any(node.input(place) is not None and value is None for place, value in ((3, points), (4, groups)))
-    ):
-        raise UnsupportedFormError("weights that are computed")
-    if bits not in (2, 4, 8):
-        raise UnsupportedFormError(f"weights of {bits} bits")
-    blocks = -(-depth // block)
-    if points is None:
-        offsets: Array = np.full((count, blocks), 1 << (bits - 1), "float32")
-    elif points.dtype == np.uint8:
-        offsets = _unpack(points.reshape(count, -1), bits)[:, :blocks]
-    else:
-        offsets = points.reshape(count, blocks)
-    group = np.arange(depth) // block if groups is None else groups
-    levels = _unpack(packed.reshape(count, -1), bits)[:, :depth].astype("float32")
-    weights = (levels - offsets.astype("float32")[:, group]) * scales.reshape(count, blocks).astype("float32")[:, group]
-    x = node.inputs[0]
-    product = node.emit(relax.op.matmul(x, const(np.ascontiguousarray(weights.T), dtype_of(x))))
-    return product if node.input(5) is None else relax.op.add(product, node.inputs[5])
-
-
-def _unpack(packed: Array, bits: int) -> Array:
-    """The numbers of `bits` bits in the bytes [rows, bytes], the lowest bits first."""
-    shifts = np.arange(0, 8, bits, dtype="uint8")
-    return ((packed[:, :, None] >> shifts) & ((1 << bits) - 1)).reshape(len(packed), -1)

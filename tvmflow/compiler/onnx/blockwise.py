@@ -1,0 +1,131 @@
+"""com.microsoft's operators on weights of a few bits, of which each block of numbers has a scale of its own.
+
+So are the weights of language models stored that need little memory.
+"""
+
+from typing import Any
+
+import numpy as np
+from tvm import relax, te, tirx
+
+from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
+from tvmflow.compiler.onnx.values import Array, const, dtype_of
+
+# The numbers of MatMulBnb4's two types of four bits, by their bits: the levels of QLoRA's "4-bit NormalFloat" (Dettmers
+# et al., 2023), and floats of one bit of sign, two of exponent and one of mantissa, divided by the largest.
+_NORMAL_FLOAT = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FLOAT = (0.0, 0.005208333333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
+_LEVELS = (np.array([*_FLOAT, *(-level for level in _FLOAT)], "float32"), np.array(_NORMAL_FLOAT, "float32"))
+
+
+def convert_matmul_nbits(node: Node) -> relax.Expr:
+    """Return the Relax expression of MatMulNBits: a product with weights of 2, 4 or 8 bits, made floats at import.
+
+    Raises UnsupportedFormError for weights, scales, zero points or group indices that are not constant, and for another
+    number of bits.
+    """
+    count, depth, block = (int(node.attrs[name]) for name in ("N", "K", "block_size"))
+    bits = int(node.attrs.get("bits", 4))
+    if not _are_constant(node, 1, 2, 3, 4):
+        raise UnsupportedFormError("weights that are computed")
+    packed, scales, points, groups = _constants(node, 1, 2, 3, 4)
+    if bits not in (2, 4, 8):
+        raise UnsupportedFormError(f"weights of {bits} bits")
+    blocks = -(-depth // block)
+    if points is None:
+        offsets: Array = np.full((count, blocks), 1 << (bits - 1), "float32")
+    elif points.dtype == np.uint8:
+        offsets = _unpack(points.reshape(count, -1), bits)[:, :blocks]
+    else:
+        offsets = points.reshape(count, blocks)
+    group = np.arange(depth) // block if groups is None else groups
+    levels = _unpack(packed.reshape(count, -1), bits)[:, :depth].astype("float32")
+    weights = (levels - offsets.astype("float32")[:, group]) * scales.reshape(count, blocks).astype("float32")[:, group]
+    product = _multiply(node, weights)
+    return product if node.input(5) is None else relax.op.add(product, node.inputs[5])
+
+
+def convert_matmul_bnb4(node: Node) -> relax.Expr:
+    """Return the Relax expression of MatMulBnb4: a product with weights of 4 bits, made floats at import.
+
+    Raises UnsupportedFormError for weights or scales that are not constant, and for another type of weights than the
+    two of bitsandbytes.
+    """
+    count, depth, block = (int(node.attrs[name]) for name in ("N", "K", "block_size"))
+    kind = int(node.attrs["quant_type"])
+    if not _are_constant(node, 1, 2):
+        raise UnsupportedFormError("weights that are computed")
+    packed, scales = _constants(node, 1, 2)
+    if kind not in range(len(_LEVELS)):
+        raise UnsupportedFormError(f"weights of quant_type {kind}")
+    # The higher bits of a byte are the first number.
+    numbers = np.stack([packed.reshape(-1) >> 4, packed.reshape(-1) & 15], axis=1).reshape(-1)[: count * depth]
+    weights = _LEVELS[kind][numbers] * np.repeat(scales.reshape(-1), block)[: count * depth].astype("float32")
+    return _multiply(node, weights.reshape(count, depth))
+
+
+def _are_constant(node: Node, *places: int) -> bool:
+    """Whether all operands at these places that the node has are constant."""
+    return all(node.constant(place) is not None or node.input(place) is None for place in places)
+
+
+def _constants(node: Node, *places: int) -> list[Any]:
+    """The values of constant operands; None for those that the node does not have."""
+    return [node.constant(place) for place in places]
+
+
+def _multiply(node: Node, weights: Array) -> relax.Expr:
+    """The product of the first operand and weights [N, K]."""
+    x = node.inputs[0]
+    return node.emit(relax.op.matmul(x, const(np.ascontiguousarray(weights.T), dtype_of(x))))
+
+
+def convert_gather_block_quantized(node: Node) -> relax.Expr:
+    """Return the Relax expression of GatherBlockQuantized: rows of a table of integers, times the scales of blocks.
+
+    The table stays as it is; what is gathered is made floats. Raises UnsupportedFormError for a table, scales or zero
+    points that are not constant.
+    """
+    if not _are_constant(node, 0, 2, 3):
+        raise UnsupportedFormError("weights that are computed")
+    data, scales, points = _constants(node, 0, 2, 3)
+    bits, block = int(node.attrs.get("bits", 4)), int(node.attrs.get("block_size", 128))
+    gather = int(node.attrs.get("gather_axis", 0)) % data.ndim
+    axis = int(node.attrs.get("quantize_axis", 1)) % data.ndim
+    # A byte of uint8 holds several numbers; the file's numbers of four bits have become int8.
+    is_packed = data.dtype == np.uint8
+    parts = 8 // bits if is_packed else 1
+    if points is None:
+        points = np.full(scales.shape, 1 << (bits - 1) if is_packed else 0, data.dtype)
+    elif parts > 1:
+        points = _unpack(points.reshape(-1, points.shape[-1]), bits)[:, : scales.shape[-1]].reshape(scales.shape)
+    indices, dtype = node.inputs[1], str(scales.dtype)
+    rank = indices.ty.ndim
+    place = axis if axis < gather else axis + rank - 1
+    operands = [node.apply("Gather", const(array), indices, axis=gather) for array in (data, scales, points)]
+
+    def dequantize(rows: te.Tensor, scale: te.Tensor, zero: te.Tensor) -> te.Tensor:
+        shape = [size * parts if at == place else size for at, size in enumerate(rows.shape)]
+
+        def element(*index: Any) -> Any:
+            along = index[place]
+            number = rows[(*index[:place], along // parts, *index[place + 1 :])]
+            if parts > 1:
+                shift = (along % parts * bits).astype("uint8")
+                number = (number >> shift) & tirx.const((1 << bits) - 1, "uint8")
+            of_block = (*index[:place], along // block, *index[place + 1 :])
+            return (number.astype(dtype) - zero[of_block].astype(dtype)) * scale[of_block]
+
+        return te.compute(shape, element, name="dequantized")
+
+    return node.builder.call_te(dequantize, *operands, primfunc_name_hint="dequantize")
+
+
+def _unpack(packed: Array, bits: int) -> Array:
+    """The numbers of `bits` bits in the bytes [rows, bytes], the lowest bits first."""
+    shifts = np.arange(0, 8, bits, dtype="uint8")
+    return ((packed[:, :, None] >> shifts) & ((1 << bits) - 1)).reshape(len(packed), -1)
