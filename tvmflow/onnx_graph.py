@@ -33,6 +33,8 @@ def inner_nodes(node: "onnx.NodeProto") -> "Iterator[onnx.NodeProto]":
 
 # ONNX's numbers of the types of two bytes: float16 and bfloat16.
 _HALF_TYPES = {10, 16}
+# The accuracy level of ONNX Runtime's products of weights of few bits that computes in float32; 0 leaves it open.
+_FLOAT32_LEVEL = 1
 
 
 def rounds_activations(model: "onnx.ModelProto") -> bool:
@@ -58,15 +60,21 @@ def _computes_in_half(model: "onnx.ModelProto") -> bool:
 
 
 def _quantises_activations(model: "onnx.ModelProto") -> bool:
-    """Whether a model rounds tensors that it computes to integers of few bits."""
+    """Whether a model rounds tensors that it computes to integers of few bits, or lets ONNX Runtime do so."""
     weights = {tensor.name for tensor in model.graph.initializer}
     graphs = [nodes_of(model.graph), *(function.node for function in model.functions)]
     return any(
-        "Quantize" in node.op_type or node.op_type.startswith(("QLinear", "QGemm"))
+        "Quantize" in node.op_type or node.op_type.startswith(("QLinear", "QGemm")) or _may_round(node)
         for nodes in graphs
         for node in nodes
         if node.input and node.input[0] not in weights
     )
+
+
+def _may_round(node: "onnx.NodeProto") -> bool:
+    """Whether a node has an accuracy level that allows less than float32: float16, bfloat16 or 8-bit integers."""
+    levels = [attribute.i for attribute in node.attribute if attribute.name == "accuracy_level"]
+    return any(level > _FLOAT32_LEVEL for level in levels)
 
 
 def standard_opset(model: "onnx.ModelProto") -> int | None:

@@ -217,6 +217,24 @@ def test_weights_of_16_bits_are_widened_to_the_same_numbers(dtype: Any, target: 
     np.testing.assert_array_equal(_widen(form, weight.shape, target).view(np.uint32), weight.view(np.uint32))
 
 
+@pytest.mark.parametrize("zero", [8, 5, 0, 15])
+@pytest.mark.parametrize(
+    ("shape", "axis", "block"), [((40, 96), 1, 32), ((4, 64, 8), 1, 16), ((256, 30), 0, 128)], ids=str
+)
+def test_weights_in_blocks_of_4_bits_are_widened_to_the_same_numbers(
+    shape: tuple[int, ...], axis: int, block: int, zero: int, target: Target
+) -> None:
+    generator = np.random.default_rng(zero)
+    levels = generator.integers(0, 16, shape).astype("float32")
+    of_blocks = [size // block if place == axis else size for place, size in enumerate(shape)]
+    scales = generator.uniform(0.001, 0.1, of_blocks).astype("float32")
+    weight = (levels - np.float32(zero)) * np.repeat(scales, block, axis)
+    form = narrow(weight)
+    assert form is not None
+    assert sum(part.nbytes for part in form.parts) <= weight.nbytes / 8 + 5 * scales.size
+    np.testing.assert_array_equal(_widen(form, weight.shape, target), weight)
+
+
 def _widen(form: NarrowWeight, shape: tuple[int, ...], target: Target) -> Array:
     """The float32 tensor that a library makes of a weight in fewer bytes."""
     parameters = [te.placeholder(part.shape, str(part.dtype), name=f"part{i}") for i, part in enumerate(form.parts)]

@@ -170,6 +170,16 @@ def test_models_that_compute_in_float16_are_told_from_those_that_store_weights_i
     assert rounds_activations(onnx.load(make_model([narrow, multiply], [("v", [2, 4])], half[1:], weights)))
 
 
+@pytest.mark.parametrize(("level", "rounds"), [(0, False), (1, False), (2, True), (4, True)])
+def test_products_that_onnx_runtime_may_compute_in_integers_round_activations(
+    level: int, rounds: bool, make_model: MakeModel
+) -> None:
+    attributes = {"K": 32, "N": 3, "block_size": 32, "accuracy_level": level}
+    node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft", **attributes)
+    weights = {"w": np.zeros((3, 1, 16), "uint8"), "s": np.ones(3, "float32")}
+    assert rounds_activations(onnx.load(make_model([node], [("x", [2, 32])], ["y"], weights))) == rounds
+
+
 def _integer_nodes(make_model: MakeModel) -> tuple[Path, dict[str, Array]]:
     """Operators of integers with zero points of each kind, computed ones among them, and inputs for them."""
     rng = np.random.default_rng(5)

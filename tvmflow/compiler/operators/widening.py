@@ -1,4 +1,4 @@
-"""Weights of 8 or 16 bits that a model computes with in float32.
+"""Weights of 4, 8 or 16 bits that a model computes with in float32.
 
 A quantised file holds its weights as integers, and multiplies them by scales in its graph. A file in float16 holds them
 in two bytes. The compiler evaluates both, so its constants are larger than the file's. Where they are still integers
@@ -20,6 +20,8 @@ Array = np.ndarray[Any, Any]
 _LARGEST, _VALUES = 127, 256
 # So many numbers, from all over a tensor, tell that most weights are not those of a quantised file.
 _SAMPLE = 4096
+# The numbers of weights that have a scale in common in files of 4 bits, and the most values of 4 bits.
+_BLOCKS, _LEVELS = (256, 128, 64, 32, 16), 16
 
 
 class NarrowWeight(Protocol):
@@ -62,6 +64,45 @@ class ByteWeight:
             return numbers[place].astype("float32") * scale
 
         return te.compute(numbers.shape, element, name="widened")
+
+
+@dataclass(frozen=True)
+class BlockWeight:
+    """A float32 tensor of blocks along one axis, each of integers of 4 bits, plus an offset, times a scale.
+
+    `numbers` are uint8 with two neighbours along the axis, the first one in the lower bits. `offsets` (int8) and
+    `scales` (float32) have one number for each block.
+    """
+
+    numbers: Array
+    offsets: Array
+    scales: Array
+
+    @property
+    def parts(self) -> tuple[Array, ...]:
+        """Return the numbers, the offsets and the scales."""
+        return self.numbers, self.offsets, self.scales
+
+    @staticmethod
+    def widen(*parts: te.Tensor) -> te.Tensor:
+        """Define the float32 tensor as a tensor expression of the numbers, the offsets and the scales."""
+        numbers, offsets, scales = parts
+        halves = [(int(packed), int(blocks)) for packed, blocks in zip(numbers.shape, scales.shape, strict=True)]
+        # A block has two weights and more, so its axis alone differs.
+        axis = next(place for place, (packed, blocks) in enumerate(halves) if packed != blocks)
+        size = 2 * halves[axis][0]
+        block = size // halves[axis][1]
+
+        def element(*place: Any) -> Any:
+            def at(index: Any) -> tuple[Any, ...]:
+                return (*place[:axis], index, *place[axis + 1 :])
+
+            shift = (place[axis] % 2 * 4).astype("uint8")
+            number = (numbers[at(place[axis] // 2)] >> shift) & tirx.const(_LEVELS - 1, "uint8")
+            of_block = at(place[axis] // block)
+            return (number.astype("float32") + offsets[of_block].astype("float32")) * scales[of_block]
+
+        return te.compute([*numbers.shape[:axis], size, *numbers.shape[axis + 1 :]], element, name="widened")
 
 
 @dataclass(frozen=True)
@@ -118,11 +159,11 @@ class BrainWeight:
 def narrow(weight: Array) -> NarrowWeight | None:
     """Return a float32 tensor in fewer bytes, None where that does not give the same numbers.
 
-    8 bits are for tensors of two dimensions or more.
+    Forms of 4 and 8 bits are for tensors of two dimensions or more.
     """
     if weight.dtype != np.float32:
         return None
-    return (_in_bytes(weight) if weight.ndim > 1 else None) or _in_halves(weight)
+    return ((_in_bytes(weight) or _in_blocks(weight)) if weight.ndim > 1 else None) or _in_halves(weight)
 
 
 def _in_bytes(weight: Array) -> ByteWeight | None:
@@ -136,6 +177,62 @@ def _in_bytes(weight: Array) -> ByteWeight | None:
         if form is not None:
             return form
     return None
+
+
+def _in_blocks(weight: Array) -> BlockWeight | None:
+    """A tensor in 4 bits; the blocks are as large as possible."""
+    for axis in range(weight.ndim):
+        lines = np.moveaxis(weight, axis, -1)
+        first = lines[(0,) * (weight.ndim - 1)]
+        # A few numbers tell of most weights that they are not so, and one line of most sizes of blocks.
+        sizes = [block for block in _BLOCKS if first.size % block == 0] if _are_multiples(first[: min(_BLOCKS)]) else []
+        for block in sizes:
+            form = _quantise(lines.reshape(-1, block)) if _quantise(first.reshape(-1, block)) is not None else None
+            if form is not None:
+                numbers, offsets, scales = form
+                pairs = numbers.reshape(*lines.shape[:-1], -1, 2)
+                packed = pairs[..., 0] | pairs[..., 1] << 4
+                of_blocks = (array.reshape(*lines.shape[:-1], -1) for array in (offsets, scales))
+                return BlockWeight(*(np.ascontiguousarray(np.moveaxis(one, -1, axis)) for one in (packed, *of_blocks)))
+    return None
+
+
+def _are_multiples(numbers: Array) -> bool:
+    """Whether a few numbers are integers of few levels times a scale."""
+    scales = np.abs(numbers).max() / np.arange(1, _LEVELS, dtype="float32")
+    scales = np.concatenate([np.nextafter(scales, towards) for towards in (scales, np.float32(0), np.float32(np.inf))])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        multiples = np.rint(numbers / scales[:, None])
+        return bool((multiples * scales[:, None] == numbers).all(axis=1).any()) or not numbers.any()
+
+
+def _quantise(blocks: Array) -> tuple[Array, Array, Array] | None:
+    """The numbers, offsets and scales of blocks [count, size]; None where any of them is not of so few levels."""
+    count = len(blocks)
+    numbers, offsets, scales = np.zeros(blocks.shape, "uint8"), np.zeros(count, "int8"), np.ones(count, "float32")
+    left = np.flatnonzero(np.abs(blocks).max(axis=1))
+    if not np.isfinite(blocks).all():
+        return None
+    largest = np.abs(blocks).max(axis=1)
+    # The largest number is an integer times the scale, most often a power of two.
+    for level in sorted(range(1, _LEVELS), key=lambda level: (level != _LEVELS // 2, -level)):
+        scale = largest / np.float32(level)
+        # It was rounded when it was scaled.
+        for towards in (scale, np.float32(0), np.float32(np.inf)):
+            if not left.size:
+                return numbers, offsets, scales
+            candidate = np.nextafter(scale, towards)[left, None]
+            part = blocks[left]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                multiples = np.rint(part / candidate)
+            lowest = multiples.min(axis=1)
+            is_exact = (multiples * candidate == part).all(axis=1) & (multiples.max(axis=1) - lowest < _LEVELS)
+            places = left[is_exact]
+            numbers[places] = (multiples - lowest[:, None])[is_exact].astype("uint8")
+            offsets[places] = lowest[is_exact].astype("int8")
+            scales[places] = candidate[is_exact, 0]
+            left = left[~is_exact]
+    return None if left.size else (numbers, offsets, scales)
 
 
 def _in_halves(weight: Array) -> HalfWeight | BrainWeight | None:
