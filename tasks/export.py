@@ -17,6 +17,7 @@ from tvmflow import memory, onnx_data, samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives, find_dimensions
 from tvmflow.errors import ExportError, naming_model
+from tvmflow.file_formats import explain_format
 from tvmflow.index_limits import index_limits, index_ranges
 from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
@@ -334,6 +335,9 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
     except FileNotFoundError as error:
         raise ExportError(f"there is no ONNX file {label!r}") from error
     except Exception as error:
+        reason = explain_format(path)
+        if reason is not None:
+            raise ExportError(f"{label!r} is not an ONNX file: {reason}") from error
         reason = onnx_data.explain_data(path)
         if reason is not None:
             raise ExportError(f"{label!r} cannot be read: {reason}") from error

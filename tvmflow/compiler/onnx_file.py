@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import has_converter, is_function
 from tvmflow.errors import ModelImportError
+from tvmflow.file_formats import explain_format
 from tvmflow.onnx_data import array_of, explain_data, load, without_weights
 from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
@@ -41,6 +42,9 @@ def load_model(path: Path, label: str) -> onnx.ModelProto:
     except FileNotFoundError as error:
         raise ModelImportError(f"{label}: {error.strerror or 'file not found'}; expected an ONNX file") from error
     except Exception as error:  # protobuf, checker and external-data errors share no base class
+        reason = explain_format(path)
+        if reason is not None:
+            raise ModelImportError(f"{label} is not an ONNX file: {reason}") from error
         reason = explain_data(path)
         if reason is not None:
             raise ModelImportError(f"{label} cannot be read: {reason}") from error
