@@ -22,6 +22,7 @@ from tvmflow.index_limits import index_limits, index_ranges
 from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import explain_order, rounds_activations, standard_opset
+from tvmflow.onnx_halves import has_type, reads_bits, replace_bfloat16
 from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 from tvmflow.onnx_ties import Ties
@@ -30,8 +31,8 @@ from tvmflow.process import Emit
 from tvmflow.samples import NamedArrays, constant_outputs
 from tvmflow.size_limits import SizeLimits
 from tvmflow.source import Source, load_module, open_session, run_module, run_session
-from tvmflow.spec import Dimension, Dtype, Export, Input, Samples, Spec
-from tvmflow.tolerance import Bounds, are_close, describe_bounds, largest_error
+from tvmflow.spec import ROUNDED_ERROR, Dimension, Dtype, Export, Input, Samples, Spec
+from tvmflow.tolerance import Bounds, largest_error
 from tvmflow.usercode import describe
 from tvmflow.workspace import Artifact, StepResult
 
@@ -44,13 +45,15 @@ _PRIVATE = "tvmflow_output_"
 _DTYPES = get_args(Dtype)
 # How many values integers have that the model uses as no index: they may be masks.
 _MASK = 2
+_BFLOAT16 = 16  # the number of the type in ONNX
 
 
 class ExportJob(Job):
     """The original, its inputs, and how to export it; `files` are the SHA-256 of sample files by input name.
 
-    `samples` is the number of samples to compare on, and `seed` the seed of their random values. `operators` are the
-    user's own operators, as `package.module:operator`.
+    `samples` is the number of samples to compare on, and `seed` the seed of their random values. `has_bounds` is
+    whether the release file bounds the errors of ONNX Runtime beside PyTorch. `operators` are the user's own operators,
+    as `package.module:operator`.
     """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
@@ -63,7 +66,16 @@ class ExportJob(Job):
     samples: int
     seed: int
     files: dict[str, str]
+    has_bounds: bool
     operators: tuple[str, ...] = ()
+
+    def bounds(self, *, rounds_activations: bool) -> Bounds:
+        """Return the errors that ONNX Runtime's outputs may have beside PyTorch's.
+
+        They are wider for a model that rounds what it computes to 8 or 16 bits, where the release file sets none.
+        """
+        error = ROUNDED_ERROR if rounds_activations and not self.has_bounds else None
+        return Bounds(self.export.rtol, self.export.atol, error)
 
     @property
     def needs_torch(self) -> bool:
@@ -87,6 +99,7 @@ class ExportJob(Job):
             samples=spec.validation.samples,
             seed=spec.validation.seed,
             files=files,
+            has_bounds=spec.export.has_bounds,
             operators=spec.model.operators,
         )
 
@@ -145,6 +158,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         if source.framework == "onnx":
             model = read_onnx(source.path or Path(), label)
             without_labels = drop_zip_maps(model)
+            rounds = _without_bfloat16(model)
             inputs = _pinned(job.inputs or described_by(model), job.dimensions)
             _fix_shapes(model, inputs)
             module = None
@@ -157,14 +171,16 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             candidates = (inputs,)
             emit(1, 3, "exporting")
             model = _export(module, inputs, job, path)
+            rounds = _without_bfloat16(model)
         define(model, load_operators(job.operators))
         _check(model)
         data = onnx_data.save(model, path)
         emit(2, 3, "comparing with ONNX Runtime")
         session = _open(path) if module is None else open_session(path, prints_errors=False)
         limits = SizeLimits(model) if module is None else None
+        bounds = job.bounds(rounds_activations=rounds)
         ties = Ties(path)
-        dimensions, pairs, error = _compare_where_it_runs(session, module, limits, candidates, ties, job)
+        dimensions, pairs, error = _compare_where_it_runs(session, module, limits, candidates, ties, job, bounds)
         pinned = _pinned(inputs, dimensions)
         if pinned != inputs:
             # A dimension whose only size was found by trial is as one that the file fixes.
@@ -172,7 +188,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             _fix_shapes(model, inputs)
             data = onnx_data.save(model, path)
         samples.save(folder / "samples.npz", pairs)
-        masks = ties.undecided(*pairs[0], _bounds(job.export))
+        masks = ties.undecided(*pairs[0], bounds)
         np.savez(folder / "undecided.npz", **masks)  # type: ignore[arg-type]
         return ExportResult(
             onnx=workspace.keep(path, data=data),
@@ -186,10 +202,21 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             registered=job.original.registered,
             is_repeatable=is_repeatable,
             without_labels=without_labels,
-            rounds_activations=rounds_activations(model),
+            rounds_activations=rounds,
             indices=index_ranges(model),
             sources=usercode.imported_sources(job.folder),
         )
+
+
+def _without_bfloat16(model: "onnx.ModelProto") -> bool:
+    """Make float32 of a model's bfloat16, for which ONNX Runtime has no operators on a CPU.
+
+    Returns whether the model, as it was, rounds what it computes to 8 or 16 bits.
+    """
+    rounds = rounds_activations(model)
+    if has_type(model, _BFLOAT16) and not reads_bits(model):
+        replace_bfloat16(model)
+    return rounds
 
 
 def _export_in_child(job: ExportJob, runner: StepRunner) -> ExportResult:
@@ -500,6 +527,7 @@ def _compare_where_it_runs(
     candidates: Iterable[tuple[Input, ...]],
     ties: Ties,
     job: ExportJob,
+    bounds: Bounds,
 ) -> tuple[dict[str, Dimension], list[tuple[NamedArrays, NamedArrays]], float | None]:
     """Return the dimensions and what `_compare` returns, for the first of `candidates` whose samples the model takes.
 
@@ -511,7 +539,7 @@ def _compare_where_it_runs(
     for inputs in candidates:
         try:
             dimensions = _find_dimensions(session, limits, inputs, job) if limits else job.dimensions
-            pairs, error = _compare(session, module, limits, inputs, dimensions, ties, job)
+            pairs, error = _compare(session, module, limits, inputs, dimensions, ties, job, bounds)
         except ExportError as problem:
             failure = failure or problem
             continue
@@ -531,6 +559,7 @@ def _compare(
     dimensions: dict[str, Dimension],
     ties: Ties,
     job: ExportJob,
+    bounds: Bounds,
 ) -> tuple[list[tuple[NamedArrays, NamedArrays]], float | None]:
     """Return the samples with the original's outputs, and ONNX Runtime's largest absolute error on them.
 
@@ -566,8 +595,8 @@ def _compare(
             raise
         except Exception as error:
             raise ExportError(f"the model fails on sample {index} ({describe(error)})") from error
-        outputs = ties.settle(sample, expected, outputs, _bounds(job.export))
-        worst = max(worst, _largest_error(expected, outputs, index, job.export))
+        outputs = ties.settle(sample, expected, outputs, bounds)
+        worst = max(worst, _largest_error(expected, outputs, index, bounds))
         pairs.append((sample, expected))
     return pairs, None if module is None else worst
 
@@ -595,11 +624,7 @@ def _first_run(
     raise failure or ExportError("the model has no sizes to run at")
 
 
-def _bounds(export: Export) -> Bounds:
-    return Bounds(export.rtol, export.atol)
-
-
-def _largest_error(expected: NamedArrays, outputs: NamedArrays, index: int, bounds: Export) -> float:
+def _largest_error(expected: NamedArrays, outputs: NamedArrays, index: int, bounds: Bounds) -> float:
     worst = 0.0
     for name, array in expected.items():
         other = outputs[name]
@@ -609,10 +634,10 @@ def _largest_error(expected: NamedArrays, outputs: NamedArrays, index: int, boun
                 f"PyTorch's is {array.dtype}{list(array.shape)}"
             )
         error = largest_error(array, other)
-        if not are_close(other, array, rtol=bounds.rtol, atol=bounds.atol):
+        if not bounds.is_met(array, other):
             raise ExportError(
                 f"ONNX Runtime differs from PyTorch by {error:.3g} in output {name!r} on sample {index}, beyond "
-                f"{describe_bounds(array, bounds.rtol, bounds.atol)}; look at the export, or widen `export.rtol` and "
+                f"{bounds.describe(array)}; look at the export, or widen `export.rtol` and "
                 "`export.atol`"
             )
         worst = max(worst, error)

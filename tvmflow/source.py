@@ -100,16 +100,18 @@ def _load_weights(module: "torch.nn.Module", path: Path, model: Model) -> None:
 def run_module(module: "torch.nn.Module", inputs: NamedArrays, names: tuple[str, ...] = ()) -> NamedArrays:
     """Run a PyTorch module and return its outputs by name.
 
-    The values of `inputs` are its arguments, in order; nested outputs are flattened to the tensors in them. Without
-    `names` the outputs are output_0, output_1, ... Raises ExportError when the number of outputs differs from that of
-    `names`, and the module's own errors.
+    The values of `inputs` are its arguments, in order; nested outputs are flattened to the tensors in them, of which
+    those of bfloat16 become float32. Without `names` the outputs are output_0, output_1, ... Raises ExportError when
+    the number of outputs differs from that of `names`, and the module's own errors.
     """
     import torch
     from torch.utils._pytree import tree_leaves
 
     with torch.inference_mode():
         output = module(*(torch.from_numpy(np.ascontiguousarray(array)) for array in inputs.values()))
-    leaves = [leaf.numpy() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    # NumPy has no bfloat16.
+    leaves = [(leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy() for leaf in tensors]
     names = names or tuple(f"output_{index}" for index in range(len(leaves)))
     if len(leaves) != len(names):
         raise ExportError(f"the model returns {len(leaves)} outputs, but outputs names {len(names)}")

@@ -66,6 +66,12 @@ class Bounds:
             return are_close(actual, expected, rtol=self.rtol, atol=self.atol)
         return largest_error(expected, actual) <= self.max_relative_error * _largest(expected)
 
+    def describe(self, expected: Array) -> str:
+        """Return the bounds of an output for a message."""
+        if self.max_relative_error is None:
+            return describe_bounds(expected, self.rtol, self.atol)
+        return f"{self.max_relative_error:g} of its largest number"
+
     def tolerance(self, values: Array, whole: Array) -> Array:
         """Return the largest error of each of `values`, which are elements of the tensor `whole` of floats."""
         if self.max_relative_error is not None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -172,6 +173,44 @@ def test_the_same_model_gives_the_same_bytes_in_every_folder(
         digests.append((result.onnx.sha256, result.samples.sha256))
         assert result.is_repeatable
     assert digests[0] == digests[1]
+
+
+_ROUNDED = """
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 3)).{dtype}()
+
+    def forward(self, x):
+        return self.layers(x.{dtype}())
+"""
+
+
+@pytest.mark.parametrize(("dtype", "result"), [("bfloat16", "float32"), ("half", "float16")])
+def test_modules_of_16_bits_may_differ_by_what_they_round(
+    dtype: str, result: str, export_module: Any, kept_samples: Any
+) -> None:
+    network = _ROUNDED.replace("{dtype}", dtype)
+    exported = export_module(network, inputs=[{"name": "x", "shape": [64, 4]}])
+    assert exported.rounds_activations
+    assert [item.dtype for item in (*exported.inputs, *exported.outputs)] == ["float32", result]
+    assert 0 < exported.max_abs_error < 0.1
+    assert {outputs.dtype.name for _, named in kept_samples(exported) for outputs in named.values()} == {result}
+    with pytest.raises(ExportError, match="ONNX Runtime differs from PyTorch"):
+        export_module(network, inputs=[{"name": "x", "shape": [64, 4]}], export={"rtol": 1e-6, "atol": 1e-6})
+
+
+def test_a_file_in_bfloat16_is_taken_for_float32(export_spec: Callable[[Spec], ExportResult], tmp_path: Path) -> None:
+    kind, weights = TensorProto.BFLOAT16, {"w": np.arange(12).reshape(4, 3).astype(ml_dtypes.bfloat16)}
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["z"]), helper.make_node("Softmax", ["z"], ["y"])]
+    save_model(tmp_path / "model.onnx", nodes, [("x", ["n", 4], kind)], [("y", ["n", 3], kind)], weights, opset=22)
+    exported = export_spec(parse({"name": "brain", "model": {"onnx": "model.onnx"}}, tmp_path))
+    assert [(item.name, item.dtype) for item in (*exported.inputs, *exported.outputs)] == [
+        ("x", "float32"),
+        ("y", "float32"),
+    ]
+    assert exported.rounds_activations
 
 
 @pytest.mark.parametrize("content", [b"", b"no ONNX at all", b"\x08\x09"], ids=["empty", "text", "without a graph"])

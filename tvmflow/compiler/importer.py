@@ -18,17 +18,18 @@ from tvmflow.compiler.graph_importer import GraphImporter, NodeRecord
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import Converter, is_static
 from tvmflow.compiler.onnx_file import apply_shapes, constants_to_initializers, expand_functions, load_model
-from tvmflow.compiler.onnx_float16 import compute_in_float32
 from tvmflow.compiler.refusals import (
     Refusal,
     advise,
     advise_on_error,
     describe_refusals,
     missing_converter,
+    mixed_type_refusals,
     type_refusals,
 )
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.onnx_graph import nodes_of, standard_opset
+from tvmflow.onnx_halves import compute_in_float32, has_type, reads_bits
 from tvmflow.onnx_inputs import graph_inputs
 
 
@@ -113,7 +114,7 @@ def survey_onnx(
     label = label or str(path)
     own = operators or {}
     model = expand_functions(label, load_model(Path(path), label), own.keys())
-    of_types = compute_in_float32(model)
+    of_types = _compute_in_float32(model)
     graph = model.graph
     inputs = graph_inputs(graph)
     sizes = apply_shapes(label, graph, inputs, shapes or {})
@@ -160,6 +161,18 @@ def survey_onnx(
         convert=importer.convert_alone,
         is_operator_error=importer.is_operator_error,
     )
+
+
+def _compute_in_float32(model: onnx.ModelProto) -> list[Refusal]:
+    """Let a model in float16 compute in float32; return refusals of nodes that mix the two types.
+
+    Afterwards their operands differ no more.
+    """
+    if not has_type(model, onnx.TensorProto.FLOAT16) or reads_bits(model):
+        return []
+    refusals = mixed_type_refusals(model)
+    compute_in_float32(model)
+    return refusals
 
 
 def _imported(mod: tvm.IRModule, importer: "GraphImporter", inputs: Sequence[onnx.ValueInfoProto]) -> Imported:

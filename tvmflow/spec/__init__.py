@@ -9,11 +9,12 @@ from tvmflow.spec.channels import ChannelGates, ChannelSection, Policy, Retrain
 from tvmflow.spec.checks import Benchmark, Gates, TaskMetric, Validate
 from tvmflow.spec.document import RegistrySection, Spec, Store
 from tvmflow.spec.inputs import Dimension, Dtype, Input, Samples
-from tvmflow.spec.model import Build, Export, Model, Train, Tune
+from tvmflow.spec.model import ROUNDED_ERROR, Build, Export, Model, Train, Tune
 from tvmflow.spec.reading import amend, load, parse, to_document
 from tvmflow.spec.template import template
 
 __all__ = [
+    "ROUNDED_ERROR",
     "Benchmark",
     "Build",
     "ChannelGates",

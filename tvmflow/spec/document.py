@@ -10,13 +10,11 @@ from tvmflow.spec.channels import ChannelGates, ChannelSection, Retrain
 from tvmflow.spec.checks import Benchmark, Gates, Validate
 from tvmflow.spec.fields import NAME_RULE, Section, is_name, likely_name
 from tvmflow.spec.inputs import Dimension, Input
-from tvmflow.spec.model import Build, Export, Model, Train, Tune
+from tvmflow.spec.model import ROUNDED_ERROR, Build, Export, Model, Train, Tune
 from tvmflow.target import Precision, Target, resolve
 
 # The `max_relative_error` of each reduced precision, where the release file sets no bound.
 _REDUCED_PRECISION_ERROR: dict[Precision, float] = {"bf16": 5e-2, "fp16": 5e-2, "int8": 5e-2}
-# The same for activations of 8 or 16 bits: a last digit decides between two levels, and what follows differs by levels.
-_ROUNDED_ERROR = 5e-2
 
 
 class RegistrySection(Section):
@@ -165,7 +163,7 @@ class Spec(Section):
         Where it sets none, they are wider for a reduced precision, and for a model whose activations are rounded to 8
         or 16 bits.
         """
-        error = _REDUCED_PRECISION_ERROR.get(self.build.precision, _ROUNDED_ERROR if rounds_activations else None)
+        error = _REDUCED_PRECISION_ERROR.get(self.build.precision, ROUNDED_ERROR if rounds_activations else None)
         if error is None or self.validation.has_bounds:
             return self.validation
         return self.validation.model_copy(update={"max_relative_error": error})

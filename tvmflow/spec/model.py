@@ -19,6 +19,9 @@ from tvmflow.spec.fields import (
 )
 from tvmflow.target import Precision
 
+# The largest error over the largest number of an output, where activations have 8 or 16 bits and the release file sets
+# no bound: a last digit decides between two levels, and what follows differs by levels.
+ROUNDED_ERROR = 5e-2
 _MLFLOW_URI = re.compile(r"models:/[^/@]+(@[^/@]+|/[^/@]+)")
 
 
@@ -97,7 +100,13 @@ class Export(Section):
     """Relative tolerance of ONNX Runtime against PyTorch."""
     atol: NonNegativeFloat | None = None
     """Absolute tolerance of ONNX Runtime against PyTorch. Without it 1e-4, times the root mean square of an output's
-    elements where that is above 1."""
+    elements where that is above 1. Where neither `rtol` nor `atol` is given, a model that computes in 8 or 16 bits may
+    differ by 0.05 of the largest number of an output."""
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether the release file sets `rtol` or `atol`."""
+        return bool(self.model_fields_set & {"rtol", "atol"})
 
 
 class Build(Section):
