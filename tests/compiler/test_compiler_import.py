@@ -239,6 +239,25 @@ def test_the_models_own_functions_are_inlined(tmp_path: Path) -> None:
     assert "R.add" in import_onnx(path).mod["main"].script()
 
 
+@pytest.mark.parametrize(("opset", "is_taken"), [(17, True), (12, False)])
+def test_functions_may_have_another_opset_with_the_same_operators(opset: int, is_taken: bool, tmp_path: Path) -> None:
+    """Clip is the same in opsets 13 to 18 of the model, and another one in opset 12."""
+    function = helper.make_function(
+        "org.example", "Low", ["a"], ["b"], [helper.make_node("Clip", ["a"], ["b"])], [helper.make_opsetid("", opset)]
+    )
+    node = helper.make_node("Low", ["x"], ["y"], domain="org.example")
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy"]
+    graph = helper.make_graph([node], "main", ends[:1], ends[1:])
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("org.example", 1)]
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, functions=[function], opset_imports=opsets, ir_version=9), path)
+    if is_taken:
+        assert import_onnx(path).outputs[0].shape == (2,)
+    else:
+        with pytest.raises(ModelImportError, match="is not a valid ONNX model"):
+            import_onnx(path)
+
+
 def test_a_form_that_would_be_wrong_is_refused_with_the_reason(make_model: Any) -> None:
     node = helper.make_node("Celu", ["x"], ["y"], name="the_unit", alpha=0.0)
     path = make_model([node], [("x", [4])], ["y"])

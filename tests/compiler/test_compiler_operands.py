@@ -216,6 +216,12 @@ def test_free_sizes_beside_fixed_ones_are_taken_for_them(assert_all_same: Check)
     )
 
 
+def test_the_axis_of_an_unsqueeze_may_have_no_dimension(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    node = helper.make_node("Unsqueeze", ["x", "axis"], ["y"])
+    path = make_model([node], [("x", ["n", 3])], ["y"], {"axis": np.array(-1)})
+    assert_same_as_onnxruntime(path, {"x": normal(2, 3)})
+
+
 def test_a_slice_that_starts_beyond_the_end_is_nothing(assert_all_same: Check) -> None:
     node = helper.make_node("Slice", ["x", "s", "e"], ["y"])
     bounds = [(7, 9), (2, 1)]

@@ -164,6 +164,7 @@ def expand_functions(label: str, model: onnx.ModelProto, own: Collection[str]) -
             inner = [node for item in model.functions for node in item.node]
             for node in (*nodes_of(model.graph), *inner):
                 _add_defaults(node, defaults.get((node.domain, node.op_type), []))
+            _align_opsets(model)
             names = [(item.domain, item.name) for item in model.functions if f"{item.domain}.{item.name}" in own]
             model = onnx.inliner.inline_selected_functions(model, names, True)
         while nodes := [node for node in nodes_of(model.graph) if not has_converter(node) and is_function(node)]:
@@ -178,6 +179,17 @@ def expand_functions(label: str, model: onnx.ModelProto, own: Collection[str]) -
             f"{label}: the functions of the model cannot be inlined ({shorten(error)}); export it without functions"
         ) from error
     return model
+
+
+def _align_opsets(model: onnx.ModelProto) -> None:
+    """Give functions the opsets of the model, as the inliner wants.
+
+    ONNX's checker has refused a model whose functions have operators that differ in the two.
+    """
+    versions = {entry.domain: entry.version for entry in model.opset_import}
+    for function in model.functions:
+        for entry in function.opset_import:
+            entry.version = versions.get(entry.domain, entry.version)
 
 
 def _describe_weights(graph: onnx.GraphProto) -> None:

@@ -148,6 +148,7 @@ _STANDARD: dict[str, Converter] = {
     "Tile": movement.convert_tile,
     "TopK": indexing.convert_top_k,
     "Unique": indexing.convert_unique,
+    "Unsqueeze": movement.convert_unsqueeze,
     "Upsample": resize.convert_upsample,
 }
 

@@ -168,6 +168,14 @@ def convert_tile(node: Node) -> relax.Expr | None:
     return relax.op.reshape(expanded, relax.ShapeExpr(whole))
 
 
+def convert_unsqueeze(node: Node) -> relax.Expr | None:
+    """Return the Relax expression of an Unsqueeze whose axes are one number without a dimension; None for others."""
+    axes = node.constant(1)
+    if axes is None or axes.ndim:
+        return None
+    return node.convert("Unsqueeze", [node.inputs[0], const(axes.reshape(1))], node.attrs, node.opset)
+
+
 def convert_squeeze(node: Node) -> relax.Expr | None:
     """Return the Relax expression of a Squeeze of data with symbolic dimensions.
 
