@@ -51,10 +51,23 @@ def test_scaling_and_encoding_equal_onnx_runtime(assert_all_same: Check) -> None
             _case("Imputer", with_nan, imputed_value_floats=[1.0, 2.0, 3.0, 4.0], replaced_value_float=float("nan")),
             _case("Imputer", _INTEGERS, outputs=[_INT64], imputed_value_int64s=[9], replaced_value_int64=5),
             _case("OneHotEncoder", _INTEGERS[:, 0].copy(), cats_int64s=[1, 4, 2]),
+            _case("OneHotEncoder", _INTEGERS[:, 1:2].copy(), cats_int64s=[2, 3, 5], zeros=0),
             _case("FeatureVectorizer", _X, normal(7, 2), inputdimensions=[4, 2]),
             _case("ArrayFeatureExtractor", _X, np.array([2, 0]), free=False),
         ]
     )
+
+
+def test_a_value_that_is_no_category_ends_the_run(tmp_path: Path, target: Target) -> None:
+    (nodes, inputs, outputs), _ = _case("OneHotEncoder", _INTEGERS, cats_int64s=[1, 2, 5, -3, 0], zeros=0)
+    path = save_model(tmp_path / "model.onnx", nodes, inputs, outputs, domains={DOMAIN: 2})
+    model = build(import_onnx(path), target).load()
+    assert model.run(_INTEGERS)[0].sum() == _INTEGERS.size
+    outside = np.where(_INTEGERS == 0, 4, _INTEGERS)
+    with pytest.raises(RuntimeError, match="index error"):
+        model.run(outside)
+    with pytest.raises(Exception, match="Unknown Category"):
+        onnxruntime.InferenceSession(path).run(None, {inputs[0][0]: outside})
 
 
 def test_labels_are_encoded_as_onnx_runtime_does(tmp_path: Path, assert_same_as_onnxruntime: Check) -> None:

@@ -114,16 +114,22 @@ def convert_imputer(node: Node) -> relax.Expr:
 def convert_one_hot_encoder(node: Node) -> relax.Expr:
     """Return the Relax expression of ONNX's OneHotEncoder of numbers: a comparison with each category, as float32.
 
-    Raises UnsupportedFormError for categories that are strings, and for `zeros` = 0.
+    With `zeros` = 0 the model stops with an error, when it runs, at a value that is no category. Raises
+    UnsupportedFormError for categories that are strings.
     """
     if node.attrs.get("cats_strings"):
         raise UnsupportedFormError("categories that are strings: only numbers are supported")
+    x, emit = node.inputs[0], node.emit
+    x = x if dtype_of(x) == "int64" else emit(relax.op.astype(x, "int64"))
+    categories = np.asarray(node.attrs["cats_int64s"], "int64")
+    is_hot = emit(relax.op.equal(emit(relax.op.expand_dims(x, x.ty.ndim)), const(categories)))
     if not int(node.attrs.get("zeros", 1)):
-        raise UnsupportedFormError("zeros=0, which fails for a value that is no category")
-    x = node.inputs[0]
-    x = x if dtype_of(x) == "int64" else node.emit(relax.op.astype(x, "int64"))
-    categories = const(np.asarray(node.attrs["cats_int64s"], "int64"))
-    is_hot = node.emit(relax.op.equal(node.emit(relax.op.expand_dims(x, x.ty.ndim)), categories))
+        numbers = emit(relax.op.astype(is_hot, "int64"))
+        place = emit(relax.op.argmax(numbers, axis=-1))
+        is_category = emit(relax.op.greater(emit(relax.op.max(numbers, axis=-1)), const(0, "int64")))
+        place = emit(relax.op.where(is_category, place, const(categories.size, "int64")))
+        place = emit(checked_indices(node, place, [categories.size], is_signed=False))
+        is_hot = emit(relax.op.equal(emit(relax.op.expand_dims(place, x.ty.ndim)), const(np.arange(categories.size))))
     return relax.op.astype(is_hot, "float32")
 
 
