@@ -4,7 +4,6 @@ import contextlib
 import io
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
@@ -12,10 +11,11 @@ import numpy as np
 from pydantic import Field
 
 from tasks.original import Original
+from tasks.sizes import SizeTrial
 from tasks.step import Job, Step, StepRunner
 from tvmflow import memory, onnx_data, samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
-from tvmflow.dimensions import alternatives, find_dimensions
+from tvmflow.dimensions import alternatives
 from tvmflow.errors import ExportError, naming_model
 from tvmflow.file_formats import explain_format
 from tvmflow.index_limits import index_limits, index_ranges
@@ -465,34 +465,18 @@ def _fix_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
 def _find_dimensions(
     session: "onnxruntime.InferenceSession", limits: SizeLimits, inputs: tuple[Input, ...], job: ExportJob
 ) -> dict[str, Dimension]:
-    """Return the ranges in the release file, and for other dimensions the sizes at which ONNX Runtime runs the model.
-
-    Sizes at which a bundle would not run by the model's `limits` are left out.
+    """Return the ranges in the release file, and for other dimensions those that `SizeTrial` finds.
 
     Raises ExportError when it runs the model at none of the sizes that were tried.
     """
     if all(not isinstance(size, str) or size in job.dimensions for item in inputs for size in item.shape):
         return job.dimensions
-    failure: ExportError | None = None
-    most_memory = memory.share()
-
-    def runs(sizes: dict[str, int], most_memory: int = most_memory) -> bool:
-        nonlocal failure
-        try:
-            run_session(session, samples.make(inputs, job.dimensions, 0, job.seed, job.folder, sizes), most_memory)
-        except ExportError as error:
-            failure = failure or error
-            return False
-        reason = limits.explain(sizes)
-        failure = failure or (None if reason is None else ExportError(reason))
-        return reason is None
-
-    runs_lightly = partial(runs, most_memory=memory.little())
-    ranges = find_dimensions(inputs, job.dimensions, runs, limits.weight_sizes, runs_lightly)
+    trial = SizeTrial(session, limits, inputs, job.dimensions, job.seed, job.folder)
+    ranges = trial.find_ranges()
     if ranges is None:
         raise ExportError(
-            f"{failure}; it runs at none of the sizes that were tried for its free dimensions: say under `dimensions` "
-            "of a release file which sizes it takes, or fix them"
+            f"{trial.failure}; it runs at none of the sizes that were tried for its free dimensions: say under "
+            "`dimensions` of a release file which sizes it takes, or fix them"
         )
     return {**job.dimensions, **ranges}
 

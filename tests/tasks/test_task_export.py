@@ -397,6 +397,19 @@ def test_sizes_at_which_an_onnx_model_runs_are_found_by_trying(
     assert len(set(shapes)) > 1
 
 
+@pytest.mark.parametrize(("end", "least"), [(2**62, 8), (3, 1)], ids=["some", "none"])
+def test_sizes_at_which_an_output_has_no_elements_are_left_out_where_there_are_others(
+    end: int, least: int, export_spec: Any, tmp_path: Path
+) -> None:
+    nodes = [
+        helper.make_node("Slice", ["x", "start", "end", "axis"], ["rest"]),
+        helper.make_node("Relu", ["rest"], ["y"]),
+    ]
+    weights = {"start": np.array([7]), "end": np.array([end]), "axis": np.array([1])}
+    result = export_spec(_onnx_spec(tmp_path, nodes, [2, "n"], weights))
+    assert result.dimensions["n"].min == least
+
+
 def test_samples_beside_the_sizes_to_measure_have_sizes_that_the_model_takes(
     export_spec: Any, kept_samples: Any, tmp_path: Path
 ) -> None:

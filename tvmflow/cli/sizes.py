@@ -1,11 +1,8 @@
 """The samples of an ONNX file's inputs, and the sizes of its free dimensions, with which ONNX Runtime runs it."""
 
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from tvmflow.errors import ExportError
 
 if TYPE_CHECKING:
     import onnx
@@ -22,11 +19,10 @@ def find_inputs(path: Path, model: "onnx.ModelProto") -> "tuple[tuple[Input, ...
     or an input is no tensor of numbers.
     """
     from tasks.export import described_by, sample_candidates
-    from tvmflow import memory, samples
-    from tvmflow.dimensions import find_dimensions
+    from tasks.sizes import SizeTrial
     from tvmflow.onnx_data import save
     from tvmflow.size_limits import SizeLimits
-    from tvmflow.source import open_session, run_session
+    from tvmflow.source import open_session
 
     items = described_by(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -35,19 +31,11 @@ def find_inputs(path: Path, model: "onnx.ModelProto") -> "tuple[tuple[Input, ...
             save(model, path)
         session = open_session(path, prints_errors=False)
 
-    limits, most_memory = SizeLimits(model), memory.share()
-
-    def runs(inputs: "tuple[Input, ...]", sizes: dict[str, int], most_memory: int = most_memory) -> bool:
-        try:
-            run_session(session, samples.make(inputs, {}, 0, 0, Path.cwd(), sizes), most_memory)
-        except ExportError:
-            return False
-        return limits.explain(sizes) is None
-
+    limits = SizeLimits(model)
     for inputs in sample_candidates(items):
-        runs_lightly = partial(runs, inputs, most_memory=memory.little())
-        ranges = find_dimensions(inputs, {}, partial(runs, inputs), limits.weight_sizes, runs_lightly)
+        trial = SizeTrial(session, limits, inputs, {}, 0, Path.cwd())
+        ranges = trial.find_ranges()
         # Without free dimensions, nothing was tried.
-        if ranges or (ranges is not None and runs(inputs, {})):
+        if ranges or (ranges is not None and trial.runs({})):
             return inputs, ranges
     return None if any(isinstance(size, str) for item in items for size in item.shape) else (items, {})
