@@ -52,7 +52,7 @@ class SizeTrial:
     def runs(self, sizes: dict[str, int], most_memory: int | None = None, *, may_be_empty: bool = True) -> bool:
         """Return whether the model runs at these sizes, with outputs that have elements unless they `may_be_empty`.
 
-        By default a run may take a quarter of the free memory.
+        A run may take `most_memory` bytes; None means a quarter of the memory that was free at first.
         """
         try:
             sample = samples.make(self.inputs, self.stated, 0, self.seed, self.folder, sizes)

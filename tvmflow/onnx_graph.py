@@ -64,9 +64,11 @@ def _quantises_activations(model: "onnx.ModelProto") -> bool:
     weights = {tensor.name for tensor in model.graph.initializer}
     graphs = [nodes_of(model.graph), *(function.node for function in model.functions)]
     return any(
-        "Quantize" in node.op_type or node.op_type.startswith(("QLinear", "QGemm")) or _may_round(node)
+        "Quantize" in operator or operator.startswith(("QLinear", "QGemm")) or _may_round(node)
         for nodes in graphs
         for node in nodes
+        # A damaged name is bytes.
+        for operator in (str(node.op_type),)
         if node.input and node.input[0] not in weights
     )
 
