@@ -17,12 +17,10 @@ from tvmflow import memory, onnx_data, samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.dimensions import alternatives
 from tvmflow.errors import ExportError, naming_model
-from tvmflow.file_formats import explain_format
 from tvmflow.index_limits import index_limits, index_ranges
 from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import explain_order, rounds_activations, standard_opset
-from tvmflow.onnx_halves import has_type, reads_bits, replace_bfloat16
 from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
 from tvmflow.onnx_ties import Ties
@@ -45,7 +43,6 @@ _PRIVATE = "tvmflow_output_"
 _DTYPES = get_args(Dtype)
 # How many values integers have that the model uses as no index: they may be masks.
 _MASK = 2
-_BFLOAT16 = 16  # the number of the type in ONNX
 
 
 class ExportJob(Job):
@@ -213,9 +210,13 @@ def _without_bfloat16(model: "onnx.ModelProto") -> bool:
 
     Returns whether the model, as it was, rounds what it computes to 8 or 16 bits.
     """
+    from onnx import TensorProto
+
+    from tvmflow.onnx_types import has_type, reads_bits, replace_type
+
     rounds = rounds_activations(model)
-    if has_type(model, _BFLOAT16) and not reads_bits(model):
-        replace_bfloat16(model)
+    if has_type(model, TensorProto.BFLOAT16) and not reads_bits(model):
+        replace_type(model, TensorProto.BFLOAT16, TensorProto.FLOAT)
     return rounds
 
 
@@ -362,12 +363,9 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
     except FileNotFoundError as error:
         raise ExportError(f"there is no ONNX file {label!r}") from error
     except Exception as error:
-        reason = explain_format(path)
+        reason = onnx_data.explain_unreadable(path)
         if reason is not None:
-            raise ExportError(f"{label!r} is not an ONNX file: {reason}") from error
-        reason = onnx_data.explain_data(path)
-        if reason is not None:
-            raise ExportError(f"{label!r} cannot be read: {reason}") from error
+            raise ExportError(f"{label!r} {reason}") from error
         raise ExportError(f"{label!r} is not a readable ONNX file ({describe(error)}); export it again") from error
     name_free_dimensions(model.graph, zero_is_free=True)
     return model

@@ -31,9 +31,9 @@ class SizeTrial:
     stated: Mapping[str, Dimension]
     seed: int
     folder: Path
-    failure: ExportError | None = None
-    _most_memory: int = field(default_factory=memory.share)
-    _has_empty_outputs: bool = False
+    failure: ExportError | None = field(default=None, init=False)
+    _most_memory: int = field(default_factory=memory.share, init=False)
+    _has_empty_outputs: bool = field(default=False, init=False)
 
     def find_ranges(self) -> dict[str, Dimension] | None:
         """Return the ranges of the dimensions that `stated` lacks; None where the model runs at no size that is tried.

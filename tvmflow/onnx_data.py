@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from tvmflow.bundle import sha256_file
+from tvmflow.file_formats import explain_format
 from tvmflow.onnx_graph import nodes_of
 
 if TYPE_CHECKING:
@@ -163,6 +164,18 @@ def data_digests(path: Path) -> dict[str, str | None]:
         location: sha256_file(file) if _is_within(location) and file.is_file() else None
         for location, file in files.items()
     }
+
+
+def explain_unreadable(path: Path) -> str | None:
+    """Return a predicate that says why a file cannot be read as ONNX, and what to do; None where it is not known.
+
+    It is a file of another format, or one of its data files cannot be read.
+    """
+    reason = explain_format(path)
+    if reason is not None:
+        return f"is not an ONNX file: {reason}"
+    reason = explain_data(path)
+    return None if reason is None else f"cannot be read: {reason}"
 
 
 def explain_data(path: Path) -> str | None:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
 from tvmflow import memory, onnx_data
 from tvmflow.errors import ExportError
+from tvmflow.onnx_types import replace_type
 from tvmflow.source import open_session, run_session
 
 Array = npt.NDArray[Any]
@@ -28,7 +29,7 @@ def compute(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Ar
 
     double = onnx.ModelProto()
     double.CopyFrom(model)
-    _widen(double.graph)
+    replace_type(double, TensorProto.FLOAT, TensorProto.DOUBLE)
     wide = {name: _wide(array) for name, array in inputs.items()}
     most_memory = memory.share()
     with tempfile.TemporaryDirectory() as folder, suppress(ExportError):
@@ -44,25 +45,3 @@ def compute(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Ar
 
 def _wide(array: Array) -> Array:
     return array.astype(np.float64) if array.dtype == np.float32 else array
-
-
-def _widen(graph: onnx.GraphProto) -> None:
-    """Make float64 of every float32 in a graph: constants, declared types, conversions, and those of its subgraphs."""
-    for tensor in graph.initializer:
-        _widen_tensor(tensor)
-    for value in (*graph.input, *graph.output, *graph.value_info):
-        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
-            value.type.tensor_type.elem_type = TensorProto.DOUBLE
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.name in ("to", "dtype", "output_datatype", "stash_type") and attribute.i == TensorProto.FLOAT:
-                attribute.i = TensorProto.DOUBLE
-            if attribute.HasField("t"):
-                _widen_tensor(attribute.t)
-            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                _widen(inner)
-
-
-def _widen_tensor(tensor: onnx.TensorProto) -> None:
-    if tensor.data_type == TensorProto.FLOAT:
-        tensor.CopyFrom(numpy_helper.from_array(_wide(onnx_data.array_of(tensor)), tensor.name))

@@ -29,8 +29,8 @@ from tvmflow.compiler.refusals import (
 )
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.onnx_graph import nodes_of, standard_opset
-from tvmflow.onnx_halves import compute_in_float32, has_type, reads_bits
 from tvmflow.onnx_inputs import graph_inputs
+from tvmflow.onnx_types import compute_in_float32, has_type, reads_bits
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from onnx import numpy_helper
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import has_converter, is_function
 from tvmflow.errors import ModelImportError
-from tvmflow.file_formats import explain_format
-from tvmflow.onnx_data import array_of, explain_data, load, without_weights
+from tvmflow.onnx_data import array_of, explain_unreadable, load, without_weights
 from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import explain_order, nodes_of
 from tvmflow.onnx_inputs import name_free_dimensions
 from tvmflow.onnx_outputs import drop_zip_maps
+from tvmflow.onnx_types import weights_as_inputs
 
 # The element types of four bits, with those of eight bits that have the same numbers.
 _FEW_BITS: dict[int, str] = {onnx.TensorProto.INT4: "int8", onnx.TensorProto.UINT4: "uint8"}
@@ -42,12 +42,9 @@ def load_model(path: Path, label: str) -> onnx.ModelProto:
     except FileNotFoundError as error:
         raise ModelImportError(f"{label}: {error.strerror or 'file not found'}; expected an ONNX file") from error
     except Exception as error:  # protobuf, checker and external-data errors share no base class
-        reason = explain_format(path)
+        reason = explain_unreadable(path)
         if reason is not None:
-            raise ModelImportError(f"{label} is not an ONNX file: {reason}") from error
-        reason = explain_data(path)
-        if reason is not None:
-            raise ModelImportError(f"{label} cannot be read: {reason}") from error
+            raise ModelImportError(f"{label} {reason}") from error
         raise ModelImportError(f"{label} is not a valid ONNX model ({shorten(error)}); export it again") from error
     if not model.graph.output:
         raise ModelImportError(f"{label} is not a valid ONNX model (it has no outputs); export it again")
@@ -78,15 +75,10 @@ def _widen_few_bits(graph: onnx.GraphProto) -> None:
         for name in node.input:
             readers.setdefault(name, set()).add(node.op_type)
     for tensor in graph.initializer:
-        if tensor.data_type not in _FEW_BITS:
-            continue
-        if readers.get(tensor.name) == {"DequantizeLinear"}:
-            dtype = _FEW_BITS[tensor.data_type]
-        elif readers.get(tensor.name) == {"GatherBlockQuantized"}:
-            dtype = "int8"
-        else:
-            continue
-        tensor.CopyFrom(numpy_helper.from_array(array_of(tensor).astype(dtype), tensor.name))
+        operators = readers.get(tensor.name)
+        if tensor.data_type in _FEW_BITS and operators in ({"DequantizeLinear"}, {"GatherBlockQuantized"}):
+            dtype = _FEW_BITS[tensor.data_type] if operators == {"DequantizeLinear"} else "int8"
+            tensor.CopyFrom(numpy_helper.from_array(array_of(tensor).astype(dtype), tensor.name))
 
 
 def apply_shapes(
@@ -194,12 +186,8 @@ def _align_opsets(model: onnx.ModelProto) -> None:
 
 def _describe_weights(graph: onnx.GraphProto) -> None:
     """Add types and shapes of weights: the inliner looks for them where an operator's body depends on its inputs."""
-    names = {value.name for value in (*graph.input, *graph.value_info)}
-    graph.value_info.extend(
-        onnx.helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims)
-        for weight in graph.initializer
-        if weight.name not in names
-    )
+    names = {value.name for value in graph.value_info}
+    graph.value_info.extend(value for value in weights_as_inputs(graph) if value.name not in names)
 
 
 def _add_defaults(node: onnx.NodeProto, defaults: Sequence[onnx.AttributeProto]) -> None:

@@ -9,6 +9,7 @@ import tvm
 
 from tvmflow.compiler.onnx import RANDOM
 from tvmflow.onnx_graph import node_name, nodes_of, operator_name, standard_opset
+from tvmflow.onnx_types import weights_as_inputs
 
 # Floats of 8 bits or fewer and integers of fewer than 8, with which TVM computes wrongly or not at all.
 _SMALL_TYPES = {
@@ -173,12 +174,7 @@ def mixed_type_refusals(model: onnx.ModelProto) -> list[Refusal]:
     declared = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     declared.graph.node.extend(graph.node)
     declared.graph.input.extend(graph.input)
-    names = {value.name for value in graph.input}
-    declared.graph.input.extend(
-        onnx.helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims)
-        for weight in graph.initializer
-        if weight.name not in names
-    )
+    declared.graph.input.extend(weights_as_inputs(graph))
     declared.graph.output.extend(graph.output)
     inferred = declared.graph
     with contextlib.suppress(Exception):  # The inference refuses graphs that runtimes take.

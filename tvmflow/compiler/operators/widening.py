@@ -6,9 +6,10 @@ times scales, are of at most 256 values, or are numbers of float16 or bfloat16, 
 and widens them once when it is loaded (`compiler.passes.packing`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -24,20 +25,23 @@ _SAMPLE = 4096
 _BLOCKS, _LEVELS = (256, 128, 64, 32, 16), 16
 
 
-class NarrowWeight(Protocol):
-    """A float32 tensor in fewer bytes."""
+@dataclass(frozen=True)
+class NarrowWeight(ABC):
+    """A float32 tensor in fewer bytes: the fields are the arrays that hold it."""
 
     @property
     def parts(self) -> tuple[Array, ...]:
-        """Return the arrays that hold the tensor, the first one of its shape."""
+        """Return the arrays that hold the tensor."""
+        return tuple(getattr(self, item.name) for item in fields(self))
 
     @staticmethod
+    @abstractmethod
     def widen(*parts: te.Tensor) -> te.Tensor:
         """Define the float32 tensor as a tensor expression of the parts."""
 
 
 @dataclass(frozen=True)
-class ByteWeight:
+class ByteWeight(NarrowWeight):
     """A float32 tensor as `numbers` of 8 bits and a float32 `table`.
 
     The tensor is the numbers times the table, whose dimensions are 1 but for those along which the scales differ; with
@@ -46,11 +50,6 @@ class ByteWeight:
 
     numbers: Array
     table: Array
-
-    @property
-    def parts(self) -> tuple[Array, ...]:
-        """Return the numbers and the table."""
-        return self.numbers, self.table
 
     @staticmethod
     def widen(*parts: te.Tensor) -> te.Tensor:
@@ -67,7 +66,7 @@ class ByteWeight:
 
 
 @dataclass(frozen=True)
-class BlockWeight:
+class BlockWeight(NarrowWeight):
     """A float32 tensor of blocks along one axis, each of integers of 4 bits, plus an offset, times a scale.
 
     `numbers` are uint8 with two neighbours along the axis, the first one in the lower bits. `offsets` (int8) and
@@ -78,20 +77,15 @@ class BlockWeight:
     offsets: Array
     scales: Array
 
-    @property
-    def parts(self) -> tuple[Array, ...]:
-        """Return the numbers, the offsets and the scales."""
-        return self.numbers, self.offsets, self.scales
-
     @staticmethod
     def widen(*parts: te.Tensor) -> te.Tensor:
         """Define the float32 tensor as a tensor expression of the numbers, the offsets and the scales."""
         numbers, offsets, scales = parts
-        halves = [(int(packed), int(blocks)) for packed, blocks in zip(numbers.shape, scales.shape, strict=True)]
-        # A block has two weights and more, so its axis alone differs.
-        axis = next(place for place, (packed, blocks) in enumerate(halves) if packed != blocks)
-        size = 2 * halves[axis][0]
-        block = size // halves[axis][1]
+        bytes_, blocks = (list(map(int, part.shape)) for part in (numbers, scales))
+        # A block has several bytes, so that its axis alone differs.
+        axis = next(place for place, count in enumerate(bytes_) if count != blocks[place])
+        size = 2 * bytes_[axis]
+        block = size // blocks[axis]
 
         def element(*place: Any) -> Any:
             def at(index: Any) -> tuple[Any, ...]:
@@ -106,15 +100,14 @@ class BlockWeight:
 
 
 @dataclass(frozen=True)
-class HalfWeight:
-    """A float32 tensor of finite numbers that float16 has, as their `bits` in uint16."""
+class _BitsWeight(NarrowWeight):
+    """A float32 tensor of numbers that a type of 16 bits has, as their `bits` in uint16."""
 
     bits: Array
 
-    @property
-    def parts(self) -> tuple[Array, ...]:
-        """Return the bits."""
-        return (self.bits,)
+
+class HalfWeight(_BitsWeight):
+    """Finite numbers that float16 has."""
 
     @staticmethod
     def widen(*parts: te.Tensor) -> te.Tensor:
@@ -134,16 +127,8 @@ class HalfWeight:
         return te.compute(bits.shape, element, name="widened")
 
 
-@dataclass(frozen=True)
-class BrainWeight:
-    """A float32 tensor of numbers that bfloat16 has, as their `bits` in uint16: the upper half of each float32."""
-
-    bits: Array
-
-    @property
-    def parts(self) -> tuple[Array, ...]:
-        """Return the bits."""
-        return (self.bits,)
+class BrainWeight(_BitsWeight):
+    """Finite numbers that bfloat16 has: the bits are the upper half of each float32."""
 
     @staticmethod
     def widen(*parts: te.Tensor) -> te.Tensor:
@@ -199,8 +184,7 @@ def _in_blocks(weight: Array) -> BlockWeight | None:
 
 def _are_multiples(numbers: Array) -> bool:
     """Whether a few numbers are integers of few levels times a scale."""
-    scales = np.abs(numbers).max() / np.arange(1, _LEVELS, dtype="float32")
-    scales = np.concatenate([np.nextafter(scales, towards) for towards in (scales, np.float32(0), np.float32(np.inf))])
+    scales = np.concatenate(_roundings(np.abs(numbers).max() / np.arange(1, _LEVELS, dtype="float32")))
     with np.errstate(divide="ignore", invalid="ignore"):
         multiples = np.rint(numbers / scales[:, None])
         return bool((multiples * scales[:, None] == numbers).all(axis=1).any()) or not numbers.any()
@@ -208,21 +192,17 @@ def _are_multiples(numbers: Array) -> bool:
 
 def _quantise(blocks: Array) -> tuple[Array, Array, Array] | None:
     """The numbers, offsets and scales of blocks [count, size]; None where any of them is not of so few levels."""
-    count = len(blocks)
-    numbers, offsets, scales = np.zeros(blocks.shape, "uint8"), np.zeros(count, "int8"), np.ones(count, "float32")
-    left = np.flatnonzero(np.abs(blocks).max(axis=1))
     if not np.isfinite(blocks).all():
         return None
-    largest = np.abs(blocks).max(axis=1)
+    count, largest = len(blocks), np.abs(blocks).max(axis=1)
+    numbers, offsets, scales = np.zeros(blocks.shape, "uint8"), np.zeros(count, "int8"), np.ones(count, "float32")
+    left = np.flatnonzero(largest)
     # The largest number is an integer times the scale, most often a power of two.
     for level in sorted(range(1, _LEVELS), key=lambda level: (level != _LEVELS // 2, -level)):
-        scale = largest / np.float32(level)
-        # It was rounded when it was scaled.
-        for towards in (scale, np.float32(0), np.float32(np.inf)):
+        for scale in _roundings(largest / np.float32(level)):
             if not left.size:
                 return numbers, offsets, scales
-            candidate = np.nextafter(scale, towards)[left, None]
-            part = blocks[left]
+            candidate, part = scale[left, None], blocks[left]
             with np.errstate(divide="ignore", invalid="ignore"):
                 multiples = np.rint(part / candidate)
             lowest = multiples.min(axis=1)
@@ -233,6 +213,11 @@ def _quantise(blocks: Array) -> tuple[Array, Array, Array] | None:
             scales[places] = candidate[is_exact, 0]
             left = left[~is_exact]
     return None if left.size else (numbers, offsets, scales)
+
+
+def _roundings(scales: Array) -> tuple[Array, Array, Array]:
+    """Scales that follow from the largest numbers, and their neighbours: these numbers were rounded when scaled."""
+    return scales, np.nextafter(scales, np.float32(0)), np.nextafter(scales, np.float32(np.inf))
 
 
 def _in_halves(weight: Array) -> HalfWeight | BrainWeight | None:
@@ -272,8 +257,7 @@ def _with_scales(weight: Array, axes: Sequence[int]) -> ByteWeight | None:
         if not np.isfinite(scales).all():
             return None
         numbers, table, exact = np.rint(part / scales), scales, np.zeros_like(scales, dtype=bool)
-        # The largest number was rounded when it was scaled.
-        for candidate in (scales, np.nextafter(scales, np.float32(0)), np.nextafter(scales, np.float32(np.inf))):
+        for candidate in _roundings(scales):
             is_exact = (numbers * candidate == part).all(axis=others, keepdims=True)
             table = np.where(is_exact & ~exact, candidate, table)
             exact |= is_exact

@@ -149,7 +149,7 @@ def _schedule_ragged(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
 
 
 def _schedule_product(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
-    """Schedule a matrix product of other numbers than float32: a tile of rows by vectors in registers; else False."""
+    """Schedule a matrix product, as of float64 or of integers: a tile of rows by vectors in registers; else False."""
     variables, loops = list(sch.get(block).iter_vars), list(sch.get_loops(block))
     if len(loops) != len(variables) or not _adds_products(sch.get(block).body):
         return False

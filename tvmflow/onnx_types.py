@@ -1,4 +1,4 @@
-"""Lets a model in float16 or bfloat16 compute in float32.
+"""Gives a model's numbers another type, as float32 in the place of float16.
 
 Files in 16 bits are half as large. Few processors compute in them. ONNX Runtime has hardly an operator for float16 on a
 CPU: it converts the operands of each node to float32, and leaves out the conversions between two nodes. For bfloat16 it
@@ -7,7 +7,6 @@ has none at all.
 
 from collections.abc import Collection, Iterator, Mapping
 
-import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
@@ -39,11 +38,24 @@ def reads_bits(model: onnx.ModelProto) -> bool:
     return any(node.op_type in _OF_BITS for node in _nodes(model))
 
 
-def replace_bfloat16(model: onnx.ModelProto) -> None:
-    """Make float32 of every bfloat16 in a model, in place, also of its inputs and outputs."""
-    _widen(model.graph, TensorProto.BFLOAT16)
+def replace_type(model: onnx.ModelProto, kind: int, other: int) -> None:
+    """Make numbers of the type `other` of all of the type `kind`, in place, also of inputs and outputs.
+
+    Both are numbers of ONNX for types of floats.
+    """
+    _replace(model.graph, kind, other)
     for function in model.functions:
-        _widen_nodes(function.node, TensorProto.BFLOAT16)
+        _replace_in_nodes(function.node, kind, other)
+
+
+def weights_as_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """Return the types and shapes of a graph's weights that are no inputs of it."""
+    names = {value.name for value in graph.input}
+    return [
+        onnx.helper.make_tensor_value_info(weight.name, weight.data_type, weight.dims)
+        for weight in graph.initializer
+        if weight.name not in names
+    ]
 
 
 def compute_in_float32(model: onnx.ModelProto) -> None:
@@ -56,7 +68,7 @@ def compute_in_float32(model: onnx.ModelProto) -> None:
     half = TensorProto.FLOAT16
     inputs = [value.name for value in graph.input if value.name not in weights and _is_of(value.type, half)]
     outputs = [value.name for value in graph.output if value.name not in inputs and _is_of(value.type, half)]
-    _widen(graph, half, {*inputs, *outputs})
+    _replace(graph, half, TensorProto.FLOAT, {*inputs, *outputs})
     taken = {name for node in nodes_of(graph) for name in (*node.input, *node.output)} | weights
     names = {name: _unused(f"{name}{_SUFFIX}", taken) for name in (*inputs, *outputs)}
     _rename(graph, names)
@@ -90,41 +102,47 @@ def _cast(source: str, result: str, to: int) -> onnx.NodeProto:
     return onnx.helper.make_node("Cast", [source], [result], name=f"{result}_cast", to=to)
 
 
-def _widen(graph: onnx.GraphProto, kind: int, ports: Collection[str] = ()) -> None:
-    """Widen constants, declared types and attributes of a graph and its inner graphs.
+def _replace(graph: onnx.GraphProto, kind: int, other: int, ports: Collection[str] = ()) -> None:
+    """Change the type of constants, declared values and attributes of a graph and its inner graphs.
 
     Inputs and outputs called `ports` keep their types.
     """
     for tensor in graph.initializer:
-        _widen_tensor(tensor, kind)
+        _replace_in_tensor(tensor, kind, other)
     ends = [value for value in (*graph.input, *graph.output) if value.name not in ports]
     for value in (*ends, *graph.value_info):
-        _widen_type(value.type, kind)
-    _widen_nodes(graph.node, kind)
+        _replace_in_type(value.type, kind, other)
+    _replace_in_nodes(graph.node, kind, other)
 
 
-def _widen_nodes(nodes: Collection[onnx.NodeProto], kind: int) -> None:
+def _replace_in_nodes(nodes: Collection[onnx.NodeProto], kind: int, other: int) -> None:
     for node in nodes:
         for attribute in node.attribute:
             if attribute.name in _TYPES and attribute.i == kind:
-                attribute.i = TensorProto.FLOAT
+                attribute.i = other
             for tensor in (attribute.t, *attribute.tensors) if attribute.HasField("t") else attribute.tensors:
-                _widen_tensor(tensor, kind)
-            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                _widen(inner, kind)
+                _replace_in_tensor(tensor, kind, other)
+            for inner in _graphs(attribute):
+                _replace(inner, kind, other)
 
 
-def _widen_tensor(tensor: onnx.TensorProto, kind: int) -> None:
+def _replace_in_tensor(tensor: onnx.TensorProto, kind: int, other: int) -> None:
     if tensor.data_type == kind:
-        tensor.CopyFrom(numpy_helper.from_array(array_of(tensor).astype(np.float32), tensor.name))
+        array = array_of(tensor).astype(onnx.helper.tensor_dtype_to_np_dtype(other))
+        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
 
 
-def _widen_type(type_: onnx.TypeProto, kind: int) -> None:
+def _replace_in_type(type_: onnx.TypeProto, kind: int, other: int) -> None:
     field = type_.WhichOneof("value")
     if field == "tensor_type" and _is_of(type_, kind):
-        type_.tensor_type.elem_type = TensorProto.FLOAT
+        type_.tensor_type.elem_type = other
     elif field in ("sequence_type", "optional_type"):
-        _widen_type(getattr(type_, field).elem_type, kind)
+        _replace_in_type(getattr(type_, field).elem_type, kind, other)
+
+
+def _graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
+    """The graphs that an attribute has."""
+    return [attribute.g, *attribute.graphs] if attribute.HasField("g") else list(attribute.graphs)
 
 
 def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
@@ -137,7 +155,7 @@ def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
         for values in (node.input, node.output):
             values[:] = [names.get(name, name) for name in values]
         for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+            for inner in _graphs(attribute):
                 own = {value.name for value in (*inner.input, *inner.initializer)}
                 own |= {name for other in inner.node for name in other.output}
                 of_outside = {name: new for name, new in names.items() if name not in own}
