@@ -140,3 +140,12 @@ def streaming(size: float, machine: Machine) -> float:
         return 0.0
     level = machine.memory if machine.cold or machine.third is None else machine.third
     return size / level.read_rate(machine.cores)
+
+
+def widening_pays(numbers: int, stored: int, operations: float, machine: Machine) -> bool:
+    """Whether a product is faster with a weight of `numbers` numbers that is stored in `stored` bytes than in float32.
+
+    A core waits for fewer bytes then, but each vector of numbers takes as long as `operations` multiply-adds more.
+    """
+    saved = streaming(numbers * machine.number, machine) - streaming(stored, machine)
+    return saved > operations * numbers / machine.lanes / machine.vectors.multiply_adds

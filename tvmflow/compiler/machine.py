@@ -17,6 +17,7 @@ class Machine:
     that work together. `region` is the cycles to start and to end a parallel region. `amx` names the dot products
     (`tvmflow.compiler.dotproduct`) that AMX computes; `tiles` are its costs. `cold` is true where a model's weights
     come from memory in every run. `number` is the bytes of one number of the type that is computed with.
+    `converts_halves` says whether there are instructions that convert float16 to float32.
     """
 
     arch: str
@@ -31,6 +32,7 @@ class Machine:
     amx: frozenset[str] = frozenset()
     cold: bool = False
     number: int = 4
+    converts_halves: bool = False
 
     @property
     def lanes(self) -> int:
@@ -99,4 +101,5 @@ def of_profile(profile: Profile, features: tuple[str, ...], cores: int) -> Machi
         cores=cores,
         tiles=profile.tiles,
         amx=frozenset(tiles if profile.tiles is not None else ()),
+        converts_halves=profile.arch == "aarch64" or "f16c" in features,
     )

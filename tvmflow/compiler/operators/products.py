@@ -9,7 +9,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from tvmflow.compiler import tiles
+from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.annotations import KERNEL, SUBJECT, TILE
 from tvmflow.compiler.choices import Choices, Decisions, shape_text
 from tvmflow.compiler.machine import Machine
@@ -29,9 +29,12 @@ from tvmflow.compiler.operators.common import (
     vector,
 )
 from tvmflow.compiler.operators.packing import StrassenPacking, pack_weights
+from tvmflow.compiler.operators.widening import float_of_half, halves_of
 
 # The fewest rows that fill a tile of their own.
 FEWEST_ROWS = 4
+# How many multiply-adds take as long as to convert a vector of float16 or bfloat16 numbers.
+_CONVERTING = 1
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices) -> relax.Expr | None:
@@ -48,7 +51,10 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
     if _is_dense(right):
         lanes = vector(int(right_shape[1]), machine)
         rows = static(math.prod(left_shape[:-1]))
-        packed_weight = _pack_dense(builder, right, lanes, filled_vectors(int(right_shape[1]), lanes, rows, machine))
+        vectors = filled_vectors(int(right_shape[1]), lanes, rows, machine)
+        packed_weight = _pack_halves(right, lanes, vectors, rows, machine)
+        if packed_weight is None:
+            packed_weight = _pack_dense(builder, right, lanes, vectors)
         compute = partial(dense, units=int(right_shape[1]), machine=machine, decisions=decisions)
         return call_kernel(builder, compute, left, packed_weight, name="dense")
     batch = list(call.ty.shape.values)[:-2] if isinstance(call.ty.shape, relax.ShapeExpr) else []
@@ -149,14 +155,29 @@ def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int, vec
     return packed(builder, weight, partial(pack_array, lanes=lanes, vectors=vectors), shape, element)
 
 
+def _pack_halves(weight: relax.Expr, lanes: int, vectors: int, rows: int | None, machine: Machine) -> relax.Expr | None:
+    """Pack constant weights of float16 or bfloat16 numbers in two bytes each.
+
+    Returns None for other weights, and where those in float32 are faster. A symbolic number of rows counts as few.
+    """
+    if not isinstance(weight, tvm.ir.GenericConst):
+        return None
+    count = math.prod(int(size) for size in weight.ty.shape.values)
+    passes = 1 if rows is None else -(-rows // tiles.choose(rows, vectors, machine).rows)
+    if not cost.widening_pays(count, 2 * count, passes * _CONVERTING, machine):
+        return None
+    stored = halves_of(weight.value.numpy(), machine.converts_halves)
+    return None if stored is None else constant(pack_array(stored, lanes, vectors))
+
+
 def pack_array(weight: Array, lanes: int, vectors: int | None = None) -> Array:
-    """Pack weights `[..., K, N]` into float32 `[..., N/v, K, v]`, with zeros after the last column.
+    """Pack weights `[..., K, N]` into `[..., N/v, K, v]` of the same type, with zeros after the last column.
 
     `vectors` is N/v, by default as many as the columns need.
     """
     *lead, depth, units = weight.shape
     vectors = vectors or -(-units // lanes)
-    value = np.zeros((*lead, depth, vectors * lanes), "float32")
+    value = np.zeros((*lead, depth, vectors * lanes), weight.dtype)
     value[..., :units] = weight
     return np.moveaxis(value.reshape(*lead, depth, vectors, lanes), -2, -3)
 
@@ -164,6 +185,7 @@ def pack_array(weight: Array, lanes: int, vectors: int | None = None) -> Array:
 def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, decisions: Decisions) -> te.Tensor:
     """Multiply `data` of shape `[..., K]` by packed weights `[N/v][K][v]`; the result is `[..., units]`.
 
+    The weights are float32, float16, or the bits of bfloat16 as uint16.
     The leading dimensions that `row_dimensions` chooses are flattened into one dimension of rows. The others stay
     dimensions of a batch, because TVM cannot simplify divisions by symbolic sizes. `units` is N.
     """
@@ -172,7 +194,7 @@ def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, d
     joined = JoinedRows(outer, row_dimensions(outer))
 
     def right(*index: Any) -> Any:
-        return weight[index[-1] // lanes, index[-2], index[-1] % lanes]
+        return float_of_half(weight[index[-1] // lanes, index[-2], index[-1] % lanes])
 
     product = joined.product(data, right, vectors * lanes, lanes, joined.joined)
     return joined.unpack(rows_product(product, machine, decisions), units)

@@ -9,6 +9,7 @@ and widens them once when it is loaded (`compiler.passes.packing`).
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any
 
 import ml_dtypes
@@ -21,22 +22,24 @@ Array = np.ndarray[Any, Any]
 _LARGEST, _VALUES = 127, 256
 # So many numbers, from all over a tensor, tell that most weights are not those of a quantised file.
 _SAMPLE = 4096
-# The numbers of weights that have a scale in common in files of 4 bits, and the most values of 4 bits.
-_BLOCKS, _LEVELS = (256, 128, 64, 32, 16), 16
+# How many numbers of weights have a scale in common in files of a few bits, and the bits of each.
+_BLOCKS, _BITS = (256, 128, 64, 32, 16), (4, 8)
+# How many roundings of a scale `_roundings` returns.
+_ROUNDINGS = 3
 
 
 @dataclass(frozen=True)
 class NarrowWeight(ABC):
-    """A float32 tensor in fewer bytes: the fields are the arrays that hold it."""
+    """A float32 tensor in fewer bytes: fields that are arrays hold it."""
 
     @property
     def parts(self) -> tuple[Array, ...]:
         """Return the arrays that hold the tensor."""
-        return tuple(getattr(self, item.name) for item in fields(self))
+        values = (getattr(self, item.name) for item in fields(self))
+        return tuple(value for value in values if isinstance(value, np.ndarray))
 
-    @staticmethod
     @abstractmethod
-    def widen(*parts: te.Tensor) -> te.Tensor:
+    def widen(self, *parts: te.Tensor) -> te.Tensor:
         """Define the float32 tensor as a tensor expression of the parts."""
 
 
@@ -51,8 +54,7 @@ class ByteWeight(NarrowWeight):
     numbers: Array
     table: Array
 
-    @staticmethod
-    def widen(*parts: te.Tensor) -> te.Tensor:
+    def widen(self, *parts: te.Tensor) -> te.Tensor:
         """Define the float32 tensor as a tensor expression of the numbers and the table."""
         numbers, table = parts
 
@@ -67,34 +69,37 @@ class ByteWeight(NarrowWeight):
 
 @dataclass(frozen=True)
 class BlockWeight(NarrowWeight):
-    """A float32 tensor of blocks along one axis, each of integers of 4 bits, plus an offset, times a scale.
+    """A float32 tensor of blocks along one axis, each of integers of 4 or 8 bits, plus an offset, times a scale.
 
-    `numbers` are uint8 with two neighbours along the axis, the first one in the lower bits. `offsets` (int8) and
-    `scales` (float32) have one number for each block.
+    `numbers` are uint8. A byte has one number of 8 bits, or two neighbours of 4 bits along the axis, the first one in
+    the lower bits. `scales` (float32) have one number for each block, and so have `offsets` (int16) where these differ.
+    Else there is one offset.
     """
 
     numbers: Array
     offsets: Array
     scales: Array
+    axis: int
+    bits: int
 
-    @staticmethod
-    def widen(*parts: te.Tensor) -> te.Tensor:
+    def widen(self, *parts: te.Tensor) -> te.Tensor:
         """Define the float32 tensor as a tensor expression of the numbers, the offsets and the scales."""
         numbers, offsets, scales = parts
-        bytes_, blocks = (list(map(int, part.shape)) for part in (numbers, scales))
-        # A block has several bytes, so that its axis alone differs.
-        axis = next(place for place, count in enumerate(bytes_) if count != blocks[place])
-        size = 2 * bytes_[axis]
-        block = size // blocks[axis]
+        axis, per_byte = self.axis, 8 // self.bits
+        size = per_byte * int(numbers.shape[axis])
+        block = size // int(scales.shape[axis])
 
         def element(*place: Any) -> Any:
             def at(index: Any) -> tuple[Any, ...]:
                 return (*place[:axis], index, *place[axis + 1 :])
 
-            shift = (place[axis] % 2 * 4).astype("uint8")
-            number = (numbers[at(place[axis] // 2)] >> shift) & tirx.const(_LEVELS - 1, "uint8")
+            number = numbers[at(place[axis] // per_byte)]
+            if per_byte > 1:
+                shift = (place[axis] % per_byte * self.bits).astype("uint8")
+                number = (number >> shift) & tirx.const((1 << self.bits) - 1, "uint8")
             of_block = at(place[axis] // block)
-            return (number.astype("float32") + offsets[of_block].astype("float32")) * scales[of_block]
+            offset = offsets[tuple(0 for _ in place) if self.offsets.size == 1 else of_block]
+            return (number.astype("float32") + offset.astype("float32")) * scales[of_block]
 
         return te.compute([*numbers.shape[:axis], size, *numbers.shape[axis + 1 :]], element, name="widened")
 
@@ -109,8 +114,7 @@ class _BitsWeight(NarrowWeight):
 class HalfWeight(_BitsWeight):
     """Finite numbers that float16 has."""
 
-    @staticmethod
-    def widen(*parts: te.Tensor) -> te.Tensor:
+    def widen(self, *parts: te.Tensor) -> te.Tensor:
         """Define the float32 tensor as a tensor expression of the bits, by operations that every processor has.
 
         The exponent of a float32 counts from 127, that of a float16 from 15.
@@ -130,15 +134,10 @@ class HalfWeight(_BitsWeight):
 class BrainWeight(_BitsWeight):
     """Finite numbers that bfloat16 has: the bits are the upper half of each float32."""
 
-    @staticmethod
-    def widen(*parts: te.Tensor) -> te.Tensor:
+    def widen(self, *parts: te.Tensor) -> te.Tensor:
         """Define the float32 tensor as a tensor expression of the bits."""
         (bits,) = parts
-
-        def element(*place: Any) -> Any:
-            return tirx.reinterpret("float32", bits[place].astype("uint32") << tirx.const(16, "uint32"))
-
-        return te.compute(bits.shape, element, name="widened")
+        return te.compute(bits.shape, lambda *place: float_of_half(bits[place]), name="widened")
 
 
 def narrow(weight: Array) -> NarrowWeight | None:
@@ -148,7 +147,7 @@ def narrow(weight: Array) -> NarrowWeight | None:
     """
     if weight.dtype != np.float32:
         return None
-    return ((_in_bytes(weight) or _in_blocks(weight)) if weight.ndim > 1 else None) or _in_halves(weight)
+    return ((_in_bytes(weight) or _in_blocks(weight)) if weight.ndim > 1 else None) or in_halves(weight)
 
 
 def _in_bytes(weight: Array) -> ByteWeight | None:
@@ -165,54 +164,85 @@ def _in_bytes(weight: Array) -> ByteWeight | None:
 
 
 def _in_blocks(weight: Array) -> BlockWeight | None:
-    """A tensor in 4 bits; the blocks are as large as possible."""
-    for axis in range(weight.ndim):
-        lines = np.moveaxis(weight, axis, -1)
-        first = lines[(0,) * (weight.ndim - 1)]
-        # A few numbers tell of most weights that they are not so, and one line of most sizes of blocks.
-        sizes = [block for block in _BLOCKS if first.size % block == 0] if _are_multiples(first[: min(_BLOCKS)]) else []
-        for block in sizes:
-            form = _quantise(lines.reshape(-1, block)) if _quantise(first.reshape(-1, block)) is not None else None
+    return next(filter(None, (in_blocks(weight, axis) for axis in range(weight.ndim))), None)
+
+
+def in_blocks(weight: Array, axis: int) -> BlockWeight | None:
+    """Return a float32 tensor as integers of 4 or 8 bits in blocks along an axis; None where it is not of such numbers.
+
+    The integers have as few bits, and the blocks are as large, as possible.
+    """
+    lines = np.moveaxis(weight, axis, -1)
+    first = lines[(0,) * (weight.ndim - 1)]
+    # A few numbers tell of most weights that they are not so, and one line of most sizes of blocks.
+    for bits in _BITS:
+        if first.size < min(_BLOCKS) or _quantise(first[None, : min(_BLOCKS)], bits) is None:
+            continue
+        for block in (block for block in _BLOCKS if first.size % block == 0):
+            if _quantise(first.reshape(-1, block), bits) is None:
+                continue
+            form = _quantise_in_parts(lines.reshape(-1, block), bits)
             if form is not None:
                 numbers, offsets, scales = form
-                pairs = numbers.reshape(*lines.shape[:-1], -1, 2)
-                packed = pairs[..., 0] | pairs[..., 1] << 4
-                of_blocks = (array.reshape(*lines.shape[:-1], -1) for array in (offsets, scales))
-                return BlockWeight(*(np.ascontiguousarray(np.moveaxis(one, -1, axis)) for one in (packed, *of_blocks)))
+                numbers, scales = (array.reshape(*lines.shape[:-1], -1) for array in (numbers, scales))
+                offsets = offsets.reshape(scales.shape if offsets.size > 1 else (1,) * weight.ndim)
+                if bits == min(_BITS):
+                    numbers = numbers[..., ::2] | numbers[..., 1::2] << bits
+                numbers, offsets, scales = (
+                    np.ascontiguousarray(np.moveaxis(part, -1, axis)) for part in (numbers, offsets, scales)
+                )
+                return BlockWeight(numbers, offsets, scales, axis, bits)
     return None
 
 
-def _are_multiples(numbers: Array) -> bool:
-    """Whether a few numbers are integers of few levels times a scale."""
-    scales = np.concatenate(_roundings(np.abs(numbers).max() / np.arange(1, _LEVELS, dtype="float32")))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        multiples = np.rint(numbers / scales[:, None])
-        return bool((multiples * scales[:, None] == numbers).all(axis=1).any()) or not numbers.any()
+def _quantise_in_parts(blocks: Array, bits: int) -> tuple[Array, Array, Array] | None:
+    """The same as `_quantise`, for many blocks, in parts that fit a cache.
+
+    The offsets are one number where that is enough.
+    """
+    forms = []
+    for first in range(0, len(blocks), _SAMPLE):
+        form = _quantise(blocks[first : first + _SAMPLE], bits)
+        if form is None:
+            return None
+        forms.append(form)
+    numbers, offsets, scales = (np.concatenate(arrays) for arrays in zip(*forms, strict=True))
+    least = offsets.min()
+    if (offsets + numbers.max(axis=1) - least).max() < 1 << bits:
+        numbers += (offsets - least).astype("uint8")[:, None]
+        offsets = least.reshape(1)
+    return numbers, offsets, scales
 
 
-def _quantise(blocks: Array) -> tuple[Array, Array, Array] | None:
+def _quantise(blocks: Array, bits: int) -> tuple[Array, Array, Array] | None:
     """The numbers, offsets and scales of blocks [count, size]; None where any of them is not of so few levels."""
     if not np.isfinite(blocks).all():
         return None
-    count, largest = len(blocks), np.abs(blocks).max(axis=1)
-    numbers, offsets, scales = np.zeros(blocks.shape, "uint8"), np.zeros(count, "int8"), np.ones(count, "float32")
-    left = np.flatnonzero(largest)
-    # The largest number is an integer times the scale, most often a power of two.
-    for level in sorted(range(1, _LEVELS), key=lambda level: (level != _LEVELS // 2, -level)):
-        for scale in _roundings(largest / np.float32(level)):
-            if not left.size:
-                return numbers, offsets, scales
-            candidate, part = scale[left, None], blocks[left]
-            with np.errstate(divide="ignore", invalid="ignore"):
-                multiples = np.rint(part / candidate)
-            lowest = multiples.min(axis=1)
-            is_exact = (multiples * candidate == part).all(axis=1) & (multiples.max(axis=1) - lowest < _LEVELS)
-            places = left[is_exact]
-            numbers[places] = (multiples - lowest[:, None])[is_exact].astype("uint8")
-            offsets[places] = lowest[is_exact].astype("int8")
-            scales[places] = candidate[is_exact, 0]
-            left = left[~is_exact]
-    return None if left.size else (numbers, offsets, scales)
+    levels, sizes = 1 << bits, np.abs(blocks)
+    count, largest = len(blocks), sizes.max(axis=1)
+    numbers, offsets, scales = np.zeros(blocks.shape, "uint8"), np.zeros(count, "int16"), np.ones(count, "float32")
+    ratio = largest / np.where(sizes > 0.0, sizes, np.float32(np.inf)).min(axis=1)
+    is_left = largest > 0.0
+    # The largest number is an integer, its level, times the scale: most often a power of two, or one less. Else the
+    # smallest one, which is a small integer times the scale, tells the level.
+    often = (np.full(count, levels // 2 - below, "float32") for below in range(2))
+    for level in chain(often, (np.rint(ratio * np.float32(smallest)) for smallest in range(1, levels))):
+        for rounding in range(_ROUNDINGS):
+            left = np.flatnonzero(is_left & (level < levels))
+            if left.size:
+                scale, part = _roundings(largest[left] / level[left])[rounding], blocks[left]
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    multiples = np.rint(part / scale[:, None])
+                lowest = multiples.min(axis=1)
+                is_exact = (multiples * scale[:, None] == part).all(axis=1) & (multiples.max(axis=1) - lowest < levels)
+                places = left[is_exact]
+                numbers[places] = (multiples - lowest[:, None])[is_exact].astype("uint8")
+                offsets[places] = lowest[is_exact].astype("int16")
+                scales[places] = scale[is_exact]
+                is_left[places] = False
+        if not (is_left & (ratio < levels)).any():
+            break
+    return None if is_left.any() else (numbers, offsets, scales)
 
 
 def _roundings(scales: Array) -> tuple[Array, Array, Array]:
@@ -220,7 +250,8 @@ def _roundings(scales: Array) -> tuple[Array, Array, Array]:
     return scales, np.nextafter(scales, np.float32(0)), np.nextafter(scales, np.float32(np.inf))
 
 
-def _in_halves(weight: Array) -> HalfWeight | BrainWeight | None:
+def in_halves(weight: Array) -> HalfWeight | BrainWeight | None:
+    """Return a float32 tensor as numbers of float16 or bfloat16; None where it has others."""
     for dtype, kind in ((np.float16, HalfWeight), (ml_dtypes.bfloat16, BrainWeight)):
         # A sample tells of most weights that they are not such numbers.
         for part in (_sample(weight), weight):
@@ -231,6 +262,25 @@ def _in_halves(weight: Array) -> HalfWeight | BrainWeight | None:
         else:
             return kind(half.view(np.uint16))
     return None
+
+
+def halves_of(weight: Array, converts: bool) -> Array | None:
+    """Return a float32 tensor as an array of 16 bits that `float_of_half` reads; None where there is none.
+
+    Numbers of bfloat16 are given as their bits (uint16), those of float16 as float16. The latter are there only where
+    the processor `converts` them.
+    """
+    form = in_halves(weight)
+    if isinstance(form, HalfWeight):
+        return form.bits.view(np.float16) if converts else None
+    return None if form is None else form.bits
+
+
+def float_of_half(value: Any) -> Any:
+    """Return the float32 of a number of float16 or float32, or of the bits of a bfloat16 as uint16."""
+    if value.dtype != "uint16":
+        return value.astype("float32")
+    return tirx.reinterpret("float32", value.astype("uint32") << tirx.const(16, "uint32"))
 
 
 def _sample(weight: Array) -> Array:

@@ -41,6 +41,7 @@ from tvmflow.compiler.passes.rows import JoinRows
 from tvmflow.compiler.passes.scans import lower_scans
 from tvmflow.compiler.passes.selections import lower_selections
 from tvmflow.compiler.passes.sizes import NameSizes
+from tvmflow.compiler.passes.stored_weights import read_stored_weights
 from tvmflow.compiler.passes.strassen import StrassenProducts
 from tvmflow.compiler.passes.tables import tabulate_integers
 from tvmflow.compiler.passes.trees import lower_trees
@@ -125,6 +126,7 @@ def pass_names() -> list[str]:
         "LowerSelections",
         "LowerTrees",
         "MultiplyByOneCopy",
+        "ReadStoredWeights",
         "RefuseKernels",
         "RunLoopsDirectly",
         "ShareMemory",
@@ -164,7 +166,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
     # Integer operators such as ConvInteger compute in integers in every precision; AMX serves `precision` only.
     unit = integer_dot(target)
     narrow: dict[Precision, list[tvm.transform.Pass]] = {
-        "fp32": [FuseBlocks(cpu, choices, fast), JoinRows()],
+        "fp32": [FuseBlocks(cpu, choices, fast), read_stored_weights(cpu), JoinRows()],
         "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), JoinRows(), RoundProducts(cpu, fast)],
         "fp16": [HalveProducts(cpu, choices)],
         "int8": [JoinRows()],
