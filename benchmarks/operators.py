@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from tvmflow.workspace import Record
 
 Shape = tuple[int, ...]
 
-_CLASSICAL = "ai.onnx.ml"
+_CLASSICAL, _CONTRIBUTED = "ai.onnx.ml", "com.microsoft"
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,10 @@ class Case:
     """A model of one operator (a few nodes where a framework has one) from the inputs to `y`.
 
     `inputs` and `weights` are the shapes of arrays by name, filled with standard normal numbers; weights are scaled
-    down. `tables` are other constant inputs, such as indices and axes. `flops` are the operations by definition, 0
-    where only bytes count. `bytes_moved` are the bytes of an operator that reads only a part of its inputs; 0 means all
-    inputs, weights and outputs. `forest` has the number and the levels of decision trees on `x`, in place of `nodes`.
+    down. `tables` are other constant inputs, such as indices and axes, or functions that draw them. `flops` are the
+    operations by definition, 0 where only bytes count. `bytes_moved` are the bytes of an operator that reads only a
+    part of its inputs, or numbers of another size; 0 means all inputs, weights and outputs. `forest` has the number and
+    the levels of decision trees on `x`, in place of `nodes`. `output` is the shape of `y`, None where ONNX infers it.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class Case:
     flops: float = 0.0
     bytes_moved: int = 0
     forest: tuple[int, int] | None = None
+    output: Shape | None = None
 
     def model(self) -> onnx.ModelProto:
         """Return the ONNX model with its weights."""
@@ -67,17 +70,20 @@ class Case:
             name: (generator.standard_normal(shape) / math.sqrt(max(1, math.prod(shape[1:])))).astype("float32")
             for name, shape in self.weights.items()
         }
-        values.update({name: np.asarray(table) for name, table in self.tables.items()})
+        values.update(
+            {name: np.asarray(table(generator) if callable(table) else table) for name, table in self.tables.items()}
+        )
         graph = helper.make_graph(
             [_forest(*self.forest, self.inputs["x"][1])] if self.forest else list(self.nodes),
             "operator",
             [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in self.inputs.items()],
-            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [self.inputs["x"][0], 1] if self.forest else None)],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, self.output)],
             [numpy_helper.from_array(value, name) for name, value in values.items()],
         )
         opset = [
             helper.make_opsetid("", prepare.OPSET),
             *[helper.make_opsetid(_CLASSICAL, 3)] * (self.forest is not None),
+            *[helper.make_opsetid(_CONTRIBUTED, 1)] * any(node.domain == _CONTRIBUTED for node in self.nodes),
         ]
         model = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=opset, ir_version=9))
         onnx.checker.check_model(model)
@@ -151,6 +157,40 @@ def _dense(rows: int, inputs: int, outputs: int) -> Case:
     weights = {"w": (inputs, outputs), "b": (outputs,)}
     label = f"{rows}x{inputs} by {inputs}x{outputs}"
     return Case("dense", label, nodes, {"x": (rows, inputs)}, weights, flops=2.0 * rows * inputs * outputs)
+
+
+def _few_bits(rows: int, inputs: int, outputs: int, bits: int, level: int) -> Case:
+    """A product with weights of a few bits in blocks of 32, which ONNX Runtime computes with an `accuracy_level`."""
+    block, node = 32, partial(_node, domain=_CONTRIBUTED, K=inputs, N=outputs)
+    blocks = (outputs, inputs // block)
+    tables = {
+        "w": lambda generator: generator.integers(0, 256, (*blocks, block * bits // 8)).astype("uint8"),
+        "s": lambda generator: generator.uniform(0.0001, 0.001, blocks).astype("float32"),
+    }
+    label = f"{rows}x{inputs} by {inputs}x{outputs}, {bits} bits" + (f", level {level}" if level else "")
+    return Case(
+        "few bits",
+        label,
+        (node("MatMulNBits", "x w s", bits=bits, block_size=block, accuracy_level=level),),
+        {"x": (rows, inputs)},
+        tables=tables,
+        flops=2.0 * rows * inputs * outputs,
+        bytes_moved=inputs * outputs * bits // 8 + 4 * math.prod(blocks) + 4 * rows * (inputs + outputs),
+        output=(rows, outputs),
+    )
+
+
+def _halves(rows: int, inputs: int, outputs: int) -> Case:
+    """A dense layer with weights of float16, as a file in float16 has them."""
+    return Case(
+        "few bits",
+        f"{rows}x{inputs} by {inputs}x{outputs}, float16",
+        (_node("Cast", "h", "w", to=TensorProto.FLOAT), _node("MatMul", "x w")),
+        {"x": (rows, inputs)},
+        tables={"h": lambda generator: (generator.standard_normal((inputs, outputs)) / 64).astype("float16")},
+        flops=2.0 * rows * inputs * outputs,
+        bytes_moved=2 * inputs * outputs + 4 * rows * (inputs + outputs),
+    )
 
 
 def _matmul(batch: int, rows: int, inner: int, columns: int) -> Case:
@@ -298,7 +338,9 @@ def _trees(rows: int, trees: int, levels: int, features: int) -> Case:
     label = f"{trees} of {levels} levels, {rows}x{features}"
     # A step reads a test of eight bytes.
     bytes_moved = 4 * rows * features + 8 * rows * trees * levels
-    return Case("trees", label, (), {"x": (rows, features)}, bytes_moved=bytes_moved, forest=(trees, levels))
+    return Case(
+        "trees", label, (), {"x": (rows, features)}, bytes_moved=bytes_moved, forest=(trees, levels), output=(rows, 1)
+    )
 
 
 def _layer_norm(shape: Shape) -> Case:
@@ -364,6 +406,14 @@ CASES: tuple[Case, ...] = (
     _dense(128, 1536, 384),
     _dense(197, 192, 576),
     _dense(3136, 96, 384),
+    _few_bits(1, 4096, 11008, 4, 0),
+    _few_bits(1, 4096, 11008, 4, 4),
+    _few_bits(1, 4096, 11008, 8, 4),
+    _few_bits(16, 4096, 11008, 4, 0),
+    _few_bits(16, 4096, 11008, 4, 4),
+    _few_bits(128, 4096, 11008, 4, 4),
+    _halves(1, 4096, 11008),
+    _halves(16, 4096, 11008),
     _matmul(6, 128, 64, 128),
     _matmul(6, 128, 128, 64),
     _matmul(3, 197, 64, 197),
