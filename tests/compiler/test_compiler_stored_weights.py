@@ -1,5 +1,6 @@
 """Products and gathers that read weights of 4, 8 and 16 bits as they are stored."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from support import scale
 from support.arrays import normal
 from support.builds import Array
 from support.guarded import assert_within_buffers
-from support.machines import best_target, runnable_levels
+from support.machines import best_target, runnable_levels, simple_target
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, build, import_onnx, lower
 from tvmflow.compiler.choices import Choices
+from tvmflow.compiler.dotproduct import integer_dot
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators.narrow_products import PANEL, NarrowProduct
+from tvmflow.compiler.operators.rounded_products import RoundedProduct
 from tvmflow.compiler.operators.widening import BlockWeight, in_blocks
 from tvmflow.target import Target, resolve
 
@@ -167,3 +170,122 @@ def test_a_product_of_few_bits_equals_onnx_runtime(bits: int, tmp_path: Path) ->
         x = normal(*shape, side)
         expected = session.run(None, {"x": x})[0]
         np.testing.assert_allclose(model.run(x)[0], expected, rtol=1e-4, atol=1e-5 * abs(expected).max())
+
+
+def _rounded(x: Array, block: int) -> Array:
+    """Rows of which each block is rounded to integers from -127 to 127 times a float."""
+    blocks = x.reshape(len(x), x.shape[1] // block, block)
+    distance = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
+    inverse = np.float32(1) / np.where(distance > 0, distance, np.float32(np.inf))
+    return (np.rint(blocks * inverse) * distance).reshape(x.shape).astype("float32")
+
+
+def _rounded_functions(form: BlockWeight, target: Target, sizes: list[Any]) -> dict[str, tirx.PrimFunc]:
+    """The functions of products of rounded rows, in parallel whatever their size."""
+    unit, parallel = integer_dot(target), replace(machine(target), cores=4, region=0)
+    assert unit is not None
+    return {
+        f"product{place}": RoundedProduct(form, rows, parallel, unit).function().with_attr("tirx.noalias", True)
+        for place, rows in enumerate(sizes)
+    }
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("bits", "shape", "block", "has_offsets"), [WEIGHTS[0], WEIGHTS[2]], ids=str)
+def test_a_product_of_rounded_rows_is_exact(
+    bits: int, shape: tuple[int, int], block: int, has_offsets: bool, level: str
+) -> None:
+    target = resolve(level)
+    weight, form = _weight(bits, shape, block, has_offsets)
+    rows: list[Any] = [1, 5, tirx.Var("n", "int64")]
+    functions = {
+        name: function.with_attr("global_symbol", name)
+        for name, function in _rounded_functions(form, target, rows).items()
+    }
+    library = tvm.compile(tvm.IRModule(functions), target=target.tvm)
+    calls = [("product0", 1), ("product1", 5), *(("product2", count) for count in (0, 1, 2, 19))]
+    for name, count in calls:
+        x, result = normal(count, shape[0]), np.full((count, shape[1]), np.nan, "float32")
+        if count > 2:
+            # Blocks of zeros, and numbers that are not finite; these are of no concern to other rows.
+            x[0], x[-2, 0], x[-1, -1] = 0, np.inf, np.nan
+        tensors = [
+            tvm.runtime.tensor(array) for array in (x, *NarrowProduct(form, 1, machine(target)).packed(), result)
+        ]
+        library[name](*tensors)
+        result, finite = tensors[-1].numpy(), max(count - 2, min(count, 2))
+        expected = _rounded(x[:finite], block) @ weight
+        np.testing.assert_allclose(result[:finite], expected, rtol=1e-5, atol=1e-5 * abs(weight).max() * shape[0])
+        assert not np.isfinite(result[finite:]).any()
+
+
+@pytest.mark.parametrize("level", scale.choose(normal=LEVELS[-1:], long=LEVELS))
+def test_a_product_of_rounded_rows_stays_within_its_buffers(level: str) -> None:
+    target = resolve(level)
+    for weight in (WEIGHTS[0], WEIGHTS[2]):
+        functions = _rounded_functions(_weight(*weight)[1], target, [1, 19, tirx.Var("n", "int64")])
+        assert_within_buffers(functions, target, {"rows": 1}, {"rows": 17})
+
+
+def _save_rounding(path: Path, level: int, inputs: list[Any]) -> Path:
+    """A MatMulNBits that lets the program round its rows, with zero points and a bias, and a Relu."""
+    depth, units, block = inputs[-1], 48, 32
+    generator = np.random.default_rng(0)
+    weights = {
+        "w": generator.integers(0, 256, (units, depth // block, block // 2)).astype("uint8"),
+        "s": generator.uniform(0.001, 0.01, (units, depth // block)).astype("float32"),
+        "z": generator.integers(0, 256, (units, depth // block // 2)).astype("uint8"),
+        "b": normal(units),
+    }
+    attributes = {"N": units, "K": depth, "bits": 4, "block_size": block, "accuracy_level": level}
+    operands = ["x", "w", "s", "z", "", "b"]
+    nodes = [
+        helper.make_node("MatMulNBits", operands, ["p"], domain="com.microsoft", **attributes),
+        helper.make_node("Relu", ["p"], ["y"]),
+    ]
+    return save_model(path, nodes, [("x", inputs)], ["y"], weights, opset=17)
+
+
+@pytest.mark.parametrize("inputs", [["b", "n", 128], [1, 128], [7, 128]], ids=str)
+def test_rows_are_rounded_as_in_onnx_runtime_where_the_file_allows_it(inputs: list[Any], tmp_path: Path) -> None:
+    target = simple_target()
+    path = _save_rounding(tmp_path / "model.onnx", 4, inputs)
+    assert _types_read(path, target, "rounded_product") == {"float32", "int32", "int16"}
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    model = build(import_onnx(path), target).load()
+    for sizes in ((1, 1), (2, 3)) if "n" in inputs else (inputs[:-1],):
+        x = normal(*sizes, 128)
+        np.testing.assert_allclose(model.run(x)[0], session.run(None, {"x": x})[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("target", "level", "is_rounded"),
+    [
+        ("x86-64-v2", 4, True),
+        ("x86-64-v2", 0, False),
+        ("aarch64-neoverse-n1", 4, True),
+        ("aarch64-cortex-a72", 4, False),
+        ("cuda-sm80", 4, False),
+    ],
+)
+def test_rows_are_rounded_where_the_target_multiplies_integers(
+    target: str, level: int, is_rounded: bool, tmp_path: Path
+) -> None:
+    path = _save_rounding(tmp_path / "model.onnx", level, [1, 128])
+    assert bool(_types_read(path, resolve(target), "rounded_product")) == is_rounded
+
+
+@pytest.mark.parametrize(
+    ("target", "instruction"),
+    [
+        ("x86-64-v2", r"\tpmaddubsw"),
+        ("x86-64-v3", r"\tvpmaddubsw.*ymm"),
+        ("x86-64-v4", r"\tvpmaddubsw.*zmm"),
+        ("x86-64-v4-vnni", r"\tvpdpbusd.*zmm"),
+        ("aarch64-neoverse-n1", r"\tsdot"),
+        ("aarch64-neoverse-v1", r"\tusdot"),
+    ],
+)
+def test_rounded_rows_are_multiplied_by_instructions(target: str, instruction: str, tmp_path: Path) -> None:
+    model = build(import_onnx(_save_rounding(tmp_path / "model.onnx", 4, [1, 128])), resolve(target))
+    assert re.search(instruction, str(model.executable.mod.imports[0].inspect_source("asm")))

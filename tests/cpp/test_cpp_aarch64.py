@@ -166,6 +166,27 @@ def test_a_quantised_model_is_computed_by_dot_products(
     assert np.abs(actual - expected).max() <= 1.01 / 127 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("target", ["aarch64-neoverse-n1", "aarch64-neoverse-v1"])
+def test_rounded_rows_are_multiplied_by_weights_of_4_bits(aarch64_runner: Runner, target: str, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    weights = {
+        "w": generator.integers(0, 256, (40, 4, 16)).astype("uint8"),
+        "s": generator.uniform(0.01, 0.1, (40, 4)).astype("float32"),
+    }
+    attributes = {"N": 40, "K": 128, "bits": 4, "block_size": 32, "accuracy_level": 4, "domain": "com.microsoft"}
+    nodes = [helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], **attributes)]
+    path = save_model(tmp_path / "model.onnx", nodes, [("x", ["n", 128])], ["y"], weights)
+    document = {"name": "product", "model": {"onnx": str(path)}, "targets": [target]}
+    bundle = compile_by_steps(document, tmp_path, tmp_path / "state")
+    rules = [function.rule for function in compiled_functions(bundle, read_manifest(bundle)).values()]
+    assert "rounded_product" in rules
+    for rows in (1, 14):
+        arrays = {"x": normal(rows, 128, seed=rows)}
+        expected = onnxruntime_outputs(path, arrays)["y"]
+        actual = aarch64_runner.outputs(bundle, arrays, tmp_path)["y"]
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
 def test_in_bfloat16_products_are_near_those_of_this_machine(aarch64_runner: Runner, tmp_path: Path) -> None:
     """A dense layer, a product of activations, attention and convolutions in narrow groups."""
     generator = np.random.default_rng(0)

@@ -144,6 +144,44 @@ def add_dot_int8(total: Any, left: Any, right: Any, lanes: int) -> Any:
     return tirx.call_llvm_pure_intrin(f"int32x{lanes}", _INSTRUCTIONS[INT8][lanes], total, data, right)
 
 
+def add_bytes(unit: Dot, total: Any, left: Any, right: Any, lanes: int) -> Any:
+    """Return `total`, int32, plus the dot product by `unit` of 4 uint8 numbers with 4 int8 numbers of each lane.
+
+    Both are int32 vectors of the bytes. The numbers of `left` are at most 127 where `unit` is `SIGNED`. Raises KeyError
+    for a number of lanes without such an instruction.
+    """
+    data, weight = (
+        tirx.reinterpret(f"{kind}x{4 * lanes}", value) for kind, value in ((unit.data, left), ("int8", right))
+    )
+    return tirx.call_llvm_pure_intrin(f"int32x{lanes}", _INSTRUCTIONS[unit][lanes], total, data, weight)
+
+
+# LLVM's names of the instruction that multiplies uint8 by int8 and adds the pairs to int16, by the number of lanes.
+_PAIRS_OF_BYTES = {
+    4: "llvm.x86.ssse3.pmadd.ub.sw.128",
+    8: "llvm.x86.avx2.pmadd.ub.sw",
+    16: "llvm.x86.avx512.pmaddubs.w.512",
+}
+
+
+def add_pairs_of_bytes(total: Any, left: Any, right: Any, lanes: int) -> Any:
+    """Return `total`, two int16 for each lane, plus two products of an uint8 and an int8 each, on x86-64 with SSSE3.
+
+    `left` and `right` are int32 vectors of 4 bytes in each lane. Sums beyond 16 bits are cut off. Raises KeyError for a
+    number of lanes without such an instruction.
+    """
+    data, weight = (
+        tirx.reinterpret(f"{kind}x{4 * lanes}", value) for kind, value in (("uint8", left), ("int8", right))
+    )
+    return total + tirx.call_llvm_pure_intrin(f"int16x{2 * lanes}", _PAIRS_OF_BYTES[lanes], data, weight)
+
+
+def sum_of_pairs(pairs: Any, lanes: int) -> Any:
+    """Return the int32 sum of two int16 of each lane, on x86-64."""
+    ones = tirx.Broadcast(tirx.const(1, "int16"), 2 * lanes)
+    return tirx.call_llvm_pure_intrin(f"int32x{lanes}", _INSTRUCTIONS[PAIRS][lanes], pairs, ones)
+
+
 def has_dot(lanes: int) -> bool:
     """Return whether there are dot-product instructions of so many lanes."""
     return lanes in _BITS

@@ -10,6 +10,8 @@ from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import Array, const, dtype_of
+from tvmflow.compiler.operators.rounded_products import rounded_product
+from tvmflow.compiler.operators.widening import BlockWeight
 
 # The numbers of MatMulBnb4's two types of four bits, by their bits: the levels of QLoRA's "4-bit NormalFloat" (Dettmers
 # et al., 2023), and floats of one bit of sign, two of exponent and one of mantissa, divided by the largest.
@@ -19,25 +21,37 @@ _NORMAL_FLOAT = (
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 _FLOAT = (0.0, 0.005208333333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
+# The `accuracy_level` of MatMulNBits that lets a program round what it multiplies to 8 bits.
+_ROUNDED = 4
 _LEVELS = (np.array([*_FLOAT, *(-level for level in _FLOAT)], "float32"), np.array(_NORMAL_FLOAT, "float32"))
 
 
 def convert_matmul_nbits(node: Node) -> relax.Expr:
     """Return the Relax expression of MatMulNBits: a product with weights of 2, 4 or 8 bits, made floats at import.
 
+    Weights of 4 bits of which the node lets rows be rounded stay as they are.
+
     Raises UnsupportedFormError for weights, scales, zero points or group indices that are not constant, and for another
     number of bits.
     """
     count, depth, block = (int(node.attrs[name]) for name in ("N", "K", "block_size"))
-    bits = int(node.attrs.get("bits", 4))
+    bits, level = int(node.attrs.get("bits", 4)), int(node.attrs.get("accuracy_level", 0))
     if not _are_constant(node, 1, 2, 3, 4):
         raise UnsupportedFormError("weights that are computed")
     packed, scales, points, groups = _constants(node, 1, 2, 3, 4)
     if bits not in (2, 4, 8):
         raise UnsupportedFormError(f"weights of {bits} bits")
     blocks = -(-depth // block)
+    has_floats = points is not None and points.dtype != np.uint8
+    if level == _ROUNDED and bits == 4 and depth % block == 0 and groups is None and not has_floats:
+        offsets: Array = np.full((1, 1), -8, "int16")
+        if points is not None:
+            offsets = -_unpack(points.reshape(count, -1), bits)[:, :blocks].astype("int16").T
+        scales = scales.reshape(count, blocks).astype("float32")
+        weight = BlockWeight(packed.reshape(count, -1).T, offsets, scales.T, 0, bits)
+        return _add_bias(node, node.emit(rounded_product(node.inputs[0], weight)))
     if points is None:
-        offsets: Array = np.full((count, blocks), 1 << (bits - 1), "float32")
+        offsets = np.full((count, blocks), 1 << (bits - 1), "float32")
     elif points.dtype == np.uint8:
         offsets = _unpack(points.reshape(count, -1), bits)[:, :blocks]
     else:
@@ -45,7 +59,11 @@ def convert_matmul_nbits(node: Node) -> relax.Expr:
     group = np.arange(depth) // block if groups is None else groups
     levels = _unpack(packed.reshape(count, -1), bits)[:, :depth].astype("float32")
     weights = (levels - offsets.astype("float32")[:, group]) * scales.reshape(count, blocks).astype("float32")[:, group]
-    product = _multiply(node, weights)
+    return _add_bias(node, _multiply(node, weights))
+
+
+def _add_bias(node: Node, product: relax.Expr) -> relax.Expr:
+    """MatMulNBits' product plus its bias, if it has one."""
     return product if node.input(5) is None else relax.op.add(product, node.inputs[5])
 
 

@@ -6,9 +6,10 @@ cache, and all rows are multiplied by it before the next part.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from tvm import relax, tirx
@@ -32,13 +33,13 @@ WIDENING = 2
 _ZERO = tirx.const(0.0, "float32")
 
 
-def multiply(builder: relax.BlockBuilder, data: relax.Expr, kernel: "NarrowProduct") -> relax.Expr:
+def multiply(builder: relax.BlockBuilder, data: relax.Expr, kernel: "StoredProduct") -> relax.Expr:
     """Return the product `[..., N]` of `data` of shape `[..., K]` by the weight of `kernel`.
 
     The leading dimensions of `data`, multiplied, are the rows of the kernel.
     """
     *outer, depth = data.ty.shape.values
-    function = extensions.emit_function(builder, kernel.function(), "narrow_product")
+    function = extensions.emit_function(builder, kernel.function(), kernel.name)
     rows = math.prod(outer)
     flat = builder.emit(relax.op.reshape(data, relax.ShapeExpr([rows, depth])))
     result = relax.TensorType([rows, kernel.units], "float32")
@@ -57,12 +58,14 @@ class _Place:
     number: int
 
 
-class NarrowProduct:
+class StoredProduct(ABC):
     """Builds the TIR function of a product of rows `[rows, K]` by a weight `[K, N]` in blocks along K.
 
     The function's parameters are the rows, the arrays that `packed` returns, and the result `[rows, N]`. `rows` is an
-    integer or a symbolic size.
+    integer or a symbolic size. `name` is the name of the kind of kernel.
     """
+
+    name: ClassVar[str]
 
     def __init__(self, weight: BlockWeight, rows: Any, machine: Machine) -> None:
         lines, self.units = weight.numbers.shape
@@ -98,6 +101,45 @@ class NarrowProduct:
         offsets = [] if self._offsets is None else [self._stored.offsets]
         return [words, *map(self._in_tiles, (self._stored.scales, *offsets))]
 
+    @abstractmethod
+    def function(self) -> tirx.PrimFunc:
+        """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
+
+    def _parameters(self) -> list[Any]:
+        """The parameters of the function."""
+        offsets = [] if self._offsets is None else [self._offsets]
+        return [self._x, self._words, self._scales, *offsets, self._y]
+
+    def _in_tiles(self, array: Array) -> Array:
+        """Lines `[lines, N]` as `[tiles, lines, columns of a tile]`, with zeros after the last column."""
+        whole = np.zeros((len(array), self._tiles * self._columns), array.dtype)
+        whole[:, : self.units] = array
+        return np.moveaxis(whole.reshape(len(array), self._tiles, self._columns), 1, 0)
+
+    def _parallel(self, rows: int) -> Any:
+        """The kind of loop over tiles: parallel where the product of so many rows is worth it."""
+        cycles = rows * self._depth * self.units // self._lanes
+        return T.parallel if self._machine.cores > 1 and cycles >= self._machine.parallel_cycles else T.serial
+
+    def _store(self, totals: Any, tile: Any, first: Any, count: Any) -> None:
+        """Copy the totals of `count` rows to the result, without the columns that fill the last tile."""
+        begin = tile * self._columns
+        columns = self._columns if self.units % self._columns == 0 else tirx.min(self._columns, self.units - begin)
+        with T.serial(0, count) as row, T.serial(0, columns) as column:
+            T.buffer_store(self._y, totals[row, column], [first + row, begin + column])
+
+    def _offset(self, tile: Any, block: Any, column: Any) -> Any:
+        """The offset of a block as int32."""
+        if self._offsets is None:
+            return tirx.const(int(self._stored.offsets.item()), "int32")
+        return self._offsets[tile, block, column].astype("int32")
+
+
+class NarrowProduct(StoredProduct):
+    """Builds the TIR function of a product whose weights become floats on the way; see `StoredProduct`."""
+
+    name = "narrow_product"
+
     def function(self) -> tirx.PrimFunc:
         """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
         rows = static(self._rows)
@@ -112,21 +154,8 @@ class NarrowProduct:
                 self._one_row()
             else:
                 self._many_rows()
-        offsets = [] if self._offsets is None else [self._offsets]
-        parameters = [self._x, self._words, self._scales, *offsets, self._y]
         # The builder marks the sequence of statements by an attribute.
-        return tirx.PrimFunc(parameters, builder.get().body).with_attr(KERNEL, "narrow_product")
-
-    def _in_tiles(self, array: Array) -> Array:
-        """Lines `[lines, N]` as `[tiles, lines, columns of a tile]`, with zeros after the last column."""
-        whole = np.zeros((len(array), self._tiles * self._columns), array.dtype)
-        whole[:, : self.units] = array
-        return np.moveaxis(whole.reshape(len(array), self._tiles, self._columns), 1, 0)
-
-    def _parallel(self, rows: int) -> Any:
-        """The kind of loop over tiles: parallel where the product of so many rows is worth it."""
-        cycles = rows * self._depth * self.units // self._lanes
-        return T.parallel if self._machine.cores > 1 and cycles >= self._machine.parallel_cycles else T.serial
+        return tirx.PrimFunc(self._parameters(), builder.get().body).with_attr(KERNEL, self.name)
 
     # -- One row -------------------------------------------------------------------------------------------------------
 
@@ -139,8 +168,8 @@ class NarrowProduct:
         parts = self._sum_parts()
         places = [(number, place) for number in range(self._of_word) for place in range(self._vectors)]
         with self._parallel(1)(0, self._tiles) as tile:
-            totals = _registers((self._vectors, lanes))
-            sums = _registers((_PARITIES, self._vectors, lanes))
+            totals = registers((self._vectors, lanes))
+            sums = registers((_PARITIES, self._vectors, lanes))
             for place in range(self._vectors):
                 with T.vectorized(0, lanes) as lane:
                     T.buffer_store(totals, _ZERO, [place, lane])
@@ -173,7 +202,7 @@ class NarrowProduct:
         parts = T.alloc_buffer((self._blocks,), "float32", scope="global", layout=None)
         lanes = math.gcd(self._machine.lanes, self._block)
         with T.serial(0, self._blocks) as block:
-            sums = _registers((lanes,))
+            sums = registers((lanes,))
             with T.vectorized(0, lanes) as lane:
                 T.buffer_store(sums, _ZERO, [lane])
             with T.serial(0, self._block // lanes) as step, T.vectorized(0, lanes) as lane:
@@ -234,7 +263,7 @@ class NarrowProduct:
         weights and their number.
         """
         lanes, (start, depth) = self._lanes, lines
-        sums = _registers((height, self._vectors, lanes))
+        sums = registers((height, self._vectors, lanes))
         places = [(line, place) for line in range(height) for place in range(self._vectors)]
         for line, place in places:
             with T.vectorized(0, lanes) as lane:
@@ -247,13 +276,6 @@ class NarrowProduct:
         for line, place in places:
             with T.vectorized(0, lanes) as lane:
                 T.buffer_store(totals, sums[line, place, lane], [row + line, place * lanes + lane])
-
-    def _store(self, totals: Any, tile: Any, first: Any, count: Any) -> None:
-        """Copy the totals of `count` rows to the result, without the columns that fill the last tile."""
-        begin = tile * self._columns
-        columns = self._columns if self.units % self._columns == 0 else tirx.min(self._columns, self.units - begin)
-        with T.serial(0, count) as row, T.serial(0, columns) as column:
-            T.buffer_store(self._y, totals[row, column], [first + row, begin + column])
 
     # -- The numbers ---------------------------------------------------------------------------------------------------
 
@@ -283,13 +305,7 @@ class NarrowProduct:
         shifted = word >> (_PARITIES * self._bits * pair) if pair else word
         return shifted & ((1 << self._bits) - 1 << self._bits * parity)
 
-    def _offset(self, tile: Any, block: Any, column: Any) -> Any:
-        """The offset of a block as int32."""
-        if self._offsets is None:
-            return tirx.const(int(self._stored.offsets.item()), "int32")
-        return self._offsets[tile, block, column].astype("int32")
 
-
-def _registers(shape: Sequence[int]) -> Any:
-    """Allocate a few vectors that LLVM keeps in registers."""
-    return T.alloc_buffer(shape, "float32", scope="local", layout=None)
+def registers(shape: Sequence[int], dtype: str = "float32") -> Any:
+    """Allocate a few numbers or vectors, float32 by default, that LLVM keeps in registers."""
+    return T.alloc_buffer(shape, dtype, scope="local", layout=None)

@@ -82,6 +82,17 @@ class BlockWeight(NarrowWeight):
     axis: int
     bits: int
 
+    def floats(self) -> Array:
+        """Return the float32 tensor."""
+        numbers = np.moveaxis(self.numbers, self.axis, -1)
+        if self.bits < 8:
+            numbers = np.stack([numbers & 15, numbers >> self.bits], -1).reshape(*numbers.shape[:-1], -1)
+        scales = np.moveaxis(self.scales, self.axis, -1)
+        block = numbers.shape[-1] // scales.shape[-1]
+        offsets = np.broadcast_to(np.moveaxis(self.offsets, self.axis, -1), scales.shape)
+        offsets, scales = (np.repeat(part, block, -1) for part in (offsets, scales))
+        return np.ascontiguousarray(np.moveaxis((numbers + offsets).astype("float32") * scales, -1, self.axis))
+
     def widen(self, *parts: te.Tensor) -> te.Tensor:
         """Define the float32 tensor as a tensor expression of the numbers, the offsets and the scales."""
         numbers, offsets, scales = parts

@@ -37,6 +37,7 @@ from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.packing import BindWeights, PackAtLoad
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.repeats import multiply_by_one_copy
+from tvmflow.compiler.passes.rounded_products import lower_rounded_products
 from tvmflow.compiler.passes.rows import JoinRows
 from tvmflow.compiler.passes.scans import lower_scans
 from tvmflow.compiler.passes.selections import lower_selections
@@ -122,6 +123,7 @@ def pass_names() -> list[str]:
         "StoreRepeats",
         "LowerAttention",
         "LowerRecurrence",
+        "LowerRoundedProducts",
         "LowerScans",
         "LowerSelections",
         "LowerTrees",
@@ -172,7 +174,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
         "int8": [JoinRows()],
     }
     return _TargetPasses(
-        kernels=[lower_recurrence(cpu, unit), lower_trees(cpu)],
+        kernels=[lower_recurrence(cpu, unit), lower_trees(cpu), lower_rounded_products(cpu, unit)],
         integers=[IntegerArithmetic(cpu, unit, is_required=precision == "int8")] if unit else [],
         layout=[attention.compose_attention(), CheckSizesAlone(), *layout(cpu.lanes)],
         products=[
@@ -194,7 +196,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
 def _gpu_passes(target: Target, precision: Precision) -> _TargetPasses:
     gpu = gpu_of(target)
     return _TargetPasses(
-        kernels=[refuse_kernels(target.name)],
+        kernels=[refuse_kernels(target.name), lower_rounded_products(None, None)],
         layout=[
             *([attention.compose_attention(), CheckSizesAlone()] if precision == "fp16" else []),
             dimensions.in_two_dimensions(),

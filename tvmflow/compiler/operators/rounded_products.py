@@ -1,0 +1,243 @@
+"""Matrix products with weights of 4 bits in blocks, of rows that are rounded to 8 bits.
+
+A file allows that, as `accuracy_level` 4 of ONNX Runtime's MatMulNBits. The numbers that a block of weights multiplies
+are rounded as ONNX Runtime rounds them: to integers from -127 to 127, of which the largest stands for the largest
+magnitude. Instructions then multiply four pairs of integers in each lane of a vector at once.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import relax, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from tvmflow.compiler import extensions
+from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.dotproduct import PAIRS, Dot, add_bytes, add_pairs_of_bytes, sum_of_pairs
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import constant, static
+from tvmflow.compiler.operators.narrow_products import StoredProduct, multiply, registers
+from tvmflow.compiler.operators.widening import BlockWeight
+
+# The largest integer to which a number is rounded.
+_LARGEST = 127
+# So many numbers of 4 bits, times integers of 8, are surely summed in 16 bits: two products in each of the lanes for
+# four numbers, of 15 times 127 each.
+_IN_16_BITS = 32
+# The numbers of 4 bits in a word, and its bytes.
+_WORD, _BYTES = 8, 4
+# The vectors of sums of each of several rows.
+_FEW = 2
+
+_ZERO = tirx.const(0.0, "float32")
+
+
+def rounded_product(x: relax.Expr, weight: BlockWeight) -> relax.Call:
+    """Return a Relax call that stands for a product of rounded rows until a pass lowers it.
+
+    `x` is float32 `[..., K]`; the weight is a matrix `[K, N]` of 4 bits in blocks along K, the result `[..., N]`.
+    """
+    parts = [constant(part) for part in weight.parts]
+    return extensions.call("rounded_product", [x, *parts])
+
+
+def weight_of(call: relax.Call) -> BlockWeight:
+    """Return the weight of a call of `rounded_product`."""
+    numbers, offsets, scales = (part.value.numpy() for part in call.args[1:])
+    return BlockWeight(numbers, offsets, scales, 0, 4)
+
+
+def _infer(call: relax.Call) -> relax.TensorType:
+    x, numbers = call.args[:2]
+    return relax.TensorType([*x.ty.shape.values[:-1], numbers.ty.shape.values[-1]], "float32")
+
+
+extensions.register("rounded_product", _infer)
+
+
+def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine | None, unit: Dot | None) -> relax.Expr:
+    """Lower a call of `rounded_product` to a function for a machine with the dot product `unit` of integers.
+
+    Without one, as on a GPU, which is no `machine`, the product is one of floats.
+    """
+    x, weight = call.args[0], weight_of(call)
+    if machine is None or unit is None:
+        return relax.op.matmul(x, constant(weight.floats()))
+    rows = math.prod(x.ty.shape.values[:-1])
+    return multiply(builder, x, RoundedProduct(weight, rows, machine, unit))
+
+
+class RoundedProduct(StoredProduct):
+    """Builds the TIR function of a product of rounded rows by a weight of 4 bits; see `StoredProduct`."""
+
+    name = "rounded_product"
+
+    def __init__(self, weight: BlockWeight, rows: Any, machine: Machine, unit: Dot) -> None:
+        super().__init__(weight, rows, machine)
+        self._unit = unit
+        self._words_of_block = self._block // _WORD
+        # Of several rows, a few vectors of sums are in registers, beside the numbers of the weight that they share.
+        self._few = min(_FEW, self._vectors)
+        self._height = max(1, (machine.registers - 4 * self._few) // self._few)
+        if (known := static(rows)) is not None:
+            self._height = min(self._height, known)
+
+    def function(self) -> tirx.PrimFunc:
+        """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
+        known = static(self._rows)
+        with IRBuilder() as builder, T.seq_scope():
+            self._round_rows()
+            if known is None:
+                with T.If(self._rows == 1):
+                    with T.Then():
+                        self._multiply_groups(1)
+                    with T.Else():
+                        self._multiply_groups(self._height)
+            else:
+                self._multiply_groups(self._height)
+        # The builder marks the sequence of statements by an attribute.
+        return tirx.PrimFunc(self._parameters(), builder.get().body).with_attr(KERNEL, self.name)
+
+    # -- The rows ------------------------------------------------------------------------------------------------------
+
+    def _round_rows(self) -> None:
+        """Round all rows: integers in the order of the weights' bits, and the distance and the sum of each block."""
+        of_words = (self._rows, self._depth // _WORD, 2, _BYTES)
+        self._integers = T.alloc_buffer(of_words, "int8", scope="global", layout=None)
+        self._distances, self._sums = (
+            T.alloc_buffer((self._rows, self._blocks), "float32", scope="global", layout=None) for _ in range(2)
+        )
+        lanes = math.gcd(self._machine.lanes, self._block)
+        many = static(self._rows) != 1
+        loop = T.parallel if many and self._machine.cores > 1 else T.serial
+        with loop(0, self._rows) as row, T.serial(0, self._blocks) as block:
+            largest, total = registers((lanes,)), registers((lanes,))
+            for sums in (largest, total):
+                with T.vectorized(0, lanes) as lane:
+                    T.buffer_store(sums, _ZERO, [lane])
+            with T.serial(0, self._block // lanes) as step, T.vectorized(0, lanes) as lane:
+                value = self._x[row, block * self._block + step * lanes + lane]
+                T.buffer_store(largest, tirx.max(largest[lane], tirx.abs(value)), [lane])
+                T.buffer_store(total, total[lane] + value, [lane])
+            magnitude, every = registers((1,)), registers((1,))
+            T.buffer_store(magnitude, _folded(tirx.max, largest, lanes), [0])
+            T.buffer_store(every, _folded(lambda one, other: one + other, total, lanes), [0])
+            # A block with a number that is not finite has no finite result.
+            distance = magnitude[0] / tirx.const(_LARGEST, "float32") + every[0] * _ZERO
+            T.buffer_store(self._distances, distance, [row, block])
+            inverse = registers((1,))
+            is_zero = magnitude[0] == _ZERO
+            T.buffer_store(inverse, tirx.Select(is_zero, _ZERO, 1.0 / self._distances[row, block]), [0])
+            sum_of_block = registers((1,), "int32")
+            T.buffer_store(sum_of_block, tirx.const(0, "int32"), [0])
+            with T.serial(0, self._words_of_block) as place:
+                word = block * self._words_of_block + place
+                for number in range(_WORD):
+                    value = tirx.nearbyint(self._x[row, word * _WORD + number] * inverse[0])
+                    # A comparison with a number that is none is false.
+                    most, least = (tirx.const(sign * _LARGEST, "float32") for sign in (1, -1))
+                    value = tirx.Select(value > least, tirx.Select(value < most, value, most), least)
+                    integer = value.astype("int32")
+                    T.buffer_store(sum_of_block, sum_of_block[0] + integer, [0])
+                    T.buffer_store(self._integers, integer.astype("int8"), [row, word, number % 2, number // 2])
+            T.buffer_store(self._sums, sum_of_block[0].astype("float32"), [row, block])
+
+    # -- The products --------------------------------------------------------------------------------------------------
+
+    def _multiply_groups(self, height: int) -> None:
+        """Multiply groups of `height` rows by each tile of the weight, and the rest one by one."""
+        rows, known = self._rows, static(self._rows)
+        with self._parallel(known or 1)(0, self._tiles) as tile:
+            groups = tirx.floordiv(rows, height)
+            with T.serial(0, groups) as group:
+                self._multiply(tile, group * height, height)
+            if known is None or known % height:
+                with T.serial(0, rows - groups * height) as row:
+                    self._multiply(tile, groups * height + row, 1)
+
+    def _multiply(self, tile: Any, first: Any, height: int) -> None:
+        """Multiply `height` rows from `first` on by a tile of the weight."""
+        results = T.alloc_buffer((height, self._columns), "float32", scope="global", layout=None)
+        width = self._vectors if height == 1 else self._few
+        for start in range(0, self._vectors, width):
+            vectors = range(start, min(start + width, self._vectors))
+            self._multiply_vectors(results, tile, first, [(row, place) for row in range(height) for place in vectors])
+        self._store(results, tile, first, height)
+
+    def _multiply_vectors(self, results: Any, tile: Any, first: Any, places: Sequence[tuple[int, int]]) -> None:
+        """Compute the results at `places`, pairs of a row behind `first` and a vector of a tile of the weight."""
+        lanes, numbers = self._lanes, range(len(places))
+        totals = registers((len(places), lanes))
+        for number in numbers:
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(totals, _ZERO, [number, lane])
+        with T.serial(0, self._blocks) as block:
+            sums = registers((len(places), lanes), "int32")
+            for number in numbers:
+                with T.vectorized(0, lanes) as lane:
+                    T.buffer_store(sums, tirx.const(0, "int32"), [number, lane])
+            begin = block * self._words_of_block
+            if self._unit is PAIRS:
+                size = math.gcd(self._block, _IN_16_BITS) // _WORD
+                with T.serial(0, self._words_of_block // size) as part:
+                    self._add_in_16_bits(sums, tile, first, (begin + part * size, size), places)
+            else:
+                with T.serial(0, self._words_of_block) as word:
+                    self._add_word(sums, tile, first, begin + word, places)
+            for number, (row, place) in enumerate(places):
+                with T.vectorized(0, lanes) as lane:
+                    column = place * lanes + lane
+                    offset = self._offset(tile, block, column).astype("float32") * self._sums[first + row, block]
+                    scale = self._distances[first + row, block] * self._scales[tile, block, column]
+                    total = (sums[number, lane].astype("float32") + offset) * scale
+                    T.buffer_store(totals, totals[number, lane] + total, [number, lane])
+        for number, (row, place) in enumerate(places):
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(results, totals[number, lane], [row, place * lanes + lane])
+
+    def _add_word(self, sums: Any, tile: Any, first: Any, word: Any, places: Sequence[tuple[int, int]]) -> None:
+        """Add the products of a word's eight numbers to the sums at `places`, four at a time."""
+        lanes = self._lanes
+        for parity in range(2):
+            for number, (row, place) in enumerate(places):
+                bits = self._words[tile, place, word, _run(lanes)]
+                shifted = bits >> tirx.Broadcast(tirx.const(4, "int32"), lanes) if parity else bits
+                levels = shifted & tirx.Broadcast(tirx.const(0x0F0F0F0F, "int32"), lanes)
+                group = tirx.reinterpret("int32", self._integers[first + row, word, parity, _run(_BYTES)])
+                index = [number, _run(int(sums.shape[-1]))]
+                total, integers = sums[tuple(index)], tirx.Broadcast(group, lanes)
+                if self._unit is PAIRS:
+                    total = add_pairs_of_bytes(total, levels, integers, lanes)
+                else:
+                    total = add_bytes(self._unit, total, levels, integers, lanes)
+                T.buffer_store(sums, total, index)
+
+    def _add_in_16_bits(
+        self, sums: Any, tile: Any, first: Any, words: tuple[Any, int], places: Sequence[tuple[int, int]]
+    ) -> None:
+        """Add the products of some words, the first one and their number, to sums of 16 bits before those of 32."""
+        lanes, (begin, size) = self._lanes, words
+        pairs = registers((len(places), 2 * lanes), "int16")
+        for number in range(len(places)):
+            with T.vectorized(0, 2 * lanes) as lane:
+                T.buffer_store(pairs, tirx.const(0, "int16"), [number, lane])
+        for word in range(size):
+            self._add_word(pairs, tile, first, begin + word, places)
+        for number in range(len(places)):
+            index = [number, _run(lanes)]
+            total = sums[tuple(index)] + sum_of_pairs(pairs[number, _run(2 * lanes)], lanes)
+            T.buffer_store(sums, total, index)
+
+
+def _run(count: int) -> Any:
+    """The index of `count` neighbours from 0 on."""
+    return tirx.Ramp(tirx.const(0, "int64"), tirx.const(1, "int64"), count)
+
+
+def _folded(combine: Callable[[Any, Any], Any], vector: Any, lanes: int) -> Any:
+    total = vector[0]
+    for lane in range(1, lanes):
+        total = combine(total, vector[lane])
+    return total
