@@ -187,7 +187,7 @@ def in_blocks(weight: Array, axis: int) -> BlockWeight | None:
     first = lines[(0,) * (weight.ndim - 1)]
     # A few numbers tell of most weights that they are not so, and one line of most sizes of blocks.
     for bits in _BITS:
-        if first.size < min(_BLOCKS) or _quantise(first[None, : min(_BLOCKS)], bits) is None:
+        if first.size < min(_BLOCKS) or not _are_multiples(first[: min(_BLOCKS)], bits):
             continue
         for block in (block for block in _BLOCKS if first.size % block == 0):
             if _quantise(first.reshape(-1, block), bits) is None:
@@ -204,6 +204,14 @@ def in_blocks(weight: Array, axis: int) -> BlockWeight | None:
                 )
                 return BlockWeight(numbers, offsets, scales, axis, bits)
     return None
+
+
+def _are_multiples(numbers: Array, bits: int) -> bool:
+    """Whether a few numbers are integers of few levels times a scale."""
+    scales = np.concatenate(_roundings(np.abs(numbers).max() / np.arange(1, 1 << bits, dtype="float32")))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        multiples = np.rint(numbers / scales[:, None])
+        return bool((multiples * scales[:, None] == numbers).all(axis=1).any()) or not numbers.any()
 
 
 def _quantise_in_parts(blocks: Array, bits: int) -> tuple[Array, Array, Array] | None:
