@@ -1,6 +1,7 @@
 """The user's own functions, named `package.module:function` in a release file."""
 
 import importlib
+import os
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -76,20 +77,19 @@ def imported_sources(folder: Path | None = None) -> Sources:
     digests: dict[str, str] = {}
     names: dict[str, str] = {}
     # A process has thousands of modules in hundreds of folders, and to follow the links of a path takes long.
-    folders: dict[Path, Path] = {}
+    folders: dict[str, Path] = {}
     # Of a module that has two names, the first in alphabetical order stays.
     for imported_as, module in sorted(sys.modules.copy().items(), reverse=True):
         file = getattr(module, "__file__", None)
         if not file or not file.endswith(".py"):
             continue
-        path = Path(file)
-        parent = path.parent
+        parent = os.path.dirname(file)  # noqa: PTH120
         if parent not in folders:
-            folders[parent] = parent.resolve()
+            folders[parent] = Path(parent).resolve()
         is_standard = folders[parent] in _STANDARD
-        if (is_standard or str(folders[parent]).startswith(_INSTALLED)) and not path.is_symlink():
+        if (is_standard or str(folders[parent]).startswith(_INSTALLED)) and not os.path.islink(file):  # noqa: PTH114
             continue
-        path = path.resolve()
+        path = Path(file).resolve()
         package = module.__name__.partition(".")[0]
         is_ours = package in ("tvmflow", "tasks", "flows") and str(path).startswith(project)
         is_installed = is_standard or "site-packages" in path.parts or str(path).startswith(_INSTALLED)

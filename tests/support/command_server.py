@@ -172,6 +172,10 @@ def _import_compiler() -> None:
 
 def _import_torch() -> None:
     _import_all("torch.onnx", "tasks.export", "tasks.train", "tasks.validate", "mlflow.pytorch")
+    # What an optimizer and an export import when they begin, which takes two thirds of a small export.
+    _import_all("torch._dynamo", "torch.export._trace", "torch.onnx._internal.exporter._core", "sympy.combinatorics")
+    _import_all("onnxscript.optimizer", "onnxscript.rewriter", "onnxscript.version_converter", "onnx_ir.passes.common")
+    _import_all("onnx.reference")
     # This process does not have the tests' packages, whose place the user's code may search.
     share_table = runpy.run_path(str(_TORCHLIB))["share_table"]
     # The forks export with the opset that release files have unless they name another.

@@ -80,7 +80,7 @@ class StoredProduct(ABC):
         known = static(rows)
         self._rows = size_parameter(rows, "rows")
         height = max(1, (machine.registers - self._vectors - 1) // self._vectors)
-        self._height = height if known is None else min(height, known)
+        self._height = height if known is None else max(1, min(height, known))
         of_blocks = (self._tiles, self._blocks, self._columns)
         self._x = buffer("x", (self._rows, self._depth))
         self._words = buffer("words", (self._tiles, self._vectors, self._depth // self._of_word, self._lanes), "int32")

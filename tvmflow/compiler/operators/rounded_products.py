@@ -6,6 +6,7 @@ magnitude. Instructions then multiply four pairs of integers in each lane of a v
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from tvmflow.compiler import extensions
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.dotproduct import PAIRS, Dot, add_bytes, add_pairs_of_bytes, sum_of_pairs
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import constant, static
+from tvmflow.compiler.operators.common import constant, static, typical
 from tvmflow.compiler.operators.narrow_products import StoredProduct, multiply, registers
 from tvmflow.compiler.operators.widening import BlockWeight
 
@@ -82,7 +83,7 @@ class RoundedProduct(StoredProduct):
         self._few = min(_FEW, self._vectors)
         self._height = max(1, (machine.registers - 4 * self._few) // self._few)
         if (known := static(rows)) is not None:
-            self._height = min(self._height, known)
+            self._height = max(1, min(self._height, known))
 
     def function(self) -> tirx.PrimFunc:
         """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
@@ -110,22 +111,21 @@ class RoundedProduct(StoredProduct):
             T.alloc_buffer((self._rows, self._blocks), "float32", scope="global", layout=None) for _ in range(2)
         )
         lanes = math.gcd(self._machine.lanes, self._block)
-        many = static(self._rows) != 1
-        loop = T.parallel if many and self._machine.cores > 1 else T.serial
+        is_worth = typical(self._rows) * self._depth >= self._machine.parallel_cycles
+        loop = T.parallel if static(self._rows) != 1 and is_worth and self._machine.cores > 1 else T.serial
         with loop(0, self._rows) as row, T.serial(0, self._blocks) as block:
-            largest, total = registers((lanes,)), registers((lanes,))
-            for sums in (largest, total):
+            # Zeros become NaN where a number is not finite, and so does all that a block with it adds to.
+            largest, zeros = registers((lanes,)), registers((lanes,))
+            for start in (largest, zeros):
                 with T.vectorized(0, lanes) as lane:
-                    T.buffer_store(sums, _ZERO, [lane])
+                    T.buffer_store(start, _ZERO, [lane])
             with T.serial(0, self._block // lanes) as step, T.vectorized(0, lanes) as lane:
                 value = self._x[row, block * self._block + step * lanes + lane]
                 T.buffer_store(largest, tirx.max(largest[lane], tirx.abs(value)), [lane])
-                T.buffer_store(total, total[lane] + value, [lane])
-            magnitude, every = registers((1,)), registers((1,))
+                T.buffer_store(zeros, zeros[lane] + value * _ZERO, [lane])
+            magnitude = registers((1,))
             T.buffer_store(magnitude, _folded(tirx.max, largest, lanes), [0])
-            T.buffer_store(every, _folded(lambda one, other: one + other, total, lanes), [0])
-            # A block with a number that is not finite has no finite result.
-            distance = magnitude[0] / tirx.const(_LARGEST, "float32") + every[0] * _ZERO
+            distance = magnitude[0] / tirx.const(_LARGEST, "float32") + _folded(operator.add, zeros, lanes)
             T.buffer_store(self._distances, distance, [row, block])
             inverse = registers((1,))
             is_zero = magnitude[0] == _ZERO
@@ -150,16 +150,16 @@ class RoundedProduct(StoredProduct):
         """Multiply groups of `height` rows by each tile of the weight, and the rest one by one."""
         rows, known = self._rows, static(self._rows)
         with self._parallel(known or 1)(0, self._tiles) as tile:
+            results = T.alloc_buffer((height, self._columns), "float32", scope="global", layout=None)
             groups = tirx.floordiv(rows, height)
             with T.serial(0, groups) as group:
-                self._multiply(tile, group * height, height)
+                self._multiply(results, tile, group * height, height)
             if known is None or known % height:
                 with T.serial(0, rows - groups * height) as row:
-                    self._multiply(tile, groups * height + row, 1)
+                    self._multiply(results, tile, groups * height + row, 1)
 
-    def _multiply(self, tile: Any, first: Any, height: int) -> None:
-        """Multiply `height` rows from `first` on by a tile of the weight."""
-        results = T.alloc_buffer((height, self._columns), "float32", scope="global", layout=None)
+    def _multiply(self, results: Any, tile: Any, first: Any, height: int) -> None:
+        """Multiply `height` rows from `first` on by a tile of the weight; `results` is room for the results."""
         width = self._vectors if height == 1 else self._few
         for start in range(0, self._vectors, width):
             vectors = range(start, min(start + width, self._vectors))
@@ -237,6 +237,7 @@ def _run(count: int) -> Any:
 
 
 def _folded(combine: Callable[[Any, Any], Any], vector: Any, lanes: int) -> Any:
+    """One number of all lanes of a vector."""
     total = vector[0]
     for lane in range(1, lanes):
         total = combine(total, vector[lane])
