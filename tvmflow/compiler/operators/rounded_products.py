@@ -64,9 +64,9 @@ def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine | None
     Without one, as on a GPU, which is no `machine`, the product is one of floats.
     """
     x, weight = call.args[0], weight_of(call)
-    if machine is None or unit is None:
-        return relax.op.matmul(x, constant(weight.floats()))
     rows = math.prod(x.ty.shape.values[:-1])
+    if machine is None or unit is None or static(rows) == 0:
+        return relax.op.matmul(x, constant(weight.floats()))
     return multiply(builder, x, RoundedProduct(weight, rows, machine, unit))
 
 

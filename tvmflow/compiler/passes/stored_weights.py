@@ -31,6 +31,8 @@ def read_stored_weights(machine: Machine) -> tvm.transform.Pass:
         if value is None or static(data.ty.shape.values[-1]) is None:
             return None
         rows = math.prod(data.ty.shape.values[:-1])
+        if static(rows) == 0:
+            return None
         panels = -(-(static(rows) or 1) // PANEL)
         if not cost.widening_pays(value.size, value.size, panels * WIDENING, machine):
             return None
