@@ -275,6 +275,13 @@ def test_rows_are_rounded_where_the_target_multiplies_integers(
     assert bool(_types_read(path, resolve(target), "rounded_product")) == is_rounded
 
 
+@pytest.mark.parametrize("level", [0, 4])
+def test_a_product_without_rows_is_empty(level: int, tmp_path: Path) -> None:
+    path = _save_rounding(tmp_path / "model.onnx", level, [0, 128])
+    (result,) = build(import_onnx(path), simple_target()).load().run(np.empty((0, 128), "float32"))
+    assert result.shape == (0, 48)
+
+
 @pytest.mark.parametrize(
     ("target", "instruction"),
     [

@@ -91,6 +91,11 @@ def buffer(name: str, shape: Sequence[Any], dtype: str = "float32") -> Any:
     return tirx.decl_buffer(shape, dtype, name, layout=None)
 
 
+def run(count: int) -> Any:
+    """Return the index of the first `count` elements of a TIR buffer's dimension, as one vector."""
+    return tirx.Ramp(tirx.const(0, "int64"), tirx.const(1, "int64"), count)
+
+
 def is_float32(*tensors: relax.Expr) -> bool:
     """Whether all tensors are float32 and of known rank."""
     return all(isinstance(tensor.ty.shape, relax.ShapeExpr) and str(tensor.ty.dtype) == "float32" for tensor in tensors)

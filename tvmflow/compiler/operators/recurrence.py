@@ -22,7 +22,7 @@ from tvmflow.compiler.dotproduct import INT8, add_dot_int8
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.cell_tiles import parts_of_batch, tiles
 from tvmflow.compiler.operators.cells import ACTIVATIONS, ZERO, Cell
-from tvmflow.compiler.operators.common import buffer, size_parameter, static
+from tvmflow.compiler.operators.common import buffer, run, size_parameter, static
 from tvmflow.compiler.vectormath import let
 
 
@@ -411,9 +411,9 @@ class Recurrence:
         with T.serial(0, self._depth) as k:
             for row, block, gate in places:
                 left = self._levels[at.direction, first + row, tirx.Ramp(k * group, tirx.const(1, "int64"), group)]
-                right = weights[at.direction, at.tile, k, block, gate, _run(group * lanes)]
-                total = totals[row, block, gate, _run(lanes)]
-                T.buffer_store(totals, add_dot_int8(total, left, right, lanes), [row, block, gate, _run(lanes)])
+                right = weights[at.direction, at.tile, k, block, gate, run(group * lanes)]
+                total = totals[row, block, gate, run(lanes)]
+                T.buffer_store(totals, add_dot_int8(total, left, right, lanes), [row, block, gate, run(lanes)])
         scales, of_weights = self._optional["r_scale"], self._optional["r_sum"]
         for row, block, gate in places:
             with T.vectorized(0, lanes) as lane:
@@ -627,8 +627,3 @@ def _always(number: int) -> Iterator[int]:
 def _when(condition: Any, number: int) -> Iterator[int]:
     with T.If(condition), T.Then():
         yield number
-
-
-def _run(count: int) -> Any:
-    """The indices of the first `count` elements."""
-    return tirx.Ramp(tirx.const(0, "int64"), tirx.const(1, "int64"), count)

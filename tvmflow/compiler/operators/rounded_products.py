@@ -18,7 +18,7 @@ from tvmflow.compiler import extensions
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.dotproduct import PAIRS, Dot, add_bytes, add_pairs_of_bytes, sum_of_pairs
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import constant, static, typical
+from tvmflow.compiler.operators.common import constant, run, static, typical
 from tvmflow.compiler.operators.narrow_products import StoredProduct, multiply, registers
 from tvmflow.compiler.operators.widening import BlockWeight
 
@@ -202,11 +202,11 @@ class RoundedProduct(StoredProduct):
         lanes = self._lanes
         for parity in range(2):
             for number, (row, place) in enumerate(places):
-                bits = self._words[tile, place, word, _run(lanes)]
+                bits = self._words[tile, place, word, run(lanes)]
                 shifted = bits >> tirx.Broadcast(tirx.const(4, "int32"), lanes) if parity else bits
                 levels = shifted & tirx.Broadcast(tirx.const(0x0F0F0F0F, "int32"), lanes)
-                group = tirx.reinterpret("int32", self._integers[first + row, word, parity, _run(_BYTES)])
-                index = [number, _run(int(sums.shape[-1]))]
+                group = tirx.reinterpret("int32", self._integers[first + row, word, parity, run(_BYTES)])
+                index = [number, run(int(sums.shape[-1]))]
                 total, integers = sums[tuple(index)], tirx.Broadcast(group, lanes)
                 if self._unit is PAIRS:
                     total = add_pairs_of_bytes(total, levels, integers, lanes)
@@ -226,14 +226,9 @@ class RoundedProduct(StoredProduct):
         for word in range(size):
             self._add_word(pairs, tile, first, begin + word, places)
         for number in range(len(places)):
-            index = [number, _run(lanes)]
-            total = sums[tuple(index)] + sum_of_pairs(pairs[number, _run(2 * lanes)], lanes)
+            index = [number, run(lanes)]
+            total = sums[tuple(index)] + sum_of_pairs(pairs[number, run(2 * lanes)], lanes)
             T.buffer_store(sums, total, index)
-
-
-def _run(count: int) -> Any:
-    """The index of `count` neighbours from 0 on."""
-    return tirx.Ramp(tirx.const(0, "int64"), tirx.const(1, "int64"), count)
 
 
 def _folded(combine: Callable[[Any, Any], Any], vector: Any, lanes: int) -> Any:
