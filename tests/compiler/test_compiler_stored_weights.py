@@ -7,10 +7,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import tvm
-from onnx import helper
+from onnx import TensorProto, helper, numpy_helper
 from tvm import tirx
 
 from support import scale
@@ -21,6 +22,7 @@ from support.machines import best_target, runnable_levels, simple_target
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, build, import_onnx, lower
 from tvmflow.compiler.choices import Choices
+from tvmflow.compiler.diagnosis import diagnose
 from tvmflow.compiler.dotproduct import integer_dot
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators.narrow_products import PANEL, NarrowProduct
@@ -273,6 +275,18 @@ def test_rows_are_rounded_where_the_target_multiplies_integers(
 ) -> None:
     path = _save_rounding(tmp_path / "model.onnx", level, [1, 128])
     assert bool(_types_read(path, resolve(target), "rounded_product")) == is_rounded
+
+
+def test_the_doctor_counts_the_operations_of_a_product_of_rounded_rows(tmp_path: Path) -> None:
+    path = _save_rounding(tmp_path / "model.onnx", 4, [64, 128])
+    model = onnx.load(path)
+    model.graph.node.append(helper.make_node("MatMul", ["x", "floats"], ["other"]))
+    model.graph.initializer.append(numpy_helper.from_array(normal(128, 48), "floats"))
+    model.graph.output.append(helper.make_tensor_value_info("other", TensorProto.FLOAT, [64, 48]))
+    onnx.save(model, path)
+    shares = {item.operator.rpartition(".")[2]: item.share for item in diagnose(path, simple_target()).operators}
+    # Four of its operations are done at once in each lane; both read about as many numbers.
+    assert shares["MatMulNBits"] == pytest.approx(0.3 * (shares["MatMul"] or 0), rel=0.3)
 
 
 @pytest.mark.parametrize("level", [0, 4])

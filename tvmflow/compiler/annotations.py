@@ -6,6 +6,8 @@ attribute of the function, and one that copies a tensor in its order has `RESHAP
 
 # The kind of kernel.
 KERNEL = "tvmflow.kernel"
+# The operations of a function without blocks, for each row of its first parameter: `doctor` estimates times by them.
+OPERATIONS = "tvmflow.operations"
 # The function copies a tensor in its order to another shape.
 RESHAPE = "tvmflow.reshape"
 # The function calls other functions of the library by their symbols.

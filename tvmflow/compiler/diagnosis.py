@@ -17,7 +17,7 @@ from tvm.s_tir import SBlock
 from tvm.tirx import PrimFunc
 
 from tvmflow.bundle import TensorSpec
-from tvmflow.compiler.annotations import DOT
+from tvmflow.compiler.annotations import DOT, OPERATIONS
 from tvmflow.compiler.build import BuildOptions, lower, rules_of
 from tvmflow.compiler.graph import workloads
 from tvmflow.compiler.graph_importer import NodeRecord
@@ -517,6 +517,8 @@ def _cycles(func: PrimFunc, target: Target, sizes: Mapping[str, int]) -> float:
         return math.prod(int(dim) if isinstance(dim, int | tirx.IntImm) else 1 for dim in sizes_of_dims)
 
     operations = sum(count(extents) * _operations(value) for extents, value in iterations_of(func))
+    if OPERATIONS in (func.attrs or {}):
+        operations += int(func.attrs[OPERATIONS]) * count(func.params[0].shape[:-1])
     numbers = 0 if is_elementwise(func) else sum(count(getattr(item, "shape", ())) for item in func.params)
     return operations / lanes + numbers
 

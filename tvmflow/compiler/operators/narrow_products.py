@@ -17,7 +17,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from tvmflow.compiler import cost, extensions
-from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.annotations import KERNEL, OPERATIONS
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import Array, buffer, constant, size_parameter, static, vector
 from tvmflow.compiler.operators.widening import BlockWeight
@@ -105,10 +105,11 @@ class StoredProduct(ABC):
     def function(self) -> tirx.PrimFunc:
         """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
 
-    def _parameters(self) -> list[Any]:
-        """The parameters of the function."""
+    def _finish(self, body: Any, operations: int) -> tirx.PrimFunc:
+        """The function of a body that does so many operations for each row."""
         offsets = [] if self._offsets is None else [self._offsets]
-        return [self._x, self._words, self._scales, *offsets, self._y]
+        function = tirx.PrimFunc([self._x, self._words, self._scales, *offsets, self._y], body)
+        return function.with_attr({KERNEL: self.name, OPERATIONS: operations})
 
     def _in_tiles(self, array: Array) -> Array:
         """Lines `[lines, N]` as `[tiles, lines, columns of a tile]`, with zeros after the last column."""
@@ -155,7 +156,7 @@ class NarrowProduct(StoredProduct):
             else:
                 self._many_rows()
         # The builder marks the sequence of statements by an attribute.
-        return tirx.PrimFunc(self._parameters(), builder.get().body).with_attr(KERNEL, self.name)
+        return self._finish(builder.get().body, 2 * self._depth * self.units)
 
     # -- One row -------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.annotations import KERNEL, OPERATIONS
 from tvmflow.compiler.dotproduct import INT8, add_dot_int8
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.cell_tiles import parts_of_batch, tiles
@@ -113,7 +113,9 @@ class Recurrence:
                 self._by_units()
         parameters = [self._x, *self._weights, *self._optional.values(), self._y, *self._last]
         # The builder marks the sequence of statements by an attribute.
-        return tirx.PrimFunc(parameters, builder.get().body).with_attr(KERNEL, "recurrence")
+        operations = 2 * self.cell.directions * self.cell.gates * self.units**2
+        function = tirx.PrimFunc(parameters, builder.get().body)
+        return function.with_attr({KERNEL: "recurrence", OPERATIONS: operations})
 
     @cached_property
     def _shares_units(self) -> bool:

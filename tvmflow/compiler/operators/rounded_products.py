@@ -15,7 +15,6 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from tvmflow.compiler import extensions
-from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.dotproduct import PAIRS, Dot, add_bytes, add_pairs_of_bytes, sum_of_pairs
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import constant, run, static, typical
@@ -99,7 +98,7 @@ class RoundedProduct(StoredProduct):
             else:
                 self._multiply_groups(self._height)
         # The builder marks the sequence of statements by an attribute.
-        return tirx.PrimFunc(self._parameters(), builder.get().body).with_attr(KERNEL, self.name)
+        return self._finish(builder.get().body, 2 * self._depth * self.units // _BYTES)
 
     # -- The rows ------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from tvmflow.compiler import cost, extensions, vectormath
-from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.annotations import KERNEL, OPERATIONS
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import buffer, size_parameter, static
 
@@ -159,7 +159,10 @@ class Trees:
                 self._by_trees()
         tables = [*self._nodes, self._roots, self._depths, *self._leaves, self._base]
         # The builder marks the sequence of statements by an attribute.
-        return tirx.PrimFunc([self._x, *tables, self._y], builder.get().body).with_attr(KERNEL, "trees")
+        # A step of a path compares, and reads a threshold, a link and a number of the row; no vector computes several.
+        steps = 4 * self._machine.lanes * self.forest.trees * self.forest.depth
+        function = tirx.PrimFunc([self._x, *tables, self._y], builder.get().body)
+        return function.with_attr({KERNEL: "trees", OPERATIONS: steps})
 
     def _split(self) -> tuple[int, int]:
         """The parts into which the trees of a row are split, and the trees of each part but the last."""
