@@ -64,7 +64,7 @@ _REASONS = {
     "operators.rounded_products._FEW": "instruction set: vectors that share the registers with those of the weight",
     "operators.rounded_products._IN_16_BITS": "range of the numbers",
     "operators.rounded_products._LARGEST": "range of the numbers",
-    "operators.rounded_products._WORD": "type: the numbers of 4 bits in a word, and the bytes of a word",
+    "operators.rounded_products._BYTES": "type: the numbers of a lane that an instruction multiplies",
     "operators.sampling._VECTORS": "amortisation: points whose places are computed before their channels are read",
     "operators.scatter._PARTS": "balance: pieces of a core that other programs delay",
     "operators.strassen._GAIN": "rounding error, and error of the estimates",

@@ -139,16 +139,14 @@ def add_dot_int8(total: Any, left: Any, right: Any, lanes: int) -> Any:
     `left` has 4 numbers, `right` 4 for each of the `lanes`, one lane after the other. Raises KeyError for a number of
     lanes without such an instruction.
     """
-    group = tirx.Broadcast(tirx.reinterpret("int32", left), lanes)
-    data = tirx.reinterpret(f"uint8x{4 * lanes}", group)
-    return tirx.call_llvm_pure_intrin(f"int32x{lanes}", _INSTRUCTIONS[INT8][lanes], total, data, right)
+    return add_bytes(INT8, total, tirx.Broadcast(tirx.reinterpret("int32", left), lanes), right, lanes)
 
 
 def add_bytes(unit: Dot, total: Any, left: Any, right: Any, lanes: int) -> Any:
     """Return `total`, int32, plus the dot product by `unit` of 4 uint8 numbers with 4 int8 numbers of each lane.
 
-    Both are int32 vectors of the bytes. The numbers of `left` are at most 127 where `unit` is `SIGNED`. Raises KeyError
-    for a number of lanes without such an instruction.
+    Both are vectors of these bytes, of whatever type. The numbers of `left` are at most 127 where `unit` is `SIGNED`.
+    Raises KeyError for a number of lanes without such an instruction.
     """
     data, weight = (
         tirx.reinterpret(f"{kind}x{4 * lanes}", value) for kind, value in ((unit.data, left), ("int8", right))

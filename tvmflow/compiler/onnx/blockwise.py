@@ -21,9 +21,9 @@ _NORMAL_FLOAT = (
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 _FLOAT = (0.0, 0.005208333333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
+_LEVELS = (np.array([*_FLOAT, *(-level for level in _FLOAT)], "float32"), np.array(_NORMAL_FLOAT, "float32"))
 # The `accuracy_level` of MatMulNBits that lets a program round what it multiplies to 8 bits.
 _ROUNDED = 4
-_LEVELS = (np.array([*_FLOAT, *(-level for level in _FLOAT)], "float32"), np.array(_NORMAL_FLOAT, "float32"))
 
 
 def convert_matmul_nbits(node: Node) -> relax.Expr:

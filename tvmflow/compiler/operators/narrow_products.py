@@ -6,9 +6,11 @@ cache, and all rows are multiplied by it before the next part.
 """
 
 import math
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -66,6 +68,8 @@ class StoredProduct(ABC):
     """
 
     name: ClassVar[str]
+    # How many multiply-adds each lane of a vector does at once.
+    _at_once: ClassVar[int] = 1
 
     def __init__(self, weight: BlockWeight, rows: Any, machine: Machine) -> None:
         lines, self.units = weight.numbers.shape
@@ -79,8 +83,7 @@ class StoredProduct(ABC):
         self._tiles = -(-self.units // self._columns)
         known = static(rows)
         self._rows = size_parameter(rows, "rows")
-        height = max(1, (machine.registers - self._vectors - 1) // self._vectors)
-        self._height = height if known is None else max(1, min(height, known))
+        self._height = max(1, self._most_rows() if known is None else min(self._most_rows(), known))
         of_blocks = (self._tiles, self._blocks, self._columns)
         self._x = buffer("x", (self._rows, self._depth))
         self._words = buffer("words", (self._tiles, self._vectors, self._depth // self._of_word, self._lanes), "int32")
@@ -93,7 +96,8 @@ class StoredProduct(ABC):
         """Return the arrays that hold the weight: words, scales and, where these differ, offsets.
 
         The first number of a column stands in the lowest bits of its word. Words have the shape [tiles, vectors,
-        lines, lanes]: a processor fetches ahead what is read in a row, and the more of it the more rows there are.
+        lines, lanes], so that the vectors of a tile are read side by side from several places in memory: a processor
+        fetches ahead at each of them.
         """
         of_words = self._stored.numbers.reshape(-1, _WORD // 8, self.units)
         words = self._in_tiles(np.ascontiguousarray(np.moveaxis(of_words, 1, -1)).view("<i4")[..., 0])
@@ -101,15 +105,36 @@ class StoredProduct(ABC):
         offsets = [] if self._offsets is None else [self._stored.offsets]
         return [words, *map(self._in_tiles, (self._stored.scales, *offsets))]
 
-    @abstractmethod
     def function(self) -> tirx.PrimFunc:
         """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
-
-    def _finish(self, body: Any, operations: int) -> tirx.PrimFunc:
-        """The function of a body that does so many operations for each row."""
+        rows = static(self._rows)
+        with IRBuilder() as builder, T.seq_scope():
+            if rows is None:
+                with T.If(self._rows == 1):
+                    with T.Then():
+                        self._one_row()
+                    with T.Else():
+                        self._many_rows()
+            elif rows == 1:
+                self._one_row()
+            else:
+                self._many_rows()
         offsets = [] if self._offsets is None else [self._offsets]
-        function = tirx.PrimFunc([self._x, self._words, self._scales, *offsets, self._y], body)
-        return function.with_attr({KERNEL: self.name, OPERATIONS: operations})
+        # The builder marks the sequence of statements by an attribute.
+        function = tirx.PrimFunc([self._x, self._words, self._scales, *offsets, self._y], builder.get().body)
+        return function.with_attr({KERNEL: self.name, OPERATIONS: 2 * self._depth * self.units // self._at_once})
+
+    @abstractmethod
+    def _most_rows(self) -> int:
+        """How many rows are multiplied together: as many as have their sums in registers."""
+
+    @abstractmethod
+    def _one_row(self) -> None:
+        """Write the product of one row."""
+
+    @abstractmethod
+    def _many_rows(self) -> None:
+        """Write the product of several rows."""
 
     def _in_tiles(self, array: Array) -> Array:
         """Lines `[lines, N]` as `[tiles, lines, columns of a tile]`, with zeros after the last column."""
@@ -141,22 +166,8 @@ class NarrowProduct(StoredProduct):
 
     name = "narrow_product"
 
-    def function(self) -> tirx.PrimFunc:
-        """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
-        rows = static(self._rows)
-        with IRBuilder() as builder, T.seq_scope():
-            if rows is None:
-                with T.If(self._rows == 1):
-                    with T.Then():
-                        self._one_row()
-                    with T.Else():
-                        self._many_rows()
-            elif rows == 1:
-                self._one_row()
-            else:
-                self._many_rows()
-        # The builder marks the sequence of statements by an attribute.
-        return self._finish(builder.get().body, 2 * self._depth * self.units)
+    def _most_rows(self) -> int:
+        return int((self._machine.registers - self._vectors - 1) // self._vectors)
 
     # -- One row -------------------------------------------------------------------------------------------------------
 
@@ -169,16 +180,9 @@ class NarrowProduct(StoredProduct):
         parts = self._sum_parts()
         places = [(number, place) for number in range(self._of_word) for place in range(self._vectors)]
         with self._parallel(1)(0, self._tiles) as tile:
-            totals = registers((self._vectors, lanes))
-            sums = registers((_PARITIES, self._vectors, lanes))
-            for place in range(self._vectors):
-                with T.vectorized(0, lanes) as lane:
-                    T.buffer_store(totals, _ZERO, [place, lane])
+            totals = zeros((self._vectors, lanes))
             with T.serial(0, self._blocks) as block:
-                for parity in range(_PARITIES):
-                    for place in range(self._vectors):
-                        with T.vectorized(0, lanes) as lane:
-                            T.buffer_store(sums, _ZERO, [parity, place, lane])
+                sums = zeros((_PARITIES, self._vectors, lanes))
                 with T.serial(0, self._block // self._of_word) as word:
                     line = block * (self._block // self._of_word) + word
                     for number, place in places:
@@ -203,13 +207,11 @@ class NarrowProduct(StoredProduct):
         parts = T.alloc_buffer((self._blocks,), "float32", scope="global", layout=None)
         lanes = math.gcd(self._machine.lanes, self._block)
         with T.serial(0, self._blocks) as block:
-            sums = registers((lanes,))
-            with T.vectorized(0, lanes) as lane:
-                T.buffer_store(sums, _ZERO, [lane])
+            sums = zeros((lanes,))
             with T.serial(0, self._block // lanes) as step, T.vectorized(0, lanes) as lane:
                 value = self._x[0, block * self._block + step * lanes + lane]
                 T.buffer_store(sums, sums[lane] + value, [lane])
-            T.buffer_store(parts, sum((sums[lane] for lane in range(1, lanes)), sums[0]), [block])
+            T.buffer_store(parts, folded(operator.add, sums, lanes), [block])
         return parts
 
     # -- Several rows --------------------------------------------------------------------------------------------------
@@ -305,6 +307,20 @@ class NarrowProduct(StoredProduct):
         word, pair, parity = self._words[at.tile, at.vector, at.line, at.lane], *divmod(at.number, _PARITIES)
         shifted = word >> (_PARITIES * self._bits * pair) if pair else word
         return shifted & ((1 << self._bits) - 1 << self._bits * parity)
+
+
+def zeros(shape: Sequence[int], dtype: str = "float32") -> Any:
+    """Allocate zeros, float32 by default, that LLVM keeps in registers; the last dimension is a vector."""
+    numbers = registers(shape, dtype)
+    for place in np.ndindex(*shape[:-1]):
+        with T.vectorized(0, shape[-1]) as lane:
+            T.buffer_store(numbers, tirx.const(0, dtype), [*place, lane])
+    return numbers
+
+
+def folded(combine: Callable[[Any, Any], Any], vector: Any, lanes: int) -> Any:
+    """Return one number of all lanes of a vector."""
+    return reduce(combine, (vector[lane] for lane in range(lanes)))
 
 
 def registers(shape: Sequence[int], dtype: str = "float32") -> Any:

@@ -112,8 +112,8 @@ class Recurrence:
             else:
                 self._by_units()
         parameters = [self._x, *self._weights, *self._optional.values(), self._y, *self._last]
-        # The builder marks the sequence of statements by an attribute.
         operations = 2 * self.cell.directions * self.cell.gates * self.units**2
+        # The builder marks the sequence of statements by an attribute.
         function = tirx.PrimFunc(parameters, builder.get().body)
         return function.with_attr({KERNEL: "recurrence", OPERATIONS: operations})
 

@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import relax, tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from tvmflow.compiler import extensions
 from tvmflow.compiler.dotproduct import PAIRS, Dot, add_bytes, add_pairs_of_bytes, sum_of_pairs
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import constant, run, static, typical
-from tvmflow.compiler.operators.narrow_products import StoredProduct, multiply, registers
+from tvmflow.compiler.operators.narrow_products import StoredProduct, folded, multiply, registers, zeros
 from tvmflow.compiler.operators.widening import BlockWeight
 
 # The largest integer to which a number is rounded.
@@ -26,8 +25,8 @@ _LARGEST = 127
 # So many numbers of 4 bits, times integers of 8, are surely summed in 16 bits: two products in each of the lanes for
 # four numbers, of 15 times 127 each.
 _IN_16_BITS = 32
-# The numbers of 4 bits in a word, and its bytes.
-_WORD, _BYTES = 8, 4
+# The numbers of 8 bits that an instruction multiplies in each lane: the bytes of a word.
+_BYTES = 4
 # The vectors of sums of each of several rows.
 _FEW = 2
 
@@ -43,7 +42,7 @@ def rounded_product(x: relax.Expr, weight: BlockWeight) -> relax.Call:
     return extensions.call("rounded_product", [x, *parts])
 
 
-def weight_of(call: relax.Call) -> BlockWeight:
+def _weight_of(call: relax.Call) -> BlockWeight:
     """Return the weight of a call of `rounded_product`."""
     numbers, offsets, scales = (part.value.numpy() for part in call.args[1:])
     return BlockWeight(numbers, offsets, scales, 0, 4)
@@ -62,7 +61,7 @@ def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine | None
 
     Without one, as on a GPU, which is no `machine`, the product is one of floats.
     """
-    x, weight = call.args[0], weight_of(call)
+    x, weight = call.args[0], _weight_of(call)
     rows = math.prod(x.ty.shape.values[:-1])
     if machine is None or unit is None or static(rows) == 0:
         return relax.op.matmul(x, constant(weight.floats()))
@@ -73,68 +72,62 @@ class RoundedProduct(StoredProduct):
     """Builds the TIR function of a product of rounded rows by a weight of 4 bits; see `StoredProduct`."""
 
     name = "rounded_product"
+    _at_once = _BYTES
 
     def __init__(self, weight: BlockWeight, rows: Any, machine: Machine, unit: Dot) -> None:
         super().__init__(weight, rows, machine)
         self._unit = unit
-        self._words_of_block = self._block // _WORD
-        # Of several rows, a few vectors of sums are in registers, beside the numbers of the weight that they share.
-        self._few = min(_FEW, self._vectors)
-        self._height = max(1, (machine.registers - 4 * self._few) // self._few)
-        if (known := static(rows)) is not None:
-            self._height = max(1, min(self._height, known))
+        self._words_of_block = self._block // self._of_word
 
-    def function(self) -> tirx.PrimFunc:
-        """Return the function, whose attribute `KERNEL` tells the schedules to leave it unchanged."""
-        known = static(self._rows)
-        with IRBuilder() as builder, T.seq_scope():
-            self._round_rows()
-            if known is None:
-                with T.If(self._rows == 1):
-                    with T.Then():
-                        self._multiply_groups(1)
-                    with T.Else():
-                        self._multiply_groups(self._height)
-            else:
-                self._multiply_groups(self._height)
-        # The builder marks the sequence of statements by an attribute.
-        return self._finish(builder.get().body, 2 * self._depth * self.units // _BYTES)
+    @property
+    def _few(self) -> int:
+        """The vectors of sums of each of several rows, beside which registers hold the numbers that the rows share."""
+        return min(_FEW, int(self._vectors))
+
+    def _most_rows(self) -> int:
+        return (self._machine.registers - 4 * self._few) // self._few
+
+    def _one_row(self) -> None:
+        self._round_rows(T.serial)
+        self._multiply_groups(1)
+
+    def _many_rows(self) -> None:
+        is_worth = typical(self._rows) * self._depth >= self._machine.parallel_cycles
+        self._round_rows(T.parallel if is_worth and self._machine.cores > 1 else T.serial)
+        self._multiply_groups(self._height)
 
     # -- The rows ------------------------------------------------------------------------------------------------------
 
-    def _round_rows(self) -> None:
-        """Round all rows: integers in the order of the weights' bits, and the distance and the sum of each block."""
-        of_words = (self._rows, self._depth // _WORD, 2, _BYTES)
+    def _round_rows(self, loop: Callable[..., Any]) -> None:
+        """Round all rows: integers in the order of the weights' bits, and the distance and the sum of each block.
+
+        `loop` is the kind of the loop over rows.
+        """
+        of_words = (self._rows, self._depth // self._of_word, 2, _BYTES)
         self._integers = T.alloc_buffer(of_words, "int8", scope="global", layout=None)
         self._distances, self._sums = (
             T.alloc_buffer((self._rows, self._blocks), "float32", scope="global", layout=None) for _ in range(2)
         )
         lanes = math.gcd(self._machine.lanes, self._block)
-        is_worth = typical(self._rows) * self._depth >= self._machine.parallel_cycles
-        loop = T.parallel if static(self._rows) != 1 and is_worth and self._machine.cores > 1 else T.serial
         with loop(0, self._rows) as row, T.serial(0, self._blocks) as block:
             # Zeros become NaN where a number is not finite, and so does all that a block with it adds to.
-            largest, zeros = registers((lanes,)), registers((lanes,))
-            for start in (largest, zeros):
-                with T.vectorized(0, lanes) as lane:
-                    T.buffer_store(start, _ZERO, [lane])
+            largest, nothing = zeros((lanes,)), zeros((lanes,))
             with T.serial(0, self._block // lanes) as step, T.vectorized(0, lanes) as lane:
                 value = self._x[row, block * self._block + step * lanes + lane]
                 T.buffer_store(largest, tirx.max(largest[lane], tirx.abs(value)), [lane])
-                T.buffer_store(zeros, zeros[lane] + value * _ZERO, [lane])
+                T.buffer_store(nothing, nothing[lane] + value * _ZERO, [lane])
             magnitude = registers((1,))
-            T.buffer_store(magnitude, _folded(tirx.max, largest, lanes), [0])
-            distance = magnitude[0] / tirx.const(_LARGEST, "float32") + _folded(operator.add, zeros, lanes)
+            T.buffer_store(magnitude, folded(tirx.max, largest, lanes), [0])
+            distance = magnitude[0] / tirx.const(_LARGEST, "float32") + folded(operator.add, nothing, lanes)
             T.buffer_store(self._distances, distance, [row, block])
             inverse = registers((1,))
             is_zero = magnitude[0] == _ZERO
             T.buffer_store(inverse, tirx.Select(is_zero, _ZERO, 1.0 / self._distances[row, block]), [0])
-            sum_of_block = registers((1,), "int32")
-            T.buffer_store(sum_of_block, tirx.const(0, "int32"), [0])
+            sum_of_block = zeros((1,), "int32")
             with T.serial(0, self._words_of_block) as place:
                 word = block * self._words_of_block + place
-                for number in range(_WORD):
-                    value = tirx.nearbyint(self._x[row, word * _WORD + number] * inverse[0])
+                for number in range(self._of_word):
+                    value = tirx.nearbyint(self._x[row, word * self._of_word + number] * inverse[0])
                     # A comparison with a number that is none is false.
                     most, least = (tirx.const(sign * _LARGEST, "float32") for sign in (1, -1))
                     value = tirx.Select(value > least, tirx.Select(value < most, value, most), least)
@@ -167,19 +160,13 @@ class RoundedProduct(StoredProduct):
 
     def _multiply_vectors(self, results: Any, tile: Any, first: Any, places: Sequence[tuple[int, int]]) -> None:
         """Compute the results at `places`, pairs of a row behind `first` and a vector of a tile of the weight."""
-        lanes, numbers = self._lanes, range(len(places))
-        totals = registers((len(places), lanes))
-        for number in numbers:
-            with T.vectorized(0, lanes) as lane:
-                T.buffer_store(totals, _ZERO, [number, lane])
+        lanes = self._lanes
+        totals = zeros((len(places), lanes))
         with T.serial(0, self._blocks) as block:
-            sums = registers((len(places), lanes), "int32")
-            for number in numbers:
-                with T.vectorized(0, lanes) as lane:
-                    T.buffer_store(sums, tirx.const(0, "int32"), [number, lane])
+            sums = zeros((len(places), lanes), "int32")
             begin = block * self._words_of_block
             if self._unit is PAIRS:
-                size = math.gcd(self._block, _IN_16_BITS) // _WORD
+                size = math.gcd(self._block, _IN_16_BITS) // self._of_word
                 with T.serial(0, self._words_of_block // size) as part:
                     self._add_in_16_bits(sums, tile, first, (begin + part * size, size), places)
             else:
@@ -218,21 +205,10 @@ class RoundedProduct(StoredProduct):
     ) -> None:
         """Add the products of some words, the first one and their number, to sums of 16 bits before those of 32."""
         lanes, (begin, size) = self._lanes, words
-        pairs = registers((len(places), 2 * lanes), "int16")
-        for number in range(len(places)):
-            with T.vectorized(0, 2 * lanes) as lane:
-                T.buffer_store(pairs, tirx.const(0, "int16"), [number, lane])
+        pairs = zeros((len(places), 2 * lanes), "int16")
         for word in range(size):
             self._add_word(pairs, tile, first, begin + word, places)
         for number in range(len(places)):
             index = [number, run(lanes)]
             total = sums[tuple(index)] + sum_of_pairs(pairs[number, run(2 * lanes)], lanes)
             T.buffer_store(sums, total, index)
-
-
-def _folded(combine: Callable[[Any, Any], Any], vector: Any, lanes: int) -> Any:
-    """One number of all lanes of a vector."""
-    total = vector[0]
-    for lane in range(1, lanes):
-        total = combine(total, vector[lane])
-    return total

@@ -158,9 +158,9 @@ class Trees:
             else:
                 self._by_trees()
         tables = [*self._nodes, self._roots, self._depths, *self._leaves, self._base]
-        # The builder marks the sequence of statements by an attribute.
         # A step of a path compares, and reads a threshold, a link and a number of the row; no vector computes several.
         steps = 4 * self._machine.lanes * self.forest.trees * self.forest.depth
+        # The builder marks the sequence of statements by an attribute.
         function = tirx.PrimFunc([self._x, *tables, self._y], builder.get().body)
         return function.with_attr({KERNEL: "trees", OPERATIONS: steps})
 

@@ -24,8 +24,6 @@ _LARGEST, _VALUES = 127, 256
 _SAMPLE = 4096
 # How many numbers of weights have a scale in common in files of a few bits, and the bits of each.
 _BLOCKS, _BITS = (256, 128, 64, 32, 16), (4, 8)
-# How many roundings of a scale `_roundings` returns.
-_ROUNDINGS = 3
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ def in_blocks(weight: Array, axis: int) -> BlockWeight | None:
                 numbers, offsets, scales = form
                 numbers, scales = (array.reshape(*lines.shape[:-1], -1) for array in (numbers, scales))
                 offsets = offsets.reshape(scales.shape if offsets.size > 1 else (1,) * weight.ndim)
-                if bits == min(_BITS):
+                if bits < 8:
                     numbers = numbers[..., ::2] | numbers[..., 1::2] << bits
                 numbers, offsets, scales = (
                     np.ascontiguousarray(np.moveaxis(part, -1, axis)) for part in (numbers, offsets, scales)
@@ -246,12 +244,13 @@ def _quantise(blocks: Array, bits: int) -> tuple[Array, Array, Array] | None:
     # smallest one, which is a small integer times the scale, tells the level.
     often = (np.full(count, levels // 2 - below, "float32") for below in range(2))
     for level in chain(often, (np.rint(ratio * np.float32(smallest)) for smallest in range(1, levels))):
-        for rounding in range(_ROUNDINGS):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            candidates = _roundings(largest / level)
+        for candidate in candidates:
             left = np.flatnonzero(is_left & (level < levels))
             if left.size:
-                scale, part = _roundings(largest[left] / level[left])[rounding], blocks[left]
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    multiples = np.rint(part / scale[:, None])
+                scale, part = candidate[left], blocks[left]
+                multiples = np.rint(part / scale[:, None])
                 lowest = multiples.min(axis=1)
                 is_exact = (multiples * scale[:, None] == part).all(axis=1) & (multiples.max(axis=1) - lowest < levels)
                 places = left[is_exact]
