@@ -256,7 +256,7 @@ def _tvmflow(job: RunnerJob) -> tuple[Run, str]:
 
 
 def _onnxruntime(job: RunnerJob) -> tuple[Run, str]:
-    session = open_session(job.onnx, job.threads, exact_integers=False)
+    session = open_session(job.onnx, job.threads, exact=False)
     return (lambda inputs: run_session(session, dict(inputs))), ""
 
 

@@ -407,7 +407,7 @@ def _bundle(job: TurnJob) -> Callable[[NamedArrays], object]:
 
 
 def _onnxruntime(job: TurnJob) -> Callable[[NamedArrays], object]:
-    session = open_session(job.workspace.path(job.onnx), job.threads, exact_integers=False)
+    session = open_session(job.workspace.path(job.onnx), job.threads, exact=False)
     return lambda inputs: run_session(session, inputs)
 
 

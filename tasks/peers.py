@@ -296,7 +296,7 @@ def _load_tvmflow(job: TurnJob, inputs: NamedArrays) -> Run:
 
 
 def _load_onnxruntime(job: TurnJob, inputs: NamedArrays) -> Run:
-    session = open_session(job.onnx, job.threads, exact_integers=False)
+    session = open_session(job.onnx, job.threads, exact=False)
     return lambda: list(run_session(session, inputs).values())
 
 

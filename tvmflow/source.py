@@ -124,17 +124,18 @@ def open_session(
     *,
     prints_errors: bool = True,
     optimizes: bool = True,
-    exact_integers: bool = True,
+    exact: bool = True,
 ) -> "onnxruntime.InferenceSession":
     """Load an ONNX file with ONNX Runtime on the CPU. Raises ExportError when ONNX Runtime cannot load it.
 
     `threads` is the number of threads of an operator, by default ONNX Runtime's choice. With `prints_errors`, ONNX
     Runtime itself prints the error of a run that fails. Without `optimizes` it runs the graph as the file has it.
 
-    With `exact_integers`, products of 8-bit integers are right on every processor. ONNX Runtime's own default adds two
-    of them in 16 bits on x86 processors without VNNI: large sums are cut off there, and runs take less time. A model
+    With `exact`, it computes what the file says, on every processor. ONNX Runtime's own defaults take less time: they
+    add two products of 8-bit integers in 16 bits on x86 processors without VNNI, which cuts large sums off, and they
+    round to 8 bits what is multiplied with weights that the file stores in 4 bits before a DequantizeLinear. A model
     that ONNX Runtime cannot load so, because it makes unsigned weights of signed ones and has no such operator, is
-    loaded with the default.
+    loaded with the defaults.
     """
     import onnxruntime
 
@@ -142,15 +143,16 @@ def open_session(
     options.log_severity_level = 3 if prints_errors else 4
     if not optimizes:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if exact_integers:
+    if exact:
         options.add_session_config_entry("session.x64quantprecision", "1")
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if threads is not None:
         options.intra_op_num_threads = threads
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        if exact_integers:
-            return open_session(path, threads, prints_errors=prints_errors, optimizes=optimizes, exact_integers=False)
+        if exact:
+            return open_session(path, threads, prints_errors=prints_errors, optimizes=optimizes, exact=False)
         # The file may be a copy, whose place says nothing to a user.
         cause = describe(error).replace(f"Load model from {path} failed:", "").replace(str(path), path.name)
         raise ExportError(f"ONNX Runtime cannot load the model ({cause})") from error

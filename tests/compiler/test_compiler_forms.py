@@ -125,6 +125,12 @@ def test_nodes_in_any_order_are_taken(tmp_path: Path, assert_same_as_onnxruntime
     assert_same_as_onnxruntime(path, {"x": normal(4)}, {"x": np.abs(normal(4))})
 
 
+def test_operators_of_onnx_runtime_need_no_version(tmp_path: Path, assert_same_as_onnxruntime: Any) -> None:
+    """Some of ONNX Runtime's quantisers write none."""
+    text = '<ir_version: 9, opset_import: ["": 18]> g (float[4] x) => (float[4] y) { y = com.microsoft.QuickGelu (x) }'
+    assert_same_as_onnxruntime(save_text(tmp_path / "model.onnx", text), {"x": normal(4)})
+
+
 @pytest.mark.parametrize(
     ("operator", "reason"),
     [

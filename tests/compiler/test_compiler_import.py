@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -5,10 +6,11 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from support.arrays import normal
 from support.builds import assert_same_as_onnxruntime
+from support.models import save_text
 from tvmflow.compiler import import_onnx, load_module, load_params, save_module, save_params
 from tvmflow.compiler.importer import survey_onnx
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
@@ -190,6 +192,34 @@ def test_modules_and_weights_survive_saving(make_model: Any, tmp_path: Path) -> 
     assert tvm_ffi.structural_equal(load_module(tmp_path / "mod.json"), imported.mod)
     np.testing.assert_array_equal(load_params(tmp_path / "a.params")["w"], weights["w"])
     assert (tmp_path / "a.params").read_bytes() == (tmp_path / "b.params").read_bytes()
+
+
+def test_weights_that_the_importer_computes_are_apart(tmp_path: Path) -> None:
+    """Also those of a branch, and where a weight of the file has the name that another one would get."""
+    product = "com.microsoft.MatMulNBits <K = 32, N = 8, bits = 4, block_size = 32>"
+    text = f"""<ir_version: 9, opset_import: ["": 18, "com.microsoft": 1]>
+    g (float[3,32] x) => (float[3,8] y) {{
+      a = {product} (x, first, scales)  b = Add (a, weight_0)  c = ReduceMax <keepdims = 0> (b)
+      zero = Constant <value = float {{0}}> ()
+      d = Greater (c, zero)  y = If (d) <
+        then_branch = t () => (float[3,8] u) {{ v = {product} (x, second, scales)  u = Add (v, b) }},
+        else_branch = e () => (float[3,8] w) {{ w = Neg (b) }}
+      >
+    }}"""
+    path = save_text(tmp_path / "model.onnx", text)
+    model, generator = onnx.load(path), np.random.default_rng(0)
+    arrays = {name: generator.integers(0, 256, (8, 1, 16), "uint8") for name in ("first", "second")}
+    arrays |= {"scales": np.full(8, 0.1, "float32"), "weight_0": -np.abs(normal(3, 8))}
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
+    onnx.save(model, path)
+    imported = import_onnx(path)
+    assert sum(value.size == 8 * 32 for value in imported.params.values()) == 2
+    assert len({value.tobytes() for value in imported.params.values()}) == len(imported.params)
+    np.testing.assert_array_equal(imported.params["weight_0"], arrays["weight_0"])
+    save_module(imported.mod, tmp_path / "mod.json")
+    assert not re.search(r"[A-Za-z0-9+/]{200}", (tmp_path / "mod.json").read_text())
+    for x in (normal(3, 32), np.zeros((3, 32), "float32")):
+        assert_same_as_onnxruntime(path, {"x": x})
 
 
 def test_weights_of_bfloat16_survive_saving(tmp_path: Path) -> None:

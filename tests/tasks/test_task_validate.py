@@ -340,7 +340,28 @@ def test_the_reference_is_exact_where_the_processor_saturates_sums_of_8_bit_prod
     entry = "session.x64quantprecision"
     assert session.get_session_options().get_session_config_entry(entry) == "1"
     with pytest.raises(RuntimeError, match="does not have"):
-        open_session(path, exact_integers=False).get_session_options().get_session_config_entry(entry)
+        open_session(path, exact=False).get_session_options().get_session_config_entry(entry)
+
+
+def test_the_reference_does_not_round_what_it_multiplies_with_weights_of_4_bits(tmp_path: Path) -> None:
+    """ONNX Runtime's default makes a product after a DequantizeLinear of 4 bits one that rounds its rows to 8 bits."""
+    rng = np.random.default_rng(0)
+    weights, x = rng.integers(-8, 8, (64, 32)), rng.standard_normal((3, 64)).astype("float32")
+    graph = helper.make_graph(
+        [helper.make_node("DequantizeLinear", ["w", "scale"], ["d"]), helper.make_node("MatMul", ["x", "d"], ["y"])],
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3, 64])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3, 32])],
+        [
+            helper.make_tensor("w", TensorProto.INT4, [64, 32], weights.reshape(-1)),
+            numpy_helper.from_array(np.float32(0.5), "scale"),
+        ],
+    )
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+    exact = x @ (weights * 0.5).astype("float32")
+    np.testing.assert_allclose(run_session(open_session(path), {"x": x})["y"], exact, rtol=1e-5, atol=1e-4)
+    assert np.abs(run_session(open_session(path, exact=False), {"x": x})["y"] - exact).max() > 1e-2
 
 
 def test_a_model_that_onnx_runtime_cannot_make_exact_is_loaded_all_the_same(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.codegen import code_target, compile_module
 from tvmflow.compiler.direct import add_direct_main
 from tvmflow.compiler.gpu.code import compile_kernels, packer
-from tvmflow.compiler.graph import hoist_weights, lower_module, variant_name
+from tvmflow.compiler.graph import lower_module, variant_name
+from tvmflow.compiler.hoisting import hoist_weights
 from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.inspection import Inspected, Inspection, KeepIR, code_of
 from tvmflow.compiler.machine import machine

@@ -1,27 +1,22 @@
-"""Lowers an imported model to fused, unscheduled functions, lists them, and takes weights out of a module."""
+"""Lowers an imported model to fused, unscheduled functions, and lists them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tvm
 import tvm_ffi
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.operators.packing import runs_at_load
 from tvmflow.compiler.passes import lower_passes
-from tvmflow.compiler.passes.calls import ConstantKey, bind_constant_arguments, calls_of, change_calls, key_of_constant
+from tvmflow.compiler.passes.calls import bind_constant_arguments
 from tvmflow.compiler.passes.functions import relax_functions
 from tvmflow.runtime.profile import estimate_operations
 from tvmflow.target import Precision, Target
-
-# Constants with fewer elements stay in the program when weights are kept apart.
-SMALLEST_WEIGHT = 17
 
 
 @dataclass(frozen=True)
@@ -102,65 +97,3 @@ def workloads(lowered: tvm.IRModule) -> list[Workload]:
     for _, function in sorted(relax_functions(lowered).items(), key=lambda item: str(item[0].name_hint)):
         relax.analysis.post_order_visit(function, count)
     return [Workload(name, lowered[name], calls, estimate_operations(lowered[name])) for name, calls in counts.items()]
-
-
-def hoist_weights(lowered: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.ndarray[Any, Any]]]:
-    """Turn the large constants of `main` and its variants into parameters that follow the inputs.
-
-    Returns the module, and the constants by parameter name in the order of the parameters. Equal constants become one
-    parameter. `main` and its variants take all of these parameters; a function that they call takes those that it
-    needs. Constants of fewer than `SMALLEST_WEIGHT` elements stay in the functions.
-    """
-    hoister = _HoistWeights(lowered)
-    functions, needs = {}, {}
-    for variable, function in sorted(relax_functions(lowered).items(), key=lambda item: str(item[0].name_hint)):
-        hoister.weights = set()
-        functions[variable], needs[variable] = hoister.visit_expr(function), hoister.weights
-    callees = {
-        variable: {call.op for call in calls_of(function, functions)} for variable, function in functions.items()
-    }
-    while any(needs[variable] < needs[variable] | needs[callee] for variable in needs for callee in callees[variable]):
-        for variable in needs:
-            needs[variable] = needs[variable].union(*(needs[callee] for callee in callees[variable]))
-    callees_of_all = set().union(*callees.values())
-    weights = {
-        variable: [
-            weight for weight in hoister.variables if variable not in callees_of_all or weight in needs[variable]
-        ]
-        for variable in functions
-    }
-    with_weights = {
-        variable: relax.Function(
-            [*function.params, *weights[variable]], function.body, function.ret_ty, function.is_pure, function.attrs
-        )
-        for variable, function in functions.items()
-    }
-    with_weights = change_calls(with_weights, lambda call: [*call.args, *weights[call.op]])
-    # The hoister uses one variable for a weight everywhere; a variable belongs to one function.
-    apart = {variable: relax.utils.copy_with_new_vars(function) for variable, function in with_weights.items()}
-    others = {variable: func for variable, func in lowered.functions_items() if variable not in functions}
-    values = [constant.value.numpy() for constant in hoister.constants]
-    names = [variable.name for variable in hoister.variables]
-    mod = tvm.IRModule({**others, **apart}, attrs=lowered.attrs)
-    return mod, dict(zip(names, values, strict=True))
-
-
-@mutator
-class _HoistWeights(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, mod: tvm.IRModule) -> None:
-        super().__init__(mod)
-        self.variables: list[relax.Var] = []
-        self.constants: list[tvm.ir.GenericConst] = []
-        self.weights: set[relax.Var] = set()
-        self._variable_of: dict[ConstantKey, relax.Var] = {}
-
-    def visit_generic_const_(self, op: tvm.ir.GenericConst) -> relax.Expr:
-        if not isinstance(op.ty, relax.TensorType) or int(np.prod(op.value.shape)) < SMALLEST_WEIGHT:
-            return op
-        key = key_of_constant(op)
-        if key not in self._variable_of:
-            self._variable_of[key] = relax.Var(f"weight_{len(self.variables)}", op.ty)
-            self.variables.append(self._variable_of[key])
-            self.constants.append(op)
-        self.weights.add(self._variable_of[key])
-        return self._variable_of[key]

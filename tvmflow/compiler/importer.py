@@ -15,6 +15,7 @@ from tvm import relax
 
 from tvmflow.bundle import TensorSpec
 from tvmflow.compiler.graph_importer import GraphImporter, NodeRecord
+from tvmflow.compiler.hoisting import hoist_weights
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import Converter, is_static
 from tvmflow.compiler.onnx_file import apply_shapes, constants_to_initializers, expand_functions, load_model
@@ -176,14 +177,15 @@ def _compute_in_float32(model: onnx.ModelProto) -> list[Refusal]:
 
 
 def _imported(mod: tvm.IRModule, importer: "GraphImporter", inputs: Sequence[onnx.ValueInfoProto]) -> Imported:
-    """The importer's module, with its weights apart."""
+    """The importer's module, with its weights apart: those of the file, then the constants that the importer made."""
+    names = [variable.name for variable in mod["main"].params][len(inputs) :]
+    mod, constants = hoist_weights(mod)
     main = mod["main"]
-    names = [variable.name for variable in main.params][len(inputs) :]
     input_types = [variable.ty for variable in main.params[: len(inputs)]]
     output_types = list(main.ret_ty.fields) if isinstance(main.ret_ty, relax.TupleType) else [main.ret_ty]
     return Imported(
         mod,
-        {name: importer.params()[name][1].numpy() for name in names},
+        {name: importer.params()[name][1].numpy() for name in names} | constants,
         tuple(_spec(value.name, ty) for value, ty in zip(inputs, input_types, strict=True)),
         tuple(_spec(value.name, ty) for value, ty in zip(importer.graph.output, output_types, strict=True)),
         importer.evaluator.smallest,

@@ -56,10 +56,12 @@ def convert_matmul_nbits(node: Node) -> relax.Expr:
         offsets = _unpack(points.reshape(count, -1), bits)[:, :blocks]
     else:
         offsets = points.reshape(count, blocks)
-    group = np.arange(depth) // block if groups is None else groups
-    levels = _unpack(packed.reshape(count, -1), bits)[:, :depth].astype("float32")
-    weights = (levels - offsets.astype("float32")[:, group]) * scales.reshape(count, blocks).astype("float32")[:, group]
-    return _add_bias(node, _multiply(node, weights))
+    # The transposed weights, [K, N], from bytes that are transposed: these move less than floats.
+    levels = np.ascontiguousarray(_unpack(packed.reshape(count, -1), bits)[:, :depth].T).astype("float32")
+    for change, of_blocks in ((np.subtract, offsets), (np.multiply, scales)):
+        lines = of_blocks.reshape(count, blocks).T.astype("float32")
+        change(levels, np.repeat(lines, block, axis=0)[:depth] if groups is None else lines[groups], out=levels)
+    return _add_bias(node, _multiply(node, levels))
 
 
 def _add_bias(node: Node, product: relax.Expr) -> relax.Expr:
@@ -83,7 +85,7 @@ def convert_matmul_bnb4(node: Node) -> relax.Expr:
     # The higher bits of a byte are the first number.
     numbers = np.stack([packed.reshape(-1) >> 4, packed.reshape(-1) & 15], axis=1).reshape(-1)[: count * depth]
     weights = _LEVELS[kind][numbers] * np.repeat(scales.reshape(-1), block)[: count * depth].astype("float32")
-    return _multiply(node, weights.reshape(count, depth))
+    return _multiply(node, np.ascontiguousarray(weights.reshape(count, depth).T))
 
 
 def _are_constant(node: Node, *places: int) -> bool:
@@ -97,9 +99,9 @@ def _constants(node: Node, *places: int) -> list[Any]:
 
 
 def _multiply(node: Node, weights: Array) -> relax.Expr:
-    """The product of the first operand and weights [N, K]."""
+    """The product of the first operand and weights [K, N]."""
     x = node.inputs[0]
-    return node.emit(relax.op.matmul(x, const(np.ascontiguousarray(weights.T), dtype_of(x))))
+    return node.emit(relax.op.matmul(x, const(weights, dtype_of(x))))
 
 
 def convert_gather_block_quantized(node: Node) -> relax.Expr:

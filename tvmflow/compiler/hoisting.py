@@ -1,0 +1,83 @@
+"""Takes weights out of a module: its large constants become parameters."""
+
+import math
+from collections.abc import Container
+from itertools import count
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from tvmflow.compiler.passes.calls import ConstantKey, calls_of, change_calls, key_of_constant
+from tvmflow.compiler.passes.functions import relax_functions
+
+# Constants with fewer elements stay in the program when weights are kept apart.
+SMALLEST_WEIGHT = 17
+
+
+def hoist_weights(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.ndarray[Any, Any]]]:
+    """Turn the large constants of `main`, its variants and what they call into parameters that follow the others.
+
+    Returns the module, and the constants by parameter name in the order of the parameters. Equal constants become one
+    parameter. `main` and its variants take all of these parameters; a function that they call takes those that it
+    needs. Constants of fewer than `SMALLEST_WEIGHT` elements stay in the functions.
+    """
+    functions = relax_functions(mod)
+    hoister = _Hoister({param.name for function in functions.values() for param in function.params})
+    without, needs = {}, {}
+    for variable, function in sorted(functions.items(), key=lambda item: str(item[0].name_hint)):
+        hoister.needs = set()
+        without[variable] = tvm_ffi.structural_map(function, (tvm.ir.GenericConst, hoister.replace))
+        needs[variable] = hoister.needs
+    values = {variable.name: constant.value.numpy() for variable, constant in hoister.constants.items()}
+    if not values:
+        return mod, values
+    callees = {variable: {call.op for call in calls_of(function, without)} for variable, function in without.items()}
+    while any(needs[variable] < needs[variable] | needs[callee] for variable in needs for callee in callees[variable]):
+        for variable in needs:
+            needs[variable] = needs[variable].union(*(needs[callee] for callee in callees[variable]))
+    callees_of_all = set().union(*callees.values())
+    weights = {
+        variable: [
+            weight for weight in hoister.constants if variable not in callees_of_all or weight in needs[variable]
+        ]
+        for variable in without
+    }
+    with_weights = {
+        variable: relax.Function(
+            [*function.params, *weights[variable]], function.body, function.ret_ty, function.is_pure, function.attrs
+        )
+        for variable, function in without.items()
+    }
+    if len(functions) > 1:
+        with_weights = change_calls(with_weights, lambda call: [*call.args, *weights[call.op]])
+        # The hoister uses one variable for a weight everywhere; a variable belongs to one function.
+        with_weights = {key: relax.utils.copy_with_new_vars(function) for key, function in with_weights.items()}
+    others = {variable: func for variable, func in mod.functions_items() if variable not in functions}
+    return tvm.IRModule({**others, **with_weights}, attrs=mod.attrs), values
+
+
+class _Hoister:
+    """Replaces constants by variables with names that are not in `taken`: one variable for equal constants.
+
+    `constants` are the replaced constants by variable, and `needs` the variables that were put in their place since it
+    was emptied.
+    """
+
+    def __init__(self, taken: Container[str]) -> None:
+        self.constants: dict[relax.Var, tvm.ir.GenericConst] = {}
+        self.needs: set[relax.Var] = set()
+        self._variables: dict[ConstantKey, relax.Var] = {}
+        self._names = (name for name in map("weight_{}".format, count()) if name not in taken)
+
+    def replace(self, constant: tvm.ir.GenericConst) -> relax.Expr:
+        if not isinstance(constant.ty, relax.TensorType) or math.prod(constant.value.shape) < SMALLEST_WEIGHT:
+            return constant
+        key = key_of_constant(constant)
+        if key not in self._variables:
+            self._variables[key] = relax.Var(next(self._names), constant.ty)
+            self.constants[self._variables[key]] = constant
+        self.needs.add(self._variables[key])
+        return self._variables[key]
