@@ -28,7 +28,7 @@ from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators.narrow_products import PANEL, NarrowProduct
 from tvmflow.compiler.operators.rounded_products import RoundedProduct
 from tvmflow.compiler.operators.widening import BlockWeight, in_blocks
-from tvmflow.target import Target, resolve
+from tvmflow.target import Precision, Target, resolve
 
 LEVELS = runnable_levels() or ["native"]
 # The bits, the shape, the numbers in a block, and whether each block has an offset of its own.
@@ -150,28 +150,42 @@ def test_rows_of_a_table_of_16_bits_are_gathered_before_they_are_widened(dtype: 
     np.testing.assert_array_equal(built.load().run(index)[0], table[index])
 
 
+@pytest.mark.parametrize("has_floats", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_product_of_few_bits_equals_onnx_runtime(bits: int, tmp_path: Path) -> None:
+def test_a_product_of_few_bits_equals_onnx_runtime(bits: int, has_floats: bool, tmp_path: Path) -> None:
+    """The bits are the file's, or are those of its floats."""
     target = best_target()
     side, block = _large(machine(target).own_cache), 32
     generator = np.random.default_rng(bits)
-    weights = {
-        "w": generator.integers(0, 256, (side, side // block, block * bits // 8)).astype("uint8"),
-        "s": generator.uniform(0.001, 0.01, (side, side // block)).astype("float32"),
-    }
+    packed = generator.integers(0, 256, (side, side // block, block * bits // 8)).astype("uint8")
+    scales = generator.uniform(0.001, 0.01, (side, side // block)).astype("float32")
     attributes = {"N": side, "K": side, "bits": bits, "block_size": block, "domain": "com.microsoft"}
-    nodes = [
-        helper.make_node("MatMulNBits", ["x", "w", "s"], ["p"], **attributes),
-        helper.make_node("Relu", ["p"], ["y"]),
-    ]
+    product = helper.make_node("MatMulNBits", ["x", "w", "s"], ["p"], **attributes)
+    weights = {"w": packed, "s": scales}
+    if has_floats:
+        product = helper.make_node("MatMul", ["x", "w"], ["p"])
+        levels = packed if bits == 8 else np.stack([packed & 15, packed >> 4], axis=-1).reshape(side, -1, block)
+        weights = {"w": ((levels - float(1 << bits - 1)) * scales[..., None]).astype("float32").reshape(side, side).T}
+    nodes = [product, helper.make_node("Relu", ["p"], ["y"])]
     path = save_model(tmp_path / "model.onnx", nodes, [("x", ["b", "n", side])], ["y"], weights, opset=17)
+    imported = import_onnx(path)
+    assert sum(value.nbytes for value in imported.params.values()) == sum(value.nbytes for value in weights.values())
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     assert _types_read(path, target, "narrow_product") == {"float32", "int32"}
-    model = build(import_onnx(path), target).load()
+    model = build(imported, target).load()
     for shape in ((1, 1), (1, 6), (3, 4)):
         x = normal(*shape, side)
         expected = session.run(None, {"x": x})[0]
         np.testing.assert_allclose(model.run(x)[0], expected, rtol=1e-4, atol=1e-5 * abs(expected).max())
+
+
+@pytest.mark.parametrize(("target", "precision"), [("cuda-sm80", "fp32"), ("x86-64-v4-bf16", "bf16")])
+def test_a_product_of_few_bits_is_one_of_floats_where_none_reads_them(
+    target: str, precision: Precision, tmp_path: Path
+) -> None:
+    imported = import_onnx(_save_rounding(tmp_path / "model.onnx", 0, [1, 128]))
+    lowered = lower(imported, resolve(target), BuildOptions(precision=precision), Choices())
+    assert not any("_product" in variable.name_hint for variable in lowered.get_global_vars())
 
 
 def _rounded(x: Array, block: int) -> Array:

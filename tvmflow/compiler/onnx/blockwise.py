@@ -10,7 +10,7 @@ from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import Array, const, dtype_of
-from tvmflow.compiler.operators.rounded_products import rounded_product
+from tvmflow.compiler.operators.block_products import block_product
 from tvmflow.compiler.operators.widening import BlockWeight
 
 # The numbers of MatMulBnb4's two types of four bits, by their bits: the levels of QLoRA's "4-bit NormalFloat" (Dettmers
@@ -22,14 +22,15 @@ _NORMAL_FLOAT = (
 )
 _FLOAT = (0.0, 0.005208333333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
 _LEVELS = (np.array([*_FLOAT, *(-level for level in _FLOAT)], "float32"), np.array(_NORMAL_FLOAT, "float32"))
-# The `accuracy_level` of MatMulNBits that lets a program round what it multiplies to 8 bits.
-_ROUNDED = 4
+# The `accuracy_level` of MatMulNBits that lets a program round what it multiplies to 8 bits, and the bits of weights
+# for which that is done.
+_ROUNDED, _FEW = 4, 4
 
 
 def convert_matmul_nbits(node: Node) -> relax.Expr:
-    """Return the Relax expression of MatMulNBits: a product with weights of 2, 4 or 8 bits, made floats at import.
+    """Return the Relax expression of MatMulNBits: a product with weights of 2, 4 or 8 bits.
 
-    Weights of 4 bits of which the node lets rows be rounded stay as they are.
+    Those of 4 and 8 bits in whole blocks with integers as zero points stay as they are. Others are made floats.
 
     Raises UnsupportedFormError for weights, scales, zero points or group indices that are not constant, and for another
     number of bits.
@@ -42,14 +43,16 @@ def convert_matmul_nbits(node: Node) -> relax.Expr:
     if bits not in (2, 4, 8):
         raise UnsupportedFormError(f"weights of {bits} bits")
     blocks = -(-depth // block)
+    scales = scales.reshape(count, blocks).astype("float32")
+    x = node.inputs[0]
     has_floats = points is not None and points.dtype != np.uint8
-    if level == _ROUNDED and bits == 4 and depth % block == 0 and groups is None and not has_floats:
-        offsets: Array = np.full((1, 1), -8, "int16")
+    if bits > 2 and depth % block == 0 and groups is None and not has_floats and dtype_of(x) == "float32":
+        offsets: Array = np.full((1, 1), -(1 << (bits - 1)), "int16")
         if points is not None:
             offsets = -_unpack(points.reshape(count, -1), bits)[:, :blocks].astype("int16").T
-        scales = scales.reshape(count, blocks).astype("float32")
         weight = BlockWeight(packed.reshape(count, -1).T, offsets, scales.T, 0, bits)
-        return _add_bias(node, node.emit(rounded_product(node.inputs[0], weight)))
+        rounds = level == _ROUNDED and bits == _FEW
+        return _add_bias(node, node.emit(block_product(x, weight, rounds=rounds)))
     if points is None:
         offsets = np.full((count, blocks), 1 << (bits - 1), "float32")
     elif points.dtype == np.uint8:
@@ -59,7 +62,7 @@ def convert_matmul_nbits(node: Node) -> relax.Expr:
     # The transposed weights, [K, N], from bytes that are transposed: these move less than floats.
     levels = np.ascontiguousarray(_unpack(packed.reshape(count, -1), bits)[:, :depth].T).astype("float32")
     for change, of_blocks in ((np.subtract, offsets), (np.multiply, scales)):
-        lines = of_blocks.reshape(count, blocks).T.astype("float32")
+        lines = of_blocks.T.astype("float32")
         change(levels, np.repeat(lines, block, axis=0)[:depth] if groups is None else lines[groups], out=levels)
     return _add_bias(node, _multiply(node, levels))
 

@@ -35,6 +35,15 @@ WIDENING = 2
 _ZERO = tirx.const(0.0, "float32")
 
 
+def pays(numbers: int, rows: Any, machine: Machine) -> bool:
+    """Whether a product is faster with a weight of `numbers` numbers that are widened on the way than in float32.
+
+    A symbolic number of rows counts as few rows.
+    """
+    panels = -(-(static(rows) or 1) // PANEL)
+    return cost.widening_pays(numbers, numbers, panels * WIDENING, machine)
+
+
 def multiply(builder: relax.BlockBuilder, data: relax.Expr, kernel: "StoredProduct") -> relax.Expr:
     """Return the product `[..., N]` of `data` of shape `[..., K]` by the weight of `kernel`.
 

@@ -10,14 +10,13 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tvm import relax, tirx
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from tvmflow.compiler import extensions
 from tvmflow.compiler.dotproduct import PAIRS, Dot, add_bytes, add_pairs_of_bytes, sum_of_pairs
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import constant, run, static, typical
-from tvmflow.compiler.operators.narrow_products import StoredProduct, folded, multiply, registers, zeros
+from tvmflow.compiler.operators.common import run, static, typical
+from tvmflow.compiler.operators.narrow_products import StoredProduct, folded, registers, zeros
 from tvmflow.compiler.operators.widening import BlockWeight
 
 # The largest integer to which a number is rounded.
@@ -31,41 +30,6 @@ _BYTES = 4
 _FEW = 2
 
 _ZERO = tirx.const(0.0, "float32")
-
-
-def rounded_product(x: relax.Expr, weight: BlockWeight) -> relax.Call:
-    """Return a Relax call that stands for a product of rounded rows until a pass lowers it.
-
-    `x` is float32 `[..., K]`; the weight is a matrix `[K, N]` of 4 bits in blocks along K, the result `[..., N]`.
-    """
-    parts = [constant(part) for part in weight.parts]
-    return extensions.call("rounded_product", [x, *parts])
-
-
-def _weight_of(call: relax.Call) -> BlockWeight:
-    """Return the weight of a call of `rounded_product`."""
-    numbers, offsets, scales = (part.value.numpy() for part in call.args[1:])
-    return BlockWeight(numbers, offsets, scales, 0, 4)
-
-
-def _infer(call: relax.Call) -> relax.TensorType:
-    x, numbers = call.args[:2]
-    return relax.TensorType([*x.ty.shape.values[:-1], numbers.ty.shape.values[-1]], "float32")
-
-
-extensions.register("rounded_product", _infer)
-
-
-def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine | None, unit: Dot | None) -> relax.Expr:
-    """Lower a call of `rounded_product` to a function for a machine with the dot product `unit` of integers.
-
-    Without one, as on a GPU, which is no `machine`, the product is one of floats.
-    """
-    x, weight = call.args[0], _weight_of(call)
-    rows = math.prod(x.ty.shape.values[:-1])
-    if machine is None or unit is None or static(rows) == 0:
-        return relax.op.matmul(x, constant(weight.floats()))
-    return multiply(builder, x, RoundedProduct(weight, rows, machine, unit))
 
 
 class RoundedProduct(StoredProduct):

@@ -15,6 +15,7 @@ from tvmflow.compiler.machine import NARROWEST, machine
 from tvmflow.compiler.operators import legalizations
 from tvmflow.compiler.passes import attention, branches, dimensions, folding, patterns, simplify
 from tvmflow.compiler.passes.bf16 import RoundProducts
+from tvmflow.compiler.passes.block_products import lower_block_products
 from tvmflow.compiler.passes.blocks import FuseBlocks
 from tvmflow.compiler.passes.checks import CheckSizesAlone
 from tvmflow.compiler.passes.constants import FoldConstantCalls
@@ -37,7 +38,6 @@ from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.packing import BindWeights, PackAtLoad
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.repeats import multiply_by_one_copy
-from tvmflow.compiler.passes.rounded_products import lower_rounded_products
 from tvmflow.compiler.passes.rows import JoinRows
 from tvmflow.compiler.passes.scans import lower_scans
 from tvmflow.compiler.passes.selections import lower_selections
@@ -123,7 +123,7 @@ def pass_names() -> list[str]:
         "StoreRepeats",
         "LowerAttention",
         "LowerRecurrence",
-        "LowerRoundedProducts",
+        "LowerBlockProducts",
         "LowerScans",
         "LowerSelections",
         "LowerTrees",
@@ -174,7 +174,11 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
         "int8": [JoinRows()],
     }
     return _TargetPasses(
-        kernels=[lower_recurrence(cpu, unit), lower_trees(cpu), lower_rounded_products(cpu, unit)],
+        kernels=[
+            lower_recurrence(cpu, unit),
+            lower_trees(cpu),
+            lower_block_products(cpu, unit, widens=precision == "fp32"),
+        ],
         integers=[IntegerArithmetic(cpu, unit, is_required=precision == "int8")] if unit else [],
         layout=[attention.compose_attention(), CheckSizesAlone(), *layout(cpu.lanes)],
         products=[
@@ -196,7 +200,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
 def _gpu_passes(target: Target, precision: Precision) -> _TargetPasses:
     gpu = gpu_of(target)
     return _TargetPasses(
-        kernels=[refuse_kernels(target.name), lower_rounded_products(None, None)],
+        kernels=[refuse_kernels(target.name), lower_block_products(None, None)],
         layout=[
             *([attention.compose_attention(), CheckSizesAlone()] if precision == "fp16" else []),
             dimensions.in_two_dimensions(),

@@ -9,10 +9,9 @@ import math
 import tvm
 from tvm import relax, te
 
-from tvmflow.compiler import cost
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import constant, is_float32, static
-from tvmflow.compiler.operators.narrow_products import PANEL, WIDENING, NarrowProduct, multiply
+from tvmflow.compiler.operators.narrow_products import NarrowProduct, multiply, pays
 from tvmflow.compiler.operators.widening import float_of_half, halves_of, in_blocks
 from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 
@@ -20,7 +19,7 @@ from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 def read_stored_weights(machine: Machine) -> tvm.transform.Pass:
     """Return the pass for products with constant matrices of 4 or 8 bits, and gathers from tables of 16 bits.
 
-    A product of a symbolic number of rows counts as one of few rows.
+    `passes.block_products` has lowered the products that the file itself has in blocks.
     """
 
     def multiply_blocks(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -31,10 +30,7 @@ def read_stored_weights(machine: Machine) -> tvm.transform.Pass:
         if value is None or static(data.ty.shape.values[-1]) is None:
             return None
         rows = math.prod(data.ty.shape.values[:-1])
-        if static(rows) == 0:
-            return None
-        panels = -(-(static(rows) or 1) // PANEL)
-        if not cost.widening_pays(value.size, value.size, panels * WIDENING, machine):
+        if static(rows) == 0 or not pays(value.size, rows, machine):
             return None
         weight = in_blocks(value, 0)
         return None if weight is None else multiply(rewriter.builder_, data, NarrowProduct(weight, rows, machine))
