@@ -3,7 +3,7 @@
 import contextlib
 import io
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
@@ -43,6 +43,8 @@ _PRIVATE = "tvmflow_output_"
 _DTYPES = get_args(Dtype)
 # How many values integers have that the model uses as no index: they may be masks.
 _MASK = 2
+# The sample that a bundle holds takes at most this share of the model's file, or so many bytes, if there is such a one.
+_SHARE_OF_SAMPLE, _SMALL_SAMPLE = 10, 1 << 18
 
 
 class ExportJob(Job):
@@ -108,8 +110,9 @@ class ExportResult(StepResult):
     original is the ONNX file itself. `dimensions` are the ranges of symbolic dimensions from the release file; where it
     gives none for a dimension of an ONNX file, the range of sizes at which ONNX Runtime runs the file. `registered` is
     the version of the registered model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the
-    model's factory gave different weights. `without_labels` names the outputs that `notes` describes. `undecided` has,
-    for the first sample, the masks of the integers and bools that rounding decides, by the outputs' names.
+    model's factory gave different weights. `without_labels` names the outputs that `notes` describes. `golden` is the
+    place of the sample that bundles hold, and `undecided` has its masks of the integers and bools that rounding
+    decides, by the outputs' names.
     `rounds_activations` is whether the model computes tensors of few bits: 8-bit integers, float16 or bfloat16.
     `indices` are the least and the largest integer of inputs that the model looks up in tables.
     """
@@ -117,6 +120,7 @@ class ExportResult(StepResult):
     onnx: Artifact
     samples: Artifact
     undecided: Artifact
+    golden: int
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_abs_error: float | None
@@ -185,12 +189,14 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             _fix_shapes(model, inputs)
             data = onnx_data.save(model, path)
         samples.save(folder / "samples.npz", pairs)
-        masks = ties.undecided(*pairs[0], bounds)
+        golden = _golden(pairs, sum(item.stat().st_size for item in (path, data) if item is not None))
+        masks = ties.undecided(*pairs[golden], bounds)
         np.savez(folder / "undecided.npz", **masks)  # type: ignore[arg-type]
         return ExportResult(
             onnx=workspace.keep(path, data=data),
             samples=workspace.keep(folder / "samples.npz"),
             undecided=workspace.keep(folder / "undecided.npz"),
+            golden=golden,
             inputs=tuple(TensorSpec(item.name, item.shape, item.dtype) for item in inputs),
             outputs=_signature(model.graph.output, pairs[0][1]),
             max_abs_error=error,
@@ -203,6 +209,16 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             indices=index_ranges(model),
             sources=usercode.imported_sources(job.folder),
         )
+
+
+def _golden(pairs: Sequence[tuple[NamedArrays, NamedArrays]], model: int) -> int:
+    """The place of the sample that a bundle holds, for a model of `model` bytes: the first one that is small beside it.
+
+    Outputs can be large, as those of a language model are for many tokens.
+    """
+    sizes = [sum(array.nbytes for arrays in pair for array in arrays.values()) for pair in pairs]
+    largest = max(_SMALL_SAMPLE, model // _SHARE_OF_SAMPLE)
+    return next((place for place, size in enumerate(sizes) if size <= largest), int(np.argmin(sizes)))
 
 
 def _without_bfloat16(model: "onnx.ModelProto") -> bool:

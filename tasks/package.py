@@ -16,6 +16,7 @@ from tvmflow import npz, samples
 from tvmflow.bundle import Manifest, Variant, installed_versions, pack
 from tvmflow.figures import Algorithm
 from tvmflow.reach import code_digest
+from tvmflow.samples import NamedArrays
 from tvmflow.spec import Dimension, Spec
 from tvmflow.target import Target, needed_features
 from tvmflow.tuning.best_records import read_threads
@@ -24,7 +25,7 @@ from tvmflow.workspace import Artifact, Record, StepResult, Workspace
 
 
 class PackageJob(TargetJob):
-    """The manifest, the build, and the samples, of which the first becomes the bundle's golden sample.
+    """The manifest, the build, and the samples, of which the one at the place `golden` becomes the golden sample.
 
     `undecided` has masks of that sample's outputs, as in the result of the export. `signer` is the public key that
     belongs to the signing key, or None.
@@ -34,6 +35,7 @@ class PackageJob(TargetJob):
     build: BuildResult
     samples: Artifact
     undecided: Artifact
+    golden: int
     signer: str | None
 
     def cache_key(self) -> Mapping[str, Any]:
@@ -43,6 +45,7 @@ class PackageJob(TargetJob):
             "manifest": self.manifest.to_json().decode(),
             "build": build,
             "signer": self.signer,
+            "golden": self.golden,
             "undecided": self.undecided.sha256,
         }
 
@@ -103,6 +106,7 @@ class PackageJob(TargetJob):
             build=build,
             samples=exported.samples,
             undecided=exported.undecided,
+            golden=exported.golden,
             target=target,
             signer=signer,
         )
@@ -146,7 +150,9 @@ def work(job: PackageJob, runner: StepRunner, key: Path | None) -> PackageResult
     workspace, build = runner.workspace, job.build
     with workspace.scratch() as folder:
         sample = folder / "sample.npz"
-        _golden_sample(workspace.path(job.samples), workspace.path(job.undecided), sample)
+        _write_golden_sample(
+            *samples.load(workspace.path(job.samples))[job.golden], workspace.path(job.undecided), sample
+        )
         files = {"mod.so": workspace.path(build.library), "mod.json": workspace.path(build.ir), "sample.npz": sample}
         if build.params is not None:
             files["mod.params"] = workspace.path(build.params)
@@ -177,9 +183,8 @@ def options(spec: Spec) -> str:
     return json.dumps(sections, sort_keys=True)
 
 
-def _golden_sample(samples_file: Path, masks: Path, path: Path) -> None:
-    """Write the first of the samples, with the masks of its outputs, into `path` in the bundle's own form."""
-    inputs, outputs = samples.load(samples_file)[0]
+def _write_golden_sample(inputs: NamedArrays, outputs: NamedArrays, masks: Path, path: Path) -> None:
+    """Write a sample, with the masks of its outputs, into `path` in the bundle's own form."""
     arrays = {f"input:{name}": array for name, array in inputs.items()}
     arrays.update({f"output:{name}": array for name, array in outputs.items()})
     arrays.update({f"undecided:{name}": mask for name, mask in npz.read(masks).items()})

@@ -41,9 +41,10 @@ class ImportJob(Job):
 
 
 class ImportResult(StepResult):
-    """The model in Relax: `ir` is TVM's JSON, `text` the IR to read, `params` the weights in the order of `main`.
+    """The model in Relax: `ir` is TVM's JSON, `text` the IR to read, `params` the weights.
 
-    `smallest` maps the names of symbolic dimensions to the smallest sizes that the model accepts.
+    `smallest` maps the names of symbolic dimensions to the smallest sizes that the model accepts, and `transposes` the
+    names of weights to those of which they are the transposes.
     """
 
     ir: Artifact
@@ -52,6 +53,7 @@ class ImportResult(StepResult):
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     smallest: dict[str, int] = Field(default={})
+    transposes: dict[str, str] = Field(default={})
 
 
 def work(job: ImportJob, emit: Emit) -> ImportResult:
@@ -76,6 +78,7 @@ def work(job: ImportJob, emit: Emit) -> ImportResult:
             inputs=imported.inputs,
             outputs=imported.outputs,
             smallest=dict(imported.smallest),
+            transposes=dict(imported.transposes),
             sources=usercode.imported_sources(job.folder) if own else Sources(),
         )
 
@@ -92,4 +95,5 @@ def load_imported(workspace: Workspace, imported: ImportResult) -> "Imported":
         params=compiler.load_params(workspace.path(imported.params)),
         inputs=imported.inputs,
         outputs=imported.outputs,
+        transposes=imported.transposes,
     )

@@ -62,7 +62,7 @@ class TuneJob(TargetJob):
         from tvmflow.tuning.best_records import store_digest
 
         key = self.model_dump(mode="json", exclude={"home", "folder", "imported", "device", "curve"})
-        key["imported"] = [self.imported.ir.sha256, self.imported.params.sha256]
+        key["imported"] = [self.imported.ir.sha256, self.imported.params.sha256, self.imported.transposes]
         if not self.tune.has_budget:
             # Without a budget the step only looks up, and so it depends on the whole store.
             key["records"] = store_digest(tuning.RecordStore(self.workspace.records), self.target)

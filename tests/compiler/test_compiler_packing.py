@@ -23,7 +23,8 @@ from tvmflow.compiler.operators.packing import (
     WideningPacking,
     WinogradPacking,
 )
-from tvmflow.compiler.operators.widening import NarrowWeight, narrow
+from tvmflow.compiler.operators.products import pack_array
+from tvmflow.compiler.operators.widening import NarrowWeight, narrow, tie
 from tvmflow.compiler.schedules import schedule
 from tvmflow.target import Target
 
@@ -318,3 +319,48 @@ def test_weights_of_bfloat16_stay_as_they_are(make_model: MakeModel, target: Tar
     )
     (result,) = build(import_onnx(path), target).load().run(x)
     np.testing.assert_array_equal(np.asarray(result).view(x.dtype), x * weight)
+
+
+@pytest.mark.parametrize("rows", ["n", 128])
+def test_a_library_holds_tied_weights_once(
+    rows: int | str, make_model: MakeModel, target: Target, tmp_path: Path
+) -> None:
+    """Words are looked up in the table by which words are scored, as in most language models."""
+    table = normal(6001, 64)
+    nodes = [
+        helper.make_node("Gather", ["table", "words"], ["x"]),
+        helper.make_node("Softmax", ["x"], ["s"]),
+        helper.make_node("Transpose", ["table"], ["scores"], perm=[1, 0]),
+        helper.make_node("MatMul", ["s", "scores"], ["y"]),
+    ]
+    path = make_model(nodes, [("words", [rows], TensorProto.INT64)], ["y"], {"table": table})
+    imported = import_onnx(path)
+    assert [value.nbytes for value in imported.params.values()] == [table.nbytes]
+    words = np.random.default_rng(0).integers(0, 6001, 128)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    expected = session.run(None, {"words": words})[0]
+    for place in ("inside", "apart"):
+        model = build(imported, target, BuildOptions(weights=place))
+        np.testing.assert_allclose(model.load().run(words)[0], expected, rtol=1e-4, atol=1e-5)
+    build(imported, target).export(tmp_path / "model.so")
+    assert table.nbytes < (tmp_path / "model.so").stat().st_size < 1.2 * table.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint16"])
+def test_a_tied_weight_is_a_form_of_its_table(dtype: str) -> None:
+    table = (100 * normal(21, 6)).astype("int16").astype(dtype)
+    transpose = np.ascontiguousarray(table.T)
+    for weight in (transpose, pack_array(transpose, 8), pack_array(transpose, 8, 4)):
+        form = tie(weight, table)
+        assert form is not None
+        place = te.placeholder(table.shape, dtype, name="table")
+        library = tvm.compile(te.create_prim_func([place, form.widen(place)]), target="llvm")
+        result = tvm.runtime.tensor(np.full_like(weight, 99))
+        library["main"](*map(tvm.runtime.tensor, form.parts), result)
+        np.testing.assert_array_equal(result.numpy(), weight)
+        for place_of_change in ((0,) * weight.ndim, (-1,) * weight.ndim):
+            changed = weight.copy()
+            changed[place_of_change] += 1
+            assert tie(changed, table) is None
+    assert tie(table, table) is None
+    assert tie(transpose.astype("float64"), table) is None

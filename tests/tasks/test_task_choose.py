@@ -91,7 +91,14 @@ def builder(workspace: Workspace, tmp_path: Path) -> TargetBuilder:
     spec = parse({"name": "chosen", "model": {"onnx": "model.onnx"}}, tmp_path)
     artifact = _artifact("e")
     exported = ExportResult(
-        onnx=artifact, samples=artifact, undecided=artifact, inputs=(), outputs=(), max_abs_error=None, opset=18
+        onnx=artifact,
+        samples=artifact,
+        undecided=artifact,
+        golden=0,
+        inputs=(),
+        outputs=(),
+        max_abs_error=None,
+        opset=18,
     )
     nothing: Any = None
     return TargetBuilder(StepRunner.of(spec, Settings(), workspace), spec, exported, nothing, resolve("native"))

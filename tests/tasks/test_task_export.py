@@ -466,6 +466,19 @@ def test_samples_beside_the_sizes_to_measure_take_little_memory(
     assert max(inputs["x"].size for inputs, _ in kept_samples(export_spec(again))) < 128
 
 
+@pytest.mark.parametrize(("columns", "batch"), [(20_000, 1), (20, 64)], ids=str)
+def test_a_bundle_holds_the_first_sample_that_is_small_beside_the_model(
+    columns: int, batch: int, export_spec: Any, kept_samples: Any, tmp_path: Path
+) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    dimensions = {"n": {"measure": [64]}}
+    spec = _onnx_spec(tmp_path, nodes, ["n", 4], {"w": np.ones((4, columns), "float32")}, dimensions=dimensions)
+    result = export_spec(spec)
+    sizes = [inputs["x"].shape[0] for inputs, _ in kept_samples(result)]
+    assert sizes[0] == 64
+    assert sizes[result.golden] == batch
+
+
 def test_a_model_that_runs_at_no_size_is_refused_with_the_first_reason(export_spec: Any, tmp_path: Path) -> None:
     node = helper.make_node("Reshape", ["x", "target"], ["y"])
     spec = _onnx_spec(tmp_path, [node], ["n"], {"target": np.array([7, 11, 13], "int64")})

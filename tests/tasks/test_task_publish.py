@@ -26,7 +26,7 @@ def test_a_retuned_release_names_the_training_of_its_weights_and_the_code_as_it_
     origin = before.provenance.model_copy(update={"training": training, "code": code})
     trained = TrainResult.of_release(_FILE, before.model_copy(update={"provenance": origin}))
     exported = ExportResult(
-        onnx=_FILE, samples=_FILE, undecided=_FILE, inputs=(), outputs=(), max_abs_error=None, opset=18,
+        onnx=_FILE, samples=_FILE, undecided=_FILE, golden=0, inputs=(), outputs=(), max_abs_error=None, opset=18,
         sources=Sources(
             files={"model.py": "2" * 64, "/home/me/own/layers.py": "3" * 64},
             names={"/home/me/own/layers.py": "own.layers"},

@@ -49,9 +49,7 @@ def lower_module(
     of fewer multiplications. `packs_at_load` lets the module have a function `pack_weights`, which packs weights when
     the library is loaded (`passes.packing.PackAtLoad`).
     """
-    params = {name: tvm.runtime.tensor(value) for name, value in imported.params.items()}
-    variables = imported.mod["main"].params[len(imported.inputs) :]
-    values = {variable: params[name] for variable, name in zip(variables, imported.params, strict=True)}
+    values = {variable: tvm.runtime.tensor(value) for variable, value in imported.weights().items()}
     mod = bind_constant_arguments(relax.transform.BindParams("main", values)(imported.mod))
     for sizes in variants:
         variant = relax.transform.BindSymbolicVars(dict(sizes), "main")(mod)["main"]

@@ -38,9 +38,10 @@ from tvmflow.onnx_types import compute_in_float32, has_type, reads_bits
 class Imported:
     """A model in Relax.
 
-    `main` of `mod` takes the inputs in the order of `inputs`, then the weights in the order of `params`, and returns
-    the outputs in the order of `outputs`. Dimensions are in elements, a string is a symbolic dimension. `smallest` has
-    lower bounds of symbolic dimensions, by name: below them a window of a convolution or pooling is larger than its
+    `main` of `mod` takes the inputs in the order of `inputs`, then the weights, whose names are those of its
+    parameters, and returns the outputs in the order of `outputs`. Weights are in `params`, except the transposes of
+    others: `transposes` has the names of both. Dimensions are in elements, a string is a symbolic dimension. `smallest`
+    has lower bounds of symbolic dimensions, by name: below them a window of a convolution or pooling is larger than its
     data.
     """
 
@@ -49,6 +50,13 @@ class Imported:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     smallest: Mapping[str, int] = field(default_factory=dict)
+    transposes: Mapping[str, str] = field(default_factory=dict)
+
+    def weights(self) -> dict[relax.Var, np.ndarray[Any, Any]]:
+        """Return all weights by the parameters of `main`."""
+        transposes = {name: np.ascontiguousarray(self.params[table].T) for name, table in self.transposes.items()}
+        values = {**self.params, **transposes}
+        return {variable: values[variable.name] for variable in self.mod["main"].params[len(self.inputs) :]}
 
 
 @dataclass
@@ -180,16 +188,42 @@ def _imported(mod: tvm.IRModule, importer: "GraphImporter", inputs: Sequence[onn
     """The importer's module, with its weights apart: those of the file, then the constants that the importer made."""
     names = [variable.name for variable in mod["main"].params][len(inputs) :]
     mod, constants = hoist_weights(mod)
+    params = {name: importer.params()[name][1].numpy() for name in names} | constants
+    transposes = _transposes(params)
     main = mod["main"]
     input_types = [variable.ty for variable in main.params[: len(inputs)]]
     output_types = list(main.ret_ty.fields) if isinstance(main.ret_ty, relax.TupleType) else [main.ret_ty]
     return Imported(
         mod,
-        {name: importer.params()[name][1].numpy() for name in names} | constants,
+        {name: value for name, value in params.items() if name not in transposes},
         tuple(_spec(value.name, ty) for value, ty in zip(inputs, input_types, strict=True)),
         tuple(_spec(value.name, ty) for value, ty in zip(importer.graph.output, output_types, strict=True)),
         importer.evaluator.smallest,
+        transposes,
     )
+
+
+def _transposes(params: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
+    """The names of matrices that are transposes of earlier ones, with the names of these.
+
+    A model that looks up words in the table by which it scores words has such matrices.
+    """
+    transposes: dict[str, str] = {}
+    others: dict[tuple[int, ...], list[str]] = {}
+    for name, value in params.items():
+        if value.ndim == 2:
+            alike = others.get(value.shape[::-1], [])
+            table = next((other for other in alike if _is_transpose(value, params[other])), None)
+            if table is None:
+                others.setdefault(value.shape, []).append(name)
+            else:
+                transposes[name] = table
+    return transposes
+
+
+def _is_transpose(value: np.ndarray[Any, Any], table: np.ndarray[Any, Any]) -> bool:
+    """Whether a matrix is the transpose of another one of its transposed shape."""
+    return value.dtype == table.dtype and np.array_equal(value[:1], table[:, :1].T) and np.array_equal(value, table.T)
 
 
 def _spec(name: str, ty: relax.TensorType) -> TensorSpec:

@@ -149,6 +149,53 @@ class BrainWeight(_BitsWeight):
         return te.compute(bits.shape, lambda *place: float_of_half(bits[place]), name="widened")
 
 
+@dataclass(frozen=True)
+class TiedWeight(NarrowWeight):
+    """The transpose `[K, N]` of a `table` `[N, K]` that the library holds anyway, as where a model ties its weights.
+
+    With `lanes`, the transpose is packed as `[N/v, K, v]`, v = `lanes`, with zeros after the last column; `vectors` is
+    N/v. The numbers have any type.
+    """
+
+    table: Array
+    lanes: int | None = None
+    vectors: int = 0
+
+    def widen(self, *parts: te.Tensor) -> te.Tensor:
+        """Define the transpose as a tensor expression of the table."""
+        (table,) = parts
+        units, depth = table.shape
+        lanes = self.lanes
+        if lanes is None:
+            return te.compute((depth, units), lambda k, n: table[n, k], name="widened")
+
+        def element(j: Any, k: Any, v: Any) -> Any:
+            unit = j * lanes + v
+            return tirx.if_then_else(unit < units, table[unit, k], tirx.const(0, table.dtype))
+
+        return te.compute((self.vectors, depth, lanes), element, name="widened")
+
+
+def tie(weight: Array, table: Array) -> TiedWeight | None:
+    """Return a weight as a form of a `table` of two dimensions; None where it is none of the forms of `TiedWeight`."""
+    units, depth = table.shape
+    if weight.dtype != table.dtype:
+        return None
+    if weight.shape == (depth, units):
+        lines, form = weight.T, TiedWeight(table)
+    elif weight.ndim == 3 and weight.shape[1] == depth and weight.shape[0] * weight.shape[2] >= units:
+        vectors, _, lanes = weight.shape
+        lines, form = np.moveaxis(weight, 1, 2), TiedWeight(table, lanes, vectors)
+        # The first column of each vector tells most other weights from the table.
+        if not np.array_equal(lines[: -(-units // lanes), 0], table[::lanes]):
+            return None
+        lines = lines.reshape(-1, depth)
+    else:
+        return None
+    is_same = np.array_equal(lines[0], table[0]) and np.array_equal(lines[:units], table)
+    return form if is_same and not lines[units:].any() else None
+
+
 def narrow(weight: Array) -> NarrowWeight | None:
     """Return a float32 tensor in fewer bytes, None where that does not give the same numbers.
 

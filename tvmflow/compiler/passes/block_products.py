@@ -10,7 +10,10 @@ from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 
 
 def lower_block_products(machine: Machine | None, unit: Dot | None, *, widens: bool = False) -> tvm.transform.Pass:
-    """Return the pass that lowers products with weights of few bits; see `operators.block_products.lower`."""
+    """Return the pass that lowers products with weights of few bits; see `operators.block_products.lower`.
+
+    No machine means a GPU, and no `unit` a processor without a dot product of integers.
+    """
 
     def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr:
         return block_products.lower(rewriter.builder_, call, machine, unit, widens=widens)

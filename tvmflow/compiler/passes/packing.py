@@ -5,6 +5,7 @@ It also widens those of 8 or 16 bits that the model computes with in float32.
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvmflow.bundle import PACK_WEIGHTS
 from tvmflow.compiler.annotations import PACKING
 from tvmflow.compiler.operators.common import constant
-from tvmflow.compiler.operators.packing import packing_of
-from tvmflow.compiler.operators.widening import NarrowWeight, narrow
+from tvmflow.compiler.operators.packing import packing_of, runs_at_load
+from tvmflow.compiler.operators.widening import Array, NarrowWeight, narrow, tie
 from tvmflow.compiler.passes.calls import ConstantKey, called_functions, key_of_constant
 from tvmflow.compiler.passes.functions import relax_functions
 
@@ -51,6 +52,8 @@ class PackAtLoad:
         functions = relax_functions(mod)
         called = called_functions(functions)
         packings = _Packings(mod)
+        if self._at_load:
+            packings.tables = _tables(mod, [func for variable, func in functions.items() if variable not in called])
         for variable, function in functions.items():
             packings.at_load = self._at_load and variable not in called
             packings.builder_.update_func(variable, packings.visit_expr(function))
@@ -94,12 +97,14 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
     """Replaces packings by variables, or by constants where `at_load` is false.
 
     `calls` has the packing's function, None for weights that are only widened, and the weights for each variable. Equal
-    packings of equal weights are one variable, also in several functions.
+    packings of equal weights are one variable, also in several functions. `tables` are constants of two dimensions that
+    the library holds: weights that are the transpose of one are made of it.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
         super().__init__(mod)
         self.at_load = False
+        self.tables: list[tvm.ir.GenericConst] = []
         self.calls: dict[relax.Var, tuple[tvm.ir.GlobalVar | None, tvm.ir.GenericConst]] = {}
         self._variables: dict[tuple[tvm.ir.GlobalVar | None, ConstantKey], relax.Var] = {}
         self._forms: dict[ConstantKey, NarrowWeight | None] = {}
@@ -134,17 +139,29 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
 
     def _widen_at_load(self, weight: tvm.ir.GenericConst) -> relax.Expr:
         """Widen a constant when the library is loaded, and return its variable; return other constants themselves."""
-        form = _narrow(weight)
+        # What has two dimensions is a table itself.
+        form = (self._tie(weight) if weight.ty.ndim > 2 else None) or _narrow(weight)
         if form is None:
             return weight
         self._forms[key_of_constant(weight)] = form
         return self._variable(None, weight, weight.ty)
 
+    def _tie(self, weight: tvm.ir.GenericConst) -> NarrowWeight | None:
+        """Weights as a form of a table that stays as it is; None for others."""
+        value = _array(weight)
+        if value is None:
+            return None
+        for table in self.tables:
+            form = tie(value, np.from_dlpack(table.value))
+            if form is not None and _narrow(table) is None:
+                return form
+        return None
+
     def form(self, weight: tvm.ir.GenericConst) -> NarrowWeight | None:
-        """Return weights of `calls` in fewer bytes; None for those that stay as they are."""
+        """Return weights of `calls` in fewer bytes, or as a form of a table; None for those that stay as they are."""
         key = key_of_constant(weight)
         if key not in self._forms:
-            self._forms[key] = _narrow(weight)
+            self._forms[key] = self._tie(weight) or _narrow(weight)
         return self._forms[key]
 
     def _variable(self, packing: tvm.ir.GlobalVar | None, weight: tvm.ir.GenericConst, ty: Any) -> relax.Var:
@@ -156,14 +173,36 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
         return self._variables[key]
 
 
+def _tables(mod: tvm.IRModule, functions: Sequence[relax.Function]) -> list[tvm.ir.GenericConst]:
+    """The large constants of two dimensions that functions use, other than to pack them.
+
+    Each could be what other weights are made of when the library is loaded.
+    """
+    tables: dict[ConstantKey, tvm.ir.GenericConst] = {}
+
+    def visit(call: Any) -> None:
+        if isinstance(call, relax.Call) and call.op == _CALL_TIR and not runs_at_load(mod[call.args[0]]):
+            for field in call.args[1].fields:
+                if _is_constant(field) and field.ty.ndim == 2 and _array(field) is not None:
+                    tables.setdefault(key_of_constant(field), field)
+
+    for function in functions:
+        relax.analysis.post_order_visit(function, visit)
+    return list(tables.values())
+
+
+def _array(weight: tvm.ir.GenericConst) -> Array | None:
+    """A constant as an array without a copy; None for a small one, and for bfloat16, which NumPy does not take."""
+    if "bfloat16" in str(weight.ty.dtype) or _bytes(weight.ty) < _SMALLEST_GAIN:
+        return None
+    return np.from_dlpack(weight.value)
+
+
 def _narrow(weight: tvm.ir.GenericConst) -> NarrowWeight | None:
     """A constant in fewer bytes; None where that is not possible, or saves too little."""
-    # NumPy takes no tensor of bfloat16 from another library.
-    if str(weight.ty.dtype) != "float32":
-        return None
-    value = np.from_dlpack(weight.value)
-    form = narrow(value) if value.nbytes >= _SMALLEST_GAIN else None
-    if form is None or value.nbytes - sum(part.nbytes for part in form.parts) < _SMALLEST_GAIN:
+    value = _array(weight)
+    form = narrow(value) if value is not None else None
+    if form is None or value is None or value.nbytes - sum(part.nbytes for part in form.parts) < _SMALLEST_GAIN:
         return None
     return form
 
