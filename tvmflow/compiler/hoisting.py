@@ -10,6 +10,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from tvmflow.compiler.operators.common import numbers_of
 from tvmflow.compiler.passes.calls import ConstantKey, calls_of, change_calls, key_of_constant
 from tvmflow.compiler.passes.functions import relax_functions
 
@@ -31,7 +32,7 @@ def hoist_weights(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.ndarray
         hoister.needs = set()
         without[variable] = tvm_ffi.structural_map(function, (tvm.ir.GenericConst, hoister.replace))
         needs[variable] = hoister.needs
-    values = {variable.name: constant.value.numpy() for variable, constant in hoister.constants.items()}
+    values = {variable.name: numbers_of(constant) for variable, constant in hoister.constants.items()}
     if not values:
         return mod, values
     callees = {variable: {call.op for call in calls_of(function, without)} for variable, function in without.items()}

@@ -16,7 +16,7 @@ from tvm import relax, te, tirx, topi
 
 from tvmflow.compiler.gpu.tiling import Gpu, Tile, choose_tile
 from tvmflow.compiler.operators.attention import Places, element_of, size_of
-from tvmflow.compiler.operators.common import Array, call_kernel, constant, reduced_axes, static
+from tvmflow.compiler.operators.common import Array, call_kernel, constant, numbers_of, reduced_axes, static
 from tvmflow.compiler.operators.geometry import Geometry
 from tvmflow.compiler.passes.attention import View
 
@@ -66,7 +66,7 @@ def convolve(
     builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr, gpu: Gpu, dtype: str, name: str
 ) -> relax.Expr:
     """Return the float32 convolution `call`, with constant weights in OIHW, of NHWC data of a type `dtype`."""
-    weight = call.args[1].value.numpy()
+    weight = numbers_of(call.args[1])
     geometry, groups = Geometry.of(call), int(call.attrs.groups)
     units, channels = weight.shape[0] // groups, weight.shape[1]
     rows = math.prod(static(size) or 0 for size in call.ty.shape.values[:3]) or _UNKNOWN_ROWS
@@ -114,7 +114,7 @@ def slide(builder: relax.BlockBuilder, call: relax.Call, name: str) -> relax.Exp
 
     The weights of neighbouring channels lie side by side, as neighbouring threads read them.
     """
-    weight = call.args[1].value.numpy()
+    weight = numbers_of(call.args[1])
     geometry, groups = Geometry.of(call), int(call.attrs.groups)
     units, channels = weight.shape[0] // groups, weight.shape[1]
     top, left = geometry.padding[:2]

@@ -19,6 +19,7 @@ from tvmflow.compiler.operators.common import (
     called_operator,
     default,
     is_float32,
+    numbers_of,
     reduced_axes,
     same_shape,
     static,
@@ -171,7 +172,7 @@ def _layer(rewriter: Rewriter, operand: relax.Expr) -> _Layer | None:
     product = None if value is None else rewriter.call(value, "matmul")
     if heads is None or product is None or not is_weighted(product) or (added is not None and bias is None):
         return None
-    weight = product.args[1].value.numpy()
+    weight = numbers_of(product.args[1])
     if bias is not None and (bias.size != weight.shape[1] or bias.shape[-1] != bias.size):
         return None
     shape = tuple(heads.ty.shape.values)
@@ -212,7 +213,7 @@ class _Float16(Float16):
 
     def matmul(self, builder: relax.BlockBuilder, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
         if len(operands) == 1:
-            weight = call.args[1].value.numpy()
+            weight = numbers_of(call.args[1])
             return definitions.multiply_weights(builder, operands[0], weight, self._gpu, "float16", "dense_fp16")
         left, right = operands
         return definitions.multiply(builder, left, right, self._gpu, "float16", "matmul_fp16")
@@ -237,7 +238,7 @@ def legalizations(gpu: Gpu) -> dict[str, Legalization]:
     def matmul(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
         left, right = call.args
         if is_weighted(call):
-            return definitions.multiply_weights(builder, left, right.value.numpy(), gpu, "float32", "dense")
+            return definitions.multiply_weights(builder, left, numbers_of(right), gpu, "float32", "dense")
         if _is_batch_of_products(call):
             return definitions.multiply(builder, left, right, gpu, "float32", "matmul")
         return default(builder, call)

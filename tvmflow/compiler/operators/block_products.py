@@ -10,7 +10,7 @@ from tvm import relax
 from tvmflow.compiler import extensions
 from tvmflow.compiler.dotproduct import Dot
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import constant, static
+from tvmflow.compiler.operators.common import constant, numbers_of, static
 from tvmflow.compiler.operators.narrow_products import NarrowProduct, multiply, pays
 from tvmflow.compiler.operators.rounded_products import RoundedProduct
 from tvmflow.compiler.operators.widening import BlockWeight
@@ -42,7 +42,7 @@ def lower(
     allows that and it is faster. Where neither is so, as on a GPU, which is no `machine`, the product is one of floats.
     """
     x, *parts = call.args
-    numbers, offsets, scales = (part.value.numpy() for part in parts)
+    numbers, offsets, scales = (numbers_of(part) for part in parts)
     weight = BlockWeight(numbers, offsets, scales, 0, int(call.attrs["bits"]))
     rows = math.prod(x.ty.shape.values[:-1])
     if machine is not None and static(rows) != 0:

@@ -114,6 +114,16 @@ def constant(value: Array) -> relax.Expr:
     return relax.const(tvm.runtime.tensor(np.asarray(value, order="C")))
 
 
+def numbers_of(value: tvm.ir.GenericConst) -> Array:
+    """Return the numbers of a constant, which nobody may change: without a copy, where NumPy has their type."""
+    try:
+        numbers: Array = np.from_dlpack(value.value)
+    except (BufferError, RuntimeError):
+        return np.asarray(value.value.numpy())
+    numbers.flags.writeable = False
+    return numbers
+
+
 def packed(
     builder: relax.BlockBuilder,
     weight: relax.Expr,
@@ -126,7 +136,7 @@ def packed(
     `element(weight, *index)` returns an element of the other form, whose `shape` this is.
     """
     if isinstance(weight, tvm.ir.GenericConst):
-        return constant(pack(weight.value.numpy()))
+        return constant(pack(numbers_of(weight)))
     return builder.emit_te(
         lambda w: te.compute(shape, lambda *index: element(w, *index), name="pack_weight"),
         weight,

@@ -25,6 +25,7 @@ from tvmflow.compiler.operators.common import (
     called_operator,
     constant,
     is_float32,
+    numbers_of,
     packed,
     static,
     typical_pixels,
@@ -60,7 +61,7 @@ def legalize(
     if channels is not None and is_depthwise(call):
         name, packed_weight = "depthwise_conv2d", depthwise.pack(builder, weight, vector(channels, machine))
     elif is_constant and depthwise.is_narrow(out_channels, depth, groups, machine):
-        name, packed_weight = "grouped_conv2d", constant(depthwise.pack_groups(weight.value.numpy(), machine.lanes))
+        name, packed_weight = "grouped_conv2d", constant(depthwise.pack_groups(numbers_of(weight), machine.lanes))
     if packed_weight is not None:
         compute = partial(depthwise.depthwise, geometry=geometry, machine=machine, subject=subject)
         return call_kernel(builder, compute, data, packed_weight, name=name)

@@ -9,7 +9,7 @@ from tvm import relax, te, tirx
 
 from tvmflow.compiler import vectormath
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import is_float32, static
+from tvmflow.compiler.operators.common import is_float32, numbers_of, static
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "relax.exp": vectormath.exp,
@@ -59,7 +59,7 @@ def legalize_extreme(
     (dtype,), extreme = dtypes, tirx.max if largest else tirx.min
     first, second = sorted(call.args, key=_is_free_of_nan, reverse=True)
     may_be_nan = not _is_free_of_nan(first)
-    limit = None if may_be_nan or first.ty.ndim else tirx.const(first.value.numpy().item(), dtype)
+    limit = None if may_be_nan or first.ty.ndim else tirx.const(numbers_of(first).item(), dtype)
     name, shape = "maximum" if largest else "minimum", list(call.ty.shape.values)
 
     def compute(*tensors: te.Tensor) -> te.Tensor:
@@ -81,7 +81,7 @@ def legalize_prelu(builder: relax.BlockBuilder, call: relax.Call, _machine: Mach
     in TVM. Where the number of pixels is free, LLVM takes that branch for each element.
     """
     slope, axis = call.args[1], int(call.attrs.axis)
-    if not isinstance(slope, tvm.ir.GenericConst) or not np.isfinite(slope.value.numpy()).all():
+    if not isinstance(slope, tvm.ir.GenericConst) or not np.isfinite(numbers_of(slope)).all():
         return None
 
     def compute(x: te.Tensor, slope: te.Tensor) -> te.Tensor:
@@ -147,9 +147,9 @@ def legalize_quantize(builder: relax.BlockBuilder, call: relax.Call, _machine: M
 
 def _single_number(tensor: relax.Expr) -> Any:
     """The one number of a constant as a constant of TIR; None for other tensors."""
-    if not isinstance(tensor, tvm.ir.GenericConst) or tensor.value.numpy().size != 1:
+    if not isinstance(tensor, tvm.ir.GenericConst) or numbers_of(tensor).size != 1:
         return None
-    value = tensor.value.numpy()
+    value = numbers_of(tensor)
     return tirx.const(value.item(), str(value.dtype))
 
 
@@ -160,7 +160,7 @@ def _parameter(tensor: te.Tensor, index: Sequence[Any], axis: int) -> Any:
 
 
 def _is_free_of_nan(tensor: relax.Expr) -> bool:
-    return isinstance(tensor, tvm.ir.GenericConst) and not np.isnan(tensor.value.numpy()).any()
+    return isinstance(tensor, tvm.ir.GenericConst) and not np.isnan(numbers_of(tensor)).any()
 
 
 def _element(tensor: te.Tensor, index: Sequence[Any], shape: Sequence[Any]) -> Any:

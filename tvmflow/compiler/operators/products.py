@@ -23,6 +23,7 @@ from tvmflow.compiler.operators.common import (
     constant,
     divides,
     is_float32,
+    numbers_of,
     packed,
     round_up,
     static,
@@ -66,7 +67,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
         lanes = vector(units, machine)
         vectors = filled_vectors(units, lanes, static(left_shape[-2]), machine)
         compute = partial(compute, packed_units=units)
-        right = constant(pack_array(right.value.numpy(), lanes, vectors))
+        right = constant(pack_array(numbers_of(right), lanes, vectors))
     return call_kernel(builder, compute, left, right, name="batch_matmul")
 
 
@@ -166,7 +167,7 @@ def _pack_halves(weight: relax.Expr, lanes: int, vectors: int, rows: int | None,
     passes = 1 if rows is None else -(-rows // tiles.choose(rows, vectors, machine).rows)
     if not cost.widening_pays(count, 2 * count, passes * _CONVERTING, machine):
         return None
-    stored = halves_of(weight.value.numpy(), machine.converts_halves)
+    stored = halves_of(numbers_of(weight), machine.converts_halves)
     return None if stored is None else constant(pack_array(stored, lanes, vectors))
 
 

@@ -16,6 +16,7 @@ from tvmflow.compiler.operators.common import (
     called_operator,
     constant,
     is_float32,
+    numbers_of,
     same_shape,
     static,
     vector,
@@ -79,7 +80,7 @@ class _BFloat16:
     def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
         weight, machine, geometry = call.args[1], self._machine, Geometry.of(call)
         groups, channels = int(call.attrs.groups), int(weight.ty.shape.values[0])
-        value = weight.value.numpy()
+        value = numbers_of(weight)
         if is_depthwise(call):
             packed_weight = constant(depthwise.pack_array(value, vector(groups, machine)))
             compute = _reading_bf16(depthwise.depthwise, geometry=geometry, machine=machine)
@@ -119,7 +120,7 @@ class _BFloat16:
             return call_kernel(builder, compute, left, right, name="batch_matmul_bf16")
         (data,), weight = operands, call.args[1]
         units = int(weight.ty.shape.values[1])
-        packed_weight = constant(dot.pack_dense(weight.value.numpy(), vector(units, self._machine), BF16))
+        packed_weight = constant(dot.pack_dense(numbers_of(weight), vector(units, self._machine), BF16))
         rows = row_dimensions(data.ty.shape.values[:-1])
         compute = partial(dot.dense, dot=BF16, units=units, rows=rows, machine=self._machine)
         return call_kernel(builder, compute, data, packed_weight, name="dense_bf16")

@@ -16,7 +16,15 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import block_plans, blocks, convolution, depthwise, dot, elementwise
-from tvmflow.compiler.operators.common import call_kernel, called_operator, constant, static, typical_pixels, vector
+from tvmflow.compiler.operators.common import (
+    call_kernel,
+    called_operator,
+    constant,
+    numbers_of,
+    static,
+    typical_pixels,
+    vector,
+)
 from tvmflow.compiler.operators.geometry import Geometry, has_constant_weights, is_depthwise
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
 from tvmflow.compiler.passes.bf16 import round_operand
@@ -351,7 +359,7 @@ def _pack(call: relax.Call, step: blocks.Convolution, options: _Options) -> rela
     weight, machine = call.args[1], options.machine
     if step.winograd is not None:
         return _Unpacked(weight, WinogradPacking(step.winograd, machine.lanes, step.geometry.strides[0]))
-    value = weight.value.numpy()
+    value = numbers_of(weight)
     if step.depthwise:
         return constant(depthwise.pack_array(value, machine.lanes))
     lanes = vector(value.shape[0], machine)
@@ -386,7 +394,7 @@ def _epilogue(calls: Sequence[relax.Call]) -> tuple[blocks.Epilogue | None, list
         if name in _UNARY:
             operations.append(_Operation(_UNARY[name]))
             continue
-        other = call.args[1 - place].value.numpy().reshape(-1)
+        other = numbers_of(call.args[1 - place]).reshape(-1)
         if other.size == 1:
             operations.append(_Operation(_BINARY[name], place, number=float(other[0])))
         else:

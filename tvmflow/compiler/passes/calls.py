@@ -9,6 +9,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.compiler.operators.common import numbers_of
 from tvmflow.compiler.passes.functions import relax_functions
 
 # What a parameter is in all calls: a constant, or None where it differs. One that is not in the table was never passed.
@@ -20,7 +21,7 @@ ConstantKey = tuple[str, tuple[int, ...], bytes]
 
 def key_of_constant(constant: tvm.ir.GenericConst) -> ConstantKey:
     """Return the dtype, the shape and a digest of the content of a constant: equal constants have equal keys."""
-    value = constant.value.numpy()
+    value = numbers_of(constant)
     return value.dtype.name, value.shape, hashlib.blake2b(np.ascontiguousarray(value).view(np.uint8).data).digest()
 
 

@@ -12,7 +12,7 @@ from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.dotproduct import Widened
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot, products
-from tvmflow.compiler.operators.common import call_kernel, constant, vector
+from tvmflow.compiler.operators.common import call_kernel, constant, numbers_of, vector
 from tvmflow.compiler.operators.geometry import Geometry, is_depthwise
 from tvmflow.compiler.passes.narrow import is_weighted, narrow_products
 
@@ -61,7 +61,7 @@ class _Float16(Float16):
         return [left] if dot.lanes_of(int(right.ty.shape.values[0]), int(call.attrs.groups), self._half) else []
 
     def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
-        value, groups, geometry = call.args[1].value.numpy(), int(call.attrs.groups), Geometry.of(call)
+        value, groups, geometry = numbers_of(call.args[1]), int(call.attrs.groups), Geometry.of(call)
         channels = value.shape[0]
         if is_depthwise(call):
             packed_weight = constant(depthwise.pack_array(value, vector(groups, self._machine)))
@@ -78,7 +78,7 @@ class _Float16(Float16):
         return self._call(builder, compute, data, packed_weight, "conv2d_fp16")
 
     def matmul(self, builder: relax.BlockBuilder, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
-        (data,), weight = operands, call.args[1].value.numpy()
+        (data,), weight = operands, numbers_of(call.args[1])
         units = weight.shape[1]
         packed_weight = products.pack_array(weight, vector(units, self._half))
         subject = f"fp16 matmul {shape_text(data.ty.shape.values)} by {shape_text(weight.shape)}"

@@ -20,7 +20,7 @@ from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import PAIRS, Dot
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot, products
-from tvmflow.compiler.operators.common import call_kernel, called_operator, constant, static, vector
+from tvmflow.compiler.operators.common import call_kernel, called_operator, constant, numbers_of, static, vector
 from tvmflow.compiler.operators.geometry import Geometry, is_channels_last, is_depthwise
 from tvmflow.compiler.operators.packing import IntegerWinogradPacking, WideningPacking, pack_weights
 from tvmflow.compiler.operators.products import row_dimensions
@@ -107,7 +107,7 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
     def value(self, expr: relax.Expr) -> Array | None:
         """Return the value of a constant, or of a variable bound to one; None for other expressions."""
         value = self.values.get(expr, expr) if isinstance(expr, relax.Var) else expr
-        return np.asarray(value.value.numpy()) if isinstance(value, tvm.ir.GenericConst) else None
+        return np.asarray(numbers_of(value)) if isinstance(value, tvm.ir.GenericConst) else None
 
     def scalars(self, call: relax.Call) -> tuple[float, int] | None:
         """Return the scale and the zero point of an operator that quantises or dequantises all numbers alike.
@@ -359,7 +359,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
 
     def _in_float32(self, call: relax.Call) -> relax.Expr:
         """Return the product in float32 if that holds every sum exactly, else the unchanged product."""
-        weight = call.args[1].value.numpy()
+        weight = numbers_of(call.args[1])
         sums = np.abs(weight).sum(axis=0 if call.op.name == "relax.matmul" else (1, 2, 3))
         if not sums.size or _LARGEST * int(sums.max()) >= 2**24:
             return call
@@ -422,7 +422,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
     def _conv2d(self, call: relax.Call, data: relax.Var, zero: relax.Expr, unit: Dot) -> relax.Expr | None:
         if not is_channels_last(call) or static(data.ty.shape.values[3]) is None:
             return None
-        weight, groups, geometry = call.args[1].value.numpy(), int(call.attrs.groups), Geometry.of(call)
+        weight, groups, geometry = numbers_of(call.args[1]), int(call.attrs.groups), Geometry.of(call)
         number = _number(zero)
         # A computed zero point is an operand of the function, because the padding has its value.
         zeros = [zero] if number is None else []
@@ -472,7 +472,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         None too where its sums could overflow.
         """
         weight, geometry, machine = call.args[1], Geometry.of(call), self._machine
-        stride, value = geometry.strides[0], weight.value.numpy()
+        stride, value = geometry.strides[0], numbers_of(weight)
         if geometry.kernel != (3, 3):
             return None
         exact = [size for size in winograd.whole_sizes(stride) if winograd.is_exact(value, size, stride, _LARGEST)]
@@ -504,7 +504,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         return call_kernel(self.builder_, compute, operand, packed_weight, name="winograd_conv2d_int8")
 
     def _matmul(self, call: relax.Call, data: relax.Var, zero: relax.Expr, unit: Dot) -> relax.Expr | None:
-        weight = call.args[1].value.numpy()
+        weight = numbers_of(call.args[1])
         offsets = _offsets(weight.T, unit) if weight.ndim == 2 and data.ty.ndim > 1 else None
         if offsets is None or not static(data.ty.shape.values[-1]):
             return None
@@ -552,7 +552,7 @@ def _fits_int8(weight: Array) -> bool:
 
 def _number(zero: relax.Expr) -> int | None:
     """Return a constant zero point as a number; None for one that the model computes."""
-    return int(zero.value.numpy()) if isinstance(zero, tvm.ir.GenericConst) else None
+    return int(numbers_of(zero)) if isinstance(zero, tvm.ir.GenericConst) else None
 
 
 class _Centred:

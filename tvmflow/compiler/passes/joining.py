@@ -10,7 +10,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmflow.compiler.operators.common import called_operator, static
+from tvmflow.compiler.operators.common import called_operator, numbers_of, static
 from tvmflow.compiler.passes.functions import relax_functions
 
 
@@ -85,7 +85,7 @@ def _slice_of(expr: relax.Expr | None) -> _Slice | None:
         return None
     if not isinstance(index, tvm.ir.GenericConst) or index.ty.ndim != 0:
         return None
-    axis, place = int(expr.attrs.axis) % data.ty.ndim, int(index.value.numpy().item())
+    axis, place = int(expr.attrs.axis) % data.ty.ndim, int(numbers_of(index).item())
     size = static(data.ty.shape.values[axis])
     is_inside = axis < data.ty.ndim - 1 and size is not None and 0 <= place < size
     return _Slice(data, axis, place, index) if is_inside else None

@@ -15,7 +15,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmflow.bundle import PACK_WEIGHTS
 from tvmflow.compiler.annotations import PACKING
-from tvmflow.compiler.operators.common import constant
+from tvmflow.compiler.operators.common import constant, numbers_of
 from tvmflow.compiler.operators.packing import packing_of, runs_at_load
 from tvmflow.compiler.operators.widening import Array, NarrowWeight, narrow, tie
 from tvmflow.compiler.passes.calls import ConstantKey, called_functions, key_of_constant
@@ -119,7 +119,7 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
             super().visit_var_binding_(binding)
             return
         weight = call.args[1][0]
-        value = weight.value.numpy()
+        value = numbers_of(weight)
         if self.at_load and _bytes(call.ty) - value.nbytes >= _SMALLEST_GAIN:
             self.set_var_remap(binding.var, self._variable(call.args[0], weight, call.ty))
         else:
@@ -152,7 +152,7 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
         if value is None:
             return None
         for table in self.tables:
-            form = tie(value, np.from_dlpack(table.value))
+            form = tie(value, numbers_of(table))
             if form is not None and _narrow(table) is None:
                 return form
         return None
@@ -192,10 +192,8 @@ def _tables(mod: tvm.IRModule, functions: Sequence[relax.Function]) -> list[tvm.
 
 
 def _array(weight: tvm.ir.GenericConst) -> Array | None:
-    """A constant as an array without a copy; None for a small one, and for bfloat16, which NumPy does not take."""
-    if "bfloat16" in str(weight.ty.dtype) or _bytes(weight.ty) < _SMALLEST_GAIN:
-        return None
-    return np.from_dlpack(weight.value)
+    """A constant as an array; None for a small one."""
+    return numbers_of(weight) if _bytes(weight.ty) >= _SMALLEST_GAIN else None
 
 
 def _narrow(weight: tvm.ir.GenericConst) -> NarrowWeight | None:

@@ -10,7 +10,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmflow.compiler.operators.common import called_operator
+from tvmflow.compiler.operators.common import called_operator, numbers_of
 from tvmflow.compiler.passes.functions import relax_functions
 
 Array = npt.NDArray[Any]
@@ -114,7 +114,7 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
     def constant(self, expr: relax.Expr) -> Array | None:
         """Return the value of a constant, or of a variable bound to one; None for other expressions."""
         expr = self.behind(expr)
-        return expr.value.numpy() if isinstance(expr, tvm.ir.GenericConst) else None
+        return numbers_of(expr) if isinstance(expr, tvm.ir.GenericConst) else None
 
     def scalar(self, expr: relax.Expr) -> float | None:
         """Return the number that a constant of one element holds, whatever its rank; None for other expressions."""

@@ -12,7 +12,7 @@ import numpy as np
 import tvm
 from tvm import relax, te
 
-from tvmflow.compiler.operators.common import called_operator, same_shape
+from tvmflow.compiler.operators.common import called_operator, numbers_of, same_shape
 from tvmflow.compiler.passes import simplify
 from tvmflow.compiler.passes.rewrite import Array, Rewriter, rewriting
 
@@ -124,7 +124,7 @@ class _Chain:
         if called_operator(value) != "relax.call_tir" or str(value.args[0].name_hint) not in self._lookups:
             return None
         source, table = value.args[1].fields
-        return source, table.value.numpy()
+        return source, numbers_of(table)
 
     def evaluate(self, expr: relax.Expr, source: relax.Expr, integers: Array) -> Array:
         """Return the results of an expression for all `integers` in the place of the source."""
