@@ -38,6 +38,7 @@ from tvmflow.compiler.onnx.folding import computes_weights, evaluate_constants, 
 from tvmflow.compiler.onnx.outlining import Value
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
 from tvmflow.compiler.onnx.values import dims_of
+from tvmflow.compiler.operators.common import numbers_of
 from tvmflow.compiler.refusals import (
     COMPUTED_SIZES,
     ONE_TYPE,
@@ -159,7 +160,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         """The parameter for a weight; graphs of branches may have different weights of one name."""
         while name in self._params:
             variable, value = self._params[name]
-            if str(value.dtype) == str(array.dtype) and np.array_equal(value.numpy(), array, equal_nan=True):
+            if str(value.dtype) == str(array.dtype) and np.array_equal(numbers_of(value), array, equal_nan=True):
                 return variable
             name = f"{name}_"
         variable = self._new_var(name, shape=array.shape, dtype=str(array.dtype))
@@ -489,7 +490,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     def _value_at_import(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
         """The value of a constant expression other than a weight; None for others."""
         if isinstance(expr, tvm.ir.GenericConst):
-            return np.asarray(expr.value.numpy())
+            return numbers_of(expr)
         if isinstance(expr, relax.ShapeExpr) and all(is_static(dim) for dim in expr.values):
             return np.array([int(dim) for dim in expr.values], "int64")
         if isinstance(expr, tirx.IntImm):
@@ -499,7 +500,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     def _constant(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
         """The value of a constant expression or a weight; None for others."""
         if isinstance(expr, relax.Var) and expr.name in self._params:
-            return np.asarray(self._params[expr.name][1].numpy())
+            return numbers_of(self._params[expr.name][1])
         return self._value_at_import(expr)
 
     def _is_constant(self, expr: relax.Expr) -> bool:

@@ -11,7 +11,8 @@ import tvm_ffi
 from tvm import relax
 
 from tvmflow.compiler.operators.common import numbers_of
-from tvmflow.compiler.passes.calls import ConstantKey, calls_of, change_calls, key_of_constant
+from tvmflow.compiler.passes.calls import calls_of, change_calls
+from tvmflow.compiler.passes.constant_keys import ConstantKeys
 from tvmflow.compiler.passes.functions import relax_functions
 
 # Constants with fewer elements stay in the program when weights are kept apart.
@@ -70,13 +71,14 @@ class _Hoister:
     def __init__(self, taken: Container[str]) -> None:
         self.constants: dict[relax.Var, tvm.ir.GenericConst] = {}
         self.needs: set[relax.Var] = set()
-        self._variables: dict[ConstantKey, relax.Var] = {}
+        self._keys = ConstantKeys()
+        self._variables: dict[int, relax.Var] = {}
         self._names = (name for name in map("weight_{}".format, count()) if name not in taken)
 
     def replace(self, constant: tvm.ir.GenericConst) -> relax.Expr:
         if not isinstance(constant.ty, relax.TensorType) or math.prod(constant.value.shape) < SMALLEST_WEIGHT:
             return constant
-        key = key_of_constant(constant)
+        key = self._keys(constant)
         if key not in self._variables:
             self._variables[key] = relax.Var(next(self._names), constant.ty)
             self.constants[self._variables[key]] = constant

@@ -19,6 +19,7 @@ from tvmflow.compiler.hoisting import hoist_weights
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import Converter, is_static
 from tvmflow.compiler.onnx_file import apply_shapes, constants_to_initializers, expand_functions, load_model
+from tvmflow.compiler.operators.common import numbers_of
 from tvmflow.compiler.refusals import (
     Refusal,
     advise,
@@ -188,7 +189,7 @@ def _imported(mod: tvm.IRModule, importer: "GraphImporter", inputs: Sequence[onn
     """The importer's module, with its weights apart: those of the file, then the constants that the importer made."""
     names = [variable.name for variable in mod["main"].params][len(inputs) :]
     mod, constants = hoist_weights(mod)
-    params = {name: importer.params()[name][1].numpy() for name in names} | constants
+    params = {name: numbers_of(importer.params()[name][1]) for name in names} | constants
     transposes = _transposes(params)
     main = mod["main"]
     input_types = [variable.ty for variable in main.params[: len(inputs)]]

@@ -11,7 +11,7 @@ from tvmflow.compiler import extensions
 from tvmflow.compiler.dotproduct import Dot
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import constant, numbers_of, static
-from tvmflow.compiler.operators.narrow_products import NarrowProduct, multiply, pays
+from tvmflow.compiler.operators.narrow_products import Functions, NarrowProduct, multiply, pays
 from tvmflow.compiler.operators.rounded_products import RoundedProduct
 from tvmflow.compiler.operators.widening import BlockWeight
 
@@ -34,12 +34,19 @@ extensions.register("block_product", _infer)
 
 
 def lower(
-    builder: relax.BlockBuilder, call: relax.Call, machine: Machine | None, unit: Dot | None, *, widens: bool
+    builder: relax.BlockBuilder,
+    call: relax.Call,
+    machine: Machine | None,
+    unit: Dot | None,
+    functions: Functions,
+    *,
+    widens: bool,
 ) -> relax.Expr:
     """Lower a call of `block_product` to a function for a machine with the dot product `unit` of integers.
 
-    Rows are rounded where the call and a `unit` allow it. Else the function widens the weights on the way, if `widens`
-    allows that and it is faster. Where neither is so, as on a GPU, which is no `machine`, the product is one of floats.
+    `functions` has those that were made for the machine and the unit. Rows are rounded where the call and a `unit`
+    allow it. Else the function widens the weights on the way, if `widens` allows that and it is faster. Where neither
+    is so, as on a GPU, which is no `machine`, the product is one of floats.
     """
     x, *parts = call.args
     numbers, offsets, scales = (numbers_of(part) for part in parts)
@@ -47,7 +54,7 @@ def lower(
     rows = math.prod(x.ty.shape.values[:-1])
     if machine is not None and static(rows) != 0:
         if int(call.attrs["rounds"]) and unit is not None:
-            return multiply(builder, x, RoundedProduct(weight, rows, machine, unit))
+            return multiply(builder, x, RoundedProduct(weight, rows, machine, unit), functions)
         if widens and pays(numbers.size * 8 // weight.bits, rows, machine):
-            return multiply(builder, x, NarrowProduct(weight, rows, machine))
+            return multiply(builder, x, NarrowProduct(weight, rows, machine), functions)
     return relax.op.matmul(x, constant(weight.floats()))

@@ -114,12 +114,16 @@ def constant(value: Array) -> relax.Expr:
     return relax.const(tvm.runtime.tensor(np.asarray(value, order="C")))
 
 
-def numbers_of(value: tvm.ir.GenericConst) -> Array:
-    """Return the numbers of a constant, which nobody may change: without a copy, where NumPy has their type."""
+def numbers_of(value: tvm.ir.GenericConst | tvm.runtime.Tensor) -> Array:
+    """Return the numbers of a constant, or of a tensor on the CPU, which nobody may change.
+
+    They are no copy where NumPy has their type.
+    """
+    tensor = value.value if isinstance(value, tvm.ir.GenericConst) else value
     try:
-        numbers: Array = np.from_dlpack(value.value)
+        numbers: Array = np.from_dlpack(tensor)
     except (BufferError, RuntimeError):
-        return np.asarray(value.value.numpy())
+        return np.asarray(tensor.numpy())
     numbers.flags.writeable = False
     return numbers
 

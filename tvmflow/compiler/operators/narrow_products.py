@@ -44,13 +44,22 @@ def pays(numbers: int, rows: Any, machine: Machine) -> bool:
     return cost.widening_pays(numbers, numbers, panels * WIDENING, machine)
 
 
-def multiply(builder: relax.BlockBuilder, data: relax.Expr, kernel: "StoredProduct") -> relax.Expr:
+# The functions of kernels by what they depend on.
+Functions = dict[tuple[Any, ...], tirx.PrimFunc]
+
+
+def multiply(
+    builder: relax.BlockBuilder, data: relax.Expr, kernel: "StoredProduct", functions: Functions
+) -> relax.Expr:
     """Return the product `[..., N]` of `data` of shape `[..., K]` by the weight of `kernel`.
 
-    The leading dimensions of `data`, multiplied, are the rows of the kernel.
+    The leading dimensions of `data`, multiplied, are the rows of the kernel. `functions` has those of earlier kernels
+    for the same machine, and gets that of this one: the layers of a model have few different ones.
     """
     *outer, depth = data.ty.shape.values
-    function = extensions.emit_function(builder, kernel.function(), kernel.name)
+    if kernel.form not in functions:
+        functions[kernel.form] = kernel.function()
+    function = extensions.emit_function(builder, functions[kernel.form], kernel.name)
     rows = math.prod(outer)
     flat = builder.emit(relax.op.reshape(data, relax.ShapeExpr([rows, depth])))
     result = relax.TensorType([rows, kernel.units], "float32")
@@ -100,6 +109,12 @@ class StoredProduct(ABC):
         # Where there is one offset, it stands in the code.
         self._offsets = None if weight.offsets.size == 1 else buffer("offsets", of_blocks, str(weight.offsets.dtype))
         self._y = buffer("y", (self._rows, self.units))
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All that the function depends on, besides the machine."""
+        offset = str(self._offsets.dtype) if self._offsets is not None else int(self._stored.offsets.item())
+        return self.name, self._bits, self._depth, self._blocks, self.units, offset, static(self._rows)
 
     def packed(self) -> list[Array]:
         """Return the arrays that hold the weight: words, scales and, where these differ, offsets.

@@ -1,28 +1,16 @@
 """Calls between the Relax functions of a module, as control flow makes them, and their constant arguments."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmflow.compiler.operators.common import numbers_of
 from tvmflow.compiler.passes.functions import relax_functions
 
 # What a parameter is in all calls: a constant, or None where it differs. One that is not in the table was never passed.
 _Values = dict[relax.Var, "tvm.ir.GenericConst | None"]
-
-# The dtype, the shape and a digest of the content of a constant: equal ones have equal keys.
-ConstantKey = tuple[str, tuple[int, ...], bytes]
-
-
-def key_of_constant(constant: tvm.ir.GenericConst) -> ConstantKey:
-    """Return the dtype, the shape and a digest of the content of a constant: equal constants have equal keys."""
-    value = numbers_of(constant)
-    return value.dtype.name, value.shape, hashlib.blake2b(np.ascontiguousarray(value).view(np.uint8).data).digest()
 
 
 def bind_constant_arguments(mod: tvm.IRModule) -> tvm.IRModule:

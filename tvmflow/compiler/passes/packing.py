@@ -18,7 +18,8 @@ from tvmflow.compiler.annotations import PACKING
 from tvmflow.compiler.operators.common import constant, numbers_of
 from tvmflow.compiler.operators.packing import packing_of, runs_at_load
 from tvmflow.compiler.operators.widening import Array, NarrowWeight, narrow, tie
-from tvmflow.compiler.passes.calls import ConstantKey, called_functions, key_of_constant
+from tvmflow.compiler.passes.calls import called_functions
+from tvmflow.compiler.passes.constant_keys import ConstantKeys
 from tvmflow.compiler.passes.functions import relax_functions
 
 # The fewest bytes by which packed weights must exceed the weights. Each call of the model passes the packed weights as
@@ -53,7 +54,8 @@ class PackAtLoad:
         called = called_functions(functions)
         packings = _Packings(mod)
         if self._at_load:
-            packings.tables = _tables(mod, [func for variable, func in functions.items() if variable not in called])
+            functions_at_load = [function for variable, function in functions.items() if variable not in called]
+            packings.tables = _tables(mod, functions_at_load, packings.key)
         for variable, function in functions.items():
             packings.at_load = self._at_load and variable not in called
             packings.builder_.update_func(variable, packings.visit_expr(function))
@@ -106,8 +108,9 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
         self.at_load = False
         self.tables: list[tvm.ir.GenericConst] = []
         self.calls: dict[relax.Var, tuple[tvm.ir.GlobalVar | None, tvm.ir.GenericConst]] = {}
-        self._variables: dict[tuple[tvm.ir.GlobalVar | None, ConstantKey], relax.Var] = {}
-        self._forms: dict[ConstantKey, NarrowWeight | None] = {}
+        self.key = ConstantKeys()
+        self._variables: dict[tuple[tvm.ir.GlobalVar | None, int], relax.Var] = {}
+        self._forms: dict[int, NarrowWeight | None] = {}
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         """Replace the variable of a packing."""
@@ -143,7 +146,7 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
         form = (self._tie(weight) if weight.ty.ndim > 2 else None) or _narrow(weight)
         if form is None:
             return weight
-        self._forms[key_of_constant(weight)] = form
+        self._forms[self.key(weight)] = form
         return self._variable(None, weight, weight.ty)
 
     def _tie(self, weight: tvm.ir.GenericConst) -> NarrowWeight | None:
@@ -159,32 +162,32 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
 
     def form(self, weight: tvm.ir.GenericConst) -> NarrowWeight | None:
         """Return weights of `calls` in fewer bytes, or as a form of a table; None for those that stay as they are."""
-        key = key_of_constant(weight)
+        key = self.key(weight)
         if key not in self._forms:
             self._forms[key] = self._tie(weight) or _narrow(weight)
         return self._forms[key]
 
     def _variable(self, packing: tvm.ir.GlobalVar | None, weight: tvm.ir.GenericConst, ty: Any) -> relax.Var:
         """The variable of packed, or only widened, weights."""
-        key = packing, key_of_constant(weight)
+        key = packing, self.key(weight)
         if key not in self._variables:
             self._variables[key] = relax.Var(f"packed_weight_{len(self.calls)}", ty)
             self.calls[self._variables[key]] = packing, weight
         return self._variables[key]
 
 
-def _tables(mod: tvm.IRModule, functions: Sequence[relax.Function]) -> list[tvm.ir.GenericConst]:
+def _tables(mod: tvm.IRModule, functions: Sequence[relax.Function], key: ConstantKeys) -> list[tvm.ir.GenericConst]:
     """The large constants of two dimensions that functions use, other than to pack them.
 
     Each could be what other weights are made of when the library is loaded.
     """
-    tables: dict[ConstantKey, tvm.ir.GenericConst] = {}
+    tables: dict[int, tvm.ir.GenericConst] = {}
 
     def visit(call: Any) -> None:
         if isinstance(call, relax.Call) and call.op == _CALL_TIR and not runs_at_load(mod[call.args[0]]):
             for field in call.args[1].fields:
                 if _is_constant(field) and field.ty.ndim == 2 and _array(field) is not None:
-                    tables.setdefault(key_of_constant(field), field)
+                    tables.setdefault(key(field), field)
 
     for function in functions:
         relax.analysis.post_order_visit(function, visit)
@@ -233,9 +236,9 @@ def _pack_functions(packings: _Packings) -> tvm.IRModule:
         values.append(value)
         return params[-1]
 
-    weights = {key_of_constant(weight): weight for _, weight in packings.calls.values()}
+    weights = {packings.key(weight): weight for _, weight in packings.calls.values()}
     forms = {key: packings.form(weight) for key, weight in weights.items()}
-    operands: dict[ConstantKey, list[relax.Var]] = {}
+    operands: dict[int, list[relax.Var]] = {}
     for key, weight in weights.items():
         form = forms[key]
         parts = [weight.value] if form is None else [tvm.runtime.tensor(part) for part in form.parts]
@@ -248,9 +251,9 @@ def _pack_functions(packings: _Packings) -> tvm.IRModule:
                 for (key, parts), form in zip(operands.items(), forms.values(), strict=True)
             }
             packed = [
-                whole[key_of_constant(weight)]
+                whole[packings.key(weight)]
                 if variable is None
-                else builder.emit(relax.call_tir(variable, [whole[key_of_constant(weight)]], result.ty))
+                else builder.emit(relax.call_tir(variable, [whole[packings.key(weight)]], result.ty))
                 for result, (variable, weight) in packings.calls.items()
             ]
             results = builder.emit_output(relax.Tuple(packed))

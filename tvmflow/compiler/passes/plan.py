@@ -17,7 +17,7 @@ from tvm.script.ir_builder import tirx as T
 
 from tvmflow.compiler.annotations import DIRECT
 from tvmflow.compiler.operators.common import buffer, static
-from tvmflow.compiler.passes.calls import ConstantKey, key_of_constant
+from tvmflow.compiler.passes.constant_keys import ConstantKeys
 from tvmflow.compiler.passes.functions import variables_of_outputs
 from tvmflow.compiler.passes.storage import Life, bytes_of_type, largest, share
 from tvmflow.compiler.passes.views import CALL_TIR, is_reshape, results_read_once
@@ -77,7 +77,8 @@ class Plan:
         self.equal_sizes: list[tuple[tirx.Expr, tirx.Expr]] = []
         # The sizes that casts name, in terms of those of the inputs.
         self._named_sizes: dict[tirx.Var, tirx.Expr] = {}
-        self.constants: dict[ConstantKey, tuple[relax.Expr, Tensor]] = {}
+        self._keys = ConstantKeys()
+        self.constants: dict[int, tuple[relax.Expr, Tensor]] = {}
         params = function.params
         sizes = [size for param in params for size in relax.analysis.definable_tir_vars_in_type(param.ty)]
         self.sizes = list(dict.fromkeys(sizes))
@@ -146,7 +147,7 @@ class Plan:
             return self._values[value]
         if isinstance(value, tvm.ir.GenericConst):
             tensor = self._tensor(f"constant_{len(self.constants)}", value.ty)
-            return [self.constants.setdefault(key_of_constant(value), (value, tensor))[1]]
+            return [self.constants.setdefault(self._keys(value), (value, tensor))[1]]
         if isinstance(value, relax.Tuple):
             return [tensor for item in value.fields for tensor in self._evaluate(name, item)]
         if isinstance(value, relax.TupleGetItem):

@@ -11,7 +11,7 @@ from tvm import relax, te
 
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import constant, is_float32, static
-from tvmflow.compiler.operators.narrow_products import NarrowProduct, multiply, pays
+from tvmflow.compiler.operators.narrow_products import Functions, NarrowProduct, multiply, pays
 from tvmflow.compiler.operators.widening import float_of_half, halves_of, in_blocks
 from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 
@@ -21,6 +21,7 @@ def read_stored_weights(machine: Machine) -> tvm.transform.Pass:
 
     `passes.block_products` has lowered the products that the file itself has in blocks.
     """
+    functions: Functions = {}
 
     def multiply_blocks(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         data, right = call.args
@@ -33,7 +34,9 @@ def read_stored_weights(machine: Machine) -> tvm.transform.Pass:
         if static(rows) == 0 or not pays(value.size, rows, machine):
             return None
         weight = in_blocks(value, 0)
-        return None if weight is None else multiply(rewriter.builder_, data, NarrowProduct(weight, rows, machine))
+        if weight is None:
+            return None
+        return multiply(rewriter.builder_, data, NarrowProduct(weight, rows, machine), functions)
 
     def gather_halves(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         table, *others = call.args
