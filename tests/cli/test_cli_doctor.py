@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -88,3 +90,19 @@ def test_strings_are_not_a_matter_of_sizes(tvmflow: Command, tmp_path: Path) -> 
     (advice,) = [item["advice"] for item in document["refusals"] if item["operator"] == "Cast"]
     assert "float32" in advice
     assert "sizes" not in advice
+
+
+_MAIN = """
+import sys
+from tvmflow.cli import cli
+cli(["doctor", *sys.argv[1:]], standalone_mode=False)
+print("torch" in sys.modules)
+"""
+
+
+def test_torch_which_takes_as_long_as_the_rest_is_not_imported(tmp_path: Path) -> None:
+    path = save_dense(tmp_path / "dense.onnx")
+    result = subprocess.run(
+        [sys.executable, "-c", _MAIN, str(path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert result.stdout.splitlines()[-1] == "False"

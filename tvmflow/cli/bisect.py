@@ -84,12 +84,15 @@ def bisect_command(
     from rich.console import Console
 
     from tasks.export import read_onnx
-    from tvmflow.bisection import bisect
-    from tvmflow.compiler import BuildOptions
     from tvmflow.onnx_graph import rounds_activations
     from tvmflow.onnx_inputs import fix_shapes
     from tvmflow.operators import define
+    from tvmflow.runtime.library import without_torch
     from tvmflow.tolerance import Bounds
+
+    with without_torch():
+        from tvmflow.bisection import bisect
+        from tvmflow.compiler import BuildOptions
 
     own = load_own_operators(operators)
     original = read_onnx(model)

@@ -58,7 +58,10 @@ def calibrate_command(output: Path, threads: int | None, as_json: bool) -> None:
         def report(done: int, total: int, message: str) -> None:
             progress.update(task, completed=done, total=total, description=message)
 
-        from tvmflow.compiler.calibration import calibrate
+        from tvmflow.runtime.library import without_torch
+
+        with without_torch():
+            from tvmflow.compiler.calibration import calibrate
 
         calibration = calibrate(with_caches(nearest), cores, report)
     profile = calibration.profile

@@ -49,8 +49,11 @@ def doctor_command(
     from rich.console import Console
 
     from tvmflow.cli.display import output_console
-    from tvmflow.compiler.diagnosis import diagnose
+    from tvmflow.runtime.library import without_torch
     from tvmflow.target import resolve
+
+    with without_torch():
+        from tvmflow.compiler.diagnosis import diagnose
 
     own, shapes = load_own_operators(operators), parse_shapes(input_shapes or "")
     with Console(stderr=True).status(f"reading {model}"):
