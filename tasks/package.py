@@ -150,9 +150,8 @@ def work(job: PackageJob, runner: StepRunner, key: Path | None) -> PackageResult
     workspace, build = runner.workspace, job.build
     with workspace.scratch() as folder:
         sample = folder / "sample.npz"
-        _write_golden_sample(
-            *samples.load(workspace.path(job.samples))[job.golden], workspace.path(job.undecided), sample
-        )
+        golden = samples.load(workspace.path(job.samples))[job.golden]
+        _write_golden_sample(*golden, workspace.path(job.undecided), sample)
         files = {"mod.so": workspace.path(build.library), "mod.json": workspace.path(build.ir), "sample.npz": sample}
         if build.params is not None:
             files["mod.params"] = workspace.path(build.params)
