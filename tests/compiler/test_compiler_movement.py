@@ -1,6 +1,8 @@
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -708,19 +710,25 @@ def test_indices_that_are_surely_within_the_data_are_not_checked(
     assert ("indices" in rule_counts(model)) == is_checked
 
 
-def test_indices_of_a_chain_longer_than_pythons_stack_are_checked(
-    make_model: Any, assert_same_as_onnxruntime: Check
-) -> None:
-    steps = 400
-    # Absolute values in between, which keep the additions from being joined.
+def _chain(make_model: Any, steps: int) -> Path:
+    """A Gather whose indices are the last of a chain of additions, with minima between that keep these apart."""
     nodes = [
-        helper.make_node("Abs" if step % 2 else "Add", [f"i{step}", *([] if step % 2 else ["one"])], [f"i{step + 1}"])
+        helper.make_node("Min" if step % 2 else "Add", [f"i{step}", "most" if step % 2 else "one"], [f"i{step + 1}"])
         for step in range(steps)
     ]
     nodes.append(helper.make_node("Gather", ["x", f"i{steps}"], ["y"]))
     inputs = [("x", [steps, 3]), ("i0", ["n"], TensorProto.INT64)]
-    path = make_model(nodes, inputs, ["y"], {"one": np.array(1)})
-    model = assert_same_as_onnxruntime(path, {"x": normal(steps, 3), "i0": np.array([0, 7, 50])})
+    return Path(make_model(nodes, inputs, ["y"], {"one": np.array(1), "most": np.array(steps)}))
+
+
+def test_a_chain_of_indices_may_be_longer_than_pythons_stack(make_model: Any) -> None:
+    assert import_onnx(_chain(make_model, sys.getrecursionlimit() // 2)).outputs
+
+
+def test_indices_of_a_long_chain_are_checked(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    """Bounds of indices are sought for 64 tensors."""
+    feed = {"x": normal(70, 3), "i0": np.array([0, 7, 30])}
+    model = assert_same_as_onnxruntime(_chain(make_model, 70), feed)
     assert rule_counts(model)["indices"] == 1
 
 
