@@ -84,7 +84,7 @@ class ComparisonJob(TargetJob):
     def compare(self, runner: StepRunner) -> tuple[Comparison, Artifact]:
         """Compare the latencies of the two bundles, with alternating runs.
 
-        The inputs are a sample with the tuned sizes or, without one, the golden sample. Returns the comparison and the
+        The inputs are a sample with the tuned sizes or, without one, the first sample. Returns the comparison and the
         file with the times of all runs. Raises BundleError for a bundle that does not run here.
         """
         workspace = runner.workspace
@@ -182,13 +182,14 @@ choose = Step("choose", Choice, choose_work)
 fewer_threads = Step("threads", FewerThreads, threads_work)
 
 
-def tuned_sample(workspace: Workspace, exported: ExportResult, sizes: tuple[dict[str, int], ...]) -> NamedArrays | None:
-    """Return the inputs, by name, of a sample with one of these sizes of symbolic dimensions; None without any.
+def tuned_sample(workspace: Workspace, exported: ExportResult, sizes: tuple[dict[str, int], ...]) -> NamedArrays:
+    """Return the inputs, by name, of a sample with one of these sizes of symbolic dimensions, or else of the first one.
 
     Earlier `sizes` take precedence, then earlier samples.
     """
+    pairs = samples.load(workspace.path(exported.samples))
     for size in sizes:
-        for inputs, _ in samples.load(workspace.path(exported.samples)):
+        for inputs, _ in pairs:
             shapes = [(item.shape, inputs[item.name].shape) for item in exported.inputs]
             if all(
                 size.get(str(dim), length) == length
@@ -196,4 +197,4 @@ def tuned_sample(workspace: Workspace, exported: ExportResult, sizes: tuple[dict
                 for dim, length in zip(declared, actual, strict=True)
             ):
                 return inputs
-    return None
+    return pairs[0][0]

@@ -32,7 +32,7 @@ _REFERENCE_NUMBERS, _REFERENCE_CALLS, _REFERENCE_RUNS = 2048, 100, 5
 class PairJob(Job):
     """Two bundles, the candidate and the baseline, whose runs on a sample alternate for at least `seconds`.
 
-    `sample` is an `.npz` file, `threads` the number of threads of each bundle, and `seed` decides which bundle is
+    `sample` is an `.npz` file with the inputs by name, `threads` the number of threads of each bundle, and `seed` decides which bundle is
     loaded and run first. Each run of the candidate is made longer by the fraction `slowdown` of its time.
     """
 
@@ -62,7 +62,7 @@ def compare_in_step(
     """Compare the latencies of two bundles by `compare_latency`, within the time that the settings give a step for it.
 
     The step reports its progress with `message`. The comparison ends when each of the `bounds` is decided, and the
-    bundles run on `inputs`, arrays by name; None means the golden sample of `candidate`. Returns the comparison, and
+    bundles run on `inputs`, arrays by name; None means the typical inputs of `candidate`. Returns the comparison, and
     the file with the times of all runs. Raises BundleError for a bundle that does not run here,
     InputError where `baseline` takes other inputs.
     """
@@ -99,7 +99,7 @@ def compare_latency(
 ) -> Comparison:
     """Compare the latencies of two bundles, each on the number of threads that it would use here.
 
-    They run on `inputs`, arrays by name, by default on the golden sample of `candidate`. Their runs alternate, so that
+    They run on `inputs`, arrays by name, by default on the typical inputs of `candidate`. Their runs alternate, so that
     other load on the machine slows both; which is loaded first, and which runs first, is random. The comparison
     consists of pairs, each a new process that runs both bundles many times: the placement of memory makes a bundle
     faster or slower by several per cent throughout a process. Processes print to `log` and are killed after `timeout`
@@ -114,10 +114,8 @@ def compare_latency(
     threads = min(host().cores, limits[0] or host().cores), min(host().cores, limits[1] or host().cores)
     with workspace.scratch() as folder:
         extract(candidate, folder)
-        sample = folder / "sample.npz"
-        if inputs is not None:
-            sample = folder / "inputs.npz"
-            npz.write(sample, {f"input:{name}": array for name, array in inputs.items()})
+        sample = folder / "inputs.npz"
+        npz.write(sample, _typical_inputs(folder / "sample.npz") if inputs is None else inputs)
 
         def measure(index: int) -> Samples:
             job = PairJob(
@@ -181,8 +179,7 @@ def work(job: PairJob, emit: Emit) -> PairSamples:
 
     `compare_latency` calls this in a new child process for each pair.
     """
-    arrays = npz.read(job.sample)
-    inputs = {key.removeprefix("input:"): value for key, value in arrays.items() if key.startswith("input:")}
+    inputs = npz.read(job.sample)
     random = np.random.default_rng(job.seed)
     seconds: tuple[list[float], list[float]] = ([], [])
     loads: list[int] = []
@@ -198,6 +195,13 @@ def work(job: PairJob, emit: Emit) -> PairSamples:
         candidate=_rounded(seconds[0]), baseline=_rounded(seconds[1]), reference=_rounded(reference), loads=tuple(loads)
     )
     return PairSamples(samples=samples)
+
+
+def _typical_inputs(sample: Path) -> NamedArrays:
+    """The inputs, by name, of typical sizes in the file of a bundle's golden sample."""
+    arrays = npz.read(sample)
+    prefix = "typical:" if any(name.startswith("typical:") for name in arrays) else "input:"
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def _measure_load(job: PairJob, inputs: NamedArrays, random: np.random.Generator) -> tuple[list[float], list[float]]:

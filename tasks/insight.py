@@ -113,7 +113,7 @@ def work(job: InsightJob, emit: Emit) -> Insight:
     limit = read_manifest(bundle).max_threads
     threads = job.threads if job.threads is None or limit is None else min(job.threads, limit)
     with runtime.load(bundle, threads=threads) as model:
-        sample = model.sample[0]
+        sample = model.typical_inputs
         functions = compiled_functions(bundle, model.manifest)
         run = partial(model, **sample)
         calls = measure_calls(model.machine, run, _REPEATS, model.device.sync)

@@ -150,8 +150,8 @@ def work(job: PackageJob, runner: StepRunner, key: Path | None) -> PackageResult
     workspace, build = runner.workspace, job.build
     with workspace.scratch() as folder:
         sample = folder / "sample.npz"
-        golden = samples.load(workspace.path(job.samples))[job.golden]
-        _write_golden_sample(*golden, workspace.path(job.undecided), sample)
+        pairs = samples.load(workspace.path(job.samples))
+        _write_golden_sample(*pairs[job.golden], pairs[0][0], workspace.path(job.undecided), sample)
         files = {"mod.so": workspace.path(build.library), "mod.json": workspace.path(build.ir), "sample.npz": sample}
         if build.params is not None:
             files["mod.params"] = workspace.path(build.params)
@@ -182,10 +182,21 @@ def options(spec: Spec) -> str:
     return json.dumps(sections, sort_keys=True)
 
 
-def _write_golden_sample(inputs: NamedArrays, outputs: NamedArrays, masks: Path, path: Path) -> None:
-    """Write a sample, with the masks of its outputs, into `path` in the bundle's own form."""
+def _write_golden_sample(
+    inputs: NamedArrays, outputs: NamedArrays, typical: NamedArrays, masks: Path, path: Path
+) -> None:
+    """Write a sample, with the masks of its outputs, into `path` in the bundle's own form.
+
+    Where the inputs `typical` of the first sample are others, they are added if they are not larger than the sample.
+    """
     arrays = {f"input:{name}": array for name, array in inputs.items()}
     arrays.update({f"output:{name}": array for name, array in outputs.items()})
+    if inputs is not typical and _bytes(typical) <= _bytes(arrays):
+        arrays.update({f"typical:{name}": array for name, array in typical.items()})
     arrays.update({f"undecided:{name}": mask for name, mask in npz.read(masks).items()})
     with path.open("wb") as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
+
+
+def _bytes(arrays: NamedArrays) -> int:
+    return sum(array.nbytes for array in arrays.values())

@@ -58,7 +58,7 @@ class ProfileJob(TargetJob):
 
 
 def profile_work(job: ProfileJob, emit: Emit) -> Profile:
-    """Time each compiled function on the golden sample.
+    """Time each compiled function on the bundle's typical inputs.
 
     The step calls this in a child process. Raises BundleError where the bundle does not run.
     """
@@ -66,7 +66,7 @@ def profile_work(job: ProfileJob, emit: Emit) -> Profile:
     from tvmflow.runtime.profile import MACHINE, compiled_functions, measure_functions
 
     with runtime.load(job.bundle) as model:
-        inputs = model.sample[0]
+        inputs = model.typical_inputs
         names = compiled_functions(job.bundle, model.manifest)
         times = measure_functions(model.machine, lambda: model(**inputs), names, _REPEATS, model.device.sync)
     return Profile(functions={item.name: item.seconds for item in times if item.name != MACHINE})

@@ -19,6 +19,7 @@ from support.skips import needs
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.cli.compile import parse_shapes
 from tvmflow.errors import InputError
+from tvmflow.runtime import load
 from tvmflow.target import host, missing_features, needed_features, resolve
 
 Command = Callable[..., Any]
@@ -92,6 +93,23 @@ def test_a_bundle_asks_for_sizes_at_which_none_is_one_by_chance(tvmflow: Command
     scales = {"scales": np.array([1, 1, 1, 2], "float32")}
     _compiled(tvmflow, save_model(Path("doubled.onnx"), nodes, [("x", ["n", 3, 2, "t"])], ["y"], scales))
     assert read_manifest(Path("b.tar.gz")).dimensions == {"n": (1, None), "t": (2, None)}
+
+
+def test_a_bundle_with_a_small_golden_sample_has_typical_inputs_beside_it(tvmflow: Command, tmp_path: Path) -> None:
+    """All outputs of a typical size are much larger than the model."""
+    weights = {"w": np.ones((4, 20_000), "float32")}
+    path = save_model(
+        tmp_path / "wide.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", [1, "t", 4])], ["y"], weights
+    )
+    assert tvmflow("compile", path, "-o", tmp_path / "wide.tvmb").code == 0
+    assert (tmp_path / "wide.tvmb").stat().st_size < 2 * weights["w"].nbytes
+    with load(tmp_path / "wide.tvmb") as model:
+        inputs, outputs = model.sample
+        assert (inputs["x"].shape, outputs["y"].shape) == ((1, 1, 4), (1, 1, 20_000))
+        rows = model.typical_inputs["x"].shape[1]
+        assert rows * outputs["y"].nbytes > weights["w"].nbytes
+    random = tvmflow("run", tmp_path / "wide.tvmb", "--fill-mode", "random")
+    assert f"[1, {rows}, 20000]" in random.stdout
 
 
 def test_a_bundle_asks_for_the_one_item_that_the_file_leaves_out_of_an_output(tvmflow: Command) -> None:

@@ -258,7 +258,7 @@ def test_random_inputs_are_zeros_where_the_golden_sample_has_no_elements() -> No
     from tvmflow.cli.run import fill_inputs
 
     spec = TensorSpec(name="x", dtype="float32", shape=("n", 2))
-    model: Any = SimpleNamespace(inputs=(spec,), sample=({"x": np.zeros((0, 2), "float32")}, {}))
+    model: Any = SimpleNamespace(inputs=(spec,), typical_inputs={"x": np.zeros((0, 2), "float32")})
     np.testing.assert_array_equal(fill_inputs(model, "random", {"n": 3})["x"], np.zeros((3, 2), "float32"))
 
 
@@ -285,7 +285,7 @@ def test_random_indices_stay_where_the_golden_sample_has_them() -> None:
         "constant": np.full(1, 7, np.float32),
     }
     inputs = tuple(TensorSpec(name, ("n",), array.dtype.name) for name, array in sample.items())
-    model = SimpleNamespace(sample=(sample, {}), inputs=inputs)
+    model = SimpleNamespace(typical_inputs=sample, inputs=inputs)
     filled = fill_inputs(model, "random", {"n": 500})
     assert {name: array.dtype for name, array in filled.items()} == {name: item.dtype for name, item in sample.items()}
     assert set(filled["index"]) == {3, 4, 5}

@@ -217,4 +217,4 @@ def test_builds_are_compared_at_the_sizes_that_are_tuned(workspace: Workspace, t
         return tuned_sample(workspace, exported, variants(spec, exported.inputs))
 
     assert sample(tune=32, measure=[8, 32])["x"].shape == (32, 4)
-    assert sample(measure=[8, 32]) is None
+    assert sample(measure=[8, 32])["x"].shape == (8, 4)

@@ -26,8 +26,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _measure(bundle: Path, folder: Path, seconds: float, slowdown: float = 0.0) -> Samples:
-    sample = folder / "sample.npz"
-    npz.write(sample, {"input:x": np.ones((1, 8), np.float32)})
+    sample = folder / "inputs.npz"
+    npz.write(sample, {"x": np.ones((1, 8), np.float32)})
     job = PairJob(bundles=(bundle, bundle), sample=sample, threads=(1, 1), seconds=seconds, seed=0, slowdown=slowdown)
     return work(job, lambda done, total, message: None).samples
 

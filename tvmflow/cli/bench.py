@@ -92,7 +92,7 @@ def bench_command(
     from rich.console import Console
 
     from tasks.peers import hold_contest
-    from tvmflow import npz
+    from tvmflow import npz, samples
     from tvmflow import settings as machine
     from tvmflow.bundle import extract
     from tvmflow.target import host
@@ -111,11 +111,15 @@ def bench_command(
     console = Console(stderr=True)
     with workspace.scratch() as folder, console.status("measuring") as status:
         manifest = extract(bundle, folder)
-        sizes = sizes_of(manifest, npz.read(folder / "sample.npz"))
+        inputs, outputs = samples.load(workspace.path(exported.samples))[0]
+        arrays = {f"input:{name}": array for name, array in inputs.items()}
+        arrays |= {f"output:{name}": array for name, array in outputs.items()}
+        npz.write(folder / "first.npz", arrays)
+        sizes = sizes_of(manifest, arrays)
         contest = hold_contest(
             workspace.path(exported.onnx),
             bundle,
-            folder / "sample.npz",
+            folder / "first.npz",
             against,
             threads=threads or host().cores,
             seconds=seconds,
@@ -137,7 +141,7 @@ def bench_command(
 
 
 def sizes_of(manifest: "Manifest", sample: "Mapping[str, Array]") -> dict[str, int]:
-    """Return the sizes of the free dimensions of a bundle's golden `sample`, the arrays of its file."""
+    """Return the sizes of the free dimensions of a bundle in a `sample`, the arrays of its file."""
     return {
         dimension: size
         for item in manifest.inputs

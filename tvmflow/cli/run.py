@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option(
     "--fill-mode",
     type=click.Choice(["zeros", "ones", "random"]),
-    help="Make the inputs; random ones are uniform within the golden sample's range.",
+    help="Make the inputs; random ones are uniform within the range of the bundle's typical ones.",
 )
 @click.option(
     "--size", "sizes", multiple=True, help="With --fill-mode, a symbolic dimension's size: batch=4. Repeatable."
@@ -157,7 +157,7 @@ def fill_inputs(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> 
     """Return arrays by input name for these sizes of the symbolic dimensions; `mode` is zeros, ones or random.
 
     `sizes` must have the size of every symbolic dimension. Random numbers lie between the smallest and the largest
-    value that the input has in the bundle's golden sample, so that indices remain valid. If these are equal, random
+    value that the input has in the bundle's typical inputs, so that indices remain valid. If these are equal, random
     numbers of a floating-point input lie between 0 and 1. A random bool is false or true, whatever the sample has.
     Where the sample's array is empty, all random numbers are 0. Raises BundleError for a sample that lacks an input.
     """
@@ -182,9 +182,9 @@ def fill_inputs(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> 
 
 
 def _example(model: "CompiledModel", name: str) -> "Array":
-    """Return an input in the bundle's golden sample. Raises BundleError for a sample that lacks it."""
+    """Return an input of the bundle's typical ones. Raises BundleError where it is not among them."""
     try:
-        return model.sample[0][name]
+        return model.typical_inputs[name]
     except KeyError as error:
         raise BundleError(
             f"bundle {model.manifest.name!r}: its golden sample lacks input {name!r}; give --inputs, or build it again"

@@ -263,6 +263,14 @@ class CompiledModel:
         return self._arrays_of("input:"), self._arrays_of("output:")
 
     @property
+    def typical_inputs(self) -> "dict[str, Array]":
+        """Inputs by name with the typical sizes of free dimensions, where the golden sample has others; else its own.
+
+        Raises BundleError when their file does not hold plain arrays.
+        """
+        return self._arrays_of("typical:") or self._arrays_of("input:")
+
+    @property
     def undecided(self) -> "dict[str, Array]":
         """Masks of the golden outputs by name: the integers and bools that rounding decides, as equal scores do.
 
@@ -619,13 +627,13 @@ class CompiledModel:
         """Time whole calls of the model, including the checks of inputs and the copies of outputs.
 
         Takes `repeat` measurements of `number` runs each, after `warmup` runs that do not count. `inputs` are arrays by
-        name, by default the golden sample. Raises InputError for wrong inputs, for `repeat` or `number` below 1, and
+        name, by default the typical ones. Raises InputError for wrong inputs, for `repeat` or `number` below 1, and
         for `warmup` below 0.
         """
         for name, value, least in (("repeat", repeat, 1), ("number", number, 1), ("warmup", warmup, 0)):
             if value < least:
                 raise InputError(f"{name} is {value}, expected {least} or more")
-        arrays = self.check_inputs(self.sample[0] if inputs is None else inputs)
+        arrays = self.check_inputs(self.typical_inputs if inputs is None else inputs)
         for _ in range(warmup):
             self(**arrays)
         seconds = []
