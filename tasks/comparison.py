@@ -32,8 +32,9 @@ _REFERENCE_NUMBERS, _REFERENCE_CALLS, _REFERENCE_RUNS = 2048, 100, 5
 class PairJob(Job):
     """Two bundles, the candidate and the baseline, whose runs on a sample alternate for at least `seconds`.
 
-    `sample` is an `.npz` file with the inputs by name, `threads` the number of threads of each bundle, and `seed` decides which bundle is
-    loaded and run first. Each run of the candidate is made longer by the fraction `slowdown` of its time.
+    `sample` is an `.npz` file with the inputs by name, `threads` the number of threads of each bundle, and `seed`
+    decides which bundle is loaded and run first. Each run of the candidate is made longer by the fraction `slowdown` of
+    its time.
     """
 
     bundles: tuple[Path, Path]
