@@ -116,7 +116,7 @@ def compare_latency(
     with workspace.scratch() as folder:
         extract(candidate, folder)
         sample = folder / "inputs.npz"
-        npz.write(sample, _typical_inputs(folder / "sample.npz") if inputs is None else inputs)
+        npz.write(sample, npz.typical_inputs(npz.read(folder / "sample.npz")) if inputs is None else inputs)
 
         def measure(index: int) -> Samples:
             job = PairJob(
@@ -196,13 +196,6 @@ def work(job: PairJob, emit: Emit) -> PairSamples:
         candidate=_rounded(seconds[0]), baseline=_rounded(seconds[1]), reference=_rounded(reference), loads=tuple(loads)
     )
     return PairSamples(samples=samples)
-
-
-def _typical_inputs(sample: Path) -> NamedArrays:
-    """The inputs, by name, of typical sizes in the file of a bundle's golden sample."""
-    arrays = npz.read(sample)
-    prefix = "typical:" if any(name.startswith("typical:") for name in arrays) else "input:"
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def _measure_load(job: PairJob, inputs: NamedArrays, random: np.random.Generator) -> tuple[list[float], list[float]]:

@@ -247,10 +247,7 @@ def work(job: TurnJob, emit: Emit) -> Turn:
     global _loaded
     if _loaded is None:
         arrays = npz.read(job.sample)
-        inputs, outputs = (
-            {key.removeprefix(kind): value for key, value in arrays.items() if key.startswith(kind)}
-            for kind in ("input:", "output:")
-        )
+        inputs, outputs = npz.part(arrays, "input:"), npz.part(arrays, "output:")
         start = time.perf_counter()
         run = _LOADERS[job.runner](job, inputs)
         loaded = time.perf_counter()

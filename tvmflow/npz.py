@@ -31,6 +31,19 @@ def parse(stream: IO[bytes]) -> dict[str, Array]:
         raise ValueError(str(error) or type(error).__name__) from error
 
 
+def part(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+    """Return the arrays whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def typical_inputs(sample: Mapping[str, Array]) -> dict[str, Array]:
+    """Return inputs of the usual sizes by name, from all arrays of the file of a bundle's golden sample.
+
+    They stand beside the golden inputs only where these have other sizes.
+    """
+    return part(sample, "typical:") or part(sample, "input:")
+
+
 def write(path: Path, arrays: Mapping[str, Array]) -> None:
     """Write arrays by name to an uncompressed .npz file; every name is allowed, also `file`. Raises OSError."""
     with zipfile.ZipFile(path, "w") as archive:

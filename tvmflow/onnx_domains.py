@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 # The opset that brought LayerNormalization to the standard.
 _FIRST_LAYER_NORM = 17
+_CONTRIBUTED = "com.microsoft"
 
 
 def with_own_domain(model: "onnx.ModelProto") -> "onnx.ModelProto":
@@ -28,10 +29,21 @@ def with_own_domain(model: "onnx.ModelProto") -> "onnx.ModelProto":
     result = onnx.ModelProto()
     result.CopyFrom(model)
     for place in places:
-        result.graph.node[place].domain = "com.microsoft"
-    if not any(entry.domain == "com.microsoft" for entry in result.opset_import):
-        result.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+        result.graph.node[place].domain = _CONTRIBUTED
+    import_contributed(result)
     return result
+
+
+def import_contributed(model: "onnx.ModelProto") -> None:
+    """Give a model with operators of com.microsoft their version, which is always 1, where it has none, in place.
+
+    ONNX Runtime's quantisers leave it out, and ONNX Runtime itself adds it.
+    """
+    import onnx
+
+    versions = {entry.domain for entry in model.opset_import}
+    if _CONTRIBUTED not in versions and any(node.domain == _CONTRIBUTED for node in nodes_of(model.graph)):
+        model.opset_import.append(onnx.helper.make_opsetid(_CONTRIBUTED, 1))
 
 
 def explain_unknown(model: "onnx.ModelProto") -> str | None:

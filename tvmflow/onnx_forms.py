@@ -1,19 +1,15 @@
-"""Rare forms of an ONNX file, brought to the usual one: sparse weights, outputs without a shape, unsorted nodes.
-
-Quantisers leave out the version of the operators of com.microsoft, which ONNX Runtime adds itself.
-"""
+"""Rare forms of an ONNX file, brought to the usual one: sparse weights, outputs without a shape, unsorted nodes."""
 
 import math
 from typing import TYPE_CHECKING, Any
 
 from tvmflow.onnx_data import without_weights
-from tvmflow.onnx_graph import nodes_of, sort_nodes
+from tvmflow.onnx_domains import import_contributed
+from tvmflow.onnx_graph import sort_nodes
 
 if TYPE_CHECKING:
     import numpy as np
     import onnx
-
-_CONTRIBUTED = "com.microsoft"
 
 
 def bring_to_usual_form(model: "onnx.ModelProto") -> None:
@@ -21,16 +17,14 @@ def bring_to_usual_form(model: "onnx.ModelProto") -> None:
 
     Nodes that stand before those that compute what they read are moved after them. A shape without dimensions counts as
     none: exporters write it for outputs of unknown rank. An output whose shape cannot be inferred gets such a shape,
-    because ONNX's checker requires the field. A model with operators of com.microsoft gets their version, which is
-    always 1, where it has none.
+    because ONNX's checker requires the field. A model with operators of com.microsoft gets their version where it has
+    none.
     """
     import onnx
 
     graph = model.graph
     sort_nodes(graph)
-    versions = {entry.domain for entry in model.opset_import}
-    if _CONTRIBUTED not in versions and any(node.domain == _CONTRIBUTED for node in nodes_of(graph)):
-        model.opset_import.append(onnx.helper.make_opsetid(_CONTRIBUTED, 1))
+    import_contributed(model)
     graph.initializer.extend(
         onnx.numpy_helper.from_array(_dense(item), item.values.name) for item in graph.sparse_initializer
     )

@@ -20,6 +20,7 @@ from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import Converter, is_static
 from tvmflow.compiler.onnx_file import apply_shapes, constants_to_initializers, expand_functions, load_model
 from tvmflow.compiler.operators.common import numbers_of
+from tvmflow.compiler.operators.widening import tie
 from tvmflow.compiler.refusals import (
     Refusal,
     advise,
@@ -214,17 +215,12 @@ def _transposes(params: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
     for name, value in params.items():
         if value.ndim == 2:
             alike = others.get(value.shape[::-1], [])
-            table = next((other for other in alike if _is_transpose(value, params[other])), None)
+            table = next((other for other in alike if tie(value, params[other])), None)
             if table is None:
                 others.setdefault(value.shape, []).append(name)
             else:
                 transposes[name] = table
     return transposes
-
-
-def _is_transpose(value: np.ndarray[Any, Any], table: np.ndarray[Any, Any]) -> bool:
-    """Whether a matrix is the transpose of another one of its transposed shape."""
-    return value.dtype == table.dtype and np.array_equal(value[:1], table[:, :1].T) and np.array_equal(value, table.T)
 
 
 def _spec(name: str, ty: relax.TensorType) -> TensorSpec:

@@ -37,6 +37,7 @@ from mlflow.utils.model_utils import (
 )
 
 import tvmflow
+from tvmflow import npz
 from tvmflow.bundle import Manifest, extract, missing_weights, read_manifest, sha256_file
 from tvmflow.errors import BundleError, InputError
 from tvmflow.registry.signature import model_signature
@@ -243,8 +244,7 @@ def _copy_bundles(bundles: Mapping[str, Path], folder: Path) -> tuple[list[Manif
 def _golden_inputs(bundle: Path) -> dict[str, Array]:
     with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
         extract(bundle, Path(folder))
-        with np.load(Path(folder, "sample.npz"), allow_pickle=False) as archive:
-            return {name.removeprefix("input:"): archive[name] for name in archive.files if name.startswith("input:")}
+        return npz.part(npz.read(Path(folder, "sample.npz")), "input:")
 
 
 def _save_environment(

@@ -260,7 +260,7 @@ class CompiledModel:
 
         Raises BundleError when its file does not hold plain arrays.
         """
-        return self._arrays_of("input:"), self._arrays_of("output:")
+        return npz.part(self._sample, "input:"), npz.part(self._sample, "output:")
 
     @property
     def typical_inputs(self) -> "dict[str, Array]":
@@ -268,7 +268,7 @@ class CompiledModel:
 
         Raises BundleError when their file does not hold plain arrays.
         """
-        return self._arrays_of("typical:") or self._arrays_of("input:")
+        return npz.typical_inputs(self._sample)
 
     @property
     def undecided(self) -> "dict[str, Array]":
@@ -276,14 +276,11 @@ class CompiledModel:
 
         An output without a mask has none.
         """
-        return self._arrays_of("undecided:")
+        return npz.part(self._sample, "undecided:")
 
     @cached_property
     def _sample(self) -> "dict[str, Array]":
         return _arrays(io.BytesIO(self._sample_file), "sample.npz", self.manifest.name)
-
-    def _arrays_of(self, prefix: str) -> "dict[str, Array]":
-        return {name.removeprefix(prefix): array for name, array in self._sample.items() if name.startswith(prefix)}
 
     def __call__(self, /, *args: "npt.ArrayLike", **kwargs: "npt.ArrayLike") -> "dict[str, Array]":
         """Run the model once and return its outputs by name, as new arrays.

@@ -45,23 +45,20 @@ def convert_matmul_nbits(node: Node) -> relax.Expr:
     blocks = -(-depth // block)
     scales = scales.reshape(count, blocks).astype("float32")
     x = node.inputs[0]
-    has_floats = points is not None and points.dtype != np.uint8
-    if bits > 2 and depth % block == 0 and groups is None and not has_floats and dtype_of(x) == "float32":
-        offsets: Array = np.full((1, 1), -(1 << (bits - 1)), "int16")
-        if points is not None:
-            offsets = -_unpack(points.reshape(count, -1), bits)[:, :blocks].astype("int16").T
-        weight = BlockWeight(packed.reshape(count, -1).T, offsets, scales.T, 0, bits)
+    if points is None:
+        points = np.full((1, 1), 1 << (bits - 1), "uint8")
+    elif points.dtype == np.uint8:
+        points = _unpack(points.reshape(count, -1), bits)[:, :blocks]
+    else:
+        points = points.reshape(count, blocks)
+    is_whole = depth % block == 0 and groups is None and points.dtype == np.uint8
+    if bits > 2 and is_whole and dtype_of(x) == "float32":
+        weight = BlockWeight(packed.reshape(count, -1).T, -points.astype("int16").T, scales.T, 0, bits)
         rounds = level == _ROUNDED and bits == _FEW
         return _add_bias(node, node.emit(block_product(x, weight, rounds=rounds)))
-    if points is None:
-        offsets = np.full((count, blocks), 1 << (bits - 1), "float32")
-    elif points.dtype == np.uint8:
-        offsets = _unpack(points.reshape(count, -1), bits)[:, :blocks]
-    else:
-        offsets = points.reshape(count, blocks)
     # The transposed weights, [K, N], from bytes that are transposed: these move less than floats.
     levels = np.ascontiguousarray(_unpack(packed.reshape(count, -1), bits)[:, :depth].T).astype("float32")
-    for change, of_blocks in ((np.subtract, offsets), (np.multiply, scales)):
+    for change, of_blocks in ((np.subtract, np.broadcast_to(points, scales.shape)), (np.multiply, scales)):
         lines = of_blocks.T.astype("float32")
         change(levels, np.repeat(lines, block, axis=0)[:depth] if groups is None else lines[groups], out=levels)
     return _add_bias(node, _multiply(node, levels))

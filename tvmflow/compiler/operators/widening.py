@@ -192,7 +192,7 @@ def tie(weight: Array, table: Array) -> TiedWeight | None:
         lines = lines.reshape(-1, depth)
     else:
         return None
-    is_same = np.array_equal(lines[0], table[0]) and np.array_equal(lines[:units], table)
+    is_same = np.array_equal(lines[:1], table[:1]) and np.array_equal(lines[:units], table)
     return form if is_same and not lines[units:].any() else None
 
 
