@@ -19,10 +19,10 @@ from tvmflow.dimensions import alternatives
 from tvmflow.errors import ExportError, naming_model
 from tvmflow.index_limits import index_limits, index_ranges
 from tvmflow.onnx_domains import explain_unknown, with_own_domain
-from tvmflow.onnx_forms import bring_to_usual_form
+from tvmflow.onnx_forms import bring_to_usual_form, infer_shapes_anew
 from tvmflow.onnx_graph import explain_order, rounds_activations, standard_opset
 from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
-from tvmflow.onnx_outputs import drop_zip_maps
+from tvmflow.onnx_labels import replace_labels
 from tvmflow.onnx_ties import Ties
 from tvmflow.operators import define, load_operators
 from tvmflow.process import Emit
@@ -45,6 +45,9 @@ _DTYPES = get_args(Dtype)
 _MASK = 2
 # The sample that a bundle holds takes at most this share of the model's file, or so many bytes, if there is such a one.
 _SHARE_OF_SAMPLE, _SMALL_SAMPLE = 10, 1 << 18
+
+# The most labels that a note names.
+_LABELS_IN_NOTE = 10
 
 
 class ExportJob(Job):
@@ -110,9 +113,9 @@ class ExportResult(StepResult):
     original is the ONNX file itself. `dimensions` are the ranges of symbolic dimensions from the release file; where it
     gives none for a dimension of an ONNX file, the range of sizes at which ONNX Runtime runs the file. `registered` is
     the version of the registered model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the
-    model's factory gave different weights. `without_labels` names the outputs that `notes` describes. `golden` is the
-    place of the sample that bundles hold, and `undecided` has its masks of the integers and bools that rounding
-    decides, by the outputs' names.
+    model's factory gave different weights. `labels` are those of the outputs that `notes` describes, by their names.
+    `golden` is the place of the sample that bundles hold, and `undecided` has its masks of the integers and bools that
+    rounding decides, by the outputs' names.
     `rounds_activations` is whether the model computes tensors of few bits: 8-bit integers, float16 or bfloat16.
     `indices` are the least and the largest integer of inputs that the model looks up in tables.
     """
@@ -128,20 +131,24 @@ class ExportResult(StepResult):
     dimensions: dict[str, Dimension] = Field(default={})
     registered: str | None = None
     is_repeatable: bool = True
-    without_labels: tuple[str, ...] = ()
+    labels: dict[str, tuple[str, ...]] = Field(default={})
     rounds_activations: bool = False
     indices: dict[str, tuple[int, int]] = Field(default={})
 
     def notes(self) -> list[str]:
-        """Return a sentence for each output that is a dictionary by label (ZipMap) in the original.
-
-        In a bundle such an output is an array of the scores, in the order of the labels.
-        """
-        return [
-            f"output {name!r} of the model is a dictionary by label (ZipMap); in a bundle it holds the scores alone, "
-            "in the order of the labels"
-            for name in self.without_labels
-        ]
+        """Return a sentence for each input and output that is labels in the original and numbers in a bundle."""
+        outputs = {output.name: output for output in self.outputs}
+        notes = []
+        for name, labels in self.labels.items():
+            text = ", ".join(labels[:_LABELS_IN_NOTE]) + (", ..." if len(labels) > _LABELS_IN_NOTE else "")
+            if name not in outputs:
+                form = f"holds strings; a bundle takes their places, from 0 on, in {text}, and -1 for any other"
+            elif outputs[name].dtype.startswith("float"):
+                form = f"is a dictionary by label (ZipMap); in a bundle it holds the scores, in the order of {text}"
+            else:
+                form = f"holds strings; in a bundle it holds their places, from 0 on, in {text}"
+            notes.append(f"{'output' if name in outputs else 'input'} {name!r} of the model {form}")
+        return notes
 
 
 def work(job: ExportJob, emit: Emit) -> ExportResult:
@@ -155,10 +162,9 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
     with workspace.scratch() as folder, naming_model(label):
         path = folder / "model.onnx"
         is_repeatable = True
-        without_labels: tuple[str, ...] = ()
+        labels: dict[str, tuple[str, ...]] = {}
         if source.framework == "onnx":
-            model = read_onnx(source.path or Path(), label)
-            without_labels = drop_zip_maps(model)
+            model, labels = read_labelled(source.path or Path(), label)
             rounds = _without_bfloat16(model)
             inputs = _pinned(job.inputs or described_by(model), job.dimensions)
             _fix_shapes(model, inputs)
@@ -204,7 +210,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             opset=_opset(model),
             registered=job.original.registered,
             is_repeatable=is_repeatable,
-            without_labels=without_labels,
+            labels=labels,
             rounds_activations=rounds,
             indices=index_ranges(model),
             sources=usercode.imported_sources(job.folder),
@@ -367,15 +373,25 @@ def _root_cause(error: BaseException) -> str:
 def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
     """Read an ONNX file; name each free dimension of an input that has no name, as `x_0` for input `x`.
 
-    Raises ExportError when the file is missing or not an ONNX file; the message calls it `label`, by default its path.
+    Strings are numbers in the result. Raises ExportError when the file is missing or not an ONNX file; the message
+    calls it `label`, by default its path.
     """
+    return read_labelled(path, label)[0]
 
+
+def read_labelled(path: Path, label: str | None = None) -> "tuple[onnx.ModelProto, dict[str, tuple[str, ...]]]":
+    """Read an ONNX file; return it with the labels of its inputs and outputs, by their names.
+
+    Free dimensions have names in the result, and strings are numbers, as `replace_labels` makes them. Raises
+    ExportError when the file is missing or not an ONNX file; the message calls it `label`, by default its path.
+    """
     label = label or str(path)
     try:
         model = onnx_data.load(path)
         if not model.graph.output:
             raise ValueError("it has no outputs" if model.graph.node else "it holds no graph")
         bring_to_usual_form(model)
+        labels = replace_labels(model)
     except FileNotFoundError as error:
         raise ExportError(f"there is no ONNX file {label!r}") from error
     except Exception as error:
@@ -384,27 +400,43 @@ def read_onnx(path: Path, label: str | None = None) -> "onnx.ModelProto":
             raise ExportError(f"{label!r} {reason}") from error
         raise ExportError(f"{label!r} is not a readable ONNX file ({describe(error)}); export it again") from error
     name_free_dimensions(model.graph, zero_is_free=True)
-    return model
+    return model, labels
 
 
 def _check(model: "onnx.ModelProto") -> None:
+    """Raise ExportError for a model that is not valid. Shapes in it that its operators do not give are removed."""
     import onnx
 
     for output in model.graph.output:
         kind = output.type.WhichOneof("value")
+        if output.type.tensor_type.elem_type == onnx.TensorProto.STRING:
+            raise ExportError(
+                f"output {output.name!r} of the ONNX model holds strings that it computes, and only numbers are "
+                "supported; export the model to where it has numbers"
+            )
         if kind not in (None, "tensor_type"):
             raise ExportError(
                 f"output {output.name!r} of the ONNX model is no tensor but a {str(kind).removesuffix('_type')}; "
                 "export the model with tensors as outputs"
             )
-    model = with_own_domain(model)
-    reason = explain_order(model.graph) or explain_unknown(model)
+    reason = explain_order(model.graph) or explain_unknown(with_own_domain(model))
     if reason is not None:
         raise ExportError(f"the ONNX model is not valid ({reason})")
     try:
-        onnx.checker.check_model(onnx_data.without_weights(model), full_check=True)
+        try:
+            _check_fully(model)
+        except onnx.shape_inference.InferenceError:
+            # ONNX Runtime takes the shapes that operators give.
+            infer_shapes_anew(model)
+            _check_fully(model)
     except Exception as error:  # The errors of the checker, of shape inference and of protobuf share no base class.
         raise ExportError(f"the ONNX model is not valid ({describe(error)})") from error
+
+
+def _check_fully(model: "onnx.ModelProto") -> None:
+    import onnx
+
+    onnx.checker.check_model(onnx_data.without_weights(with_own_domain(model)), full_check=True)
 
 
 def _open(path: Path) -> "onnxruntime.InferenceSession":
@@ -500,7 +532,7 @@ def sample_candidates(inputs: tuple[Input, ...]) -> Iterator[tuple[Input, ...]]:
 
     A vector of integers that has as many as another input has items is taken for their lengths first: lengths of 0
     and 1 leave nothing of most items. A model of images may need floats from 0 to 1: in others a detector finds
-    nothing.
+    nothing. Integers that a model divides by, or steps of a range, are not 0.
     """
     lengths, uniform = Samples(kind="lengths"), Samples(kind="uniform", low=0.0, high=1.0)
     batches = {item.shape[0] for item in inputs if len(item.shape) > 1}
@@ -516,6 +548,12 @@ def sample_candidates(inputs: tuple[Input, ...]) -> Iterator[tuple[Input, ...]]:
     yield tuple(
         item.model_copy(update={"samples": uniform}) if item.dtype.startswith("float") else item for item in inputs
     )
+    positive = Samples(kind="integers", low=1, high=_MASK + 1)
+    with_positive = tuple(
+        item.model_copy(update={"samples": positive}) if item.samples.high == _MASK else item for item in inputs
+    )
+    if with_positive != inputs:
+        yield with_positive
 
 
 def _compare_where_it_runs(

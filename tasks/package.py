@@ -85,6 +85,7 @@ class PackageJob(TargetJob):
             versions=installed_versions(build.llvm),
             fresh_outputs=build.fresh_outputs,
             indices=exported.indices,
+            labels=exported.labels,
             unaligned_inputs=target.arch != "cuda",
             provenance={
                 "onnx": exported.onnx.sha256,

@@ -1,15 +1,22 @@
 """Rare forms of an ONNX file, brought to the usual one: sparse weights, outputs without a shape, unsorted nodes."""
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tvmflow.onnx_data import without_weights
 from tvmflow.onnx_domains import import_contributed
-from tvmflow.onnx_graph import sort_nodes
+from tvmflow.onnx_graph import sort_nodes, standard_opset
 
 if TYPE_CHECKING:
     import numpy as np
     import onnx
+
+
+# The version of ONNX's format since which weights need not be inputs.
+_WEIGHTS_APART = 4
+# The opset since which GroupNormalization has a scale for each channel.
+_SCALE_OF_CHANNEL = 21
 
 
 def bring_to_usual_form(model: "onnx.ModelProto") -> None:
@@ -18,21 +25,37 @@ def bring_to_usual_form(model: "onnx.ModelProto") -> None:
     Nodes that stand before those that compute what they read are moved after them. A shape without dimensions counts as
     none: exporters write it for outputs of unknown rank. An output whose shape cannot be inferred gets such a shape,
     because ONNX's checker requires the field. A model with operators of com.microsoft gets their version where it has
-    none.
+    none. Weights need not be inputs, and norms of groups with a scale for each group become norms of instances.
     """
     import onnx
 
     graph = model.graph
     sort_nodes(graph)
     import_contributed(model)
+    _let_weights_be_no_inputs(model)
+    _replace_group_norms(model)
     graph.initializer.extend(
         onnx.numpy_helper.from_array(_dense(item), item.values.name) for item in graph.sparse_initializer
     )
     graph.ClearField("sparse_initializer")
-    shapeless = [value for value in graph.output if _lacks_shape(value)]
-    if not shapeless:
+    _infer_outputs(model, [value for value in graph.output if _lacks_shape(value)])
+
+
+def infer_shapes_anew(model: "onnx.ModelProto") -> None:
+    """Forget the shapes of values that a model records, and infer those of its outputs, in place."""
+    for value in (*model.graph.value_info, *model.graph.output):
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.ClearField("shape")
+    _infer_outputs(model, model.graph.output)
+
+
+def _infer_outputs(model: "onnx.ModelProto", values: "Sequence[onnx.ValueInfoProto]") -> None:
+    """Give outputs the shapes that the model's operators give, or one without dimensions where these give none."""
+    import onnx
+
+    if not values:
         return
-    for value in shapeless:
+    for value in values:
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.ClearField("shape")
     try:
@@ -40,10 +63,50 @@ def bring_to_usual_form(model: "onnx.ModelProto") -> None:
         inferred = {value.name: value for value in whole.graph.output}
     except Exception:  # The inference refuses graphs that runtimes take, and files beyond 2 GB.
         inferred = {}
-    for value in shapeless:
+    for value in values:
         value.CopyFrom(inferred.get(value.name, value))
         if _lacks_shape(value) and not value.type.tensor_type.HasField("shape"):
             value.type.tensor_type.shape.SetInParent()
+
+
+def _let_weights_be_no_inputs(model: "onnx.ModelProto") -> None:
+    """Give a model whose weights are no inputs a version of the format that allows it, as ONNX Runtime does."""
+    inputs = {value.name for value in model.graph.input}
+    if model.ir_version < _WEIGHTS_APART and any(item.name not in inputs for item in model.graph.initializer):
+        model.ir_version = _WEIGHTS_APART
+
+
+def _replace_group_norms(model: "onnx.ModelProto") -> None:
+    """Make the norms of instances, of which each group is one, of norms of groups with a scale for each group.
+
+    Opset 21 gave GroupNormalization a scale for each channel, and ONNX's checker refuses it before.
+    """
+    import onnx
+
+    graph = model.graph
+    if (standard_opset(model) or 1) >= _SCALE_OF_CHANNEL:
+        return
+    nodes = []
+    for node in graph.node:
+        if node.op_type != "GroupNormalization" or node.domain not in ("", "ai.onnx"):
+            nodes.append(node)
+            continue
+        attributes = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
+        (x, scale, bias), name = node.input, node.output[0]
+        parts = {part: f"{name}_{part}" for part in ("groups", "data", "norm", "shape")}
+        epsilon = {key: value for key, value in attributes.items() if key == "epsilon"}
+        make = onnx.helper.make_node
+        nodes += [
+            make("Constant", [], [parts["groups"]], value_ints=[0, attributes["num_groups"], -1]),
+            make("Reshape", [x, parts["groups"]], [parts["data"]]),
+            make("InstanceNormalization", [parts["data"], scale, bias], [parts["norm"]], node.name, **epsilon),
+            make("Shape", [x], [parts["shape"]]),
+            make("Reshape", [parts["norm"], parts["shape"]], [name]),
+        ]
+    if len(nodes) > len(graph.node):
+        copies = onnx.GraphProto(node=nodes)
+        graph.ClearField("node")
+        graph.node.extend(copies.node)
 
 
 def _lacks_shape(value: "onnx.ValueInfoProto") -> bool:

@@ -129,6 +129,7 @@ def _with_constants(case: Any) -> onnx.ModelProto | None:
 def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: bool) -> str:
     """How the results of the built model differ from those of the case; empty if they are equal."""
     from tvmflow.compiler import build, import_onnx
+    from tvmflow.onnx_labels import replace_labels
     from tvmflow.target import resolve
 
     path = folder / f"{case.name.removeprefix('test_')}.onnx"
@@ -138,10 +139,16 @@ def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: boo
     loaded = build(imported, resolve("native")).load()
     names = [value.name for value in case.model.graph.input]
     inputs_left = {value.name for value in model.graph.input}
+    results = [value.name for value in model.graph.output]
+    numbered = onnx.ModelProto()
+    numbered.CopyFrom(model)
+    labels = replace_labels(numbered)
     for data_set in case.data_sets:
         inputs, expected = ([_array(value) for value in values] for values in data_set)
         arrays = [
-            np.asarray(value, order="C") for name, value in zip(names, inputs, strict=False) if name in inputs_left
+            np.asarray(_without_strings(value, labels.get(name, ())), order="C")
+            for name, value in zip(names, inputs, strict=False)
+            if name in inputs_left
         ]
         actual = loaded.run(*arrays)
         if case.name.removeprefix("test_") in runtime_cases():
@@ -151,11 +158,20 @@ def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: boo
                 return "ONNX Runtime's results are those of the case: it needs no entry in onnx_nodes.toml"
         if len(actual) != len(expected):
             return f"{len(actual)} results, {len(expected)} expected"
-        for array, expected_array in zip(actual, expected, strict=True):
-            message = _difference(array, np.asarray(expected_array), case.rtol, case.atol)
+        for name, array, expected_array in zip(results, actual, expected, strict=True):
+            described = np.asarray(_without_strings(expected_array, labels.get(name, ())))
+            message = _difference(array, described, case.rtol, case.atol)
             if message:
                 return message
     return ""
+
+
+def _without_strings(value: Any, labels: Sequence[str]) -> Any:
+    """An array of strings as their places in the labels, -1 for another string; other values as they are."""
+    if getattr(value, "dtype", None) != object:
+        return value
+    texts = [item.decode() if isinstance(item, bytes) else item for item in value.ravel()]
+    return np.array([labels.index(text) if text in labels else -1 for text in texts]).reshape(value.shape)
 
 
 def _onnxruntime_outputs(model: onnx.ModelProto, inputs: Sequence[Any]) -> list[Any]:

@@ -160,3 +160,59 @@ def test_the_largest_none_are_no_elements(opset: int, make_model: Any, assert_sa
     outputs = [("y", [2, 0, 3]), ("places", [2, 0, 3], onnx.TensorProto.INT64)]
     path = make_model([node], [("x", [2, 4, 3])], outputs, {"k": np.array([0], "int64")}, opset=opset)
     assert_same_as_onnxruntime(path, {"x": normal(2, 4, 3)})
+
+
+def test_weights_need_not_be_inputs_in_old_files(tmp_path: Path, assert_same_as_onnxruntime: Any) -> None:
+    """ONNX's checker refuses such files, and ONNX Runtime takes them."""
+    text = (
+        '<ir_version: 3, opset_import: ["": 8]> g (float[4] x) => (float[4] y) <float[1] w = {2.0}> { y = Mul (x, w) }'
+    )
+    assert_same_as_onnxruntime(save_text(tmp_path / "model.onnx", text), {"x": normal(4)})
+
+
+def test_norms_of_groups_with_a_scale_for_each_group(tmp_path: Path, assert_same_as_onnxruntime: Any) -> None:
+    text = """<ir_version: 8, opset_import: ["": 18]> g (float[n, 6, 5] x) => (float[n, 6, 5] y)
+    <float[3] scale = {1.0, 2.0, -0.5}, float[3] bias = {0.25, 0.5, 1.0}> {
+      y = GroupNormalization <num_groups = 3, epsilon = 0.001> (x, scale, bias)
+    }"""
+    path = save_text(tmp_path / "model.onnx", text)
+    assert_same_as_onnxruntime(path, {"x": normal(2, 6, 5)}, {"x": normal(1, 6, 5)})
+
+
+def test_lists_without_elements_are_as_absent(tmp_path: Path, assert_same_as_onnxruntime: Any) -> None:
+    x, y = (
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in (("x", [2, 3]), ("y", []))
+    )
+    node = helper.make_node("ReduceMax", ["x"], ["y"], keepdims=0)
+    node.attribute.add(name="axes", type=onnx.AttributeProto.INTS)
+    graph = helper.make_graph([node], "forms", [x], [y])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=9), tmp_path / "m.onnx")
+    assert_same_as_onnxruntime(tmp_path / "m.onnx", {"x": normal(2, 3)})
+
+
+def test_empty_scales_stand_beside_sizes(tmp_path: Path, assert_same_as_onnxruntime: Any) -> None:
+    text = """<ir_version: 9, opset_import: ["": 19]> g (float[1, 1, 2, 2] x) => (float[1, 1, 4, 4] y)
+    <float[0] none = {}, int64[4] sizes = {1, 1, 4, 4}> { y = Resize <mode = "nearest"> (x, none, none, sizes) }"""
+    assert_same_as_onnxruntime(save_text(tmp_path / "model.onnx", text), {"x": normal(1, 1, 2, 2)})
+
+
+def test_a_slice_by_data_without_axes_has_a_bound_for_each_of_the_first(
+    tmp_path: Path, assert_same_as_onnxruntime: Any
+) -> None:
+    text = """<ir_version: 9, opset_import: ["": 18]>
+    g (float[4, 5, 6] x, int64[2] a, int64[2] b) => (float[i, j, 6] y) { y = Slice (x, a, b) }"""
+    bounds = {"a": np.array([1, 0]), "b": np.array([3, 4])}
+    assert_same_as_onnxruntime(save_text(tmp_path / "model.onnx", text), {"x": normal(4, 5, 6), **bounds})
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool"])
+def test_a_mask_of_attention_may_be_integers_and_scores_that_it_hides_are_finite(
+    dtype: str, tmp_path: Path, assert_same_as_onnxruntime: Any
+) -> None:
+    text = f"""<ir_version: 10, opset_import: ["": 23]>
+    g (float[1, 1, 3, 4] q, float[1, 1, 5, 4] k, {dtype}[3, 5] m) => (float[1, 1, 3, 4] y, float[1, 1, 3, 5] s) {{
+      y, , , s = Attention <qk_matmul_output_mode = 2> (q, k, k, m)
+    }}"""
+    mask = np.arange(15).reshape(3, 5) % 4 > 1
+    feed = {"q": normal(1, 1, 3, 4), "k": normal(1, 1, 5, 4), "m": mask.astype(dtype)}
+    assert_same_as_onnxruntime(save_text(tmp_path / "model.onnx", text), feed)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 from onnx import helper
 
-from support.models import save_counter, save_lookup, save_model
+from support.models import save_counter, save_lookup, save_model, save_text
 from support.steps import compile_by_steps
 from tvmflow import runtime
 from tvmflow.errors import InputError
@@ -223,3 +223,20 @@ def test_an_index_that_the_model_computes_is_checked_in_every_part_of_its_tensor
                 x[1, first + 4] = 11
                 with pytest.raises(InputError, match=r"^the model does not run with these inputs: an index is not "):
                     model(x)
+
+
+def test_strings_are_taken_where_the_model_takes_labels(tmp_path: Path) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 18, "ai.onnx.ml": 2]> g (string[n, 2] x) => (string[n, 2] y) {
+      y = ai.onnx.ml.LabelEncoder <keys_strings = ["a", "b"], values_strings = ["u", "v"], default_string = "w"> (x)
+    }"""
+    save_text(tmp_path / "model.onnx", text)
+    bundle = compile_by_steps({"name": "labels", "model": {"onnx": "model.onnx"}}, tmp_path, tmp_path / "state")
+    with runtime.load(bundle) as model:
+        labels = model.manifest.labels
+        assert labels == {"x": ("a", "b"), "y": ("u", "v", "w")}
+        for strings in ([["b", "a"], ["?", "b"]], np.array([[b"b", b"a"], [b"?", b"b"]])):
+            places = model(x=strings)["y"]
+            assert [[labels["y"][place] for place in row] for row in places] == [["v", "u"], ["w", "v"]]
+        assert model(x=np.array([[1, 0]]))["y"].tolist() == [[1, 0]]
+        with pytest.raises(InputError, match=r"'x' is float64, expected int64"):
+            model(x=np.array([[1.0, 0.0]]))

@@ -546,11 +546,54 @@ def test_a_model_that_takes_no_samples_is_refused_with_what_to_do(export_spec: A
         export_spec(parse({"name": "lookup", "model": {"onnx": "model.onnx"}}, tmp_path))
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+def test_integers_without_a_sign_are_taken(export_spec: Any, tmp_path: Path, dtype: str) -> None:
+    text = f'<ir_version: 9, opset_import: ["" : 18]> g ({dtype}[n] x) => (float[n] y) {{ y = Cast <to = 1> (x) }}'
+    save_text(tmp_path / "model.onnx", text)
+    assert export_spec(parse({"name": "whole", "model": {"onnx": "model.onnx"}}, tmp_path)).inputs[0].dtype == dtype
+
+
+def test_integers_that_a_model_divides_by_are_not_zero(export_spec: Any, kept_samples: Any, tmp_path: Path) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 18]>
+    g (int64[8] x, int64[8] z) => (int64[8] y, int64[8] r) { y = Div (x, z)  r = Mod (x, z) }"""
+    save_text(tmp_path / "model.onnx", text)
+    pairs = kept_samples(export_spec(parse({"name": "quotients", "model": {"onnx": "model.onnx"}}, tmp_path)))
+    assert all(inputs["z"].min() > 0 for inputs, _ in pairs)
+
+
+def test_shapes_that_the_operators_do_not_give_are_left_out(export_spec: Any, tmp_path: Path) -> None:
+    """ONNX Runtime takes such files, as editors leave them that change a node and not the recorded shapes."""
+    text = """<ir_version: 9, opset_import: ["" : 18]> g (float[n, 3] x) => (float[7] y)
+    <float[2] a> { a = Neg (x)  y = Abs (a) }"""
+    save_text(tmp_path / "model.onnx", text)
+    result = export_spec(parse({"name": "stale", "model": {"onnx": "model.onnx"}}, tmp_path))
+    assert result.outputs[0].shape == ("n", 3)
+
+
+def test_an_export_says_which_strings_are_numbers_in_a_bundle(
+    export_spec: Any, kept_samples: Any, tmp_path: Path
+) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 18, "ai.onnx.ml": 2]> g (string[n] x) => (string[n] y) {
+      y = ai.onnx.ml.LabelEncoder <keys_strings = ["a", "b"], values_strings = ["u", "v"]> (x)
+    }"""
+    save_text(tmp_path / "model.onnx", text)
+    result = export_spec(parse({"name": "labels", "model": {"onnx": "model.onnx"}}, tmp_path))
+    assert result.labels == {"x": ("a", "b"), "y": ("u", "v")}
+    assert result.notes() == [
+        "input 'x' of the model holds strings; a bundle takes their places, from 0 on, in a, b, and -1 for any other",
+        "output 'y' of the model holds strings; in a bundle it holds their places, from 0 on, in u, v",
+    ]
+    for inputs, outputs in kept_samples(result):
+        assert set(inputs["x"]) <= {0, 1}
+        np.testing.assert_array_equal(inputs["x"], outputs["y"])
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("(string[n] x) => (string[n] y) { y = Identity (x) }", "input 'x' of the ONNX model holds strings"),
-        ("(uint32[n] x) => (float[n] y) { y = Cast <to = 1> (x) }", "let the model take one of these and cast it"),
+        ("(float[n] x) => (string[n] y) { y = Cast <to = 8> (x) }", "output 'y' .* holds strings that it computes"),
+        ("(uint4[n] x) => (float[n] y) { y = Cast <to = 1> (x) }", "let the model take one of these and cast it"),
         ("(float[4, 2] x) => (seq(float[1, 2]) y) { y = SplitToSequence (x) }", "output 'y' .* is no tensor but a seq"),
     ],
 )

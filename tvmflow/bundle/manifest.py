@@ -82,7 +82,8 @@ class Manifest:
     threads to run on by default, None as many as there are cores. `fresh_outputs` is true where every call writes all
     outputs to memory that nothing else uses, so that a caller may keep them without a copy. `indices` holds the least
     and the largest integer of each input that the model looks up in a table, such as a vocabulary. `unaligned_inputs`
-    is true where the memory of inputs may begin at the address of any element. `provenance` maps the inputs of the
+    is true where the memory of inputs may begin at the address of any element. `labels` has the labels of outputs that
+    are the scores of labels, or the places of labels. `provenance` maps the inputs of the
     build to their SHA-256, and `options` and `code` to the options and the digest of tvmflow's code.
     """
 
@@ -104,6 +105,7 @@ class Manifest:
     fresh_outputs: bool = False
     indices: dict[str, tuple[int, int]] = field(default_factory=dict)
     unaligned_inputs: bool = False
+    labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def format(self) -> int:
@@ -114,16 +116,14 @@ class Manifest:
         """Return canonical JSON: equal manifests give equal bytes. Raises ValueError for NaN or infinity.
 
         `max_threads` is left out if it equals `threads`, `fresh_outputs` and `unaligned_inputs` if they are false, and
-        `indices` without any: a reader takes these values for missing keys.
+        `indices` and `labels` without any: a reader takes these values for missing keys.
         """
         document = {**asdict(self), "format": self.format}
         if self.max_threads == self.threads:
             del document["max_threads"]
-        for name in ("fresh_outputs", "unaligned_inputs"):
+        for name in ("fresh_outputs", "unaligned_inputs", "indices", "labels"):
             if not document[name]:
                 del document[name]
-        if not self.indices:
-            del document["indices"]
         return _canonical(document)
 
     @classmethod
@@ -243,6 +243,10 @@ def _read(document: dict[str, Any]) -> Manifest:
         indices=_indices(document.get("indices", {}), {item.name for item in inputs}),
         inputs=inputs,
         outputs=tuple(_tensor(item) for item in _list(document["outputs"])),
+        labels={
+            _text(name): tuple(_text(label) for label in _list(labels))
+            for name, labels in _mapping(document.get("labels", {})).items()
+        },
         dimensions={_text(name): _range(item) for name, item in _mapping(document["dimensions"]).items()},
         variants=tuple(_variant(item, symbols) for item in _list(document["variants"])),
         weights=_weights(document["weights"], document["format"]),

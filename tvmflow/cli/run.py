@@ -103,7 +103,8 @@ def run_command(
         times = measure(arrays, repeat=repeat, number=number, warmup=warmup)
         if trace is not None:
             _write_trace(trace, model, arrays)
-        return _Run(results, times, _profile(bundle, model, arrays, repeat) if profile else None)
+        times_of_functions = _profile(bundle, model, arrays, repeat) if profile else None
+        return _Run(results, times, times_of_functions, model.manifest.labels)
 
     if rpc_tracker is None or rpc_key is None:
         from tvmflow import runtime
@@ -123,9 +124,8 @@ def run_command(
     for name, array in run.outputs.items():
         click.echo(f"{name}: {array.dtype.name}{list(array.shape)}")
     for name, values in _top(run.outputs, print_top).items():
-        click.echo(
-            f"{name}, largest of the last axis: {', '.join(f'[{index}] {value:.6g}' for index, value in values)}"
-        )
+        pairs = (_labelled(index, value, run.labels.get(name), run.outputs[name]) for index, value in values)
+        click.echo(f"{name}, largest of the last axis: {', '.join(pairs)}")
     _show_times(run.times, table=print_time, end_to_end=end_to_end)
     if run.profile is not None:
         _show_profile(run.profile)
@@ -146,11 +146,12 @@ class _Function:
 
 @dataclass(frozen=True)
 class _Run:
-    """The outputs, the times and, if it was requested, the profile of a bundle's runs."""
+    """The outputs, the times and, if it was requested, the profile of a bundle's runs; the labels of its outputs."""
 
     outputs: "dict[str, Array]"
     times: "Timings"
     profile: list[_Function] | None
+    labels: Mapping[str, Sequence[str]]
 
 
 def fill_inputs(model: "CompiledModel", mode: str, sizes: Mapping[str, int]) -> "dict[str, Array]":
@@ -249,6 +250,15 @@ def _top(outputs: "Mapping[str, Array]", count: int | None) -> dict[str, list[tu
             row = array.reshape(-1, array.shape[-1] if array.ndim else 1)[0].astype(np.float64)
             top[name] = [(int(index), float(row[index])) for index in np.argsort(-row, kind="stable")[:count]]
     return top
+
+
+def _labelled(index: int, value: float, labels: Sequence[str] | None, output: "Array") -> str:
+    """An element of an output as `[index] value`, with its label in the place of what stands for it."""
+    if labels and output.dtype.kind == "f" and index < len(labels):
+        return f"[{labels[index]}] {value:.6g}"
+    if labels and output.dtype.kind == "i" and 0 <= value < len(labels):
+        return f"[{index}] {labels[int(value)]}"
+    return f"[{index}] {value:.6g}"
 
 
 def _document(run: _Run, output: Path | None, end_to_end: bool, print_top: int | None) -> dict[str, object]:

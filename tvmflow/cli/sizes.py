@@ -30,6 +30,11 @@ def find_inputs(path: Path, model: "onnx.ModelProto") -> "tuple[tuple[Input, ...
             path = Path(folder) / "model.onnx"
             save(model, path)
         session = open_session(path, prints_errors=False)
+        if any(item.type == "tensor(string)" for item in session.get_inputs()):
+            # Strings are numbers in `model`.
+            path = Path(folder) / "model.onnx"
+            save(model, path)
+            session = open_session(path, prints_errors=False)
 
     limits = SizeLimits(model)
     for inputs in sample_candidates(items):

@@ -362,6 +362,11 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         result = self._convert_operator(name, inputs, attrs, self.opset)
         self._nodes.update(zip(node.output, result if isinstance(result, relax.Tuple) else [result], strict=True))
 
+    def _parse_attr(self, attr_proto: Iterable[onnx.AttributeProto]) -> dict[str, Any]:
+        """The attributes of a node by name, as TVM's importer reads them; it refuses a list without elements."""
+        attrs: dict[str, Any] = super()._parse_attr([item for item in attr_proto if not _is_empty(item)])
+        return attrs
+
     def _with_axes(self, node: onnx.NodeProto) -> onnx.NodeProto:
         """A Squeeze that, by the file, removes all symbolic dimensions or none, with its axes; other nodes as they are.
 
@@ -644,3 +649,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             size = dim.dim_value if dim.HasField("dim_value") else self._sizes.get(dim.dim_param, dim.dim_param)
             shape.append(symbols.get(size, symbol) if isinstance(size, str) else size)
         return self.bb.match_cast(value, relax.TensorType(shape, value.ty.dtype))
+
+
+def _is_empty(attribute: onnx.AttributeProto) -> bool:
+    """Whether an attribute has no value, as a list without elements."""
+    return {field.name for field, _ in attribute.ListFields()} <= {"name", "type", "doc_string"}

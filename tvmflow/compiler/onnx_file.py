@@ -19,7 +19,7 @@ from tvmflow.onnx_domains import explain_unknown, with_own_domain
 from tvmflow.onnx_forms import bring_to_usual_form
 from tvmflow.onnx_graph import explain_order, nodes_of
 from tvmflow.onnx_inputs import name_free_dimensions
-from tvmflow.onnx_outputs import drop_zip_maps
+from tvmflow.onnx_labels import replace_labels
 from tvmflow.onnx_types import weights_as_inputs
 
 # The element types of four bits, with those of eight bits that have the same numbers.
@@ -48,7 +48,7 @@ def load_model(path: Path, label: str) -> onnx.ModelProto:
         raise ModelImportError(f"{label} is not a valid ONNX model ({shorten(error)}); export it again") from error
     if not model.graph.output:
         raise ModelImportError(f"{label} is not a valid ONNX model (it has no outputs); export it again")
-    drop_zip_maps(model)
+    replace_labels(model)
     _widen_few_bits(model.graph)
     return model
 

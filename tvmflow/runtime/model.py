@@ -540,7 +540,7 @@ class CompiledModel:
         return array if is_own else array.copy()
 
     def check_inputs(self, inputs: "Mapping[str, npt.ArrayLike]") -> "dict[str, Array]":
-        """Return inputs by name as C-contiguous arrays, in the model's order.
+        """Return inputs by name as C-contiguous arrays, in the model's order, strings as their places in the labels.
 
         Raises InputError for an input that is missing, unknown, or of the wrong shape or dtype, and for integers beyond
         the table in which the model looks them up.
@@ -571,6 +571,8 @@ class CompiledModel:
             if spec.name not in inputs:
                 raise InputError(f"input {spec.name!r} is missing; the model takes {self._signature()}")
             array = _array_of(spec.name, inputs[spec.name])
+            if array.dtype.kind in "OSTU" and spec.name in self.manifest.labels:
+                array = _places(array, self.manifest.labels[spec.name])
             if array.dtype.name != spec.dtype:
                 raise InputError(f"input {spec.name!r} is {array.dtype.name}, expected {spec.dtype}; convert it first")
             self._check_shape(spec, array.shape, sizes)
@@ -774,6 +776,13 @@ def _aligned_copy(array: "Array") -> "Array":
     copy = _aligned_empty(array.shape, array.dtype)
     copy[...] = array
     return copy
+
+
+def _places(strings: "Array", labels: Sequence[str]) -> "Array":
+    """The place of each string in the labels, int64; -1 for one that is no label."""
+    places = {label: place for place, label in enumerate(labels)}
+    texts = (item.decode() if isinstance(item, bytes) else str(item) for item in strings.ravel().tolist())
+    return np.array([places.get(text, -1) for text in texts], "int64").reshape(strings.shape)
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> "Array":

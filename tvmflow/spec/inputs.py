@@ -7,7 +7,9 @@ from pydantic import field_validator, model_validator
 
 from tvmflow.spec.fields import PositiveFloat, PositiveInt, Section, check_function
 
-Dtype = Literal["float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+Dtype = Literal[
+    "float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"
+]
 
 
 class Samples(Section):

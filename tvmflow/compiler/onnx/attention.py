@@ -36,6 +36,9 @@ def convert_attention(node: Node) -> relax.Expr:
     for bias in biases:
         scores = node.apply("Add", scores, bias)
     states[_MASKED] = scores
+    if node.input(3) is not None and dtype_of(node.inputs[3]) == "bool":
+        # ONNX Runtime adds the lowest number where the standard adds an infinity.
+        states[_MASKED] = emit(relax.op.maximum(scores, const(np.finfo(dtype).min, dtype)))
     exact = scores if dtype in ("float32", "float64") else emit(relax.op.astype(scores, "float32"))
     weights = emit(relax.op.nn.softmax(exact, axis=-1))
     if biases:
@@ -113,6 +116,8 @@ def _biases(node: Node, query: relax.Expr, key: relax.Expr) -> list[relax.Expr]:
         if dtype_of(mask) == "bool":
             lowest = (const(0.0, dtype), const(-math.inf, dtype))
             mask = node.emit(relax.op.where(mask, *lowest))
+        elif dtype_of(mask) != dtype:
+            mask = node.emit(relax.op.astype(mask, dtype))
         biases.append(_with_all_keys(node, mask, keys))
     hidden = _hidden(node, query, key)
     return biases if hidden is None else [*biases, hidden]

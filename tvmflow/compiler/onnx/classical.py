@@ -118,7 +118,7 @@ def convert_one_hot_encoder(node: Node) -> relax.Expr:
     UnsupportedFormError for categories that are strings.
     """
     if node.attrs.get("cats_strings"):
-        raise UnsupportedFormError("categories that are strings: only numbers are supported")
+        raise UnsupportedFormError("categories that are strings in a model that computes others")
     x, emit = node.inputs[0], node.emit
     x = x if dtype_of(x) == "int64" else emit(relax.op.astype(x, "int64"))
     categories = np.asarray(node.attrs["cats_int64s"], "int64")
@@ -148,11 +148,18 @@ def convert_array_feature_extractor(node: Node) -> relax.Expr:
 
 
 def convert_feature_vectorizer(node: Node) -> relax.Expr:
-    """Return the Relax expression of ONNX's FeatureVectorizer: the columns of all operands side by side, as float32."""
+    """Return the Relax expression of ONNX's FeatureVectorizer: the columns of all operands side by side, as float32.
+
+    A vector is one row; of more than two dimensions, all but the first are columns.
+    """
     parts = []
     for operand in node.inputs:
         part = _floats(node, operand)
-        parts.append(part if part.ty.ndim == 2 else node.emit(relax.op.expand_dims(part, 0)))
+        if part.ty.ndim < 2:
+            part = node.emit(relax.op.expand_dims(part, 0))
+        elif part.ty.ndim > 2:
+            part = node.apply("Flatten", part, axis=1)
+        parts.append(part)
     return relax.op.concat(parts, 1)
 
 
@@ -164,7 +171,7 @@ def convert_label_encoder(node: Node) -> relax.Expr:
     """
     attrs = node.attrs
     if any("string" in name and value for name, value in attrs.items()):
-        raise UnsupportedFormError("strings: only numbers are supported")
+        raise UnsupportedFormError("strings in a model that computes others")
     keys, values = (_table(attrs, name) for name in ("keys", "values"))
     if keys is None or values is None or len(keys) != len(values):
         raise UnsupportedFormError("keys and values of different numbers, or strings among them")
@@ -231,7 +238,7 @@ def convert_linear_classifier(node: Node) -> relax.Expr:
     """
     labels, post = class_labels(node, "classlabels_ints"), node.text("post_transform", "NONE")
     x, features = rows_of(node, "LinearClassifier")
-    count = len(node.attrs["coefficients"]) // features
+    count = len(node.attrs.get("intercepts", ())) or len(node.attrs["coefficients"]) // features
     scores = _linear(node, (x, features), count)
     if count > 1:
         return classify(node, scores, labels, post)

@@ -220,7 +220,8 @@ def convert_slice(node: Node) -> relax.Expr | None:
             raise FreeSizeError("axes or steps that are computed from data")
         if first is None or last is None:
             _count_bounds(node, 1 if constants[0] is None else constants[0].size)
-        count = len(first or last or dims_of(node.integers(1)) or ())
+        bounds = first or last
+        count = len(bounds) if bounds else (dims_of(node.integers(1)) or [0])[0]
         axes = list(range(count)) if constants[0] is None else constants[0].tolist()
         steps = [1] * len(axes) if constants[1] is None else constants[1].tolist()
         if first is None or last is None:

@@ -49,6 +49,9 @@ def convert_resize(node: Node) -> relax.Expr | None:
         return None
     if node.opset < 11:
         node.inputs[1:] = [None, node.inputs[1]]
+    if node.input(3) is not None:
+        # Exporters write empty scales beside sizes, which TVM's converter takes for scales.
+        node.inputs[2] = None
     data, shape = node.inputs[0], dims_of(node.inputs[0])
     if shape is None:
         raise FreeSizeError("an input of unknown shape")

@@ -23,7 +23,7 @@ def class_labels(node: Node, name: str) -> Array:
     Raises UnsupportedFormError for labels that are strings and for a node without labels.
     """
     if node.attrs.get("classlabels_strings"):
-        raise UnsupportedFormError("labels that are strings: only numbers are supported")
+        raise UnsupportedFormError("labels that are strings in a model that computes others")
     labels = np.asarray(node.attrs.get(name, ()), "int64")
     if not len(labels):
         raise UnsupportedFormError("no labels")
