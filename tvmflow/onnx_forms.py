@@ -35,7 +35,7 @@ def bring_to_usual_form(model: "onnx.ModelProto") -> None:
     _let_weights_be_no_inputs(model)
     _replace_group_norms(model)
     graph.initializer.extend(
-        onnx.numpy_helper.from_array(_dense(item), item.values.name) for item in graph.sparse_initializer
+        onnx.numpy_helper.from_array(dense(item), item.values.name) for item in graph.sparse_initializer
     )
     graph.ClearField("sparse_initializer")
     _infer_outputs(model, [value for value in graph.output if _lacks_shape(value)])
@@ -115,12 +115,16 @@ def _lacks_shape(value: "onnx.ValueInfoProto") -> bool:
     return kind is None or (kind == "tensor_type" and not value.type.tensor_type.shape.dim)
 
 
-def _dense(sparse: "onnx.SparseTensorProto") -> "np.ndarray[Any, Any]":
-    """The elements of a sparse tensor; its indices are places in the flat tensor, or an index along each dimension."""
+def dense(sparse: "onnx.SparseTensorProto") -> "np.ndarray[Any, Any]":
+    """Return the elements of a sparse tensor.
+
+    Its indices are places in the flat tensor, or an index along each dimension. Raises IndexError or ValueError for an
+    index beyond the tensor.
+    """
     import numpy as np
     import onnx
 
     values, indices = (onnx.numpy_helper.to_array(item) for item in (sparse.values, sparse.indices))
-    dense = np.zeros(math.prod(sparse.dims), values.dtype)
-    dense[indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), tuple(sparse.dims))] = values
-    return dense.reshape(tuple(sparse.dims))
+    elements = np.zeros(math.prod(sparse.dims), values.dtype)
+    elements[indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), tuple(sparse.dims))] = values
+    return elements.reshape(tuple(sparse.dims))

@@ -436,7 +436,7 @@ def profile_of(tvm: Mapping[str, Any], arch: str, features: tuple[str, ...]) -> 
         return profiles.named("aarch64-generic")
     if "amx_tile" in features:
         return profiles.named("sapphire-rapids")
-    return profiles.named("x86-64-v4" if "avx512f" in features else "x86-64-v3" if "avx2" in features else "x86-64-v2")
+    return profiles.named("x86-64-v4" if "avx512bw" in features else "x86-64-v3" if "avx2" in features else "x86-64-v2")
 
 
 def _named_profile(name: str) -> Profile:

@@ -168,7 +168,7 @@ def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: boo
 
 def _without_strings(value: Any, labels: Sequence[str]) -> Any:
     """An array of strings as their places in the labels, -1 for another string; other values as they are."""
-    if getattr(value, "dtype", None) != object:
+    if getattr(value, "dtype", np.dtype("f4")).kind != "O":
         return value
     texts = [item.decode() if isinstance(item, bytes) else item for item in value.ravel()]
     return np.array([labels.index(text) if text in labels else -1 for text in texts]).reshape(value.shape)

@@ -220,9 +220,7 @@ def _resize(model: Model, x: str) -> str:
         sizes = [*shape[:2], *(model.integer(1, 2 * size) for size in shape[2:])]
         return model.node("Resize", x, "", "", model.array(np.array(sizes, "int64")), **more)
     scales = [1.0, 1.0, *(model.choice(0.5, 1.0, 1.5, 2.0, 3.0) for _ in shape[2:])]
-    lengths = [scale * size for scale, size in zip(scales, shape, strict=True)]
-    # Of a length that is not whole, ONNX Runtime takes the rounded one and the standard the product itself.
-    if min(lengths) < 1 or (coordinates == "align_corners" and any(length % 1 for length in lengths)):
+    if min(scale * size for scale, size in zip(scales, shape, strict=True)) < 1:
         return x
     return model.node("Resize", x, "", model.array(np.array(scales, "float32")), **more)
 

@@ -12,20 +12,19 @@ Array = npt.NDArray[Any]
 def source_places(
     size: int, result: int, scale: float, mode: str, region: tuple[float, float], dtype: npt.DTypeLike = "float64"
 ) -> Array:
-    """Return the source position of each element of a resized axis, by the ONNX specification of Resize.
+    """Return the source position of each element of a resized axis, as ONNX Runtime's Resize has it.
 
     The axis has `size` elements before and `result` after; `scale` is the operator's scale of the axis. `mode` is its
     coordinate_transformation_mode. `region` is the start and the end of its roi, which only tf_crop_and_resize reads.
     The positions are computed in `dtype`. ONNX Runtime computes in float32, which decides where a position is about
-    half of the way between two neighbours. Raises ValueError for a mode that the specification does not have.
+    half of the way between two neighbours. Between aligned corners, and for a result of one element, its length is
+    `result`; ONNX's specification has the size times the scale there. Raises ValueError for a mode that the
+    specification does not have.
     """
     x = np.arange(result, dtype=dtype)
     scale = x.dtype.type(scale)
-    length = scale * size
-    if mode == "align_corners" and length == 1:
+    if mode in ("align_corners", "pytorch_half_pixel") and result == 1:
         return np.zeros(result)
-    if mode == "pytorch_half_pixel" and length <= 1:
-        return np.full(result, 0.0)
     if mode == "tf_half_pixel_for_nn":
         return (x + 0.5) / scale
     if mode == "tf_crop_and_resize":
@@ -34,10 +33,10 @@ def source_places(
             return np.full(1, 0.5 * (start + end) * (size - 1))
         return start * (size - 1) + x * (end - start) * (size - 1) / (result - 1)
     if mode == "half_pixel_symmetric":
-        adjustment = result / length
+        adjustment = result / (scale * size)
         return size / 2 * (1 - adjustment) + (x + 0.5) / scale - 0.5
     if mode in ("asymmetric", "align_corners", "half_pixel", "pytorch_half_pixel"):
-        places: Array = source_place(x, size, length, scale, mode)
+        places: Array = source_place(x, size, result, scale, mode)
         return places
     raise ValueError(f"coordinate_transformation_mode {mode!r}")
 

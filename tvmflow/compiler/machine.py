@@ -88,7 +88,8 @@ def of_profile(profile: Profile, features: tuple[str, ...], cores: int) -> Machi
 
     `features`, in the words of /proc/cpuinfo, decide on the width of its vectors and on AMX.
     """
-    bits = 512 if "avx512f" in features else 256 if "avx" in features else 128
+    # Kernels of 512 bits multiply 8-bit and 16-bit integers, which AVX512F alone does not.
+    bits = 512 if {"avx512f", "avx512bw"} <= set(features) else 256 if "avx" in features else 128
     tiles = {name for name in ("bf16", "int8") if {"amx_tile", f"amx_{name}"} <= set(features)}
     return Machine(
         arch=profile.arch,

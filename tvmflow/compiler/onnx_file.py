@@ -16,7 +16,7 @@ from tvmflow.compiler.onnx import has_converter, is_function
 from tvmflow.errors import ModelImportError
 from tvmflow.onnx_data import array_of, explain_unreadable, load, without_weights
 from tvmflow.onnx_domains import explain_unknown, with_own_domain
-from tvmflow.onnx_forms import bring_to_usual_form
+from tvmflow.onnx_forms import bring_to_usual_form, dense
 from tvmflow.onnx_graph import explain_order, nodes_of
 from tvmflow.onnx_inputs import name_free_dimensions
 from tvmflow.onnx_labels import replace_labels
@@ -201,7 +201,7 @@ def _add_defaults(node: onnx.NodeProto, defaults: Sequence[onnx.AttributeProto])
 def constants_to_initializers(graph: onnx.GraphProto) -> None:
     """Turn the Constant nodes of a graph and of its inner graphs into initializers, in place.
 
-    A node whose value is in `value_string`, `value_strings` or `sparse_value` stays.
+    A node whose value is in `value_string` or `value_strings` stays.
     """
     others = []
     for node in graph.node:
@@ -221,6 +221,8 @@ def constants_to_initializers(graph: onnx.GraphProto) -> None:
 def _constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
     if len(node.attribute) != 1:
         return None
+    if node.attribute[0].name == "sparse_value":
+        return numpy_helper.from_array(dense(node.attribute[0].sparse_tensor))
     attribute = node.attribute[0]
     value: Any = onnx.helper.get_attribute_value(attribute)
     if attribute.name == "value":

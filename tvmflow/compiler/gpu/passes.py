@@ -24,6 +24,7 @@ from tvmflow.compiler.operators.common import (
     same_shape,
     static,
 )
+from tvmflow.compiler.operators.elementwise import LOGICAL, legalize_logical
 from tvmflow.compiler.operators.geometry import has_constant_weights, is_depthwise
 from tvmflow.compiler.operators.indices import legalize_clamped
 from tvmflow.compiler.passes import attention
@@ -243,9 +244,17 @@ def legalizations(gpu: Gpu) -> dict[str, Legalization]:
             return definitions.multiply(builder, left, right, gpu, "float32", "matmul")
         return default(builder, call)
 
+    def logical(name: str) -> Legalization:
+        def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+            result = legalize_logical(builder, call, None, name)
+            return default(builder, call) if result is None else result
+
+        return legalize
+
     return {
         "relax.nn.conv2d": conv2d,
         "relax.matmul": matmul,
+        **{f"relax.{name}": logical(name) for name in LOGICAL},
         "relax.max": extreme,
         "relax.min": extreme,
         "tvmflow.indices": legalize_clamped,

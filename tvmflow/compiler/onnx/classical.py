@@ -9,7 +9,7 @@ from tvm import relax
 
 from tvmflow.compiler.onnx.indexing import checked_indices
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
-from tvmflow.compiler.onnx.scores import class_labels, classify, transform
+from tvmflow.compiler.onnx.scores import class_labels, classify, transform_targets
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 from tvmflow.features import features_of
 
@@ -24,10 +24,12 @@ def _floats(node: Node, value: relax.Expr) -> relax.Expr:
 def rows_of(node: Node, operator: str) -> tuple[relax.Expr, int]:
     """Return the first operand of a node of `operator` as a float32 matrix, and the number of its columns.
 
-    Raises FreeSizeError for an operand of other than two dimensions. Raises it for a symbolic number of columns, too,
-    unless the node's attributes tell that number.
+    A vector is one row. Raises FreeSizeError for an operand of more than two dimensions. Raises it for a symbolic
+    number of columns, too, unless the node's attributes tell that number.
     """
     x = _with_features(node, operator)
+    if x.ty.ndim == 1:
+        x = node.emit(relax.op.expand_dims(x, 0))
     dims = dims_of(x)
     if dims is None or len(dims) != 2 or not isinstance(dims[1], int):
         raise FreeSizeError("rows of an unknown number of features")
@@ -226,7 +228,7 @@ def convert_linear_regressor(node: Node) -> relax.Expr:
     FreeSizeError for rows with an unknown number of features.
     """
     scores = _linear(node, rows_of(node, "LinearRegressor"), int(node.attrs.get("targets", 1)))
-    return transform(node, scores, node.text("post_transform", "NONE"))
+    return transform_targets(node, scores)
 
 
 def convert_linear_classifier(node: Node) -> relax.Expr:

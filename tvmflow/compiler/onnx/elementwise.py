@@ -17,7 +17,7 @@ _POWER_BITS = 6
 def convert_clip(node: Node) -> relax.Expr | None:
     """Return the Relax expression of ONNX's Clip: relu or maximum, then minimum, which TVM can lay out and fuse.
 
-    Returns None, which leaves the node to TVM's converter, for bounds that are not constant.
+    Returns None, which leaves the node to TVM's converter, for bounds that are no tensors.
     """
     x = node.inputs[0]
     bounds: list[Any] = []
@@ -25,18 +25,22 @@ def convert_clip(node: Node) -> relax.Expr | None:
         if node.opset < 11:
             bounds.append(node.attrs.get(key))
             continue
-        value = node.constant(position)
-        if value is None and node.input(position) is not None:
-            return None
+        value, operand = node.constant(position), node.input(position)
+        if value is None and operand is not None:
+            if not isinstance(operand.ty, relax.TensorType):
+                return None
+            bounds.append(operand if operand.ty.ndim == 0 else node.emit(relax.op.reshape(operand, ())))
+            continue
         bound = None if value is None else value.reshape(-1)[0]
         bounds.append(None if bound is None or np.isnan(bound) else bound)
-    low, high = bounds
+    low, high = (
+        bound if bound is None or isinstance(bound, relax.Expr) else relax.const(bound, dtype_of(x)) for bound in bounds
+    )
     if low is not None:
-        x = relax.op.nn.relu(x) if low == 0 else relax.op.maximum(x, relax.const(low, dtype_of(x)))
+        is_relu = not isinstance(bounds[0], relax.Expr) and bounds[0] == 0
+        x = relax.op.nn.relu(x) if is_relu else relax.op.maximum(x, low)
         x = x if high is None else node.emit(x)
-    if high is not None:
-        x = relax.op.minimum(x, relax.const(high, dtype_of(x)))
-    return x
+    return x if high is None else relax.op.minimum(x, high)
 
 
 def convert_dropout(node: Node) -> relax.Expr:
@@ -103,9 +107,16 @@ def convert_thresholded_relu(node: Node) -> relax.Expr:
 
 
 def convert_sign(node: Node) -> relax.Expr | None:
-    """Return the Relax expression of ONNX's Sign of unsigned integers, which have no -1; None for other types."""
+    """Return the Relax expression of ONNX's Sign: unsigned integers have no -1, and that of NaN is NaN.
+
+    Returns None, which leaves the node to TVM's converter, for integers with a sign.
+    """
     x, dtype = node.inputs[0], dtype_of(node.inputs[0])
-    return relax.op.minimum(x, relax.const(1, dtype)) if dtype.startswith("uint") else None
+    if dtype.startswith("uint"):
+        return relax.op.minimum(x, relax.const(1, dtype))
+    if not dtype.startswith("float"):
+        return None
+    return relax.op.where(node.emit(relax.op.isnan(x)), x, node.emit(relax.op.sign(x)))
 
 
 def convert_shrink(node: Node) -> relax.Expr | None:

@@ -18,7 +18,7 @@ from tvmflow.compiler.operators.indices import checked
 from tvmflow.compiler.size_checks import cast_to
 
 # The integers that TVM does not sort, and the wider ones in which they are sorted.
-_SORTED_AS = {"int16": "int32", "uint16": "int32", "uint32": "int64"}
+_SORTED_AS = {"int8": "int32", "int16": "int32", "uint16": "int32", "uint32": "int64"}
 # The opset in which Hardmax and its like came to be along one dimension.
 _ONE_AXIS = 13
 
@@ -297,8 +297,9 @@ def convert_unique(node: Node) -> relax.Expr:
         raise UnsupportedFormError("along an axis of data of several dimensions", "export the model without it")
     size = reduce(node.evaluator.multiply, dims, 1)
     flat = emit(relax.op.reshape(data, relax.ShapeExpr([size])))
-    # TVM sorts no bfloat16, whose numbers float32 has too.
-    keys = emit(relax.op.astype(flat, "float32")) if dtype_of(flat) == "bfloat16" else flat
+    # TVM does not sort every type.
+    wider = {"bfloat16": "float32", **_SORTED_AS}.get(dtype_of(flat))
+    keys = flat if wider is None else emit(relax.op.astype(flat, wider))
     order = emit(relax.op.argsort(keys, 0, dtype="int64"))
     ordered = emit(relax.op.take(flat, order, 0))
 
@@ -530,6 +531,8 @@ def convert_top_k(node: Node) -> relax.Expr | None:
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
     dtype = dtype_of(data)
+    # Where any order is allowed, the sorted one is.
+    node.attrs.pop("sorted", None)
     if dtype == "uint64":
         raise UnsupportedFormError(f"{dtype}: TVM does not sort them")
     if dtype in _SORTED_AS:

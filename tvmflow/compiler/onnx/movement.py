@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 from onnx import numpy_helper
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.broadcasting import simplest, with_sizes
 from tvmflow.compiler.onnx.node import FreeSizeError, Node
@@ -27,9 +27,11 @@ def convert_reshape(node: Node) -> relax.Expr | None:
     data, dims, target = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
     if target is None:
         return _reshape_to_data(node)
+    keeps_zero = bool(node.attrs.get("allowzero", 0))
+    if dims is not None and keeps_zero and any(isinstance(size, int) and size == 0 for size in target):
+        return _nothing(node, target)
     if dims is None or all(isinstance(size, int) for size in (*dims, *target)):
         return None
-    keeps_zero = bool(node.attrs.get("allowzero", 0))
     sizes: list[Any] = [
         dims[axis] if isinstance(size, int) and size == 0 and not keeps_zero else size
         for axis, size in enumerate(target)
@@ -40,6 +42,16 @@ def convert_reshape(node: Node) -> relax.Expr | None:
     data = _with_implied_size(node, data, sizes)
     node.check_size(*(node.evaluator.quotient(shape, []) for shape in (dims_of(data) or [], sizes)))
     return relax.op.reshape(data, relax.ShapeExpr(sizes))
+
+
+def _nothing(node: Node, sizes: Sequence[Any]) -> relax.Expr:
+    """A tensor without elements, of the first operand's type. TVM's reshape takes a size of 0 for the data's own."""
+
+    def copy(data: te.Tensor) -> te.Tensor:
+        # TVM would fold a constant, and cannot store one without elements.
+        return te.compute(tuple(sizes), lambda *_: data[(0,) * len(data.shape)], name="nothing")
+
+    return node.builder.call_te(copy, node.inputs[0], primfunc_name_hint="nothing")
 
 
 def _with_implied_size(node: Node, data: relax.Expr, sizes: Sequence[Any]) -> relax.Expr:
@@ -92,6 +104,10 @@ def convert_expand(node: Node) -> relax.Expr | None:
     data, dims, target = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
     if target is None:
         return _expand_to_data(node)
+    if dims is not None and any(isinstance(size, int) and size == 0 for size in (*dims, *target)):
+        rank = max(len(dims), len(target))
+        pairs = zip([1] * (rank - len(dims)) + dims, [1] * (rank - len(target)) + list(target), strict=True)
+        return _nothing(node, [own if isinstance(size, int) and size == 1 else size for own, size in pairs])
     if dims is None or all(isinstance(size, int) for size in (*dims, *target)):
         return None
     rank = max(len(dims), len(target))
@@ -159,6 +175,8 @@ def convert_tile(node: Node) -> relax.Expr | None:
     data, dims, repeats = node.inputs[0], dims_of(node.inputs[0]), node.sizes(1)
     if not dims or repeats is None:
         return None
+    if any(isinstance(size, int) and size == 0 for size in (*dims, *repeats)):
+        return _nothing(node, [node.evaluator.multiply(*pair) for pair in zip(repeats, dims, strict=True)])
     if all(isinstance(size, int) for size in repeats) and (repeats[-1] == 1 or isinstance(dims[-1], int)):
         return None
     apart = [size for dim in dims for size in (1, dim)]
@@ -184,6 +202,9 @@ def convert_squeeze(node: Node) -> relax.Expr | None:
     node without axes.
     """
     data, dims = node.inputs[0], dims_of(node.inputs[0])
+    if node.input(1) is not None and node.sizes(1) == []:
+        # No axes are as absent ones: all dimensions of one element.
+        node.inputs[1:] = []
     if dims is None or all(isinstance(size, int) for size in dims):
         return None
     axes = node.sizes(1) if node.input(1) is not None else node.attrs.get("axes")

@@ -5,17 +5,24 @@ from tvm import relax
 
 from tvmflow.compiler.onnx.broadcasting import agree
 from tvmflow.compiler.onnx.node import IN_EVALUATION, Node, UnsupportedFormError
-from tvmflow.compiler.onnx.values import dims_of, dtype_of
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 
 def convert_batch_norm(node: Node) -> relax.Expr | None:
-    """Raise UnsupportedFormError for a BatchNormalization in training mode, which computes statistics of the batch.
+    """Return the Relax expression of a BatchNormalization of vectors, or with statistics of each place (`spatial` = 0).
 
-    Returns None for others, which leaves the node to TVM's converter.
+    Returns None for others, which leaves the node to TVM's converter. Raises UnsupportedFormError for training mode,
+    which computes statistics of the batch.
     """
     if node.attrs.get("training_mode", 0) or node.outputs > 1:
         raise UnsupportedFormError("training_mode computes statistics of the batch", IN_EVALUATION)
-    return None
+    data, *others = node.inputs
+    if data.ty.ndim > 1 and node.attrs.get("spatial", 1):
+        return None
+    scale, bias, mean, variance = others
+    shifted = node.apply("Add", variance, const(node.attrs.get("epsilon", 1e-5), dtype_of(variance)))
+    centred = node.apply("Div", node.apply("Sub", data, mean), node.apply("Sqrt", shifted))
+    return node.apply("Add", node.apply("Mul", centred, scale), bias)
 
 
 def convert_group_norm(node: Node) -> relax.Expr | None:

@@ -48,7 +48,7 @@ def convert_resize(node: Node) -> relax.Expr | None:
     if node.opset < 10:
         return None
     if node.opset < 11:
-        node.inputs[1:] = [None, node.inputs[1]]
+        return _resize_of_opset_10(node)
     if node.input(3) is not None:
         # Exporters write empty scales beside sizes, which TVM's converter takes for scales.
         node.inputs[2] = None
@@ -103,6 +103,21 @@ def convert_resize(node: Node) -> relax.Expr | None:
             bounds = (float(region[position]), float(region[len(axes) + position]))
         result = _resize_axis(node, result, step, coordinates, bounds)
     return result
+
+
+def _resize_of_opset_10(node: Node) -> relax.Expr:
+    """Resize from the first pixel's corner; where an axis shrinks, the nearest pixel is the one after a place."""
+    data, scales, mode = node.inputs[0], node.inputs[1], node.text("mode", "nearest")
+    form: dict[str, Any] = {"mode": mode, "coordinate_transformation_mode": "asymmetric"}
+    numbers = node.constant(1)
+    if mode != "nearest":
+        return node.apply("Resize", data, None, scales, **form)
+    if numbers is None:
+        raise FreeSizeError("scales that are computed, of the nearest pixels in opset 10")
+    for part, rounding in ((np.maximum(numbers, 1), "floor"), (np.minimum(numbers, 1), "ceil")):
+        if (part != 1).any():
+            data = node.apply("Resize", data, None, const(part), nearest_mode=rounding, **form)
+    return data
 
 
 def convert_upsample(node: Node) -> relax.Expr:

@@ -7,7 +7,7 @@ import numpy as np
 from tvm import relax
 
 from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
-from tvmflow.compiler.onnx.values import const
+from tvmflow.compiler.onnx.values import const, dims_of
 
 Array = np.ndarray[Any, Any]
 
@@ -69,6 +69,18 @@ def transform(node: Node, scores: relax.Expr, name: str) -> relax.Expr:
     if name == "PROBIT":
         return _probit(node, scores)
     raise UnsupportedFormError(f"post_transform {name!r}")
+
+
+def transform_targets(node: Node, scores: relax.Expr, *, keeps_one: bool = False) -> relax.Expr:
+    """Return the scores [rows, targets] of a regressor after its `post_transform`, as ONNX Runtime computes it.
+
+    ONNX Runtime leaves the score of a single target as it is, but for PROBIT; with `keeps_one` for PROBIT as well.
+    Raises UnsupportedFormError for an unknown `post_transform`.
+    """
+    name = node.text("post_transform", "NONE")
+    targets = dims_of(scores)[1]  # type: ignore[index]
+    is_kept = targets == 1 and (keeps_one or name in ("LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO"))
+    return scores if is_kept else transform(node, scores, name)
 
 
 def _probit(node: Node, scores: relax.Expr) -> relax.Expr:

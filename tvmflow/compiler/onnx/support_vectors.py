@@ -9,7 +9,7 @@ from tvm.script.ir_builder import tirx as T
 
 from tvmflow.compiler.onnx.classical import rows_of
 from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
-from tvmflow.compiler.onnx.scores import class_labels, take_labels, transform
+from tvmflow.compiler.onnx.scores import class_labels, take_labels, transform, transform_targets
 from tvmflow.compiler.onnx.values import const
 
 Array = np.ndarray[Any, Any]
@@ -40,7 +40,7 @@ def convert_svm_regressor(node: Node) -> relax.Expr:
     if int(node.attrs.get("one_class", 0)):
         is_inside = node.emit(relax.op.greater(scores, const(0.0, "float32")))
         return relax.op.where(is_inside, const(1.0, "float32"), const(-1.0, "float32"))
-    return transform(node, scores, node.text("post_transform", "NONE"))
+    return transform_targets(node, scores, keeps_one=True)
 
 
 def convert_svm_classifier(node: Node) -> relax.Expr:

@@ -8,7 +8,7 @@ from onnx import TensorProto, numpy_helper
 from tvm import relax, tirx
 
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
-from tvmflow.compiler.onnx.scores import class_labels, classify, transform
+from tvmflow.compiler.onnx.scores import class_labels, classify, transform, transform_targets
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 from tvmflow.compiler.operators.trees import Forest, trees
 from tvmflow.features import features_of
@@ -46,7 +46,7 @@ def convert_regressor(node: Node) -> relax.Expr:
     """
     targets = int(node.attrs.get("n_targets", 1))
     scores, _ = _ensemble(node, "target", targets, node.text("aggregate_function", "SUM"))
-    return transform(node, scores, node.text("post_transform", "NONE"))
+    return transform_targets(node, scores)
 
 
 def convert_classifier(node: Node) -> relax.Expr:

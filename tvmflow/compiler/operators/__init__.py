@@ -46,12 +46,14 @@ _OPERATORS: dict[str, _Definition] = {
     "relax.nn.group_norm": norms.legalize,
     "relax.maximum": partial(elementwise.legalize_extreme, largest=True),
     "relax.minimum": partial(elementwise.legalize_extreme, largest=False),
+    **{f"relax.{name}": partial(elementwise.legalize_logical, name=name) for name in elementwise.LOGICAL},
     "relax.scatter_nd": scatter.legalize,
     "tvmflow.indices": indices.legalize,
     "relax.nn.leakyrelu": elementwise.legalize_leaky_relu,
     "relax.nn.prelu": elementwise.legalize_prelu,
     "relax.quantize": elementwise.legalize_quantize,
     **{name: partial(elementwise.legalize, function=function) for name, function in elementwise.FUNCTIONS.items()},
+    "relax.nn.relu": elementwise.legalize_relu,
 }
 
 

@@ -26,6 +26,8 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "relax.nn.gelu_tanh": vectormath.gelu_tanh,
     "relax.nn.relu": lambda x: tirx.max(tirx.const(0, "float32"), x),
 }
+# The operators that `legalize_logical` defines.
+LOGICAL = ("logical_not", "logical_xor", "not_equal", "equal", "greater_equal", "less_equal")
 
 
 def legalize(
@@ -40,6 +42,18 @@ def legalize(
         return te.compute(x.shape, lambda *index: function(x[index]), name=name)
 
     return builder.call_te(compute, call.args[0], primfunc_name_hint=name)
+
+
+def legalize_relu(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
+    """Define ReLU of floats, where NaN stays NaN; None for other types."""
+    dtype = str(call.ty.dtype)
+    if not dtype.startswith("float"):
+        return None
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        return te.compute(x.shape, lambda *index: tirx.max(tirx.const(0, dtype), x[index]), name="relu")
+
+    return builder.call_te(compute, call.args[0], primfunc_name_hint="relu")
 
 
 def legalize_extreme(
@@ -72,6 +86,46 @@ def legalize_extreme(
 
     operands = [first, second] if limit is None else [second]
     return builder.call_te(compute, *operands, primfunc_name_hint=name)
+
+
+def legalize_logical(
+    builder: relax.BlockBuilder, call: relax.Call, _machine: Machine | None, name: str
+) -> relax.Expr | None:
+    """Define an operator of `LOGICAL` as processors compute it, also for NaN.
+
+    TVM's simplifier makes "not less" of floats "greater or equal", its "not equal" is false for NaN, and a number is
+    equal to itself for it. Returns None for `logical_not` and `logical_xor` of other types than bool, for comparisons
+    of other types than floats, for other comparisons than `not_equal` of two tensors, and for unknown shapes.
+    """
+    dtypes = {str(tensor.ty.dtype) for tensor in call.args}
+    is_comparison, is_twice = not name.startswith("logical"), len(call.args) > 1 and call.args[0].same_as(call.args[1])
+    if len(dtypes) > 1 or not all(dtype.startswith("float") if is_comparison else dtype == "bool" for dtype in dtypes):
+        return None
+    if is_comparison and name != "not_equal" and not is_twice:
+        return None
+    if not all(isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in (*call.args, call)):
+        return None
+    (dtype,), shape = dtypes, list(call.ty.shape.values)
+
+    def compute(*tensors: te.Tensor) -> te.Tensor:
+        def element(*index: Any) -> Any:
+            first, *others = (_element(tensor, index, shape) for tensor in tensors)
+            if is_comparison and is_twice:
+                is_different = vectormath.is_nan(first, dtype)
+                return is_different if name == "not_equal" else _xor(is_different, tirx.const(True, "bool"))
+            if is_comparison:
+                return _xor(tirx.EQ(first, *others), tirx.const(True, "bool"))
+            return _xor(first, others[0] if others else tirx.const(True, "bool"))
+
+        return te.compute(shape, element, name=name)
+
+    operands = call.args[:1] if is_comparison and is_twice else call.args
+    return builder.call_te(compute, *operands, primfunc_name_hint=name)
+
+
+def _xor(one: Any, other: Any) -> Any:
+    """Whether one of two truth values is true; the simplifier knows no opposite of it."""
+    return tirx.bitwise_xor(one.astype("uint8"), other.astype("uint8")).astype("bool")
 
 
 def legalize_prelu(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:

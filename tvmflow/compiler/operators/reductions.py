@@ -32,12 +32,13 @@ class Kind:
     identity: float
 
 
+# Of NaN and a number, an extreme is its second operand: with the result so far there, NaN loses none of the numbers.
 def _largest(a: Any, b: Any) -> Any:
-    return tirx.max(a, b)
+    return tirx.max(b, a)
 
 
 def _smallest(a: Any, b: Any) -> Any:
-    return tirx.min(a, b)
+    return tirx.min(b, a)
 
 
 def _product(a: Any, b: Any) -> Any:

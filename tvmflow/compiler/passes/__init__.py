@@ -7,7 +7,7 @@ import tvm
 from tvm import relax
 
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.dotproduct import integer_dot
+from tvmflow.compiler.dotproduct import PAIRS, integer_dot
 from tvmflow.compiler.gpu.passes import UseTensorCores, lower_attention
 from tvmflow.compiler.gpu.passes import legalizations as gpu_legalizations
 from tvmflow.compiler.gpu.tiling import gpu_of
@@ -167,6 +167,8 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
     cpu = machine(target).for_weights(weights)
     # Integer operators such as ConvInteger compute in integers in every precision; AMX serves `precision` only.
     unit = integer_dot(target)
+    # The products of pairs of bytes are of SSSE3.
+    of_bytes = unit if unit is not PAIRS or "ssse3" in target.features else None
     narrow: dict[Precision, list[tvm.transform.Pass]] = {
         "fp32": [FuseBlocks(cpu, choices, fast), read_stored_weights(cpu), JoinRows()],
         "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), JoinRows(), RoundProducts(cpu, fast)],
@@ -177,7 +179,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
         kernels=[
             lower_recurrence(cpu, unit),
             lower_trees(cpu),
-            lower_block_products(cpu, unit, widens=precision == "fp32"),
+            lower_block_products(cpu, of_bytes, widens=precision == "fp32"),
         ],
         integers=[IntegerArithmetic(cpu, unit, is_required=precision == "int8")] if unit else [],
         layout=[attention.compose_attention(), CheckSizesAlone(), *layout(cpu.lanes)],

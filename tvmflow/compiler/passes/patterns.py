@@ -303,7 +303,7 @@ def _layer_norm(rewriter: Rewriter, x: relax.Expr, axes: list[int], epsilon: flo
     one, zero = _neutral(size)
     if axes == [count - 1]:
         return relax.op.nn.layer_norm(x, one, zero, [-1], epsilon)
-    if axes == list(range(count - len(axes), count)):
+    if axes and axes == list(range(count - len(axes), count)):
         flat = rewriter.emit(relax.op.reshape(x, relax.ShapeExpr([*dims[: axes[0]], size])))
         norm = rewriter.emit(relax.op.nn.layer_norm(flat, one, zero, [-1], epsilon))
         return relax.op.reshape(norm, relax.ShapeExpr(dims))

@@ -19,6 +19,16 @@ Rule = Callable[["Rewriter", Any], relax.Expr | None]
 
 # The key of the rules for elements of tuples.
 ELEMENT = "element"
+# The operators that make whole numbers or truth values of numbers, which may change all at once.
+_ROUNDING = {
+    *("ceil", "equal", "floor", "floor_divide", "floor_mod", "greater", "greater_equal", "less", "less_equal", "mod"),
+    *("not_equal", "quantize", "round", "sign", "trunc"),
+}
+# The operators whose results are near to each other where their operands are.
+_STEADY = {
+    *("abs", "add", "astype", "broadcast_to", "clip", "concat", "divide", "expand_dims", "flip", "maximum", "minimum"),
+    *("multiply", "negative", "permute_dims", "reshape", "squeeze", "strided_slice", "subtract", "take", "where"),
+}
 # The most times that rules apply to one expression, and that a pass goes through a module.
 _MOST = 20
 
@@ -38,6 +48,8 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         self._rules = rules
         self._function: relax.Function | None = None
         self._uses: Counter[relax.Var] | None = None
+        self._bound: relax.Var | None = None
+        self._rounded: set[relax.Var] | None = None
         self._casts: dict[relax.Var, relax.Expr] = {}
 
     def visit_match_cast_(self, binding: relax.MatchCast) -> None:
@@ -50,13 +62,18 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         self._casts[variable] = value
         self.set_var_remap(binding.var, variable)
 
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        """Remember the variable whose value is visited."""
+        self._bound = binding.var
+        super().visit_var_binding_(binding)
+
     def rewrite(self, function: relax.Function) -> relax.Function:
         """Return the function after one traversal, without bindings that nothing reads.
 
         The rules apply to each expression until none does, at most 20 times. `has_changed` says whether any did.
         """
         self.has_changed = False
-        self._function, self._uses = function, None
+        self._function, self._uses, self._rounded = function, None, None
         result = self.visit_expr(function)
         return relax.analysis.remove_all_unused(result) if self.has_changed else function
 
@@ -142,6 +159,15 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
             self._uses = count_uses(self._function)
         return self._uses[expr] <= times
 
+    def is_rounded(self) -> bool:
+        """Whether the value that is visited becomes whole numbers or truth values, maybe after steady operators.
+
+        A difference in its last digit may then make a difference of one.
+        """
+        if self._rounded is None:
+            self._rounded = _rounded_values(self._function)
+        return self._bound in self._rounded
+
     def before_casts(self, expr: relax.Expr) -> relax.Expr:
         """Return the expression that a variable is an alias of, or the same tensor before its sizes got other names."""
         expr = self._root(expr)
@@ -161,6 +187,25 @@ def count_uses(function: relax.Function | None) -> Counter[relax.Var]:
             else:
                 pending.append(child)
     return uses
+
+
+def _rounded_values(function: relax.Function | None) -> set[relax.Var]:
+    """The variables of a function of which an operator makes whole numbers or truth values, maybe after others."""
+    rounded: set[relax.Var] = set()
+    bindings = [binding for block in function.body.blocks for binding in block.bindings] if function is not None else []
+    for binding in reversed(bindings):
+        name = called_operator(binding.value).removeprefix("relax.")
+        becomes_whole = name == "astype" and not dtype(binding.value).startswith(("float", "bfloat"))
+        if name in _ROUNDING or becomes_whole or (binding.var in rounded and name in _STEADY):
+            parts = [
+                part
+                for item in binding.value.args
+                for part in (item.fields if isinstance(item, relax.Tuple) else [item])
+            ]
+            rounded.update(part for part in parts if isinstance(part, relax.Var))
+        elif binding.var in rounded and isinstance(binding.value, relax.Var):
+            rounded.add(binding.value)
+    return rounded
 
 
 def _children(expr: Any) -> list[Any]:

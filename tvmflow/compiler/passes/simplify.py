@@ -287,6 +287,9 @@ def _reciprocal(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         return None
     with np.errstate(over="ignore"):
         reciprocal = np.asarray(1 / divisor.astype("float64"), "float32")
+    is_exact = bool((np.frexp(divisor)[0] == np.copysign(0.5, divisor)).all())
+    if not is_exact and rewriter.is_rounded():
+        return None
     # A subnormal reciprocal has lost digits.
     if not bool((np.isfinite(reciprocal) & (np.abs(reciprocal) >= np.finfo("float32").tiny)).all()):
         return None

@@ -1,0 +1,194 @@
+"""The edges of operators: numbers that are not finite, tensors without elements, and forms that few files have."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from support.arrays import normal
+from support.forests import DOMAIN
+from support.models import save_text
+from tvmflow.compiler import CompiledModel, build, import_onnx
+from tvmflow.target import resolve
+
+Check = Callable[..., CompiledModel]
+
+_NAN, _INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("divisor", [41, 47, 6])
+def test_quotients_that_become_whole_numbers_are_exact(
+    divisor: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    """41 times the reciprocal of 41 is less than one in float32; exporters find a row of a picture so."""
+    nodes = [
+        helper.make_node("Div", ["x", "c"], ["quotient"]),
+        helper.make_node("Add", ["quotient", "one"], ["next"]),
+        helper.make_node("Floor", ["next"], ["row"]),
+        helper.make_node("Cast", ["quotient"], ["whole"], to=TensorProto.INT64),
+        helper.make_node("Less", ["quotient", "one"], ["is_first"]),
+    ]
+    weights = {"c": np.float32(divisor), "one": np.float32(1)}
+    results = [("row", [2000]), ("whole", [2000], TensorProto.INT64), ("is_first", [2000], TensorProto.BOOL)]
+    path = make_model(nodes, [("x", [2000])], results, weights)
+    assert_same_as_onnxruntime(path, {"x": np.arange(2000, dtype="float32")})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_comparisons_and_their_opposites_of_nan_equal_onnx_runtime(
+    dtype: str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    nodes = [
+        helper.make_node("Equal", ["x", "x"], ["is_number"]),
+        helper.make_node("Not", ["is_number"], ["is_nan"]),
+        helper.make_node("Where", ["is_nan", "zero", "x"], ["clean"]),
+        helper.make_node("Greater", ["x", "z"], ["is_greater"]),
+        helper.make_node("Not", ["is_greater"], ["is_not_greater"]),
+        helper.make_node("Xor", ["is_number", "yes"], ["is_other"]),
+        helper.make_node("GreaterOrEqual", ["x", "x"], ["is_like_itself"]),
+        helper.make_node("Relu", ["x"], ["positive"]),
+        helper.make_node("Clip", ["x", "low", "high"], ["inside"]),
+        helper.make_node("Sign", ["x"], ["sign"]),
+    ]
+    inputs = [(name, shape, element) for name, shape in (("x", [4]), ("z", [4]), ("low", []), ("high", []))]
+    results = [(name, [4], TensorProto.BOOL) for name in ("is_nan", "is_not_greater", "is_other", "is_like_itself")]
+    results += [(name, [4], element) for name in ("clean", "positive", "inside", "sign")]
+    path = make_model(nodes, inputs, results, {"zero": np.zeros((), dtype), "yes": np.array(True)})
+    bounds = {"low": np.array(-1, dtype), "high": np.array(3, dtype)}
+    feed = {"x": np.array([_NAN, 1, -_INFINITY, 2], dtype), "z": np.array([0, _NAN, 1, 1], dtype), **bounds}
+    assert_same_as_onnxruntime(path, feed)
+
+
+def test_places_of_nan_are_not_zero(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    path = make_model([helper.make_node("NonZero", ["x"], ["y"])], [("x", [5])], [("y", [1, None], TensorProto.INT64)])
+    assert_same_as_onnxruntime(path, {"x": np.array([_NAN, 0, -_INFINITY, 2, 0], "float32")})
+
+
+def test_an_extreme_loses_no_number_to_nan(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [helper.make_node(name, ["x", "last"], [name], keepdims=0) for name in ("ReduceMax", "ReduceMin")]
+    path = make_model(nodes, [("x", [2, 4])], ["ReduceMax", "ReduceMin"], {"last": np.array([1])})
+    assert_same_as_onnxruntime(path, {"x": np.array([[3, -1, _NAN, 2], [1, _NAN, 3, 0]], "float32")})
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 6, 8], [1, 1, "height", "width"]], ids=["fixed", "free"])
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_opset_10_resizes_from_the_corner_of_the_first_pixel(
+    mode: str, sizes: list[Any], make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    scales = {"bigger": [1, 1, 1.7, 2], "smaller": [1, 1, 0.4, 0.4], "both": [1, 1, 1.7, 0.6]}
+    nodes = [helper.make_node("Resize", ["x", name], [f"{name}_y"], mode=mode) for name in scales]
+    weights = {name: np.array(numbers, "float32") for name, numbers in scales.items()}
+    path = make_model(nodes, [("x", sizes)], [f"{name}_y" for name in scales], weights, opset=10)
+    assert_same_as_onnxruntime(path, {"x": normal(1, 1, 6, 8)})
+
+
+@pytest.mark.parametrize("coordinates", ["align_corners", "pytorch_half_pixel"])
+def test_lengths_that_are_not_whole_are_those_of_the_result(
+    coordinates: str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    scales = {"longer": 1.5, "shorter": 0.4, "single": 0.3}
+    nodes = [
+        helper.make_node(
+            "Resize", ["x", "", name], [f"{name}_{mode}"], mode=mode, coordinate_transformation_mode=coordinates
+        )
+        for name in scales
+        for mode in ("nearest", "linear", "cubic")
+    ]
+    weights = {name: np.array([1, 1, 1, scale], "float32") for name, scale in scales.items()}
+    path = make_model(nodes, [("x", [1, 1, 1, 5])], [node.output[0] for node in nodes], weights)
+    assert_same_as_onnxruntime(path, {"x": normal(1, 1, 1, 5)})
+
+
+def test_tensors_without_elements_keep_their_shapes(assert_all_same: Check) -> None:
+    reshape = helper.make_node("Reshape", ["x", "sizes"], ["y"], allowzero=1)
+    tile = helper.make_node("Tile", ["x", "sizes"], ["y"])
+    expand = helper.make_node("Expand", ["x", "sizes"], ["y"])
+    nothing, full = np.zeros((0, 3, 4), "float32"), normal(2, 3, 4)
+
+    def case(node: onnx.NodeProto, shape: list[Any], sizes: list[int], data: Any) -> Any:
+        return ([node], [("x", shape)], [("y", [None] * len(sizes))], {"sizes": np.array(sizes)}), {"x": data}
+
+    assert_all_same(
+        [
+            case(reshape, ["a", "b", "c"], [3, 0], nothing),
+            case(reshape, [0, 3, 4], [3, 0], nothing),
+            case(tile, ["a", "b", "c"], [1, 0, 2], full),
+            case(tile, [2, 3, 4], [1, 0, 2], full),
+            case(expand, [1, 4], [0, 4], normal(1, 4)),
+        ]
+    )
+
+
+def test_forms_that_few_files_have_equal_onnx_runtime(assert_all_same: Check) -> None:
+    squeeze = helper.make_node("Squeeze", ["x", "axes"], ["y"])
+    unique = helper.make_node("Unique", ["x"], ["y"])
+    largest = [
+        helper.make_node("TopK", ["x", "k"], ["values", "places"], sorted=0),
+        # Any order is allowed.
+        helper.make_node("ReduceSum", ["values"], ["y"]),
+    ]
+    sparse = helper.make_sparse_tensor(
+        numpy_helper.from_array(np.array([2, 3], "float32"), "v"), numpy_helper.from_array(np.array([1, 3]), "i"), [4]
+    )
+    add = [helper.make_node("Constant", [], ["s"], sparse_value=sparse), helper.make_node("Add", ["x", "s"], ["y"])]
+    text = [helper.make_node("Constant", [], ["s"], value_string="unread"), helper.make_node("Relu", ["x"], ["y"])]
+    norm = helper.make_node("BatchNormalization", ["x", "a", "b", "m", "v"], ["y"])
+    statistics = {name: np.abs(normal(1)) + 0.5 for name in "abmv"}
+    integers = np.array([3, -1, 3, 2], "int8")
+    assert_all_same(
+        [
+            (([squeeze], [("x", [1, 3, 1])], ["y"], {"axes": np.zeros(0, "int64")}), {"x": normal(1, 3, 1)}),
+            (([unique], [("x", [4], TensorProto.INT8)], [("y", [None], TensorProto.INT8)]), {"x": integers}),
+            ((largest, [("x", [9])], ["y"], {"k": np.array([3])}), {"x": normal(9)}),
+            ((add, [("x", [2, 4])], ["y"]), {"x": normal(2, 4)}),
+            ((text, [("x", [2, 4])], ["y"]), {"x": normal(2, 4)}),
+            (([norm], [("x", [3])], ["y"], statistics), {"x": normal(3)}),
+        ]
+    )
+
+
+def test_statistics_of_each_place_are_those_of_opset_8(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    norm = helper.make_node("BatchNormalization", ["x", "a", "b", "m", "v"], ["y"], spatial=0)
+    statistics = {name: np.abs(normal(3, 4)) + 0.5 for name in "abmv"}
+    path = make_model([norm], [("x", [2, 3, 4])], ["y"], statistics, opset=8)
+    assert_same_as_onnxruntime(path, {"x": normal(2, 3, 4)})
+
+
+@pytest.mark.parametrize("post", ["LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO"])
+def test_the_score_of_a_single_target_stays_as_it_is(
+    post: str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    form = {"coefficients": [0.5, 0.25, -1.0], "intercepts": [0.125], "targets": 1, "post_transform": post}
+    node = helper.make_node("LinearRegressor", ["x"], ["y"], domain=DOMAIN, **form)
+    assert_same_as_onnxruntime(make_model([node], [("x", ["n", 3])], [("y", ["n", 1])]), {"x": normal(4, 3)})
+
+
+def test_a_classifier_takes_a_vector_as_one_row(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    form = {"coefficients": [1.0, 2.0, 3.0, -1.0, -2.0, 0.5], "intercepts": [0.0, 1.0], "classlabels_ints": [3, 7]}
+    node = helper.make_node("LinearClassifier", ["x"], ["label", "scores"], domain=DOMAIN, **form)
+    results = [("label", [1], TensorProto.INT64), ("scores", [1, 2])]
+    assert_same_as_onnxruntime(make_model([node], [("x", [3])], results), {"x": normal(3)})
+
+
+@pytest.mark.parametrize("processor", ["k8", "knl"])
+def test_processors_without_products_of_bytes_get_code_without_them(processor: str, tmp_path: Path) -> None:
+    """LLVM ends the process at an instruction that the target lacks: k8 has no SSSE3, knl no AVX512BW."""
+    text = """<ir_version: 9, opset_import: ["": 18, "com.microsoft": 1]> g (float[n, 64] x) => (float[n, 32] y)
+    <uint8[32, 2, 16] w, float[64] s> {
+      y = com.microsoft.MatMulNBits <K = 64, N = 32, bits = 4, block_size = 32, accuracy_level = 4> (x, w, s)
+    }"""
+    path = save_text(tmp_path / "model.onnx", text)
+    model = onnx.load(path)
+    generator = np.random.default_rng(0)
+    weight = generator.integers(0, 256, (32, 2, 16)).astype("uint8")
+    for name, value in (("w", weight), ("s", np.full(64, 0.01, "float32"))):
+        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    onnx.save(model, path)
+    library = tmp_path / "mod.so"
+    build(import_onnx(path), resolve(f"llvm -mcpu={processor}")).export(library)
+    assert library.stat().st_size
