@@ -22,9 +22,9 @@ from tvmflow.outages import outlast
 from tvmflow.services import Services, open_services, open_workspace, read_sections
 from tvmflow.settings import Settings
 from tvmflow.spec import Policy, RegistrySection, Store
+from tvmflow.spec.fields import WANTED
 from tvmflow.store import channels
 from tvmflow.store.channel_document import Channel, Move, Wish, WishEnd
-from tvmflow.store.channels import WANTED
 from tvmflow.verdict import Answer, Check, Verdict, samples_of
 from tvmflow.workspace import Record, Workspace
 
@@ -289,7 +289,7 @@ def _promote_automatically(context: RunContext, version: str, channel: str) -> P
     command = f"tvmflow promote {spec.name} {version} --channel {channel}"
     by_hand = f"promote it with `{command}`"
     if current_version != version:
-        refusal = promotion.read_refusal(context.services, spec.registry.model or spec.name, version, channel)
+        refusal = promotion.read_refusal(context.services, spec.registered_model, version, channel)
         if refusal is not None:
             message = f"{channel} refused {version} before ({refusal}): {by_hand} to try again"
             return outcome(message, status="refused")

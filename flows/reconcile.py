@@ -16,8 +16,8 @@ from tvmflow import settings as machine
 from tvmflow.errors import TvmflowError, VerdictError
 from tvmflow.promotion import ChannelState, make_wish, read_policy, read_refusal, read_state, update_alias
 from tvmflow.services import Services, open_services
+from tvmflow.spec.fields import WANTED
 from tvmflow.store import channels
-from tvmflow.store.channels import WANTED
 from tvmflow.triggers import Alias, ManagedModel, RunRequest, load
 from tvmflow.workspace import Record
 

@@ -109,7 +109,7 @@ class TrackJob(Job):
     @property
     def model(self) -> str:
         """The name of the registered model."""
-        return self.spec.registry.model or self.spec.name
+        return self.spec.registered_model
 
     def cache_key(self) -> Mapping[str, Any]:
         """Return the registry, the release file, the model, and the values that the MLflow run of each target shows."""

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tvmflow.documents import decode, encode
-from tvmflow.errors import SpecError, StatementError, StoreError
+from tvmflow.errors import RegistryError, SpecError, StatementError, StoreError
 from tvmflow.registry import Registry
 from tvmflow.release import Release
 from tvmflow.services import Services
 from tvmflow.spec import Policy
+from tvmflow.spec.fields import WANTED, likely_name
 from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.channel_document import Channel, Move, PolicyChange
-from tvmflow.store.channels import WANTED
 from tvmflow.store.statements import Claim, Envelope, Subject, check, sign
 from tvmflow.verdict import Verdict
 
@@ -138,6 +138,47 @@ def read_policy(store: ReleaseStore, channel: Channel, version: str) -> Policy:
     """
     release = store.get_release(channel.name, version)
     return find_policy(channel, release, read_current(store, channel), who=identify_user()).policy
+
+
+def read_proposals(store: ReleaseStore, name: str) -> dict[str, Policy]:
+    """Return the policies that the newest release of `name` proposes for its channels; none without a release.
+
+    Raises StoreError when the server fails.
+    """
+    versions = store.list_versions(name)
+    return dict(store.get_release(name, versions[-1]).channels) if versions else {}
+
+
+def proposed_policy(store: ReleaseStore, channel: Channel) -> Policy | None:
+    """Return the policy that a channel without one would adopt: of the release that it holds, or else of the newest.
+
+    None without a proposal. Raises StoreError when the server fails.
+    """
+    current = read_current(store, channel)
+    own = None if current is None else current.channels.get(channel.channel)
+    return read_proposals(store, channel.name).get(channel.channel) if own is None or own == Policy() else own
+
+
+def check_order(store: ReleaseStore, name: str, channel: str, policy: Policy) -> None:
+    """Raise SpecError for a policy whose `after` no release can meet: an unknown channel, or one that waits for this.
+
+    Raises StoreError when the server fails.
+    """
+    proposals = read_proposals(store, name)
+    known = {document.channel: document.policy for document in channels.list_all(store, name)}
+    policies = {**proposals, **{key: value for key, value in known.items() if value is not None}}
+    earlier, visited = policy.after, {channel}
+    while earlier is not None:
+        if earlier in visited:
+            raise SpecError(f"after={policy.after}: a release would have to reach {earlier!r} before itself")
+        if earlier not in known.keys() | proposals.keys():
+            names = sorted((known.keys() | proposals.keys()) - {channel})
+            others = ", ".join(names) or "none"
+            raise SpecError(
+                f"after={earlier}: {name} has no such channel; its others: {others}{likely_name(earlier, names)}"
+            )
+        visited.add(earlier)
+        earlier = policies[earlier].after if earlier in policies else None
 
 
 def read_current(store: ReleaseStore, channel: Channel) -> Release | None:
@@ -264,11 +305,15 @@ def roll_back(
     """Move a channel back to the version `to`, by default the one before; return the channel before and after.
 
     `who` moves it and `why` are kept in the channel's history. Every digest of that release is checked. No gates run,
-    because the release has passed them. An open wish ends as superseded. Raises StoreError when the channel has never
+    because the release has passed them. An open wish ends as superseded. Without `to`, a rollback that ended before the
+    channel's alias in MLflow was moved is completed. Raises StoreError when the channel has never
     held such a version, when a file of the release is missing or damaged, or when someone else moves the channel
     meanwhile; RegistryError when MLflow fails.
     """
     before = channels.read(services.store, name, channel)
+    if to is None and before.moves and before.moves[-1].rollback and before.shown != before.version:
+        # An earlier rollback has moved the channel, and ended before its alias.
+        to = before.version
     if to is None:
         if len(before.rollback_stack) < 2:
             raise StoreError(
@@ -282,10 +327,16 @@ def roll_back(
         )
     model = services.store.verify_release(name, to).registered_version.model
     channels.roll_back(services.store, before, to, who=who, why=why)
-    after = update_alias(services, name, channel, model)
-    if services.registry.get_alias_version(model, channel + WANTED) is not None:
-        services.registry.delete_alias(model, channel + WANTED)
-    return before, after
+    try:
+        if services.registry.get_alias_version(model, channel + WANTED) is not None:
+            services.registry.delete_alias(model, channel + WANTED)
+        # Last, for it says that nothing is left to do.
+        return before, update_alias(services, name, channel, model)
+    except RegistryError as error:
+        raise type(error)(
+            f"{error}. The channel {name}@{channel} holds {to} by now: the same command, or `tvmflow reconcile`, moves "
+            "its alias"
+        ) from error
 
 
 def log_verdict(

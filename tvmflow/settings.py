@@ -15,6 +15,9 @@ from pydantic_settings import (
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+from pydantic_settings import (
+    SettingsError as SourceError,
+)
 
 from tvmflow.bundle.signature import TRUSTED_KEYS_VARIABLE
 from tvmflow.errors import SettingsError
@@ -211,5 +214,15 @@ def load() -> Settings:
         is_unknown = problem["type"] == "extra_forbidden"
         fault = f"is unknown; known are {names}" if is_unknown else f"is wrong: {problem['msg']}"
         raise SettingsError(f"setting {name!r} {fault} (from TVMFLOW_{name.upper()} or {str(path)!r})") from error
+    except SourceError as error:
+        # It names the field in the words of pydantic-settings, and the file only where the file is at fault.
+        name = next((field for field in Settings.model_fields if f'"{field}"' in str(error)), "")
+        variable = _PREFIX + name.upper()
+        if variable in os.environ:
+            raise SettingsError(
+                f"environment variable {variable} is {os.environ[variable]!r}, which is not written as JSON: a list is "
+                """'["a", "b"]', a mapping '{"a": "b"}'"""
+            ) from error
+        raise SettingsError(f"settings file {str(path)!r} is not valid TOML: {error}") from error
     except ValueError as error:
         raise SettingsError(f"settings file {str(path)!r} is not valid TOML: {error}") from error

@@ -292,6 +292,7 @@ def test_keys_are_written_for_their_owner_and_never_over_another_file(tmp_path: 
         with pytest.raises(SettingsError, match=name):
             keygen(tmp_path / name)
     assert (tmp_path / "other.pub").read_text() == "mine"
+    assert not (tmp_path / "other").exists()
     with pytest.raises(SettingsError, match="absent"):
         keygen(tmp_path / "absent" / "key")
 

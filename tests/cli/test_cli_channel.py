@@ -33,3 +33,16 @@ def test_a_key_that_no_policy_has_is_answered_with_the_one_that_is_meant(
     assert result.code == 2
     assert repr(words) in result.sentence
     assert advice in result.sentence
+
+
+@pytest.mark.parametrize("channel", ["rel.1", "LATEST", "v1", "production-wanted"])
+def test_a_channel_whose_alias_mlflow_does_not_take_is_refused(tvmflow: Command, channel: str) -> None:
+    result = tvmflow("channel", "set", "small", channel, "approval=required")
+    assert result.code == 2
+    assert result.sentence.startswith(f"channel {channel!r} ")
+
+
+def test_a_name_without_releases_gets_no_channel(tvmflow: Command) -> None:
+    result = tvmflow("channel", "set", "smal", "production", "approval=required")
+    assert result.code == 1
+    assert result.sentence.startswith("there is no release of 'smal'")

@@ -92,6 +92,34 @@ def test_strings_are_not_a_matter_of_sizes(tvmflow: Command, tmp_path: Path) -> 
     assert "sizes" not in advice
 
 
+_OPERATOR = '''
+from tvmflow.operators import operator
+
+print("loading my operators")
+
+
+@operator("""
+<domain: "org.example", opset_import: ["": 18]> Twice (x) => (y) { y = Add (x, x) }
+""")
+def twice(node):
+    return node.apply("Add", node.inputs[0], node.inputs[0])
+'''
+
+
+def test_what_a_module_of_operators_prints_is_not_in_the_document(
+    tvmflow: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("printing_operators.py").write_text(_OPERATOR)
+    node = helper.make_node("Twice", ["x"], ["y"], domain="org.example")
+    path = save_model(tmp_path / "model.onnx", [node], [("x", [3, 4])], [("y", [3, 4])])
+    result = tvmflow("doctor", path, "--operator", "printing_operators:twice", "--json")
+    assert json.loads(result.stdout)["refusals"] == []
+    result = tvmflow("doctor", path, "--operator", "printing_operators")
+    assert result.code == 2
+    assert "is not of the form MODULE:OPERATOR" in result.sentence
+
+
 _MAIN = """
 import sys
 from tvmflow.cli import cli

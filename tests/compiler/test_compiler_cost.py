@@ -8,7 +8,7 @@ from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.machine import Machine, of_profile
 from tvmflow.profiles import named, shipped
 
-_AVX512 = ("avx", "avx512f")
+_AVX512 = ("avx", "avx512bw", "avx512f")
 
 
 def _machine(name: str, cores: int = 2) -> Machine:

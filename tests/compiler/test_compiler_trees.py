@@ -158,8 +158,18 @@ def test_a_form_that_would_be_computed_otherwise_is_refused(
         import_onnx(path)
 
 
-def test_labels_that_are_strings_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    node = classifier([], [0, 1, 2], attributes={"classlabels_strings": ["a", "b", "c"]})
-    path = save_model(tmp_path / "model.onnx", [node], _INPUT, [("y", ["rows", 3])])
-    with pytest.raises(UnsupportedOperatorError, match="labels that are strings"):
-        import_onnx(path)
+def test_labels_that_are_strings_are_their_places(
+    tmp_path: Path, target: Target, assert_same_as_onnxruntime: Check
+) -> None:
+    """A class has its place as its label, as in the same forest with these integers."""
+    paths = []
+    for name, labels, form in (("strings", [], {"classlabels_strings": ["b", "a", "c"]}), ("places", [0, 1, 2], {})):
+        node = classifier(labels, [0, 1, 2], attributes=form)
+        kind = TensorProto.STRING if form else TensorProto.INT64
+        outputs = [("label", ["rows"], kind), ("y", ["rows", 3])]
+        paths.append(save_model(tmp_path / f"{name}.onnx", [node], _INPUT, outputs))
+    strings, places = (build(import_onnx(path), target) for path in paths)
+    x = rows(7)
+    for one, other in zip(*(builds.run_in_memory(model, [[x]])[0] for model in (strings, places)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_same_as_onnxruntime(paths[1], {"x": x})

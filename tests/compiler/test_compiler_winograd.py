@@ -188,14 +188,14 @@ def test_the_tile_size_follows_the_shape(machine: Machine, height: int, channels
 @pytest.mark.parametrize("name", ["x86-64-v3", "zen3", "zen4", "zen5", "ice-lake-sp", "sapphire-rapids"])
 @pytest.mark.parametrize(("height", "channels"), [(56, 64), (28, 128)])
 def test_two_cores_use_large_tiles_for_images_of_a_few_lines_of_tiles(name: str, height: int, channels: int) -> None:
-    machine = of_profile(named(name), ("avx", "avx512f"), 2)
+    machine = of_profile(named(name), ("avx", "avx512bw", "avx512f"), 2)
     assert winograd.rank_sizes(winograd.Shape(height, height, channels, channels), machine)[0] == 4
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_all_cores_of_a_processor_use_winograd_for_images_that_occupy_them(name: str) -> None:
     profile = named(name)
-    features = {"x86_64": ("avx", "avx512f"), "aarch64": ("neon",)}[profile.arch]
+    features = {"x86_64": ("avx", "avx512bw", "avx512f"), "aarch64": ("neon",)}[profile.arch]
     for cores in (1, profile.cores.count):
         machine = of_profile(profile, features, cores)
         assert winograd.rank_sizes(winograd.Shape(112, 112, 64, 64), machine)[0] is not None, cores

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from support.servers import moto_server
 from tvmflow import promotion
 from tvmflow.bundle import keygen, public_key
 from tvmflow.documents import encode
-from tvmflow.errors import SpecError, StatementError, StoreError
+from tvmflow.errors import RegistryUnavailableError, SpecError, StatementError, StoreError
 from tvmflow.registry import Registry, embedded_registry
 from tvmflow.release import Blob
 from tvmflow.services import Services
@@ -315,6 +316,79 @@ def test_rollbacks_go_back_one_release_after_another(
     assert _rollback(services, name) == "1"
     last = channels.read(services.store, name, "production").moves[-1]
     assert (last.who, last.from_version, last.to_version, last.why, last.rollback) == ("bert", "4", "1", "bad", True)
+
+
+@pytest.mark.parametrize(
+    "end", [KeyboardInterrupt, RegistryUnavailableError("MLflow does not answer")], ids=["interrupt", "server"]
+)
+def test_a_rollback_that_ended_before_the_alias_was_moved_is_completed_by_the_next(
+    services: Services,
+    name: str,
+    release: Callable[..., None],
+    end: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release("1", "2", "3")
+    for version in ("1", "2", "3"):
+        _move(services, name, version)
+
+    def fail(*_arguments: object) -> None:
+        raise end
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "set_alias", fail)
+        with pytest.raises((KeyboardInterrupt, RegistryUnavailableError)) as caught:
+            _rollback(services, name)
+    assert end is KeyboardInterrupt or "production holds 2 by now" in str(caught.value)
+    assert _where(services, name) == ("3", "2")
+    assert _rollback(services, name) == "2"
+    assert _where(services, name) == ("2", "2")
+    assert _rollback(services, name) == "1"
+
+
+def test_a_change_of_a_policy_begins_with_what_others_have_changed_meanwhile(services: Services, name: str) -> None:
+    store, calls = services.store, []
+
+    def revise(current: Channel) -> Policy:
+        calls.append(current.policy)
+        if len(calls) == 1:
+            channels.set_policy(store, name, "production", Policy(signature="required"), who="bert", why="")
+        return (current.policy or Policy()).model_copy(update={"approval": "required"})
+
+    after = channels.change_policy(store, name, "production", revise, who="ann", why="")
+    assert calls == [None, Policy(signature="required")]
+    assert after.policy == Policy(signature="required", approval="required")
+
+
+def test_a_channel_without_a_policy_would_adopt_that_of_its_release_or_else_of_the_newest(
+    services: Services, name: str, release: Callable[..., None]
+) -> None:
+    empty = Channel(name=name, channel="production")
+    assert promotion.proposed_policy(services.store, empty) is None
+    release("1", channels={"production": Policy(approval="required")})
+    services.store.publish(make_release(name, "2", channels={"production": Policy(signature="required")}), [])
+    assert promotion.proposed_policy(services.store, empty) == Policy(signature="required")
+    _move(services, name, "1")
+    held = channels.read(services.store, name, "production")
+    assert promotion.proposed_policy(services.store, held) == Policy(approval="required")
+
+
+@pytest.mark.parametrize(
+    ("after", "reason"),
+    [
+        ("production", "reach 'production' before itself"),
+        ("stagin", "no such channel; its others: beta, staging; did you mean 'staging'?"),
+        ("beta", "reach 'production' before itself"),
+    ],
+    ids=["itself", "unknown", "circle"],
+)
+def test_an_order_of_channels_that_no_release_can_meet_is_refused(
+    services: Services, name: str, release: Callable[..., None], after: str, reason: str
+) -> None:
+    release("1", channels={"staging": Policy(), "beta": Policy(after="production"), "production": Policy()})
+    with pytest.raises(SpecError, match=re.escape(reason)):
+        promotion.check_order(services.store, name, "production", Policy(after=after))
+    promotion.check_order(services.store, name, "production", Policy(after="staging"))
 
 
 def test_a_rollback_after_promoting_an_older_release_gives_the_newer_one(

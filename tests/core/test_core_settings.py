@@ -93,6 +93,12 @@ def test_a_file_that_is_no_toml_is_refused(text: str) -> None:
         settings.load()
 
 
+def test_a_variable_that_is_no_list_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMFLOW_MODELS", "a.yaml")
+    with pytest.raises(SettingsError, match=r"^environment variable TVMFLOW_MODELS is 'a.yaml', .* a list is '\["):
+        settings.load()
+
+
 def test_a_file_that_is_no_text_is_refused() -> None:
     Path("tvmflow.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(SettingsError, match="is not valid TOML"):

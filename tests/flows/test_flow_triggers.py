@@ -118,6 +118,14 @@ def deployed(house: House) -> dict[str, Any]:
     return dict(result.document)
 
 
+def test_data_that_no_retraining_waits_for_are_an_error(house: House) -> None:
+    """The file of the house has no section `retrain`."""
+    for name in ("house", "hous"):
+        result = house.machine.run("notify", name)
+        assert result.code == 1
+        assert f"has no deployment 'retrain/{name}', so that nothing would start" in result.sentence
+
+
 def test_deploying_registers_what_a_release_file_needs(house: House, deployed: dict[str, Any]) -> None:
     names = {item["name"] for item in deployed["deployments"]}
     assert names == {"release/house", "promote/house", "retune/house", "reconcile/all", "gc/all"}

@@ -50,6 +50,9 @@ _INTERRUPTED = 130
 _KEPT_STEPS = "finished steps are kept, and the same command continues after them"
 _KEPT_RECORDS = "the measurements are kept, and the same command continues from them"
 _UNFINISHED_MOVE = "the wish is kept and a channel's alias may lag behind it: the same command completes the move"
+_UNFINISHED_ROLLBACK = (
+    "a channel that has moved by now may be ahead of its alias: the same command then moves the alias alone"
+)
 # The state after an interrupt, by command. The other commands leave no work to continue.
 _AFTER_INTERRUPT = {
     "bench": _KEPT_STEPS,
@@ -59,7 +62,7 @@ _AFTER_INTERRUPT = {
     "tune": _KEPT_RECORDS,
     "retune": _KEPT_RECORDS,
     "promote": _UNFINISHED_MOVE,
-    "rollback": _UNFINISHED_MOVE,
+    "rollback": _UNFINISHED_ROLLBACK,
     "reconcile": _UNFINISHED_MOVE,
     "up": "the servers that this command started are ended again",
 }

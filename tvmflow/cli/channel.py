@@ -45,16 +45,31 @@ def show_command(name: str, channel: str | None, as_json: bool) -> None:
 @_why_option
 @json_option
 def set_command(name: str, channel: str, values: tuple[str, ...], why: str, as_json: bool) -> None:
-    """Change parts of the policy of a CHANNEL of NAME, e.g. approval=required gates.max_latency_ms=5 after=null."""
+    """Change parts of the policy of a CHANNEL of NAME, e.g. approval=required gates.max_latency_ms=5 after=null.
+
+    A channel without a policy of its own gets the one that its release proposes, or else the newest one, with the
+    changes.
+    """
     from tvmflow import settings as machine
-    from tvmflow.promotion import identify_user
+    from tvmflow.promotion import check_order, identify_user, proposed_policy
     from tvmflow.services import open_store_of
+    from tvmflow.spec.fields import explain_channel
     from tvmflow.store import channels
 
+    reason = explain_channel(channel)
+    if reason is not None:
+        raise SpecError(f"channel {channel!r} {reason}")
+    _change(None, values)  # A mistake in them is said before any server is asked.
     with open_store_of(machine.load(), name) as store:
-        before = channels.find(store, name, channel).policy
-        policy = _change(before, values)
-        _show([channels.set_policy(store, name, channel, policy, who=identify_user(), why=why)], as_json)
+        if not store.list_versions(name) and not channels.list_all(store, name):
+            raise store.explain_missing("release", name)
+
+        def revise(current: "Channel") -> "Policy":
+            policy = _change(current.policy or proposed_policy(store, current), values)
+            check_order(store, name, channel, policy)
+            return policy
+
+        _show([channels.change_policy(store, name, channel, revise, who=identify_user(), why=why)], as_json)
 
 
 @channel_command.command("apply")

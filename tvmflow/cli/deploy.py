@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tvmflow.cli.options import json_option
-from tvmflow.errors import PrefectError, SettingsError
+from tvmflow.errors import SettingsError
 
 if TYPE_CHECKING:
     from flows.deployments import Deployed
@@ -47,7 +47,7 @@ def deploy_command(
     reports those that failed through the setting notification_block.
     """
     from tvmflow import settings as machine
-    from tvmflow.cli.prefect import ANSWER_SECONDS, answers, point_at_server
+    from tvmflow.cli.prefect import require_server
     from tvmflow.triggers import load
 
     settings = machine.load()
@@ -57,12 +57,7 @@ def deploy_command(
     # Those in the setting models are read as well: no two release files may have the same name.
     catalogue = load(path.absolute() for path in (*settings.models, *paths))
     entries = [entry for entry in catalogue.entries if entry.file in {path.absolute() for path in paths}]
-    point_at_server(settings)
-    if not answers(settings.prefect_api_url or "", ANSWER_SECONDS):
-        raise PrefectError(
-            f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
-            "prefect_api_url (an address that ends in /api)"
-        )
+    require_server(settings)
     from flows.automations import register_automations
     from flows.deployments import register
     from flows.pools import ensure_pool

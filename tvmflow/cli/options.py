@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,9 +114,14 @@ def load_own_operators(addresses: tuple[str, ...]) -> "dict[str, OwnOperator]":
     """
     from tvmflow.operators import load_operators
 
+    for address in addresses:
+        if ":" not in address:
+            raise click.BadParameter(f"{address!r} is not of the form MODULE:OPERATOR", param_hint="--operator")
     if addresses:
         sys.path.insert(0, str(Path.cwd()))
-    return load_operators(addresses)
+    # What a module prints is none of the command's own output.
+    with redirect_stdout(sys.stderr):
+        return load_operators(addresses)
 
 
 @contextmanager

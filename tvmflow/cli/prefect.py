@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from tvmflow.errors import PrefectError, SettingsError, StepError, TvmflowError
 from tvmflow.imports import end_quickly, importing
 from tvmflow.launch import die_with_parent
+from tvmflow.registry.config import without_secrets
 
 if TYPE_CHECKING:
     from tvmflow.settings import Settings
@@ -33,6 +34,7 @@ _ENVIRONMENT = {
     "PREFECT_CLIENT_MAX_RETRIES": "7",
     # A command prints an error once, in a sentence; Prefect would print its traceback as well. A server gets every log.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",
 }
 
 
@@ -56,6 +58,24 @@ def point_at_server(settings: "Settings") -> None:
     os.environ["PREFECT_API_URL"] = settings.prefect_api_url
 
 
+def require_server(settings: "Settings") -> None:
+    """Point Prefect at the server that settings name; call this before Prefect is imported.
+
+    Raises SettingsError when they name none, and PrefectError when it does not answer.
+    """
+    point_at_server(settings)
+    address = settings.prefect_api_url or ""
+    if not answers(address, ANSWER_SECONDS):
+        raise PrefectError(_describe_silence(address))
+
+
+def _describe_silence(address: str) -> str:
+    return (
+        f"Prefect's server at {without_secrets(address)} does not answer; start it, or correct the setting "
+        "prefect_api_url (an address that ends in /api)"
+    )
+
+
 @contextmanager
 def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
     """Point Prefect at its server, and keep an embedded one running while the body runs; enter this once per process.
@@ -72,10 +92,7 @@ def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
     if settings.prefect_api_url is not None:
         os.environ["PREFECT_API_URL"] = settings.prefect_api_url
         if not answers(settings.prefect_api_url, ANSWER_SECONDS):
-            raise SettingsError(
-                f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
-                "prefect_api_url (an address that ends in /api)"
-            )
+            raise SettingsError(_describe_silence(settings.prefect_api_url))
         with _one_sentence_for_a_refused_login(settings.prefect_api_url):
             yield lambda: None
         return

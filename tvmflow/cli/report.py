@@ -30,7 +30,7 @@ _LAYERS = 5
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(replaces=True),
     help="The file to write; NAME-VERSION.html unless given.",
 )
 @click.option("--open", "opens", is_flag=True, help="Show it in the browser.")

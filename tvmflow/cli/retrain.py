@@ -69,22 +69,26 @@ def notify_command(name: str, assignments: tuple[str, ...], why: str, as_json: b
     Emits Prefect's event tvmflow.data.arrived, as any program may; `tvmflow deploy` registers the trigger for it.
     """
     from tvmflow import settings as machine
-    from tvmflow.cli.prefect import ANSWER_SECONDS, answers, point_at_server
+    from tvmflow.cli.prefect import require_server
     from tvmflow.errors import PrefectError
+    from tvmflow.registry.config import without_secrets
 
     arguments = _parse_arguments(assignments)
     settings = machine.load()
-    point_at_server(settings)
-    if not answers(settings.prefect_api_url or "", ANSWER_SECONDS):
+    require_server(settings)
+    address = without_secrets(settings.prefect_api_url or "")
+    from flows.runs import is_registered
+
+    if not is_registered(f"retrain/{name}"):
         raise PrefectError(
-            f"Prefect's server at {settings.prefect_api_url} does not answer; start it, or correct the setting "
-            "prefect_api_url"
+            f"Prefect's server at {address} has no deployment 'retrain/{name}', so that nothing would start; register "
+            "it with `tvmflow deploy` from a release file with a section `retrain`, or correct the name"
         )
     event = _emit(name, {"arguments": arguments, "why": why or "new data"})
     if as_json:
         click.echo(json.dumps({"event": _EVENT, "id": event, "resource": f"{_RESOURCE}{name}"}))
     else:
-        click.echo(f"event {_EVENT} of {_RESOURCE}{name} is with Prefect at {settings.prefect_api_url}")
+        click.echo(f"event {_EVENT} of {_RESOURCE}{name} is with Prefect at {address}")
 
 
 def _emit(name: str, payload: dict[str, Any]) -> str:

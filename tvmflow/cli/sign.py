@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from tvmflow.cli.options import naming_output
+
 
 @click.command("keygen")
 @click.argument("key", type=click.Path(path_type=Path))
@@ -55,7 +57,8 @@ def sign_command(bundle: str, key: Path | None, output: Path | None, openssf: Pa
         click.echo(f"{bundle}: signed with {public_key(key)[:16]}")
         return
     place = output or Path(bundle)
-    sign(Path(bundle), key, place)
+    with naming_output(place):
+        sign(Path(bundle), key, place)
     click.echo(f"{place}: signed with {public_key(key)[:16]}, sha256 {sha256_file(place)}")
 
 

@@ -1,6 +1,5 @@
 """The whole release file: all sections together, and the rules between them."""
 
-import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -8,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tvmflow.spec.channels import ChannelGates, ChannelSection, Retrain
 from tvmflow.spec.checks import Benchmark, Gates, Validate
-from tvmflow.spec.fields import NAME_RULE, Section, is_name, likely_name
+from tvmflow.spec.fields import NAME_RULE, Section, explain_channel, is_name, likely_name
 from tvmflow.spec.inputs import Dimension, Input
 from tvmflow.spec.model import ROUNDED_ERROR, Build, Export, Model, Train, Tune
 from tvmflow.target import Precision, Target, resolve
@@ -127,6 +126,11 @@ class Spec(Section):
         bound: float | None = getattr(gates, f"max_ratio_{peer}")
         return bound
 
+    @property
+    def registered_model(self) -> str:
+        """The registered model in MLflow whose versions are the releases."""
+        return self.registry.model or self.name
+
     def ratio_bounds(self, peer: Literal["onnxruntime", "pytorch"]) -> tuple[float, ...]:
         """Return the distinct bounds on the ratio to a peer, of the release's gates and of those of its channels."""
         gates: list[Gates | ChannelGates] = [self.gates, *(channel.gates for channel in self.channels.values())]
@@ -136,10 +140,9 @@ class Spec(Section):
     @model_validator(mode="after")
     def _has_an_order_of_channels(self) -> Self:
         for name, channel in self.channels.items():
-            if not is_name(name):
-                raise ValueError(f"channel {name!r} {NAME_RULE}")
-            if name == "latest" or re.fullmatch(r"v[0-9]+", name):
-                raise ValueError(f"channel {name!r} has a name that MLflow keeps for itself; take another")
+            reason = explain_channel(name)
+            if reason is not None:
+                raise ValueError(f"channel {name!r} {reason}")
             if channel.after is not None and (channel.after == name or channel.after not in self.channels):
                 raise ValueError(f"channels.{name}.after: {channel.after!r} is no other channel of this file")
         for name in self.channels:

@@ -7,7 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# The aliases that MLflow allows, less those that it keeps for itself.
+_CHANNEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+_OF_MLFLOW = re.compile(r"latest|v[0-9]+", re.IGNORECASE)
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # Names of secrets; "pad_token" and "max_tokens" are none.
 _SECRET = re.compile(
@@ -15,18 +18,37 @@ _SECRET = re.compile(
     r"|(?:access|api|auth|bearer|hf|github|refresh|session)_?token)(?:_|$)",
     re.IGNORECASE,
 )
-NAME_RULE = "must consist of letters, digits, dots, dashes and underscores"
+NAME_RULE = (
+    "must consist of up to 128 letters, digits, dots, dashes and underscores, the first of them a letter or a digit"
+)
+WANTED = "-wanted"
+"""An alias in MLflow that ends in this asks for a release in the channel of the name before it."""
 
 
 class Section(BaseModel):
-    """A section of the release file: immutable, and without unknown keys."""
+    """A section of the release file: immutable, without unknown keys, and with finite numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 def is_name(text: str) -> bool:
-    """Whether a release or a channel can have this name: NAME_RULE, with a letter or a digit first."""
+    """Whether a release can have this name: NAME_RULE."""
     return _NAME.fullmatch(text) is not None
+
+
+def explain_channel(name: str) -> str | None:
+    """Return a clause on why no channel can have this name, which is its alias in MLflow as well; None if one can."""
+    if not _CHANNEL.fullmatch(name):
+        return (
+            "must consist of up to 128 letters, digits, dashes and underscores, the first of them a letter or a digit"
+        )
+    if _OF_MLFLOW.fullmatch(name):
+        return "has a name that MLflow keeps for itself; take another"
+    if name.endswith(WANTED):
+        return (
+            f"ends in {WANTED}, as an alias that asks for a release in the channel of the name before it; take another"
+        )
+    return None
 
 
 def check_function(text: str) -> str:

@@ -18,6 +18,7 @@ from tvmflow.bundle.signature import trusted_keys
 from tvmflow.documents import decode, encode
 from tvmflow.errors import SettingsError, StatementError, StoreError
 from tvmflow.spec import Policy
+from tvmflow.spec.fields import explain_channel
 from tvmflow.store import leases
 from tvmflow.store.channel_document import Channel, ChannelClaim, Move, PolicyChange, Wish, WishEnd
 from tvmflow.store.highest import Highest
@@ -25,8 +26,6 @@ from tvmflow.store.keys import channel_key, require_name
 from tvmflow.store.releases import ReleaseStore
 from tvmflow.store.statements import Subject, check, peek, sign
 
-WANTED = "-wanted"
-"""An alias in MLflow that ends in this asks for a release in the channel of the name before it."""
 # Each failure to write means that somebody else has written.
 _TRIES = 100
 
@@ -301,8 +300,21 @@ def set_policy(store: ReleaseStore, name: str, channel: str, policy: Policy, *, 
 
     A channel that has this policy already stays as it is. Raises StoreError when the server fails.
     """
+    return change_policy(store, name, channel, lambda _before: policy, who=who, why=why)
+
+
+def change_policy(
+    store: ReleaseStore, name: str, channel: str, revise: Callable[[Channel], Policy], *, who: str, why: str
+) -> Channel:
+    """Give a channel the policy that `revise` makes of the channel; return the channel.
+
+    `revise` is called again where somebody else changes the channel meanwhile. The change is recorded with `who` and
+    `why` in the channel's history; a channel that has the policy already stays as it is. Raises StoreError when the
+    server fails.
+    """
 
     def change(before: Channel) -> Channel:
+        policy = revise(before)
         if before.policy == policy:
             return before
         event = make_policy_change(before.policy, policy, who=who, why=why)
@@ -357,11 +369,9 @@ def _outlasts_sweep(store: ReleaseStore, name: str, version: str) -> bool:
 def _update(store: ReleaseStore, name: str, channel: str, change: Callable[[Channel], Channel]) -> Channel:
     """Replace a channel by what `change` makes of it, until nobody else writes in between; return the new one."""
     key = channel_key(name, channel)
-    if channel.endswith(WANTED):
-        raise StoreError(
-            f"The channel {channel!r} cannot be: an alias that ends in {WANTED} asks for a release in the channel of "
-            "the name before it; choose another name."
-        )
+    reason = explain_channel(channel)
+    if reason is not None:
+        raise StoreError(f"The channel {channel!r} {reason}.")
     for _ in range(_TRIES):
         before, tag = _read(store, name, channel)
         after = change(before)

@@ -9,7 +9,7 @@ from typing import Any
 from tvmflow import spec as release_file
 from tvmflow.errors import SettingsError
 from tvmflow.spec import Spec
-from tvmflow.store.channels import WANTED
+from tvmflow.spec.fields import WANTED
 
 _SOURCE = re.compile(r"models:/(?P<model>[^/@]+)@(?P<alias>[^/@]+)")
 
@@ -49,7 +49,7 @@ class ManagedModel:
     @property
     def registered_model(self) -> str:
         """The registered model whose versions are its releases."""
-        return self.spec.registry.model or self.spec.name
+        return self.spec.registered_model
 
     @property
     def source_alias(self) -> Alias | None:
