@@ -45,6 +45,12 @@ def test_data_may_be_nested_or_flat() -> None:
         np.testing.assert_array_equal(array, np.arange(1, 7, dtype=np.float32).reshape(2, 3))
 
 
+def test_strings_are_nested_or_flat() -> None:
+    for data in (["a", "b", "c", "d"], [["a", "b"], ["c", "d"]]):
+        array = _parse(_tensor("BYTES", [2, 2], data)).inputs["x"]
+        assert array.tolist() == [["a", "b"], ["c", "d"]]
+
+
 def test_a_scalar_and_an_empty_tensor_have_their_shapes() -> None:
     assert _parse(_tensor("INT8", [], [7])).inputs["x"].shape == ()
     assert _parse(_tensor("FP64", [0, 4], [])).inputs["x"].shape == (0, 4)
@@ -88,7 +94,12 @@ REFUSED = {
     "input": ({"inputs": [3]}, "an input is not a JSON object"),
     "name": ({"inputs": [{"datatype": "FP32"}]}, "has no 'name'"),
     "datatype": (_tensor("FLOAT", [1], [1]), "datatype 'FLOAT', expected one of BOOL, INT8"),
-    "bytes": (_tensor("BYTES", [1], ["a"]), "datatype 'BYTES'"),
+    "strings": (_tensor("BYTES", [2], ["a", 1]), "'data' does not hold strings only"),
+    "ragged strings": (_tensor("BYTES", [3], [["a"], ["b", "c"]]), "'data' does not hold strings only"),
+    "strings as bytes": (
+        {"inputs": [{"name": "x", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 1}}]},
+        "whose values are taken as JSON alone",
+    ),
     "shape": (_tensor("FP32", [-1], [1]), "'shape' is not a list of sizes"),
     "shape of booleans": (_tensor("FP32", [True], [1]), "'shape' is not a list of sizes"),
     "count": (_tensor("FP32", [3], [1, 2]), "has 2 values, its shape [3] asks for 3"),

@@ -27,6 +27,8 @@ DATATYPES = {
     **{f"{kind}{bits}": f"{kind.upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
     **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
 }
+# The protocol's name of strings.
+STRINGS = "BYTES"
 _NUMPY = {datatype: np.dtype(name) for name, datatype in DATATYPES.items()}
 # For each kind of dtype, the kinds (as numpy.asarray reads JSON) whose values it holds without loss.
 _LOSSLESS_KINDS = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}
@@ -150,13 +152,15 @@ def read_tensor(entry: Mapping[str, Any], rest: memoryview) -> "tuple[str, Array
     if not isinstance(name, str):
         raise InputError("an input has no 'name'")
     dtype = _NUMPY.get(datatype) if isinstance(datatype, str) else None
-    if dtype is None:
+    if dtype is None and datatype != STRINGS:
         raise InputError(f"input {name!r} has the datatype {datatype!r}, expected one of {', '.join(_NUMPY)}")
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise InputError(f"input {name!r}: 'shape' is not a list of sizes")
     count = math.prod(shape)
     size = _parameters(entry).get("binary_data_size")
-    if size is None:
+    if dtype is None:
+        array = _strings(name, entry)
+    elif size is None:
         array = _from_json(name, entry.get("data"), dtype)
     elif size != count * dtype.itemsize or type(size) is not int or "data" in entry:
         raise InputError(
@@ -173,6 +177,19 @@ def read_tensor(entry: Mapping[str, Any], rest: memoryview) -> "tuple[str, Array
         return name, array.reshape(shape), rest
     except (ValueError, OverflowError) as error:  # NumPy bounds sizes and the number of dimensions.
         raise InputError(f"input {name!r}: no array has the shape {shape}") from error
+
+
+def _strings(name: str, entry: Mapping[str, Any]) -> "Array":
+    """Flat or nested strings, of which a model with labels takes their places. Raises InputError for anything else."""
+    if "binary_data_size" in _parameters(entry):
+        raise InputError(f"input {name!r} has the datatype {STRINGS}, whose values are taken as JSON alone")
+    try:
+        values = np.array(_list(entry.get("data"), f"'data' of input {name!r}"), dtype=object)
+    except ValueError as error:
+        raise InputError(f"input {name!r}: the rows of 'data' are not equally long") from error
+    if not all(isinstance(value, str) for value in values.flat):
+        raise InputError(f"input {name!r}: 'data' does not hold strings only")
+    return values
 
 
 def _from_json(name: str, data: Any, dtype: "np.dtype[Any]") -> "Array":
