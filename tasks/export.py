@@ -15,6 +15,7 @@ from tasks.sizes import SizeTrial
 from tasks.step import Job, Step, StepRunner
 from tvmflow import memory, onnx_data, samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
+from tvmflow.categories import known_categories
 from tvmflow.dimensions import alternatives
 from tvmflow.errors import ExportError, naming_model
 from tvmflow.index_limits import index_limits, index_ranges
@@ -451,10 +452,11 @@ def described_by(model: "onnx.ModelProto", reshaped: Collection[str] = ()) -> tu
     """Return the inputs that an ONNX model declares; free dimensions must have names, as `read_onnx` gives them.
 
     The samples of integers are all that the model takes as indices, such as the tokens of a vocabulary; others are 0
-    and 1. Inputs named in `reshaped` get another shape from the caller, so they need none. Raises ExportError for an
-    input that is not a tensor of numbers, for a dtype that is not supported, and for an input without a shape.
+    and 1. The samples of what an encoder reads are its categories. Inputs named in `reshaped` get another shape from
+    the caller, so they need none. Raises ExportError for an input that is not a tensor of numbers, for a dtype that is
+    not supported, and for an input without a shape.
     """
-    inputs, limits = [], index_limits(model)
+    inputs, limits, categories = [], index_limits(model), known_categories(model)
     for item in graph_inputs(model.graph):
         dtype = _input_dtype(item)
         if dtype not in _DTYPES:
@@ -471,6 +473,8 @@ def described_by(model: "onnx.ModelProto", reshaped: Collection[str] = ()) -> tu
         floating = dtype.startswith("float")
         integers = {"kind": "integers", "low": 0, "high": max(limits.get(item.name, _MASK), 1)}
         kind: dict[str, Any] = {"kind": "normal"} if floating else integers
+        if item.name in categories:
+            kind = {"kind": "categories", "categories": categories[item.name]}
         inputs.append(Input.model_validate({"name": item.name, "shape": shape, "dtype": dtype, "samples": kind}))
     return tuple(inputs)
 

@@ -11,13 +11,11 @@ if TYPE_CHECKING:
 
 # Operators whose result holds the elements of their first operand, or some of them.
 _MOVING = {
-    *("ArrayFeatureExtractor", "Cast", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Split"),
-    *("Squeeze", "Tile", "Transpose", "Unsqueeze"),
+    *("Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose"),
+    "Unsqueeze",
 }
-# Those of them that may leave elements out, or add others.
-_SELECTING = {"ArrayFeatureExtractor", "Concat", "Slice", "Split"}
-# The attributes of encoders of ai.onnx.ml that hold the classes of their operand.
-_CLASSES = {"cats_int64s", "keys_int64s"}
+# Those of them that may leave elements out.
+_SELECTING = {"Slice", "Split"}
 # Operators that keep the sizes of a table, though not its numbers.
 _SAME_SIZES = {"Cast", "DequantizeLinear", "Identity"}
 # For com.microsoft's EmbedLayerNormalization, the operands that are indices, and the tables that they look up.
@@ -28,7 +26,7 @@ def index_limits(model: "onnx.ModelProto") -> dict[str, int]:
     """Return how many values each input may have whose integers, from 0 on, are indices; by the input's name.
 
     These are the rows of the smallest table of weights in which the model looks them up, such as the tokens of a
-    vocabulary, or the classes of an encoding. Inputs that the model uses in another way are left out.
+    vocabulary, or the classes of a one-hot encoding. Inputs that the model uses in another way are left out.
     """
     graph = _Graph(model)
     return {value.name: limit for value in model.graph.input if (limit := graph.limit_of(value.name)) is not None}
@@ -111,15 +109,11 @@ class _Graph:
     def _limit_at(self, node: "onnx.NodeProto", name: str) -> int | None:
         place = list(node.input).index(name)
         if node.op_type in _MOVING:
-            is_moved = place == 0 or node.op_type == "Concat"
-            limits = [self.limit_of(output) for output in node.output] if is_moved else []
+            limits = [self.limit_of(output) for output in node.output] if place == 0 else []
             return min((limit for limit in limits if limit is not None), default=None)
         rows = self._rows_at(node, place)
         if rows is not None:
             return rows
-        if node.op_type in ("LabelEncoder", "OneHotEncoder"):
-            known = [number for item in node.attribute if item.name in _CLASSES for number in item.ints]
-            return max(known) + 1 if known and min(known) >= 0 else None
         if node.op_type == "OneHot" and place == 0:
             depth = self._numbers(node.input[1])
             return None if depth is None else int(depth.ravel()[0])

@@ -137,6 +137,8 @@ def _make_array(
             return generator.integers(int(samples.low or 0), int(samples.high or 2), shape).astype(item.dtype)
         case "lengths":
             return generator.integers(1, longest, shape, endpoint=True).astype(item.dtype)
+        case "categories":
+            return _make_categories(item, shape, generator)
         case "npz":
             array = _from_npz(item, folder)
         case "function":
@@ -147,6 +149,21 @@ def _make_array(
         raise SpecError(f"samples of input {item.name!r} have shape {list(array.shape)}, expected {list(shape)}")
     if array.dtype.name != item.dtype:
         raise SpecError(f"samples of input {item.name!r} are {array.dtype.name}, expected {item.dtype}")
+    return array
+
+
+def _make_categories(item: Input, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
+    """An array with one of its categories for each element of a column. Raises SpecError for other columns."""
+    columns = item.samples.categories or ()
+    width = shape[-1] if len(shape) > 1 else 1
+    if width != len(columns):
+        raise SpecError(f"samples of input {item.name!r} have categories for {len(columns)} columns, expected {width}")
+    is_float = item.dtype.startswith("float")
+    array = (generator.normal(size=shape) if is_float else generator.integers(0, 2, shape)).astype(item.dtype)
+    for column, categories in enumerate(columns):
+        if categories:
+            part = array[..., column] if len(shape) > 1 else array
+            part[...] = generator.choice(categories, part.shape).astype(item.dtype)
     return array
 
 

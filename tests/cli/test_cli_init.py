@@ -36,7 +36,7 @@ def test_the_name_can_be_given(tvmflow: Command) -> None:
 def test_a_name_that_no_release_may_have_is_refused(tvmflow: Command) -> None:
     result = tvmflow("init", "--name", "my model")
     assert result.code == 2
-    assert "'my model' must consist of letters" in result.sentence
+    assert "'my model' must consist of up to 128 letters" in result.sentence
     assert not Path("release.yaml").exists()
 
 

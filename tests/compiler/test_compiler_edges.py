@@ -104,6 +104,13 @@ def test_lengths_that_are_not_whole_are_those_of_the_result(
     assert_same_as_onnxruntime(path, {"x": normal(1, 1, 1, 5)})
 
 
+def test_the_columns_of_a_free_matrix_are_resized(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    """They are no channels, which a resize of an image leaves alone."""
+    node = helper.make_node("Resize", ["x", "", "", "sizes"], ["y"], mode="linear", axes=[1])
+    path = make_model([node], [("x", ["n", "m"])], [("y", ["n", 3])], {"sizes": np.array([3])})
+    assert_same_as_onnxruntime(path, {"x": normal(2, 7)}, {"x": normal(1, 2)})
+
+
 def test_tensors_without_elements_keep_their_shapes(assert_all_same: Check) -> None:
     reshape = helper.make_node("Reshape", ["x", "sizes"], ["y"], allowzero=1)
     tile = helper.make_node("Tile", ["x", "sizes"], ["y"])

@@ -561,6 +561,29 @@ def test_integers_that_a_model_divides_by_are_not_zero(export_spec: Any, kept_sa
     assert all(inputs["z"].min() > 0 for inputs, _ in pairs)
 
 
+def test_samples_of_categories_are_those_that_the_encoder_of_each_column_knows(
+    export_spec: Any, kept_samples: Any, tmp_path: Path
+) -> None:
+    """An encoder without zeros stops at others, as scikit-learn's does by default."""
+    text = """<ir_version: 9, opset_import: ["" : 18, "ai.onnx.ml": 2]> g (float[n, 3] x) => (float[n, 5] y)
+    <int64[1] first = {0}, int64[1] last = {2}> {
+      a = Gather <axis = 1> (x, first)
+      b = ai.onnx.ml.ArrayFeatureExtractor (x, last)
+      c = Cast <to = 7> (b)
+      d = ai.onnx.ml.OneHotEncoder <cats_int64s = [3, 5], zeros = 0> (a)
+      e = ai.onnx.ml.OneHotEncoder <cats_int64s = [1, 2, 9], zeros = 0> (c)
+      f = Flatten (d)
+      g = Flatten (e)
+      y = Concat <axis = 1> (f, g)
+    }"""
+    save_text(tmp_path / "model.onnx", text)
+    pairs = kept_samples(export_spec(parse({"name": "categories", "model": {"onnx": "model.onnx"}}, tmp_path)))
+    first, middle, last = np.concatenate([inputs["x"] for inputs, _ in pairs]).T
+    assert set(first) == {3, 5}
+    assert set(last) == {1, 2, 9}
+    assert len(set(middle)) == len(middle)
+
+
 def test_shapes_that_the_operators_do_not_give_are_left_out(export_spec: Any, tmp_path: Path) -> None:
     """ONNX Runtime takes such files, as editors leave them that change a node and not the recorded shapes."""
     text = """<ir_version: 9, opset_import: ["" : 18]> g (float[n, 3] x) => (float[7] y)

@@ -18,11 +18,11 @@ class Samples(Section):
     `low` and `high` belong to the kinds `uniform` (by default 0 and 1) and `integers` (from `low` up to, but without,
     `high`), `mean` and `std` to `normal`, `file` and `key` to `npz`, `function` to `function`. `lengths` are whole
     numbers from 1 to the largest dimension of the sample's other inputs, their first ones left out: the lengths of the
-    texts or recordings of a batch.
+    texts or recordings of a batch. `categories` are the numbers that each column, the last dimension, may have.
     """
 
-    kind: Literal["ones", "uniform", "normal", "integers", "lengths", "npz", "function"] = "normal"
-    """The kind of values: a constant, a distribution, lengths of other inputs, a file or a function."""
+    kind: Literal["ones", "uniform", "normal", "integers", "lengths", "categories", "npz", "function"] = "normal"
+    """The kind of values: a constant, a distribution, lengths of other inputs, categories, a file or a function."""
     low: float | None = None
     """The lowest value; 0 for `uniform` unless given, required for `integers`."""
     high: float | None = None
@@ -31,6 +31,9 @@ class Samples(Section):
     """The mean of `normal`."""
     std: PositiveFloat = 1.0
     """The standard deviation of `normal`."""
+    categories: tuple[tuple[float, ...], ...] | None = None
+    """The numbers that each column may have for `categories`, as `[[0, 1], [2, 3, 4]]`. A column without any has normal
+    ones in an input of floats, 0 and 1 in others."""
     file: Path | None = None
     """The file of `npz`."""
     key: str | None = None
@@ -42,6 +45,8 @@ class Samples(Section):
     def _is_complete(self) -> Self:
         if self.kind == "npz" and self.file is None:
             raise ValueError("samples of kind npz need file")
+        if self.kind == "categories" and not self.categories:
+            raise ValueError("samples of kind categories need categories")
         if self.kind == "function":
             if self.function is None:
                 raise ValueError("samples of kind function need function")

@@ -40,7 +40,8 @@ inputs:
     shape: [batch, 3, 224, 224] # a name is a symbolic dimension
     dtype: float32
     samples: {{kind: normal}}     # ones | uniform (low, high) | normal (mean, std) | integers (low, high) | lengths
-                                # | npz (file, key) | function (package.module:function(shape, seed) -> array)
+                                # | categories (categories) | npz (file, key)
+                                # | function (package.module:function(shape, seed) -> array)
 
 dimensions:
   batch: {{min: 1, max: 64, tune: 1, measure: [1]}}

@@ -235,7 +235,7 @@ def _plan_steps(
         if axis not in scales or not isinstance(size, int):
             if axis in scales and scales[axis] == 1.0:
                 continue
-            if results is not None and axis < 2:
+            if results is not None and axis < 2 and len(shape) > 2 and "axes" not in node.attrs:
                 # The batch and the channels stay; the sizes that the node gives for them are their own.
                 continue
             # A scale that is no whole number need not be the quotient of the sizes.
