@@ -47,6 +47,19 @@ _MASK = 2
 # The sample that a bundle holds takes at most this share of the model's file, or so many bytes, if there is such a one.
 _SHARE_OF_SAMPLE, _SMALL_SAMPLE = 10, 1 << 18
 
+# What to do where ONNX Runtime does not run what PyTorch does.
+_OF_EXPORT = "PyTorch runs it on them: fix the sizes of its free dimensions, or change what the exporter gets wrong"
+# What to do about an error of PyTorch's exporter, by words of its message.
+_ADVICE = {
+    "No ONNX function found for": "PyTorch's exporter has no form of this operator in ONNX; compute it by other ones",
+    "data-dependent": "the model goes another way for other data, which an export cannot follow: write torch.where or "
+    "torch.cond",
+    "GuardOnDataDependentSymNode": "the model goes another way for other data, which an export cannot follow: write "
+    "torch.where or torch.cond",
+    "__obj_flatten__": "the model holds weights that PyTorch has quantised; export the model before that, and quantise "
+    "the ONNX file",
+    "object has no attribute 'name'": "let the model return tensors",
+}
 # The most labels that a note names.
 _LABELS_IN_NOTE = 10
 
@@ -195,6 +208,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             inputs = pinned
             _fix_shapes(model, inputs)
             data = onnx_data.save(model, path)
+        _refuse_nan([outputs for _, outputs in pairs], model if module is None else module)
         samples.save(folder / "samples.npz", pairs)
         golden = _golden(pairs, sum(item.stat().st_size for item in (path, data) if item is not None))
         masks = ties.undecided(*pairs[golden], bounds)
@@ -216,6 +230,31 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             indices=index_ranges(model),
             sources=usercode.imported_sources(job.folder),
         )
+
+
+def _refuse_nan(outputs: Sequence[NamedArrays], model: "onnx.ModelProto | torch.nn.Module") -> None:
+    """Raise ExportError for an output that is NaN whatever the sample, because weights are."""
+    names = [
+        name
+        for name, array in outputs[0].items()
+        if array.dtype.kind == "f" and all(item[name].size and np.isnan(item[name]).all() for item in outputs)
+    ]
+    weights = _weights_with_nan(model) if names else []
+    if weights:
+        raise ExportError(
+            f"output {names[0]!r} is NaN in every sample, for weights are NaN: {', '.join(weights[:3])}; train the "
+            "model again, or give other weights"
+        )
+
+
+def _weights_with_nan(model: "onnx.ModelProto | torch.nn.Module") -> list[str]:
+    """The names of the weights that hold NaN."""
+    import onnx
+
+    if isinstance(model, onnx.ModelProto):
+        arrays = ((tensor.name, onnx_data.array_of(tensor)) for tensor in model.graph.initializer)
+        return [name for name, array in arrays if array.dtype.kind == "f" and np.isnan(array).any()]
+    return [name for name, value in model.state_dict().items() if value.is_floating_point() and value.isnan().any()]
 
 
 def _golden(pairs: Sequence[tuple[NamedArrays, NamedArrays]], model: int) -> int:
@@ -268,8 +307,15 @@ def _is_repeatable(source: Source, module: "torch.nn.Module") -> bool:
     except Exception:  # A factory that can be called once cannot give the same weights twice.
         return False
     return first.keys() == second.keys() and all(
-        not isinstance(value, torch.Tensor) or torch.equal(value, second[name]) for name, value in first.items()
+        not isinstance(value, torch.Tensor) or _are_equal(value, second[name]) for name, value in first.items()
     )
+
+
+def _are_equal(one: "torch.Tensor", other: "torch.Tensor") -> bool:
+    """Whether two tensors have the same elements; NaN is equal to NaN here."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _pinned(inputs: tuple[Input, ...], dimensions: Mapping[str, Dimension]) -> tuple[Input, ...]:
@@ -312,18 +358,37 @@ def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob
             warnings.simplefilter("ignore")
             torch.onnx.export(exported, arguments if source.kind != "pt2" else (), str(path), **options)
         model = onnx_data.load(path)
+        if not model.graph.output:
+            raise ExportError(f"model {source.model.label!r} returns no tensors, so that there is nothing to release")
         _name_outputs(model, job.outputs)
     except ExportError:
         raise
     except Exception as error:
+        cause = _root_cause(error)
         given = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in example.items())
-        raise ExportError(
-            f"model {source.model.label!r} cannot be exported to ONNX ({_root_cause(error)}); it was called with "
-            f"{given}, as `inputs` say: there must be one for each argument, in their order, with its shape and dtype"
-        ) from error
+        advice = next((advice for sign, advice in _ADVICE.items() if sign in f"{error} {cause}"), None) or (
+            f"it was called with {given}, as `inputs` say: there must be one for each argument, in their order, with "
+            "its shape and dtype"
+        )
+        raise ExportError(f"model {source.model.label!r} cannot be exported to ONNX ({cause}); {advice}") from error
+    _refuse_fixed_dimensions(model, inputs)
     _remove_traces(model)
     _fix_shapes(model, inputs)
     return model
+
+
+def _refuse_fixed_dimensions(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> None:
+    """Raise ExportError for a free dimension that PyTorch's exporter made a number."""
+    dims = {value.name: value.type.tensor_type.shape.dim for value in graph_inputs(model.graph)}
+    for item in inputs:
+        for dim, size in zip(dims.get(item.name, ()), item.shape, strict=False):
+            if isinstance(size, str) and dim.HasField("dim_value"):
+                raise ExportError(
+                    f"dimension {size!r} of input {item.name!r} is {dim.dim_value} in the ONNX model: PyTorch's "
+                    "exporter fixed it, because the model computes with this size as a number (recurrent layers do so "
+                    "unless they have batch_first=True, biases and a free batch); let the model take any size, or say "
+                    f"{dim.dim_value} for it"
+                )
 
 
 def _weights_size(module: "torch.nn.Module") -> int:
@@ -636,7 +701,16 @@ def _compare(
         except Exception as error:
             raise ExportError(f"the model fails on sample {index} ({describe(error)})") from error
         outputs = ties.settle(sample, expected, outputs, bounds)
-        worst = max(worst, _largest_error(expected, outputs, index, bounds))
+        try:
+            worst = max(worst, _largest_error(expected, outputs, index, bounds))
+        except ExportError as error:
+            again = run_module(module, sample, names)
+            if all(np.array_equal(array, again[name], equal_nan=True) for name, array in expected.items()):
+                raise
+            raise ExportError(
+                "the model gives other outputs when it gets the same inputs again, as with dropout, random numbers or "
+                "a state that it changes; leave this out of what the factory returns"
+            ) from error
         pairs.append((sample, expected))
     return pairs, None if module is None else worst
 
@@ -658,7 +732,8 @@ def _first_run(
     for sizes in candidates:
         sample = samples.make(inputs, dimensions, index, job.seed, job.folder, sizes)
         try:
-            return sample, run_session(session, sample, most_memory)
+            advice = {"advice": _OF_EXPORT} if job.needs_torch else {}
+            return sample, run_session(session, sample, most_memory, **advice)
         except ExportError as error:
             failure = failure or error
     raise failure or ExportError("the model has no sizes to run at")

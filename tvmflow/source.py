@@ -1,7 +1,7 @@
 """The original model: a PyTorch module or an ONNX file, loaded as the release file says."""
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     import onnx
     import onnxruntime
     import torch
+
+
+# What stands before the names of weights that torch.compile or a wrapper for several devices saved.
+_WRAPPERS = ("module.", "_orig_mod.")
+# How many names a message lists, and how many letters of the reason of a library it has.
+_NAMES, _REASON = 3, 120
 
 
 class Source(Record):
@@ -72,8 +78,42 @@ def load_module(source: Source) -> "torch.nn.Module":
                 raise ExportError(f"model {source.model.mlflow!r} cannot be loaded ({describe(error)})") from error
         case _:
             raise ExportError(f"model {str(source.path)!r} is no PyTorch model")
+    module = _without_wrappers(module)
+    _require_values(module, source.model.label)
     # MLflow's default format is a traced program, which has no evaluation mode.
     return module if isinstance(module, torch.fx.GraphModule) else module.eval()
+
+
+def _without_wrappers(module: "torch.nn.Module") -> "torch.nn.Module":
+    """The module within torch.compile's and those that spread a batch over devices, which take other arguments."""
+    import torch
+
+    while True:
+        if isinstance(module, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
+            module = inner
+        else:
+            return module
+
+
+def _require_values(module: "torch.nn.Module", label: str) -> None:
+    """Raise ExportError for a module that an export does not take: scripted, or with parameters without values."""
+    import torch
+
+    if isinstance(module, torch.jit.ScriptModule) and not isinstance(module, torch.jit.TopLevelTracedModule):
+        raise ExportError(f"model {label!r} is a module that torch.jit has scripted; return the module itself")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ExportError(
+                f"parameter {name!r} of model {label!r} has no values yet, as those of lazy layers before their first "
+                "call; call the module once in its factory"
+            )
+        if tensor.is_meta:
+            raise ExportError(
+                f"parameter {name!r} of model {label!r} is on the device meta, without values; build the module on the "
+                "CPU"
+            )
 
 
 def _load_weights(module: "torch.nn.Module", path: Path, model: Model) -> None:
@@ -88,13 +128,56 @@ def _load_weights(module: "torch.nn.Module", path: Path, model: Model) -> None:
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ExportError(f"weights {weights_name!r} are not a readable state dict ({describe(error)})") from error
-    try:
-        module.load_state_dict(state)
-    except Exception as error:
+        advice = "it must be written by torch.save(module.state_dict(), path) or by safetensors"
         raise ExportError(
-            f"weights {weights_name!r} do not fit the model of {model.factory!r} ({describe(error)})"
+            f"weights {weights_name!r} are not a readable state dict ({describe(error)[:_REASON]}); {advice}"
         ) from error
+    reason = _explain_misfit(module, state)
+    if reason is None:
+        try:
+            module.load_state_dict(_without_prefix(module, state))
+        except Exception as error:
+            reason = describe(error)
+    if reason is not None:
+        raise ExportError(f"weights {weights_name!r} do not fit the model of {model.factory!r}: {reason}")
+
+
+def _without_prefix(module: "torch.nn.Module", state: dict[str, Any]) -> dict[str, Any]:
+    """The weights of a module that was wrapped when they were saved, by their names without the wrapper's."""
+    names = module.state_dict().keys()
+    for prefix in _WRAPPERS:
+        if {name.removeprefix(prefix) for name in state} == names and all(name.startswith(prefix) for name in state):
+            return {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
+
+
+def _explain_misfit(module: "torch.nn.Module", state: Any) -> str | None:
+    """Return a clause on the first names or shapes of the weights that are not the module's; None where all fit."""
+    import torch
+
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        return f"the file holds a {type(state).__name__} and no state dict; save module.state_dict()"
+    own = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    others = [name for name, value in state.items() if not isinstance(value, torch.Tensor) and name not in own]
+    if others and not own.keys() <= state.keys():
+        return f"the file holds {_list(state)}; save the state dict alone"
+    state = _without_prefix(module, state)
+    missing = [name for name in own if name not in state]
+    unknown = [name for name in state if name not in module.state_dict()]
+    if missing or unknown:
+        parts = [f"it lacks {_list(missing)}"] if missing else []
+        parts += [f"the model has no {_list(unknown)}"] if unknown else []
+        return " and ".join(parts)
+    for name, value in own.items():
+        if tuple(state[name].shape) != tuple(value.shape):
+            return f"{name!r} has shape {list(state[name].shape)}, the model wants {list(value.shape)}"
+    return None
+
+
+def _list(names: Collection[str]) -> str:
+    """The first names, and how many more there are."""
+    text = ", ".join(repr(name) for name in list(names)[:_NAMES])
+    return text if len(names) <= _NAMES else f"{text} and {len(names) - _NAMES} more"
 
 
 def run_module(module: "torch.nn.Module", inputs: NamedArrays, names: tuple[str, ...] = ()) -> NamedArrays:
@@ -111,7 +194,7 @@ def run_module(module: "torch.nn.Module", inputs: NamedArrays, names: tuple[str,
         output = module(*(torch.from_numpy(np.ascontiguousarray(array)) for array in inputs.values()))
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     # NumPy has no bfloat16.
-    leaves = [(leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy() for leaf in tensors]
+    leaves = [(leaf.float() if leaf.dtype == torch.bfloat16 else leaf).detach().numpy() for leaf in tensors]
     names = names or tuple(f"output_{index}" for index in range(len(leaves)))
     if len(leaves) != len(names):
         raise ExportError(f"the model returns {len(leaves)} outputs, but outputs names {len(names)}")
@@ -159,22 +242,22 @@ def open_session(
 
 
 def run_session(
-    session: "onnxruntime.InferenceSession", inputs: NamedArrays, most_memory: int | None = None
+    session: "onnxruntime.InferenceSession",
+    inputs: NamedArrays,
+    most_memory: int | None = None,
+    advice: str = "give samples that it takes under `inputs` of a release file",
 ) -> NamedArrays:
     """Return ONNX Runtime's outputs by name.
 
-    Raises ExportError when it cannot run the model on these inputs, or needs more than `most_memory` bytes for it. With
-    that limit, ONNX Runtime keeps no memory for later runs.
+    Raises ExportError, which ends with `advice`, when it cannot run the model on these inputs, or needs more than
+    `most_memory` bytes for it. With that limit, ONNX Runtime keeps no memory for later runs.
     """
     names = [output.name for output in session.get_outputs()]
     run = partial(session.run, names, inputs)
     try:
         return dict(zip(names, run() if most_memory is None else _run_within(run, most_memory), strict=True))
     except Exception as error:
-        raise ExportError(
-            f"ONNX Runtime cannot run the model on the samples ({describe(error)}); give samples that it takes under "
-            "`inputs` of a release file"
-        ) from error
+        raise ExportError(f"ONNX Runtime cannot run the model on the samples ({describe(error)}); {advice}") from error
 
 
 def _run_within(run: Callable[..., Any], most_memory: int) -> Any:

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -19,6 +20,10 @@ _INSTALLED = tuple(
 # The folders of the standard library. A file in them may be a link to another place: Debian's sitecustomize.py leads to
 # /etc.
 _STANDARD = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
+
+
+# The codes by which a message is bold or coloured in a terminal.
+_COLOURS = re.compile("\x1b\\[[0-9;]*m")
 
 
 def find(path: str, what: str, error: type[TvmflowError]) -> Callable[..., Any]:
@@ -56,13 +61,15 @@ def call(path: str, what: str, error: type[TvmflowError], /, *args: object, **ar
     function = find(path, what, error)
     try:
         return function(*args, **arguments)
+    except SystemExit as problem:
+        raise error(f"{what} {path!r} ended the process by sys.exit({problem.code}); let it return") from problem
     except Exception as problem:
         raise error(f"{what} {path!r} raised {describe(problem)}") from problem
 
 
 def describe(problem: BaseException) -> str:
     """Return the type of an exception and the first line of its message, at most 300 characters of it."""
-    words = str(problem).strip().splitlines()
+    words = _COLOURS.sub("", str(problem)).strip().splitlines()
     return f"{type(problem).__name__}: {words[0][:300]}" if words else type(problem).__name__
 
 

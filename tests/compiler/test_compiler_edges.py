@@ -199,3 +199,90 @@ def test_processors_without_products_of_bytes_get_code_without_them(processor: s
     library = tmp_path / "mod.so"
     build(import_onnx(path), resolve(f"llvm -mcpu={processor}")).export(library)
     assert library.stat().st_size
+
+
+def test_masks_of_onnx_runtimes_attention_keep_what_is_above_zero(assert_all_same: Check) -> None:
+    x, key = normal(1, 3, 8), normal(1, 5, 8, seed=1)
+    cell = {"num_heads": 2}
+    masked = helper.make_node("MultiHeadAttention", ["x", "x", "x", "", "m"], ["y"], domain="com.microsoft", **cell)
+    order = helper.make_node(
+        "MultiHeadAttention", ["x", "k", "k"], ["y"], domain="com.microsoft", unidirectional=1, **cell
+    )
+    words = [
+        helper.make_node(
+            "EmbedLayerNormalization",
+            ["ids", "", "table", "places", "", "gamma", "beta", "mask"],
+            ["norm", "count"],
+            domain="com.microsoft",
+            mask_index_type=kind,
+        )
+        for kind in (0, 1)
+    ]
+    names = ("table", "places", "gamma", "beta")
+    weights = dict(zip(names, (normal(7, 8), normal(4, 8), normal(8), normal(8)), strict=True))
+    rows = [(name, [2, 3], TensorProto.INT32) for name in ("ids", "mask")]
+    results = [("norm", [2, 3, 8]), ("count", [2], TensorProto.INT32)]
+    feed = {"ids": np.array([[1, 2, 3], [4, 5, 6]], "int32"), "mask": np.array([[0, 1, 2], [1, 0, 1]], "int32")}
+    mask = [("x", [1, 3, 8]), ("m", [1, 3], TensorProto.INT32)]
+    assert_all_same(
+        [
+            (([masked], mask, ["y"]), {"x": x, "m": np.array([[1, 2, 0]], "int32")}),
+            (([order], [("x", [1, 3, 8]), ("k", [1, 5, 8])], ["y"]), {"x": x, "k": key}),
+            *((([word], rows, results, weights), feed) for word in words),
+        ]
+    )
+
+
+def test_a_bias_of_grouped_attention_may_be_shorter_than_the_kept_keys(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    node = helper.make_node(
+        "GroupQueryAttention",
+        ["q", "k", "v", "pk", "pv", "last", "total", "", "", "", "bias"],
+        ["y", "keys", "values"],
+        domain="com.microsoft",
+        num_heads=2,
+        kv_num_heads=1,
+    )
+    inputs = [("q", [1, 1, 16]), ("k", [1, 1, 8]), ("v", [1, 1, 8]), ("pk", [1, 1, 8, 8]), ("pv", [1, 1, 8, 8])]
+    inputs = [*inputs, ("bias", [1, 1, 1, 4])]
+    weights = {"last": np.array([3], "int32"), "total": np.array([4], "int32")}
+    results = [("y", [1, 1, 16]), ("keys", [1, 1, 8, 8]), ("values", [1, 1, 8, 8])]
+    path = make_model([node], inputs, results, weights)
+    assert_same_as_onnxruntime(path, {name: normal(*shape, seed=i) for i, (name, shape) in enumerate(inputs)})
+
+
+def test_a_cell_beyond_the_clip_of_an_lstm_is_not_clipped(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    node = helper.make_node("LSTM", ["x", "w", "r", "", "", "", "c"], ["y"], hidden_size=3, clip=0.5)
+    weights = {"w": normal(1, 12, 2), "r": normal(1, 12, 3), "c": np.full((1, 1, 3), 4, "float32")}
+    path = make_model([node], [("x", [4, 1, 2])], ["y"], weights)
+    assert_same_as_onnxruntime(path, {"x": normal(4, 1, 2)})
+
+
+def test_scores_that_causality_hides_are_finite(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    node = helper.make_node("Attention", ["q", "k", "k"], ["y", "", "", "s"], is_causal=1, qk_matmul_output_mode=2)
+    path = make_model([node], [("q", [1, 1, 3, 4]), ("k", [1, 1, 3, 4])], ["y", "s"], opset=23)
+    assert_same_as_onnxruntime(path, {"q": normal(1, 1, 3, 4), "k": normal(1, 1, 3, 4, seed=1)})
+
+
+def test_a_range_may_have_steps_of_a_free_size(tmp_path: Path, assert_same_as_onnxruntime: Check) -> None:
+    """torch.nn.EmbeddingBag counts the beginnings of its bags so."""
+    text = """<ir_version: 9, opset_import: ["": 18]>
+    g (float[2, n] x) => (int64[m] y) <int64 zero = {0}, int64 end = {10}> {
+      step = Shape <start = 1> (x)
+      one = Squeeze (step)
+      y = Range (zero, end, one)
+    }"""
+    assert_same_as_onnxruntime(save_text(tmp_path / "model.onnx", text), {"x": normal(2, 3)}, {"x": normal(2, 10)})
+
+
+def test_the_bags_of_an_embedding_with_padding_are_compiled(tmp_path: Path, assert_same_as_onnxruntime: Check) -> None:
+    """A loop over the bags has a loop over the words of each in it, some of which a branch leaves out."""
+    torch = pytest.importorskip("torch")
+    bag = torch.nn.EmbeddingBag(20, 6, mode="max", padding_idx=1).eval()
+    path = tmp_path / "bag.onnx"
+    batch = ({0: torch.export.Dim("batch", min=1, max=64)},)
+    words = torch.randint(0, 20, (3, 5))
+    torch.onnx.export(bag, (words,), path, input_names=["x"], dynamo=True, dynamic_shapes=batch, verbose=False)
+    feeds = [{"x": np.random.default_rng(size).integers(0, 20, (size, 5))} for size in (1, 4)]
+    assert_same_as_onnxruntime(path, *feeds)

@@ -225,6 +225,17 @@ def test_an_index_that_the_model_computes_is_checked_in_every_part_of_its_tensor
                     model(x)
 
 
+def test_a_tensor_that_pytorch_keeps_with_the_opposite_sign_is_read_as_it_is(
+    model: CompiledModel, inputs: MakeInputs
+) -> None:
+    import torch
+
+    arrays = inputs(2)
+    tensor = torch.complex(torch.zeros(2, 8), torch.from_numpy(-arrays["x"])).conj().imag
+    assert tensor.is_neg()
+    np.testing.assert_array_equal(model(**{**arrays, "x": tensor})["sum"], model(**arrays)["sum"])
+
+
 def test_strings_are_taken_where_the_model_takes_labels(tmp_path: Path) -> None:
     text = """<ir_version: 9, opset_import: ["" : 18, "ai.onnx.ml": 2]> g (string[n, 2] x) => (string[n, 2] y) {
       y = ai.onnx.ml.LabelEncoder <keys_strings = ["a", "b"], values_strings = ["u", "v"], default_string = "w"> (x)

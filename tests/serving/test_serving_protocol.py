@@ -45,6 +45,18 @@ def test_data_may_be_nested_or_flat() -> None:
         np.testing.assert_array_equal(array, np.arange(1, 7, dtype=np.float32).reshape(2, 3))
 
 
+def test_a_float_that_json_writes_as_an_integer_is_a_float() -> None:
+    array = _parse(_tensor("FP32", [3], [10**20, 1.5, 2])).inputs["x"]
+    np.testing.assert_array_equal(array, np.array([1e20, 1.5, 2], "float32"))
+    with pytest.raises(InputError, match="outside the range of FP64"):
+        _parse(_tensor("FP64", [1], [10**400]))
+
+
+def test_an_empty_list_of_outputs_asks_for_all() -> None:
+    request = _parse({**_tensor("FP32", [1], [1]), "outputs": []})
+    assert [output.name for output in request.outputs] == ["a", "b"]
+
+
 def test_strings_are_nested_or_flat() -> None:
     for data in (["a", "b", "c", "d"], [["a", "b"], ["c", "d"]]):
         array = _parse(_tensor("BYTES", [2, 2], data)).inputs["x"]

@@ -139,8 +139,101 @@ def test_a_size_baked_into_the_model_is_refused(export_module: Any) -> None:
 
 def test_outputs_that_are_not_deterministic_are_refused(export_module: Any) -> None:
     network = "class Network(nn.Module):\n    def forward(self, x):\n        return x + torch.rand_like(x)\n"
-    with pytest.raises(ExportError, match="ONNX Runtime differs from PyTorch"):
+    with pytest.raises(ExportError, match="gives other outputs when it gets the same inputs again"):
         export_module(network, inputs=[_X])
+
+
+_LINEAR = """class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {line}
+
+    def forward(self, x):
+        return {result}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "result", "reason"),
+    [
+        (
+            "self.l = nn.Linear(4, 3); nn.init.constant_(self.l.bias, float('nan'))",
+            "self.l(x)",
+            "NaN .*: l.bias; train",
+        ),
+        ("self.l = nn.LazyLinear(3)", "self.l(x)", "'l.weight' .* has no values yet"),
+        ("self.l = nn.Linear(4, 3, device='meta')", "self.l(x)", "'l.weight' .* is on the device meta"),
+        ("self.l = nn.Linear(4, 3)", "None", "returns no tensors"),
+        ("self.l = nn.Linear(4, 3)", "x + 1 if x.sum() > 0 else x", "write torch.where or torch.cond"),
+    ],
+    ids=["nan", "lazy", "meta", "nothing", "decision"],
+)
+def test_a_module_that_cannot_be_released_is_told_what_to_do(
+    export_module: Any, line: str, result: str, reason: str
+) -> None:
+    with pytest.raises(ExportError, match=reason):
+        export_module(_LINEAR.format(line=line, result=result), inputs=[_X])
+
+
+@pytest.mark.parametrize(
+    ("line", "result"),
+    [
+        ("self.l = nn.Linear(4, 3)", "self.l(x), self.l.weight"),
+        ("self.l = nn.Linear(4, 3); self.register_buffer('b', torch.full((3,), float('nan')))", "self.l(x)"),
+    ],
+    ids=["parameter", "buffer"],
+)
+def test_a_module_may_return_a_parameter_and_hold_nan(export_module: Any, line: str, result: str) -> None:
+    text = _LINEAR.format(line=f"torch.manual_seed(0); {line}", result=result)
+    assert export_module(text, inputs=[_X]).is_repeatable
+
+
+def test_a_compiled_module_is_taken_out_of_its_wrapper(
+    export_spec: Any, user_code: Callable[[str], str], tmp_path: Path
+) -> None:
+    name = user_code(
+        "import torch\n\ndef create():\n    return torch.nn.DataParallel(torch.compile(torch.nn.Linear(4, 3)))\n"
+    )
+    inputs = [{"name": "x", "shape": ["batch", 4]}]
+    result = export_spec(parse({"name": "wrapped", "model": {"factory": f"{name}:create"}, "inputs": inputs}, tmp_path))
+    assert result.inputs[0].shape == ("batch", 4)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"weight": (3, 4), "extra": (1,)}, "it lacks 'bias' and the model has no 'extra'"),
+        ({"weight": (3, 5), "bias": (3,)}, r"'weight' has shape \[3, 5\], the model wants \[3, 4\]"),
+        ({"model": None, "epoch": None}, "the file holds 'model', 'epoch'; save the state dict alone"),
+        (None, "the file holds a list and no state dict"),
+    ],
+)
+def test_weights_that_do_not_fit_say_which(
+    export_spec: Any, user_code: Callable[[str], str], tmp_path: Path, state: Any, reason: str
+) -> None:
+    import torch
+
+    name = user_code("import torch\n\ndef create():\n    return torch.nn.Linear(4, 3)\n")
+    content = [1] if state is None else {key: 3 if size is None else torch.zeros(size) for key, size in state.items()}
+    torch.save(content, tmp_path / "weights.pt")
+    model = {"factory": f"{name}:create", "weights": "weights.pt"}
+    with pytest.raises(ExportError, match=f"weights 'weights.pt' do not fit the model of .*: {reason}"):
+        export_spec(parse({"name": "weights", "model": model, "inputs": [_X]}, tmp_path))
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_weights_of_a_wrapped_module_are_those_of_the_module(
+    export_spec: Any, kept_samples: Any, user_code: Callable[[str], str], tmp_path: Path, prefix: str
+) -> None:
+    import torch
+
+    name = user_code("import torch\n\ndef create():\n    return torch.nn.Linear(4, 3)\n")
+    torch.save({f"{prefix}weight": torch.ones(3, 4), f"{prefix}bias": torch.zeros(3)}, tmp_path / "weights.pt")
+    model = {"factory": f"{name}:create", "weights": "weights.pt"}
+    result = export_spec(parse({"name": "weights", "model": model, "inputs": [_X]}, tmp_path))
+    for inputs, outputs in kept_samples(result):
+        (output,) = outputs.values()
+        np.testing.assert_allclose(output, np.repeat(inputs["x"].sum(1)[:, None], 3, 1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("names", scale.choose(normal=[["one", "two"]], long=[["one"], ["a", "b", "c", "d"]]))

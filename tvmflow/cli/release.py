@@ -170,7 +170,7 @@ def _lines(item: "TargetSummary") -> "Iterator[str]":
     names = {"pytorch": "PyTorch", "onnxruntime": "ONNX Runtime", "tvm": "TVM from Python"}
     seconds = {str(runner): figures.total_seconds for runner, figures in typical.runners.items()}
     yield from _missing_percentiles(item.runs or 0)
-    yield f"{item.runs} runs: " + ", ".join(
+    yield f"all {item.runs} runs together took: " + ", ".join(
         f"{name} {seconds[key]:.3f} s" for key, name in names.items() if key in seconds
     )
     if item.busyness is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tvmflow.cli.options import OutputFile, json_option, naming_output, read_inputs, trace_option
-from tvmflow.errors import BundleError
+from tvmflow.errors import BundleError, InputError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -96,7 +96,14 @@ def run_command(
             raise click.BadParameter(
                 f"{bundle!r} is built for {built_for}; compile for another target", param_hint="--device"
             )
-        filled_inputs = fill_inputs(model, fill_mode, _sizes(model, sizes)) if fill_mode is not None else None
+        filled_inputs = None
+        if fill_mode is not None:
+            chosen = _sizes(model, sizes)
+            try:
+                filled_inputs = fill_inputs(model, fill_mode, chosen)
+            except (MemoryError, ValueError) as error:  # NumPy has a largest array.
+                text = ", ".join(f"{name}={size}" for name, size in chosen.items())
+                raise InputError(f"memory cannot hold inputs of these sizes ({text}); give smaller ones") from error
         arrays = model.check_inputs(file_inputs or filled_inputs or model.sample[0])
         results = model(**arrays)
         measure = model.benchmark if end_to_end else model.time_function

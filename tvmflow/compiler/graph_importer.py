@@ -105,6 +105,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._model = model
         self.evaluator = SizeEvaluator(smallest)
         self._control_nodes = 0
+        self._has_undone = False
         self._functions: dict[tvm.ir.GlobalVar, relax.Function] = {}
         # Pairs of sizes by the value that says whether they are equal.
         self._equalities: dict[str, tuple[Any, Any]] = {}
@@ -141,6 +142,8 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             self.bb.emit_func_output(output)
         mod = self.bb.get()
         main = mod["main"]
+        if self._has_undone:
+            main = _without_calls_of_others(main, self._functions)
         variables = set(relax.analysis.free_vars(main))
         weights = [variable for variable, _ in self._params.values() if variable in variables]
         main = relax.Function([*inputs, *weights], main.body, main.ret_ty, attrs=main.attrs)
@@ -241,6 +244,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         def undo() -> None:
             del self.records[nodes:], self.refusals[refusals:]
             self._functions = functions
+            self._has_undone = True
 
         return undo
 
@@ -649,6 +653,30 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             size = dim.dim_value if dim.HasField("dim_value") else self._sizes.get(dim.dim_param, dim.dim_param)
             shape.append(symbols.get(size, symbol) if isinstance(size, str) else size)
         return self.bb.match_cast(value, relax.TensorType(shape, value.ty.dtype))
+
+
+def _without_calls_of_others(
+    function: relax.Function, functions: Mapping[tvm.ir.GlobalVar, relax.Function]
+) -> relax.Function:
+    """The function without calls of Relax functions that are not there, and without what depends on them.
+
+    An import that was undone leaves them, and nothing else reads them.
+    """
+    absent: set[relax.Var] = set()
+    blocks = []
+    for block in function.body.blocks:
+        bindings = []
+        for binding in block.bindings:
+            read: set[Any] = set()
+            relax.analysis.post_order_visit(binding.value, read.add)
+            callee = getattr(binding.value, "op", None)
+            if (isinstance(callee, tvm.ir.GlobalVar) and callee not in functions) or not absent.isdisjoint(read):
+                absent.add(binding.var)
+            else:
+                bindings.append(binding)
+        blocks.append(type(block)(bindings))
+    body = relax.SeqExpr(blocks, function.body.body)
+    return relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
 
 
 def _is_empty(attribute: onnx.AttributeProto) -> bool:

@@ -752,6 +752,9 @@ def _array_of(name: str, value: Any) -> "Array":
             kind, _ = value.__dlpack_device__()
             if kind not in _HOST_MEMORY:
                 raise InputError(f"input {name!r} is in the memory of a device; copy it to the CPU first")
+            if getattr(value, "is_neg", bool)():
+                # PyTorch may keep numbers with the opposite sign, and DLPack says nothing of it.
+                value = value.resolve_neg()
             return np.from_dlpack(value)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(f"input {name!r} cannot be read as an array ({_one_line(error)})") from error

@@ -210,6 +210,11 @@ def _from_json(name: str, data: Any, dtype: "np.dtype[Any]") -> "Array":
         exact = np.asarray(data, dtype=object)
         if all(type(value) is int for value in exact.flat):
             values, kind = exact, dtype.kind
+    if dtype.kind == "f" and kind == "O":
+        # JSON writes a float of 2 ** 64 and more without a point, as an integer that no type of NumPy has.
+        exact = np.asarray(data, dtype=object)
+        if all(type(value) in (int, float) for value in exact.flat):
+            values, kind = _floats(name, exact, dtype), "f"
     if kind not in _LOSSLESS_KINDS[dtype.kind]:
         raise InputError(f"input {name!r}: 'data' does not hold {DATATYPES[dtype.name]} values only")
     if dtype.kind in "iu":
@@ -225,10 +230,18 @@ def _from_json(name: str, data: Any, dtype: "np.dtype[Any]") -> "Array":
     return array
 
 
+def _floats(name: str, values: "Array", dtype: "np.dtype[Any]") -> "Array":
+    """Python's numbers as float64. Raises InputError for one beyond its range."""
+    try:
+        return values.astype("float64")
+    except OverflowError as error:
+        raise InputError(f"input {name!r}: 'data' holds values outside the range of {DATATYPES[dtype.name]}") from error
+
+
 def _requested_outputs(document: Mapping[str, Any], names: Sequence[str]) -> tuple[OutputRequest, ...]:
     """The outputs that a request asks for, by default all `names`. Raises InputError for another name."""
     is_binary = _parameters(document).get("binary_data_output") is True
-    if "outputs" not in document:
+    if not document.get("outputs", ()):
         return tuple(OutputRequest(name, is_binary) for name in names)
     requests = []
     for entry in _list(document["outputs"], "'outputs'"):

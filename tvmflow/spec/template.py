@@ -66,7 +66,7 @@ targets: [native]               # {presets}
 #   exec_mode: bytecode         # bytecode | compiled
 #   weights: inside             # inside the library | apart
 #   precision: fp32             # of convolutions and products: fp32 | bf16 | fp16 (ARM) | int8 (of a quantised model)
-#   threads: null               # the most that a bundle runs on; default: one for each core of the machine that runs it
+#   threads: null               # the most that a bundle runs on; default: one for each physical core, or fewer if tuned
 #   fast_algorithms: allow      # forbid: without Winograd's and Strassen's, which multiply less and round more
 
 tune:

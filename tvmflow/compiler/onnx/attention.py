@@ -36,7 +36,8 @@ def convert_attention(node: Node) -> relax.Expr:
     for bias in biases:
         scores = node.apply("Add", scores, bias)
     states[_MASKED] = scores
-    if node.outputs > _PRODUCTS and node.input(3) is not None and dtype_of(node.inputs[3]) == "bool":
+    is_float_mask = node.input(3) is not None and dtype_of(node.inputs[3]) != "bool"
+    if node.outputs > _PRODUCTS and len(biases) > is_float_mask:
         # ONNX Runtime adds the lowest number where the standard adds an infinity.
         states[_MASKED] = emit(relax.op.maximum(scores, const(np.finfo(dtype).min, dtype)))
     exact = scores if dtype in ("float32", "float64") else emit(relax.op.astype(scores, "float32"))

@@ -197,9 +197,8 @@ def _with_statistics(node: Node, value: relax.Expr, total: relax.Expr) -> relax.
 def convert_embed_layer_norm(node: Node) -> relax.Expr:
     """Return the Relax expression of EmbedLayerNormalization: a sum of embeddings, then a layer norm over it.
 
-    Its results are the norm, the number of words of each row, and the sum. The numbers are the row sums of the mask;
-    they are zero without a mask or with another `mask_index_type` than 1. Raises FreeSizeError for ids of unknown
-    shape.
+    Its results are the norm, the number of words of each row, and the sum. The numbers are those of ones in the rows of
+    the mask, zero without a mask. Raises FreeSizeError for ids of unknown shape.
     """
     ids, segments, words, positions, segment_words, gamma, beta = (node.input(place) for place in range(7))
     mask, places = node.input(7), node.input(8)
@@ -213,8 +212,9 @@ def convert_embed_layer_norm(node: Node) -> relax.Expr:
     if segments is not None:
         total = node.emit(relax.op.add(total, _look_up(node, segment_words, segments)))
     norm = _normalize(node, "LayerNormalization", total, gamma, beta)
-    if mask is not None and int(node.attrs.get("mask_index_type", 1)) == 1:
-        counts = node.emit(relax.op.sum(mask, axis=1))
+    if mask is not None:
+        is_word = node.emit(relax.op.equal(mask, const(1, dtype_of(mask))))
+        counts = node.emit(relax.op.sum(node.emit(relax.op.astype(is_word, "int32")), axis=1))
     else:
         counts = node.emit(relax.op.zeros([dims[0]], "int32"))
     return relax.Tuple([norm, counts, total])
@@ -287,9 +287,12 @@ def convert_multi_head_attention(node: Node) -> relax.Expr:
     """Return the Relax expression of com.microsoft's MultiHeadAttention.
 
     Keys and values may be packed in one operand, also together with the queries. Raises UnsupportedFormError for keys
-    without values, and for a mask that has neither one number for each row nor two or three dimensions. Raises
+    without values, for scores as a result, and for a mask that has neither one number for each row nor two or three
+    dimensions. Raises
     FreeSizeError for operands of unknown shape, and for unidirectional attention over a symbolic number of positions.
     """
+    if node.outputs > _GROUP_QUERY_RESULTS:
+        raise UnsupportedFormError("scores as a result")
     query, key, value, bias = (node.input(place) for place in range(4))
     heads = int(node.attrs["num_heads"])
     if query is not None and query.ty.ndim == _PACKED:
@@ -308,12 +311,14 @@ def convert_multi_head_attention(node: Node) -> relax.Expr:
         added = [node.apply("Add", item, own) for item, own in zip(operands, biases, strict=False)]
         operands = [*added, *operands[len(added) :]]
     query, key, value = (item if item.ty.ndim == 4 else split_heads(node, item, heads) for item in operands)
+    former = 0
     if node.input(6) is not None:
+        former = dims_of(node.inputs[6])[2]  # type: ignore[index]
         key, value = (
             node.emit(relax.op.concat([node.inputs[6 + place], item], axis=2))
             for place, item in enumerate((key, value))
         )
-    output = _attend(node, query, key, value, [_mask(node, node.input(4), query, key), node.input(5)])
+    output = _attend(node, query, key, value, [_mask(node, node.input(4), query, key, former), node.input(5)])
     return output if node.outputs == 1 else relax.Tuple([output, key, value][: node.outputs])
 
 
@@ -337,8 +342,13 @@ def _attend(
     return join_heads(node, node.apply("MatMul", weights, value))
 
 
-def _mask(node: Node, mask: relax.Expr | None, query: relax.Expr, key: relax.Expr) -> relax.Expr | None:
-    """The sum of mask and order of positions, to add to scores `[batch, heads, queries, keys]`; None if neither."""
+def _mask(
+    node: Node, mask: relax.Expr | None, query: relax.Expr, key: relax.Expr, former: Any = None
+) -> relax.Expr | None:
+    """The sum of mask and order of positions, to add to scores `[batch, heads, queries, keys]`; None if neither.
+
+    `former` is the number of keys before the first query, by default those by which there are more keys than queries.
+    """
     emit, dtype = node.emit, dtype_of(query)
     batch, _, queries, _ = dims_of(query)  # type: ignore[misc]
     keys = dims_of(key)[2]  # type: ignore[index]
@@ -351,14 +361,19 @@ def _mask(node: Node, mask: relax.Expr | None, query: relax.Expr, key: relax.Exp
             mask = emit(relax.op.less(emit(relax.op.arange(0, keys, 1, "int32")), counts))
         elif len(dims) not in (2, 3):
             raise UnsupportedFormError(f"a mask of {len(dims)} dimensions")
+        if dtype_of(mask) != "bool":
+            mask = emit(relax.op.greater(mask, const(0, dtype_of(mask))))
         is_kept = emit(relax.op.astype(mask, dtype))
         amount = const(-float(node.attrs.get("mask_filter_value", _FILTER)), dtype)
         lowered = emit(relax.op.multiply(emit(relax.op.subtract(is_kept, const(1, dtype))), amount))
         result = emit(relax.op.expand_dims(lowered, [1] if mask.ty.ndim == 3 else [1, 2]))
     if node.attrs.get("unidirectional", 0):
-        if not isinstance(keys, int) or not isinstance(queries, int):
+        if not all(isinstance(size, int) for size in (keys, queries, former or 0)):
             raise FreeSizeError("unidirectional attention of a symbolic number of positions")
-        hidden = np.triu(np.full((queries, keys), np.finfo("float32").min, "float32"), 1 + keys - queries)
+        first = keys - queries if former is None else former
+        hidden = np.triu(np.full((queries, keys), np.finfo("float32").min, "float32"), 1 + first)
+        # ONNX Runtime hides nothing from the last query.
+        hidden[-1] = 0
         order = const(hidden[None, None].astype(dtype))
         result = order if result is None else emit(relax.op.add(result, order))
     return result
@@ -406,7 +421,7 @@ def convert_group_query_attention(node: Node) -> relax.Expr:
     keys, values = (repeat_heads(node, item, heads // groups) for item in (key, value))
     scores = cap_scores(node, scaled_scores(node, query, keys))
     if node.input(10) is not None:
-        scores = emit(relax.op.add(scores, node.inputs[10]))
+        scores = node.apply("Add", scores, _of_length(node, node.inputs[10], length))
     scores = emit(relax.op.add(scores, _hidden(node, places, key)))
     weights = emit(relax.op.nn.softmax(scores, axis=-1))
     output = join_heads(node, node.apply("MatMul", weights, values))
@@ -443,6 +458,23 @@ def _append(node: Node, new: relax.Expr, former: relax.Expr, length: Any, past: 
         return te.compute((batch, heads, length, width), element, name="append")
 
     return node.emit(node.builder.call_te(append, new, former, *past, primfunc_name_hint="append"))
+
+
+def _of_length(node: Node, bias: relax.Expr, length: Any) -> relax.Expr:
+    """A bias of `[batch, heads, positions, keys]` for so many keys; those behind its own are hidden in any case."""
+    dims = dims_of(bias)
+    if dims is None or node.evaluator.are_equal(dims[-1], length):
+        return bias
+
+    def extend(bias: te.Tensor) -> te.Tensor:
+        def element(*index: Any) -> Any:
+            *lead, place = index
+            inside = bias[(*lead, te.min(place, bias.shape[-1] - 1))]
+            return te.if_then_else(place < bias.shape[-1], inside, tirx.const(0, bias.dtype))
+
+        return te.compute((*bias.shape[:-1], length), element, name="extend")
+
+    return node.emit(node.builder.call_te(extend, bias, primfunc_name_hint="extend"))
 
 
 def _hidden(node: Node, places: relax.Expr, key: relax.Expr) -> relax.Expr:

@@ -45,7 +45,10 @@ def convert_range(node: Node) -> relax.Expr | None:
     if all(isinstance(bound, int | float) for bound in (start, stop)):
         return _count_when_run(node, dtype)
     if not any(isinstance(bound, float) for bound in bounds):
-        if isinstance(step, int) and (step < 0 or not node.evaluator.holds(stop >= start)):
+        if not isinstance(step, int):
+            # TVM counts them by a quotient of floats.
+            return _count_when_run(node, dtype)
+        if step < 0 or not node.evaluator.holds(stop >= start):
             return _count_at_import(node, start, stop, step, dtype)
         start, stop, step = (tvm.tirx.IntImm("int64", item) if isinstance(item, int) else item for item in bounds)
         return relax.op.arange(start, stop, step, dtype)

@@ -458,7 +458,8 @@ class Recurrence:
             unit.store(
                 block,
                 lane,
-                unit.unless_ended(output * unit.activation(2, unit.clipped(cell)), unit.before(block, lane)),
+                # ONNX Runtime clips what the gates' activations get, and not the cell.
+                unit.unless_ended(output * unit.activation(2, cell), unit.before(block, lane)),
             )
         unit.write(block)
 
