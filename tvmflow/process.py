@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from tvmflow.errors import StepError, TvmflowError, from_data, to_data
 from tvmflow.imports import importing
 from tvmflow.launch import die_with_parent
-from tvmflow.supervisor import Channel, ChildProcess, forbid_torch, visible_environment
+from tvmflow.supervisor import LARGEST_LOG, Channel, ChildProcess, LogLimitError, forbid_torch, visible_environment
 
 CHILD_VARIABLE = "TVMFLOW_CHILD"
 _FORK = "--fork"
@@ -243,6 +243,7 @@ def _exchange(
 ) -> T:
     """Send a child a message, pass its progress on to `emit`, and return its result; raises as `Child.call` does."""
     deadline = time.monotonic() + timeout
+    process.current_log = Path(message.get("log", process.log))
     try:
         process.send(message, deadline)
         while True:
@@ -256,6 +257,10 @@ def _exchange(
                 raise from_data(reply["error"])
             else:
                 return result.model_validate(reply["result"])
+    except LogLimitError as error:
+        process.close()
+        end = f"printed more than {LARGEST_LOG >> 20} MB"
+        raise _ended(f"{step} {end} and was ended; its log is {process.current_log}: let it print less", end) from error
     except TimeoutError as error:
         process.close()
         end = f"took longer than {timeout / 60:.3g} minutes"

@@ -27,6 +27,8 @@ _WAIT_SECONDS = 0.02
 _END_SECONDS = 10.0
 _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 4096
+# A function that prints without an end would fill the disk long before its deadline.
+LARGEST_LOG = 1 << 28
 
 # The variables that foreign code may see: those of any program, of compilers and linkers, of numerical libraries, of
 # downloads, and the public keys of signers.
@@ -40,6 +42,10 @@ _VISIBLE = re.compile(
 
 _live: "set[ChildProcess]" = set()
 _live_lock = threading.Lock()
+
+
+class LogLimitError(Exception):
+    """A child has printed more than LARGEST_LOG bytes."""
 
 
 class ChildProcess:
@@ -66,6 +72,7 @@ class ChildProcess:
         import modules from there. Raises OSError when the process or its log cannot be created.
         """
         self.log = log
+        self.current_log = log
         self._lock = threading.RLock()
         self._exit_code: int | None = None
         self._pending = b""
@@ -109,8 +116,10 @@ class ChildProcess:
     def receive(self, deadline: float) -> dict[str, Any]:
         """Return the child's next message; `deadline` is a time of `time.monotonic`.
 
-        Raises EOFError when the child has ended, TimeoutError at the deadline.
+        Raises EOFError when the child has ended, TimeoutError at the deadline, and LogLimitError when it has printed
+        too much to `current_log`, the file of what it does now.
         """
+        self.check_log()
         descriptor = _open(self._process.stdout).fileno()
         while b"\n" not in self._pending:
             if not _ready(descriptor, select.POLLIN, deadline, self):
@@ -121,6 +130,12 @@ class ChildProcess:
             self._pending += data
         line, _, self._pending = self._pending.partition(b"\n")
         return cast(dict[str, Any], json.loads(line))
+
+    def check_log(self) -> None:
+        """Raise LogLimitError when the child has printed more than LARGEST_LOG bytes."""
+        with contextlib.suppress(OSError):
+            if self.current_log.stat().st_size > LARGEST_LOG:
+                raise LogLimitError
 
     def exit_code(self) -> int | None:
         """Return the exit code, minus the signal's number where a signal ended the child, None while it runs."""
@@ -280,7 +295,10 @@ class _FinderWithoutTorch:
 
 
 def _ready(descriptor: int, event: int, deadline: float, child: ChildProcess) -> bool:
-    """Wait until a pipe is ready; return False when the child ends first. Raises TimeoutError at `deadline`."""
+    """Wait until a pipe is ready; return False when the child ends first.
+
+    Raises TimeoutError at `deadline`, and LogLimitError when the child has printed too much.
+    """
     poll = select.poll()
     poll.register(descriptor, event)
     while True:
@@ -289,6 +307,7 @@ def _ready(descriptor: int, event: int, deadline: float, child: ChildProcess) ->
             return True
         if seconds <= 0:
             raise TimeoutError
+        child.check_log()
         # A process that the child has forked may hold the pipe open after the child's end.
         if child.exit_code() is not None:
             return bool(poll.poll(0))

@@ -56,6 +56,10 @@ def reports(job: Job, emit) -> Result:
         emit(index, 3, f"part {index}\\n")
     return Result(value=3)
 
+def prints_for_ever(job: Job, emit) -> Result:
+    while True:
+        print("x" * 1000)
+
 def chatters(job: Job, emit) -> Result:
     print('{"result": {"value": 666}}')
     os.write(1, b"\\xff\\x00 garbage {\\n" * 1000)
@@ -310,6 +314,13 @@ def test_a_child_that_hangs_is_ended_with_what_it_started(call: Call) -> None:
 
 def test_a_child_that_reports_for_ever_is_ended_as_well(call: Call) -> None:
     assert "took longer than" in refusal(call, "reports_for_ever", timeout=1)
+
+
+def test_a_child_that_prints_for_ever_is_ended(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LARGEST_LOG", 1 << 20)
+    message = refusal(call, "prints_for_ever")
+    assert "printed more than" in message
+    assert "let it print less" in message
 
 
 def test_a_child_whose_fork_outlives_it_is_noticed(call: Call) -> None:
