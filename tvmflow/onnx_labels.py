@@ -86,9 +86,9 @@ def _number_strings(model: "onnx.ModelProto") -> dict[str, tuple[str, ...]]:
     graph, kind = model.graph, onnx.TensorProto.STRING
     weights = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == kind}
     groups = _groups_of_strings(graph, set(weights))
-    numbers: dict[str, dict[str, int]] = {group: {} for group in groups.values()}
-    if not _can_be_numbered(graph, groups):
+    if not groups or not _can_be_numbered(graph, groups):
         return {}
+    numbers: dict[str, dict[str, int]] = {group: {} for group in groups.values()}
     # The labels of the outputs come first, which the last nodes make.
     for node in reversed(graph.node):
         for name in node.input:
@@ -131,7 +131,7 @@ def _groups_of_strings(graph: "onnx.GraphProto", weights: set[str]) -> dict[str,
 
 
 def _can_be_numbered(graph: "onnx.GraphProto", groups: "Mapping[str, str]") -> bool:
-    """Whether there are strings, and numbers allow all that the nodes do with them."""
+    """Whether numbers allow all that the nodes do with the strings."""
     known, weights = _OF_OPERAND | _OF_RESULT | _DEFAULTS, {tensor.name for tensor in graph.initializer}
     labelled = set()
     for node in graph.node:
@@ -147,7 +147,7 @@ def _can_be_numbered(graph: "onnx.GraphProto", groups: "Mapping[str, str]") -> b
         if own:
             labelled |= {groups[name] for name in (*node.input, *node.output) if name in groups}
     labelled |= {groups[tensor.name] for tensor in graph.initializer if tensor.name in groups}
-    return bool(groups) and all(groups[value.name] in labelled for value in graph.input if value.name in groups)
+    return all(groups[value.name] in labelled for value in graph.input if value.name in groups)
 
 
 def _has_inner_strings(node: "onnx.NodeProto") -> bool:
@@ -188,6 +188,8 @@ def _number_attributes(node: "onnx.NodeProto", numbers: "Mapping[str, dict[str, 
         own = numbers.get(node.input[0] if attribute.name in _OF_OPERAND else node.output[0])
         if own is None:
             # An encoder that makes other types has a default of these.
+            if attribute.name in _DEFAULTS:
+                node.attribute.remove(attribute)
             continue
         if attribute.type == onnx.AttributeProto.TENSOR:
             _number_tensor(attribute.t, own)

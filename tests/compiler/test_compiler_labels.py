@@ -104,7 +104,13 @@ def test_strings_are_looked_up_moved_and_compared_within_a_model(tmp_path: Path,
             "LabelEncoder", ["both"], ["names"], keys_strings=["a", "b"], values_strings=["x", "y"], default_string="z"
         ),
         _ml(
-            "LabelEncoder", ["names"], ["numbers"], keys_strings=["y", "z"], values_floats=[1.5, 2.5], default_float=0.5
+            "LabelEncoder",
+            ["names"],
+            ["numbers"],
+            keys_strings=["y", "z"],
+            values_floats=[1.5, 2.5],
+            default_float=0.5,
+            default_string="unused",
         ),
         helper.make_node("Equal", ["names", "one"], ["is_x"]),
         helper.make_node("ArgMax", ["numbers"], ["place"], axis=1, keepdims=0),
