@@ -140,6 +140,25 @@ def test_suppression_with_and_without_a_limit_of_boxes_equals_onnx_runtime(
     assert_same_as_onnxruntime(path, *feeds[: 1 if count == 5 else 2])
 
 
+def test_limits_and_thresholds_of_suppression_may_be_inputs(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    names = ["boxes", "scores", "most", "overlap", "least"]
+    node = helper.make_node("NonMaxSuppression", names, ["y"])
+    inputs = [("boxes", ["n", 30, 4]), ("scores", ["n", 3, 30]), ("most", [1], TensorProto.INT64)]
+    path = make_model([node], [*inputs, ("overlap", [1]), ("least", [1])], [("y", [None, 3], TensorProto.INT64)])
+    corners = np.abs(normal(2, 30, 2))
+    feed = {"boxes": np.concatenate([corners, corners + 0.5], axis=2), "scores": normal(2, 3, 30, seed=1)}
+    feeds = [
+        {
+            **feed,
+            "most": np.array([most]),
+            "overlap": np.array([overlap], "float32"),
+            "least": np.array([least], "float32"),
+        }
+        for most, overlap, least in ((4, 0.3, 0.1), (0, 0.3, 0.1), (100, 0.0, -5), (1 << 40, 1, -9))
+    ]
+    assert_same_as_onnxruntime(path, *feeds)
+
+
 @pytest.mark.parametrize("count", [6, "count"])
 def test_without_a_least_score_boxes_of_negative_scores_are_chosen(
     count: int | str, make_model: Any, assert_same_as_onnxruntime: Check
