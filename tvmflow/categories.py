@@ -20,17 +20,17 @@ def known_categories(model: "onnx.ModelProto") -> dict[str, tuple[tuple[float, .
     There is a tuple for each column, the last dimension of an input: empty for one that no encoder reads, and of those
     that several know where several do. An input whose number of columns is unknown is left out.
     """
+    if not any(node.op_type in _CATEGORIES for node in model.graph.node):
+        return {}
     graph = _Graph(model)
     result = {}
     for value in model.graph.input:
         dims = value.type.tensor_type.shape.dim
-        columns = dims[-1].dim_value if len(dims) > 1 else 1
-        if columns < 1:
-            continue
-        found: dict[int, set[float]] = {}
-        graph.follow(value.name, list(range(columns)), found)
-        if found:
-            result[value.name] = tuple(tuple(sorted(found.get(column, ()))) for column in range(columns))
+        count = dims[-1].dim_value if len(dims) > 1 else 1
+        categories: dict[int, set[float]] = {}
+        graph.follow(value.name, list(range(count)), categories)
+        if categories:
+            result[value.name] = tuple(tuple(sorted(categories.get(column, ()))) for column in range(count))
     return result
 
 
@@ -44,28 +44,26 @@ class _Graph:
             for name in names_read(node):
                 self._readers.setdefault(name, []).append(node)
 
-    def follow(self, name: str, columns: list[int], found: dict[int, set[float]]) -> None:
-        """Add the categories of the encoders behind a value, whose elements are those of these columns, to `found`."""
+    def follow(self, name: str, columns: list[int], categories: dict[int, set[float]]) -> None:
+        """Add what the encoders behind a value know, whose elements are those of these columns, to `categories`."""
         for node in self._readers.get(name, ()):
             if node.input[0] != name:
                 continue
             if node.op_type in _CATEGORIES:
-                own = [item for item in node.attribute if item.name in _CATEGORIES[node.op_type]]
-                known = {number for item in own for number in (*item.ints, *item.floats)}
-                for column in columns if known else ():
-                    found[column] = (found.get(column, known) & known) or known
+                lists = [item for item in node.attribute if item.name in _CATEGORIES[node.op_type]]
+                numbers = {number for item in lists for number in (*item.ints, *item.floats)}
+                for column in columns if numbers else ():
+                    categories[column] = (categories.get(column, numbers) & numbers) or numbers
             elif node.op_type in _MOVING:
-                self.follow(node.output[0], columns, found)
+                self.follow(node.output[0], columns, categories)
             elif node.op_type in ("ArrayFeatureExtractor", "Gather"):
-                chosen = self._chosen(node, columns)
-                if chosen:
-                    self.follow(node.output[0], chosen, found)
+                self.follow(node.output[0], self._columns_at(node, columns), categories)
             elif node.op_type == "Split" and len(node.output) == len(columns):
                 for output, column in zip(node.output, columns, strict=True):
-                    self.follow(output, [column], found)
+                    self.follow(output, [column], categories)
 
-    def _chosen(self, node: "onnx.NodeProto", columns: list[int]) -> list[int]:
-        """The columns that a node takes of these; none where it takes rows, or where they are computed."""
+    def _columns_at(self, node: "onnx.NodeProto", columns: list[int]) -> list[int]:
+        """The columns that a node takes of these; none where it takes rows, or where their places are computed."""
         places = self._numbers(node.input[1])
         axis = next((item.i for item in node.attribute if item.name == "axis"), 0)
         if places is None or (node.op_type == "Gather" and axis not in (1, -1)):

@@ -44,17 +44,17 @@ def write_pair(key: "Ed25519PrivateKey | EllipticCurvePrivateKey", path: Path) -
     )
     public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     public_path = path.with_name(path.name + ".pub")
-    made: list[Path] = []
+    files: list[Path] = []
     for place, content, mode in ((path, private, 0o600), (public_path, public, 0o644)):
         try:
             descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            made.append(place)
+            files.append(place)
             with os.fdopen(descriptor, "wb") as stream:
                 stream.write(content)
         except OSError as error:
             # Half a pair would be in the way of the next attempt.
-            for written in made:
-                written.unlink(missing_ok=True)
+            for file in files:
+                file.unlink(missing_ok=True)
             if isinstance(error, FileExistsError):
                 raise SettingsError(
                     f"{str(place)!r} exists; a key is never overwritten, choose another name"

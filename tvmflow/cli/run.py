@@ -98,11 +98,11 @@ def run_command(
             )
         filled_inputs = None
         if fill_mode is not None:
-            chosen = _sizes(model, sizes)
+            all_sizes = _sizes(model, sizes)
             try:
-                filled_inputs = fill_inputs(model, fill_mode, chosen)
+                filled_inputs = fill_inputs(model, fill_mode, all_sizes)
             except (MemoryError, ValueError) as error:  # NumPy has a largest array.
-                text = ", ".join(f"{name}={size}" for name, size in chosen.items())
+                text = ", ".join(f"{name}={size}" for name, size in all_sizes.items())
                 raise InputError(f"memory cannot hold inputs of these sizes ({text}); give smaller ones") from error
         arrays = model.check_inputs(file_inputs or filled_inputs or model.sample[0])
         results = model(**arrays)

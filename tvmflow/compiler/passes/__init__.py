@@ -168,7 +168,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
     # Integer operators such as ConvInteger compute in integers in every precision; AMX serves `precision` only.
     unit = integer_dot(target)
     # The products of pairs of bytes are of SSSE3.
-    of_bytes = unit if unit is not PAIRS or "ssse3" in target.features else None
+    byte_unit = unit if unit is not PAIRS or "ssse3" in target.features else None
     narrow: dict[Precision, list[tvm.transform.Pass]] = {
         "fp32": [FuseBlocks(cpu, choices, fast), read_stored_weights(cpu), JoinRows()],
         "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), JoinRows(), RoundProducts(cpu, fast)],
@@ -179,7 +179,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
         kernels=[
             lower_recurrence(cpu, unit),
             lower_trees(cpu),
-            lower_block_products(cpu, of_bytes, widens=precision == "fp32"),
+            lower_block_products(cpu, byte_unit, widens=precision == "fp32"),
         ],
         integers=[IntegerArithmetic(cpu, unit, is_required=precision == "int8")] if unit else [],
         layout=[attention.compose_attention(), CheckSizesAlone(), *layout(cpu.lanes)],
