@@ -57,6 +57,14 @@ def test_an_empty_list_of_outputs_asks_for_all() -> None:
     assert [output.name for output in request.outputs] == ["a", "b"]
 
 
+def test_strings_as_bytes_follow_their_lengths() -> None:
+    entry = {"name": "x", "datatype": "BYTES", "shape": [2], "parameters": {"binary_data_size": 11}}
+    array = _parse({"inputs": [entry]}, b"\x01\0\0\0a\x02\0\0\0\xc3\xa4").inputs["x"]
+    assert array.tolist() == [b"a", "\u00e4".encode()]
+    with pytest.raises(InputError, match="end within a string"):
+        _parse({"inputs": [entry]}, b"\x01\0\0\0a\x03\0\0\0\xc3\xa4")
+
+
 def test_strings_are_nested_or_flat() -> None:
     for data in (["a", "b", "c", "d"], [["a", "b"], ["c", "d"]]):
         array = _parse(_tensor("BYTES", [2, 2], data)).inputs["x"]
@@ -110,7 +118,7 @@ REFUSED = {
     "ragged strings": (_tensor("BYTES", [3], [["a"], ["b", "c"]]), "'data' does not hold strings only"),
     "strings as bytes": (
         {"inputs": [{"name": "x", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 1}}]},
-        "whose values are taken as JSON alone",
+        "'binary_data_size' is 1, 0 bytes are there",
     ),
     "shape": (_tensor("FP32", [-1], [1]), "'shape' is not a list of sizes"),
     "shape of booleans": (_tensor("FP32", [True], [1]), "'shape' is not a list of sizes"),

@@ -10,6 +10,8 @@ from tritonclient import grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
+from support.models import save_text
+from support.steps import compile_by_steps
 from tvmflow.bundle import sha256_file
 
 MakeInputs = Callable[..., dict[str, Any]]
@@ -62,6 +64,18 @@ def test_inference_gives_the_original_models_numbers(
     assert [item.name for item in result.get_response().outputs] == (names or list(expected))
     for name in names or expected:
         np.testing.assert_allclose(result.as_numpy(name), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_strings_are_taken_where_the_model_takes_labels(serve: Any, tmp_path: Path) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 18, "ai.onnx.ml": 2]> g (string[n] x) => (string[n] y) {
+      y = ai.onnx.ml.LabelEncoder <keys_strings = ["a", "b"], values_strings = ["u", "v"], default_string = "w"> (x)
+    }"""
+    save_text(tmp_path / "model.onnx", text)
+    bundle = compile_by_steps({"name": "labels", "model": {"onnx": "model.onnx"}}, tmp_path, tmp_path / "state")
+    with serve(bundle, "--grpc-port", 0) as server, triton.InferenceServerClient(server.rpc_address) as client:
+        item = triton.InferInput("x", [4], "BYTES")
+        item.set_data_from_numpy(np.array([b"b", b"?", b"a", b"\xff"], object))
+        assert client.infer("labels", [item]).as_numpy("y").tolist() == [1, 2, 0, 2]
 
 
 def test_numbers_may_be_given_one_by_one(running: Any, inputs: MakeInputs, reference: Reference) -> None:

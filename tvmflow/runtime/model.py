@@ -784,7 +784,8 @@ def _aligned_copy(array: "Array") -> "Array":
 def _places(strings: "Array", labels: Sequence[str]) -> "Array":
     """The place of each string in the labels, int64; -1 for one that is no label."""
     places = {label: place for place, label in enumerate(labels)}
-    texts = (item.decode() if isinstance(item, bytes) else str(item) for item in strings.ravel().tolist())
+    values = strings.ravel().tolist()
+    texts = (item.decode(errors="replace") if isinstance(item, bytes) else str(item) for item in values)
     return np.array([places.get(text, -1) for text in texts], "int64").reshape(strings.shape)
 
 

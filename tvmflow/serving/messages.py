@@ -34,6 +34,7 @@ _MESSAGES: dict[str, _Fields] = {
     "InferTensorContents": (
         *("bool_contents bool*", "int_contents int32*", "int64_contents int64*", "uint_contents uint32*"),
         *("uint64_contents uint64*", "fp32_contents float*", "fp64_contents double*"),
+        "bytes_contents bytes*",
     ),
     "InferTensor": (*_TENSOR, None, "contents InferTensorContents"),
     "InferRequestedOutput": ("name string",),

@@ -159,7 +159,10 @@ def read_tensor(entry: Mapping[str, Any], rest: memoryview) -> "tuple[str, Array
     count = math.prod(shape)
     size = _parameters(entry).get("binary_data_size")
     if dtype is None:
-        array = _strings(name, entry)
+        if size is not None and (type(size) is not int or not 0 <= size <= len(rest) or "data" in entry):
+            raise InputError(f"input {name!r}: 'binary_data_size' is {size!r}, {len(rest)} bytes are there, no 'data'")
+        array = _strings(name, entry) if size is None else _strings_of_bytes(name, rest[:size])
+        rest = rest[size or 0 :]
     elif size is None:
         array = _from_json(name, entry.get("data"), dtype)
     elif size != count * dtype.itemsize or type(size) is not int or "data" in entry:
@@ -181,15 +184,25 @@ def read_tensor(entry: Mapping[str, Any], rest: memoryview) -> "tuple[str, Array
 
 def _strings(name: str, entry: Mapping[str, Any]) -> "Array":
     """Flat or nested strings, of which a model with labels takes their places. Raises InputError for anything else."""
-    if "binary_data_size" in _parameters(entry):
-        raise InputError(f"input {name!r} has the datatype {STRINGS}, whose values are taken as JSON alone")
     try:
         values = np.array(_list(entry.get("data"), f"'data' of input {name!r}"), dtype=object)
     except ValueError as error:
         raise InputError(f"input {name!r}: the rows of 'data' are not equally long") from error
-    if not all(isinstance(value, str) for value in values.flat):
+    if not all(isinstance(value, str | bytes) for value in values.flat):
         raise InputError(f"input {name!r}: 'data' does not hold strings only")
     return values
+
+
+def _strings_of_bytes(name: str, data: memoryview) -> "Array":
+    """Strings as bytes, each after its length in four bytes, the lowest first. Raises InputError for anything else."""
+    values, place = [], 0
+    while place < len(data):
+        begin = place + 4
+        place = begin + int.from_bytes(data[place:begin], "little")
+        if place > len(data):
+            raise InputError(f"the bytes of input {name!r} end within a string")
+        values.append(bytes(data[begin:place]))
+    return np.array(values, dtype=object)
 
 
 def _from_json(name: str, data: Any, dtype: "np.dtype[Any]") -> "Array":

@@ -21,7 +21,7 @@ _LOG = logging.getLogger("tvmflow.serving")
 # A message has more than the bytes of its tensors: names and shapes.
 _MESSAGE_BYTES = 1 << 16
 _FIELDS = ("bool_contents", "int_contents", "int64_contents", "uint_contents", "uint64_contents", "fp32_contents",
-           "fp64_contents")  # fmt: skip
+           "fp64_contents", "bytes_contents")  # fmt: skip
 
 Context = Any
 """`grpc.aio.ServicerContext`."""
