@@ -46,7 +46,6 @@ _DTYPES = get_args(Dtype)
 _MASK = 2
 # The sample that a bundle holds takes at most this share of the model's file, or so many bytes, if there is such a one.
 _SHARE_OF_SAMPLE, _SMALL_SAMPLE = 10, 1 << 18
-
 # What to do where ONNX Runtime does not run what PyTorch does.
 _OF_EXPORT = "PyTorch runs it on them: fix the sizes of its free dimensions, or change what the exporter gets wrong"
 # What to do about an error of PyTorch's exporter, by words of its message.
@@ -129,9 +128,9 @@ class ExportResult(StepResult):
     the version of the registered model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the
     model's factory gave different weights. `labels` are those of the outputs that `notes` describes, by their names.
     `golden` is the place of the sample that bundles hold, and `undecided` has its masks of the integers and bools that
-    rounding decides, by the outputs' names.
-    `rounds_activations` is whether the model computes tensors of few bits: 8-bit integers, float16 or bfloat16.
-    `indices` are the least and the largest integer of inputs that the model looks up in tables.
+    rounding decides, by the outputs' names. `rounds_activations` is whether the model computes tensors of few bits:
+    8-bit integers, float16 or bfloat16. `indices` are the least and the largest integer of inputs that the model looks
+    up in tables.
     """
 
     onnx: Artifact

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tvmflow.onnx_graph import names_read
+from tvmflow.onnx_graph import readers_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,15 +38,12 @@ class _Graph:
     """The readers of each value of a model's graph, and its weights."""
 
     def __init__(self, model: "onnx.ModelProto") -> None:
-        self._readers: dict[str, list[onnx.NodeProto]] = {}
+        self._readers = readers_of(model.graph)
         self._weights = {tensor.name: tensor for tensor in model.graph.initializer}
-        for node in model.graph.node:
-            for name in names_read(node):
-                self._readers.setdefault(name, []).append(node)
 
     def follow(self, name: str, columns: list[int], categories: dict[int, set[float]]) -> None:
         """Add what the encoders behind a value know, whose elements are those of these columns, to `categories`."""
-        for node in self._readers.get(name, ()):
+        for node in self._readers[name]:
             if node.input[0] != name:
                 continue
             if node.op_type in _CATEGORIES:

@@ -1,9 +1,8 @@
 """The values that the integers of an ONNX model's inputs may have, where the model uses them as indices."""
 
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from tvmflow.onnx_graph import names_read
+from tvmflow.onnx_graph import readers_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,12 +54,10 @@ class _Graph:
     """The readers of each value of a model's graph, and its weights."""
 
     def __init__(self, model: "onnx.ModelProto") -> None:
-        self._readers = defaultdict[str, list["onnx.NodeProto"]](list)
+        self._readers = readers_of(model.graph)
         self._writers: dict[str, onnx.NodeProto] = {}
         self._weights = {tensor.name: tensor for tensor in model.graph.initializer}
         for node in model.graph.node:
-            for name in names_read(node):
-                self._readers[name].append(node)
             for name in node.output:
                 self._writers[name] = node
             for item in node.attribute:

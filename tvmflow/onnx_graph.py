@@ -2,6 +2,7 @@
 
 import ast
 import heapq
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -104,6 +105,15 @@ def names_read(node: "onnx.NodeProto") -> set[str]:
             read = {name for inner in graph.node for name in names_read(inner)}
             names |= (read | {value.name for value in graph.output}) - own
     return names
+
+
+def readers_of(graph: "onnx.GraphProto") -> defaultdict[str, list["onnx.NodeProto"]]:
+    """Return the nodes of a graph that read each value, by the value's name: in their order, and none for others."""
+    readers = defaultdict[str, list["onnx.NodeProto"]](list)
+    for node in graph.node:
+        for name in names_read(node):
+            readers[name].append(node)
+    return readers
 
 
 def sort_nodes(graph: "onnx.GraphProto") -> None:

@@ -306,9 +306,9 @@ def roll_back(
 
     `who` moves it and `why` are kept in the channel's history. Every digest of that release is checked. No gates run,
     because the release has passed them. An open wish ends as superseded. Without `to`, a rollback that ended before the
-    channel's alias in MLflow was moved is completed. Raises StoreError when the channel has never
-    held such a version, when a file of the release is missing or damaged, or when someone else moves the channel
-    meanwhile; RegistryError when MLflow fails.
+    channel's alias in MLflow was moved is completed. Raises StoreError when the channel has never held such a version,
+    when a file of the release is missing or damaged, or when someone else moves the channel meanwhile; RegistryError
+    when MLflow fails.
     """
     before = channels.read(services.store, name, channel)
     if to is None and before.moves and before.moves[-1].rollback and before.shown != before.version:

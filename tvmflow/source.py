@@ -120,6 +120,7 @@ def _load_weights(module: "torch.nn.Module", path: Path, model: Model) -> None:
     import torch
 
     weights_name = str(model.weights or "trained weights")
+    state: Any
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -132,10 +133,14 @@ def _load_weights(module: "torch.nn.Module", path: Path, model: Model) -> None:
         raise ExportError(
             f"weights {weights_name!r} are not a readable state dict ({describe(error)[:_REASON]}); {advice}"
         ) from error
-    reason = _explain_misfit(module, state)
+    if isinstance(state, dict) and all(isinstance(name, str) for name in state):
+        state = _without_prefix(module, state)
+        reason = _explain_misfit(module, state)
+    else:
+        reason = f"the file holds a {type(state).__name__} and no state dict; save module.state_dict()"
     if reason is None:
         try:
-            module.load_state_dict(_without_prefix(module, state))
+            module.load_state_dict(state)
         except Exception as error:
             reason = describe(error)
     if reason is not None:
@@ -151,19 +156,17 @@ def _without_prefix(module: "torch.nn.Module", state: dict[str, Any]) -> dict[st
     return state
 
 
-def _explain_misfit(module: "torch.nn.Module", state: Any) -> str | None:
+def _explain_misfit(module: "torch.nn.Module", state: dict[str, Any]) -> str | None:
     """Return a clause on the first names or shapes of the weights that are not the module's; None where all fit."""
     import torch
 
-    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        return f"the file holds a {type(state).__name__} and no state dict; save module.state_dict()"
-    own = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    expected = module.state_dict()
+    own = {name: value for name, value in expected.items() if isinstance(value, torch.Tensor)}
     others = [name for name, value in state.items() if not isinstance(value, torch.Tensor) and name not in own]
     if others and not own.keys() <= state.keys():
         return f"the file holds {_list(state)}; save the state dict alone"
-    state = _without_prefix(module, state)
     missing = [name for name in own if name not in state]
-    unknown = [name for name in state if name not in module.state_dict()]
+    unknown = [name for name in state if name not in expected]
     if missing or unknown:
         parts = [f"it lacks {_list(missing)}"] if missing else []
         parts += [f"the model has no {_list(unknown)}"] if unknown else []

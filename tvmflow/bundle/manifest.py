@@ -82,9 +82,9 @@ class Manifest:
     threads to run on by default, None as many as there are cores. `fresh_outputs` is true where every call writes all
     outputs to memory that nothing else uses, so that a caller may keep them without a copy. `indices` holds the least
     and the largest integer of each input that the model looks up in a table, such as a vocabulary. `unaligned_inputs`
-    is true where the memory of inputs may begin at the address of any element. `labels` has the labels of outputs that
-    are the scores of labels, or the places of labels. `provenance` maps the inputs of the
-    build to their SHA-256, and `options` and `code` to the options and the digest of tvmflow's code.
+    is true where the memory of inputs may begin at the address of any element. `labels` has the labels of inputs and
+    outputs that are the scores of labels, or the places of labels. `provenance` maps the inputs of the build to their
+    SHA-256, and `options` and `code` to the options and the digest of tvmflow's code.
     """
 
     name: str

@@ -26,12 +26,9 @@ def find_inputs(path: Path, model: "onnx.ModelProto") -> "tuple[tuple[Input, ...
 
     items = described_by(model)
     with tempfile.TemporaryDirectory() as folder:
-        if model.functions:
-            path = Path(folder) / "model.onnx"
-            save(model, path)
-        session = open_session(path, prints_errors=False)
-        if any(item.type == "tensor(string)" for item in session.get_inputs()):
-            # Strings are numbers in `model`.
+        session = None if model.functions else open_session(path, prints_errors=False)
+        if session is None or any(item.type == "tensor(string)" for item in session.get_inputs()):
+            # `model` defines functions that the file lacks, or has numbers in the place of its strings.
             path = Path(folder) / "model.onnx"
             save(model, path)
             session = open_session(path, prints_errors=False)

@@ -134,16 +134,21 @@ def _with_all_keys(node: Node, mask: relax.Expr, keys: Any) -> relax.Expr:
         return node.emit(relax.op.nn.pad(mask, widths, pad_value=-math.inf))
     if node.input(6) is None:
         return cast_to(node.builder, mask, [*dims[:-1], keys])
+    return with_length(node, mask, keys, -math.inf)
 
-    def extend(mask: te.Tensor) -> te.Tensor:
+
+def with_length(node: Node, value: relax.Expr, length: Any, fill: float) -> relax.Expr:
+    """Return a tensor whose last dimension is `length`, at least its own: the elements after its end are `fill`."""
+
+    def extend(value: te.Tensor) -> te.Tensor:
         def element(*index: Any) -> Any:
             *lead, place = index
-            inside = mask[(*lead, te.min(place, mask.shape[-1] - 1))]
-            return te.if_then_else(place < mask.shape[-1], inside, tirx.const(-math.inf, mask.dtype))
+            inside = value[(*lead, te.min(place, value.shape[-1] - 1))]
+            return te.if_then_else(place < value.shape[-1], inside, tirx.const(fill, value.dtype))
 
-        return te.compute((*mask.shape[:-1], keys), element, name="extend")
+        return te.compute((*value.shape[:-1], length), element, name="extend")
 
-    return node.emit(node.builder.call_te(extend, mask, primfunc_name_hint="extend"))
+    return node.emit(node.builder.call_te(extend, value, primfunc_name_hint="extend"))
 
 
 def _hidden(node: Node, query: relax.Expr, key: relax.Expr) -> relax.Expr | None:

@@ -7,7 +7,14 @@ import numpy as np
 import onnx
 from tvm import relax, te, tirx
 
-from tvmflow.compiler.onnx.attention import cap_scores, join_heads, repeat_heads, scaled_scores, split_heads
+from tvmflow.compiler.onnx.attention import (
+    cap_scores,
+    join_heads,
+    repeat_heads,
+    scaled_scores,
+    split_heads,
+    with_length,
+)
 from tvmflow.compiler.onnx.indexing import checked_indices
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.quantised import channels_first, channels_last, dequantize
@@ -288,8 +295,8 @@ def convert_multi_head_attention(node: Node) -> relax.Expr:
 
     Keys and values may be packed in one operand, also together with the queries. Raises UnsupportedFormError for keys
     without values, for scores as a result, and for a mask that has neither one number for each row nor two or three
-    dimensions. Raises
-    FreeSizeError for operands of unknown shape, and for unidirectional attention over a symbolic number of positions.
+    dimensions. Raises FreeSizeError for operands of unknown shape, and for unidirectional attention over a symbolic
+    number of positions.
     """
     if node.outputs > _GROUP_QUERY_RESULTS:
         raise UnsupportedFormError("scores as a result")
@@ -420,8 +427,13 @@ def convert_group_query_attention(node: Node) -> relax.Expr:
     )
     keys, values = (repeat_heads(node, item, heads // groups) for item in (key, value))
     scores = cap_scores(node, scaled_scores(node, query, keys))
-    if node.input(10) is not None:
-        scores = node.apply("Add", scores, _of_length(node, node.inputs[10], length))
+    bias = node.input(10)
+    if bias is not None:
+        dims = dims_of(bias)
+        if dims is not None and not node.evaluator.are_equal(dims[-1], length):
+            # Keys after the bias's end are hidden in any case.
+            bias = with_length(node, bias, length, 0)
+        scores = node.apply("Add", scores, bias)
     scores = emit(relax.op.add(scores, _hidden(node, places, key)))
     weights = emit(relax.op.nn.softmax(scores, axis=-1))
     output = join_heads(node, node.apply("MatMul", weights, values))
@@ -458,23 +470,6 @@ def _append(node: Node, new: relax.Expr, former: relax.Expr, length: Any, past: 
         return te.compute((batch, heads, length, width), element, name="append")
 
     return node.emit(node.builder.call_te(append, new, former, *past, primfunc_name_hint="append"))
-
-
-def _of_length(node: Node, bias: relax.Expr, length: Any) -> relax.Expr:
-    """A bias of `[batch, heads, positions, keys]` for so many keys; those behind its own are hidden in any case."""
-    dims = dims_of(bias)
-    if dims is None or node.evaluator.are_equal(dims[-1], length):
-        return bias
-
-    def extend(bias: te.Tensor) -> te.Tensor:
-        def element(*index: Any) -> Any:
-            *lead, place = index
-            inside = bias[(*lead, te.min(place, bias.shape[-1] - 1))]
-            return te.if_then_else(place < bias.shape[-1], inside, tirx.const(0, bias.dtype))
-
-        return te.compute((*bias.shape[:-1], length), element, name="extend")
-
-    return node.emit(node.builder.call_te(extend, bias, primfunc_name_hint="extend"))
 
 
 def _hidden(node: Node, places: relax.Expr, key: relax.Expr) -> relax.Expr:

@@ -257,7 +257,8 @@ def convert_non_max_suppression(node: Node) -> relax.Expr | None:
     # Without a least score all boxes count, also those of negative scores.
     least: Any = -math.inf
     if node.input(4) is not None:
-        least = node.inputs[4] if node.constant(4) is None else float(node.constant(4).reshape(-1)[0])  # type: ignore[union-attr]
+        constant = node.constant(4)
+        least = node.inputs[4] if constant is None else float(constant.reshape(-1)[0])
     return _suppress(node, boxes, scores, limit, overlap, least)
 
 

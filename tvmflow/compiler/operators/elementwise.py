@@ -24,7 +24,6 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "relax.nn.silu": vectormath.silu,
     "relax.nn.gelu": vectormath.gelu,
     "relax.nn.gelu_tanh": vectormath.gelu_tanh,
-    "relax.nn.relu": lambda x: tirx.max(tirx.const(0, "float32"), x),
 }
 # The operators that `legalize_logical` defines.
 LOGICAL = ("logical_not", "logical_xor", "not_equal", "equal", "greater_equal", "less_equal")
