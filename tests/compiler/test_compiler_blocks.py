@@ -139,6 +139,21 @@ def test_a_block_adds_its_own_input_and_serves_every_batch(make_model: Any, asse
 
 
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("activation", ["Relu", "Clip", "Silu", "Sigmoid"])
+def test_nan_stays_nan_in_a_block(activation: str, make_model: Any, target: Target) -> None:
+    graph = _Graph()
+    output = graph.then(_block((8, 32, 24, 3, 1, 12, 24, activation), graph), "Relu")
+    path = make_model(graph.nodes, [("x", [1, 8, 12, 24])], [output], graph.weights)
+    image = graph.normal(1, 8, 12, 24)
+    image[0, 3, 5, 7] = np.nan
+    model = build(import_onnx(path), target)
+    assert rule_counts(model)["block"] == 1
+    expected = onnxruntime_outputs(path, {"x": image})[output]
+    assert 0 < np.isnan(expected).sum() < expected.size
+    np.testing.assert_allclose(model.load().run(image)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("always")
 def test_a_strided_convolution_with_uneven_padding_may_come_first(
     make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:

@@ -43,6 +43,11 @@ def legalize(
     return builder.call_te(compute, call.args[0], primfunc_name_hint=name)
 
 
+def relu(x: Any, dtype: str = "float32") -> Any:
+    """Write ReLU of one float: NaN stays NaN, since a maximum is its second operand where the two do not compare."""
+    return tirx.max(tirx.const(0, dtype), x)
+
+
 def legalize_relu(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
     """Define ReLU of floats, where NaN stays NaN; None for other types."""
     dtype = str(call.ty.dtype)
@@ -50,7 +55,7 @@ def legalize_relu(builder: relax.BlockBuilder, call: relax.Call, _machine: Machi
         return None
 
     def compute(x: te.Tensor) -> te.Tensor:
-        return te.compute(x.shape, lambda *index: tirx.max(tirx.const(0, dtype), x[index]), name="relu")
+        return te.compute(x.shape, lambda *index: relu(x[index], dtype), name="relu")
 
     return builder.call_te(compute, call.args[0], primfunc_name_hint="relu")
 

@@ -35,15 +35,16 @@ Array = np.ndarray[Any, Any]
 
 _UNARY: dict[str, Callable[[Any], Any]] = {
     **elementwise.FUNCTIONS,
-    "relax.nn.relu": lambda x: tirx.max(x, tirx.const(0, "float32")),
+    "relax.nn.relu": elementwise.relu,
 }
+# They return their second operand where one of the two is NaN: the constant, which is not NaN, becomes the first.
+_EXTREMES = {"relax.maximum": tirx.max, "relax.minimum": tirx.min}
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "relax.add": lambda a, b: a + b,
     "relax.subtract": lambda a, b: a - b,
     "relax.multiply": lambda a, b: a * b,
     "relax.divide": lambda a, b: a / b,
-    "relax.maximum": tirx.max,
-    "relax.minimum": tirx.min,
+    **_EXTREMES,
 }
 
 
@@ -256,6 +257,8 @@ def _operand(value: Any) -> int | None:
         other = value.args[1 - place]
         if isinstance(other, tvm.ir.GenericConst) and not isinstance(value.args[place], tvm.ir.GenericConst):
             shape = [int(dim) for dim in other.value.shape]
+            if name in _EXTREMES and np.isnan(numbers_of(other)).any():
+                return None
             if math.prod(shape) == 1 or (math.prod(shape) == static(size) and shape[-1] == static(size)):
                 return place
     return None
@@ -395,6 +398,7 @@ def _epilogue(calls: Sequence[relax.Call]) -> tuple[blocks.Epilogue | None, list
             operations.append(_Operation(_UNARY[name]))
             continue
         other = numbers_of(call.args[1 - place]).reshape(-1)
+        place = 1 if name in _EXTREMES else place
         if other.size == 1:
             operations.append(_Operation(_BINARY[name], place, number=float(other[0])))
         else:
