@@ -155,6 +155,8 @@ def test_a_wrong_dtype_is_refused_after_calls_with_the_right_one(model: Compiled
     model(**inputs(2))
     with pytest.raises(InputError, match="input 'x' is str, expected float32"):
         model(x=[["1"]])
+    with pytest.raises(InputError, match="input 'x' is str, expected float32"):
+        model(x=np.array([["1"]], object))
     with pytest.raises(InputError, match="input 'x' is float64, expected float32"):
         model(**{**inputs(2), "x": inputs(2)["x"].astype(np.float64)})
 

@@ -574,8 +574,9 @@ class CompiledModel:
             if array.dtype.kind in "OSTU" and spec.name in self.manifest.labels:
                 array = _places(array, self.manifest.labels[spec.name])
             if array.dtype.name != spec.dtype:
-                # The name of a dtype of strings has their number of bits.
-                own = {"S": "bytes", "U": "str"}.get(array.dtype.kind, array.dtype.name)
+                # The name of a dtype of strings has their number of bits; that of objects does not say what they are.
+                is_named = array.dtype.kind not in "OSTU" or not array.size
+                own = array.dtype.name if is_named else type(array.item(0)).__name__
                 raise InputError(f"input {spec.name!r} is {own}, expected {spec.dtype}; convert it first")
             self._check_shape(spec, array.shape, sizes)
             # In native byte order as well, which the dtype's name does not tell. (np.ascontiguousarray would turn a
