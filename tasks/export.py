@@ -48,13 +48,14 @@ _MASK = 2
 _SHARE_OF_SAMPLE, _SMALL_SAMPLE = 10, 1 << 18
 # What to do where ONNX Runtime does not run what PyTorch does.
 _OF_EXPORT = "PyTorch runs it on them: fix the sizes of its free dimensions, or change what the exporter gets wrong"
+_OF_DECISION = (
+    "the model goes another way for other data, which an export cannot follow: write torch.where or torch.cond"
+)
 # What to do about an error of PyTorch's exporter, by words of its message.
 _ADVICE = {
     "No ONNX function found for": "PyTorch's exporter has no form of this operator in ONNX; compute it by other ones",
-    "data-dependent": "the model goes another way for other data, which an export cannot follow: write torch.where or "
-    "torch.cond",
-    "GuardOnDataDependentSymNode": "the model goes another way for other data, which an export cannot follow: write "
-    "torch.where or torch.cond",
+    "data-dependent": _OF_DECISION,
+    "GuardOnDataDependentSymNode": _OF_DECISION,
     "__obj_flatten__": "the model holds weights that PyTorch has quantised; export the model before that, and quantise "
     "the ONNX file",
     "object has no attribute 'name'": "let the model return tensors",
@@ -328,6 +329,8 @@ def _pinned(inputs: tuple[Input, ...], dimensions: Mapping[str, Dimension]) -> t
 def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob, path: Path) -> "onnx.ModelProto":
     import torch
 
+    from tvmflow.torch_recurrence import recurrent_layers_as_operators
+
     # torch.export bakes sizes 0 and 1 into the graph, so symbolic dimensions are traced at two or more.
     sizes = {
         name: max(2, job.dimensions.get(name, Dimension()).typical_size)
@@ -352,8 +355,10 @@ def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob
     if source.kind != "pt2":
         options.setdefault("dynamic_shapes", shapes if symbols else None)
     exported: Any = torch.export.load(str(source.path)) if source.kind == "pt2" else module
+    # The older exporter, which follows one call, has its own form of recurrent layers.
+    recurrence = recurrent_layers_as_operators() if options["dynamo"] else contextlib.nullcontext()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), recurrence:
             warnings.simplefilter("ignore")
             torch.onnx.export(exported, arguments if source.kind != "pt2" else (), str(path), **options)
         model = onnx_data.load(path)
@@ -384,9 +389,8 @@ def _refuse_fixed_dimensions(model: "onnx.ModelProto", inputs: tuple[Input, ...]
             if isinstance(size, str) and dim.HasField("dim_value"):
                 raise ExportError(
                     f"dimension {size!r} of input {item.name!r} is {dim.dim_value} in the ONNX model: PyTorch's "
-                    "exporter fixed it, because the model computes with this size as a number (recurrent layers do so "
-                    "unless they have batch_first=True, biases and a free batch); let the model take any size, or say "
-                    f"{dim.dim_value} for it"
+                    "exporter fixed it, because the model computes with this size as a number; let the model take any "
+                    f"size, or say {dim.dim_value} for it"
                 )
 
 

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from tvmflow.onnx_data import array_inside
 from tvmflow.onnx_graph import readers_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import onnx
 
 # The attributes of encoders of ai.onnx.ml that hold the categories of their operand.
@@ -61,14 +61,8 @@ class _Graph:
 
     def _columns_at(self, node: "onnx.NodeProto", columns: list[int]) -> list[int]:
         """The columns that a node takes of these; none where it takes rows, or where their places are computed."""
-        places = self._numbers(node.input[1])
+        places = array_inside(self._weights, node.input[1])
         axis = next((item.i for item in node.attribute if item.name == "axis"), 0)
         if places is None or (node.op_type == "Gather" and axis not in (1, -1)):
             return []
         return [columns[place] for place in places.ravel().tolist() if -len(columns) <= place < len(columns)]
-
-    def _numbers(self, name: str) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]] | None":
-        from onnx import numpy_helper
-
-        weight = self._weights.get(name)
-        return None if weight is None or weight.external_data else numpy_helper.to_array(weight)

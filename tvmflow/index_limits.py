@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from tvmflow.onnx_data import array_inside
 from tvmflow.onnx_graph import readers_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import onnx
 
 # Operators whose result holds the elements of their first operand, or some of them.
@@ -112,12 +112,12 @@ class _Graph:
         if rows is not None:
             return rows
         if node.op_type == "OneHot" and place == 0:
-            depth = self._numbers(node.input[1])
+            depth = array_inside(self._weights, node.input[1])
             return None if depth is None else int(depth.ravel()[0])
         if node.op_type == "Equal":
             # A one-hot encoding is a comparison with all classes; a comparison with one number, such as that of the
             # padding, limits nothing.
-            classes = self._numbers(node.input[1 - place])
+            classes = array_inside(self._weights, node.input[1 - place])
             return None if classes is None or classes.size <= 2 else int(classes.max()) + 1
         return None
 
@@ -130,9 +130,3 @@ class _Graph:
             name = writer.input[0]
         sizes = self._weights[name].dims
         return int(sizes[axis]) if -len(sizes) <= axis < len(sizes) else None
-
-    def _numbers(self, name: str) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]] | None":
-        from onnx import numpy_helper
-
-        weight = self._weights.get(name)
-        return None if weight is None or weight.external_data else numpy_helper.to_array(weight)

@@ -6,7 +6,7 @@ Protobuf writes no message above 2 GB. Of a larger model, weights stay in such f
 import hashlib
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,12 @@ def array_of(tensor: "onnx.TensorProto") -> "np.ndarray[Any, Any]":
     import onnx
 
     return onnx.numpy_helper.to_array(tensor, _entries(tensor).get(_FOLDER, ""))
+
+
+def array_inside(weights: "Mapping[str, onnx.TensorProto]", name: str) -> "np.ndarray[Any, Any] | None":
+    """Return the elements of one of the weights by name; None for one outside the model's file, and any other value."""
+    weight = weights.get(name)
+    return None if weight is None or weight.external_data else array_of(weight)
 
 
 def without_weights(model: "onnx.ModelProto") -> "onnx.ModelProto":

@@ -20,6 +20,7 @@ from tvmflow.compiler.operators.common import (
     default,
     is_float32,
     numbers_of,
+    or_default,
     reduced_axes,
     same_shape,
     static,
@@ -244,17 +245,10 @@ def legalizations(gpu: Gpu) -> dict[str, Legalization]:
             return definitions.multiply(builder, left, right, gpu, "float32", "matmul")
         return default(builder, call)
 
-    def logical(name: str) -> Legalization:
-        def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-            result = legalize_logical(builder, call, None, name)
-            return default(builder, call) if result is None else result
-
-        return legalize
-
     return {
         "relax.nn.conv2d": conv2d,
         "relax.matmul": matmul,
-        **{f"relax.{name}": logical(name) for name in LOGICAL},
+        **{f"relax.{name}": or_default(partial(legalize_logical, name=name)) for name in LOGICAL},
         "relax.max": extreme,
         "relax.min": extreme,
         "tvmflow.indices": legalize_clamped,

@@ -27,7 +27,7 @@ from tvmflow.compiler.operators import (
     sampling,
     scatter,
 )
-from tvmflow.compiler.operators.common import Legalization, default
+from tvmflow.compiler.operators.common import Legalization, or_default
 
 _Definition = Callable[[relax.BlockBuilder, relax.Call, Machine], relax.Expr | None]
 
@@ -70,11 +70,7 @@ def legalizations(machine: Machine, choices: Choices, fast: bool) -> dict[str, L
         "relax.matmul": partial(products.legalize, choices=choices),
     }
 
-    def add_default(definition: _Definition) -> Legalization:
-        def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-            result = definition(builder, call, machine)
-            return default(builder, call) if result is None else result
+    def for_machine(definition: _Definition) -> Legalization:
+        return or_default(lambda builder, call: definition(builder, call, machine))
 
-        return legalize
-
-    return {name: add_default(definition) for name, definition in operators.items()}
+    return {name: for_machine(definition) for name, definition in operators.items()}

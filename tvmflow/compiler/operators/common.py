@@ -33,6 +33,16 @@ def default(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     return call.op.get_attr("FLegalize")(builder, call)
 
 
+def or_default(definition: Callable[[relax.BlockBuilder, relax.Call], relax.Expr | None]) -> Legalization:
+    """Return a definition that is TVM's own for the calls that `definition` gives None for."""
+
+    def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+        result = definition(builder, call)
+        return default(builder, call) if result is None else result
+
+    return legalize
+
+
 def call_kernel(
     builder: relax.BlockBuilder,
     compute: Callable[..., te.Tensor],
