@@ -38,7 +38,7 @@ from tvmflow.verification import verify
 MANIFEST = read_manifest(ORIGINAL_FILE)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("mutator", MUTATORS, ids=lambda mutator: mutator.__name__)
 def test_a_mutated_bundle_is_refused_or_changes_nothing(mutator: Mutator, tmp_path: Path) -> None:
     path, messages = tmp_path / "mutated.tar.gz", list[str]()
@@ -112,6 +112,7 @@ def consistent() -> Iterator[tuple[str, str, bytes]]:
     yield "sample with a byte flipped", "sample.npz", flipped(sample, random.Random(0), 200, 220)  # noqa: S311
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("name", "content"), [pytest.param(*rest, id=label) for label, *rest in consistent()])
 def test_a_forged_file_takes_only_the_process_of_verify_down(name: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "forged.tar.gz"

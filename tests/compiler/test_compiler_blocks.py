@@ -138,6 +138,7 @@ def test_a_block_adds_its_own_input_and_serves_every_batch(make_model: Any, asse
     assert rule_counts(assert_same_as_onnxruntime(path, *feeds))["block"] == 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("activation", ["Relu", "Clip", "Silu", "Sigmoid"])
 def test_nan_stays_nan_in_a_block(activation: str, make_model: Any, target: Target) -> None:

@@ -50,7 +50,7 @@ _POINT = {"kernel_shape": [1, 1]}
 _THREE = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("groups", [1, 4, 32], ids=["dense", "groups", "depthwise"])
 @pytest.mark.parametrize(
     ("kernels", "has_scale"),

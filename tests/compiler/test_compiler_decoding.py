@@ -87,7 +87,7 @@ _PLAIN = [
 _HEADS = [(4, 1, 24), (6, 3, 32), (8, 2, 64)]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("heads", "group", "channels"), _HEADS + scale.choose(normal=[], long=[(5, 5, 80), (2, 1, 7)]))
 @pytest.mark.parametrize("mask", [True, False])
 def test_attention_to_a_cache_of_free_size_equals_onnx_runtime(

@@ -115,6 +115,7 @@ def test_a_reshape_between_functions_is_a_view(assert_all_same: Check, tmp_path:
     assert not [name for name in names if "reshape" in name]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("nodes", "outputs", "copies"),
     [

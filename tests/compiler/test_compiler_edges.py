@@ -75,6 +75,7 @@ def test_an_extreme_loses_no_number_to_nan(make_model: Any, assert_same_as_onnxr
     assert_same_as_onnxruntime(path, {"x": np.array([[3, -1, _NAN, 2], [1, _NAN, 3, 0]], "float32")})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [[1, 1, 6, 8], [1, 1, "height", "width"]], ids=["fixed", "free"])
 @pytest.mark.parametrize("mode", ["nearest", "linear"])
 def test_opset_10_resizes_from_the_corner_of_the_first_pixel(

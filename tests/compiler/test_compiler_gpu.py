@@ -507,7 +507,7 @@ def sizes() -> tuple[onnx.ModelProto, dict[str, Array]]:
     return model, {name: generator.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize("make", [network, layer, corners, sizes])
 def test_a_whole_model_gives_the_outputs_of_onnx_runtime(
@@ -538,6 +538,7 @@ windows (float[2, 8, 13, 24] image) => (float[2, 8, 13, 24] y, float[2, 12, 4, 1
 }"""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("neighbours", [(4, 2), ()], ids=["several pixels", "one pixel"])
 def test_a_thread_computes_neighbouring_pixels(
     neighbours: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -585,6 +586,7 @@ reductions (float[n, 30, 40] x, float[m, 5] few) =>
 }"""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("longest", [64, 8])
 def test_a_block_of_threads_reduces_to_one_number(
     longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -364,6 +364,7 @@ def test_a_triangle_of_a_free_width_stays_within_its_buffers(upper: int, tmp_pat
     assert_within_buffers({"triangle": function}, _target("fp32"), *({"width": width} for width in (1, 3, 9, 20)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stride", "precision", "level"),
     [(stride, *case) for stride in scale.choose(normal=[2], long=[1, 2]) for case in PRECISIONS_AND_LEVELS],
@@ -390,6 +391,7 @@ def test_winograd_of_free_sizes_stays_within_its_buffers(
     assert_within_buffers(functions, target, *chosen)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("is_depthwise", "precision", "level"),
     [(is_depthwise, *case) for is_depthwise in (True, False) for case in PRECISIONS_AND_LEVELS],

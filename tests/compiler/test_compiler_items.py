@@ -71,6 +71,7 @@ def _assert_items_apart(model: CompiledModel, function: str, shape: Sequence[int
 MODELS: dict[str, Callable[[], Parts]] = {"images": images, "tokens": tokens}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_items_of_any_batch_and_of_a_variant_are_apart(model: str, tmp_path: Path, target: Target) -> None:
     parts = MODELS[model]()

@@ -48,6 +48,7 @@ def _code(model: CompiledModel) -> dict[str, str]:
     return {name[1]: text for text in functions if (name := re.search(r"def (\w+)\(", text))}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("operator", "slope"), [("LeakyRelu", ()), ("PRelu", (10, 1, 1)), ("PRelu", (1, 1, 1))], ids=["one", "each", "own"]
 )
@@ -154,6 +155,7 @@ def test_all_pixels_of_free_images_are_one_line_of_a_pointwise_convolution(
     assert len(on_a_line) == sizes.count(1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("sizes", "rows"),
     [
@@ -207,6 +209,7 @@ def test_what_follows_a_convolution_of_one_dimension_is_computed_with_it(
     assert any("sigmoid" in name for name in functions)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("height", ["h", 11])
 @pytest.mark.parametrize(("size", "stride"), [(3, 1), (5, 2), (9, 1)])
 def test_a_strip_of_lines_may_end_beyond_the_image(

@@ -175,6 +175,7 @@ b = If (is_even) <
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("width", "body", "functions"),
     [
@@ -255,6 +256,7 @@ def _steps(condition: str, trips: str = "") -> str:
     return text.replace("int64[1] three", "int64[1] end_1 = {1}, int64[1] end_2 = {2}, int64[1] three")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("condition", "trips"),
     [

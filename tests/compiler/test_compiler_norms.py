@@ -113,6 +113,7 @@ def test_instance_norm_of_a_symbolic_batch_equals_onnx_runtime(
     assert_same_as_onnxruntime(path, *({"x": 5 * normal(batch, 24, 11, 5) + 30} for batch in (1, 3)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("image", [("long",), ("high", "wide"), ("deep", "high", "wide")], ids=len)
 def test_instance_norm_of_free_images_is_vectorised(
     image: tuple[str, ...], make_model: Any, assert_same_as_onnxruntime: Check
@@ -244,7 +245,7 @@ def test_groups_of_a_free_number_of_channels_are_those_of_the_channels_alone(
     assert_same_as_onnxruntime(make_model([node], inputs, ["y"], opset=21), feeds)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("operator", "attributes", "shape", "through_convolution"),
     [

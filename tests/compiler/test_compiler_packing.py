@@ -31,6 +31,7 @@ from tvmflow.target import Target
 MakeModel = Any
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("packing", "shape"),
     [
@@ -321,6 +322,7 @@ def test_weights_of_bfloat16_stay_as_they_are(make_model: MakeModel, target: Tar
     np.testing.assert_array_equal(np.asarray(result).view(x.dtype), x * weight)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows", ["n", 128])
 def test_a_library_holds_tied_weights_once(
     rows: int | str, make_model: MakeModel, target: Target, tmp_path: Path

@@ -542,6 +542,7 @@ def test_targets_without_the_instructions_are_refused(
         parse(document, tmp_path)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("target", "precision", "instructions"),
     [

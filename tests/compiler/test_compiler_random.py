@@ -554,6 +554,7 @@ def _describe(model: Model) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_models_equal_onnx_runtime(kind: str, tmp_path: Path) -> None:
     count = scale.count(normal=KINDS[kind].count, long=120, quick=2)

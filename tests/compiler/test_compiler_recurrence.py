@@ -89,6 +89,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("operator", scale.choose(normal=["LSTM", "GRU"], long=list(CASES)))
 def test_recurrent_networks_equal_onnx_runtime(operator: str, assert_all_same: Check) -> None:
     # In a normal run the LSTM has both directions, and the GRU is reversed and resets its state after a product.

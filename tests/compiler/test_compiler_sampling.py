@@ -27,6 +27,7 @@ def _node(**attributes: Any) -> Any:
     return helper.make_node("GridSample", ["x", "grid"], ["y"], **attributes)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("mode", "padding"),
     scale.choose(
@@ -51,6 +52,7 @@ def test_samples_are_those_of_onnx_runtime(mode: str, padding: str, tmp_path: Pa
     assert builds.rule_counts(model)["sampling"] == 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", ["linear", "nearest", "cubic"])
 def test_points_are_reflected_in_an_image_of_one_line_of_known_size(mode: str, tmp_path: Path, target: Target) -> None:
     shapes = ((1, 2, 1, 5), (1, 2, 5, 1))

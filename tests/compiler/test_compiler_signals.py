@@ -69,6 +69,7 @@ def test_lengths_that_the_model_takes_from_a_shape_equal_onnx_runtime(
     assert_same_as_onnxruntime(path, *({"real": normal(2, size, 3, 1)} for size in (2, 8, 13)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [-3, 2])
 def test_a_signal_of_another_length_than_its_spectrum_is_that_of_numpy(
     more: int, make_model: MakeModel, target: Target, run_built: Any
@@ -89,6 +90,7 @@ def test_a_signal_of_another_length_than_its_spectrum_is_that_of_numpy(
         np.testing.assert_allclose(run_built(model, x)[0], expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("length", [1024, 2310])
 def test_long_transforms_are_made_of_short_ones(
     length: int, make_model: MakeModel, target: Target, run_built: Any

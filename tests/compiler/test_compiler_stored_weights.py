@@ -59,6 +59,7 @@ def _functions(form: BlockWeight, target: Target, sizes: list[Any]) -> dict[str,
     }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("bits", "shape", "block", "has_offsets"), WEIGHTS, ids=str)
 def test_a_product_by_stored_numbers_equals_that_by_floats(
@@ -112,6 +113,7 @@ def _large(machine_bytes: int) -> int:
     return 64 * (int((machine_bytes / 4) ** 0.5) // 64 + 2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("dtype", "stored"), [(np.float16, "float16"), (ml_dtypes.bfloat16, "uint16"), (np.float32, "float32")], ids=str
 )
@@ -150,6 +152,7 @@ def test_rows_of_a_table_of_16_bits_are_gathered_before_they_are_widened(dtype: 
     np.testing.assert_array_equal(built.load().run(index)[0], table[index])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("has_floats", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_product_of_few_bits_equals_onnx_runtime(bits: int, has_floats: bool, tmp_path: Path) -> None:
@@ -206,6 +209,7 @@ def _rounded_functions(form: BlockWeight, target: Target, sizes: list[Any]) -> d
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("bits", "shape", "block", "has_offsets"), [WEIGHTS[0], WEIGHTS[2]], ids=str)
 def test_a_product_of_rounded_rows_is_exact(
@@ -262,6 +266,7 @@ def _save_rounding(path: Path, level: int, inputs: list[Any]) -> Path:
     return save_model(path, nodes, [("x", inputs)], ["y"], weights, opset=17)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("inputs", [["b", "n", 128], [1, 128], [7, 128]], ids=str)
 def test_rows_are_rounded_as_in_onnx_runtime_where_the_file_allows_it(inputs: list[Any], tmp_path: Path) -> None:
     target = simple_target()
@@ -310,6 +315,7 @@ def test_a_product_without_rows_is_empty(level: int, tmp_path: Path) -> None:
     assert result.shape == (0, 48)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("target", "instruction"),
     [

@@ -61,7 +61,7 @@ def test_aggregates_and_targets_equal_onnx_runtime(aggregate: str, assert_all_sa
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("trees", "targets"),
     scale.choose(

@@ -56,6 +56,7 @@ def _weights(channels: int) -> list[Array]:
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("is_free", "stride", "size"),
     scale.choose(

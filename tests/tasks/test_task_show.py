@@ -67,6 +67,7 @@ _ENDS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("end", "statement"), _ENDS.items())
 def test_a_process_that_ends_is_one_sentence_and_the_next_run_calls_the_function_again(
     workspace: Workspace, tmp_path: Path, user_code: UserCode, end: str, statement: str
@@ -102,6 +103,7 @@ _IMPORT_ENDS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("end", "statement"), _IMPORT_ENDS.items())
 def test_an_import_that_fails_stops_no_release_and_is_tried_again(
     workspace: Workspace, tmp_path: Path, user_code: UserCode, end: str, statement: str
