@@ -17,8 +17,8 @@ from support.arrays import normal
 from support.guarded import assert_within_buffers
 from support.machines import AVX2, AVX512, require_level, runnable_levels
 from support.models import save_model
-from tvmflow.compiler import CompiledModel, build, import_onnx, lower
-from tvmflow.compiler.machine import machine
+from tvmflow.compiler import CompiledModel, build, cost, import_onnx, lower
+from tvmflow.compiler.machine import Machine, machine
 from tvmflow.compiler.operators.cell_tiles import tiles
 from tvmflow.compiler.operators.cells import ACTIVATIONS, Cell
 from tvmflow.compiler.operators.recurrence import Recurrence
@@ -214,7 +214,25 @@ def test_the_sums_of_a_tile_fit_into_the_registers(kind: str, batch: int) -> Non
             assert units <= tile.units < 1.2 * units + computer.lanes
 
 
+@pytest.mark.parametrize("computer", [AVX2, AVX512])
+def test_no_sequence_of_an_even_batch_is_computed_twice(computer: Machine) -> None:
+    single = replace(computer, cores=1)
+    for kind in ("lstm", "gru"):
+        cell = Cell(kind, "forward", (), 0.0, False, True)
+        for batch in (8, 16, 64):
+            tile = tiles(cell, 256, batch, single)
+            assert batch % tile.rows == 0
+            assert tile.rows * tile.blocks * cell.gates >= cost.in_flight(single)
+
+
 _TANH, _SIGMOID = ("Tanh", 0.0, 0.0), ("Sigmoid", 0.0, 0.0)
+
+
+def test_the_inputs_of_many_sequences_are_fetched_while_others_are_multiplied() -> None:
+    cell = Cell("lstm", "forward", [_SIGMOID, _TANH, _TANH], 0.0, False, False)
+    few, many = (str(Recurrence(cell, 3, batch, 64, [], AVX2).function()) for batch in (1, 16))
+    assert "prefetch" in many
+    assert "prefetch" not in few
 
 
 @pytest.mark.long

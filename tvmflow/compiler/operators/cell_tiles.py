@@ -48,8 +48,7 @@ def tiles(cell: Cell, units: int, batch: int | None, machine: Machine) -> Tiles:
     rows = max(1, (machine.registers - 1) // (gates + 1))
     if batch is not None:
         batch = -(-batch // parts_of_batch(cell, machine))
-        # Each group of sequences reads the weights once.
-        rows = min(range(1, min(rows, batch) + 1), key=lambda count: (-(-batch // count), count))
+        rows = min(range(1, min(rows, batch) + 1), key=lambda count: (_cycles(count, batch, gates, machine), -count))
     vectors = -(-units // lanes)
     busy = -(-cost.in_flight(machine) // (gates * rows))
     most = min((machine.registers - 1 - rows) // (gates * rows), busy, vectors)
@@ -58,6 +57,16 @@ def tiles(cell: Cell, units: int, batch: int | None, machine: Machine) -> Tiles:
         if blocks == 1 or count * blocks <= vectors * (1 + _MOST_PADDING):
             return Tiles(lanes, blocks, count, rows)
     raise AssertionError("one vector always fits")
+
+
+def _cycles(rows: int, batch: int, gates: int, machine: Machine) -> float:
+    """Return the cycles of a batch's products with the weights of one vector of units, for groups of `rows` sequences.
+
+    The last group is computed whole, too: the sums of an eighth of all groups are in vain for 16 sequences in groups
+    of 3. A group of few sequences loads more numbers for each product.
+    """
+    vectors = machine.vectors
+    return -(-batch // rows) * max(rows * gates / vectors.multiply_adds, (rows + gates) / vectors.loads)
 
 
 def parts_of_batch(cell: Cell, machine: Machine) -> int:

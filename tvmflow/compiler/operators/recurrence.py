@@ -302,6 +302,8 @@ class Recurrence:
         groups = tirx.floordiv(count + rows - 1, rows)
         slots = _stored(groups * rows)
         sums = self._sums(at, count + rows - 1, "global")
+        with T.serial(0, count) as row:
+            self._fetch_inputs(_Units(self, at.direction, 0, at.tile, at.step, begin + row, 0, sums))
 
         def multiply(part: tuple[Any, Any], *, is_first: bool) -> None:
             with T.serial(0, groups) as group:
@@ -317,6 +319,18 @@ class Recurrence:
         with T.serial(0, count) as row:
             slot = _stored(tirx.Select(row >= slots - rows, row + slots - count, row))
             self._finish_units(at, begin + row, sums, slot)
+
+    def _fetch_inputs(self, unit: "_Units") -> None:
+        """Fetch the products of the inputs for a tile's units of one step of a sequence, while others are computed.
+
+        They are lines far apart, which the processor does not foresee.
+        """
+        tile = self.tiles
+        numbers = tile.blocks * self.cell.gates * tile.lanes
+        column = (unit.direction * tile.count + unit.tile) * numbers
+        for number in range(0, numbers, max(1, self._machine.first.line // self._machine.number)):
+            place = tirx.address_of(self._x[unit.position, unit.sequence, column + number])
+            T.evaluate(tirx.call_intrin("void", "tirx.prefetch", place, 0, 3, 1))
 
     def _sums(self, at: "_Place", rows: Any, scope: str) -> Any:
         """Allocate the sums of a tile's units for `rows` sequences."""
