@@ -95,7 +95,7 @@ def legalize_extreme(
 def legalize_logical(
     builder: relax.BlockBuilder, call: relax.Call, _machine: Machine | None = None, *, name: str
 ) -> relax.Expr | None:
-    """Define an operator of `LOGICAL` as processors compute it, also for NaN.
+    """Define an operator of `LOGICAL` as processors compute it, also for NaN; `_machine` is None for a GPU.
 
     TVM's simplifier makes "not less" of floats "greater or equal", its "not equal" is false for NaN, and a number is
     equal to itself for it. Returns None for `logical_not` and `logical_xor` of other types than bool, for comparisons
