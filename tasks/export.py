@@ -4,6 +4,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
@@ -59,6 +60,7 @@ _ADVICE = {
     "__obj_flatten__": "the model holds weights that PyTorch has quantised; export the model before that, and quantise "
     "the ONNX file",
     "object has no attribute 'name'": "let the model return tensors",
+    "only 4D query, key, and value": "give scaled_dot_product_attention tensors of four dimensions, as by unsqueeze(1)",
 }
 # The most labels that a note names.
 _LABELS_IN_NOTE = 10
@@ -131,7 +133,7 @@ class ExportResult(StepResult):
     `golden` is the place of the sample that bundles hold, and `undecided` has its masks of the integers and bools that
     rounding decides, by the outputs' names. `rounds_activations` is whether the model computes tensors of few bits:
     8-bit integers, float16 or bfloat16. `indices` are the least and the largest integer of inputs that the model looks
-    up in tables.
+    up in tables. `refusal` says at which sizes of its samples a PyTorch module did not run, if there were such.
     """
 
     onnx: Artifact
@@ -148,11 +150,15 @@ class ExportResult(StepResult):
     labels: dict[str, tuple[str, ...]] = Field(default={})
     rounds_activations: bool = False
     indices: dict[str, tuple[int, int]] = Field(default={})
+    refusal: str = ""
 
     def notes(self) -> list[str]:
-        """Return a sentence for each input and output that is labels in the original and numbers in a bundle."""
+        """Return a sentence for sizes that the original does not take, and for each input and output of labels.
+
+        These are labels in the original, and numbers in a bundle.
+        """
         outputs = {output.name: output for output in self.outputs}
-        notes = []
+        notes = [self.refusal] if self.refusal else []
         for name, labels in self.labels.items():
             text = ", ".join(labels[:_LABELS_IN_NOTE]) + (", ..." if len(labels) > _LABELS_IN_NOTE else "")
             if name not in outputs:
@@ -201,7 +207,8 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         limits = SizeLimits(model) if module is None else None
         bounds = job.bounds(rounds_activations=rounds)
         ties = Ties(path)
-        dimensions, pairs, error = _compare_where_it_runs(session, module, limits, candidates, ties, job, bounds)
+        dimensions, compared = _compare_where_it_runs(session, module, limits, candidates, ties, job, bounds)
+        pairs = compared.pairs
         pinned = _pinned(inputs, dimensions)
         if pinned != inputs:
             # A dimension whose only size was found by trial is as one that the file fixes.
@@ -220,7 +227,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             golden=golden,
             inputs=tuple(TensorSpec(item.name, item.shape, item.dtype) for item in inputs),
             outputs=_signature(model.graph.output, pairs[0][1]),
-            max_abs_error=error,
+            max_abs_error=compared.error,
             dimensions=dimensions,
             opset=_opset(model),
             registered=job.original.registered,
@@ -228,6 +235,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             labels=labels,
             rounds_activations=rounds,
             indices=index_ranges(model),
+            refusal=compared.refusal,
             sources=usercode.imported_sources(job.folder),
         )
 
@@ -636,7 +644,7 @@ def _compare_where_it_runs(
     ties: Ties,
     job: ExportJob,
     bounds: Bounds,
-) -> tuple[dict[str, Dimension], list[tuple[NamedArrays, NamedArrays]], float | None]:
+) -> tuple[dict[str, Dimension], "_Comparison"]:
     """Return the dimensions and what `_compare` returns, for the first of `candidates` whose samples the model takes.
 
     A later candidate is taken where all outputs of the first one are the same number. Raises the ExportError of the
@@ -647,13 +655,13 @@ def _compare_where_it_runs(
     for inputs in candidates:
         try:
             dimensions = _find_dimensions(session, limits, inputs, job) if limits else job.dimensions
-            pairs, error = _compare(session, module, limits, inputs, dimensions, ties, job, bounds)
+            compared = _compare(session, module, limits, inputs, dimensions, ties, job, bounds)
         except ExportError as problem:
             failure = failure or problem
             continue
-        if not constant_outputs([outputs for _, outputs in pairs]):
-            return dimensions, pairs, error
-        result = result or (dimensions, pairs, error)
+        if not constant_outputs([outputs for _, outputs in compared.pairs]):
+            return dimensions, compared
+        result = result or (dimensions, compared)
     if result is None:
         raise failure or ExportError("the model has no inputs to run on")
     return result
@@ -668,14 +676,12 @@ def _compare(
     ties: Ties,
     job: ExportJob,
     bounds: Bounds,
-) -> tuple[list[tuple[NamedArrays, NamedArrays]], float | None]:
-    """Return the samples with the original's outputs, and ONNX Runtime's largest absolute error on them.
-
-    The error is None without a `module`, because ONNX Runtime computes the original's outputs then.
-    """
+) -> "_Comparison":
+    """Compare ONNX Runtime with a module on samples, or compute the samples' outputs where there is no module."""
     names = tuple(output.name for output in session.get_outputs())
     if job.outputs and job.outputs != names:
         raise ExportError(f"the ONNX model returns {', '.join(names)}, the release file names {', '.join(job.outputs)}")
+    original = _Original(session, module, names)
     pairs, worst = [], 0.0
     # The benchmark runs on samples: there is one for each of the sizes that it measures.
     points = samples.measured_sizes(inputs, dimensions)
@@ -684,25 +690,21 @@ def _compare(
         candidates: Iterable[dict[str, int]] = [sizes]
         most_memory = None
         # Sizes beside those to measure are guesses: a model need not take them, nor be run where it needs much memory.
-        if index >= len(points) and limits is not None:
-            candidates = (item for item in alternatives(sizes, dimensions, points[0]) if limits.explain(item) is None)
-            most_memory = memory.little()
+        if index >= len(points) and sizes:
+            candidates = alternatives(sizes, dimensions, points[0])
+            if limits is not None:
+                candidates = (item for item in candidates if limits.explain(item) is None)
+                most_memory = memory.little()
         try:
-            sample, outputs = _first_run(session, inputs, dimensions, index, job, candidates, most_memory)
+            sample, expected, outputs = original.first_run(inputs, dimensions, index, job, candidates, most_memory)
         except ExportError:
             if most_memory is None:
                 raise
             # At no size does the model need as little.
-            sample, outputs = _first_run(session, inputs, dimensions, index, job, points[:1], None)
+            sample, expected, outputs = original.first_run(inputs, dimensions, index, job, points[:1], None)
         if module is None:
             pairs.append((sample, outputs))
             continue
-        try:
-            expected = run_module(module, sample, names)
-        except ExportError:
-            raise
-        except Exception as error:
-            raise ExportError(f"the model fails on sample {index} ({describe(error)})") from error
         outputs = ties.settle(sample, expected, outputs, bounds)
         try:
             worst = max(worst, _largest_error(expected, outputs, index, bounds))
@@ -715,31 +717,73 @@ def _compare(
                 "a state that it changes; leave this out of what the factory returns"
             ) from error
         pairs.append((sample, expected))
-    return pairs, None if module is None else worst
+    return _Comparison(pairs, None if module is None else worst, original.refusal)
 
 
-def _first_run(
-    session: "onnxruntime.InferenceSession",
-    inputs: tuple[Input, ...],
-    dimensions: dict[str, Dimension],
-    index: int,
-    job: ExportJob,
-    candidates: Iterable[dict[str, int]],
-    most_memory: int | None,
-) -> tuple[NamedArrays, NamedArrays]:
-    """Return sample `index` at the first sizes at which ONNX Runtime runs the model, and its outputs.
+@dataclass
+class _Comparison:
+    """The samples with the original's outputs, and ONNX Runtime's largest absolute error on them.
 
-    Raises ExportError when it runs the model at none of the `candidates` within `most_memory` bytes.
+    The error is None where the original is an ONNX file, whose outputs ONNX Runtime computes. `refusal` says which
+    sizes a module did not take, and why; it is empty where it took all.
     """
-    failure: ExportError | None = None
-    for sizes in candidates:
-        sample = samples.make(inputs, dimensions, index, job.seed, job.folder, sizes)
+
+    pairs: list[tuple[NamedArrays, NamedArrays]]
+    error: float | None
+    refusal: str
+
+
+@dataclass
+class _Original:
+    """A model in ONNX Runtime, with the PyTorch module that was exported, if it is no ONNX file.
+
+    `refusal` says at which sizes the module failed first, and why; it is empty until then.
+    """
+
+    session: "onnxruntime.InferenceSession"
+    module: "torch.nn.Module | None"
+    names: tuple[str, ...]
+    refusal: str = ""
+
+    def first_run(
+        self,
+        inputs: tuple[Input, ...],
+        dimensions: dict[str, Dimension],
+        index: int,
+        job: ExportJob,
+        candidates: Iterable[dict[str, int]],
+        most_memory: int | None,
+    ) -> tuple[NamedArrays, NamedArrays, NamedArrays]:
+        """Return sample `index` at the first sizes that the model takes, the module's outputs and ONNX Runtime's.
+
+        The module's outputs are empty for an ONNX file. Raises ExportError where the model runs at none of the
+        `candidates` within `most_memory` bytes, and where the module runs at sizes at which ONNX Runtime does not.
+        """
+        failure: ExportError | None = None
+        for sizes in candidates:
+            sample = samples.make(inputs, dimensions, index, job.seed, job.folder, sizes)
+            try:
+                if self.module is None:
+                    return sample, {}, run_session(self.session, sample, most_memory)
+                expected = self._run_module(self.module, sample, index, sizes)
+            except ExportError as error:
+                failure = failure or error
+                continue
+            return sample, expected, run_session(self.session, sample, most_memory, _OF_EXPORT)
+        raise failure or ExportError("the model has no sizes to run at")
+
+    def _run_module(
+        self, module: "torch.nn.Module", sample: NamedArrays, index: int, sizes: Mapping[str, int]
+    ) -> NamedArrays:
         try:
-            advice = {"advice": _OF_EXPORT} if job.needs_torch else {}
-            return sample, run_session(session, sample, most_memory, **advice)
-        except ExportError as error:
-            failure = failure or error
-    raise failure or ExportError("the model has no sizes to run at")
+            return run_module(module, sample, self.names)
+        except ExportError:
+            raise
+        except Exception as error:
+            reason = describe(error)
+            text = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            self.refusal = self.refusal or f"the model does not run with {text} ({reason}); samples have other sizes"
+            raise ExportError(f"the model fails on sample {index} ({reason})") from error
 
 
 def _largest_error(expected: NamedArrays, outputs: NamedArrays, index: int, bounds: Bounds) -> float:

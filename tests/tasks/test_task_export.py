@@ -1,5 +1,6 @@
 """Export of PyTorch modules at the edges of what a forward method may take and return."""
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,31 @@ def test_a_size_baked_into_the_model_is_refused(export_module: Any) -> None:
     network = "class Network(nn.Module):\n    def forward(self, x):\n        return x.reshape(2, 8)\n"
     with pytest.raises(ExportError, match="dimension 'batch' of input 'x' is 4 in the ONNX model"):
         export_module(network, inputs=[{"name": "x", "shape": ["batch", 4]}], dimensions={"batch": {"tune": 4}})
+
+
+_HALVED = """class Network(nn.Module):
+    def forward(self, x):
+        half = nn.functional.max_pool2d(x, 2)
+        return torch.cat([x, nn.functional.interpolate(half, scale_factor=2.0)], 1)
+"""
+_HEIGHT = {"name": "x", "shape": [1, 2, "height", 4]}
+
+
+def test_samples_have_sizes_that_the_module_takes(export_module: Any, kept_samples: Any) -> None:
+    result = export_module(
+        _HALVED, inputs=[_HEIGHT], dimensions={"height": {"min": 4, "max": 40}}, validate={"samples": 6}
+    )
+    heights = {inputs["x"].shape[2] for inputs, _ in kept_samples(result)}
+    assert len(heights) > 2
+    assert all(height % 2 == 0 for height in heights)
+    (note,) = result.notes()
+    odd = r"the model does not run with height \d*[13579] \(RuntimeError: .*\); samples have other sizes"
+    assert re.fullmatch(odd, note)
+
+
+def test_a_module_that_does_not_take_a_size_to_measure_is_refused(export_module: Any) -> None:
+    with pytest.raises(ExportError, match=r"the model fails on sample 1 .*Sizes of tensors must match"):
+        export_module(_HALVED, inputs=[_HEIGHT], dimensions={"height": {"min": 4, "max": 40, "measure": [4, 7]}})
 
 
 def test_outputs_that_are_not_deterministic_are_refused(export_module: Any) -> None:
