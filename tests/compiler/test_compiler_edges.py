@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from support.arrays import normal
 from support.forests import DOMAIN
 from support.models import save_text
+from support.torchlib import share_table
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.target import resolve
 
@@ -280,6 +281,7 @@ def test_a_range_may_have_steps_of_a_free_size(tmp_path: Path, assert_same_as_on
 def test_the_bags_of_an_embedding_with_padding_are_compiled(tmp_path: Path, assert_same_as_onnxruntime: Check) -> None:
     """A loop over the bags has a loop over the words of each in it, some of which a branch leaves out."""
     torch = pytest.importorskip("torch")
+    share_table()
     bag = torch.nn.EmbeddingBag(20, 6, mode="max", padding_idx=1).eval()
     path = tmp_path / "bag.onnx"
     batch = ({0: torch.export.Dim("batch", min=1, max=64)},)
