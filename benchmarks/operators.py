@@ -479,6 +479,8 @@ CASES: tuple[Case, ...] = (
     _recurrent("LSTM", 100, 1, 128, 128),
     _recurrent("LSTM", 100, 1, 256, 512),
     _recurrent("LSTM", 50, 16, 256, 256),
+    _recurrent("GRU", 50, 16, 256, 256),
+    _recurrent("RNN", 50, 16, 256, 256),
     _recurrent("LSTM", 80, 1, 96, 48, "bidirectional"),
     _recurrent("GRU", 100, 1, 256, 256, "bidirectional"),
     _loop(100, 1, 128, 128),

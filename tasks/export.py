@@ -720,7 +720,7 @@ def _compare(
     return _Comparison(pairs, None if module is None else worst, original.refusal)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Comparison:
     """The samples with the original's outputs, and ONNX Runtime's largest absolute error on them.
 

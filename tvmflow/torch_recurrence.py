@@ -171,12 +171,9 @@ def _layer(
         # projected state comes as more features of the input.
         if state is not None:
             input = torch.cat([input, *_at_first_steps(state, length, lengths)], dim=2)
-            of_others = torch.zeros_like(of_state)
-            more = [
-                torch.stack([of_state[place] if place == other else of_others[place] for place in range(count)])
-                for other in range(count)
-            ]
-            of_input = torch.cat([of_input, *more], dim=2)
+            # The features of the other direction have weights of zero.
+            own = torch.eye(count, dtype=of_state.dtype).reshape(count, count, 1, 1)
+            of_input = torch.cat([of_input, *(own * of_state)], dim=2)
         projections = torch.stack([weights[-1] for weights in directions])
         of_state = of_state @ projections
         state = torch.zeros_like(cells[0])

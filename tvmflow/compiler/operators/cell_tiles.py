@@ -62,8 +62,8 @@ def tiles(cell: Cell, units: int, batch: int | None, machine: Machine) -> Tiles:
 def _cycles(rows: int, batch: int, gates: int, machine: Machine) -> float:
     """Return the cycles of a batch's products with the weights of one vector of units, for groups of `rows` sequences.
 
-    The last group is computed whole, too: the sums of an eighth of all groups are in vain for 16 sequences in groups
-    of 3. A group of few sequences loads more numbers for each product.
+    The last group is computed whole, too: 16 sequences in groups of 3 are computed as 18. A group of few sequences
+    loads more numbers for each product.
     """
     vectors = machine.vectors
     return -(-batch // rows) * max(rows * gates / vectors.multiply_adds, (rows + gates) / vectors.loads)

@@ -24,8 +24,15 @@ _FREE_SIZE = 64
 FUSABLE = {"op_pattern": 4}
 # TVM's fusion kind of operators that it fuses with none.
 OPAQUE = {"op_pattern": 8}
+# The arguments of LLVM's prefetch for a line that is read soon: for reading, into the first-level cache, data.
+TO_READ = (0, 3, 1)
 # Marks operators that TVM shall fuse as element-wise ones. Their fusion kind is 0, and TVM would overwrite a 0.
 FOLLOWS = {"tvmflow.follows": 1}
+
+
+def prefetch(tensor: tirx.Buffer, index: Sequence[Any], how: tuple[int, int, int]) -> Any:
+    """Return a call that fetches the line of `tensor` at an index; `how` are the arguments of LLVM's intrinsic."""
+    return tirx.call_intrin("void", "tirx.prefetch", tirx.address_of(tirx.BufferLoad(tensor, index)), *how)
 
 
 def default(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:

@@ -22,7 +22,7 @@ from tvmflow.compiler.dotproduct import INT8, add_dot_int8
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.cell_tiles import parts_of_batch, tiles
 from tvmflow.compiler.operators.cells import ACTIVATIONS, ZERO, Cell
-from tvmflow.compiler.operators.common import buffer, run, size_parameter, static
+from tvmflow.compiler.operators.common import TO_READ, buffer, prefetch, run, size_parameter, static
 from tvmflow.compiler.vectormath import let
 
 
@@ -328,9 +328,8 @@ class Recurrence:
         tile = self.tiles
         numbers = tile.blocks * self.cell.gates * tile.lanes
         column = (unit.direction * tile.count + unit.tile) * numbers
-        for number in range(0, numbers, max(1, self._machine.first.line // self._machine.number)):
-            place = tirx.address_of(self._x[unit.position, unit.sequence, column + number])
-            T.evaluate(tirx.call_intrin("void", "tirx.prefetch", place, 0, 3, 1))
+        for number in range(0, numbers, self._machine.first.line // self._machine.number):
+            T.evaluate(prefetch(self._x, (unit.position, unit.sequence, column + number), TO_READ))
 
     def _sums(self, at: "_Place", rows: Any, scope: str) -> Any:
         """Allocate the sums of a tile's units for `rows` sequences."""

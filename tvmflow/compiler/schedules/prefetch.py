@@ -19,7 +19,7 @@ from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 from tvmflow.compiler import cost
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import same_shape
+from tvmflow.compiler.operators.common import TO_READ, prefetch, same_shape
 from tvmflow.compiler.schedules import common
 from tvmflow.compiler.statements import is_one_of, uses, with_body
 
@@ -39,8 +39,7 @@ _AHEAD = "tvmflow.prefetch_ahead"
 _NEXT = "tvmflow.prefetch_next"
 # The arguments of the prefetch intrinsic: for reading, into the second-level cache, data.
 _HOW = (0, 2, 1)
-# The same for a line that is read soon, and for one that is written soon, into the first-level cache.
-_TO_READ = (0, 3, 1)
+# The same for a line that is written soon, into the first-level cache.
 _TO_WRITE = (1, 3, 1)
 
 
@@ -243,7 +242,7 @@ def _fetch_tile(rows: For, parameters: Sequence[Any]) -> list[Any]:
     *outer, lane = loops
     fetches: list[Any] = []
     reads = realize.block.reads if int(rows.annotations[FETCH_RESULT]) else []
-    for how, regions in ((_TO_READ, reads), (_TO_WRITE, realize.block.writes)):
+    for how, regions in ((TO_READ, reads), (_TO_WRITE, realize.block.writes)):
         for region in regions:
             index = _start(region, realize)
             has_rows = any(uses(item, rows.loop_var) for item in index)
@@ -279,8 +278,7 @@ def _fetch(tensor: Any, index: Sequence[Any], loops: Sequence[tuple[Any, For]], 
     Each pair in `loops` is a variable of the index and the loop that it runs along. `how` are the arguments of LLVM's
     intrinsic.
     """
-    place = tirx.address_of(tirx.BufferLoad(tensor, index))
-    fetch: Any = tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", place, *how))
+    fetch: Any = tirx.Evaluate(prefetch(tensor, index, how))
     for variable, loop in reversed(loops):
         fetch = For(variable, loop.min, loop.extent, ForKind.SERIAL, fetch)
     return fetch
