@@ -8,7 +8,7 @@ from threading import Event
 from typing import TypeVar
 
 from flows.logs import keeping_logs
-from flows.runs import one_at_a_time
+from flows.runs import is_deployed, one_at_a_time
 from tasks.original import Original, find_original
 from tasks.step import StepRunner
 from tvmflow.outages import outlast
@@ -30,9 +30,7 @@ def outage_seconds(settings: Settings) -> float:
     These are 0 for a run that a command starts, so that its user learns at once of a wrong address. A run of a
     deployment waits for the setting `outage_minutes`.
     """
-    from prefect.runtime import deployment
-
-    return settings.outage_minutes * 60 if deployment.id else 0.0
+    return settings.outage_minutes * 60 if is_deployed() else 0.0
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from prefect.input import RunInput
 
 from flows.context import RunContext, outage_seconds
 from flows.logs import keeping_logs
+from flows.runs import is_deployed, is_registered, list_active, start
 from tasks.gate import GateJob, gate, integrity
 from tasks.reproduce import reproduce
 from tasks.step import StepRunner
@@ -100,11 +101,12 @@ def promote(
     more. `store` and `registry` are the sections of the release file; by default those that this machine has recorded.
     Returns a PromotionSummary as JSON. Raises VerdictError when the release is refused: the channel stays.
     """
-    from prefect.runtime import deployment, flow_run
+    from prefect.runtime import flow_run
 
     settings = machine.load()
     sections = read_sections(settings, name)
-    who = who or (f"flow run {flow_run.name}" if deployment.id else promotion.identify_user())
+    deployed = is_deployed()
+    who = who or (f"flow run {flow_run.name}" if deployed else promotion.identify_user())
     outage = outage_seconds(settings)
     with open_services(settings, store or sections.store, registry or sections.registry, outage) as services:
         workspace = open_workspace(settings, services.store)
@@ -117,7 +119,7 @@ def promote(
             why=why,
             approved=approved,
             while_wanted=while_wanted,
-            flow_run_id=flow_run.id if deployment.id else None,
+            flow_run_id=flow_run.id if deployed else None,
         )
         with keeping_logs(name, workspace, services.registry, {}):
             summary = outlast(partial(promote_release, services, settings, workspace, request), outage)
@@ -266,8 +268,6 @@ def promote_automatically(context: RunContext, version: str) -> tuple[PromotionS
 
 
 def _promote_automatically(context: RunContext, version: str, channel: str) -> PromotionSummary:
-    from flows.runs import is_registered
-
     settings, spec = context.settings, context.spec
     destination = channels.find(context.store, spec.name, channel)
     policy = promotion.read_policy(context.store, destination, version)
@@ -316,8 +316,6 @@ def ask_for_approval(name: str, version: str, channel: str, *, who: str, why: st
 
     If a run waits for the same promotion already, its id is returned. Raises PrefectError.
     """
-    from flows.runs import list_active, start
-
     deployment, tags = f"promote/{name}", [f"promote:{channel}/{version}"]
     for run in list_active(deployment, tags):
         return run.id

@@ -47,6 +47,17 @@ def start(deployment: str, parameters: Mapping[str, Any], *, key: str | None = N
         return str(run.id)
 
 
+def is_deployed() -> bool:
+    """Whether the flow run that calls this is one of a deployment; a flow that a command starts is none."""
+    from prefect.context import FlowRunContext
+    from prefect.runtime import deployment
+
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    # Prefect's attribute asks the server, by a client of its own, for what a run that is no part of another one holds.
+    return bool(run.deployment_id if run and run.parent_task_run_id is None else deployment.id)
+
+
 def is_registered(deployment: str) -> bool:
     """Whether the server has the deployment `FLOW/NAME`. Raises PrefectError when the server fails."""
     with connect(f"look for {deployment}") as client:

@@ -313,6 +313,7 @@ def _other_cases() -> list[Case]:
     return scale.choose(normal=[case for place, case in enumerate(cases) if place not in (0, 4, 17)], long=cases)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "cases",
     [

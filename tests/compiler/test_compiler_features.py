@@ -84,6 +84,7 @@ def joined(
     return built.load(), dict.fromkeys(_NODES, x)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", _NODES)
 def test_rows_have_the_features_that_an_operator_has_weights_for(
     name: str, joined: tuple[LoadedModel, dict[str, np.ndarray[Any, Any]]]

@@ -68,6 +68,7 @@ def test_a_network_computes_in_float32(make_model: Any, target: Target) -> None:
     assert _operators_on_float16(path) == {"relax.astype"}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("operator", ["Acos", "Atan", "Cosh", "Sinh", "Mish", "HardSigmoid", "LRN", "Softplus", "Erf"])
 def test_operators_are_those_of_float32(operator: str, make_model: Any, target: Target) -> None:
     attributes = {"size": 3} if operator == "LRN" else {}

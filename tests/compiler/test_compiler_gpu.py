@@ -208,6 +208,7 @@ def run(emulation: Emulation, number: int, case: Convolution, data: Array, bias:
     return output
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=list(map(case_id, CASES)))
 def test_a_convolution_is_right(number: int, case: Convolution, kernels: tuple[Emulation, dict[str, Array]]) -> None:
     emulation, packed = kernels
@@ -507,7 +508,7 @@ def sizes() -> tuple[onnx.ModelProto, dict[str, Array]]:
     return model, {name: generator.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize("make", [network, layer, corners, sizes])
 def test_a_whole_model_gives_the_outputs_of_onnx_runtime(

@@ -303,6 +303,7 @@ def _functions(model: Drawn, target: Target, folder: Path) -> dict[str, tirx.Pri
     return functions
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("kind", "level"), CASES)
 def test_kernels_stay_within_their_buffers(kind: str, level: str, tmp_path: Path) -> None:
     functions: dict[str, tirx.PrimFunc] = {}

@@ -81,6 +81,7 @@ model (int64 trips, bool start, float[2] x) => (float[2] y, int64 count)
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("trips", "start"), [("trips", "start"), ("", "start"), ("trips", ""), ("", "")])
 def test_a_condition_ends_a_loop_of_the_library(
     make_text: Any, assert_same_as_onnxruntime: Any, trips: str, start: str

@@ -369,7 +369,7 @@ def test_data_of_one_or_three_dimensions_is_resized_as_images(
         assert sum("repeat" in name for name, _ in model.schedules) == axes
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("is_channels_last", [False, True])
 @pytest.mark.parametrize(
     ("factors", "mode", "rounding", "is_repeated"),

@@ -279,6 +279,7 @@ def test_powers_of_whole_numbers_are_exact(make_model: Any, target: Target, run_
     assert run_built(build(import_onnx(path), target), x, k)[0].tolist() == expected
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
 def test_signs_and_shrunk_numbers_of_integers_equal_onnx_runtime(
     dtype: str, make_model: Any, assert_same_as_onnxruntime: Check
@@ -319,6 +320,7 @@ def test_a_layer_norm_of_float64_has_statistics_of_its_stash_type(make_model: An
         np.testing.assert_allclose(output, expected, rtol=1e-6)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("dtype", ["float64", "int32", "int64"])
 @pytest.mark.parametrize(
     ("left", "right"),

@@ -673,6 +673,7 @@ def test_without_the_pass_the_model_stays_as_it_was(
     assert not tvm_ffi.structural_equal(_canonicalized(path, [case.rewriter]), usual)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("rewriter", sorted({case.rewriter for case in CASES}))
 def test_the_results_of_what_a_pass_rewrites_are_those_of_onnx_runtime(
     rewriter: str, make_model: Any, assert_same_as_onnxruntime: Check

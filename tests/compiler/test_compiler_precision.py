@@ -454,6 +454,7 @@ def depth_fits(case: tuple[int, ...]) -> bool:
     return groups == 1 or channels // groups % 4 == 0 or channels == groups
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
 @pytest.mark.parametrize(("rows", "depth", "units"), [(1, 5, 3), (7, 33, 70), (49, 64, 32)])
 def test_quantised_dense_layers_equal_onnx_runtime(

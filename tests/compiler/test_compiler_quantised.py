@@ -387,6 +387,7 @@ def test_other_functions_of_integers_are_no_tables(
     assert not [name for name, _ in model.schedules if "lookup" in name]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("activation", ["Exp", "Tanh", "Sqrt", "Log", "Erf", "HardSwish", "Softplus", "Elu"])
 def test_tables_hold_the_results_of_onnx_runtime(activation: str, make_model: MakeModel, run_built: RunBuilt) -> None:
     """Of numbers that are none, too: logarithms and roots of negative ones."""

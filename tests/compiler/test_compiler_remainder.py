@@ -27,7 +27,7 @@ def _widths(code: str) -> set[int]:
     return {int(numbers[-1]) for numbers in lanes if numbers}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("width", [7, "width"], ids=["known", "free"])
 @pytest.mark.parametrize("whole", [0, 1, 10], ids=["part of a vector", "more than a vector", "many vectors"])
 @pytest.mark.parametrize(

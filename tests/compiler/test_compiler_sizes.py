@@ -185,6 +185,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, target: Target) -> tuple[Any
     return loaded, paths
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("name", "turn"), [(name, turn) for name, case in _CASES.items() for turn in range(len(case[3]))]
 )

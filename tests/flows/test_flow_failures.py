@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 from uuid import UUID
 
@@ -19,13 +20,14 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.context import FlowRunContext
-from prefect.runtime import task_run
+from prefect.flow_engine import run_flow
+from prefect.runtime import deployment, task_run
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
 from flows.logs import keeping_logs
 from flows.make import _make
 from flows.release import _make_all
-from flows.runs import connect
+from flows.runs import connect, is_deployed
 from mlflow import MlflowClient
 from support.databases import Databases
 from support.rclone import rclone_s3
@@ -114,6 +116,32 @@ def test_a_step_that_is_refused_or_may_not_wait_fails_at_once(
     prefect_server: str, workspace: Workspace, error: type[StoreError], outage: float
 ) -> None:
     assert ask(prefect_server, error, outage, workspace) == [1]
+
+
+def test_runs_of_deployments_are_known_without_asking_the_server(
+    prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = []
+
+    @flow(name="inner", log_prints=False)
+    def inner() -> None:
+        answers.append(is_deployed())
+
+    @flow(name="outer", log_prints=False)
+    def outer() -> None:
+        answers.append(is_deployed())
+        # A part of a run is known by its beginning.
+        if answers[-1]:
+            inner()
+
+    with temporary_settings({PREFECT_API_URL: prefect_server}):
+        with get_client(sync_client=True) as client:
+            deployment_id = client.create_deployment(client.create_flow(outer), "known")
+            run = client.create_flow_run_from_deployment(deployment_id)
+        monkeypatch.setattr(deployment, "_get_flow_run", Mock(side_effect=AssertionError("the server is asked")))
+        outer()
+        run_flow(outer, flow_run=run)
+    assert answers == [False, True, True]
 
 
 def test_servers_that_refuse_connections_are_known_as_away() -> None:

@@ -38,6 +38,7 @@ def model(bundle: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         yield loaded
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("batch", [1, 2, 5, 8])
 def test_inputs_by_name_give_the_originals_outputs_by_name(
     model: CompiledModel, inputs: MakeInputs, reference: Reference, batch: int

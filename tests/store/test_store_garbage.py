@@ -250,6 +250,7 @@ def test_a_release_comes_in_between_while_much_is_removed(
         store.verify_release(name, version)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_wish_during_the_sweep_keeps_its_release_or_ends(
     store: ReleaseStore, publish: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, moment: str

@@ -79,6 +79,7 @@ def key_of_product() -> str:
     return workload_key(_product(NAMES))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_name_of_a_variable_buffer_axis_block_or_attribute_matters_to_the_key(
     name: str, key_of_product: str
