@@ -67,9 +67,12 @@ zoo: setup
 reference: setup
 	@python docs/generate.py
 
-# The site of the documentation, in build/site; a broken link fails.
-docs: setup
+.venv/docs: .venv/ready
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# The site of the documentation, in build/site; a broken link fails.
+docs: .venv/docs
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 	@echo "the site is in build/site: open build/site/index.html"
 
