@@ -337,7 +337,7 @@ def _pinned(inputs: tuple[Input, ...], dimensions: Mapping[str, Dimension]) -> t
 def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob, path: Path) -> "onnx.ModelProto":
     import torch
 
-    from tvmflow.torch_recurrence import recurrent_layers_as_operators
+    from tvmflow.torch_forms import functions_of_any_size, translations
 
     # torch.export bakes sizes 0 and 1 into the graph, so symbolic dimensions are traced at two or more.
     sizes = {
@@ -363,11 +363,15 @@ def _export(module: "torch.nn.Module", inputs: tuple[Input, ...], job: ExportJob
     if source.kind != "pt2":
         options.setdefault("dynamic_shapes", shapes if symbols else None)
     exported: Any = torch.export.load(str(source.path)) if source.kind == "pt2" else module
-    # The older exporter, which follows one call, has its own form of recurrent layers.
-    recurrence = recurrent_layers_as_operators() if options["dynamo"] else contextlib.nullcontext()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), recurrence:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            # The older exporter, which follows one call, has its own forms.
+            if options["dynamo"]:
+                stack.enter_context(functions_of_any_size())
+                options.setdefault("custom_translation_table", translations())
             torch.onnx.export(exported, arguments if source.kind != "pt2" else (), str(path), **options)
         model = onnx_data.load(path)
         if not model.graph.output:

@@ -186,6 +186,22 @@ def test_an_average_of_whole_numbers_equals_onnx_runtime(make_model: Any, assert
     assert_same_as_onnxruntime(path, {"x": np.arange(120).reshape(3, 40)})
 
 
+def test_a_layer_norm_over_dimensions_of_free_sizes_equals_onnx_runtime(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"], start=2),
+        helper.make_node(
+            "ConstantOfShape", ["shape"], ["ones"], value=helper.make_tensor("v", TensorProto.FLOAT, [1], [1])
+        ),
+        helper.make_node("LayerNormalization", ["x", "ones"], ["y"], axis=2),
+        helper.make_node("LayerNormalization", ["y", "line"], ["z"], axis=-1),
+    ]
+    inputs = [("x", ["batch", 3, "rows", "columns"]), ("line", ["columns"])]
+    feeds = [{"x": 5 * normal(*shape) + 50, "line": normal(shape[-1])} for shape in ((1, 3, 5, 7), (2, 3, 16, 9))]
+    assert_same_as_onnxruntime(make_model(nodes, inputs, ["y", "z"]), *feeds)
+
+
 def test_a_layer_norm_of_float64_equals_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     node = helper.make_node("LayerNormalization", ["x", "scale"], ["y"], axis=-1)
     scale = normal(7).astype("float64")

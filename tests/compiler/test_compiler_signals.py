@@ -153,15 +153,45 @@ def test_columns_and_sequences_equal_onnx_runtime(
     assert_same_as_onnxruntime(make_model(nodes, inputs, ["y", "z"], weights), feeds)
 
 
+def test_columns_of_an_image_of_free_or_computed_size_are_folded(
+    make_model: MakeModel, assert_same_as_onnxruntime: Callable[..., CompiledModel], target: Target
+) -> None:
+    nodes = [
+        _node("Shape", ["image"], ["size"], start=2),
+        _node("Col2Im", ["c", "size", "block"], ["y"], strides=[2, 1], pads=[1, 0, 1, 2], dilations=[1, 2]),
+        _node("Col2Im", ["d", "given", "block"], ["z"]),
+    ]
+    inputs = [
+        ("image", [1, 1, "rows", "columns"]),
+        ("c", ["batch", 18, "blocks"]),
+        ("d", [1, 12, "others"]),
+        ("given", [2], TensorProto.INT64),
+    ]
+    path = make_model(nodes, inputs, ["y", "z"], {"block": np.array([3, 2], "int64")})
+
+    def feeds(batch: int, rows: int, columns: int, given: tuple[int, int]) -> dict[str, Any]:
+        blocks, others = ((rows + 1) // 2) * columns, (given[0] - 2) * (given[1] - 1)
+        arrays = {"image": (1, 1, rows, columns), "c": (batch, 18, blocks), "d": (1, 12, others)}
+        return {**{name: normal(*shape) for name, shape in arrays.items()}, "given": np.array(given, "int64")}
+
+    model = assert_same_as_onnxruntime(path, feeds(2, 9, 8, (4, 7)), feeds(1, 4, 5, (6, 3)))
+    wrong = {**feeds(1, 4, 5, (6, 3)), "given": np.array((9, 9), "int64")}
+    with pytest.raises(RuntimeError, match="match_cast error"):
+        model.load().run(*wrong.values())
+
+
 @pytest.mark.parametrize(
     ("node", "message"),
     [
         (_node("DFT", ["x", "n"], ["y"], axis=1), "a length that is computed from data"),
         (_node("STFT", ["x", "n", "", "n"], ["y"]), "a step that is computed"),
+        (_node("Col2Im", ["x", "two", "blocks"], ["y"]), "a block whose shape is computed"),
     ],
-    ids=["DFT", "STFT"],
+    ids=["DFT", "STFT", "Col2Im"],
 )
 def test_transforms_of_unknown_size_are_refused(node: Any, message: str, make_model: MakeModel) -> None:
     inputs = [("x", [1, "size", 1]), *([("n", [], TensorProto.INT64)] if "n" in node.input else [])]
+    inputs += [("blocks", [2], TensorProto.INT64)] if "blocks" in node.input else []
+    weights = {"two": np.array([4, 4], "int64")} if "two" in node.input else {}
     with pytest.raises(UnsupportedOperatorError, match=message):
-        import_onnx(make_model([node], inputs, [("y", None)]))
+        import_onnx(make_model([node], inputs, [("y", None)], weights))

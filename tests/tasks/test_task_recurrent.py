@@ -5,21 +5,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from support.torchlib import share_table
-from tvmflow.source import open_session
-from tvmflow.torch_recurrence import recurrent_layers_as_operators
+from support.torch_exports import FREE, assert_exported
+from tvmflow.torch_forms import functions_of_any_size
 
 # PyTorch's exporter warns about what its own layers do.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-_FREE = torch.export.Dim.DYNAMIC
 
 
 @pytest.fixture(autouse=True)
@@ -28,29 +23,6 @@ def seeded() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
-
-
-def _assert_exported(
-    module: nn.Module,
-    example: tuple[Tensor, ...],
-    free: Sequence[dict[int, Any]],
-    *others: tuple[Tensor, ...],
-    path: Path,
-) -> list[str]:
-    """Export a module, compare it with PyTorch on its example and others, and return the kinds of its operators."""
-    share_table()
-    module.eval()
-    with recurrent_layers_as_operators():
-        torch.onnx.export(module, example, str(path), dynamo=True, dynamic_shapes=tuple(free), verbose=False)
-    session = open_session(path, threads=1)
-    names = [item.name for item in session.get_inputs()]
-    for tensors in (example, *others):
-        with torch.no_grad():
-            expected = module(*tensors)
-        outputs = session.run(None, {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)})
-        for output, tensor in zip(outputs, expected, strict=True):
-            np.testing.assert_allclose(output, tensor.numpy(), rtol=1e-5, atol=1e-6)
-    return [node.op_type for node in onnx.load(path).graph.node]
 
 
 class _Layers(nn.Module):
@@ -87,10 +59,10 @@ def test_layers_of_every_form_are_operators_for_any_length_and_batch(tmp_path: P
         nn.RNN(5, 4, bidirectional=True),
         nn.RNN(5, 4, nonlinearity="relu", bias=False, batch_first=True),
     ]
-    kinds = _assert_exported(
+    kinds = assert_exported(
         _Layers(*layers, with_states=[1, 2, 3, 6]),
         (torch.randn(3, 2, 5),),
-        [{0: _FREE, 1: _FREE}],
+        [{0: FREE, 1: FREE}],
         (torch.randn(7, 2, 5),),
         (torch.randn(1, 1, 5),),
         path=tmp_path / "model.onnx",
@@ -107,7 +79,7 @@ def test_a_sequence_without_a_batch_has_any_length(tmp_path: Path) -> None:
         def forward(self, steps: Tensor) -> tuple[Tensor, ...]:
             return self.layer(steps)[0], self.projected(steps)[0]
 
-    _assert_exported(Network(), (torch.randn(3, 5),), [{0: _FREE}], (torch.randn(6, 5),), path=tmp_path / "model.onnx")
+    assert_exported(Network(), (torch.randn(3, 5),), [{0: FREE}], (torch.randn(6, 5),), path=tmp_path / "model.onnx")
 
 
 class _Packed(nn.Module):
@@ -140,10 +112,10 @@ def test_packed_sequences_are_operators_with_lengths(tmp_path: Path) -> None:
     def sequences(*lengths: int, size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(len(lengths), size, 5), torch.tensor(lengths)
 
-    kinds = _assert_exported(
+    kinds = assert_exported(
         _Packed(),
         sequences(2, 5, 3, size=5),
-        [{0: _FREE, 1: _FREE}, {0: _FREE}],
+        [{0: FREE, 1: FREE}, {0: FREE}],
         sequences(1, 4, size=6),
         sequences(3, 3, 1, 3, size=3),
         sequences(1, size=1),
@@ -154,7 +126,7 @@ def test_packed_sequences_are_operators_with_lengths(tmp_path: Path) -> None:
 
 def test_what_the_layers_call_is_restored_after_an_export() -> None:
     before = (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward)
-    with contextlib.suppress(KeyError), recurrent_layers_as_operators():
+    with contextlib.suppress(KeyError), functions_of_any_size():
         assert nn.LSTM.forward is not before[0]
         raise KeyError
     assert (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward) == before

@@ -54,15 +54,18 @@ def convert_group_norm(node: Node) -> relax.Expr | None:
 def convert_layer_norm(node: Node) -> relax.Expr | None:
     """Return the Relax expression of a LayerNormalization that TVM's converter refuses or whose build would fail.
 
-    These are nodes with more than one result, of float64, or with a scale or bias of another shape than the dimensions
-    that are normalised; an unknown shape counts as the same. The expression computes the mean and the variance with
-    `relax.op.mean`. The second and the third result, the mean and the inverse deviation, have the type of `stash_type`.
+    These are nodes with more than one result, of float64, of free sizes among the dimensions that are normalised, or
+    with a scale or bias of another shape than these dimensions; an unknown shape counts as the same. The expression
+    computes the mean and the variance with `relax.op.mean`. The second and the third result, the mean and the inverse
+    deviation, have the type of `stash_type`.
     Returns None, which leaves the node to TVM's converter, for other nodes.
     """
     data, scale, bias = node.inputs[0], node.inputs[1], node.input(2)
     rank = data.ty.ndim
     axes = list(range(node.attrs.get("axis", -1) % rank, rank))
-    if node.outputs == 1 and dtype_of(data) != "float64" and _have_shape_of_last(node, len(axes)):
+    sizes = dims_of(data)
+    is_free = sizes is not None and any(not isinstance(size, int) for size in sizes[axes[0] :])
+    if node.outputs == 1 and dtype_of(data) != "float64" and not is_free and _have_shape_of_last(node, len(axes)):
         return None
     mean = node.emit(relax.op.mean(data, axes, keepdims=True))
     centred = node.emit(relax.op.subtract(data, mean))

@@ -431,13 +431,17 @@ def convert_max_roi_pool(node: Node) -> None:
 def convert_col2im(node: Node) -> relax.Expr:
     """Return the Relax expression of ONNX's Col2Im: for each pixel, the sum of the block elements that cover it.
 
-    Raises UnsupportedFormError for an image or block shape that is not constant.
+    The model checks, when it runs, that there are as many blocks as the image has. Raises UnsupportedFormError for a
+    block shape that is not constant and for blocks of an unknown number of dimensions.
     """
-    image, block = node.constant(1), node.constant(2)
-    if image is None or block is None:
-        raise UnsupportedFormError("sizes that are computed")
-    sizes, kernel = [int(size) for size in image], [int(size) for size in block]
-    rank = len(sizes)
+    block, dims = node.constant(2), dims_of(node.inputs[0])
+    if block is None:
+        raise UnsupportedFormError("a block whose shape is computed")
+    if dims is None:
+        raise UnsupportedFormError("blocks of unknown shape")
+    kernel = [int(size) for size in block]
+    rank = len(kernel)
+    sizes = node.sizes(1) or node.bind(node.integers(1))
     strides, dilations = (node.attrs.get(name, [1] * rank) for name in ("strides", "dilations"))
     pads = node.attrs.get("pads", [0] * (2 * rank))
     blocks = [
@@ -445,6 +449,7 @@ def convert_col2im(node: Node) -> relax.Expr:
         for i in range(rank)
     ]
     count = math.prod(kernel)
+    data = node.with_sizes(node.inputs[0], [*dims[:2], node.evaluator.simplify(math.prod(blocks))])
 
     def fold(columns: te.Tensor) -> te.Tensor:
         taps = [te.reduce_axis((0, size), f"k{place}") for place, size in enumerate(kernel)]
@@ -462,7 +467,7 @@ def convert_col2im(node: Node) -> relax.Expr:
         shape = (columns.shape[0], te.indexdiv(columns.shape[1], count), *sizes)
         return te.compute(shape, element, name="fold")
 
-    return node.builder.call_te(fold, node.inputs[0], primfunc_name_hint="col2im")
+    return node.builder.call_te(fold, data, primfunc_name_hint="col2im")
 
 
 def convert_deform_conv(node: Node) -> relax.Expr:

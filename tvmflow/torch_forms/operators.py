@@ -1,0 +1,137 @@
+"""Forms in ONNX of operators that PyTorch's exporter has none of."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from onnxscript import opset18 as op
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return, for PyTorch's operators, functions that write them in ONNX: `custom_translation_table` of an export."""
+    aten, prims = torch.ops.aten, torch.ops.prims
+    return {
+        aten._cdist_forward.default: _distances,
+        aten.cummax.default: _running_maximum,
+        aten.cummin.default: _running_minimum,
+        aten.kthvalue.default: _element_in_order,
+        aten.median.default: _median_of_all,
+        aten.median.dim: _median,
+        aten.remainder.Scalar: _remainder,
+        aten.searchsorted.Tensor: _places_in_order,
+        prims.hypot.default: _hypotenuse,
+        prims.prod.default: _product,
+        prims.signbit.default: _is_negative,
+    }
+
+
+def _distances(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
+    """The distances by the norm of power `p` between rows of the last two dimensions."""
+    differences = op.Sub(_unsqueezed(x1, -2), _unsqueezed(x2, -3))
+    axes = _integers([-1])
+    if p == 2:
+        return op.ReduceL2(differences, axes, keepdims=0)
+    if p == 1:
+        return op.ReduceL1(differences, axes, keepdims=0)
+    sizes = op.Abs(differences)
+    if p == float("inf"):
+        return op.ReduceMax(sizes, axes, keepdims=0)
+    power = op.CastLike(op.Constant(value_float=p), x1)
+    if p == 0:
+        return op.ReduceSum(op.CastLike(op.Not(op.Equal(differences, power)), x1), axes, keepdims=0)
+    return op.Pow(op.ReduceSum(op.Pow(sizes, power), axes, keepdims=0), op.Reciprocal(power))
+
+
+def _running_maximum(self: Any, dim: int) -> Any:
+    return _running(self, dim, op.ReduceMin, op.ReduceMax, op.ArgMax)
+
+
+def _running_minimum(self: Any, dim: int) -> Any:
+    return _running(self, dim, op.ReduceMax, op.ReduceMin, op.ArgMin)
+
+
+def _running(self: Any, dim: int, opposite: Any, reduce: Any, find: Any) -> Any:
+    """The extreme of the elements up to each, and its last place, among all pairs of places."""
+    rank = len(self.shape)
+    axis = dim % rank
+    places = op.Range(_integer(0), _size(self, axis), _integer(1))
+    before = op.LessOrEqual(_unsqueezed(places, 0), _unsqueezed(places, 1))
+    if rank > axis + 1:
+        before = op.Unsqueeze(before, _integers(range(2, rank - axis + 1)))
+    # What comes later has the other extreme of all elements, which changes nothing.
+    elements = op.Where(before, _unsqueezed(self, axis), opposite(self, keepdims=0))
+    indices = find(elements, axis=axis + 1, keepdims=0, select_last_index=1)
+    return reduce(elements, _integers([axis + 1]), keepdims=0), indices
+
+
+def _median_of_all(self: Any) -> Any:
+    return _median(op.Reshape(self, _integers([-1])), 0)[0]
+
+
+def _median(self: Any, dim: int, keepdim: bool = False) -> Any:
+    """The lower median, which PyTorch returns, and its place."""
+    return _element_in_order(self, op.Div(op.Add(_size(self, dim), _integer(1)), _integer(2)), dim, keepdim)
+
+
+def _element_in_order(self: Any, k: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    """The k-th smallest element, counted from 1, and its place."""
+    count = _integers([k]) if isinstance(k, int) else _unsqueezed(k, 0)
+    values, indices = op.TopK(self, count, axis=dim, largest=0, sorted=1)
+    last = op.Constant(value_ints=[-1]) if keepdim else _integer(-1)
+    return op.Gather(values, last, axis=dim), op.Gather(indices, last, axis=dim)
+
+
+def _places_in_order(
+    sorted_sequence: Any,
+    self: Any,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
+) -> Any:
+    """The number of elements of a sorted sequence that are less than each value, or not greater."""
+    order = sorted_sequence if sorter is None else op.GatherElements(sorted_sequence, sorter, axis=-1)
+    if len(order.shape) > 1:
+        order = _unsqueezed(order, -2)
+    values = op.CastLike(_unsqueezed(self, -1), order)
+    is_before = op.LessOrEqual(order, values) if right or side == "right" else op.Less(order, values)
+    # 6 and 7 are ONNX's numbers of int32 and int64.
+    return op.ReduceSum(op.Cast(is_before, to=6 if out_int32 else 7), _integers([-1]), keepdims=0)
+
+
+def _remainder(self: Any, other: Any) -> Any:
+    """The remainder with the divisor's sign; the exporter's own form takes no size for the divisor."""
+    divisor = op.CastLike(other, self) if not isinstance(other, int | float) else other
+    if self.dtype.is_floating_point():
+        return op.Sub(self, op.Mul(op.Floor(op.Div(self, divisor)), divisor))
+    return op.Mod(self, divisor)
+
+
+def _is_negative(a: Any) -> Any:
+    return op.Less(a, op.CastLike(_integer(0), a))
+
+
+def _hypotenuse(self: Any, other: Any) -> Any:
+    return op.Sqrt(op.Add(op.Mul(self, self), op.Mul(other, other)))
+
+
+def _product(inp: Any, dims: Sequence[int] | None, output_dtype: int | None = None) -> Any:
+    axes = None if dims is None else _integers(dims)
+    return op.ReduceProd(inp, axes, keepdims=0)
+
+
+def _size(tensor: Any, axis: int) -> Any:
+    """The size of a dimension, without dimensions."""
+    return op.Gather(op.Shape(tensor), _integer(axis))
+
+
+def _unsqueezed(tensor: Any, axis: int) -> Any:
+    return op.Unsqueeze(tensor, _integers([axis]))
+
+
+def _integer(value: int) -> Any:
+    return op.Constant(value_int=value)
+
+
+def _integers(values: Sequence[int]) -> Any:
+    return op.Constant(value_ints=list(values))
