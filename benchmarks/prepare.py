@@ -108,8 +108,8 @@ def sample_for(onnx: Path, state: Path, given: Mapping[str, int] | None = None) 
     `onnx` is missing or no ONNX file, when ONNX Runtime runs it at no size that is tried, and for a `given` size of
     another name.
     """
-    from tasks.export import described_by, read_onnx
     from tvmflow.cli.sizes import find_inputs
+    from tvmflow.onnx_file import described_by, read_onnx
 
     model = read_onnx(onnx)
     inputs, sizes = described_by(model), {}

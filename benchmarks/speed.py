@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 from runners import RUNNERS, Figures, Runner, RunnerJob
 
-from tasks.export import read_onnx
 from tvmflow.comparison import Interval, Plan
 from tvmflow.errors import InputError, TvmflowError
+from tvmflow.onnx_file import read_onnx
 from tvmflow.onnx_graph import rounds_activations
 from tvmflow.target import processor
 from tvmflow.workspace import Record

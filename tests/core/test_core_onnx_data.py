@@ -8,11 +8,11 @@ import pytest
 from onnx import helper
 
 from support.models import make_model, save_dense
-from tasks.export import read_onnx
 from tasks.original import find_original
 from tvmflow.compiler import import_onnx
 from tvmflow.errors import ExportError, ModelImportError
 from tvmflow.onnx_data import data_digests
+from tvmflow.onnx_file import read_onnx
 from tvmflow.spec import parse
 from tvmflow.workspace import Workspace
 

@@ -15,10 +15,11 @@ from onnx import TensorProto, helper
 from support import forests, scale
 from support.models import save_model, save_text
 from support.processes import SECRETS, mentioned_secrets
-from tasks.export import ExportJob, ExportResult, described_by, export, read_onnx
+from tasks.export import ExportJob, ExportResult, export
 from tasks.original import find_original
 from tasks.step import StepRunner
 from tvmflow.errors import ExportError
+from tvmflow.onnx_file import described_by, read_onnx
 from tvmflow.settings import Settings
 from tvmflow.source import Source, load_module
 from tvmflow.spec import Model, Spec, parse

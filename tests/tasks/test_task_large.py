@@ -10,12 +10,12 @@ from onnx import helper
 
 from support.models import make_model
 from support.steps import compile_by_steps, steps_in_this_process
-from tasks.export import read_onnx
 from tasks.rebuild import rebuild
 from tvmflow import onnx_data, runtime
 from tvmflow.bisection import bisect
 from tvmflow.bundle import read_manifest
 from tvmflow.errors import ExportError
+from tvmflow.onnx_file import read_onnx
 from tvmflow.source import open_session, run_session
 from tvmflow.target import resolve
 from tvmflow.tolerance import Bounds

@@ -83,7 +83,7 @@ def bisect_command(
 
     from rich.console import Console
 
-    from tasks.export import read_onnx
+    from tvmflow.onnx_file import read_onnx
     from tvmflow.onnx_graph import rounds_activations
     from tvmflow.onnx_inputs import fix_shapes
     from tvmflow.operators import define

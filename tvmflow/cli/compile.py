@@ -321,8 +321,8 @@ def make_spec(
     InputError for a shape of an input that the model does not have, ExportError for a file that is not ONNX, and
     SpecError for a wrong target or option.
     """
-    from tasks.export import described_by, read_onnx
     from tvmflow import spec as release_file
+    from tvmflow.onnx_file import described_by, read_onnx
 
     bound = {} if max_relative_error is None else {"max_relative_error": max_relative_error}
     document: dict[str, object] = {

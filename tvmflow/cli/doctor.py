@@ -78,9 +78,9 @@ def _ranges(
     model: Path, shapes: dict[str, tuple[int | str, ...]], operators: "dict[str, OwnOperator]"
 ) -> "dict[str, Dimension]":
     """Return the ranges of the free dimensions, empty where ONNX Runtime does not run the model."""
-    from tasks.export import read_onnx
     from tvmflow.cli.sizes import find_inputs
     from tvmflow.errors import ExportError, ModelImportError
+    from tvmflow.onnx_file import read_onnx
     from tvmflow.onnx_inputs import fix_shapes
     from tvmflow.operators import define
 

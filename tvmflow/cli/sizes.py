@@ -18,9 +18,9 @@ def find_inputs(path: Path, model: "onnx.ModelProto") -> "tuple[tuple[Input, ...
     model of free dimensions runs at no size that is tried. Raises ExportError when ONNX Runtime cannot load the file,
     or an input is no tensor of numbers.
     """
-    from tasks.export import described_by, sample_candidates
     from tasks.sizes import SizeTrial
     from tvmflow.onnx_data import save
+    from tvmflow.onnx_file import described_by, sample_candidates
     from tvmflow.size_limits import SizeLimits
     from tvmflow.source import open_session
 
