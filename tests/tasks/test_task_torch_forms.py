@@ -138,6 +138,31 @@ def test_operators_that_the_exporter_has_no_form_of_are_exported(tmp_path: Path)
     assert_exported(_Missing(), (torch.randn(2, 6, 4),), free, *others, path=tmp_path / "model.onnx", rtol=1e-4)
 
 
+class _Filtered(nn.Module):
+    """Signals whose spectrum is damped, by transforms of several forms."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        results = []
+        for size, hop, width, is_normalized, length in ((16, 4, 16, False, None), (15, 5, 12, True, x.shape[1])):
+            window = torch.hann_window(width)
+            shares = torch.linspace(1, 0, size // 2 + 1).unsqueeze(1)
+            batch, line = (
+                shares * torch.stft(item, size, hop, width, window, normalized=is_normalized, return_complex=True)
+                for item in (x, x[0])
+            )
+            results += [
+                torch.istft(batch, size, hop, width, window, normalized=is_normalized, length=length),
+                line.istft(size, hop, width, window, normalized=is_normalized),
+            ]
+        return tuple(results)
+
+
+def test_signals_of_any_length_are_transformed_back(tmp_path: Path) -> None:
+    others = [(torch.randn(1, 47),), (torch.randn(3, 90),)]
+    path = tmp_path / "model.onnx"
+    assert_exported(_Filtered(), (torch.randn(2, 64),), [{0: FREE, 1: FREE}], *others, path=path, rtol=1e-4)
+
+
 def test_functions_are_pytorchs_again_after_an_export() -> None:
     functions = [functional.max_pool1d, functional.interpolate, torch.linspace, torch.Tensor.roll]
     with functions_of_any_size():

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-from tvmflow.torch_forms import convolution, pooling, sampling
+from tvmflow.torch_forms import convolution, pooling, sampling, signals
 from tvmflow.torch_forms.operators import translations
 from tvmflow.torch_forms.recurrence import recurrent_layers_as_operators
 
@@ -21,7 +21,7 @@ def functions_of_any_size() -> Iterator[None]:
     """Replace functions of PyTorch for the exports that this process makes in the body."""
     with ExitStack() as stack:
         stack.enter_context(recurrent_layers_as_operators())
-        for part in (pooling, sampling, convolution):
+        for part in (pooling, sampling, convolution, signals):
             for owner, name, replacement in part.replacements():
                 stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
