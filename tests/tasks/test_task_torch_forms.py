@@ -92,6 +92,8 @@ class _Places(nn.Module):
             functional.interpolate(x[:, :, ::2, ::3], size=(rows, columns)),
             functional.interpolate(x, size=(17, 29)),
             torch.take_along_dim(x, x.argsort(3), 3),
+            # Sizes that are rounded up, and less than zero before they are added to another.
+            functional.pad(x, (0, -(-columns // 4) * 4 - columns, 0, (4 - rows) // 3 + 4)),
             self.larger(x[:, :, ::2], output_size=x.shape[-2:]),
         )
 

@@ -1,9 +1,11 @@
 """Forms in ONNX of operators that PyTorch's exporter has none of."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from onnxscript import ir
 from onnxscript import opset18 as op
 
 
@@ -11,6 +13,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return, for PyTorch's operators, functions that write them in ONNX: `custom_translation_table` of an export."""
     aten, prims = torch.ops.aten, torch.ops.prims
     return {
+        operator.floordiv: _floor_quotient,
         aten._cdist_forward.default: _distances,
         aten.cummax.default: _running_maximum,
         aten.cummin.default: _running_minimum,
@@ -23,6 +26,31 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         prims.prod.default: _product,
         prims.signbit.default: _is_negative,
     }
+
+
+def _floor_quotient(self: Any, other: Any) -> Any:
+    """The quotient of sizes, rounded down; the exporter's own form rounds negative ones up, as in `-(-size // 2)`."""
+    if _may_be_negative(self):
+        return op.Div(op.Sub(self, op.Mod(self, other)), other)
+    return op.Div(self, other)
+
+
+def _may_be_negative(value: Any) -> bool:
+    """Whether a sum of sizes and numbers subtracts a size, as far as the operators before it say."""
+    node = None if isinstance(value, int) else value.producer()
+    if node is None:
+        return False
+    numbers = [ir.convenience.get_const_tensor(item) for item in node.inputs]
+    match node.op_type:
+        case "Neg":
+            return True
+        case "Sub" if numbers[1] is None:
+            return True
+        case "Mul" if any(number is not None and (number.numpy() < 0).any() for number in numbers):
+            return True
+        case "Add" | "Sub" | "Mul":
+            return any(map(_may_be_negative, node.inputs))
+    return False
 
 
 def _distances(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
