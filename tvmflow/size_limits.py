@@ -1,5 +1,6 @@
 """The sizes of free dimensions at which ONNX Runtime runs a model and a bundle does not."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,10 @@ _MOST_WEIGHT_SIZES = 8
 _FEATURES_KEPT = {"Binarizer", "Imputer", "Normalizer", "Scaler"}
 # Where the free dimensions are this large or larger, no tensor has the size one because they are small.
 _FAR = 4096
+# The inference of shapes holds the elements of vectors of integers one by one, in a hundred bytes each.
+_LONGEST_VECTOR = 1 << 18
+# Where the product of the free sizes is larger, a vector may be as long.
+_MANY_ITEMS = 1 << 14
 
 _Shapes = Mapping[str, Sequence[int]]
 
@@ -101,11 +106,26 @@ class SizeLimits:
         repeated = {pair for node in self._broadcasts for pair in _repeated(node, shapes)}
         if repeated:
             # One factor for all: a size that is the sum of two others stays that.
-            factor = -(-_FAR // min(sizes.values(), default=1))
+            factor = self._far_factor(sizes, shapes)
             larger = self._shapes({name: size * factor for name, size in sizes.items()})
             if any(_size(larger, name, axis) > 1 for name, axis in repeated):
                 return "a size that is one by chance stands beside a larger one"
         return None
+
+    def _far_factor(self, sizes: Mapping[str, int], shapes: _Shapes) -> int:
+        """Return by how much to multiply all sizes, so that they are far from small and vectors do not become too long.
+
+        `shapes` are those at `sizes`. A vector of all items of a batch grows with the product of the two.
+        """
+        factor = -(-_FAR // min(sizes.values(), default=1))
+        lengths = {name: shape[0] for name, shape in shapes.items() if len(shape) == 1 and shape[0] > 0}
+        doubled = self._shapes({name: size * 2 for name, size in sizes.items()}) if lengths else {}
+        for name, length in lengths.items():
+            growth = _size(doubled, name, 0) / length
+            if growth > 1:
+                largest = (_LONGEST_VECTOR / length) ** (1 / math.log2(growth))
+                factor = min(factor, max(int(largest), 2))
+        return factor
 
     def _shapes(self, sizes: Mapping[str, int]) -> _Shapes:
         """The shapes of tensors at sizes of the free dimensions, 0 for an unknown size, none for an unknown rank."""
@@ -125,7 +145,10 @@ class SizeLimits:
                 if dim.dim_param in sizes:
                     dim.dim_value = sizes[dim.dim_param]
         try:
-            graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+            # Where vectors may be long, they are looked at before their elements are computed.
+            graph = onnx.shape_inference.infer_shapes(model).graph if math.prod(sizes.values()) > _MANY_ITEMS else None
+            if graph is None or _longest_vector(graph) <= _LONGEST_VECTOR:
+                graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
         except Exception:  # The inference refuses graphs that runtimes take.
             return {}
         return {
@@ -178,6 +201,12 @@ def _weight_sizes(model: "onnx.ModelProto", nodes: Sequence["onnx.NodeProto"], f
         groups = helper.get_attribute_value(attributes["group"]) if "group" in attributes else 1
         sizes[dims[axis] * (groups if node.op_type == "Conv" else 1)] = None
     return [size for size in sizes if size > 1][:_MOST_WEIGHT_SIZES]
+
+
+def _longest_vector(graph: "onnx.GraphProto") -> int:
+    """The length of the longest tensor of one dimension among those of known shape; 0 if there is none."""
+    shapes = (value.type.tensor_type.shape.dim for value in (*graph.value_info, *graph.input))
+    return max((shape[0].dim_value for shape in shapes if len(shape) == 1), default=0)
 
 
 def _size(shapes: _Shapes, name: str, axis: int) -> int:

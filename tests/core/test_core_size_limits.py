@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from support.models import make_model
 from tvmflow.size_limits import SizeLimits
@@ -36,7 +36,8 @@ def test_far_sizes_are_no_larger_than_they_must_be_and_keep_their_ratios(
     infer_shapes = onnx.shape_inference.infer_shapes
 
     def record(proto: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
-        inferred.append([dim.dim_value for value in proto.graph.input for dim in value.type.tensor_type.shape.dim])
+        if options:
+            inferred.append([dim.dim_value for value in proto.graph.input for dim in value.type.tensor_type.shape.dim])
         return infer_shapes(proto, **options)
 
     monkeypatch.setattr(onnx.shape_inference, "infer_shapes", record)
@@ -47,6 +48,37 @@ def test_far_sizes_are_no_larger_than_they_must_be_and_keep_their_ratios(
     assert inferred == [
         [factor * n, 3, factor * 2, 4, factor * n, 3, factor * 3, 4] for n in (3, 17, 5000) for factor in (1, 2048)
     ]
+
+
+def test_vectors_of_all_items_stay_short_at_far_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    infer_shapes = onnx.shape_inference.infer_shapes
+
+    def record(proto: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
+        inferred = infer_shapes(proto, **options)
+        shapes = {value.name: value.type.tensor_type.shape.dim for value in inferred.graph.value_info}
+        if options:
+            lengths.append(shapes["places"][0].dim_value)
+        return inferred
+
+    # The inference takes a hundred bytes for each of the `places`, whose number grows with the product of the sizes.
+    nodes = [
+        helper.make_node("Reshape", ["i", "all"], ["places"]),
+        helper.make_node("Unsqueeze", ["places", "last"], ["rows"]),
+        helper.make_node("GatherND", ["table", "rows"], ["items"]),
+        helper.make_node("MaxPool", ["x"], ["small"], kernel_shape=[1, 1], strides=[2, 1]),
+        helper.make_node("Add", ["small", "y"], ["z"]),
+    ]
+    inputs = [("i", ["n", "m"], TensorProto.INT64), ("x", ["n", 3, "h", 4]), ("y", ["n", 3, "m", 4])]
+    weights = {"all": np.array([-1]), "last": np.array([-1]), "table": np.zeros(4, "float32")}
+    monkeypatch.setattr(onnx.shape_inference, "infer_shapes", record)
+    limits = SizeLimits(make_model(nodes, inputs, ["items", "z"], weights))
+    assert limits.explain({"n": 2, "h": 2, "m": 3}) == "a size that is one by chance stands beside a larger one"
+    assert 6 in lengths
+    assert 1 << 16 < max(lengths) < 1 << 20
+    # The elements of vectors that are as long at the sizes themselves are not computed.
+    assert limits.explain({"n": 1 << 10, "h": 4, "m": 1 << 10}) is None
+    assert max(lengths) < 1 << 20
 
 
 def test_a_model_without_free_dimensions_has_no_limits() -> None:
