@@ -547,6 +547,20 @@ def test_a_block_of_norm_and_dense_layers_needs_no_transposes(
     assert _transposes(model) <= 2  # at both ends
 
 
+def test_sums_of_all_pairs_are_not_transposed_in_the_place_of_a_vector(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Transpose", ["b"], ["row"], perm=[0, 2, 1]),
+        helper.make_node("Add", ["a", "row"], ["pairs"]),
+        helper.make_node("Softmax", ["pairs"], ["y"], axis=-1),
+    ]
+    path = make_model(nodes, [("a", ["batch", "n", 1]), ("b", ["batch", "n", 1])], ["y"])
+    feeds = [{"a": normal(*shape), "b": normal(*shape, seed=1)} for shape in ((1, 9, 1), (2, 40, 1))]
+    # A softmax over the columns of the pairs would be computed element by element.
+    assert rule_counts(assert_same_as_onnxruntime(path, *feeds)) == {"rowwise": 1}
+
+
 def test_a_flattened_image_has_the_order_of_the_model(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["a"]),

@@ -215,11 +215,18 @@ def _elementwise(layout: _Layout, call: relax.Call) -> _Permuted | None:
     tensors = [arg for arg in call.args if isinstance(arg.ty, relax.TensorType)]
     values = _operands(layout, tensors)
     axes = _order(values) if values else None
-    if values is None or axes is None:
+    if values is None or axes is None or _repeats_all(call, values):
         return None
     operands = iter([layout.aligned(value, axes) for value in values])
     args = [next(operands) if isinstance(arg.ty, relax.TensorType) else layout.visit_expr(arg) for arg in call.args]
     return _Permuted(_call(layout, call, args), axes)
+
+
+def _repeats_all(call: relax.Call, values: Sequence[_Permuted]) -> bool:
+    """Whether the result is larger than each operand, as sums of all pairs are: it is dearer to transpose than they."""
+    shape = call.ty.shape if isinstance(call.ty, relax.TensorType) else None
+    largest = max(_elements(value.sizes) for value in values)
+    return isinstance(shape, relax.ShapeExpr) and _elements(shape.values) > largest
 
 
 def _permute_dims(layout: _Layout, call: relax.Call) -> _Permuted | None:
