@@ -23,6 +23,16 @@ def workspace(tmp_path: Path) -> Workspace:
 
 
 @pytest.fixture
+def seeded() -> Iterator[None]:
+    """PyTorch's random numbers are the same in every run, and its own state stays as it was."""
+    import torch
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture
 def user_code(tmp_path: Path) -> Iterator[Callable[[str], str]]:
     """Writes a module of the user's and returns its name, which no other test uses."""
     names: list[str] = []

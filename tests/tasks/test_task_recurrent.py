@@ -1,7 +1,7 @@
 """Recurrent layers of PyTorch are exported as operators of ONNX, for every length and batch."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from support.torch_exports import FREE, assert_exported
 from tvmflow.torch_forms import functions_of_any_size
 
-# PyTorch's exporter warns about what its own layers do.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    """Random numbers are the same in every run, and torch's own state stays as it was."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
+pytestmark = [
+    # PyTorch's exporter warns about what its own layers do.
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("seeded"),
+]
 
 
 class _Layers(nn.Module):

@@ -1,6 +1,5 @@
 """What PyTorch's exporter fixes sizes for, or has no form of, is exported for sizes of any value."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,14 @@ from torch.nn import functional
 from support.torch_exports import FREE, assert_exported
 from tvmflow.torch_forms import functions_of_any_size
 
-# PyTorch's exporter warns about what its own layers do.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = [
+    # PyTorch's exporter warns about what its own layers do.
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("seeded"),
+]
 
 _IMAGES = [{0: FREE, 2: FREE, 3: FREE}]
 _LINES = [{0: FREE, 2: FREE}]
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    """Random numbers are the same in every run, and torch's own state stays as it was."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 class _PooledImages(nn.Module):

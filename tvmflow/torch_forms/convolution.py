@@ -21,6 +21,8 @@ def replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _cut(original: Callable[..., Tensor], rank: int) -> Callable[..., Tensor]:
+    """Return a transposed convolution that cuts its result to a free size."""
+
     def function(
         input: Tensor,
         weight: Tensor,

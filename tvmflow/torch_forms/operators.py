@@ -105,7 +105,7 @@ def _element_in_order(self: Any, k: Any, dim: int = -1, keepdim: bool = False) -
     """The k-th smallest element, counted from 1, and its place."""
     count = _integers([k]) if isinstance(k, int) else _unsqueezed(k, 0)
     values, indices = op.TopK(self, count, axis=dim, largest=0, sorted=1)
-    last = op.Constant(value_ints=[-1]) if keepdim else _integer(-1)
+    last = _integers([-1]) if keepdim else _integer(-1)
     return op.Gather(values, last, axis=dim), op.Gather(indices, last, axis=dim)
 
 

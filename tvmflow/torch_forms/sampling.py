@@ -100,8 +100,7 @@ def _take_along_dim(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(input, indices, dim)
         axis = dim % input.dim()
         shape = torch.broadcast_shapes(*([*item.shape[:axis], 1, *item.shape[axis + 1 :]] for item in (input, indices)))
-        expanded = (item.expand([*shape[:axis], item.shape[axis], *shape[axis + 1 :]]) for item in (input, indices))
-        data, places = expanded
+        data, places = (item.expand([*shape[:axis], item.shape[axis], *shape[axis + 1 :]]) for item in (input, indices))
         return data.gather(axis, places)
 
     return function
