@@ -13,6 +13,7 @@ from tvmflow.onnx_data import data_digests
 from tvmflow.registry import Registry
 from tvmflow.source import Source
 from tvmflow.spec import Spec
+from tvmflow.usercode import describe
 from tvmflow.workspace import Artifact, Record, Workspace
 
 
@@ -78,16 +79,50 @@ def _registered(spec: Spec, workspace: Workspace, registry: Registry, uri: str, 
             folder.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 downloaded.rename(folder)
-    if "pytorch" in version.flavors:
-        if not trusts_pickle and not any(folder.rglob("model.pt2")):
-            raise ExportError(
-                f"model {uri!r} is a pickle, which can run any code when it is loaded; log it with "
-                'serialization_format="pt2", or set model.trust: pickle in the release file'
-            )
-        source = Source(kind="mlflow-pytorch", model=spec.model, path=folder, trusts_pickle=trusts_pickle)
-    elif "onnx" in version.flavors:
-        flavors = yaml.safe_load((folder / "MLmodel").read_text())["flavors"]
-        source = Source(kind="onnx", model=spec.model, path=folder / flavors["onnx"]["data"])
-    else:
+    flavor = next((name for name in ("pytorch", "onnx") if name in version.flavors), None)
+    if flavor is None:
         raise ExportError(f"model {uri!r} has the flavors {', '.join(version.flavors)}; pytorch or onnx is needed")
+    description = _read_flavor(folder, uri, flavor)
+    if flavor == "onnx":
+        source = Source(kind="onnx", model=spec.model, path=_path_within(folder, uri, description["data"]))
+    else:
+        if not trusts_pickle:
+            _refuse_code(folder, uri, description)
+        source = Source(kind="mlflow-pytorch", model=spec.model, path=folder, trusts_pickle=trusts_pickle)
     return Original(source=source, identity={"mlflow": version.identity}, registered=version.identity.partition("@")[0])
+
+
+def _read_flavor(folder: Path, uri: str, name: str) -> dict[str, Any]:
+    """Return what the file MLmodel of a downloaded model says about one of its flavors."""
+    try:
+        flavor = yaml.safe_load((folder / "MLmodel").read_text())["flavors"][name]
+        return {"code": None, **flavor, "data": str(flavor["model_data" if name == "pytorch" else "data"])}
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ExportError(f"model {uri!r} has no MLmodel that can be read ({describe(error)}); log it again") from error
+
+
+def _path_within(folder: Path, uri: str, *parts: str) -> Path:
+    """Return the path of a file of a downloaded model; raise ExportError for one outside of the model's folder."""
+    path = folder.joinpath(*parts)
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ExportError(f"model {uri!r} names the file {'/'.join(parts)!r} outside of its folder; log it again")
+    return path
+
+
+def _refuse_code(folder: Path, uri: str, flavor: dict[str, Any]) -> None:
+    """Raise ExportError for a PyTorch model that can run code when MLflow loads it: a pickle, or modules of its own.
+
+    MLflow loads `model.pt2` of the folder of the data, after a check that it has no pickles, unless `model.pth` is
+    beside it, and puts the folder of the model's own modules before all others.
+    """
+    data = _path_within(folder, uri, flavor["data"])
+    if not (data / "model.pt2").is_file() or (data / "model.pth").exists():
+        raise ExportError(
+            f"model {uri!r} is a pickle, which can run any code when it is loaded; log it with "
+            'serialization_format="pt2", or set model.trust: pickle in the release file'
+        )
+    if flavor["code"] is not None:
+        raise ExportError(
+            f"model {uri!r} has Python modules of its own, which can run any code when it is loaded; log it without "
+            "code_paths, or set model.trust: pickle in the release file"
+        )

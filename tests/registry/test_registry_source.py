@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 
 from support.command_server import CommandServer
 from tasks.original import Original, find_original
@@ -84,6 +85,45 @@ def test_a_registered_pickle_needs_the_users_trust(registry: Registry, tmp_path:
     assert original(mlflow="models:/net/1", trust="pickle")().source.trusts_pickle
     assert original(mlflow="models:/net/1")(trusts_pickle=True).source.trusts_pickle
     assert original(mlflow="models:/graph/1")().source.framework == "onnx"
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_registered_model_with_code_needs_the_users_trust_whatever_lies_in_its_folder(
+    registry: Registry, tmp_path: Path
+) -> None:
+    workspace = Workspace(tmp_path / "state")
+
+    def find(name: str, *, trusts_pickle: bool = False) -> Original:
+        inputs = [{"name": "x", "shape": [1, 4]}]
+        spec = parse({"name": "net", "model": {"mlflow": f"models:/{name}/1"}, "inputs": inputs}, tmp_path)
+        return find_original(spec, workspace, registry=registry, trusts_pickle=trusts_pickle)
+
+    def describe(folder: Path, flavor: str, **values: str) -> None:
+        description = yaml.safe_load((folder / "MLmodel").read_text())
+        description["flavors"][flavor].update(values)
+        (folder / "MLmodel").write_text(yaml.safe_dump(description))
+
+    module, graph = (find(name, trusts_pickle=True).source.path for name in ("net", "graph"))
+    assert module is not None
+    assert graph is not None
+    # MLflow loads the pickle where both are there.
+    (module / "data" / "model.pt2").touch()
+    with pytest.raises(ExportError, match="'models:/net/1' is a pickle"):
+        find("net")
+    (module / "data" / "model.pth").unlink()
+    assert find("net").source.path == module
+    describe(module, "pytorch", code="code")
+    with pytest.raises(ExportError, match="'models:/net/1' has Python modules of its own"):
+        find("net")
+    assert find("net", trusts_pickle=True).source.trusts_pickle
+    describe(module, "pytorch", model_data="../elsewhere")
+    describe(graph.parent, "onnx", data="../model.onnx")
+    for name in ("net", "graph"):
+        with pytest.raises(ExportError, match=f"'models:/{name}/1' names the file .* outside of its folder"):
+            find(name)
+    (module / "MLmodel").write_text("flavors: [pytorch]")
+    with pytest.raises(ExportError, match="'models:/net/1' has no MLmodel that can be read"):
+        find("net")
 
 
 @pytest.mark.usefixtures("trained")

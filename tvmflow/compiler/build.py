@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,25 +116,24 @@ class LoadedModel:
 class CompiledModel:
     """A compiled model.
 
-    `executable` is TVM's executable for the virtual machine. `ir_text` and `ir_json` are the lowered, unscheduled
-    module without its weights; each function has the name of the rule that scheduled it as its attribute
-    `schedule_rule`. `params` are the packed weights, in the order in which `main` takes them after the inputs; it is
-    empty unless `weights` is "apart". `weights` says where the weights are: in the library ("inside"), in `params`
-    ("apart"), or in the library, which packs some of them when it is loaded ("unpacked"). `pass_timings` are pairs of a
-    pass and its seconds on all cores together, without the seconds of the passes that it runs. `schedules` are pairs of
-    a function and the rule that scheduled it. `variants` gives, for each function beside `main`, the sizes of symbolic
-    dimensions that it is compiled for. `algorithms` are the algorithms of fewer multiplications that the library uses,
-    by name. `threads` is the number of worker threads that the schedules assume. `arch` is the architecture of the
-    target. `cross_compiler` is the command that links the library, None for the compiler of this machine. `inspected`
-    are the parts of the build that the Inspection asked for. `fresh_outputs` is true where every call writes all
-    outputs to memory that nothing else uses. `has_direct_main` is true where the library has the direct form of `main`,
-    and `has_direct_forms` where it has any: that of `main`, or of a loop.
-    `kernels` is the machine code of a GPU for each CUDA source of the library.
+    `executable` is TVM's executable for the virtual machine. `unscheduled` is the lowered module without schedules
+    and weights; each function has the name of the rule that scheduled it as its attribute `schedule_rule`. `params`
+    are the packed weights, in the order in which `main` takes them after the inputs; it is empty unless `weights` is
+    "apart". `weights` says where the weights are: in the library ("inside"), in `params` ("apart"), or in the
+    library, which packs some of them when it is loaded ("unpacked"). `pass_timings` are pairs of a pass and its
+    seconds on all cores together, without the seconds of the passes that it runs. `schedules` are pairs of a function
+    and the rule that scheduled it. `variants` gives, for each function beside `main`, the sizes of symbolic
+    dimensions that it is compiled for. `algorithms` are the algorithms of fewer multiplications that the library
+    uses, by name. `threads` is the number of worker threads that the schedules assume. `arch` is the architecture of
+    the target. `cross_compiler` is the command that links the library, None for the compiler of this machine.
+    `inspected` are the parts of the build that the Inspection asked for. `fresh_outputs` is true where every call
+    writes all outputs to memory that nothing else uses. `has_direct_main` is true where the library has the direct
+    form of `main`, and `has_direct_forms` where it has any: that of `main`, or of a loop. `kernels` is the machine
+    code of a GPU for each CUDA source of the library.
     """
 
     executable: Any
-    ir_text: str
-    ir_json: str
+    unscheduled: tvm.IRModule
     params: dict[str, np.ndarray[Any, Any]]
     weights: Weights
     pass_timings: list[tuple[str, float]]
@@ -149,6 +148,16 @@ class CompiledModel:
     has_direct_main: bool
     has_direct_forms: bool
     kernels: Mapping[str, bytes]
+
+    @cached_property
+    def ir_text(self) -> str:
+        """The unscheduled module as TVMScript."""
+        return ir_text(self.unscheduled)
+
+    @cached_property
+    def ir_json(self) -> str:
+        """The unscheduled module as TVM's JSON."""
+        return str(tvm.ir.save_json(self.unscheduled))
 
     def load(self) -> LoadedModel:
         """Load a model for this machine's CPU into this process, and pack its weights."""
@@ -340,8 +349,7 @@ def build(
         inspected.code.update(code_of(inspect.code, bare, scheduled, executable))
     return CompiledModel(
         executable=executable,
-        ir_text=ir_text(bare),
-        ir_json=str(tvm.ir.save_json(bare)),
+        unscheduled=bare,
         params=weights if apart else {},
         weights="unpacked"
         if any(item.name_hint == PACK_WEIGHTS for item in lowered.get_global_vars())

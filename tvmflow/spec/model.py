@@ -42,8 +42,9 @@ class Model(Section):
     """A model of the MLflow registry, flavor pytorch or onnx: `models:/NAME@ALIAS` or `models:/NAME/VERSION`."""
 
     trust: Literal["pickle"] | None = None
-    """`pickle` lets a registered PyTorch model be loaded that was saved as a pickle, which can run any code; models
-    saved with `serialization_format="pt2"` and ONNX models load without it."""
+    """`pickle` lets a registered PyTorch model be loaded that was saved as a pickle or with Python modules of its own
+    (`code_paths`), which can run any code; models saved with `serialization_format="pt2"` and without such modules, and
+    ONNX models, load without it."""
 
     operators: tuple[FunctionName, ...] = ()
     """Operators of your own: `package.module:operator`. See

@@ -11,7 +11,7 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm.s_tir import Schedule, ScheduleError
+from tvm.s_tir import SBlock, Schedule, ScheduleError
 from tvm.s_tir.schedule import _type_checker
 from tvm.tirx import PrimFunc
 
@@ -231,9 +231,12 @@ def error_bounds(func: PrimFunc) -> dict[str, float]:
 
     The function `error_bound` of each algorithm says what its bound is relative to.
     """
-    sch = _with_blocks(func)
-    if sch is None:
+    kernels = set()
+    tvm_ffi.structural_walk(func.body, (SBlock, lambda block: kernels.add(block.annotations.get(KERNEL))))
+    # Few functions use one of these, and the schedule of a function takes longer than this look.
+    if kernels.isdisjoint(("strassen", "winograd", "block.winograd")):
         return {}
+    sch = Schedule(func)
     bounds = {"strassen": strassen.bound(sch), "winograd": winograd.bound(sch)}
     return {name: bound for name, bound in bounds.items() if bound is not None}
 
