@@ -70,3 +70,19 @@ def test_a_variant_gives_the_tuner_static_workloads(imported: Imported, target: 
 
     assert static(BuildOptions()) == 0
     assert static(BuildOptions(variants=({"batch": 1, "length": 4},))) > 0
+
+
+def test_positions_that_the_sizes_of_a_variant_make_constant_are_added(make_model, target: Target) -> None:  # type: ignore[no-untyped-def]
+    """As learned positions of a text are: the first of a table, as many as the text is long."""
+    table = np.random.default_rng(0).standard_normal((9, 24)).astype(np.float32)
+    nodes = [
+        helper.make_node("Shape", ["x"], ["length"], start=1, end=2),
+        helper.make_node("Slice", ["table", "zero", "length", "zero"], ["positions"]),
+        helper.make_node("Add", ["x", "positions"], ["y"]),
+    ]
+    constants = {"table": table, "zero": np.zeros(1, np.int64)}
+    model: Path = make_model(nodes, [("x", ["batch", "length", 24])], ["y"], constants)
+    built = build(import_onnx(model), target, BuildOptions(variants=({"batch": 2, "length": 5},)))
+    x = np.random.default_rng(1).standard_normal((2, 5, 24)).astype(np.float32)
+    for function in ("main", "main_batch2_length5"):
+        np.testing.assert_allclose(run(built, function, x), x + table[:5], rtol=1e-6)

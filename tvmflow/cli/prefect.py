@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -12,9 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
-from tvmflow.errors import PrefectError, SettingsError, StepError, TvmflowError
+from tvmflow.errors import PrefectError, PrefectUnavailableError, SettingsError, StepError, TvmflowError
 from tvmflow.imports import end_quickly, importing
 from tvmflow.launch import die_with_parent
 from tvmflow.registry.config import without_secrets
@@ -27,6 +28,7 @@ ANSWER_SECONDS = 60.0
 _START_SECONDS = 120.0
 _PAUSE_SECONDS = 0.5
 _STOP_SECONDS = 5.0
+_MOST_RESTARTS = 3
 _ENVIRONMENT = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
@@ -85,34 +87,42 @@ def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
     waits until the server answers. The body imports modules while an embedded server starts, and calls the function
     before it runs a flow. Before the body runs, raises SettingsError when the server that settings name does not
     answer, and StepError when the folder of the embedded server cannot be written. The function raises StepError when
-    the embedded server does not start. If the server that settings name refuses the login of a request, the error of
-    that request ends the body, and PrefectError is raised in its place.
+    the embedded server does not start. If a request ends the body, because the server that settings name refuses its
+    login or a server answers no more, PrefectError is raised in the place of the request's error.
     """
     prepare_environment()
     if settings.prefect_api_url is not None:
         os.environ["PREFECT_API_URL"] = settings.prefect_api_url
         if not answers(settings.prefect_api_url, ANSWER_SECONDS):
             raise SettingsError(_describe_silence(settings.prefect_api_url))
-        with _one_sentence_for_a_refused_login(settings.prefect_api_url):
+        with _one_sentence_for_failed_requests(settings.prefect_api_url):
             yield lambda: None
         return
     with _embedded(settings.state / "prefect") as (address, await_start):
         os.environ["PREFECT_API_URL"] = address
-        yield await_start
+        with _one_sentence_for_failed_requests(address):
+            yield await_start
 
 
 @contextmanager
-def _one_sentence_for_a_refused_login(address: str) -> Iterator[None]:
-    """Raise PrefectError where the body ends because the server at `address` refuses its login."""
+def _one_sentence_for_failed_requests(address: str) -> Iterator[None]:
+    """Raise PrefectError where the body ends because the server at `address` refuses its login or answers no more."""
     try:
         yield
     except TvmflowError:
         raise
     except Exception as error:
+        import httpx
+
         from flows.runs import LOGIN_REFUSED, is_login_refused
 
         if is_login_refused(error):
             raise PrefectError(f"Prefect at {address} takes no flow runs: {LOGIN_REFUSED}") from error
+        if isinstance(error, httpx.TransportError):
+            raise PrefectUnavailableError(
+                f"Prefect's server at {without_secrets(address)} answered no more before the end of the run; what is "
+                "finished is kept, and the same command continues after it"
+            ) from error
         raise
 
 
@@ -133,34 +143,66 @@ def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     os.environ["PREFECT_HOME"] = str(folder)
     # The server keeps only the state of the runs: the state folder has the logs already.
     os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
-    with socket.socket() as listening:
-        # Connections wait in this socket until the server is up, so that no port has to be guessed and nothing polled.
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(128)
+    # Connections wait in this socket until a server is up, so that no port has to be guessed and nothing polled.
+    with output, socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
         address = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
-        with output:
-            server = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(listening.fileno())],
-                pass_fds=(listening.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C in a terminal reaches the whole group: the flow run still has to be marked as interrupted.
-                start_new_session=True,
-            )
 
-    def await_start() -> None:
-        if not answers(address, _START_SECONDS):
-            raise StepError(f"Prefect's embedded server does not start; its log is {log}")
+        def await_start() -> None:
+            if not answers(address, _START_SECONDS):
+                raise StepError(f"Prefect's embedded server does not start; its log is {log}")
 
+        with _running(listening, output):
+            yield address, await_start
+
+
+@contextmanager
+def _running(listening: socket.socket, output: IO[bytes]) -> Iterator[None]:
+    """Run a server at a listening socket while the body runs, and start it again, a few times, where it ends earlier.
+
+    The server's runs are in a file, so that the client notices nothing but a pause. When it has ended too often, the
+    socket is closed: connections would wait in it for ever.
+    """
+
+    def start() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            _server_command(os.getpid(), listening.fileno()),
+            pass_fds=(listening.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C in a terminal reaches the whole group: the flow run still has to be marked as interrupted.
+            start_new_session=True,
+        )
+
+    server, is_over, lock = start(), threading.Event(), threading.Lock()
+
+    def watch() -> None:
+        nonlocal server
+        for _ in range(_MOST_RESTARTS):
+            server.wait()
+            with lock:
+                if is_over.is_set():
+                    return
+                server = start()
+        server.wait()
+        listening.close()
+
+    # A server ends with the thread that started it.
+    threading.Thread(target=watch, daemon=True, name="prefect-server").start()
     try:
-        yield address, await_start
+        yield
     finally:
+        with lock:
+            is_over.set()
         server.terminate()
         with suppress(subprocess.TimeoutExpired):
             server.wait(_STOP_SECONDS)
         server.kill()
         server.wait()
+
+
+def _server_command(parent: int, listening: int) -> list[str]:
+    return [sys.executable, "-P", "-m", __name__, str(parent), str(listening)]
 
 
 def answers(address: str, seconds: float) -> bool:

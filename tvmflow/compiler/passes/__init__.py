@@ -260,6 +260,7 @@ def lower_passes(
         *own.storing,
         SeparateActivations(),
         relax.transform.FoldConstant(),
+        CheckSizesAlone(),
         relax.transform.DeadCodeElimination(),
         relax.transform.FuseOps(),
         BindSizesFirst(),

@@ -1,4 +1,4 @@
-"""Keeps checks of sizes without the tensors that are computed for them alone."""
+"""Keeps checks of sizes without their tensors, where these are computed for them alone or are constants."""
 
 import tvm
 from tvm import relax
@@ -11,16 +11,34 @@ from tvmflow.compiler.size_checks import check_sizes
 
 @tvm.transform.module_pass(opt_level=0, name="CheckSizesAlone")
 class CheckSizesAlone:
-    """Checks the sizes of a tensor that nothing reads without the tensor, so that it need not be computed.
+    """Checks the sizes of a tensor without the tensor, where nothing reads it or where it is a constant.
 
     The importer writes such a check where two expressions of a size must be equal. The tensor has no reader where a
-    pass computes what follows it in another way, as attention does without its scores.
+    pass computes what follows it in another way, as attention does without its scores, and need not be computed then.
+    It is a constant where sizes that are known make it one; TVM's virtual machine takes no check of a constant.
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with such checks of shapes in the place of tensors."""
-        unread = {variable for function in relax_functions(mod).values() for variable in _list_unread(function)}
-        return rewrite_functions(_Checks(mod, unread), mod) if unread else mod
+        functions = relax_functions(mod).values()
+        unread = {variable for function in functions for variable in _list_unread(function)}
+        if unread or any(_checks_constants(function) for function in functions):
+            return rewrite_functions(_Checks(mod, unread), mod)
+        return mod
+
+
+def _checks_constants(function: relax.Function) -> bool:
+    bindings = (binding for block in function.body.blocks for binding in block.bindings)
+    return any(_is_check(binding) and isinstance(binding.value, tvm.ir.GenericConst) for binding in bindings)
+
+
+def _is_check(binding: relax.Binding) -> bool:
+    """Whether a binding checks the sizes of a tensor of its block."""
+    return (
+        isinstance(binding, relax.MatchCast)
+        and isinstance(binding.ty, relax.TensorType)
+        and isinstance(binding.var, relax.DataflowVar)
+    )
 
 
 def _list_unread(function: relax.Function) -> list[relax.Var]:
@@ -29,8 +47,7 @@ def _list_unread(function: relax.Function) -> list[relax.Var]:
     unread: list[relax.Var] = []
     for block in reversed(function.body.blocks):
         for binding in reversed(block.bindings):
-            is_check = isinstance(binding, relax.MatchCast) and isinstance(binding.ty, relax.TensorType)
-            if is_check and isinstance(binding.var, relax.DataflowVar) and not uses[binding.var]:
+            if _is_check(binding) and not uses[binding.var]:
                 unread.append(binding.var)
                 if isinstance(binding.value, relax.Var):
                     uses[binding.value] -= 1
@@ -46,12 +63,18 @@ class _Checks(PyExprMutator):  # type: ignore[misc]
         self._sources: dict[relax.Var, relax.Expr] = {}
 
     def visit_match_cast_(self, binding: relax.MatchCast) -> None:
-        """Check a shape instead of a tensor that nothing reads."""
-        if binding.var not in self._unread:
+        """Check a shape instead of a tensor that nothing reads or that is a constant."""
+        source = self._sources.get(binding.value, binding.value)
+        is_constant = _is_check(binding) and isinstance(source, tvm.ir.GenericConst)
+        if not is_constant and binding.var not in self._unread:
             super().visit_match_cast_(binding)
             return
-        source = self._sources.get(binding.value, binding.value)
         self._sources[binding.var] = source
         shape, expected = sizes(source), binding.ty.shape
         if shape is not None and isinstance(expected, relax.ShapeExpr):
             check_sizes(self.builder_, shape, expected.values)
+
+    def visit_dataflow_var_(self, op: relax.DataflowVar) -> relax.Expr:
+        """Return the constant whose sizes the variable checks, or else the variable."""
+        source = self._sources.get(op)
+        return source if isinstance(source, tvm.ir.GenericConst) else super().visit_dataflow_var_(op)
