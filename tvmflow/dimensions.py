@@ -33,8 +33,8 @@ _MOST_SINGLE = 4
 # Sizes at which the inputs have more elements are not tried: they would take memory and time for nothing.
 _MOST_ELEMENTS = 1 << 24
 # Sizes to measure are enlarged up to this many pixels of a side, tokens or frames, and these elements of the inputs.
-_ENLARGED = 256
-_MOST_ENLARGED_ELEMENTS = 1 << 18
+_LARGEST_MEASURED = 256
+_MOST_MEASURED_ELEMENTS = 1 << 18
 
 
 def find_dimensions(
@@ -84,7 +84,7 @@ def find_dimensions(
             typical = sizes | (of_batches if runs_beside(sizes | of_batches) else together)
             # A dimension that got smaller with the batches must equal them.
             apart = [name for name in others if typical[name] == sizes[name]]
-            typical = _enlarged(inputs, fixed, typical, apart, runs_lightly or runs, end)
+            typical = _enlarge(inputs, fixed, typical, apart, runs_lightly or runs, end)
 
             def may_run(larger: Sizes) -> bool:
                 is_large = _elements(inputs, fixed | larger) > _MOST_ELEMENTS
@@ -104,13 +104,13 @@ def _elements(inputs: Sequence[Input], sizes: Mapping[str, int]) -> int:
     return sum(prod(sizes[size] if isinstance(size, str) else size for size in item.shape) for item in inputs)
 
 
-def _enlarged(
+def _enlarge(
     inputs: Sequence[Input], fixed: Sizes, sizes: Sizes, names: Sequence[str], runs: Runs, end: float
 ) -> Sizes:
     """Return `sizes` with those of `names` doubled together, as often as the limits allow and the model runs."""
-    while names and max(sizes[name] for name in names) * 2 <= _ENLARGED and time.monotonic() < end:
+    while names and max(sizes[name] for name in names) * 2 <= _LARGEST_MEASURED and time.monotonic() < end:
         larger = sizes | {name: 2 * sizes[name] for name in names}
-        if _elements(inputs, fixed | larger) > _MOST_ENLARGED_ELEMENTS or not runs(fixed | larger):
+        if _elements(inputs, fixed | larger) > _MOST_MEASURED_ELEMENTS or not runs(fixed | larger):
             break
         sizes = larger
     return sizes
