@@ -128,7 +128,7 @@ class _Setting(click.ParamType[tuple[str, Any]]):
     help="A file or folder of records, used before those of the state folder.",
 )
 @click.option("--explain", is_flag=True, help="Print the options of the cost model's decisions and their cycles.")
-@click.option("--print-pass-times", is_flag=True, help="Print the seconds of each compiler pass.")
+@click.option("--print-pass-times", is_flag=True, help="Print the milliseconds of each compiler pass.")
 @click.option("--print-ir-before", type=_Names(), default=(), metavar="PASSES", help="Print the module before passes.")
 @click.option("--print-ir-after", type=_Names(), default=(), metavar="PASSES", help="Print the module after passes.")
 @click.option(
