@@ -101,7 +101,8 @@ class ExportResult(StepResult):
     original is the ONNX file itself. `dimensions` are the ranges of symbolic dimensions from the release file; where it
     gives none for a dimension of an ONNX file, the range of sizes at which ONNX Runtime runs the file. `registered` is
     the version of the registered model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the
-    model's factory gave different weights. `labels` are those of the outputs that `notes` describes, by their names.
+    model's factory gave different weights. `labels` are the labels of inputs and outputs that
+    are strings or dictionaries in the original, by their names.
     `golden` is the place of the sample that bundles hold, and `undecided` has its masks of the integers and bools that
     rounding decides, by the outputs' names. `rounds_activations` is whether the model computes tensors of few bits:
     8-bit integers, float16 or bfloat16. `indices` are the least and the largest integer of inputs that the model looks

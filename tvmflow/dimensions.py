@@ -23,12 +23,13 @@ _TRIED_BESIDE = (16, 1)
 # A search ends after so many sizes or seconds.
 _MOST_TRIES = 300
 _MOST_SECONDS = 60.0
-# Of more dimensions that cannot shrink alone, only all of one size are reduced together: there are too many groups.
+# If more dimensions cannot shrink alone, only groups of all that have the same size are tried: of others there are too
+# many.
 _MOST_GROUPED = 8
 # Before a size is taken for the only one, sizes larger by these amounts are tried, and these multiples of it.
 _MORE = (1, 2, 3, 4, 8, 16, 32)
 _MULTIPLES = (2, 3, 4)
-# Of more dimensions that cannot grow alone, none is taken for one of a single size.
+# If more dimensions cannot grow alone, the search does not conclude that any of them takes one size only.
 _MOST_SINGLE = 4
 # Sizes at which the inputs have more elements are not tried: they would take memory and time for nothing.
 _MOST_ELEMENTS = 1 << 24
@@ -171,9 +172,11 @@ def _smallest_together(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Si
 
 
 def _smallest_apart(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Sizes:
-    """Return smaller sizes of dimensions that cannot shrink alone, but by one amount, by one factor or once others do.
+    """Return smaller sizes of dimensions that cannot shrink alone.
 
-    The new tokens and those before them shrink by one factor with the length of a mask, which is their sum.
+    First all of them are reduced together by the same amount, or else by the same factor. Then each is reduced alone,
+    at the smallest sizes of the others. In a decoder, the numbers of new and of earlier tokens and the length of a
+    mask, which is their sum, shrink by one factor.
     """
     smaller: Sizes = {}
     held = [name for name, size in sizes.items() if least[name] == size > 1]

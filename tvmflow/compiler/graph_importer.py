@@ -391,7 +391,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return onnx.helper.make_node("Squeeze", node.input[:1], node.output, node.name, axes=axes)
 
     def _in_symbols_of_inputs(self, value: relax.Expr) -> relax.Expr:
-        """A tensor whose dimensions are expressions of the inputs' dimensions, as a caller knows no others."""
+        """The tensor `value` with its dimensions written in those of the inputs: a caller knows no others."""
         dims = dims_of(value) if isinstance(value.ty, relax.TensorType) else None
         sizes = [self.evaluator.expression(size) for size in dims or ()]
         if all(size is other for size, other in zip(sizes, dims or (), strict=True)):
