@@ -322,7 +322,7 @@ def make_spec(
     SpecError for a wrong target or option.
     """
     from tvmflow import spec as release_file
-    from tvmflow.onnx_file import described_by, read_onnx
+    from tvmflow.onnx_file import declared_inputs, read_onnx
 
     bound = {} if max_relative_error is None else {"max_relative_error": max_relative_error}
     document: dict[str, object] = {
@@ -335,7 +335,7 @@ def make_spec(
         "gates": {"unverified_targets": "allow"},
     }
     if shapes:
-        inputs = described_by(read_onnx(model), shapes)
+        inputs = declared_inputs(read_onnx(model), shapes)
         absent = set(shapes) - {item.name for item in inputs}
         if absent:
             raise InputError(
