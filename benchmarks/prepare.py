@@ -109,10 +109,10 @@ def sample_for(onnx: Path, state: Path, given: Mapping[str, int] | None = None) 
     another name.
     """
     from tvmflow.cli.sizes import find_inputs
-    from tvmflow.onnx_file import described_by, read_onnx
+    from tvmflow.onnx_file import declared_inputs, read_onnx
 
     model = read_onnx(onnx)
-    inputs, sizes = described_by(model), {}
+    inputs, sizes = declared_inputs(model), {}
     if any(isinstance(size, str) for item in inputs for size in item.shape):
         inputs_and_ranges = find_inputs(onnx, model)
         if inputs_and_ranges is None:

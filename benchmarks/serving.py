@@ -131,9 +131,9 @@ def small_cnn(path: Path) -> Path:
 
 def row(model: Path) -> dict[str, Any]:
     """Return inputs of one row by name."""
-    from tvmflow.onnx_file import described_by, read_onnx
+    from tvmflow.onnx_file import declared_inputs, read_onnx
 
-    inputs = described_by(read_onnx(model))
+    inputs = declared_inputs(read_onnx(model))
     symbols = {size: 1 for item in inputs for size in item.shape if isinstance(size, str)}
     return dict(samples.make_at_sizes(inputs, symbols, 0, model.parent))
 

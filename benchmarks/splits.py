@@ -109,7 +109,8 @@ def split(onnx: Path, target: Target, threads: Sequence[int]) -> list[Function]:
         computing = cycles(scheduled.body, 1, cpu)
         # Where a core waits for its data rather than for its units, all loops of the function take longer.
         alone = replace(cpu, cores=1)
-        wait = max(1.0, cost.moving(sizes[-1], sum(sizes[:-1]), sum(sizes), alone) / computing) if computing else 1.0
+        moving = cost.move_cycles(sizes[-1], sum(sizes[:-1]), sum(sizes), alone)
+        wait = max(1.0, moving / computing) if computing else 1.0
         by_threads = {count: wait * cycles(scheduled.body, count, cpu) for count in threads}
         functions.append(Function(name=item.name, rule=rule, calls=item.calls, cycles=by_threads))
     return functions

@@ -276,12 +276,12 @@ _BUILDING = {"export", "import", "relax_import", "tune", "build", "package"}
 
 def _openvino(file: Path, bundle: Path, arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Return the ratio to OpenVINO in fp32, measured in turn; empty where it is not installed or fails."""
-    from tvmflow.onnx_file import described_by, read_onnx
+    from tvmflow.onnx_file import declared_inputs, read_onnx
 
     if runners.available(["openvino"])["openvino"] is not None:
         return {}
     spec = release_file.load(file)
-    inputs = spec.inputs or described_by(read_onnx(folder / "model.onnx"))
+    inputs = spec.inputs or declared_inputs(read_onnx(folder / "model.onnx"))
     sample = samples.make(inputs, spec.dimensions, 0, 0, folder)
     job = runners.RunnerJob(
         runner="tvmflow",

@@ -109,10 +109,9 @@ Settings belong to a machine. Each is an environment variable, or the same name 
 the file is refused. A release file may also name `store.endpoint`, `store.bucket` and `store.prefix`; settings come
 first, and credentials come from settings alone.
 
-`TVMFLOW_PROFILE` is an environment variable only, too: the file of a [machine](machines.md) that `native` stands for.
-`TVMFLOW_TRUSTED_KEYS` is an environment variable only, because devices read no settings file. It names public keys,
-separated by `:`. Where it is set, only bundles, releases and channels that one of them
-[has signed](../how-to/sign-bundles.md) are taken.
+Two more are environment variables only. `TVMFLOW_PROFILE` is the file of a [machine](machines.md) that `native` stands
+for. `TVMFLOW_TRUSTED_KEYS` names public keys, separated by `:`; where it is set, only bundles, releases and channels
+that one of them [has signed](../how-to/sign-bundles.md) are taken. Devices need it, and read no settings file.
 """
 
 

@@ -132,8 +132,10 @@ def promote_release(
     """Promote a release to a channel when it is complete and passes the channel's gates; call this within a flow.
 
     The request is recorded as a wish in the channel. The wish is open until it is granted or refused or somebody makes
-    a newer one. Raises VerdictError when the release is refused or lacks an approval, StoreError or RegistryError when
-    a server fails.
+    a newer one. A run of a deployment is suspended while it waits for a person's approval. When it goes on, Prefect
+    runs the flow, and with it this function, again from the beginning: what comes before the question is done twice.
+    Raises VerdictError when the release is refused or lacks an approval, StoreError or RegistryError when a server
+    fails.
     """
     name, version, channel = request.name, request.version, request.channel
     destination = channels.find(services.store, name, channel)

@@ -41,8 +41,8 @@ _TURNS, _UNTIMED = 5, 1
 class TurnJob(Job):
     """One turn of one runner: `warmup` untimed runs, then `runs` timed ones, on the sample with the index `point`.
 
-    The peers use `threads` threads. The bundle uses `bundle_threads`: fewer where its build was faster on fewer. So
-    many threads as `callers` says make these runs each, all at once.
+    The peers use `threads` threads. The bundle uses `bundle_threads`: fewer where its build was faster on fewer.
+    `callers` threads make the runs concurrently; each of them makes all of the runs.
     """
 
     runner: Runner

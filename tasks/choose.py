@@ -23,7 +23,7 @@ from tvmflow.tuning.best_records import Part
 from tvmflow.verdict import Check
 from tvmflow.workspace import Artifact, Record, StepResult, StepSummary, Workspace
 
-# The interval of the tuned latency over the untuned one must be below this.
+# The interval of the tuned latency over the untuned one must end at this or below.
 GAIN = 0.99
 
 

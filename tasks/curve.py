@@ -125,7 +125,7 @@ class Curve:
 
 
 @contextmanager
-def followed(spec: Spec, workspace: Workspace, registry: Registry, target: Target, budget: Tune) -> Iterator[Curve]:
+def open_curve(spec: Spec, workspace: Workspace, registry: Registry, target: Target, budget: Tune) -> Iterator[Curve]:
     """Open an MLflow run and log the curve to it while the body tunes.
 
     The body must call `finish` of the curve; an exception from the body ends the run as failed or killed.

@@ -15,7 +15,7 @@ from tvmflow import onnx_data, samples, usercode
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.errors import ExportError, naming_model
 from tvmflow.index_limits import index_ranges
-from tvmflow.onnx_file import check_valid, described_by, fix_input_shapes, read_labelled, sample_candidates
+from tvmflow.onnx_file import check_valid, declared_inputs, fix_input_shapes, read_labelled, sample_candidates
 from tvmflow.onnx_graph import rounds_activations, standard_opset
 from tvmflow.onnx_ties import Ties
 from tvmflow.operators import define, load_operators
@@ -101,7 +101,8 @@ class ExportResult(StepResult):
     original is the ONNX file itself. `dimensions` are the ranges of symbolic dimensions from the release file; where it
     gives none for a dimension of an ONNX file, the range of sizes at which ONNX Runtime runs the file. `registered` is
     the version of the registered model that was exported, as MODEL/3. `is_repeatable` is False when two calls of the
-    model's factory gave different weights. `labels` are those of the outputs that `notes` describes, by their names.
+    model's factory gave different weights. `labels` are the labels of inputs and outputs that
+    are strings or dictionaries in the original, by their names.
     `golden` is the place of the sample that bundles hold, and `undecided` has its masks of the integers and bools that
     rounding decides, by the outputs' names. `rounds_activations` is whether the model computes tensors of few bits:
     8-bit integers, float16 or bfloat16. `indices` are the least and the largest integer of inputs that the model looks
@@ -158,7 +159,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         if source.framework == "onnx":
             model, labels = read_labelled(source.path or Path(), label)
             rounds = _without_bfloat16(model)
-            inputs = _pinned(job.inputs or described_by(model), job.dimensions)
+            inputs = _pin(job.inputs or declared_inputs(model), job.dimensions)
             fix_input_shapes(model, inputs)
             module = None
             candidates: Iterable[tuple[Input, ...]] = (inputs,) if job.inputs else sample_candidates(inputs)
@@ -166,7 +167,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             emit(0, 3, "loading the model")
             module = load_module(source)
             is_repeatable = has_the_same_weights_again(source, module)
-            inputs = _pinned(job.inputs, job.dimensions)
+            inputs = _pin(job.inputs, job.dimensions)
             candidates = (inputs,)
             emit(1, 3, "exporting")
             example = samples.make_at_sizes(inputs, example_sizes(inputs, job.dimensions), job.seed, job.folder)
@@ -194,7 +195,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         )
         dimensions, compared = runs.compare_where_it_runs(candidates)
         pairs = compared.pairs
-        pinned = _pinned(inputs, dimensions)
+        pinned = _pin(inputs, dimensions)
         if pinned != inputs:
             # A dimension whose only size was found by trial is as one that the file fixes.
             inputs = pinned
@@ -289,7 +290,7 @@ def _opset(model: "onnx.ModelProto") -> int:
     return standard_opset(model) or max(item.version for item in model.opset_import)
 
 
-def _pinned(inputs: tuple[Input, ...], dimensions: Mapping[str, Dimension]) -> tuple[Input, ...]:
+def _pin(inputs: tuple[Input, ...], dimensions: Mapping[str, Dimension]) -> tuple[Input, ...]:
     """Return the inputs with a fixed size in the place of each symbolic dimension that has one possible size."""
     fixed = {name: dimension.min for name, dimension in dimensions.items() if dimension.min == dimension.max}
     return tuple(

@@ -67,9 +67,10 @@ class GateJob(Job):
         return f"{self.name} {self.version} to {self.channel}"
 
     def cache_key(self) -> Mapping[str, Any]:
-        """Return what decides the result: the digests of the release and of the channel's current one among it.
+        """Return the values that decide the result.
 
-        The others are the channel, its policy, the trusted keys and this processor.
+        These are the digest of the release and of the one that the channel holds, the channel, its policy, the trusted
+        keys and this processor.
         """
         return {
             "release": promotion.hash_release(self.release),

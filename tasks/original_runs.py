@@ -121,7 +121,7 @@ class OriginalRuns:
                 candidates = alternatives(sizes, dimensions, points[0])
                 if (limits := self.limits) is not None:
                     candidates = (item for item in candidates if limits.explain(item) is None)
-                    most_memory = memory.little()
+                    most_memory = memory.light_bytes()
             try:
                 sample, expected, outputs = self._first_run(inputs, dimensions, index, candidates, most_memory)
             except ExportError:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # The share of the time in compiled functions that is tuned: the rest is spread over many that cost little.
 _SHARE = 0.9
 _REPEATS = 20
-# A new build is worth a release when the interval of its latency over the old one's is below this.
+# A new build is worth a release when the interval of its latency over the old one's ends at this or below.
 _GAIN = 0.98
 
 

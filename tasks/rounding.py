@@ -34,11 +34,11 @@ class Rounding:
     expected: Sequence[NamedArrays]
 
     def justify(self, outputs: Sequence[NamedArrays], bounds: Bounds) -> str | None:
-        """Return the sentence that says why a bundle's `outputs` out of bounds are right; None where they are not.
+        """Return a sentence on why a bundle's `outputs` out of bounds are right nonetheless; None if they are not.
 
-        They are where a computation in float64 gives them within the bounds, and where they differ from ONNX Runtime's
-        by no more than these do without its optimizations; in both cases, a device that checks the bundle's golden
-        sample must accept them.
+        They are right if they agree within the bounds with a computation of the model in float64, or if they differ
+        from ONNX Runtime's outputs by no more than those differ from ONNX Runtime's without its optimizations. In both
+        cases a device's check of the golden sample must accept them as well.
         """
         elements = [
             (place, name, right, outputs[place][name])
@@ -69,7 +69,10 @@ class Rounding:
         return None
 
     def explain(self, error: float) -> str:
-        """Return what makes a bundle's largest error likely, where the model amplifies rounding errors; else ""."""
+        """Return a clause that explains a bundle's largest error by the model amplifying rounding errors; else "".
+
+        It explains an error of at most 16 times the one between two ways in which ONNX Runtime computes the model.
+        """
         for outputs, change in self._with_other_rounding():
             spread = _errors(self.expected, outputs)
             if 0 < error <= _AMPLIFIED * max(spread.values(), default=0.0):

@@ -37,7 +37,7 @@ class ShowJob(Job):
 
 
 class ShowResult(StepResult):
-    """The function is there; `problem` says in one sentence why nobody knows, else it is None."""
+    """The function was found; or its import failed in a way that may pass: `problem` is a sentence on it, else None."""
 
     problem: str | None = None
 

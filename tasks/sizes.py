@@ -32,7 +32,7 @@ class SizeTrial:
     seed: int
     folder: Path
     failure: ExportError | None = field(default=None, init=False)
-    _most_memory: int = field(default_factory=memory.share, init=False)
+    _most_memory: int = field(default_factory=memory.safe_bytes, init=False)
     _has_empty_outputs: bool = field(default=False, init=False)
 
     def find_ranges(self) -> dict[str, Dimension] | None:
@@ -46,7 +46,7 @@ class SizeTrial:
 
     def _search(self, *, may_be_empty: bool) -> dict[str, Dimension] | None:
         runs = partial(self.runs, may_be_empty=may_be_empty)
-        runs_lightly = partial(runs, most_memory=memory.little())
+        runs_lightly = partial(runs, most_memory=memory.light_bytes())
         return find_dimensions(self.inputs, self.stated, runs, self.limits.weight_sizes, runs_lightly)
 
     def runs(self, sizes: dict[str, int], most_memory: int | None = None, *, may_be_empty: bool = True) -> bool:

@@ -38,9 +38,13 @@ _LIGHT = ("onnx", "onnxruntime", "tvmflow.runtime", "tasks.export", "tasks.valid
 class Job(Record):
     """The input of a step: all values that its result depends on.
 
-    A child process gets its job as JSON. The job is also the step's cache key, without the fields in `not_in_key`,
-    which do not change the result; `not_in_key` has the form of pydantic's `exclude`. The step fills in `home`, the
-    workspace's folder, and `folder`, the folder of the release file, when it runs.
+    A child process gets its job as JSON. The step fills in `home`, the workspace's folder, and `folder`, the folder of
+    the release file, when it runs.
+
+    The job is also the step's cache key: all of its fields but `home` and `folder`, which differ between machines. A
+    field of a job's own that does not change the result, such as `ImportJob.model_label`, which stands in messages
+    alone, is named in `not_in_key`, which has the form of pydantic's `exclude`. Where the key needs other values than
+    the fields have, as a digest in the place of a path, a job overrides `cache_key`, which then decides alone.
     """
 
     not_in_key: ClassVar[Mapping[str, Any]] = {}

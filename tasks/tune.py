@@ -219,6 +219,13 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
 
 
 def _tune_or_look_up(job: TuneJob, runner: StepRunner) -> TuneResult:
+    """Tune a model that has no result in the cache; where it has one, look up the best records of today.
+
+    There are three cases. A cached result whose records are still the best ones is returned by the step, which does not
+    call this function (`_has_best_records`). With a cached result and better records, which another run has found,
+    the budget is not spent again: a run with 0 trials builds on these records, and the number of trials and the curve
+    stay those of the cached result. Without a cached result the model is tuned.
+    """
     earlier = runner.workspace.find("tune", _TUNE.key(runner, job), TuneResult)
     if earlier is None:
         return run_job(job, runner)

@@ -23,18 +23,19 @@ _TRIED_BESIDE = (16, 1)
 # A search ends after so many sizes or seconds.
 _MOST_TRIES = 300
 _MOST_SECONDS = 60.0
-# Of more dimensions that cannot shrink alone, only all of one size are reduced together: there are too many groups.
+# If more dimensions cannot shrink alone, only groups of all that have the same size are tried: of others there are too
+# many.
 _MOST_GROUPED = 8
 # Before a size is taken for the only one, sizes larger by these amounts are tried, and these multiples of it.
 _MORE = (1, 2, 3, 4, 8, 16, 32)
 _MULTIPLES = (2, 3, 4)
-# Of more dimensions that cannot grow alone, none is taken for one of a single size.
+# If more dimensions cannot grow alone, the search does not conclude that any of them takes one size only.
 _MOST_SINGLE = 4
 # Sizes at which the inputs have more elements are not tried: they would take memory and time for nothing.
 _MOST_ELEMENTS = 1 << 24
 # Sizes to measure are enlarged up to this many pixels of a side, tokens or frames, and these elements of the inputs.
-_ENLARGED = 256
-_MOST_ENLARGED_ELEMENTS = 1 << 18
+_LARGEST_MEASURED = 256
+_MOST_MEASURED_ELEMENTS = 1 << 18
 
 
 def find_dimensions(
@@ -84,7 +85,7 @@ def find_dimensions(
             typical = sizes | (of_batches if runs_beside(sizes | of_batches) else together)
             # A dimension that got smaller with the batches must equal them.
             apart = [name for name in others if typical[name] == sizes[name]]
-            typical = _enlarged(inputs, fixed, typical, apart, runs_lightly or runs, end)
+            typical = _enlarge(inputs, fixed, typical, apart, runs_lightly or runs, end)
 
             def may_run(larger: Sizes) -> bool:
                 is_large = _elements(inputs, fixed | larger) > _MOST_ELEMENTS
@@ -104,13 +105,13 @@ def _elements(inputs: Sequence[Input], sizes: Mapping[str, int]) -> int:
     return sum(prod(sizes[size] if isinstance(size, str) else size for size in item.shape) for item in inputs)
 
 
-def _enlarged(
+def _enlarge(
     inputs: Sequence[Input], fixed: Sizes, sizes: Sizes, names: Sequence[str], runs: Runs, end: float
 ) -> Sizes:
     """Return `sizes` with those of `names` doubled together, as often as the limits allow and the model runs."""
-    while names and max(sizes[name] for name in names) * 2 <= _ENLARGED and time.monotonic() < end:
+    while names and max(sizes[name] for name in names) * 2 <= _LARGEST_MEASURED and time.monotonic() < end:
         larger = sizes | {name: 2 * sizes[name] for name in names}
-        if _elements(inputs, fixed | larger) > _MOST_ENLARGED_ELEMENTS or not runs(fixed | larger):
+        if _elements(inputs, fixed | larger) > _MOST_MEASURED_ELEMENTS or not runs(fixed | larger):
             break
         sizes = larger
     return sizes
@@ -171,9 +172,11 @@ def _smallest_together(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Si
 
 
 def _smallest_apart(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Sizes:
-    """Return smaller sizes of dimensions that cannot shrink alone, but by one amount, by one factor or once others do.
+    """Return smaller sizes of dimensions that cannot shrink alone.
 
-    The new tokens and those before them shrink by one factor with the length of a mask, which is their sum.
+    First all of them are reduced together by the same amount, or else by the same factor. Then each is reduced alone,
+    at the smallest sizes of the others. In a decoder, the numbers of new and of earlier tokens and the length of a
+    mask, which is their sum, shrink by one factor.
     """
     smaller: Sizes = {}
     held = [name for name, size in sizes.items() if least[name] == size > 1]

@@ -17,7 +17,7 @@ Reader = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 Message = Annotated[str, Field(validation_alias=AliasChoices("message", "told"), serialization_alias="told")]
-"""A sentence about a value, for people; its key in JSON is `told`, as ever."""
+"""A sentence about a value, for people; its key in JSON is `told`, as documents of all formats have it."""
 
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")

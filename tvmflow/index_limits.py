@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tvmflow.onnx_data import array_inside
-from tvmflow.onnx_graph import readers_of
+from tvmflow.onnx_graph import readers_of, writers_of
 
 if TYPE_CHECKING:
     import onnx
@@ -55,11 +55,9 @@ class _Graph:
 
     def __init__(self, model: "onnx.ModelProto") -> None:
         self._readers = readers_of(model.graph)
-        self._writers: dict[str, onnx.NodeProto] = {}
+        self._writers = writers_of(model.graph)
         self._weights = {tensor.name: tensor for tensor in model.graph.initializer}
         for node in model.graph.node:
-            for name in node.output:
-                self._writers[name] = node
             for item in node.attribute:
                 if node.op_type == "Constant" and item.name == "value":
                     self._weights[node.output[0]] = item.t

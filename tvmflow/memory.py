@@ -6,17 +6,18 @@ from contextlib import contextmanager
 
 import psutil
 
-LITTLE = 1 << 31
+LIGHT_BYTES = 1 << 31
+"""The most bytes that a light run takes beside a model's weights."""
 
 
-def share() -> int:
+def safe_bytes() -> int:
     """Return a quarter of the bytes of memory that processes can still take on this machine: others may run beside."""
     return int(psutil.virtual_memory().available) // 4
 
 
-def little() -> int:
+def light_bytes() -> int:
     """Return the bytes that a run may take beside a model's weights where a smaller size would do as well."""
-    return min(LITTLE, share())
+    return min(LIGHT_BYTES, safe_bytes())
 
 
 @contextmanager

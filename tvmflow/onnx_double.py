@@ -31,7 +31,7 @@ def compute(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Ar
     double.CopyFrom(model)
     replace_type(double, TensorProto.FLOAT, TensorProto.DOUBLE)
     wide = {name: _wide(array) for name, array in inputs.items()}
-    most_memory = memory.share()
+    most_memory = memory.safe_bytes()
     with tempfile.TemporaryDirectory() as folder, suppress(ExportError):
         path = Path(folder) / "model.onnx"
         onnx_data.save(double, path)

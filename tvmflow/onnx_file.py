@@ -93,7 +93,7 @@ def _check_fully(model: "onnx.ModelProto") -> None:
     onnx.checker.check_model(onnx_data.without_weights(with_own_domain(model)), full_check=True)
 
 
-def described_by(model: "onnx.ModelProto", reshaped: Collection[str] = ()) -> tuple[Input, ...]:
+def declared_inputs(model: "onnx.ModelProto", reshaped: Collection[str] = ()) -> tuple[Input, ...]:
     """Return the inputs that an ONNX model declares; free dimensions must have names, as `read_onnx` gives them.
 
     The samples of integers are all that the model takes as indices, such as the tokens of a vocabulary; others are 0
@@ -158,7 +158,7 @@ def fix_input_shapes(model: "onnx.ModelProto", inputs: tuple[Input, ...]) -> Non
 
 
 def sample_candidates(inputs: tuple[Input, ...]) -> Iterator[tuple[Input, ...]]:
-    """Yield the inputs of `described_by` with samples of several kinds, the likeliest first, to be tried in this order.
+    """Yield the inputs of `declared_inputs` with samples of several kinds, in the order to try them: likeliest first.
 
     A vector of integers that has as many as another input has items is taken for their lengths first: lengths of 0
     and 1 leave nothing of most items. A model of images may need floats from 0 to 1: in others a detector finds

@@ -77,7 +77,7 @@ def _let_weights_be_no_inputs(model: "onnx.ModelProto") -> None:
 
 
 def _replace_group_norms(model: "onnx.ModelProto") -> None:
-    """Make the norms of instances, of which each group is one, of norms of groups with a scale for each group.
+    """Replace each norm of groups that has a scale for each group by a norm of instances, in which a group is one.
 
     Opset 21 gave GroupNormalization a scale for each channel, and ONNX's checker refuses it before.
     """

@@ -38,7 +38,7 @@ _READS = {"Equal", "LabelEncoder", "OneHotEncoder", "Shape", "Size"}
 
 
 def replace_labels(model: "onnx.ModelProto") -> dict[str, tuple[str, ...]]:
-    """Make tensors of numbers of inputs and outputs that are labels, in place; return their labels by their names.
+    """Turn inputs and outputs that are labels into tensors of numbers, in place; return their labels by their names.
 
     An output that is a dictionary by label (ZipMap) becomes the scores themselves, float32 [rows, labels] in the order
     of the labels. Inputs and outputs of strings become int64, the place of each string in the labels, as do strings

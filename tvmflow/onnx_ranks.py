@@ -17,11 +17,14 @@ def is_squeeze_without_axes(node: "onnx.NodeProto") -> bool:
 def squeezed_axes(model: "onnx.ModelProto", node: "onnx.NodeProto", dims: Sequence[int | None]) -> list[int] | None:
     """Return the axes that a Squeeze without axes removes by the file; None where there is no need to ask the file.
 
-    `dims` are the sizes of the data, None for a free one. Where the file says for the result as many dimensions as the
-    data has of known sizes other than one, the node removes all others, and the model takes the size one alone for
-    free ones. Where it says as many as the data has besides those of size one, the node removes these, and the model
-    takes any size but one for free ones. Returns None for data without free dimensions, and where the file says
-    something else, or nothing.
+    `dims` are the sizes of the data, None for a free one. The number of dimensions that the file gives the result
+    decides:
+
+    - As many as the data has dimensions of a known size other than one: the node removes all others. The model then
+      takes only the size one for free dimensions.
+    - As many as the data has dimensions that are free or of a size other than one: the node removes those of size one.
+      The model then takes any size but one for free dimensions.
+    - Another number, or none: None is returned, as for data without free dimensions.
     """
     least = sum(size is not None and size != 1 for size in dims)
     most = sum(size != 1 for size in dims)

@@ -1,7 +1,7 @@
 """Ties: integers and bools of an ONNX model's outputs that rounding decides.
 
-A class is the place of the largest score. Where two scores differ by no more than the bounds on the error of scores,
-either place is a right answer, and so is either answer of a comparison of two such numbers. Two programs for one model
+A class is the index of the largest score. Where two scores differ by no more than the bounds on the error of scores,
+either index is a right answer, and so is either answer of a comparison of two such numbers. Two programs for one model
 add the same numbers in different orders, so they give different ones.
 """
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from tvmflow.errors import ExportError
 from tvmflow.onnx_data import load, save
+from tvmflow.onnx_graph import writers_of
 from tvmflow.source import open_session, run_session
 from tvmflow.tolerance import Bounds
 
@@ -36,27 +37,27 @@ _CLASSIFIERS = frozenset({"TreeEnsembleClassifier", "LinearClassifier"})
 class _Decision:
     """How an output follows from tensors of floats.
 
-    `place`: each integer is the place of one of the largest or smallest `scores[0]` along `axis`, or, if there are
-    `labels`, the label of that place. `comparison`: each bool compares two numbers, one of each of `scores`.
+    `index`: each integer is the index of one of the largest or smallest `scores[0]` along `axis`, or, if there are
+    `labels`, the label at that index. `comparison`: each bool compares two numbers, one of each of `scores`.
     """
 
-    kind: Literal["place", "comparison"]
+    kind: Literal["index", "comparison"]
     scores: tuple[str, ...]
     axis: int = -1
     labels: tuple[int, ...] | None = None
 
 
 class Ties:
-    """The outputs of a model that are places of scores, or comparisons; falsy where there are none."""
+    """The outputs of a model that are indices of scores, or comparisons; falsy where there are none."""
 
     def __init__(self, path: Path) -> None:
         """Read the model in the ONNX file `path`, which must be valid."""
         import onnx
 
         model = onnx.load(str(path), load_external_data=False)
-        producers = {name: node for node in model.graph.node for name in node.output}
+        writers = writers_of(model.graph)
         constants = _constants(model.graph)
-        decisions = {item.name: _decision_of(item.name, producers, constants) for item in model.graph.output}
+        decisions = {item.name: _decision_of(item.name, writers, constants) for item in model.graph.output}
         self._decisions = {name: decision for name, decision in decisions.items() if decision is not None}
         self._path = path
         self._session: onnxruntime.InferenceSession | None = None
@@ -126,14 +127,14 @@ class Ties:
 
 
 def _decision_of(
-    name: str, producers: "Mapping[str, onnx.NodeProto]", constants: Mapping[str, Array]
+    name: str, writers: "Mapping[str, onnx.NodeProto]", constants: Mapping[str, Array]
 ) -> _Decision | None:
     """How a tensor follows from scores; None where it does not."""
     import onnx
 
     labels: tuple[int, ...] | None = None
-    while name in producers:
-        node = producers[name]
+    while name in writers:
+        node = writers[name]
         attributes = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
         table = constants.get(node.input[0]) if node.op_type in ("Gather", "ArrayFeatureExtractor") else None
         if node.op_type in _KEEPS_ORDER:
@@ -141,14 +142,14 @@ def _decision_of(
         elif table is not None and labels is None and table.dtype.kind in "iu":
             labels, name = tuple(map(int, table.reshape(-1))), node.input[1]
         elif node.op_type in ("ArgMax", "ArgMin"):
-            return _Decision("place", (node.input[0],), attributes.get("axis", 0), labels)
+            return _Decision("index", (node.input[0],), attributes.get("axis", 0), labels)
         elif node.op_type == "TopK" and name == node.output[1]:
-            return _Decision("place", (node.input[0],), attributes.get("axis", -1), labels)
+            return _Decision("index", (node.input[0],), attributes.get("axis", -1), labels)
         elif node.op_type in _COMPARISONS and labels is None:
             return _Decision("comparison", (node.input[0], node.input[1]))
         elif node.op_type in _CLASSIFIERS and name == node.output[0] and labels is None:
             names = attributes.get("classlabels_int64s") or attributes.get("classlabels_ints") or ()
-            return _Decision("place", (node.output[1],), 1, tuple(names)) if names else None
+            return _Decision("index", (node.output[1],), 1, tuple(names)) if names else None
         else:
             return None
     return None
@@ -174,14 +175,14 @@ def _is_tie(decision: _Decision, scores: list[Array], expected: Array, actual: A
     if decision.kind == "comparison":
         return _may_differ(decision, scores, expected, bounds)
     table, shape = _table_of(decision, scores[0])
-    places, others = (_places_of(decision, result, shape) for result in (expected, actual))
+    indices, others = (_indices_of(decision, result, shape) for result in (expected, actual))
     count = table.shape[-1]
-    is_place = (places >= 0) & (others >= 0) & (places < count) & (others < count)
-    own, other = (np.take_along_axis(table, np.clip(item, 0, count - 1), axis=-1) for item in (places, others))
-    # Of several places, each must be another one.
+    is_index = (indices >= 0) & (others >= 0) & (indices < count) & (others < count)
+    own, other = (np.take_along_axis(table, np.clip(item, 0, count - 1), axis=-1) for item in (indices, others))
+    # Of several indices, each must be another one.
     ordered = np.sort(others, axis=-1)
-    is_place &= (ordered[:, 1:] != ordered[:, :-1]).all(axis=-1, keepdims=True)
-    is_tie = is_place & (np.abs(own - other) <= bounds.tolerance(own, scores[0]))
+    is_index &= (ordered[:, 1:] != ordered[:, :-1]).all(axis=-1, keepdims=True)
+    is_tie = is_index & (np.abs(own - other) <= bounds.tolerance(own, scores[0]))
     return _to_order_of_result(is_tie, decision, shape)
 
 
@@ -192,23 +193,23 @@ def _may_differ(decision: _Decision, scores: list[Array], result: Array, bounds:
         with np.errstate(invalid="ignore"):
             return np.asarray(np.abs(one - other) <= bounds.tolerance(other, scores[1]))
     table, shape = _table_of(decision, scores[0])
-    places = _places_of(decision, result, shape)
-    own = np.take_along_axis(table, np.clip(places, 0, table.shape[-1] - 1), axis=-1)
+    indices = _indices_of(decision, result, shape)
+    own = np.take_along_axis(table, np.clip(indices, 0, table.shape[-1] - 1), axis=-1)
     tolerance = bounds.tolerance(own, scores[0])
     near = [
-        (np.abs(table - own[:, [place]]) <= tolerance[:, [place]]).sum(axis=-1) > 1 for place in range(own.shape[1])
+        (np.abs(table - own[:, [index]]) <= tolerance[:, [index]]).sum(axis=-1) > 1 for index in range(own.shape[1])
     ]
     return _to_order_of_result(np.stack(near, axis=-1), decision, shape)
 
 
 def _table_of(decision: _Decision, scores: Array) -> tuple[Array, tuple[int, ...]]:
-    """The scores as rows [rows, places], and the sizes of the other dimensions than that of the places."""
+    """The scores as rows [rows, indices], and the sizes of the other dimensions than that of the indices."""
     moved = np.moveaxis(scores.astype(np.float64), decision.axis, -1)
     return moved.reshape(-1, moved.shape[-1]), moved.shape[:-1]
 
 
-def _places_of(decision: _Decision, result: Array, shape: tuple[int, ...]) -> Array:
-    """The places that a result names, [rows, places of a row]; -1 for what is none of the labels."""
+def _indices_of(decision: _Decision, result: Array, shape: tuple[int, ...]) -> Array:
+    """The indices that a result names, [rows, indices of a row]; -1 for what is none of the labels."""
     values = result.astype(np.int64)
     if decision.labels is not None:
         labels = np.asarray(decision.labels)
@@ -221,5 +222,5 @@ def _places_of(decision: _Decision, result: Array, shape: tuple[int, ...]) -> Ar
 
 
 def _to_order_of_result(mask: Array, decision: _Decision, shape: tuple[int, ...]) -> Array:
-    """A mask [rows, places of a row] with its elements in the order of the result."""
+    """A mask [rows, indices of a row] with its elements in the order of the result."""
     return np.moveaxis(mask.reshape(*shape, -1), -1, decision.axis % (len(shape) + 1)).reshape(-1)

@@ -39,9 +39,9 @@ def reads_bits(model: onnx.ModelProto) -> bool:
 
 
 def replace_type(model: onnx.ModelProto, kind: int, other: int) -> None:
-    """Make numbers of the type `other` of all of the type `kind`, in place, also of inputs and outputs.
+    """Convert all tensors of the type `kind` to the type `other`, in place, also inputs and outputs.
 
-    Both are numbers of ONNX for types of floats.
+    Both are types of floats, as ONNX numbers them.
     """
     _replace(model.graph, kind, other)
     for function in model.functions:

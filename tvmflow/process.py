@@ -314,7 +314,7 @@ def _serve_forks(imports: Sequence[str]) -> None:
         has_reply[0] = 0
         pid = os.fork()
         if pid == 0:
-            # Without the end of an interpreter: what there is to end belongs to this process, and may hang in a fork.
+            # Not `sys.exit`: exit handlers belong to this process, and may hang in a fork.
             os._exit(_exit_code(partial(_work_in_fork, channel, message, own, has_reply)))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code < 0:

@@ -149,8 +149,8 @@ class Settings(BaseSettings):
     advisories_days: Annotated[float, Field(gt=0)] = 30.0
     """Days that the newest of the advisories may be old; with older ones the gate refuses."""
     notification_block: str | None = None
-    """The notification block of Prefect, as `TYPE/NAME`, that `tvmflow deploy` has send runs that failed, e.g.
-    `slack-webhook/oncall`; none unless given."""
+    """The notification block, as `TYPE/NAME`, through which Prefect reports failed runs, e.g. `slack-webhook/oncall`;
+    `tvmflow deploy` sets this up. None unless given."""
     retention_days: Annotated[float, Field(ge=0, le=36500)] = 90.0
     """Days for which every release stays, and every result in the shared workspace that is used;
     [what `tvmflow gc --releases` removes](../reference/release-store.md#what-is-removed)."""

@@ -37,7 +37,7 @@ _FEATURES_KEPT = {"Binarizer", "Imputer", "Normalizer", "Scaler"}
 _FAR = 4096
 # The inference of shapes holds the elements of vectors of integers one by one, in a hundred bytes each.
 _LONGEST_VECTOR = 1 << 18
-# Where the product of the free sizes is larger, a vector may be as long.
+# A vector can be that long only if the product of the free sizes is larger than this.
 _MANY_ITEMS = 1 << 14
 
 _Shapes = Mapping[str, Sequence[int]]
@@ -46,12 +46,14 @@ _Shapes = Mapping[str, Sequence[int]]
 class SizeLimits:
     """Limits of a model's free dimensions, found by the shapes that ONNX infers for its tensors.
 
-    A bundle does not run in five cases that ONNX Runtime accepts. In the first, the window of a pooling is larger than
-    its data. In the second, an axis has size 1 only because an input is small, and is then broadcast to a larger size;
-    the compiler assumes that the two sizes are equal. In the third, an operator of ai.onnx.ml has weights for another
-    number of features, and ONNX Runtime reads what is not there. In the fourth, the result has more dimensions than the
-    file says, as a Squeeze does not remove a batch of several items. In the fifth it has fewer, as a Squeeze removes a
-    batch of one item.
+    A bundle does not run in five cases that ONNX Runtime accepts:
+
+    - The window of a pooling is larger than its data.
+    - An axis has size 1 only because an input is small, and is then broadcast to a larger size; the compiler assumes
+      that the two sizes are equal.
+    - An operator of ai.onnx.ml has weights for another number of features; ONNX Runtime reads beyond their end.
+    - A result has more dimensions than the file says, as a Squeeze does not remove a batch of several items.
+    - A result has fewer, as a Squeeze removes a batch of one item.
 
     `weight_sizes` are the sizes that the first weights of the model fix, such as the channels of its image.
     """
@@ -113,9 +115,10 @@ class SizeLimits:
         return None
 
     def _far_factor(self, sizes: Mapping[str, int], shapes: _Shapes) -> int:
-        """Return by how much to multiply all sizes, so that they are far from small and vectors do not become too long.
+        """Return the factor for all sizes that makes the smallest one at least 4096.
 
-        `shapes` are those at `sizes`. A vector of all items of a batch grows with the product of the two.
+        It is a smaller one, at least 2, if vectors would become too long. `shapes` are those at `sizes`. The length of
+        a vector may grow with a power of the factor, as that of all tokens of a batch, which is a product of two sizes.
         """
         factor = -(-_FAR // min(sizes.values(), default=1))
         lengths = {name: shape[0] for name, shape in shapes.items() if len(shape) == 1 and shape[0] > 0}

@@ -341,7 +341,7 @@ def _x86(name: str, level: str, extensions: tuple[str, ...], cores: int, profile
     if attributes:
         tvm["mattr"] = attributes
     features = tuple(sorted((*_LEVELS[level], *extensions)))
-    return Target(name, tvm, "x86_64", features, _cross_compiler("x86_64", "x86_64"), profile)
+    return Target(name, tvm, "x86_64", features, _cross_compiler("x86_64"), profile)
 
 
 def _aarch64(
@@ -357,7 +357,7 @@ def _aarch64(
     }
     features = tuple(sorted(("asimd", *extensions)))
     profile = profile or profile_of(tvm, "aarch64", features)
-    return Target(name, tvm, "aarch64", features, _cross_compiler("aarch64", "aarch64"), profile)
+    return Target(name, tvm, "aarch64", features, _cross_compiler("aarch64"), profile)
 
 
 def _cuda(name: str, arch: str) -> Target:
@@ -373,8 +373,8 @@ def _cuda(name: str, arch: str) -> Target:
     return Target(name, tvm, "cuda")
 
 
-def _cross_compiler(arch: str, prefix: str) -> str | None:
-    return None if host().arch == arch else f"{prefix}-linux-gnu-g++"
+def _cross_compiler(arch: str) -> str | None:
+    return None if host().arch == arch else f"{arch}-linux-gnu-g++"
 
 
 def _parse_older_form(name: str, words: list[str]) -> dict[str, Any]:
@@ -415,7 +415,7 @@ def _from_tvm(name: str, tvm: dict[str, Any]) -> Target:
     profile = profile_of(full, arch, features)
     if profile.arch != arch:
         raise TargetError(f"target {name!r}: the profile {profile.name!r} is for {profile.arch}, not {arch}")
-    return Target(name, full, arch, features, _cross_compiler(arch, arch), profile)
+    return Target(name, full, arch, features, _cross_compiler(arch), profile)
 
 
 def profile_of(tvm: Mapping[str, Any], arch: str, features: tuple[str, ...]) -> Profile:

@@ -170,7 +170,11 @@ class Workspace:
             ) from error
 
     def path(self, artifact: Artifact) -> Path:
-        """Return the path of an artifact's file, which need not exist."""
+        """Return the path of an artifact's file, which need not exist.
+
+        Files lie in folders by the first digits of their digests. A file that refers to one of `data` by its digest,
+        such as an ONNX file to its weights, lies in the folder of that one, because it can name a file beside it only.
+        """
         return self.folder / "artifacts" / (artifact.data or artifact).sha256[:2] / artifact.sha256
 
     def keep(self, path: Path, name: str | None = None, data: Path | None = None) -> Artifact:

@@ -43,9 +43,9 @@ def test_data_comes_from_the_first_level_that_holds_it_and_cores_share_it() -> N
     sizes = [machine.first.size // 2, machine.second.size // 2, machine.last.size // 16, machine.last.size]
     levels = [cost.level_of(size, machine) for size in sizes]
     assert levels == [machine.first, machine.second, machine.third, machine.memory]
-    cycles = [cost.moving(1e6, 1e6, size, machine) for size in sizes]
+    cycles = [cost.move_cycles(1e6, 1e6, size, machine) for size in sizes]
     assert cycles == sorted(cycles)
-    assert cost.moving(1e6, 1e6, sizes[-1], _machine("zen4", 64)) > cycles[-1]
+    assert cost.move_cycles(1e6, 1e6, sizes[-1], _machine("zen4", 64)) > cycles[-1]
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
@@ -70,16 +70,18 @@ def test_tasks_hide_a_fetch_of_their_time_and_more_of_them_where_weights_come_fr
 def test_bytes_of_an_own_cache_hide_behind_arithmetic_and_those_of_a_shared_one_do_not() -> None:
     machine = _machine("sapphire-rapids")
     own, shared = machine.second.size // 2, machine.second.size * 4
-    assert cost.together(1e9, 1e6, 1e6, own, machine) == 1e9
-    assert cost.together(1e9, 1e6, 1e6, shared, machine) == 1e9 + cost.moving(1e6, 1e6, shared, machine)
+    assert cost.compute_and_move_cycles(1e9, 1e6, 1e6, own, machine) == 1e9
+    moving = cost.move_cycles(1e6, 1e6, shared, machine)
+    assert cost.compute_and_move_cycles(1e9, 1e6, 1e6, shared, machine) == 1e9 + moving
 
 
 def test_weights_are_read_again_where_the_cache_of_a_core_does_not_hold_them() -> None:
     machine = _machine("zen4")
-    assert cost.streaming(machine.second.size, machine) == 0
+    assert cost.weight_read_cycles(machine.second.size, machine) == 0
     # Where the weights of the whole model come from memory, those of a small function do so too.
-    assert cost.streaming(1024, replace(machine, cold=True)) == 1024 / machine.memory.read_rate(machine.cores)
-    warm, cold = (cost.streaming(machine.second.size + 1, replace(machine, cold=cold)) for cold in (False, True))
+    assert cost.weight_read_cycles(1024, replace(machine, cold=True)) == 1024 / machine.memory.read_rate(machine.cores)
+    size = machine.second.size + 1
+    warm, cold = (cost.weight_read_cycles(size, replace(machine, cold=cold)) for cold in (False, True))
     assert 0 < warm < cold
 
 

@@ -57,7 +57,7 @@ def test_trials_keep_no_memory(products: Path) -> None:
 def test_sizes_to_measure_grow_as_long_as_the_model_takes_little_memory(
     products: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "LITTLE", 1 << 28)
+    monkeypatch.setattr(memory, "LIGHT_BYTES", 1 << 28)
     result = find_inputs(products, onnx.load(products))
     assert result is not None
     assert result[1]["n"].measure == (64,)

@@ -18,7 +18,10 @@ def normal(*shape: int, seed: int = 0) -> Array:
 
 
 def onnxruntime_outputs(model: Path, feed: Mapping[str, Array]) -> dict[str, Array]:
-    """Run ONNX Runtime on one thread of the CPU, since idle ones would spin, and return all outputs by name."""
+    """Run ONNX Runtime as a release does, exactly (`open_session`), and return all outputs by name.
+
+    It runs on one thread, since idle ones would spin. Raises ExportError where it does not run the model.
+    """
     return run_session(open_session(model, threads=1), dict(feed))
 
 
@@ -27,7 +30,7 @@ class Refused(Exception):
 
 
 def onnxruntime_results(model: Path, feed: Mapping[str, Array]) -> list[Array]:
-    """Run ONNX Runtime on one thread of the CPU, in silence, and return all outputs in order.
+    """Run ONNX Runtime with its own defaults on one thread, in silence, and return all outputs in order.
 
     Raises Refused where it does not run the model.
     """

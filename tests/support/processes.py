@@ -29,7 +29,10 @@ def mentioned_secrets(text: str) -> list[str]:
 
 
 def refusal(process: subprocess.CompletedProcess[str]) -> str:
-    """Return the sentence with which a command refused, after checks that it is one line and the exit code is 1."""
+    """Return the sentence with which a program of benchmarks/ refused, which begins with "error: ".
+
+    Checks that it is the only line on stderr and that the exit code is 1.
+    """
     assert process.returncode == 1, process.stdout + process.stderr
     (line,) = process.stderr.splitlines()
     assert line.startswith("error: ")

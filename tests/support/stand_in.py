@@ -1,4 +1,6 @@
-"""A child process in the place of one that a server of forks runs: it ends as that one ends, and that one with it.
+"""A program that stands in for a child process which a server of forks runs: each of the two ends with the other.
+
+It returns that process's exit code, or ends by the signal that ended it.
 
 Its arguments are the root of the project, the server's socket, and those of `tvmflow.launch`.
 """

@@ -9,8 +9,9 @@ import pytest
 
 T = TypeVar("T")
 
+# The least pause between two polls.
 _PAUSE_SECONDS = 0.02
-# Nor does asking a server over and over keep it from the work that is waited for.
+# The pause is at least this many times as long as the condition took: polling must not slow a server down.
 _PAUSE_FACTOR = 4.0
 
 

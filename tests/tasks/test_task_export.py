@@ -19,7 +19,7 @@ from tasks.export import ExportJob, ExportResult, export
 from tasks.original import find_original
 from tasks.step import StepRunner
 from tvmflow.errors import ExportError
-from tvmflow.onnx_file import described_by, read_onnx
+from tvmflow.onnx_file import declared_inputs, read_onnx
 from tvmflow.settings import Settings
 from tvmflow.source import Source, load_module
 from tvmflow.spec import Model, Spec, parse
@@ -369,7 +369,15 @@ def test_free_dimensions_without_a_name_are_called_after_input_and_axis(tmp_path
     )
     onnx.save(model, tmp_path / "model.onnx")
     entries = read_onnx(tmp_path / "model.onnx")
-    assert described_by(entries)[0].shape == ("in_put_0", "in_put_1", "in_put_2", "in_put_3", "time", "p2o_Size_1", 3)
+    assert declared_inputs(entries)[0].shape == (
+        "in_put_0",
+        "in_put_1",
+        "in_put_2",
+        "in_put_3",
+        "time",
+        "p2o_Size_1",
+        3,
+    )
     assert entries.graph.output[0].type.tensor_type.shape.dim[5].dim_param == "p2o_Size_1"
 
 
@@ -386,7 +394,7 @@ def test_unnamed_dimensions_of_two_inputs_get_two_names_that_no_other_dimension_
         [value(f"{name}_out", TensorProto.FLOAT, None) for name in ("x", "y", "z")],
     )
     onnx.save(helper.make_model(graph), tmp_path / "model.onnx")
-    inputs = described_by(read_onnx(tmp_path / "model.onnx"))
+    inputs = declared_inputs(read_onnx(tmp_path / "model.onnx"))
     assert [item.shape[0] for item in inputs] == ["x_0_2", "y_0", "x_0"]
 
 
@@ -581,7 +589,7 @@ def test_samples_beside_the_sizes_to_measure_take_little_memory(
     dimensions = {"n": {"min": 64, "max": 128, "measure": [64]}}
     spec = _onnx_spec(tmp_path, nodes, ["n"], weights, dimensions=dimensions)
     assert max(inputs["x"].size for inputs, _ in kept_samples(export_spec(spec))) == 128
-    monkeypatch.setattr("tvmflow.memory.LITTLE", 1 << 20)
+    monkeypatch.setattr("tvmflow.memory.LIGHT_BYTES", 1 << 20)
     again = spec.model_copy(update={"validation": spec.validation.model_copy(update={"seed": 1})})
     assert max(inputs["x"].size for inputs, _ in kept_samples(export_spec(again))) < 128
 

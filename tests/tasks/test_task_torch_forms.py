@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from support.torch_exports import FREE, assert_exported
-from tvmflow.torch_forms import functions_of_any_size
+from tvmflow.torch_forms import functions_of_any_size, translations
 
 pytestmark = [
     # PyTorch's exporter warns about what its own layers do.
@@ -132,6 +132,13 @@ def test_operators_that_the_exporter_has_no_form_of_are_exported(tmp_path: Path)
     free = [{0: FREE, 1: FREE}]
     others = [(torch.randn(1, 9, 4),)]
     assert_exported(_Missing(), (torch.randn(2, 6, 4),), free, *others, path=tmp_path / "model.onnx", rtol=1e-4)
+
+
+def test_a_product_of_another_type_is_refused() -> None:
+    # PyTorch itself does not run it; a form that ignored the type would give wrong results.
+    product = translations()[torch.ops.prims.prod.default]
+    with pytest.raises(TypeError, match="output_dtype"):
+        product(None, [1], output_dtype=torch.float64)
 
 
 class _Filtered(nn.Module):

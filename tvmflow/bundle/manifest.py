@@ -305,7 +305,7 @@ def _flag(value: object) -> bool:
 
 
 def _limit(document: dict[str, Any]) -> int | None:
-    """The most threads to run on. A bundle that does not name them runs on those it was built for, as ever."""
+    """The most threads to run on. An older bundle, which does not name them, runs on those it was built for."""
     limit = document.get("max_threads", document["threads"])
     return None if limit is None else _count(limit, least=1)
 

@@ -128,7 +128,7 @@ class _Setting(click.ParamType[tuple[str, Any]]):
     help="A file or folder of records, used before those of the state folder.",
 )
 @click.option("--explain", is_flag=True, help="Print the options of the cost model's decisions and their cycles.")
-@click.option("--print-pass-times", is_flag=True, help="Print the seconds of each compiler pass.")
+@click.option("--print-pass-times", is_flag=True, help="Print the milliseconds of each compiler pass.")
 @click.option("--print-ir-before", type=_Names(), default=(), metavar="PASSES", help="Print the module before passes.")
 @click.option("--print-ir-after", type=_Names(), default=(), metavar="PASSES", help="Print the module after passes.")
 @click.option(
@@ -322,7 +322,7 @@ def make_spec(
     SpecError for a wrong target or option.
     """
     from tvmflow import spec as release_file
-    from tvmflow.onnx_file import described_by, read_onnx
+    from tvmflow.onnx_file import declared_inputs, read_onnx
 
     bound = {} if max_relative_error is None else {"max_relative_error": max_relative_error}
     document: dict[str, object] = {
@@ -335,7 +335,7 @@ def make_spec(
         "gates": {"unverified_targets": "allow"},
     }
     if shapes:
-        inputs = described_by(read_onnx(model), shapes)
+        inputs = declared_inputs(read_onnx(model), shapes)
         absent = set(shapes) - {item.name for item in inputs}
         if absent:
             raise InputError(

@@ -27,9 +27,7 @@ _WEBHOOK = "tvmflow"
     help="The type of a work pool that does not exist yet; by default process.",
 )
 @click.option("--image", help="The image that the containers of a new docker or kubernetes pool run.")
-@click.option(
-    "--receiver", metavar="URL", help="Make MLflow report aliases that are set to the receiver at this address."
-)
+@click.option("--receiver", metavar="URL", help="Make MLflow report new aliases to the receiver at this address.")
 @json_option
 def deploy_command(
     files: tuple[Path, ...],
@@ -42,7 +40,7 @@ def deploy_command(
     """Register the deployments of each release FILE, by default of those in the setting models.
 
     They are release/NAME, promote/NAME, retune/NAME and, where the file has a section retrain, retrain/NAME; then
-    reconcile/all, and make/POOL for the setting target_pools. They can be registered again at any time; paused
+    reconcile/all, gc/all, and make/POOL for the setting target_pools. They can be registered again at any time; paused
     schedules stay paused. Two automations of Prefect watch their runs: one ends those whose worker died, the other
     reports those that failed through the setting notification_block.
     """
@@ -86,7 +84,7 @@ def deploy_command(
     else:
         _show(deployments, name, created, connected, unmanaged)
         if settings.notification_block is None:
-            click.echo("nobody is told of runs that fail: the setting notification_block names no block of Prefect's")
+            click.echo("failed runs are not reported: the setting notification_block is not set")
 
 
 def _connect(settings: "Settings", receiver: str) -> dict[str, str]:
@@ -95,7 +93,7 @@ def _connect(settings: "Settings", receiver: str) -> dict[str, str]:
     from tvmflow.triggers.webhook import PATH
 
     if settings.webhook_secret is None or not settings.webhook_secret.get_secret_value():
-        raise SettingsError("set webhook_secret (TVMFLOW_WEBHOOK_SECRET): MLflow signs with it what it tells")
+        raise SettingsError("set webhook_secret (TVMFLOW_WEBHOOK_SECRET): MLflow signs its webhooks with it")
     url = receiver.rstrip("/").removesuffix(PATH) + PATH
     new = open_registry(settings).connect_webhook(_WEBHOOK, url, settings.webhook_secret.get_secret_value())
     return {"url": url, "status": "created" if new else "updated"}
@@ -120,7 +118,7 @@ def _show(
         f"work pool {pool}{' was created' if created else ''}: `prefect worker start --pool {pool}` runs what is due"
     ]
     if connected is not None:
-        lines.append(f"MLflow tells {connected['url']} of aliases that are set, within a minute from now on")
+        lines.append(f"MLflow reports new aliases to {connected['url']}, starting within a minute")
     if unmanaged:
         lines.append(
             f"{', '.join(unmanaged)}: not in the setting models, so that neither aliases nor reconcile start anything"

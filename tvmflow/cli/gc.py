@@ -41,8 +41,8 @@ def gc_command(releases: bool, days: float | None, keep: int | None, dry_run: bo
     With --releases, releases go that are older than --days, not among the --keep newest of their model, that no alias
     in MLflow names, and that no channel holds, held last within its policy's keep, or is asked to hold; then files that
     no release refers to, and unused results in the shared workspace unless a run is using it. Nothing younger than a
-    day goes. Releases that are being published are waited for, and wait for some seconds at a time. The versions in
-    MLflow stay.
+    day goes. It waits for releases that are being published; while it deletes, new publications wait a few seconds. The
+    versions in MLflow stay.
 
     It may be interrupted at any time.
     """

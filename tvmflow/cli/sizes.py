@@ -20,11 +20,11 @@ def find_inputs(path: Path, model: "onnx.ModelProto") -> "tuple[tuple[Input, ...
     """
     from tasks.sizes import SizeTrial
     from tvmflow.onnx_data import save
-    from tvmflow.onnx_file import described_by, sample_candidates
+    from tvmflow.onnx_file import declared_inputs, sample_candidates
     from tvmflow.size_limits import SizeLimits
     from tvmflow.source import open_session
 
-    items = described_by(model)
+    items = declared_inputs(model)
     with tempfile.TemporaryDirectory() as folder:
         session = None if model.functions else open_session(path, prints_errors=False)
         if session is None or any(item.type == "tensor(string)" for item in session.get_inputs()):

@@ -73,7 +73,7 @@ def tune_command(
     address = None
     if device is not None:
         address = str(tracker_address(tracker or own_tracker(settings.state)))
-    from tasks.curve import followed
+    from tasks.curve import open_curve
     from tasks.export import ExportJob, export
     from tasks.original import find_original
     from tasks.relax_import import ImportJob, relax_import
@@ -102,7 +102,7 @@ def tune_command(
         tuned = {}
         for target in spec.resolve_targets():
             job = TuneJob.of(spec, imported, target)
-            with followed(spec, workspace, services.registry, target, budget) as curve:
+            with open_curve(spec, workspace, services.registry, target, budget) as curve:
                 outcome = tune_more(runner, job, budget, device=measured_on, curve=curve.path, shared=shared)
                 curve.finish(outcome)
             tuned[target.name] = outcome

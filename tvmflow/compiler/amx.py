@@ -99,7 +99,7 @@ def choose_rows(rows: int | None, depth: int, vectors: int, machine: Machine) ->
         return 0
     steps, size = depth // _step(depth), 4 * rows * depth
     # Rows that do not fill whole tiles are copied first, once for all vectors.
-    copying = cost.moving(size, size, size, machine) / vectors
+    copying = cost.move_cycles(size, size, size, machine) / vectors
 
     def cycles(height: int) -> float:
         """Cycles for one vector of results."""
@@ -126,7 +126,7 @@ def _step(depth: int) -> int:
     return max(count for count in range(1, ROWS + 1) if depth % count == 0)
 
 
-def use(sch: Schedule, dot: Dot, kernel: Kernel, task: LoopRV, row: LoopRV) -> None:
+def tensorize(sch: Schedule, dot: Dot, kernel: Kernel, task: LoopRV, row: LoopRV) -> None:
     """Replace a product's loop `row`, and the loops over channels and depth inside it, by a call of a kernel.
 
     Attaches the kernel's code to `task`, a loop around `row`. Raises TVM's ScheduleError if the loops do not compute

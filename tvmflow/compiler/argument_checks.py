@@ -107,13 +107,16 @@ def _joined(statements: list[tirx.Stmt]) -> tirx.Stmt:
 
 
 def _stays(statement: tirx.Stmt, places: Collection[int]) -> bool:
-    """Whether a statement is no check, perhaps one with a condition, or one of an argument at these places."""
+    """Whether a statement is kept: it is not a check, or it is a check of an argument at one of these places.
+
+    A check may be under a condition.
+    """
     check = statement.then_case if isinstance(statement, tirx.IfThenElse) else statement
     return not isinstance(check, tirx.AssertStmt) or _is_of_any(check, places)
 
 
 def _is_of_any(check: tirx.AssertStmt, places: Collection[int]) -> bool:
-    """Whether a check is of one of these arguments, or of the number of arguments where there are any."""
+    """Whether a check is of an argument at one of these places; or of the number of arguments, if places are given."""
     parts = [str(part.value) for part in check.message_parts]
     place = next((int(item) for text, item in pairwise(parts) if text.endswith(_ARGUMENT)), None)
     return place in places if place is not None else bool(places)

@@ -4,6 +4,9 @@ A schedule computes padding by one loop over the pixels of a padded line, with a
 whether it lies in the image; a concatenation asks of which operand a number is. Where the numbers are copied one by
 one, that condition costs more than the copy, and keeps LLVM from copying vectors. `split_lines` makes several loops of
 such a loop, and none of them has the condition.
+
+In this module, a *line* is such a loop: it copies *numbers* one by one, or *pixels*, each by loops over its numbers. A
+*choice* is an `if_then_else` in the value that is stored.
 """
 
 from collections.abc import Sequence
@@ -94,9 +97,10 @@ def _reads_memory(value: Any) -> bool:
 def _parts(
     choice: Any, place: tirx.Var, numbers: Sequence[tirx.Var], start: Any, stop: Any, value: Any
 ) -> list[tuple[Any, Any, Any]]:
-    """Cut the part of a line from `start` to `stop` where a choice in its `value` changes with the place.
+    """Cut the part of a line from `start` to `stop` where a choice in the `value` that it stores changes.
 
-    `numbers` are those of a pixel.
+    `place` is the variable of the line's loop, `numbers` are those of the loops inside it. Returns the start, the end
+    and the value of each new part.
     """
     condition, true, false = choice.args
     line: list[Any] = []

@@ -83,18 +83,18 @@ def fits(size: float, machine: Machine) -> bool:
     return size <= _FILL * machine.own_cache
 
 
-def together(computing: float, written: float, read: float, size: float, machine: Machine) -> float:
+def compute_and_move_cycles(computing: float, written: float, read: float, size: float, machine: Machine) -> float:
     """Return the cycles of a core that computes for `computing` cycles and also moves bytes.
 
     `written` and `read` are the bytes that it writes and reads. `size` is the bytes of all its data, which decides the
     level of memory. The larger of both costs counts if the data stays in caches of the core alone, else their sum.
     """
-    moves = moving(written, read, size, machine)
+    moves = move_cycles(written, read, size, machine)
     own = machine.second.cores == 1 and fits(size, machine)
     return max(computing, moves) if own else computing + moves
 
 
-def moving(written: float, read: float, size: float, machine: Machine) -> float:
+def move_cycles(written: float, read: float, size: float, machine: Machine) -> float:
     """Return the cycles in which a core writes `written` bytes and reads `read` bytes while all cores do so.
 
     `size` is the size in bytes of the core's data. It decides in which cache the data stays (`level_of`).
@@ -103,17 +103,17 @@ def moving(written: float, read: float, size: float, machine: Machine) -> float:
     return written / level.write_rate(machine.cores) + read / level.read_rate(machine.cores)
 
 
-def images(read: float, written: float, machine: Machine) -> float:
-    """Return the cycles in which a core reads `read` bytes of a function's input and writes `written` of its result."""
-    return moving(written, read, read + written, machine)
+def result_and_input_cycles(written: float, read: float, machine: Machine) -> float:
+    """Return the cycles in which a core writes `written` bytes of a function's result and reads `read` of its input."""
+    return move_cycles(written, read, read + written, machine)
 
 
-def passing(size: float, machine: Machine) -> float:
+def exchange_cycles(size: float, machine: Machine) -> float:
     """Return the cycles in which each core writes `size` bytes and then reads `size` bytes that other cores wrote.
 
     With several cores, the bytes pass through a level of the memory beyond the second-level cache.
     """
-    return moving(size, size, size if machine.cores == 1 else max(size, machine.own_cache), machine)
+    return move_cycles(size, size, size if machine.cores == 1 else max(size, machine.own_cache), machine)
 
 
 def tasks_to_fetch(size: float, computing: float, machine: Machine) -> float:
@@ -129,7 +129,7 @@ def tasks_to_fetch(size: float, computing: float, machine: Machine) -> float:
     return math.ceil(2 * size / machine.memory.read_rate(machine.cores) / (computing - reading))
 
 
-def streaming(size: float, machine: Machine) -> float:
+def weight_read_cycles(size: float, machine: Machine) -> float:
     """Return the cycles of a core to read `size` bytes of weights in a call.
 
     On a `cold` machine all weights come from memory, however small the function's own are: by the next run the others
@@ -147,5 +147,5 @@ def widening_pays(numbers: int, stored: int, operations: float, machine: Machine
 
     A core waits for fewer bytes then, but each vector of numbers takes as long as `operations` multiply-adds more.
     """
-    saved = streaming(numbers * machine.number, machine) - streaming(stored, machine)
+    saved = weight_read_cycles(numbers * machine.number, machine) - weight_read_cycles(stored, machine)
     return saved > operations * numbers / machine.lanes / machine.vectors.multiply_adds

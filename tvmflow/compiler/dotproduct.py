@@ -35,7 +35,7 @@ class Dot:
     group: int
 
     def product(self, data: Any, weight: Any) -> Any:
-        """Return the product of two numbers, as the expression that `use` replaces by the instruction."""
+        """Return the product of two numbers, as the expression that `tensorize` replaces by the instruction."""
         return self.widen(data) * self.widen(weight)
 
     def widen(self, value: Any) -> Any:
@@ -307,7 +307,7 @@ class Widened:
         return self._widen(self._narrow[index])
 
 
-def use(sch: Schedule, arch: str, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None:
+def tensorize(sch: Schedule, arch: str, dot: Dot, lanes: int, task: LoopRV, lane: LoopRV) -> None:
     """Replace the loop `lane` of `lanes` iterations, and the loop inside it, by the dot-product instruction `dot`.
 
     The inner loop adds the `dot.group` products of one lane. For bfloat16, the LLVM IR that the instruction of the

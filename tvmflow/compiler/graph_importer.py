@@ -13,6 +13,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax.frontend.onnx import onnx_frontend
 
+from tvmflow.compiler.hoisting import SMALLEST_WEIGHT
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import (
     CONTROL,
@@ -55,9 +56,7 @@ from tvmflow.onnx_graph import inner_nodes, names_read, node_name, operator_name
 from tvmflow.onnx_ranks import is_squeeze_without_axes, squeezed_axes
 from tvmflow.size_limits import BROADCASTING
 
-# Tensors with fewer elements stay in the program: scalars, shapes and axes steer the import itself.
-_SMALLEST_WEIGHT = 17
-# Tensors of integers with fewer elements are tables of shapes and positions rather than weights.
+# Tensors of integers with fewer elements stay in the program too: they are tables of shapes and positions.
 _SMALLEST_INTEGER_WEIGHT = 4097
 
 
@@ -156,7 +155,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _initial(self, name: str, array: np.ndarray[Any, Any]) -> relax.Expr:
         """An array that is known at import: a constant, or a parameter where it is large."""
-        smallest = _SMALLEST_INTEGER_WEIGHT if array.dtype.kind in "iub" else _SMALLEST_WEIGHT
+        smallest = _SMALLEST_INTEGER_WEIGHT if array.dtype.kind in "iub" else SMALLEST_WEIGHT
         return const(array) if array.size < smallest else self._weight(name, array)
 
     def _weight(self, name: str, array: np.ndarray[Any, Any]) -> relax.Var:
@@ -392,7 +391,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return onnx.helper.make_node("Squeeze", node.input[:1], node.output, node.name, axes=axes)
 
     def _in_symbols_of_inputs(self, value: relax.Expr) -> relax.Expr:
-        """A tensor whose dimensions are expressions of the inputs' dimensions, as a caller knows no others."""
+        """The tensor `value` with its dimensions written in those of the inputs: a caller knows no others."""
         dims = dims_of(value) if isinstance(value.ty, relax.TensorType) else None
         sizes = [self.evaluator.expression(size) for size in dims or ()]
         if all(size is other for size, other in zip(sizes, dims or (), strict=True)):

@@ -90,7 +90,7 @@ class Strip:
         return [self.taps, self.steps, self.lanes, *([2] if self.is_bf16 else [])]
 
 
-def use(sch: Schedule, arch: str, strip: Strip, task: LoopRV, loop: LoopRV) -> None:
+def tensorize(sch: Schedule, arch: str, strip: Strip, task: LoopRV, loop: LoopRV) -> None:
     """Replace `loop` and the loops inside it by shuffles and products.
 
     They run over the taps of the line, the strip's pixels, a group's input channels (in bfloat16 pairs of them), lanes

@@ -15,7 +15,8 @@ from tvmflow.compiler.passes.calls import calls_of, change_calls
 from tvmflow.compiler.passes.constant_keys import ConstantKeys
 from tvmflow.compiler.passes.functions import relax_functions
 
-# Constants with fewer elements stay in the program when weights are kept apart.
+# Constants with fewer elements stay in the program when weights are kept apart, and the import reads the values of such
+# small ones: scalars, shapes and axes steer it.
 SMALLEST_WEIGHT = 17
 
 

@@ -153,7 +153,7 @@ def _if_then_else(call: tvm.ir.Call) -> Any:
 
 
 def _decide(condition: Any) -> bool | None:
-    """Whether a condition says that two numbers are equal that are; None for other conditions."""
+    """The truth of a condition that compares two known numbers for equality; None for other conditions."""
     if isinstance(condition, tirx.Broadcast):
         condition = condition.value
     if not isinstance(condition, tirx.EQ):

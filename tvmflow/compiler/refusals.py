@@ -145,9 +145,10 @@ class MixedTypesError(Exception):
 
 
 def check_types(node: onnx.NodeProto, types: Mapping[str, str], opset: int) -> None:
-    """Raise MixedTypesError where operands of a node of the standard differ in type and the standard lets them not.
+    """Raise MixedTypesError if operands have several types though ONNX's standard demands one type of them.
 
-    `types` has the types of elements of operands by name, as "float32". Operands without one are not looked at.
+    `types` has the types of the operands' elements by name, as "float32". Ignores operands that it lacks, and nodes of
+    other domains.
     """
     if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
         return

@@ -74,7 +74,10 @@ def replace_variables(node: Any, values: Mapping[Any, Any]) -> Any:
 
 
 def with_own_variables(statement: Any) -> Any:
-    """Return a copy of a lowered statement with new variables for those that it defines: one has one definition."""
+    """Return a copy of a lowered statement with new variables for those that it defines.
+
+    A variable may have only one definition in a function, so a statement that occurs twice needs such a copy.
+    """
     return _renew(PrimFunc([], statement)).body
 
 

@@ -108,7 +108,7 @@ def cycles(size: int | None, shape: Shape, machine: Machine) -> float:
         results = math.ceil(width / tile.rows) * tile.rows * height * vectors
         weights = 4 * depth * vectors * machine.lanes
         accumulators = tile.rows * tile.vectors
-        return cost.results(results, depth, accumulators, machine) + cost.streaming(weights, machine)
+        return cost.results(results, depth, accumulators, machine) + cost.weight_read_cycles(weights, machine)
     high, wide = -(-height // size), -(-width // (size * shape.rows)) * shape.rows
     taps = side_of(size, stride) ** 2
     steps = channels // shape.group(size)
@@ -124,13 +124,13 @@ def cycles(size: int | None, shape: Shape, machine: Machine) -> float:
     # caches between the stages where the weights do; otherwise all tiles pass from core to core.
     size_of_all = high * wide * tile_bytes
     if weights <= machine.own_cache:
-        moving = cost.moving(
+        moving = cost.move_cycles(
             size_of_all, size_of_all, tiles_of_task(wide, tile.rows, tile_bytes, machine) * tile_bytes, machine
         )
     else:
-        moving = cost.passing(size_of_all, machine)
+        moving = cost.exchange_cycles(size_of_all, machine)
     transforming = max(operations / machine.vectors.multiply_adds, moving)
-    return products + cost.streaming(weights, machine) + transforming
+    return products + cost.weight_read_cycles(weights, machine) + transforming
 
 
 def tiles_of_task(columns: int, rows: int, tile_bytes: int, machine: Machine) -> int:

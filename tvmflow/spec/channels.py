@@ -10,7 +10,7 @@ class ChannelGates(Section):
 
     The current release is the one that the channel holds. `max_ratio_current` bounds the median latency over the
     current release's, both measured in turn on the machine that promotes: the whole interval of the ratio must be
-    below it. `max_metric_drop` bounds how far the task metric lies below the current release's. The others bound
+    at most that. `max_metric_drop` bounds how far the task metric lies below the current release's. The others bound
     figures of the release's targets that were measured when it was made. On a channel without a release the two gates
     that compare pass. A gate that cannot be checked refuses: nothing was measured, there is no task metric, no bundle
     runs here, or the inputs have changed.

@@ -55,7 +55,7 @@ def _may_be_negative(value: Any) -> bool:
 
 def _distances(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
     """The distances by the norm of power `p` between rows of the last two dimensions."""
-    differences = op.Sub(_unsqueezed(x1, -2), _unsqueezed(x2, -3))
+    differences = op.Sub(_unsqueeze(x1, -2), _unsqueeze(x2, -3))
     axes = _integers([-1])
     if p == 2:
         return op.ReduceL2(differences, axes, keepdims=0)
@@ -64,9 +64,10 @@ def _distances(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> A
     sizes = op.Abs(differences)
     if p == float("inf"):
         return op.ReduceMax(sizes, axes, keepdims=0)
-    power = op.CastLike(op.Constant(value_float=p), x1)
     if p == 0:
-        return op.ReduceSum(op.CastLike(op.Not(op.Equal(differences, power)), x1), axes, keepdims=0)
+        zero = op.CastLike(_integer(0), x1)
+        return op.ReduceSum(op.CastLike(op.Not(op.Equal(differences, zero)), x1), axes, keepdims=0)
+    power = op.CastLike(op.Constant(value_float=p), x1)
     return op.Pow(op.ReduceSum(op.Pow(sizes, power), axes, keepdims=0), op.Reciprocal(power))
 
 
@@ -79,15 +80,19 @@ def _running_minimum(self: Any, dim: int) -> Any:
 
 
 def _running(self: Any, dim: int, opposite: Any, reduce: Any, find: Any) -> Any:
-    """The extreme of the elements up to each, and its last place, among all pairs of places."""
+    """The largest or smallest of the elements up to each one along `dim`, and the last index at which it stands.
+
+    All pairs of elements are compared. `reduce` is the operator that finds these values, `find` the one that finds
+    their indices, and `opposite` the one that finds the other extreme: it takes the place of elements that come later.
+    """
     rank = len(self.shape)
     axis = dim % rank
     places = op.Range(_integer(0), _size(self, axis), _integer(1))
-    before = op.LessOrEqual(_unsqueezed(places, 0), _unsqueezed(places, 1))
+    before = op.LessOrEqual(_unsqueeze(places, 0), _unsqueeze(places, 1))
     if rank > axis + 1:
         before = op.Unsqueeze(before, _integers(range(2, rank - axis + 1)))
     # What comes later has the other extreme of all elements, which changes nothing.
-    elements = op.Where(before, _unsqueezed(self, axis), opposite(self, keepdims=0))
+    elements = op.Where(before, _unsqueeze(self, axis), opposite(self, keepdims=0))
     indices = find(elements, axis=axis + 1, keepdims=0, select_last_index=1)
     return reduce(elements, _integers([axis + 1]), keepdims=0), indices
 
@@ -103,7 +108,7 @@ def _median(self: Any, dim: int, keepdim: bool = False) -> Any:
 
 def _element_in_order(self: Any, k: Any, dim: int = -1, keepdim: bool = False) -> Any:
     """The k-th smallest element, counted from 1, and its place."""
-    count = _integers([k]) if isinstance(k, int) else _unsqueezed(k, 0)
+    count = _integers([k]) if isinstance(k, int) else _unsqueeze(k, 0)
     values, indices = op.TopK(self, count, axis=dim, largest=0, sorted=1)
     last = _integers([-1]) if keepdim else _integer(-1)
     return op.Gather(values, last, axis=dim), op.Gather(indices, last, axis=dim)
@@ -120,8 +125,8 @@ def _places_in_order(
     """The number of elements of a sorted sequence that are less than each value, or not greater."""
     order = sorted_sequence if sorter is None else op.GatherElements(sorted_sequence, sorter, axis=-1)
     if len(order.shape) > 1:
-        order = _unsqueezed(order, -2)
-    values = op.CastLike(_unsqueezed(self, -1), order)
+        order = _unsqueeze(order, -2)
+    values = op.CastLike(_unsqueeze(self, -1), order)
     is_before = op.LessOrEqual(order, values) if right or side == "right" else op.Less(order, values)
     # 6 and 7 are ONNX's numbers of int32 and int64.
     return op.ReduceSum(op.Cast(is_before, to=6 if out_int32 else 7), _integers([-1]), keepdims=0)
@@ -143,7 +148,7 @@ def _hypotenuse(self: Any, other: Any) -> Any:
     return op.Sqrt(op.Add(op.Mul(self, self), op.Mul(other, other)))
 
 
-def _product(inp: Any, dims: Sequence[int] | None, output_dtype: int | None = None) -> Any:
+def _product(inp: Any, dims: Sequence[int] | None) -> Any:
     axes = None if dims is None else _integers(dims)
     return op.ReduceProd(inp, axes, keepdims=0)
 
@@ -153,7 +158,7 @@ def _size(tensor: Any, axis: int) -> Any:
     return op.Gather(op.Shape(tensor), _integer(axis))
 
 
-def _unsqueezed(tensor: Any, axis: int) -> Any:
+def _unsqueeze(tensor: Any, axis: int) -> Any:
     return op.Unsqueeze(tensor, _integers([axis]))
 
 

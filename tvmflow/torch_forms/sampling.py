@@ -1,6 +1,7 @@
-"""PyTorch's functions of places: `linspace`, `affine_grid`, `take_along_dim`, `roll` and `interpolate`.
+"""PyTorch's functions of positions: `linspace`, `affine_grid`, `take_along_dim`, `roll` and `interpolate`.
 
-The exporter needs free sizes, or a distance, as numbers. Here places are computed from a range of integers.
+The exporter takes the sizes, or the distance of `roll`, only as known numbers. Here the positions are computed from a
+range of integers, whose length may be a free size.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -179,12 +179,13 @@ class _Costs:
             return None
         before = self._middle_number * lines_in * columns_in * block.inner[2]
         after = self._number * lines * columns * middle.channels
-        cycles = cost.together(lines_in * columns_in * self._first, before, before, bytes_in_cache, machine)
+        computing = lines_in * columns_in * self._first
+        cycles = cost.compute_and_move_cycles(computing, before, before, bytes_in_cache, machine)
         result = lines * columns * (self._middle + self._last)
-        cycles += cost.together(result, after, after, bytes_in_cache, machine) if block.last else result
+        cycles += cost.compute_and_move_cycles(result, after, after, bytes_in_cache, machine) if block.last else result
         if self._weights + bytes_in_cache > machine.own_cache:
             # Each patch reads all weights again.
-            cycles += cost.streaming(max(self._weights, machine.own_cache + 1), machine)
+            cycles += cost.weight_read_cycles(max(self._weights, machine.own_cache + 1), machine)
         counts = [-(-size // part) for size, part in ((self._out_h, lines), (self._out_w, columns))]
         share: float = self._share(self._batch * math.prod(counts))
         # Where the image's size is free, the last patch of a strip computes no more than it needs. Its last tiles are
@@ -208,11 +209,11 @@ class _Costs:
         cycles /= cores
         if first:
             cycles += machine.region + batch * high * padded * self._copy / cores
-            cycles += cost.passing(self._number * self._share(batch * high) * padded * depth, machine)
+            cycles += cost.exchange_cycles(self._number * self._share(batch * high) * padded * depth, machine)
         if last:
             cycles += machine.region
             pixels = self._share(batch * self._out_h) * self._out_w
-            cycles += cost.passing(self._number * pixels * middle.channels, machine)
+            cycles += cost.exchange_cycles(self._number * pixels * middle.channels, machine)
         return cycles
 
 

@@ -239,7 +239,7 @@ def winograd_size(
     images = (static(data.ty.shape.values[0]) or 1) / machine.cores
     pixels_in = images * height * width
     pixels_out = images * high * wide
-    moving = cost.images(4 * pixels_in * channels, 4 * pixels_out * out_channels, machine)
+    moving = cost.result_and_input_cycles(4 * pixels_out * out_channels, 4 * pixels_in * channels, machine)
     cycles = {name: moving + images * winograd.cycles(size, shape, machine) for name, size in options.items()}
     return decisions.choose("algorithm", options, cycles=cycles)
 

@@ -111,18 +111,18 @@ def estimate(outer: Sequence[int], depth: int, units: int, machine: Machine) -> 
     accumulators, rows = tile.rows * tile.vectors, 2 * half_rows / machine.cores
     weights = 4 * depth * units
     direct = cost.results(rows * 2 * vectors, depth, accumulators, machine)
-    direct += cost.streaming(weights, machine) / machine.cores
-    images = cost.images(4 * rows * depth, 4 * rows * units, machine)
+    direct += cost.weight_read_cycles(weights, machine) / machine.cores
+    images = cost.result_and_input_cycles(4 * rows * units, 4 * rows * depth, machine)
     # Five of the seven sums of the left operand add two quarters, and eight additions combine the seven products.
     panels = 7 * rows / 2 * depth / 2
     summing = panels / machine.lanes * max(12 / 7 / numbers.loads, 1 / numbers.stores)
     combining = rows / 2 * vectors * max(7 / numbers.loads, 8 / numbers.multiply_adds)
     fast = cost.results(7 * rows / 2 * vectors, depth / 2, accumulators, machine) + summing + combining
-    fast += cost.streaming(weights * 7 / 4, machine) / machine.cores
+    fast += cost.weight_read_cycles(weights * 7 / 4, machine) / machine.cores
     if goes_together(half_rows, tile.rows, depth // 2, units // 2, machine):
-        fast = cost.together(fast, 4 * panels, 4 * panels, 4 * 7 * tile.rows * depth / 2, machine)
+        fast = cost.compute_and_move_cycles(fast, 4 * panels, 4 * panels, 4 * 7 * tile.rows * depth / 2, machine)
     else:
-        fast += cost.passing(4 * panels, machine) + machine.region
+        fast += cost.exchange_cycles(4 * panels, machine) + machine.region
     return Estimate(tile, uneven(tile) * fast + images, direct + images)
 
 

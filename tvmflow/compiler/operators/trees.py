@@ -170,7 +170,7 @@ class Trees:
         # A step reads a line of the row, and one of each table with the threshold and the link.
         lines = 1 + len(self._nodes)
         read = forest.trees * min(forest.depth, 2 * _PATHS) * lines * machine.first.line
-        cycles = cost.moving(0, read, 8 * forest.nodes, machine)
+        cycles = cost.move_cycles(0, read, 8 * forest.nodes, machine)
         groups = max(1, forest.trees // _PATHS)
         share = -(-groups // min(machine.cores, groups)) if cycles >= machine.parallel_cycles else groups
         return -(-groups // share), share * _PATHS

@@ -63,7 +63,7 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     near, beside, wide = list(sch.get_loops(logits))[-3:]
     if products is not None:
         prefetch.fetch_ahead(sch, sch.get_loops(mixed)[-4], 4 * value_vectors * value_lanes)
-        _single_query(sch, products, logits, [near, beside, wide], max(lanes // (2 * math.prod(strip)), 1))
+        _single_query(sch, products, [near, beside, wide], max(lanes // (2 * math.prod(strip)), 1))
     else:
         outer, pieces, lane = sch.split(wide, [None, key_vectors, lanes])
         sch.reorder(outer, near, beside, pieces, lane)
@@ -106,7 +106,7 @@ def with_single_query(scheduled: PrimFunc, form: PrimFunc) -> PrimFunc:
     return scheduled.with_body(SBlockRealize(root.iter_values, root.predicate, block)).without_attr(SINGLE_QUERY)
 
 
-def _single_query(sch: Schedule, products: SBlockRV, logits: SBlockRV, loops: list[LoopRV], keys: int) -> None:
+def _single_query(sch: Schedule, products: SBlockRV, loops: list[LoopRV], keys: int) -> None:
     """Compute the scores of a few keys at a time: their products in vectors, of which the lanes are added up."""
     near, beside, wide = loops
     outer, key = sch.split(wide, [None, keys])
@@ -138,7 +138,7 @@ def _pack_keys(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     common.parallel(sch, sch.fuse(batch, head, tile), machine)
     sch.vectorize(lane)
     if width >= NARROWEST:
-        transposes.use_packing(sch, (3, 4), near)
+        transposes.mark_packing(sch, (3, 4), near)
 
 
 def _pack_pairs(sch: Schedule, block: SBlockRV, machine: Machine) -> None:

@@ -92,7 +92,7 @@ def _schedule_groups(
     sch.reorder(y, *(loop for loop in (x, strip, channel) if loop not in replaced), *replaced)
     start = sch.decompose_reduction(product, y)
     registers.keep_in_registers(sch, list(sch.get_loops(start))[-2:])
-    groups.use(sch, machine.arch, form, task, replaced[0])
+    groups.tensorize(sch, machine.arch, form, task, replaced[0])
 
 
 def _llvm_moves_sums(sch: Schedule, product: SBlockRV, out: SBlockRV) -> bool:

@@ -10,7 +10,7 @@ from tvm.s_tir.schedule import SBlockRV
 from tvmflow.compiler import amx, tiles
 from tvmflow.compiler.annotations import AMX, DOT, LANES, PADDING, TILE
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.dotproduct import DOTS, use
+from tvmflow.compiler.dotproduct import DOTS, tensorize
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, products, registers
 
@@ -44,7 +44,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         return False
     *steps, group = tiling.reductions
     registers.accumulate(sch, product, tiling.tile.loops, steps, [group])
-    use(sch, machine.arch, dot, lanes, tiling.task, tiling.tile.lane)
+    tensorize(sch, machine.arch, dot, lanes, tiling.task, tiling.tile.lane)
     if PADDING in annotations:
         # The block around the instruction is a new one.
         (block,) = sch.get_child_blocks(steps[0])
@@ -75,7 +75,7 @@ def _by_amx(sch: Schedule, machine: Machine, choices: Choices, kind: str, produc
     start = sch.decompose_reduction(product, row)
     registers.keep_in_registers(sch, list(sch.get_loops(start))[-2:])
     sch.fuse(vector, lane)
-    amx.use(sch, DOTS[str(annotations[DOT])], kernel, tiling.task, row)
+    amx.tensorize(sch, DOTS[str(annotations[DOT])], kernel, tiling.task, row)
     registers.keep_in_registers(sch, tiling.result_tile.loops[1:])
     return True
 
@@ -95,4 +95,4 @@ def use_dot_products(sch: Schedule, machine: Machine) -> None:
         annotations, kinds = sch.get(product).annotations, [item.iter_type for item in sch.get(product).iter_vars]
         if DOT in annotations and tirx.IterVar.CommReduce in kinds:
             task, *_, lane, _group = sch.get_loops(product)
-            use(sch, machine.arch, DOTS[str(annotations[DOT])], int(annotations[LANES]), task, lane)
+            tensorize(sch, machine.arch, DOTS[str(annotations[DOT])], int(annotations[LANES]), task, lane)

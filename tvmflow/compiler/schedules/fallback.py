@@ -82,7 +82,7 @@ def _schedule_transpose(sch: Schedule, block: SBlockRV, machine: Machine) -> boo
     far, within = sch.split(far, [None, max(1, line // edges[0])])
     sch.reorder(*tasks, far, outer, within, near, lane)
     if by_shuffles:
-        transposes.use(sch, places, near)
+        transposes.mark(sch, places, near)
     else:
         registers.keep_in_registers(sch, [near, lane])
     _spread(sch, [*tasks, far, outer], math.prod(edges), machine)

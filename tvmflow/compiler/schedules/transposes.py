@@ -115,7 +115,7 @@ def is_transpose(func: PrimFunc) -> bool:
     return all(not isinstance(size, tirx.IntImm) or int(size) >= NARROWEST for size in sizes)
 
 
-def use(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
+def mark(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
     """Mark a block's two innermost loops, so that `expand` replaces them by shuffles.
 
     `near` is the outer one of the two and runs along the source's last dimension. The inner one runs along the result's
@@ -127,17 +127,17 @@ def use(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
     sch.annotate(near, _TRANSPOSE, list(places))
 
 
-def use_packing(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
+def mark_packing(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
     """Mark the two innermost loops of a block that packs an operand, so that `expand` replaces them by shuffles.
 
-    The loops and `places` are as for `use` (`fits_packing`); the loops' extents divide the dimensions of the result. A
+    The loops and `places` are as for `mark` (`fits_packing`); the loops' extents divide the dimensions of the result. A
     tile beyond the end of the operand is written number by number.
     """
     sch.annotate(near, _PACK, list(places))
 
 
 def expand(func: PrimFunc) -> PrimFunc:
-    """Replace the loops that `use` and `use_packing` marked by calls of shuffles.
+    """Replace the loops that `mark` and `mark_packing` marked by calls of shuffles.
 
     A function without such loops is returned unchanged.
     """
@@ -153,7 +153,7 @@ def expand(func: PrimFunc) -> PrimFunc:
 
 
 class _Tile:
-    """A tile to transpose, from the loops that `use` or `use_packing` marked by the annotation `mark`.
+    """A tile to transpose, from the loops that `mark` or `mark_packing` marked by the annotation `mark`.
 
     `code` gets the functions that it calls, by name.
     """

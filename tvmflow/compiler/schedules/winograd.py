@@ -12,7 +12,7 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvmflow.compiler import cost
 from tvmflow.compiler.annotations import DOT, LANES, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.dotproduct import DOTS, Dot, use
+from tvmflow.compiler.dotproduct import DOTS, Dot, tensorize
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.schedules import common, prefetch, registers, remainder, tails
 from tvmflow.compiler.winograd import error_bound, tiles_of_task
@@ -145,7 +145,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         common.vectorize_inner(sch, pad, machine)
     if form.dot is not None:
         # This comes last, because no stage can be moved to a block that an instruction has replaced.
-        use(sch, machine.arch, form.dot, form.lanes, outermost, lane)
+        tensorize(sch, machine.arch, form.dot, form.lanes, outermost, lane)
     return True
 
 
