@@ -1,3 +1,4 @@
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -810,3 +811,27 @@ def test_places_of_elements_are_found_without_functions_of_python(
     x, kept = normal(4, 5, 3), np.array([False, True, False, True])
     assert_same_as_onnxruntime(path, {"x": np.where(x > 0, x, 0), "kept": kept}, {"x": 0 * x, "kept": kept[:1]})
     assert "relax.run." not in lower(import_onnx(path), target).script()
+
+
+def test_repeated_elements_are_read_backwards_and_from_any_place(assert_all_same: Check) -> None:
+    def repeat(count: int, is_tiled: bool) -> tuple[list[Any], dict[str, Any]]:
+        if is_tiled:
+            return [helper.make_node("Tile", ["x", "times"], ["all"])], {"times": np.array([1, count])}
+        nodes = [
+            helper.make_node("Unsqueeze", ["x", "last"], ["columns"]),
+            helper.make_node("Expand", ["columns", "times"], ["copies"]),
+            helper.make_node("Reshape", ["copies", "rows"], ["all"]),
+        ]
+        return nodes, {"last": np.array([2]), "times": np.array([1, 1, count]), "rows": np.array([0, -1])}
+
+    cases = []
+    for (batch, count), is_tiled in itertools.product([(4, 3), ("batch", 2)], (False, True)):
+        nodes, weights = repeat(count, is_tiled)
+        for start, end, step in ((-1, -99, -1), (-1, 0, -1), (-2, -99, -3), (1, 99, 1), (5, 99, 2)):
+            bounds = {name: np.array([value]) for name, value in zip("seap", (start, end, 1, step), strict=True)}
+            part = helper.make_node("Slice", ["all", *bounds], ["part"])
+            again = helper.make_node("Tile", ["part", "twice"], ["y"])
+            weights |= bounds | {"twice": np.array([1, 2])}
+            model = [[*nodes, part, again], [("x", [batch, 4])], ["part", "y"], dict(weights)]
+            cases.append((model, {"x": normal(4, 4)}))
+    assert_all_same(cases)

@@ -809,7 +809,7 @@ def test_attention_over_keys_whose_number_is_free(make_model: Any, assert_same_a
             name: normal(*(sizes[dim] if isinstance(dim, str) else dim for dim in dims), seed=seed)
             for seed, (name, dims) in enumerate(inputs.items())
         }
-        for sizes in ({"n": 1, "s": 3, "t": 37}, {"n": 2, "s": 9, "t": 5})
+        for sizes in ({"n": 1, "s": 3, "t": 37}, {"n": 2, "s": 9, "t": 5}, {"n": 2, "s": 3, "t": 0})
     ]
     model = assert_same_as_onnxruntime(path, *feeds)
     assert rule_counts(model)["attention"] == 1

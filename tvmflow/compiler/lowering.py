@@ -14,6 +14,7 @@ from tvm.tirx import PrimFunc
 from tvmflow.compiler.argument_checks import DropChecks, take_unaligned
 from tvmflow.compiler.borders import split_lines
 from tvmflow.compiler.divisions import lower_divisions
+from tvmflow.compiler.flattening import FlattenBuffers
 from tvmflow.compiler.quotients import unify_quotients
 from tvmflow.compiler.short_loops import run_short_loops_alone
 from tvmflow.compiler.statements import is_choice, map_functions, replace_variables
@@ -42,7 +43,7 @@ def _pipeline() -> tvm.transform.Pass:
         s_tir.transform.AnnotateIrregularLoop(),
         s_tir.transform.InjectSoftwarePipeline(),
         s_tir.transform.LowerOpaqueBlock(),
-        tirx.transform.FlattenBuffer(),
+        FlattenBuffers(),
         tirx.transform.BF16ComputeLegalize(),
         tirx.transform.NarrowDataType(32),
         s_tir.transform.LoopPartition(),

@@ -160,7 +160,9 @@ class Plan:
         else:
             stages = _Stages(shape, keys, self.group, machine, bf16, are_apart=self.places[2][-2][0] != 1)
         exponential, total = stages.softmax(stages.scores(query, key), mask[0] if mask else None, self.scale)
-        inverse = te.compute(total.shape, lambda *row: 1.0 / total[row], name="inverse")
+        # Without keys the sum is zero, and so is the result; one of scores that are minus infinity is NaN.
+        has_keys = tirx.const(True, "bool") if static(keys) is not None else keys > 0
+        inverse = te.compute(total.shape, lambda *row: tirx.Select(has_keys, 1.0 / total[row], 0.0), name="inverse")
         mixed = stages.mixed(exponential, value)
 
         def result(b: Any, s: Any, h: Any, g: Any, c: Any) -> Any:

@@ -110,6 +110,7 @@ def pass_names() -> list[str]:
         "ComposeAttention",
         "DropChecks",
         "FixBufferSizes",
+        "FlattenBuffers",
         "FoldConstantCalls",
         "FuseBlocks",
         "JoinRows",
