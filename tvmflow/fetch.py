@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,8 @@ from tvmflow import settings
 from tvmflow.errors import StoreError
 from tvmflow.services import BUCKET, open_store, read_sections
 from tvmflow.settings import Settings
-from tvmflow.store import ReleaseStore, StoreConfig, channels, parse_uri, resolve
-from tvmflow.store.client import code_of, connect, explained
+from tvmflow.spec import Store
+from tvmflow.store import ReleaseStore, channels, parse_uri, resolve
 
 _BLOB = re.compile(r"(?:(?P<prefix>.+)/)?blobs/sha256/(?P<digest>[0-9a-f]{64})")
 _RELEASE = re.compile(r"release://(?P<name>[^/@]+)(?:@(?P<channel>[^/@]+)|/(?P<version>[^/@]+))")
@@ -72,37 +71,28 @@ def cache_folder(configuration: Settings) -> Path:
 
 def _of_object(configuration: Settings, uri: str) -> Iterator[Path]:
     place = parse_uri(uri)
-    with _store_of(configuration, place.bucket) as config:
+    with _store_of(configuration, place.bucket) as store:
         blob = _BLOB.fullmatch(place.key)
         if blob:
-            store = ReleaseStore(replace(config, prefix=blob["prefix"] or ""))
+            store = ReleaseStore(replace(store.config, prefix=blob["prefix"] or ""))
             yield resolve.fetch_bundle(store, blob["digest"], cache_folder(configuration))
             return
         with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
             path = Path(folder, "bundle.tar.gz")
-            _download(config, place.key, path)
+            with path.open("wb") as file:
+                if store.objects.stream(place.key, file.write) is None:
+                    raise StoreError(f"There is no object {uri} in {store.config.server}: correct the address.")
             yield path
 
 
 @contextmanager
-def _store_of(configuration: Settings, bucket: str) -> Iterator[StoreConfig]:
-    """The S3 server of the settings; without one it is Amazon's, except for the embedded server's own bucket."""
-    if configuration.s3_endpoint is None and configuration.s3_bucket is None and bucket != BUCKET:
-        configuration = configuration.model_copy(update={"s3_bucket": bucket})
-    with open_store(configuration) as store:
-        yield replace(store.config, bucket=bucket, prefix="")
+def _store_of(configuration: Settings, bucket: str) -> Iterator[ReleaseStore]:
+    """The whole bucket on the server of the settings; without one, in the state folder, or else at Amazon.
 
-
-def _download(config: StoreConfig, key: str, destination: Path) -> None:
-    from botocore.exceptions import ClientError
-
-    client = connect(config)
-    with explained(config, f"reading {key}"):
-        try:
-            body = client.get_object(Bucket=config.bucket, Key=key)["Body"]
-        except ClientError as error:
-            if code_of(error) == "NoSuchKey":
-                raise StoreError(f"There is no object {config.uri}/{key}: correct the address.") from error
-            raise
-        with body, destination.open("wb") as file:
-            shutil.copyfileobj(body, file, 1 << 20)
+    The state folder has the bucket `tvmflow`, and those that release files name.
+    """
+    update: dict[str, str] = {"s3_prefix": ""}
+    if configuration.s3_bucket is not None or not (bucket == BUCKET or (configuration.state / "s3" / bucket).is_dir()):
+        update["s3_bucket"] = bucket
+    with open_store(configuration.model_copy(update=update), Store(bucket=bucket)) as store:
+        yield store

@@ -96,7 +96,7 @@ def test_an_address_is_split_into_bucket_and_key() -> None:
             "s3:///key",
             "s3://releases//a",
         ),
-        *("s3://releases/a/", "s3://Upper/key"),
+        *("s3://releases/a/", "s3://Upper/key", "s3://releases/../a", "s3://releases/a/./b"),
     ],
 )
 def test_what_is_no_address_of_an_object_is_refused(uri: str) -> None:

@@ -124,6 +124,6 @@ def parse_uri(uri: str) -> S3Uri:
     """Split `s3://BUCKET/KEY` into bucket and key. Raises StoreError for any other text."""
     scheme, _, rest = uri.partition("://")
     bucket, _, key = rest.partition("/")
-    if scheme != "s3" or not _BUCKET.fullmatch(bucket) or not key or "" in key.split("/"):
+    if scheme != "s3" or not _BUCKET.fullmatch(bucket) or not key or not {"", ".", ".."}.isdisjoint(key.split("/")):
         raise StoreError(f"{uri!r} is not the address of an object on S3: expected s3://BUCKET/KEY.")
     return S3Uri(bucket, key)
