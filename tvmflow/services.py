@@ -18,7 +18,7 @@ from tvmflow.registry import Registry, RegistryConfig, embedded_registry
 from tvmflow.settings import Settings
 from tvmflow.spec import RegistrySection, Spec, Store
 from tvmflow.store import ReleaseStore, StoreConfig
-from tvmflow.store.keys import require_name
+from tvmflow.store.keys import NAME, require_name
 from tvmflow.store.records import RecordObjects
 from tvmflow.store.work import WorkStore
 from tvmflow.workspace import Workspace
@@ -93,7 +93,8 @@ def list_sections(settings: Settings) -> list[Sections]:
     The others are those of release files that were released or deployed here, and of the files in the setting `models`.
     Raises SpecError for an invalid release file in that setting, StoreError for a damaged record.
     """
-    recent = [path.stem for path in sorted((settings.state / "models").glob("*.json"))]
+    places = sorted((settings.state / "models").glob("*.json"))
+    recent = [path.stem for path in places if NAME.fullmatch(path.stem)]
     names = dict.fromkeys([*recent, *(release_file.load(file).name for file in settings.models)])
     sections = [Sections(), *(read_sections(settings, name) for name in names)]
     return [each for index, each in enumerate(sections) if each not in sections[:index]]

@@ -22,7 +22,7 @@ from tvmflow.spec.fields import explain_channel
 from tvmflow.store import leases
 from tvmflow.store.channel_document import Channel, ChannelClaim, Move, PolicyChange, Wish, WishEnd
 from tvmflow.store.highest import Highest
-from tvmflow.store.keys import channel_key, require_name
+from tvmflow.store.keys import NAME, channel_key, require_name
 from tvmflow.store.releases import ReleaseStore
 from tvmflow.store.statements import Subject, check, peek, sign
 
@@ -480,8 +480,10 @@ def _now() -> str:
 def _list_channels(store: ReleaseStore, name: str) -> list[str]:
     require_name("name", name)
     prefix = f"channels/{name}/"
-    keys = (entry.key.removeprefix(prefix) for entry in store.objects.list_objects(prefix))
-    return sorted(key.removesuffix(".json") for key in keys if key.endswith(".json") and "/" not in key)
+    keys = [entry.key for entry in store.objects.list_objects(prefix) if entry.key.endswith(".json")]
+    names = (key.removeprefix(prefix).removesuffix(".json") for key in keys)
+    # Other files, such as copies made by hand, are no channels.
+    return sorted(name for name in names if NAME.fullmatch(name))
 
 
 def _read(store: ReleaseStore, name: str, channel: str) -> tuple[Channel, str | None]:
