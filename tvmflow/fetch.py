@@ -1,6 +1,5 @@
 """Bundles of releases and objects on S3, fetched into a cache by digest."""
 
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +25,8 @@ def bundles(uri: str) -> Iterator[Path]:
     A URI `release://NAME@CHANNEL` or `release://NAME/VERSION` has the bundles that this machine can run, the best
     first; `s3://BUCKET/KEY` is one bundle. The settings (`TVMFLOW_*`) name the store's server, its credentials and the
     folder of fetched bundles. Raises StoreError for a URI of another form, when no store is named, and when the store
-    cannot be read or has no such bundle; raises BundleError when this machine can run none of a release's bundles.
+    cannot be read or has no such bundle; raises BundleError when this machine can run none of a release's bundles, and
+    SettingsError for a wrong setting.
     """
     configuration = settings.load()
     yield from _of_release(configuration, uri) if uri.startswith("release://") else _of_object(configuration, uri)
@@ -63,10 +63,13 @@ def _of_release(configuration: Settings, uri: str) -> Iterator[Path]:
 
 
 def cache_folder(configuration: Settings) -> Path:
-    """Return the folder of fetched bundles: in `TVMFLOW_HOME` if that is set, else in the user's cache folder."""
+    """Return the folder of fetched bundles: in `TVMFLOW_HOME` if that is set, else in the user's cache folder.
+
+    Raises SettingsError for a user without a home folder.
+    """
     if "home" in configuration.model_fields_set:
         return configuration.state / "bundles"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tvmflow" / "bundles"
+    return settings.user_folder("XDG_CACHE_HOME", ".cache") / "bundles"
 
 
 def _of_object(configuration: Settings, uri: str) -> Iterator[Path]:
