@@ -101,8 +101,14 @@ class Settings(BaseSettings):
     The first source that has a value wins; a setting that no source has keeps its default.
     """
 
+    # Texts and secrets that a file holds, as those of Kubernetes do, often end in a line break.
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX, extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True
+        env_prefix=_PREFIX,
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        str_strip_whitespace=True,
+        use_attribute_docstrings=True,
     )
 
     home: Path = Path(".tvmflow")

@@ -161,6 +161,16 @@ def test_secrets_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.s3_secret_key.get_secret_value() == "hush-hush"
 
 
+def test_a_line_break_at_the_end_belongs_to_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("S3_ACCESS_KEY", "S3_SECRET_KEY", "S3_SESSION_TOKEN", "S3_ENDPOINT", "MLFLOW_TRACKING_URI"):
+        monkeypatch.setenv(f"TVMFLOW_{name}", "http://a\n")
+    loaded = settings.load()
+    for secret in (loaded.s3_access_key, loaded.s3_secret_key, loaded.s3_session_token):
+        assert secret is not None
+        assert secret.get_secret_value() == "http://a"
+    assert loaded.s3_endpoint == loaded.mlflow_tracking_uri == "http://a"
+
+
 def test_a_wrong_setting_does_not_show_the_secrets_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TVMFLOW_S3_SECRET_KEY", "hush-hush")
     write("s3_access_key = 12345\n")
