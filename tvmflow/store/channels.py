@@ -68,14 +68,17 @@ def read_version(store: ReleaseStore, name: str, channel: str, trusted: Sequence
     used; StatementError for a statement that is missing, that has expired, that is older than one that this host has
     seen, or that differs from the channel or its release.
     """
+    return read_held(store, name, channel, trusted_keys() if trusted is None else trusted)[1]
+
+
+def read_held(store: ReleaseStore, name: str, channel: str, trusted: Sequence[Path]) -> tuple[Channel, str]:
+    """Return a channel and the version that it holds, checked as `read_version` does, in one read of the channel."""
     document = read(store, name, channel)
-    version = document.version
-    trusted = trusted_keys() if trusted is None else trusted
     if trusted:
         check_statement(store, document, trusted)
-    if version is None:
+    if document.version is None:
         raise StoreError(f"The channel {name}@{channel} in {store.config.uri} holds nothing: promote a release to it.")
-    return version
+    return document, document.version
 
 
 def check_statement(store: ReleaseStore, document: Channel, trusted: Sequence[Path]) -> ChannelClaim | None:
