@@ -111,7 +111,7 @@ first, and credentials come from settings alone.
 
 `TVMFLOW_PROFILE` is an environment variable only, too: the file of a [machine](machines.md) that `native` stands for.
 `TVMFLOW_TRUSTED_KEYS` is an environment variable only, because devices read no settings file. It names public keys,
-separated by `:`. Where it is set, only bundles, releases and channels that one of them
+separated by `:`; a list without any is refused. Where it is set, only bundles, releases and channels that one of them
 [has signed](../how-to/sign-bundles.md) are taken.
 """
 
