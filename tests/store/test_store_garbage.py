@@ -128,17 +128,31 @@ def test_nothing_younger_than_a_day_goes(
     assert Garbage(store, NEWEST, never).find() == []
 
 
-@pytest.mark.parametrize("key", ["channels/resnet/production.json", "releases/resnet/1/release.json"])
+# The second release stays, and what it needs is not known.
+@pytest.mark.parametrize("content", [b"{", b""], ids=["half", "empty"])
+@pytest.mark.parametrize(
+    "key", ["channels/resnet/production", "releases/resnet/1/release", "releases/resnet/2/release"]
+)
 def test_nothing_goes_while_a_document_cannot_be_read(
-    store: ReleaseStore, publish: Callable[[str], str], key: str
+    store: ReleaseStore, publish: Callable[[str], str], key: str, content: bytes
 ) -> None:
     for version in "12":
         publish(version)
-    store.objects.put(key, b"{", "damaging a document")
+    store.objects.put(f"{key}.json", content, "damaging a document")
     before = keys(store)
     with pytest.raises(StoreError, match="is damaged"):
         Garbage(store, NEWEST, never).collect("ann")
     assert keys(store) == before
+
+
+@pytest.mark.parametrize("prefix", ["releases", "work", "releases/resnet", "blobs"])
+def test_a_store_whose_prefix_is_a_folder_of_this_one_stays(
+    local: StoreConfig, write_file: WriteFile, prefix: str
+) -> None:
+    inner = ReleaseStore(replace(local, prefix=f"{local.prefix}/{prefix}"))
+    publish_to(inner, "1", write_file)
+    move(inner, "production", "1")
+    assert Garbage(ReleaseStore(local), NEWEST, never).find() == []
 
 
 @pytest.mark.parametrize("folder", ["releases", "releases/resnet", "channels/resnet"])
