@@ -13,7 +13,7 @@ from tvmflow.errors import StoreError
 from tvmflow.services import BUCKET, open_store, read_sections
 from tvmflow.settings import Settings
 from tvmflow.spec import Store
-from tvmflow.store import ReleaseStore, channels, parse_uri, resolve
+from tvmflow.store import ReleaseStore, S3Uri, channels, parse_uri, resolve
 
 _BLOB = re.compile(r"(?:(?P<prefix>.+)/)?blobs/sha256/(?P<digest>[0-9a-f]{64})")
 _RELEASE = re.compile(r"release://(?P<name>[^/@]+)(?:@(?P<channel>[^/@]+)|/(?P<version>[^/@]+))")
@@ -53,9 +53,7 @@ def _of_release(configuration: Settings, uri: str) -> Iterator[Path]:
     section = read_sections(configuration, name).store
     has_server = configuration.s3_bucket is not None or (configuration.s3_endpoint or section.endpoint) is not None
     if not has_server and not (configuration.state / "s3").is_dir():
-        raise StoreError(
-            f"No release store is named for {uri!r}: set TVMFLOW_S3_ENDPOINT, or TVMFLOW_S3_BUCKET for Amazon S3."
-        )
+        raise _missing_store(uri)
     with open_store(configuration, section) as store:
         if version is None:
             version = channels.read_version(store, name, str(channel))
@@ -74,7 +72,7 @@ def cache_folder(configuration: Settings) -> Path:
 
 def _of_object(configuration: Settings, uri: str) -> Iterator[Path]:
     place = parse_uri(uri)
-    with _store_of(configuration, place.bucket) as store:
+    with _store_of(configuration, place) as store:
         blob = _BLOB.fullmatch(place.key)
         if blob:
             store = ReleaseStore(replace(store.config, prefix=blob["prefix"] or ""))
@@ -88,14 +86,22 @@ def _of_object(configuration: Settings, uri: str) -> Iterator[Path]:
             yield path
 
 
-@contextmanager
-def _store_of(configuration: Settings, bucket: str) -> Iterator[ReleaseStore]:
-    """The whole bucket on the server of the settings; without one, in the state folder, or else at Amazon.
+def _missing_store(uri: str) -> StoreError:
+    return StoreError(
+        f"No release store is named for {uri!r}: set TVMFLOW_S3_ENDPOINT, or TVMFLOW_S3_BUCKET for Amazon S3."
+    )
 
-    The state folder has the bucket `tvmflow`, and those that release files name.
+
+@contextmanager
+def _store_of(configuration: Settings, place: S3Uri) -> Iterator[ReleaseStore]:
+    """The whole bucket of an object, on the server of the settings; without one, in the state folder or at Amazon.
+
+    Raises StoreError for the state folder's own bucket where there is none.
     """
-    update: dict[str, str] = {"s3_prefix": ""}
-    if configuration.s3_bucket is not None or not (bucket == BUCKET or (configuration.state / "s3" / bucket).is_dir()):
-        update["s3_bucket"] = bucket
-    with open_store(configuration.model_copy(update=update), Store(bucket=bucket)) as store:
+    has_server = configuration.s3_bucket is not None or configuration.s3_endpoint is not None
+    is_here = not has_server and (configuration.state / "s3" / place.bucket).is_dir()
+    if not has_server and not is_here and place.bucket == BUCKET:
+        raise _missing_store(str(place))
+    update = {"s3_prefix": ""} if is_here else {"s3_prefix": "", "s3_bucket": place.bucket}
+    with open_store(configuration.model_copy(update=update), Store(bucket=place.bucket)) as store:
         yield store

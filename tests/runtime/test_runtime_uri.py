@@ -17,7 +17,7 @@ from support.releases import describe_bundle, make_release
 from tvmflow import fetch, runtime, settings
 from tvmflow.bundle import keygen, sha256_file, sign
 from tvmflow.errors import BundleError, StatementError, StoreError
-from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store import ReleaseStore, StoreConfig, channels, parse_uri
 from tvmflow.target import host
 
 Repack = Callable[..., Path]
@@ -209,8 +209,9 @@ def test_without_a_store_the_settings_are_named_and_nothing_is_created(
 ) -> None:
     clear_settings(tmp_path, monkeypatch)
     monkeypatch.delenv("TVMFLOW_HOME")
-    with pytest.raises(StoreError, match="set TVMFLOW_S3_ENDPOINT, or TVMFLOW_S3_BUCKET"):
-        runtime.load("release://digits@production")
+    for address in ("release://digits@production", "s3://tvmflow/blobs/model.tar.gz"):
+        with pytest.raises(StoreError, match="set TVMFLOW_S3_ENDPOINT, or TVMFLOW_S3_BUCKET"):
+            runtime.load(address)
     assert not list(tmp_path.iterdir())
 
 
@@ -243,7 +244,7 @@ def test_the_folder_of_a_server_has_its_other_buckets_too(
 
 def test_without_a_server_a_bucket_that_is_not_here_is_amazons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clear_settings(tmp_path, monkeypatch)
-    with fetch._store_of(settings.load(), "elsewhere") as store:
+    with fetch._store_of(settings.load(), parse_uri("s3://elsewhere/key")) as store:
         assert store.config.server == "Amazon S3 in us-east-1"
         assert store.config.uri == "s3://elsewhere"
     assert not (tmp_path / "home").exists()
