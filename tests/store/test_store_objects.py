@@ -1,6 +1,7 @@
 """Objects of every backend; the shared workspace and shared tuning records on a server that honours conditions."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -167,6 +168,17 @@ def test_a_write_to_a_folder_is_on_the_disk_when_it_returns(tmp_path: Path, monk
     assert take() == ["partial: content", "b: cde"]
     objects.delete("a/b/d", "deleting")
     assert take() == ["b: ce"]
+
+
+def test_a_folder_on_a_file_system_without_locks_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(StoreError, match=r"lock .*\.releases\.lock cannot be taken: No locks available"):
+        open_objects(StoreConfig("releases", folder=tmp_path / "s3" / "releases")).create("a", b"1")
 
 
 def test_a_folder_whose_disk_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
