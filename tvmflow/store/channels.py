@@ -72,7 +72,12 @@ def read_version(store: ReleaseStore, name: str, channel: str, trusted: Sequence
 
 
 def read_held(store: ReleaseStore, name: str, channel: str, trusted: Sequence[Path]) -> tuple[Channel, str]:
-    """Return a channel and the version that it holds, checked as `read_version` does, in one read of the channel."""
+    """Return a channel and the version that it holds, both of one read.
+
+    One of the keys in the files `trusted` must have signed the statement on the channel; if there are none, it is not
+    checked. Raises StoreError for a channel that holds none or was never used; StatementError for a statement that does
+    not hold.
+    """
     document = read(store, name, channel)
     if trusted:
         check_statement(store, document, trusted)

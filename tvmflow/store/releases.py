@@ -145,7 +145,12 @@ class ReleaseStore:
         return self._decode(name, version, self._read_checked(name, version, trusted)[0])
 
     def get_signed_release(self, name: str, version: str, trusted: Sequence[Path]) -> tuple[Release, Envelope | None]:
-        """Return a release with the statement on it, checked as `get_release` does; None if nobody has signed it."""
+        """Return a release and the statement on it, None if nobody has signed it.
+
+        One of the keys in the files `trusted` must have signed the statement; if there are none, it is not checked.
+        Raises StoreError for a version that is not published and a damaged document, StatementError when no trusted key
+        has signed the statement, or the release was changed since.
+        """
         content, statement = self._read_checked(name, version, trusted)
         release = self._decode(name, version, content)
         return release, statement or self.read_statement(name, version)
