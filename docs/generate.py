@@ -110,8 +110,9 @@ the file is refused. A release file may also name `store.endpoint`, `store.bucke
 first, and credentials come from settings alone.
 
 Two more are environment variables only. `TVMFLOW_PROFILE` is the file of a [machine](machines.md) that `native` stands
-for. `TVMFLOW_TRUSTED_KEYS` names public keys, separated by `:`; where it is set, only bundles, releases and channels
-that one of them [has signed](../how-to/sign-bundles.md) are taken. Devices need it, and read no settings file.
+for. `TVMFLOW_TRUSTED_KEYS` names public keys, separated by `:`; a list without any is refused. Where it is set, only
+bundles, releases and channels that one of them [has signed](../how-to/sign-bundles.md) are taken. Devices need it, and
+read no settings file.
 """
 
 

@@ -16,7 +16,7 @@ from tvmflow import settings as machine
 from tvmflow.errors import TvmflowError, VerdictError
 from tvmflow.promotion import ChannelState, make_wish, read_policy, read_refusal, read_state, update_alias
 from tvmflow.services import Services, open_services
-from tvmflow.spec.fields import WANTED
+from tvmflow.spec.fields import WANTED, explain_channel
 from tvmflow.store import channels
 from tvmflow.triggers import Alias, ManagedModel, RunRequest, load
 from tvmflow.workspace import Record
@@ -105,12 +105,12 @@ def _checks(services: Services, entry: ManagedModel) -> Iterator[Callable[[], Fi
 
 
 def _channels(services: Services, entry: ManagedModel) -> list[str]:
-    """Return the channels of the release file; where it names none, those of the store and of all aliases."""
+    """Return the channels of the release file; where it names none, those of the store and of aliases that can be."""
     if entry.spec.channels:
         return list(entry.spec.channels)
     documents = {document.channel for document in channels.list_all(services.store, entry.name)}
     aliases = {alias.removesuffix(WANTED) for alias in services.registry.list_aliases(entry.registered_model)}
-    return sorted(documents | aliases)
+    return sorted(documents | {alias for alias in aliases if explain_channel(alias) is None})
 
 
 def _reconcile_channel(services: Services, entry: ManagedModel, channel: str) -> Finding | None:

@@ -1,6 +1,5 @@
 """The release store and the registry: servers where settings name them, otherwise in the state folder."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,10 +14,10 @@ from tvmflow.errors import SettingsError, StoreError
 from tvmflow.files import write_whole
 from tvmflow.outages import outlast
 from tvmflow.registry import Registry, RegistryConfig, embedded_registry
-from tvmflow.settings import Settings
+from tvmflow.settings import Settings, full_path, user_folder
 from tvmflow.spec import RegistrySection, Spec, Store
 from tvmflow.store import ReleaseStore, StoreConfig
-from tvmflow.store.keys import require_name
+from tvmflow.store.keys import NAME, require_name
 from tvmflow.store.records import RecordObjects
 from tvmflow.store.work import WorkStore
 from tvmflow.workspace import Workspace
@@ -93,7 +92,8 @@ def list_sections(settings: Settings) -> list[Sections]:
     The others are those of release files that were released or deployed here, and of the files in the setting `models`.
     Raises SpecError for an invalid release file in that setting, StoreError for a damaged record.
     """
-    recent = [path.stem for path in sorted((settings.state / "models").glob("*.json"))]
+    places = sorted((settings.state / "models").glob("*.json"))
+    recent = [path.stem for path in places if NAME.fullmatch(path.stem)]
     names = dict.fromkeys([*recent, *(release_file.load(file).name for file in settings.models)])
     sections = [Sections(), *(read_sections(settings, name) for name in names)]
     return [each for index, each in enumerate(sections) if each not in sections[:index]]
@@ -117,7 +117,7 @@ def _memory(settings: Settings) -> Path:
     """
     if "home" in settings.model_fields_set:
         return settings.state / "seen"
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tvmflow" / "seen"
+    return user_folder("XDG_STATE_HOME", ".local/state") / "seen"
 
 
 @contextmanager
@@ -125,7 +125,8 @@ def open_store(settings: Settings, section: Store | None = None) -> Iterator[Rel
     """Open the release store that the settings name, else the one in the release file's `section`.
 
     None is an empty section. When neither names a server, the store is in the state folder. Raises StoreError when that
-    cannot be written, SettingsError for an address or credentials that no S3 server accepts.
+    cannot be written, SettingsError for an address or credentials that no S3 server accepts, and for a user without a
+    home folder where TVMFLOW_HOME is not set.
     """
     section = section or Store()
     endpoint = settings.s3_endpoint or section.endpoint
@@ -153,7 +154,7 @@ def open_store(settings: Settings, section: Store | None = None) -> Iterator[Rel
             session_token=_secret(settings.s3_session_token),
             path_style=settings.s3_path_style,
             checksums=settings.s3_checksums,
-            folder=None if settings.s3_folder is None else settings.s3_folder.expanduser().absolute() / bucket,
+            folder=None if settings.s3_folder is None else full_path(settings.s3_folder) / bucket,
             lock=settings.state / "s3.lock" if settings.s3_single_writer else None,
             **signing,
         )

@@ -39,6 +39,28 @@ def settings_file() -> Path:
     return Path(os.environ.get(_FILE_VARIABLE, "tvmflow.toml"))
 
 
+def full_path(path: Path) -> Path:
+    """Return a path as an absolute one, with the home folder in the place of `~` or `~USER`.
+
+    Raises SettingsError when this machine knows no home folder of that user.
+    """
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        raise SettingsError(
+            f"the folder {str(path)!r} is not known, because this machine has no home folder for that user; set "
+            "TVMFLOW_HOME, and write paths in settings without ~"
+        ) from error
+
+
+def user_folder(variable: str, default: str) -> Path:
+    """Return tvmflow's folder among a user's: in the one that the environment's `variable` names, else in `~/default`.
+
+    Raises SettingsError when this user has no home folder.
+    """
+    return Path(os.environ.get(variable) or full_path(Path("~", default))) / "tvmflow"
+
+
 def _unset(values: dict[str, Any], others: Mapping[str, Any], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     """The values of settings that `others`, the sources before, do not have under any of the settings' names."""
 
@@ -68,7 +90,7 @@ class _RunningStack(PydanticBaseSettingsSource):
         """Return the stack's values; those of its S3 server only when no other source names a part of an S3 server."""
         others = self.current_state
         home = others.get("home", self.settings_cls.model_fields["home"].default)
-        values = record.settings(Path(str(home)).expanduser().absolute())
+        values = record.settings(full_path(Path(str(home))))
         values = {name: value for name, value in values.items() if name not in _STORE or _STORE.isdisjoint(others)}
         return _unset(values, others, self.settings_cls.model_fields)
 
@@ -79,8 +101,14 @@ class Settings(BaseSettings):
     The first source that has a value wins; a setting that no source has keeps its default.
     """
 
+    # Texts and secrets that a file holds, as those of Kubernetes do, often end in a line break.
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX, extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True
+        env_prefix=_PREFIX,
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        str_strip_whitespace=True,
+        use_attribute_docstrings=True,
     )
 
     home: Path = Path(".tvmflow")
@@ -188,8 +216,8 @@ class Settings(BaseSettings):
 
     @cached_property
     def state(self) -> Path:
-        """The state folder as an absolute path."""
-        return self.home.expanduser().absolute()
+        """The state folder as an absolute path. Raises SettingsError for the home folder of an unknown user."""
+        return full_path(self.home)
 
 
 def load() -> Settings:

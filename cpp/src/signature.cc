@@ -76,8 +76,8 @@ bool Verifies(EVP_PKEY* key, const std::string& message, const std::vector<unsig
 
 TrustedKeys::TrustedKeys() {
   const char* variable = std::getenv("TVMFLOW_TRUSTED_KEYS");
-  std::string list = variable == nullptr ? "" : variable;
-  list += ':';
+  const std::string value = variable == nullptr ? "" : variable;
+  const std::string list = value + ':';
   for (size_t begin = 0, end; (end = list.find(':', begin)) != std::string::npos; begin = end + 1) {
     if (end == begin) continue;
     PublicKey key = Load(list.substr(begin, end - begin));
@@ -85,6 +85,10 @@ TrustedKeys::TrustedKeys() {
     size_t size = raw.size();
     if (EVP_PKEY_get_raw_public_key(key.get(), raw.data(), &size) != 1) throw Error("a trusted key has no public part");
     keys_.emplace(Hexadecimal(raw.data(), size), std::move(key));
+  }
+  if (!value.empty() && keys_.empty()) {
+    throw Error("TVMFLOW_TRUSTED_KEYS is '" + value +
+                "', which names no key; name the files of public keys, or unset it to accept what nobody has signed");
   }
 }
 

@@ -16,7 +16,8 @@ using PublicKey = std::unique_ptr<EVP_PKEY, void (*)(EVP_PKEY*)>;
 // The public keys that this machine trusts, by their 64 hexadecimal digits.
 class TrustedKeys {
  public:
-  // Reads the files of the list TVMFLOW_TRUSTED_KEYS, in PEM. Throws Error for a file without an Ed25519 key.
+  // Reads the files of the list TVMFLOW_TRUSTED_KEYS, in PEM. Throws Error for a file without an Ed25519 key, and for a
+  // list that is not empty and names no file.
   TrustedKeys();
 
   // Throws Error for a signature in another form than tvmflow's, and Unusable unless one of the keys has signed the

@@ -315,6 +315,10 @@ def test_trusted_keys_are_listed_as_a_path_is(monkeypatch: pytest.MonkeyPatch) -
         else:
             monkeypatch.setenv("TVMFLOW_TRUSTED_KEYS", value)
         assert trusted_keys() == expected
+    # Of variables that were to be joined, none was set.
+    monkeypatch.setenv("TVMFLOW_TRUSTED_KEYS", os.pathsep)
+    with pytest.raises(SettingsError, match="TVMFLOW_TRUSTED_KEYS is ':', which names no key; name the files"):
+        trusted_keys()
 
 
 def test_a_signature_is_of_these_bytes_by_a_trusted_key(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_every_store_is_collected_once_and_an_alias_keeps_its_release(settings: 
         with open_store(settings, spec.store) as store:
             publish(store, registry, name, 3)
     registry.set_alias("two", "favourite", "1")
+    (settings.state / "models" / "two copy.json").write_text("made by hand")
     assert len(list_sections(settings)) == 2
     planned = collect(settings, NEWEST, dry_run=True)
     assert collect(settings, NEWEST) == planned

@@ -1,11 +1,12 @@
 """Settings: the environment overrides the file, the file overrides the defaults, and secrets stay hidden."""
 
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 
-from tvmflow import settings
+from tvmflow import fetch, services, settings
 from tvmflow.errors import SettingsError
 
 
@@ -40,6 +41,41 @@ def test_the_environment_comes_before_the_file(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TVMFLOW_S3_BUCKET", "others")
     assert settings.load().s3_bucket == "others"
     assert settings.load().s3_prefix == "team"
+
+
+def test_a_user_without_a_home_folder_must_say_where_the_state_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a container has one that runs under any user id."""
+
+    def fail(user: int) -> None:
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", fail)
+    words = "no home folder for that user; set TVMFLOW_HOME"
+    with pytest.raises(SettingsError, match=words), services.open_store(settings.load()):
+        pass
+    with pytest.raises(SettingsError, match=words):
+        fetch.cache_folder(settings.load())
+    monkeypatch.setenv("TVMFLOW_HOME", "state")
+    with services.open_store(settings.load()) as store:
+        assert store.config.memory == tmp_path / "state" / "seen"
+    assert fetch.cache_folder(settings.load()) == tmp_path / "state" / "bundles"
+
+
+def test_the_home_folder_of_an_unknown_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMFLOW_S3_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("TVMFLOW_S3_FOLDER", "~nobody-of-that-name/s3")
+    with (
+        pytest.raises(SettingsError, match="'~nobody-of-that-name/s3' is not known"),
+        services.open_store(settings.load()),
+    ):
+        pass
+    monkeypatch.setenv("TVMFLOW_HOME", "~nobody-of-that-name/state")
+    with pytest.raises(SettingsError, match="'~nobody-of-that-name/state' is not known"):
+        settings.load()
 
 
 @pytest.mark.parametrize("setting", ["mlflow_tracking_uri", "prefect_api_url", "work_pool"])
@@ -123,6 +159,16 @@ def test_secrets_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any(secret in text for secret in ("hush-hush", "whispered", "murmured"))
     assert loaded.s3_secret_key is not None
     assert loaded.s3_secret_key.get_secret_value() == "hush-hush"
+
+
+def test_a_line_break_at_the_end_belongs_to_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("S3_ACCESS_KEY", "S3_SECRET_KEY", "S3_SESSION_TOKEN", "S3_ENDPOINT", "MLFLOW_TRACKING_URI"):
+        monkeypatch.setenv(f"TVMFLOW_{name}", "http://a\n")
+    loaded = settings.load()
+    for secret in (loaded.s3_access_key, loaded.s3_secret_key, loaded.s3_session_token):
+        assert secret is not None
+        assert secret.get_secret_value() == "http://a"
+    assert loaded.s3_endpoint == loaded.mlflow_tracking_uri == "http://a"
 
 
 def test_a_wrong_setting_does_not_show_the_secrets_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,10 @@ def test_a_trusted_key_that_is_none_is_refused_with_its_file(runner: Runner, bun
         path.write_bytes(content)
         refusal = runner.refusal(bundle, env={"TVMFLOW_TRUSTED_KEYS": str(path)})
         assert refusal == f"'{path}' is no Ed25519 key in PEM without a password; `tvmflow keygen` makes a pair"
+    # Of variables that were to be joined, none was set.
+    assert runner.refusal(bundle, env={"TVMFLOW_TRUSTED_KEYS": ":"}).startswith(
+        "TVMFLOW_TRUSTED_KEYS is ':', which names"
+    )
     for path in (tmp_path / "nowhere", tmp_path):
         assert f"key '{path}' cannot be read" in runner.refusal(bundle, env={"TVMFLOW_TRUSTED_KEYS": str(path)})
 

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from flows import reconcile
 from tvmflow.bundle import keygen
-from tvmflow.services import open_store
+from tvmflow.services import open_services, open_store
 from tvmflow.settings import Settings
 from tvmflow.store import channels
+from tvmflow.triggers import load
 
 Findings = list[tuple[str, str, str]]
 
@@ -95,6 +98,23 @@ def test_a_release_says_which_source_version_it_is_of(house: House, findings: li
     experiment = client.get_experiment_by_name("tvmflow").experiment_id
     runs = client.search_runs([experiment], "tags.`tvmflow.source` = 'net/2'")
     assert [run.data.tags["tvmflow.verdict"] for run in runs] == ["passed"]
+
+
+def test_of_a_file_without_channels_aliases_that_no_channel_can_have_are_left_alone(
+    house: House, findings: list[Findings]
+) -> None:
+    file = house.file.with_name("without-channels.yaml")
+    file.write_text(yaml.safe_dump({**yaml.safe_load(house.file.read_text()), "channels": {}}))
+    client = house.machine.mlflow
+    client.set_registered_model_alias("reconciled", "größe", "1")
+    client.set_registered_model_alias("reconciled", "next-wanted", "1")
+    (entry,) = load((file,)).entries
+    try:
+        with open_services(Settings(home=house.machine.home), entry.spec.store, entry.spec.registry) as services:
+            assert reconcile._channels(services, entry) == ["next", "staging"]
+    finally:
+        for alias in ("größe", "next-wanted"):
+            client.delete_registered_model_alias("reconciled", alias)
 
 
 @pytest.mark.long

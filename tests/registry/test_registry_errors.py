@@ -12,6 +12,7 @@ import pytest
 
 from tvmflow.errors import RegistryError, RegistryUnavailableError, SettingsError
 from tvmflow.registry import Registry, RegistryConfig, embedded_registry
+from tvmflow.registry.config import without_secrets
 
 # Nothing listens on the discard port of a host without inetd.
 NOBODY = "127.0.0.1:9"
@@ -76,6 +77,19 @@ def test_a_refusal_is_one_sentence_without_the_password(server: str) -> None:
         registry.set_alias("nothing", "production", "1")
     assert "\n" not in str(caught.value)
     assert "sesame" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("password", ["open/sesame", "12/sesame", "open?sesame", "open#sesame", "o[sesame", "o sesame"])
+def test_a_password_that_is_not_escaped_is_refused_and_never_shown(password: str) -> None:
+    with pytest.raises(SettingsError, match="of its password as %XX") as caught:
+        RegistryConfig(f"http://ann:{password}@{NOBODY}")
+    assert NOBODY in str(caught.value)
+    assert "sesame" not in str(caught.value)
+
+
+def test_passwords_are_cut_out_of_a_sentence_whatever_they_hold() -> None:
+    sentence = "http://ann:a/b@c@host/x refused, sqlite:////tmp/a@b/mlflow.db and http://other/y did not"
+    assert without_secrets(sentence) == sentence.replace("ann:a/b@c@", "")
 
 
 @pytest.mark.parametrize("uri", ["", "mlruns", "file:///tmp/mlruns", "databricks", "http://", "sqlite:///:memory:"])

@@ -14,10 +14,10 @@ import pytest
 from support.channels import move_channel
 from support.rclone import rclone_s3
 from support.releases import describe_bundle, make_release
-from tvmflow import runtime
+from tvmflow import fetch, runtime, settings
 from tvmflow.bundle import keygen, sha256_file, sign
 from tvmflow.errors import BundleError, StatementError, StoreError
-from tvmflow.store import ReleaseStore, StoreConfig, channels
+from tvmflow.store import ReleaseStore, StoreConfig, channels, parse_uri
 from tvmflow.target import host
 
 Repack = Callable[..., Path]
@@ -61,6 +61,14 @@ def publish(store: ReleaseStore) -> Publish:
         store.publish(release, [(path, sha256_file(path)) for path in bundles.values()])
 
     return write
+
+
+def clear_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder whose `home` is the state folder, without any other setting."""
+    monkeypatch.chdir(folder)
+    for name in [name for name in os.environ if name.startswith("TVMFLOW_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TVMFLOW_HOME", str(folder / "home"))
 
 
 def runs(place: str) -> str:
@@ -199,12 +207,47 @@ def test_where_keys_are_trusted_a_release_runs_with_their_signatures_only(
 def test_without_a_store_the_settings_are_named_and_nothing_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("TVMFLOW_")]:
-        monkeypatch.delenv(name)
-    with pytest.raises(StoreError, match="set TVMFLOW_S3_ENDPOINT, or TVMFLOW_S3_BUCKET"):
-        runtime.load("release://digits@production")
+    clear_settings(tmp_path, monkeypatch)
+    monkeypatch.delenv("TVMFLOW_HOME")
+    for address in ("release://digits@production", "s3://tvmflow/blobs/model.tar.gz"):
+        with pytest.raises(StoreError, match="set TVMFLOW_S3_ENDPOINT, or TVMFLOW_S3_BUCKET"):
+            runtime.load(address)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("bucket", ["tvmflow", "named-in-a-release-file"])
+def test_without_a_server_an_object_of_the_state_folder_is_read_there(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: str
+) -> None:
+    clear_settings(tmp_path, monkeypatch)
+    folder = tmp_path / "home" / "s3" / bucket
+    store = ReleaseStore(StoreConfig(bucket, folder=folder))
+    store.objects.prepare()
+    store.objects.put("by-hand/model.tar.gz", bundle.read_bytes(), "planting a bundle")
+    for uri in (store.objects.uri("by-hand/model.tar.gz"), store.put_blob(bundle, sha256_file(bundle))):
+        assert [path.read_bytes() for path in fetch.bundles(uri)] == [bundle.read_bytes()]
+    with pytest.raises(StoreError, match=f"There is no object s3://{bucket}/nothing in the folder {folder}: correct"):
+        list(fetch.bundles(f"s3://{bucket}/nothing"))
+
+
+def test_the_folder_of_a_server_has_its_other_buckets_too(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clear_settings(tmp_path, monkeypatch)
+    monkeypatch.setenv("TVMFLOW_S3_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("TVMFLOW_S3_PREFIX", "team")
+    monkeypatch.setenv("TVMFLOW_S3_FOLDER", str(tmp_path / "data"))
+    (tmp_path / "data" / "others").mkdir(parents=True)
+    (tmp_path / "data" / "others" / "model.tar.gz").write_bytes(bundle.read_bytes())
+    assert [path.read_bytes() for path in fetch.bundles("s3://others/model.tar.gz")] == [bundle.read_bytes()]
+
+
+def test_without_a_server_a_bucket_that_is_not_here_is_amazons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clear_settings(tmp_path, monkeypatch)
+    with fetch._store_of(settings.load(), parse_uri("s3://elsewhere/key")) as store:
+        assert store.config.server == "Amazon S3 in us-east-1"
+        assert store.config.uri == "s3://elsewhere"
+    assert not (tmp_path / "home").exists()
 
 
 def test_without_a_home_bundles_are_kept_with_the_users_caches(

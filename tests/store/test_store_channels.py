@@ -255,6 +255,8 @@ def test_the_channels_of_a_name_are_listed(store: ReleaseStore) -> None:
     assert channels.list_all(store, "resnet") == []
     for channel in ("staging", "production"):
         channels.wish(store, "resnet", channel, "1", who="ann", why="test")
+    for odd in ("staging copy.json", "._staging.json", ".json", "notes.txt", "old/staging.json"):
+        store.objects.put(f"channels/resnet/{odd}", b"", "making a copy by hand")
     assert [item.channel for item in channels.list_all(store, "resnet")] == ["production", "staging"]
     assert channels.list_all(store, "res") == []
 

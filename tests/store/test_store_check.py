@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import http.server
+import re
 import secrets
 import socket
 import threading
@@ -14,7 +15,7 @@ import pytest
 from botocore.compat import get_current_datetime
 
 from support.releases import make_release
-from tvmflow.errors import StoreError
+from tvmflow.errors import StoreError, StoreUnavailableError
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.store import client as client_module
 
@@ -119,10 +120,30 @@ def test_credentials_that_may_only_read_are_reported() -> None:
     assert "does not allow these credentials to act on the bucket 'releases' (AccessDenied while writing" in sentence
 
 
+@pytest.mark.parametrize(
+    ("get", "put"),
+    [
+        ((500, "<!doctype html><p>Oops"), (200, "")),
+        ((429, ""), (200, "")),
+        ((404, "<Error><Code>NoSuchBucket</Code></Error>"), (503, "<Error><Code>SlowDownWrite</Code></Error>")),
+    ],
+)
+def test_a_server_that_is_overloaded_or_failing_is_asked_again_later(
+    get: tuple[int, str], put: tuple[int, str]
+) -> None:
+    with (
+        _answering({"GET": get, "PUT": put}) as endpoint,
+        pytest.raises(StoreUnavailableError, match="is failing or overloaded"),
+    ):
+        ReleaseStore(_somewhere(endpoint)).check()
+
+
 @pytest.mark.parametrize("status", [200, 400, 404, 500])
 def test_a_server_that_is_no_s3_is_reported(status: int) -> None:
     with _answering({"GET": (status, "<!doctype html><p>Hello")}) as endpoint:
-        assert f"the S3 endpoint {endpoint} is not an S3 server" in _refusal(_somewhere(endpoint))
+        sentence = _refusal(_somewhere(endpoint))
+    assert endpoint in sentence
+    assert re.search("is not an S3 server|correct the endpoint if it is no S3 server", sentence)
 
 
 def test_a_servers_words_are_passed_on_without_the_secrets_in_them() -> None:

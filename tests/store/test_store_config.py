@@ -78,6 +78,14 @@ def test_limits_that_cannot_work_are_refused(field: str, value: float) -> None:
         StoreConfig("releases", **{field: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("field", ["access_key", "secret_key", "session_token"])
+def test_credentials_of_several_lines_are_refused_and_not_shown(field: str) -> None:
+    credentials = {"access_key": "a", "secret_key": "s", field: "hush\nhush"}
+    with pytest.raises(SettingsError, match="credentials have a line break") as refusal:
+        StoreConfig("releases", **credentials)  # type: ignore[arg-type]
+    assert "hush" not in str(refusal.value)
+
+
 def test_an_address_is_split_into_bucket_and_key() -> None:
     uri = parse_uri("s3://releases/some/prefix/blobs/sha256/00")
     assert uri == S3Uri("releases", "some/prefix/blobs/sha256/00")
@@ -96,7 +104,7 @@ def test_an_address_is_split_into_bucket_and_key() -> None:
             "s3:///key",
             "s3://releases//a",
         ),
-        *("s3://releases/a/", "s3://Upper/key"),
+        *("s3://releases/a/", "s3://Upper/key", "s3://releases/../a", "s3://releases/a/./b"),
     ],
 )
 def test_what_is_no_address_of_an_object_is_refused(uri: str) -> None:

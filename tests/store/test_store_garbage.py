@@ -1,6 +1,7 @@
 """Garbage of a release store: what anything refers to stays whole, the rest goes, at whatever moment it is killed."""
 
 import datetime
+import errno
 import hashlib
 import json
 import os
@@ -127,17 +128,62 @@ def test_nothing_younger_than_a_day_goes(
     assert Garbage(store, NEWEST, never).find() == []
 
 
-@pytest.mark.parametrize("key", ["channels/resnet/production.json", "releases/resnet/1/release.json"])
+# The second release stays, and what it needs is not known.
+@pytest.mark.parametrize("content", [b"{", b""], ids=["half", "empty"])
+@pytest.mark.parametrize(
+    "key", ["channels/resnet/production", "releases/resnet/1/release", "releases/resnet/2/release"]
+)
 def test_nothing_goes_while_a_document_cannot_be_read(
-    store: ReleaseStore, publish: Callable[[str], str], key: str
+    store: ReleaseStore, publish: Callable[[str], str], key: str, content: bytes
 ) -> None:
     for version in "12":
         publish(version)
-    store.objects.put(key, b"{", "damaging a document")
+    store.objects.put(f"{key}.json", content, "damaging a document")
     before = keys(store)
     with pytest.raises(StoreError, match="is damaged"):
         Garbage(store, NEWEST, never).collect("ann")
     assert keys(store) == before
+
+
+@pytest.mark.parametrize("prefix", ["releases", "work", "releases/resnet", "blobs"])
+def test_a_store_whose_prefix_is_a_folder_of_this_one_stays(
+    local: StoreConfig, write_file: WriteFile, prefix: str
+) -> None:
+    inner = ReleaseStore(replace(local, prefix=f"{local.prefix}/{prefix}"))
+    publish_to(inner, "1", write_file)
+    move(inner, "production", "1")
+    assert Garbage(ReleaseStore(local), NEWEST, never).find() == []
+
+
+@pytest.mark.parametrize("folder", ["releases", "releases/resnet", "channels/resnet"])
+def test_nothing_goes_while_a_folder_cannot_be_read(
+    local: StoreConfig, local_folder: Path, write_file: WriteFile, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    store = ReleaseStore(local)
+    for version in "12":
+        publish_to(store, version, write_file)
+    move(store, "production", "1")
+    scan = os.scandir
+
+    def fail(place: Any) -> Any:
+        if Path(place) == local_folder / folder:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(place))
+        return scan(place)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(StoreError, match=r"cannot be used while listing (releases|channels/resnet)/: Input/output"):
+        Garbage(store, NEWEST, never).find()
+
+
+def test_releases_of_a_folder_that_was_moved_to_another_disk_stay(
+    local: StoreConfig, local_folder: Path, write_file: WriteFile, tmp_path: Path
+) -> None:
+    store = ReleaseStore(local)
+    publish_to(store, "1", write_file)
+    (local_folder / "releases" / "resnet").rename(tmp_path / "resnet")
+    (local_folder / "releases" / "resnet").symlink_to(tmp_path / "resnet")
+    assert Garbage(store, NEWEST, never).find() == []
+    assert store.list_versions("resnet") == ["1"]
 
 
 def test_a_release_whose_blobs_are_sent_before_its_document_is_waited_for(

@@ -1,6 +1,10 @@
 """Objects of every backend; the shared workspace and shared tuning records on a server that honours conditions."""
 
+import errno
+import fcntl
 import hashlib
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -132,6 +136,62 @@ def test_a_folder_shows_whole_objects_alone(tmp_path: Path) -> None:
     assert objects.get("a") == b"half whole"
     assert [path.name for path in folder.iterdir()] == ["a"]
     assert not list(tmp_path.rglob(".partial-*"))
+
+
+def test_a_write_to_a_folder_is_on_the_disk_when_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The content before its name, each new folder in the one above it, and a name that is gone."""
+    folder = tmp_path / "s3" / "releases"
+    objects = open_objects(StoreConfig("releases", folder=folder))
+    synced: list[str] = []
+
+    def record(descriptor: int) -> None:
+        place = Path(f"/proc/self/fd/{descriptor}").readlink()
+        listing = "".join(sorted(entry.name for entry in place.iterdir())) if place.is_dir() else "content"
+        synced.append(f"{place.name}: {listing}")
+        if place.is_dir():
+            raise OSError(errno.EINVAL, "a file system that cannot sync folders")
+
+    monkeypatch.setattr(os, "fsync", record)
+
+    def take() -> list[str]:
+        places = [re.sub(r"^\.partial-\w+", "partial", place) for place in synced]
+        synced.clear()
+        return places
+
+    objects.prepare()
+    assert take() == ["s3: releases", f"{tmp_path.name}: s3"]
+    objects.put("a/b/c", b"1", "writing")
+    assert take() == ["a: b", "releases: a", "partial: content", "b: c"]
+    objects.put_in_parts("a/b/d", [b"1", b"2"], "writing")
+    assert take() == ["partial: content", "b: cd"]
+    assert objects.create("a/b/e", b"1")
+    assert take() == ["partial: content", "b: cde"]
+    objects.delete("a/b/d", "deleting")
+    assert take() == ["b: ce"]
+
+
+def test_a_folder_on_a_file_system_without_locks_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(StoreError, match=r"lock .*\.releases\.lock cannot be taken: No locks available"):
+        open_objects(StoreConfig("releases", folder=tmp_path / "s3" / "releases")).create("a", b"1")
+
+
+def test_a_folder_whose_disk_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = open_objects(StoreConfig("releases", folder=tmp_path / "s3" / "releases"))
+    objects.prepare()
+
+    def fail(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().is_dir():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StoreError, match="cannot be used while writing: Input/output error"):
+        objects.put("a", b"1", "writing")
 
 
 def test_a_folder_has_no_object_below_another(tmp_path: Path) -> None:

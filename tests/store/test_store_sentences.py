@@ -9,7 +9,7 @@ import pytest
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
-from tvmflow.errors import StoreError
+from tvmflow.errors import StoreError, StoreUnavailableError
 from tvmflow.store import StoreConfig
 from tvmflow.store import client as client_module
 from tvmflow.store.client import code_of, connect, explained
@@ -49,7 +49,6 @@ def _answer(code: str, message: str = "", date: str | None = None, status: int =
         ("IllegalLocationConstraintException", "correct the region"),
         ("301", "correct the region"),
         ("SlowDown", "overloaded (SlowDown while trying it)"),
-        ("503", "try again later"),
         ("RequestTimeTooSkewed", "set the clock"),
         ("404", "is not an S3 server"),
         ("Odd", "(Odd: no explanation)"),
@@ -57,6 +56,29 @@ def _answer(code: str, message: str = "", date: str | None = None, status: int =
 )
 def test_an_error_of_the_server_is_one_sentence(code: str, part: str) -> None:
     assert part in _sentence(_answer(code))
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        *((503, "SlowDown"), (503, "SlowDownWrite"), (503, "XMinioServerNotInitialized")),
+        *((503, "RequestLimitExceeded"), (429, "TooManyRequests"), (429, "429"), (500, "500"), (502, "502")),
+        *((504, "504"), (400, "RequestTimeout")),
+    ],
+)
+def test_releases_wait_for_a_server_that_is_overloaded_or_failing(status: int, code: str) -> None:
+    words = rf"overloaded \({code} while trying it\): try again later"
+    with pytest.raises(StoreUnavailableError, match=words), explained(CONFIG, "trying it"):
+        raise _answer(code, status=status)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(403, "403"), (404, "404"), (501, "NotImplemented"), (507, "StorageFull")]
+)
+def test_nobody_waits_for_a_server_that_refuses(status: int, code: str) -> None:
+    with pytest.raises(StoreError) as refusal, explained(CONFIG, "trying it"):
+        raise _answer(code, status=status)
+    assert not isinstance(refusal.value, StoreUnavailableError)
 
 
 def test_the_servers_explanation_is_quoted_without_secrets() -> None:

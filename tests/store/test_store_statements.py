@@ -20,6 +20,7 @@ from tvmflow.store import ReleaseStore, StoreConfig, channels
 from tvmflow.store.channel_document import Channel
 from tvmflow.store.highest import Highest
 from tvmflow.store.keys import channel_key, release_key, statement_key
+from tvmflow.store.signers import Signer, list_signers
 
 WriteFile = Callable[[bytes], tuple[Path, str]]
 Trust = Callable[..., None]
@@ -227,6 +228,26 @@ def test_a_signed_channel_is_followed(host: ReleaseStore, production: Channel, k
     assert production.statement is not None
     assert production.statement.signer == public_key(key)
     assert read_version(host) == "2"
+
+
+def test_the_signers_are_those_of_the_documents_that_were_checked(
+    host: ReleaseStore, production: Channel, key: Path, other_key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody signs both documents with another key as soon as they have been read."""
+    places = {channel_key("resnet", "production"), statement_key("resnet", "2")}
+    read = host.objects.read
+    before = {place: read(place) for place in places}
+    with monkeypatch.context() as patch:
+        patch.delenv("TVMFLOW_TRUSTED_KEYS")
+        host.sign_release("resnet", "2", other_key)
+        other = ReleaseStore(replace(host.config, signing_key=other_key, memory=None))
+        channels.sign_channel(other, "resnet", "production")
+    monkeypatch.setattr(host.objects, "read", lambda place: before.pop(place) if place in before else read(place))
+    signers = list_signers(host, "resnet", None, "production", tmp_path, [key.with_name("key.pub")])
+    assert [next(signers), next(signers)] == [
+        Signer(what="channel resnet@production", key=public_key(key)),
+        Signer(what="release resnet 2", key=public_key(key)),
+    ]
 
 
 def test_a_wish_and_its_end_need_no_key(

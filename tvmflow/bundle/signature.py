@@ -95,8 +95,18 @@ def signer(signature: bytes, source: str) -> str:
 
 
 def trusted_keys() -> tuple[Path, ...]:
-    """Return the paths of public keys in TVMFLOW_TRUSTED_KEYS, a list like PATH; empty: no signature is needed."""
-    return tuple(Path(item) for item in os.environ.get(TRUSTED_KEYS_VARIABLE, "").split(os.pathsep) if item)
+    """Return the paths of public keys in TVMFLOW_TRUSTED_KEYS, a list like PATH; empty: no signature is needed.
+
+    Raises SettingsError for a value that is not empty and names no key.
+    """
+    value = os.environ.get(TRUSTED_KEYS_VARIABLE, "")
+    keys = tuple(Path(item) for item in value.split(os.pathsep) if item)
+    if value and not keys:
+        raise SettingsError(
+            f"{TRUSTED_KEYS_VARIABLE} is {value!r}, which names no key; name the files of public keys, or unset it to "
+            "accept what nobody has signed"
+        )
+    return keys
 
 
 def check(manifest: bytes, signature: bytes | None, trusted: Sequence[Path], source: str) -> None:

@@ -7,11 +7,12 @@ from urllib.parse import urlsplit
 
 from tvmflow.errors import SettingsError
 
-_USER_INFO = re.compile(r"(?<=://)[^/\s]*@")
+# A password may have a slash or an @, where nobody has escaped it. A third slash begins a path.
+_USER_INFO = re.compile(r"(?<=://)(?!/)\S*@")
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with `user:password@` removed from the addresses in it."""
+    """Return the text with `user:password@` removed from the addresses in it, up to the last `@` of each."""
     return _USER_INFO.sub("", text)
 
 
@@ -33,11 +34,11 @@ class RegistryConfig:
 
     def __post_init__(self) -> None:
         for uri in self.uris:
-            scheme, host = urlsplit(uri)[:2]
-            if not (scheme in ("http", "https") and host) and not _sqlite_path(uri):
+            if not _names_server(uri) and not _sqlite_path(uri):
                 raise SettingsError(
-                    f"the registry's address {without_secrets(uri)!r} is not one of http://..., https://... "
-                    f"or sqlite:///FILE; name the MLflow server's address"
+                    f"the registry's address {without_secrets(''.join(uri.split()))!r} is not one of http://..., "
+                    "https://... or sqlite:///FILE; name the MLflow server's address, with special characters of its "
+                    "password as %XX"
                 )
 
     @property
@@ -73,6 +74,17 @@ def embedded_registry(folder: Path) -> RegistryConfig:
     artifacts = folder / "artifacts"
     artifacts.mkdir(parents=True, exist_ok=True)
     return RegistryConfig(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}", artifact_root=artifacts.as_uri())
+
+
+def _names_server(uri: str) -> bool:
+    """Whether an address is of an HTTP server, and a password in it ends where the host begins."""
+    try:
+        parts = urlsplit(uri)
+        parts.port  # noqa: B018 - it raises for one that is no number
+    except ValueError:
+        return False
+    is_whole = not re.search(r"\s", uri) and ("@" in parts.netloc or "@" not in uri)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_whole
 
 
 def sqlite_file(uri: str) -> Path | None:

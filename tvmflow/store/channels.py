@@ -22,7 +22,7 @@ from tvmflow.spec.fields import explain_channel
 from tvmflow.store import leases
 from tvmflow.store.channel_document import Channel, ChannelClaim, Move, PolicyChange, Wish, WishEnd
 from tvmflow.store.highest import Highest
-from tvmflow.store.keys import channel_key, require_name
+from tvmflow.store.keys import NAME, channel_key, require_name
 from tvmflow.store.releases import ReleaseStore
 from tvmflow.store.statements import Subject, check, peek, sign
 
@@ -68,14 +68,22 @@ def read_version(store: ReleaseStore, name: str, channel: str, trusted: Sequence
     used; StatementError for a statement that is missing, that has expired, that is older than one that this host has
     seen, or that differs from the channel or its release.
     """
+    return read_held(store, name, channel, trusted_keys() if trusted is None else trusted)[1]
+
+
+def read_held(store: ReleaseStore, name: str, channel: str, trusted: Sequence[Path]) -> tuple[Channel, str]:
+    """Return a channel and the version that it holds, both of one read.
+
+    One of the keys in the files `trusted` must have signed the statement on the channel; if there are none, it is not
+    checked. Raises StoreError for a channel that holds none or was never used; StatementError for a statement that does
+    not hold.
+    """
     document = read(store, name, channel)
-    version = document.version
-    trusted = trusted_keys() if trusted is None else trusted
     if trusted:
         check_statement(store, document, trusted)
-    if version is None:
+    if document.version is None:
         raise StoreError(f"The channel {name}@{channel} in {store.config.uri} holds nothing: promote a release to it.")
-    return version
+    return document, document.version
 
 
 def check_statement(store: ReleaseStore, document: Channel, trusted: Sequence[Path]) -> ChannelClaim | None:
@@ -480,8 +488,10 @@ def _now() -> str:
 def _list_channels(store: ReleaseStore, name: str) -> list[str]:
     require_name("name", name)
     prefix = f"channels/{name}/"
-    keys = (entry.key.removeprefix(prefix) for entry in store.objects.list_objects(prefix))
-    return sorted(key.removesuffix(".json") for key in keys if key.endswith(".json") and "/" not in key)
+    keys = [entry.key for entry in store.objects.list_objects(prefix) if entry.key.endswith(".json")]
+    names = (key.removeprefix(prefix).removesuffix(".json") for key in keys)
+    # Other files, such as copies made by hand, are no channels.
+    return sorted(name for name in names if NAME.fullmatch(name))
 
 
 def _read(store: ReleaseStore, name: str, channel: str) -> tuple[Channel, str | None]:

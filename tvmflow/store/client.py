@@ -30,7 +30,9 @@ _REFUSED_KEYS = {
 }
 _FORBIDDEN = {"403", "AccessDenied", "AllAccessDisabled", "AccountProblem", "Forbidden"}
 _SKEWED = {"RequestExpired", "RequestTimeTooSkewed"}
-_BUSY = {"502", "503", "504", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
+# Servers of other makers have their own names for being overloaded or failing, or none: the HTTP status tells.
+_BUSY_STATUSES = {429, 500, 502, 503, 504}
+_BUSY = {"InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
 # S3 allows 15 minutes. From here on a server that only says "denied" is taken to complain about the clock.
 _SUSPICIOUS_SKEW_SECONDS = 300
 _FEW_LETTERS = 3
@@ -85,7 +87,7 @@ def explained(config: StoreConfig, action: str) -> Iterator[None]:
     try:
         yield
     except ClientError as error:
-        kind = StoreUnavailableError if code_of(error) in _BUSY else StoreError
+        kind = StoreUnavailableError if is_busy(error) else StoreError
         raise kind(_without_secrets(config, _explain_answer(config, action, error))) from error
     except BotoCoreError as error:
         kind = StoreUnavailableError if isinstance(error, _silences()) else StoreError
@@ -113,6 +115,16 @@ def code_of(error: ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", "unknown"))
 
 
+def is_busy(error: ClientError) -> bool:
+    """Return whether a server says that it is failing or overloaded for now."""
+    return status_of(error) in _BUSY_STATUSES or code_of(error) in _BUSY
+
+
+def status_of(error: ClientError) -> int | None:
+    """Return the HTTP status of an error, None if it has none."""
+    return error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+
+
 def _explain_answer(config: StoreConfig, action: str, error: ClientError) -> str:
     code = code_of(error)
     server = config.server
@@ -131,10 +143,12 @@ def _explain_answer(config: StoreConfig, action: str, error: ClientError) -> str
         return f"The bucket {config.bucket!r} does not exist at {server}: create it or correct its name."
     if code in ("PermanentRedirect", "IllegalLocationConstraintException", "301"):
         return f"The bucket {config.bucket!r} is in another region than {config.region!r}: correct the region."
-    if code in _BUSY:
-        return f"{_capital(server)} is failing or overloaded ({code} while {action}): try again later."
+    # S3's errors have names; a bare HTTP status comes from another kind of server, or from one in trouble. botocore
+    # gives the status 500 to an answer that is no XML, too.
+    if is_busy(error):
+        also = ", or correct the endpoint if it is no S3 server" if code.isdigit() else ""
+        return f"{_capital(server)} is failing or overloaded ({code} while {action}): try again later{also}."
     if code.isdigit():
-        # S3's errors have names; a bare HTTP status comes from another kind of server, or from one in trouble.
         return (
             f"The server at {server} is not an S3 server, or it is failing (HTTP status {code} while {action}): "
             "correct the endpoint, or see the server's log."

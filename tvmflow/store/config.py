@@ -71,6 +71,10 @@ class StoreConfig:
             )
         if self.session_token is not None and self.access_key is None:
             raise SettingsError("The release store has a session token alone: give its access key and secret key too.")
+        if not all((text or "").isprintable() for text in (self.access_key, self.secret_key, self.session_token)):
+            raise SettingsError(
+                "The release store's credentials have a line break or another control character: give each in one line."
+            )
         if self.connect_timeout <= 0 or self.read_timeout <= 0 or self.attempts < 1:
             raise SettingsError("The release store's timeouts must be above 0 seconds and its attempts at least 1.")
         if self.part_size < _SMALLEST_PART:
@@ -124,6 +128,6 @@ def parse_uri(uri: str) -> S3Uri:
     """Split `s3://BUCKET/KEY` into bucket and key. Raises StoreError for any other text."""
     scheme, _, rest = uri.partition("://")
     bucket, _, key = rest.partition("/")
-    if scheme != "s3" or not _BUCKET.fullmatch(bucket) or not key or "" in key.split("/"):
+    if scheme != "s3" or not _BUCKET.fullmatch(bucket) or not key or not {"", ".", ".."}.isdisjoint(key.split("/")):
         raise StoreError(f"{uri!r} is not the address of an object on S3: expected s3://BUCKET/KEY.")
     return S3Uri(bucket, key)

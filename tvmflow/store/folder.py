@@ -2,7 +2,9 @@
 
 import contextlib
 import datetime
+import errno
 import hashlib
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +21,9 @@ PARTIAL = ".partial-"
 class FolderObjects(ObjectStore):
     """The objects in `folder`, which is the bucket. All writers are processes of this machine.
 
-    Each file is renamed into place when it is complete. The lock file and unfinished files lie beside the folder, where
-    no listing shows them.
+    Each file is renamed into place when it is complete and on the disk. What a method has written or deleted when it
+    returns stays so after a power cut, so that no document appears without the objects that were written before it. The
+    lock file and unfinished files lie beside the folder, where no listing shows them.
     """
 
     def __init__(self, config: StoreConfig, folder: Path) -> None:
@@ -31,7 +34,7 @@ class FolderObjects(ObjectStore):
     def prepare(self) -> None:
         """Create the folder if it is missing. Raises StoreError."""
         with self._explained("creating the folder"):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            _make_folder(self._folder)
 
     def require_conditions(self) -> None:
         """Do nothing: all writers are processes of this machine, and `create` and `replace` hold a file lock."""
@@ -43,7 +46,7 @@ class FolderObjects(ObjectStore):
         with self._explained(f"listing {prefix}"):
             keys = [
                 key
-                for folder, _, files in os.walk(top)
+                for folder, _, files in os.walk(top, onerror=_require_absence, followlinks=True)
                 for key in (str((Path(folder) / file).relative_to(self._folder)) for file in files)
                 if key.startswith(full_prefix)
             ]
@@ -91,7 +94,7 @@ class FolderObjects(ObjectStore):
         with locked(self._lock):
             entry = self.read(key)
             if entry is None:
-                self._write(key, [content], f"writing {key}", is_document=True)
+                self._write(key, [content], f"writing {key}")
         return entry is None or entry.content == content
 
     def replace(self, key: str, content: bytes, tag: str) -> bool:
@@ -104,7 +107,7 @@ class FolderObjects(ObjectStore):
             entry = self.read(key)
             if entry is None or entry.tag != tag:
                 return False
-            self._write(key, [content], f"writing {key}", is_document=True)
+            self._write(key, [content], f"writing {key}")
         return True
 
     def put(self, key: str, content: bytes, action: str) -> None:
@@ -120,17 +123,19 @@ class FolderObjects(ObjectStore):
 
     def delete(self, key: str, action: str) -> None:
         """Delete an object, if it exists; `action` completes "while ..." in the StoreError."""
+        path = self._path(key)
         with self._explained(action), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            self._path(key).unlink()
+            path.unlink()
+            _sync(path.parent)
 
     def _path(self, key: str) -> Path:
         return self._folder / self.full_key(key)
 
-    def _write(self, key: str, parts: Iterable[bytes], action: str, *, is_document: bool = False) -> None:
-        """Write a file beside the bucket and rename it into place; a document is on the disk before that."""
+    def _write(self, key: str, parts: Iterable[bytes], action: str) -> None:
+        """Write a file beside the bucket and rename it into place when it is on the disk."""
         path = self._path(key)
         with self._explained(action):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(path.parent)
             descriptor, partial = tempfile.mkstemp(dir=self._folder.parent, prefix=PARTIAL)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -139,11 +144,11 @@ class FolderObjects(ObjectStore):
                         file.write(part)
                 with self._explained(action):
                     file.flush()
-                    if is_document:
-                        os.fsync(file.fileno())
+                    os.fsync(file.fileno())
             with self._explained(action):
                 Path(partial).chmod(0o644)
                 Path(partial).replace(path)
+                _sync(path.parent)
         except BaseException:
             Path(partial).unlink(missing_ok=True)
             raise
@@ -161,3 +166,29 @@ class FolderObjects(ObjectStore):
 
 def _last_modified(status: os.stat_result) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(status.st_mtime, datetime.UTC)
+
+
+def _require_absence(error: OSError) -> None:
+    """Raise an error of a listing, unless there is nothing to list: no folder, or one that was removed meanwhile."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def _make_folder(folder: Path) -> None:
+    """Create a folder and those above it, and have the new names on the disk."""
+    missing = list(itertools.takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        _sync(each.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in a folder on the disk, where its file system can do that."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)

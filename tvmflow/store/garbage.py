@@ -74,7 +74,8 @@ class Garbage:
         on_progress: Progress = lambda done, total, message: None,
     ) -> None:
         self._store, self._rule, self._list_named, self._report = store, rule, list_named, on_progress
-        self._contents: dict[tuple[str, datetime.datetime], bytes] = {}
+        self._contents: dict[ObjectEntry, bytes | None] = {}
+        self._releases: dict[ObjectEntry, Release | None] = {}
 
     def find(self) -> list[StoredPiece]:
         """Return the objects that can be removed from the store and its shared workspace, in the order of removal."""
@@ -113,8 +114,12 @@ class Garbage:
         return list(removed.values())
 
     def _list_blobs(self) -> tuple[list[ObjectEntry], list[ObjectEntry]]:
-        """The blobs of releases and the artifacts of the shared workspace: what is sent later is not among them."""
-        return self._list("blobs/sha256/"), self._list("work/blobs/sha256/")
+        """The blobs of releases and the artifacts of the shared workspace: what is sent later is not among them.
+
+        What lies in `work/` belongs to another store if there are releases: one that has `work` in its prefix.
+        """
+        is_shared = not self._list("work/releases/")
+        return self._list("blobs/sha256/"), self._list("work/blobs/sha256/") if is_shared else []
 
     def _find(self, blobs: list[ObjectEntry], artifacts: list[ObjectEntry] | None) -> list[StoredPiece]:
         """The removable pieces: of the blobs only these; of the shared workspace these artifacts, and none if None."""
@@ -133,7 +138,8 @@ class Garbage:
         folders: dict[str, dict[str, list[ObjectEntry]]] = defaultdict(lambda: defaultdict(list))
         for entry in self._list("releases/"):
             match entry.key.split("/"):
-                case ["releases", name, version, _] if NAME.fullmatch(name) and NAME.fullmatch(version):
+                # Other objects are of a store that has `releases` in its prefix.
+                case ["releases", name, version, "release.json" | "statement.json"] if _are_names(name, version):
                     folders[name][version].append(entry)
         pieces: list[StoredPiece] = []
         entries_to_keep: list[ObjectEntry] = []
@@ -149,7 +155,9 @@ class Garbage:
             versions_to_keep = {*newest, *_list_kept_versions(self._store, name, documents)}
             for version, entries in versions.items():
                 document = documents.get(version)
-                if document is not None and (version in versions_to_keep or self._stays(document, list_named)):
+                # Of a release whose document is damaged, nobody knows what it needs.
+                release = None if document is None else self._read_release(document)
+                if document is not None and (version in versions_to_keep or self._stays(document, release, list_named)):
                     entries_to_keep.append(document)
                 elif all(self._is_old(entry) for entry in entries):
                     # Without its document a release does not exist.
@@ -157,21 +165,29 @@ class Garbage:
                     pieces += [_piece("releases", entry) for entry in entries]
         return pieces, entries_to_keep
 
-    def _stays(self, document: ObjectEntry, list_named: Callable[[str], Collection[str]]) -> bool:
+    def _read_release(self, document: ObjectEntry) -> Release | None:
+        """The release of a document, None for one that is gone by now. Raises StoreError for a damaged document."""
+        if document not in self._releases:
+            content, uri = self._read(document), self._store.objects.uri(document.key)
+            self._releases[document] = None if content is None else decode(Release, content, uri)
+        return self._releases[document]
+
+    def _stays(
+        self, document: ObjectEntry, release: Release | None, list_named: Callable[[str], Collection[str]]
+    ) -> bool:
         """Whether a release that no channel needs stays: it is too young, or somebody names it."""
         if not self._is_old(document):
             return True
-        content = self._read(document)
-        if content == b"":
+        if release is None:
             return False
-        model, version = decode(Release, content, self._store.objects.uri(document.key)).registered_version
+        model, version = release.registered_version
         return version in list_named(model)
 
     def _find_unmentioned(
         self, kind: str, blobs: list[ObjectEntry], documents: list[ObjectEntry]
     ) -> Iterator[StoredPiece]:
         """Yield the old ones of the blobs whose digest stands in none of the documents, wherever in it."""
-        mentioned = {digest for entry in documents for digest in _DIGEST.findall(self._read(entry))}
+        mentioned = {digest for entry in documents for digest in _DIGEST.findall(self._read(entry) or b"")}
         for entry in blobs:
             digest = entry.key.rpartition("/")[2].encode()
             if _DIGEST.fullmatch(digest) and digest not in mentioned and self._is_old(entry, _GRACE):
@@ -181,13 +197,12 @@ class Garbage:
         self._report(0, 0, f"listing {prefix}")
         return list(self._store.objects.list_objects(prefix))
 
-    def _read(self, entry: ObjectEntry) -> bytes:
-        """The content of a document; nothing for one that is gone by now."""
-        place = entry.key, entry.last_modified
-        if place not in self._contents:
+    def _read(self, entry: ObjectEntry) -> bytes | None:
+        """The content of a document, None for one that is gone by now."""
+        if entry not in self._contents:
             self._report(0, 0, f"reading {entry.key}")
-            self._contents[place] = self._store.objects.get(entry.key) or b""
-        return self._contents[place]
+            self._contents[entry] = self._store.objects.get(entry.key)
+        return self._contents[entry]
 
     def _is_old(self, entry: ObjectEntry, age: datetime.timedelta | None = None) -> bool:
         age = max(_GRACE, datetime.timedelta(days=self._rule.days)) if age is None else age
@@ -207,6 +222,10 @@ def _list_kept_versions(store: ReleaseStore, name: str, versions: Iterable[str])
         _log.warning("every release of %s stays, because of a channel: %s", name, error)
         return set(versions)
     return {version for channel in documents for version in channel.kept_versions}
+
+
+def _are_names(*texts: str) -> bool:
+    return all(map(NAME.fullmatch, texts))
 
 
 def _without(entries: list[ObjectEntry], removed: Mapping[str, StoredPiece]) -> list[ObjectEntry]:

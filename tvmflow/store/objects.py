@@ -124,13 +124,12 @@ def locked(path: Path) -> Iterator[None]:
     """Hold the lock of the file `path`, which is created, while the body runs; wait while another one holds it.
 
     The lock excludes all processes of this machine and all their threads. The kernel frees the lock of a process that
-    dies. Raises StoreError when the file cannot be opened for writing.
+    dies. Raises StoreError when the file cannot be opened for writing, or its file system knows no locks.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
-    except OSError as error:
-        raise StoreError(f"The release store's lock {path} cannot be opened: {error.strerror or error}.") from error
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(path.open("ab")), fcntl.LOCK_EX)
+        except OSError as error:
+            raise StoreError(f"The release store's lock {path} cannot be taken: {error.strerror or error}.") from error
         yield

@@ -142,7 +142,18 @@ class ReleaseStore:
         document that is damaged, of another release or of a newer format, and when the server fails; StatementError
         when no trusted key has signed the statement, or the release was changed since.
         """
-        return self._decode(name, version, self._read_checked(name, version, trusted))
+        return self._decode(name, version, self._read_checked(name, version, trusted)[0])
+
+    def get_signed_release(self, name: str, version: str, trusted: Sequence[Path]) -> tuple[Release, Envelope | None]:
+        """Return a release and the statement on it, None if nobody has signed it.
+
+        One of the keys in the files `trusted` must have signed the statement; if there are none, it is not checked.
+        Raises StoreError for a version that is not published and a damaged document, StatementError when no trusted key
+        has signed the statement, or the release was changed since.
+        """
+        content, statement = self._read_checked(name, version, trusted)
+        release = self._decode(name, version, content)
+        return release, statement or self.read_statement(name, version)
 
     def list_subjects(self, name: str, version: str, trusted: Sequence[Path]) -> tuple[Subject, ...]:
         """Return the subjects of a statement on a release: its document and its blobs.
@@ -150,15 +161,20 @@ class ReleaseStore:
         Raises StatementError when none of the keys in the files `trusted` has signed the statement on the release;
         without such keys it is not checked. Raises StoreError for a damaged document.
         """
-        content = self._read_checked(name, version, trusted)
+        content, _ = self._read_checked(name, version, trusted)
         return _list_subjects(self._decode(name, version, content), content)
 
-    def _read_checked(self, name: str, version: str, trusted: Sequence[Path]) -> bytes:
-        """The bytes of a release's document, on which a trusted key has signed a statement if there are such keys."""
+    def _read_checked(self, name: str, version: str, trusted: Sequence[Path]) -> tuple[bytes, Envelope | None]:
+        """The bytes of a release's document, and the statement on it that a trusted key has signed.
+
+        Without trusted keys, the statement is not read: it is None.
+        """
         content = self._read(name, version)
-        if trusted:
-            self._check_statement(name, version, content, trusted)
-        return content
+        if not trusted:
+            return content, None
+        statement = self.read_statement(name, version)
+        self._check_statement(statement, name, version, content, trusted)
+        return content, statement
 
     def _read(self, name: str, version: str) -> bytes:
         """The bytes of a release's document. Raises StoreError for a version that is not published."""
@@ -188,11 +204,13 @@ class ReleaseStore:
             statement_key(name, version), envelope.to_bytes(), f"writing the statement on {name} {version}"
         )
 
-    def _check_statement(self, name: str, version: str, content: bytes, trusted: Sequence[Path]) -> None:
-        """Raise StatementError unless a trusted key's statement is about this release and these bytes."""
+    def _check_statement(
+        self, statement: Envelope | None, name: str, version: str, content: bytes, trusted: Sequence[Path]
+    ) -> None:
+        """Raise StatementError unless the statement is a trusted key's, about this release and these bytes."""
         topic = f"The release {name} {version}"
         remedy = f"sign it with `tvmflow sign release://{name}/{version}`"
-        claim, digests = check(self.read_statement(name, version), ReleaseClaim, trusted, topic, remedy)
+        claim, digests = check(statement, ReleaseClaim, trusted, topic, remedy)
         if (claim.name, claim.version) != (name, version):
             raise StatementError(f"{topic} has the statement on {claim.name} {claim.version}: do not trust it.")
         key = release_key(name, version)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tvmflow.errors import StoreError
-from tvmflow.store.client import code_of, connect, explained
+from tvmflow.store.client import code_of, connect, explained, is_busy, status_of
 from tvmflow.store.config import StoreConfig
 from tvmflow.store.objects import CHUNK_BYTES, Object, ObjectEntry, ObjectStore, locked
 
@@ -52,6 +52,8 @@ class S3Objects(ObjectStore):
                     location: Any = {"LocationConstraint": self.config.region}
                     self.s3.create_bucket(Bucket=bucket, CreateBucketConfiguration=location)
             except ClientError as error:
+                if is_busy(error):
+                    raise
                 # Another process may have created it in the meantime, for the same owner.
                 if code_of(error) != "BucketAlreadyOwnedByYou":
                     raise StoreError(
@@ -202,7 +204,7 @@ class S3Objects(ObjectStore):
                     **options,
                 )
             except ClientError as error:
-                match error.response.get("ResponseMetadata", {}).get("HTTPStatusCode"):
+                match status_of(error):
                     # Absent, changed, or another client is writing it at this moment.
                     case 404 | 409 | 412:
                         return False

@@ -30,11 +30,10 @@ def list_signers(
     BundleError when one of them is missing, damaged or not signed.
     """
     if version is None:
-        document = channels.read(store, name, str(channel))
-        version = channels.read_version(store, name, document.channel, trusted)
+        document, version = channels.read_held(store, name, str(channel), trusted)
         yield Signer(what=document.label, key=_signer(document.statement))
-    release = store.get_release(name, version, trusted=trusted)
-    yield Signer(what=f"release {name} {version}", key=_signer(store.read_statement(name, version)))
+    release, statement = store.get_signed_release(name, version, trusted)
+    yield Signer(what=f"release {name} {version}", key=_signer(statement))
     for entry in TargetEntry.read_all(release):
         bundle = fetch_target(store, entry, cache)
         with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
