@@ -6,6 +6,7 @@ where the lookup fails, reports progress, records the result, and shows up in Pr
 `ChildStep` runs its function in a child process, which can be killed and has a log file of its own.
 """
 
+import hashlib
 import logging
 import os
 import sys
@@ -29,6 +30,8 @@ from tvmflow.workspace import Outcome, Record, StepResult, Workspace, run_step, 
 
 # The most bytes of a log that Prefect gets: its end.
 _LOG_BYTES = 1 << 16
+# The most letters of a slug.
+_SLUG = 60
 # The modules that steps with the compiler, steps with PyTorch, and other steps import.
 _COMPILER = ("tvmflow.compiler", "tvmflow.tuning.model", "tasks.relax_import", "tasks.tune", "tasks.build")
 _TORCH = ("torch", "tasks.train", "tasks.export", "tasks.validate")
@@ -270,8 +273,17 @@ def path_of(function: Callable[..., Any]) -> str:
 
 
 def slug(text: str) -> str:
-    """Return a name fit for files and metrics: at most 60 letters, digits, `.`, `_` or `-`; others become `_`."""
-    return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)[:60]
+    """Return a name fit for files and metrics: at most 60 letters, digits, `.`, `_` or `-`; others become `_`.
+
+    Different texts have different names: one that differs from its text ends with 8 digits of the text's SHA-256.
+    """
+    name = simplify(text)
+    return name if name == text else f"{name[: _SLUG - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def simplify(text: str) -> str:
+    """Return the first 60 letters of a text with `_` for all but letters, digits, `.`, `_` and `-`."""
+    return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text[:_SLUG])
 
 
 def _send_logs(paths: list[Path], level: int) -> None:
