@@ -96,12 +96,12 @@ R = TypeVar("R", bound=StepResult)
 class StepRunner:
     """The settings with which the steps of one release run: the workspace, the release, and the time limit.
 
-    `name` is the release's name, used for log files; `folder` is the folder of the release file, whose modules child
-    processes can import; `timeout` is the seconds after which a child process is killed, `comparison_seconds` the time
-    in which two builds are compared. `variables` name environment variables that child processes see beside the usual
-    ones; `outage` is the seconds for which a step waits for a server that does not answer. When `stop` is set, no step
-    of the release begins any more. `step` and `label` name the running step, and `key` is its cache key; `Step` sets
-    them in the runner that it passes to the step's function.
+    `name` is the release's name, after which the folder of its logs is named; `folder` is the folder of the release
+    file, whose modules child processes can import; `timeout` is the seconds after which a child process is killed,
+    `comparison_seconds` the time in which two builds are compared. `variables` name environment variables that child
+    processes see beside the usual ones; `outage` is the seconds for which a step waits for a server that does not
+    answer. When `stop` is set, no step of the release begins any more. `step` and `label` name the running step, and
+    `key` is its cache key; `Step` sets them in the runner that it passes to the step's function.
     """
 
     workspace: Workspace
@@ -146,8 +146,8 @@ class StepRunner:
 
     def log(self, part: str | None = None) -> Path:
         """Return the path of this step's log file; `part`, if any, tells the files of several child processes apart."""
-        parts = (self.name, self.step, part, None if self.label is None else slug(self.label))
-        return self.workspace.log_folder / f"{'-'.join(filter(None, parts))}.log"
+        parts = (self.step, part, None if self.label is None else slug(self.label))
+        return self.workspace.log_folder / self.name / f"{'-'.join(filter(None, parts))}.log"
 
     def emit(self, done: float, total: float, message: str) -> None:
         """Report that this step has done `done` of `total` units; `message` names the current one."""
@@ -329,7 +329,8 @@ def _as_task(run: Callable[[], Outcome[R]], runner: StepRunner) -> Outcome[R]:
             last_error = error
             raise
         finally:
-            _send_logs(runner.workspace.logs(f"{runner.name}-{name}", since), level)
+            logs = runner.workspace.logs(runner.name, since)
+            _send_logs([path for path in logs if f"{path.stem}-".startswith(f"{name}-")], level)
 
     def is_worthwhile(*_: object) -> bool:
         # A step within this one may have waited for the same server.

@@ -433,4 +433,4 @@ def settings(**fields: Any) -> Settings:
 
 def logs(home: Path) -> set[str]:
     """The steps with targets whose processes ran on the machine with this state folder."""
-    return {path.stem for path in (home / "logs").glob("*.log")}
+    return {f"{path.parent.name}-{path.stem}" for path in (home / "logs").glob("*/*.log")}

@@ -57,7 +57,7 @@ def test_a_child_step_runs_in_a_process_with_a_log_of_its_own_and_is_cached(runn
     first = step(own_runner, SumJob(numbers=(1, 2)))
     assert (first.status, first.result) == ("ran", SumResult(total=3, folder=Path(__file__).parent))
     assert step(own_runner, SumJob(numbers=(1, 2))).status == "cached"
-    assert (runner.workspace.folder / "logs" / "sums-add-native.log").is_file()
+    assert (runner.workspace.folder / "logs" / "sums" / "add-native.log").is_file()
     with pytest.raises(InputError, match="there are no numbers"):
         step(own_runner, SumJob(numbers=()))
 
