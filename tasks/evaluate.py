@@ -17,11 +17,9 @@ from tvmflow.registry import Registry
 from tvmflow.samples import Array, NamedArrays
 from tvmflow.spec import Retrain, Spec, TaskMetric
 from tvmflow.store import ReleaseStore, channels, resolve
+from tvmflow.tolerance import is_at_least
 from tvmflow.usercode import imported_sources
 from tvmflow.workspace import StepResult, Workspace
-
-# Two decimal fractions may differ by less than either has digits.
-_ROUNDING = 1e-9
 
 
 class EvaluateJob(Job):
@@ -174,7 +172,7 @@ def _judge(
     if champion is None:
         return True, f"{reason}, and {rule.channel} holds nothing to compare with"
     reason += f"; {release}, which {rule.channel} holds, has {champion:.4f}, and min_gain is {rule.min_gain:g}"
-    return not reference.metric < champion + rule.min_gain - _ROUNDING, reason
+    return math.isnan(champion) or is_at_least(reference.metric, champion + rule.min_gain), reason
 
 
 def _run(bundle: Path, inputs: NamedArrays, reference: ReferenceResult, batch: int, emit: Emit) -> list[NamedArrays]:
