@@ -48,7 +48,6 @@ class PublishJob(Job):
     @classmethod
     def of(
         cls,
-        spec: Spec,
         store: ReleaseStore,
         endpoint: str | None,
         document: Release,
