@@ -34,7 +34,7 @@ With `--json`, standard output holds one JSON document, for an error as well.
 | exit code | meaning |
 |---|---|
 | 0 | success |
-| 1 | a file, a server or the compiler failed |
+| 1 | a file, an input, a server or the compiler failed, or this machine lacks something |
 | 2 | the command line, the release file or a setting is wrong |
 | 3 | a measurement refused the model: its outputs differ, or it fails a gate |
 | 4 | `tvmflow doctor`: something in the model cannot be compiled |

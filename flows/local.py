@@ -12,7 +12,7 @@ from tasks.relax_import import ImportResult
 from tasks.track import TargetResult
 from tasks.tune import TuneJob, TuneResult, tune
 from tasks.validate import ReferenceResult, why_not_here
-from tvmflow.errors import TargetError
+from tvmflow.errors import MachineError
 from tvmflow.spec import Spec
 from tvmflow.target import Target
 from tvmflow.workspace import Outcome
@@ -98,8 +98,8 @@ def measure_here(context: RunContext, model: ModelSteps, builds: LocalBuilds) ->
 
 
 def refuse_unverifiable(spec: Spec, targets: tuple[Target, ...]) -> None:
-    """Raise TargetError, before any work begins, for a target whose bundle could not pass on this machine."""
+    """Raise MachineError, before any work begins, for a target whose bundle could not pass on this machine."""
     for target in targets:
         reason = why_not_here(target, spec.build.precision)
         if reason is not None and spec.gates.unverified_targets == "refuse":
-            raise TargetError(f"{reason}; release it where it runs, or set gates.unverified_targets to allow")
+            raise MachineError(f"{reason}; release it where it runs, or set gates.unverified_targets to allow")

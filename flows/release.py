@@ -230,7 +230,7 @@ def _publish(
             document = keep_published_origin(document, published_release)
         page = _page_of(published_release) or _report(context, model, results, document)
         endpoint = context.settings.s3_endpoint
-        publishing = PublishJob.of(spec, context.store, endpoint, document, results, tracked.result, page)
+        publishing = PublishJob.of(context.store, endpoint, document, results, tracked.result, page)
         return tracked, publish(runner, publishing, context.store, context.registry, lease)
 
 

@@ -20,7 +20,7 @@ from tasks.validate import why_not_here
 from tvmflow import spec as release_file
 from tvmflow.bundle.signature import trusted_keys
 from tvmflow.documents import narrow
-from tvmflow.errors import StoreError, TargetError, TuneError
+from tvmflow.errors import MachineError, StoreError, TuneError
 from tvmflow.fetch import cache_folder
 from tvmflow.registry import Registry
 from tvmflow.release import Release
@@ -57,7 +57,7 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
     target and slower on none; otherwise the verdict is "no gain", and the records are kept. Targets that this machine
     cannot run are released as well, but not tuned. Returns a RetuneSummary as JSON. Raises
     StoreError when the channel has no release, TuneError when `minutes` is not above 0 or the release file describes
-    another model by now, and TargetError when this machine can measure none of the release's targets.
+    another model by now, and MachineError when this machine can measure none of the release's targets.
     """
     if not minutes > 0:
         raise TuneError(f"a budget of {minutes:g} minutes was given; give more than 0")
@@ -122,7 +122,7 @@ def _retune(
 def _bundles(context: RunContext, production: Release) -> tuple[tuple[Target, Path], ...]:
     """Return the bundles in production for the targets that this machine can measure.
 
-    Raises TargetError without any.
+    Raises MachineError without any.
     """
     entries = {entry.target: entry for entry in TargetEntry.read_all(production)}
     bundles: list[tuple[Target, Path]] = []
@@ -135,7 +135,7 @@ def _bundles(context: RunContext, production: Release) -> tuple[tuple[Target, Pa
             bundle = fetch_target(context.store, entries[target.name], cache_folder(context.settings))
             bundles.append((target, bundle))
     if not bundles:
-        raise TargetError(
+        raise MachineError(
             f"{context.spec.name} {production.version} has none of the release file's targets that this machine can "
             "measure; retune it where one of them runs"
         )

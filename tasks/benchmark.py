@@ -25,7 +25,7 @@ from tvmflow.bundle import read_manifest
 from tvmflow.comparison import Comparison, Pair, Plan, compare, percentile
 from tvmflow.energy import joules_between, read_counters
 from tvmflow.errors import VerdictError
-from tvmflow.figures import Concurrency, Latency, Measurement, Measurements, Point, Runner
+from tvmflow.figures import PEERS, Concurrency, Latency, Measurement, Measurements, Point, Runner
 from tvmflow.process import Child, Emit
 from tvmflow.samples import Array, NamedArrays
 from tvmflow.source import load_module, open_session, run_session
@@ -383,19 +383,16 @@ def gate_failures(gates: Gates, result: BenchmarkResult, bundle: Artifact, targe
         for gate, (value, bound, what) in figures.items()
         if bound is not None and value > bound
     ]
-    ratios: tuple[tuple[Runner, float | None, str], ...] = (
-        ("onnxruntime", gates.max_ratio_onnxruntime, "ONNX Runtime's"),
-        ("pytorch", gates.max_ratio_pytorch, "PyTorch's"),
-    )
-    for peer, bound, whose in ratios:
+    for peer, words in PEERS.items():
+        gate = f"max_ratio_{peer}"
+        bound = getattr(gates, gate)
         if bound is None:
             continue
-        gate = f"max_ratio_{peer}"
         if peer not in result.comparisons:
             raise VerdictError(f"gate {gate} cannot be checked: add the peer to benchmark.peers")
         comparison = result.comparisons[peer]
         if comparison.interval.judge(bound) != "pass":
-            failures.append(comparison.describe_gate(f"target {target.name!r}:", whose, gate, bound))
+            failures.append(comparison.describe_gate(f"target {target.name!r}:", f"{words}'s", gate, bound))
     return failures
 
 

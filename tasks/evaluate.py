@@ -1,6 +1,5 @@
 """Evaluate: compare a retrained model, the challenger, with the release that a channel holds, the champion."""
 
-import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,11 +17,9 @@ from tvmflow.registry import Registry
 from tvmflow.samples import Array, NamedArrays
 from tvmflow.spec import Retrain, Spec, TaskMetric
 from tvmflow.store import ReleaseStore, channels, resolve
+from tvmflow.tolerance import is_at_least
 from tvmflow.usercode import imported_sources
 from tvmflow.workspace import StepResult, Workspace
-
-# Two decimal fractions may differ by less than either has digits.
-_ROUNDING = 1e-9
 
 
 class EvaluateJob(Job):
@@ -63,10 +60,9 @@ class EvaluateJob(Job):
 
 
 class Scores(StepResult):
-    """The champion's metric, None without a champion, and the SHA-256 of the held-out data, inputs and labels."""
+    """The champion's metric; None without a champion."""
 
     champion: float | None
-    held_out: str
 
 
 class Evaluation(verdict.Evaluation, StepResult):
@@ -79,15 +75,15 @@ def scores_work(job: EvaluateJob, emit: Emit) -> Scores:
     The step calls this in a child process. Raises BundleError when the bundle does not run here, InputError when it
     takes other inputs than the data has.
     """
+    if job.bundle is None:
+        return Scores(champion=None)
     workspace, reference = job.workspace, job.reference
     held_out = [sample for sample, _ in samples.load(workspace.path(reference.original))]
     inputs = join(held_out, reference.count, whole=reference.whole)
     labels: Array = np.load(workspace.path(reference.labels))
-    metric = None
-    if job.bundle is not None:
-        outputs = _run(job.bundle, inputs, reference, job.task.batch, emit)
-        metric = score(job.task, join(outputs, reference.count, whole=reference.whole), labels)
-    return Scores(champion=metric, held_out=_digest(inputs, labels), sources=imported_sources(job.folder))
+    outputs = _run(job.bundle, inputs, reference, job.task.batch, emit)
+    metric = score(job.task, join(outputs, reference.count, whole=reference.whole), labels)
+    return Scores(champion=metric, sources=imported_sources(job.folder))
 
 
 def work(job: EvaluateJob, runner: StepRunner) -> Evaluation:
@@ -116,7 +112,7 @@ def work(job: EvaluateJob, runner: StepRunner) -> Evaluation:
         channel=rule.channel,
         min_gain=rule.min_gain,
         samples=job.reference.count,
-        held_out=scores.held_out,
+        held_out=job.reference.data,
         sources=scores.sources,
     )
 
@@ -176,7 +172,7 @@ def _judge(
     if champion is None:
         return True, f"{reason}, and {rule.channel} holds nothing to compare with"
     reason += f"; {release}, which {rule.channel} holds, has {champion:.4f}, and min_gain is {rule.min_gain:g}"
-    return not reference.metric < champion + rule.min_gain - _ROUNDING, reason
+    return math.isnan(champion) or is_at_least(reference.metric, champion + rule.min_gain), reason
 
 
 def _run(bundle: Path, inputs: NamedArrays, reference: ReferenceResult, batch: int, emit: Emit) -> list[NamedArrays]:
@@ -195,10 +191,3 @@ def _run(bundle: Path, inputs: NamedArrays, reference: ReferenceResult, batch: i
             emit(index, len(chunks), "the champion on held-out data")
             outputs.append(model(**chunk))
         return outputs
-
-
-def _digest(inputs: NamedArrays, labels: Array) -> str:
-    digest = hashlib.sha256()
-    for name, array in (*sorted(inputs.items()), ("labels", labels)):
-        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode() + np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()

@@ -17,13 +17,14 @@ from tvmflow.bundle.signature import trusted_keys
 from tvmflow.comparison import Comparison, Pair, find_drop
 from tvmflow.comparison.pairs import Samples
 from tvmflow.errors import BundleError, InputError, SettingsError, StatementError, VerdictError
-from tvmflow.figures import Answers, Measurement, Runner, Validation
+from tvmflow.figures import PEERS, Answers, Measurement, Runner, Validation
 from tvmflow.release import Release, ReleaseTarget
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.channel_document import Channel
 from tvmflow.store.resolve import TargetEntry, fetch_target
 from tvmflow.target import host
+from tvmflow.tolerance import is_at_least
 from tvmflow.verdict import Check
 from tvmflow.verification import verify
 from tvmflow.workspace import StepResult
@@ -144,7 +145,7 @@ def has_passed(result: GateResult, *_: object, **__: object) -> bool:
 
 
 # A complete release may be damaged later, and a vulnerability of what it needs be found: both are always checked.
-integrity = Step("whole", GateResult, integrity_work, cached=False)
+integrity = Step("integrity", GateResult, integrity_work, cached=False)
 # A release that passed is cached, also for a flow run that was suspended; a refused one is checked again.
 gate = Step("gate", GateResult, gate_work, is_current=has_passed)
 
@@ -292,10 +293,10 @@ def check_figures(job: GateJob) -> Iterator[Check]:
         bound = getattr(gates, figure.gate)
         if bound is not None:
             yield from _check_figure(job.release, figure, bound)
-    for peer, whose in _PEERS.items():
+    for peer in PEERS:
         bound = getattr(gates, f"max_ratio_{peer}")
         if bound is not None:
-            yield from _check_peer(job.release, peer, whose, bound)
+            yield from _check_peer(job.release, peer, bound)
     worst = _worst(job.release)
     metric = None if worst is None else worst.metric_bundle
     if gates.min_metric is not None:
@@ -330,10 +331,8 @@ def _metric_check(name: str, metric: float | None, lowest: float, against: str) 
     if metric is None:
         message = f"gate {name} cannot be checked: the release has no task metric; add validate.task to its file"
         return Check(name=name, message=message, passed=False, bound=lowest)
-    # Two decimal fractions may differ by less than either has digits.
-    passed = metric >= lowest - 1e-9
     message = f"the task metric is {metric:.4f}, {against}"
-    return Check(name=name, message=message, passed=passed, value=metric, bound=lowest)
+    return Check(name=name, message=message, passed=is_at_least(metric, lowest), value=metric, bound=lowest)
 
 
 class _Figure(NamedTuple):
@@ -399,10 +398,7 @@ def _check_figure(release: Release, figure: _Figure, bound: float) -> Iterator[C
         yield Check(name=figure.gate, message=message, passed=passed, value=value, bound=bound)
 
 
-_PEERS: Mapping[Runner, str] = {"onnxruntime": "ONNX Runtime's", "pytorch": "PyTorch's"}
-
-
-def _check_peer(release: Release, peer: Runner, whose: str, bound: float) -> Iterator[Check]:
+def _check_peer(release: Release, peer: Runner, bound: float) -> Iterator[Check]:
     """Check the ratio of each target's latency to a peer's, which were measured in turn when the release was made."""
     name, is_measured = f"max_ratio_{peer}", False
     for target in release.targets:
@@ -410,7 +406,7 @@ def _check_peer(release: Release, peer: Runner, whose: str, bound: float) -> Ite
         if comparison is None:
             continue
         is_measured = True
-        message = comparison.describe_gate(f"target {target.target!r}:", whose, name, bound)
+        message = comparison.describe_gate(f"target {target.target!r}:", f"{PEERS[peer]}'s", name, bound)
         yield Check.of_ratio(name, message, comparison, bound)
     if not is_measured:
         message = f"gate {name} cannot be checked: no target was measured beside it; add {peer} to benchmark.peers"

@@ -120,7 +120,7 @@ def work(job: InsightJob, emit: Emit) -> Insight:
         times = group_calls(calls, functions)
         layers = find_layers(model.machine, run, functions, calls, load(job.workspace.path(job.onnx)), sample)
         peaks = measure_peaks(job.target, model.threads)
-        comparisons = list(_compare(job, model, labels, emit))
+        comparisons = list(_compare(job, model, emit))
     worst = sorted(comparisons, key=lambda item: -item[1])[:_SAMPLES]
     flipped = [item for item in comparisons if item[2] != item[3]]
     return Insight(
@@ -143,7 +143,7 @@ insight = ChildStep("insight", Insight, work)
 _Compared = tuple[int, float, int | None, int | None, NamedArrays]
 
 
-def _compare(job: InsightJob, model: Any, labels: Array | None, emit: Emit) -> Iterator[_Compared]:
+def _compare(job: InsightJob, model: Any, emit: Emit) -> Iterator[_Compared]:
     """Run the model on the data and yield every sample."""
     data = samples.load(job.workspace.path(job.data))
     index, start = 0, time.monotonic()

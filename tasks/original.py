@@ -1,6 +1,5 @@
 """The original: the model that a release is made of, as a file or a factory, before it is exported."""
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -75,10 +74,16 @@ def _registered(spec: Spec, workspace: Workspace, registry: Registry, uri: str, 
         os.utime(folder)
     else:
         with workspace.scratch() as scratch:
-            downloaded = registry.download_source(uri, scratch / "model")
+            # An alias may name another version by now.
+            fixed = f"models:/{version.name}/{version.version}"
+            downloaded = registry.download_source(fixed, scratch / "model")
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
+            try:
                 downloaded.rename(folder)
+            except OSError:
+                # Another run may have downloaded it meanwhile.
+                if not folder.is_dir():
+                    raise
     flavor = next((name for name in ("pytorch", "onnx") if name in version.flavors), None)
     if flavor is None:
         raise ExportError(f"model {uri!r} has the flavors {', '.join(version.flavors)}; pytorch or onnx is needed")

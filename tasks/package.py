@@ -132,14 +132,13 @@ class WeightsApart(Record):
 
 
 class PackageResult(StepResult):
-    """The bundle, the total size in bytes of its unpacked files, and the algorithms that its functions use, by name.
+    """The bundle, and the algorithms that its functions use, by name.
 
     `apart` is None for a bundle whose weights are inside its library.
     """
 
     bundle: Artifact
     apart: WeightsApart | None = None
-    unpacked: int
     algorithms: dict[str, Algorithm]
 
 
@@ -157,7 +156,7 @@ def work(job: PackageJob, runner: StepRunner, key: Path | None) -> PackageResult
         if build.params is not None:
             files["mod.params"] = workspace.path(build.params)
         bundle = folder / f"{job.manifest.name}.tar.gz"
-        complete = pack(bundle, job.manifest, files, key=key)
+        pack(bundle, job.manifest, files, key=key)
         apart = None
         if build.params is not None:
             pack(folder / "without-weights.tar.gz", job.manifest, files, key=key, leave_weights_out=True)
@@ -165,7 +164,6 @@ def work(job: PackageJob, runner: StepRunner, key: Path | None) -> PackageResult
         return PackageResult(
             bundle=workspace.keep(bundle),
             apart=apart,
-            unpacked=sum(entry.size for entry in complete.files.values()),
             algorithms=build.algorithms,
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tasks.export import ExportResult
 from tasks.report import PAGE
-from tasks.step import Job, Step, StepRunner, slug
+from tasks.step import Job, Step, StepRunner, simplify, slug
 from tasks.track import TargetResult, TrackResult, make_verdict
 from tasks.train import TrainResult
 from tasks.validate import ReferenceResult
@@ -48,7 +48,6 @@ class PublishJob(Job):
     @classmethod
     def of(
         cls,
-        spec: Spec,
         store: ReleaseStore,
         endpoint: str | None,
         document: Release,
@@ -124,7 +123,7 @@ def _show(page: Path, run_id: str, runner: StepRunner, registry: Registry) -> No
         for index, (caption, chart) in enumerate(find_charts(content).items(), 1):
             picture = folder / str(index)
             picture.write_bytes(draw_png(chart))
-            files[f"figures/{index:02}-{slug(caption)}.png"] = picture
+            files[f"figures/{index:02}-{simplify(caption)}.png"] = picture
         registry.log_artifacts(run_id, files)
     tables = list_operators(read_data(content))
     registry.log_tables(run_id, {f"{slug(target)}/operators.json": rows for target, rows in tables.items()})

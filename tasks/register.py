@@ -9,6 +9,7 @@ from tasks.evaluate import Evaluation
 from tasks.export import ExportResult
 from tasks.original import Original
 from tasks.step import Job, Step, StepRunner
+from tasks.torch_export import example_sizes
 from tvmflow import samples
 from tvmflow.bundle import TensorSpec
 from tvmflow.process import Emit
@@ -106,10 +107,7 @@ def save_work(job: RegisterJob, emit: Emit) -> Saved:
 
     from tvmflow.registry.signature import model_signature
 
-    # torch.export bakes sizes 0 and 1 into the program, so symbolic dimensions are traced at two or more.
-    names = {dim for item in job.inputs for dim in item.shape if isinstance(dim, str)}
-    sizes = {name: max(2, job.dimensions.get(name, Dimension()).typical_size) for name in names}
-    example = samples.make_at_sizes(job.inputs, sizes, 0, job.folder)
+    example = samples.make_at_sizes(job.inputs, example_sizes(job.inputs, job.dimensions), 0, job.folder)
     inputs, outputs = job.signature
     mlflow.pytorch.save_model(
         load_module(job.original.source),

@@ -6,6 +6,7 @@ where the lookup fails, reports progress, records the result, and shows up in Pr
 `ChildStep` runs its function in a child process, which can be killed and has a log file of its own.
 """
 
+import hashlib
 import logging
 import os
 import sys
@@ -29,6 +30,8 @@ from tvmflow.workspace import Outcome, Record, StepResult, Workspace, run_step, 
 
 # The most bytes of a log that Prefect gets: its end.
 _LOG_BYTES = 1 << 16
+# The most letters of a slug.
+_SLUG = 60
 # The modules that steps with the compiler, steps with PyTorch, and other steps import.
 _COMPILER = ("tvmflow.compiler", "tvmflow.tuning.model", "tasks.relax_import", "tasks.tune", "tasks.build")
 _TORCH = ("torch", "tasks.train", "tasks.export", "tasks.validate")
@@ -97,12 +100,12 @@ R = TypeVar("R", bound=StepResult)
 class StepRunner:
     """The settings with which the steps of one release run: the workspace, the release, and the time limit.
 
-    `name` is the release's name, used for log files; `folder` is the folder of the release file, whose modules child
-    processes can import; `timeout` is the seconds after which a child process is killed, `comparison_seconds` the time
-    in which two builds are compared. `variables` name environment variables that child processes see beside the usual
-    ones; `outage` is the seconds for which a step waits for a server that does not answer. When `stop` is set, no step
-    of the release begins any more. `step` and `label` name the running step, and `key` is its cache key; `Step` sets
-    them in the runner that it passes to the step's function.
+    `name` is the release's name, after which the folder of its logs is named; `folder` is the folder of the release
+    file, whose modules child processes can import; `timeout` is the seconds after which a child process is killed,
+    `comparison_seconds` the time in which two builds are compared. `variables` name environment variables that child
+    processes see beside the usual ones; `outage` is the seconds for which a step waits for a server that does not
+    answer. When `stop` is set, no step of the release begins any more. `step` and `label` name the running step, and
+    `key` is its cache key; `Step` sets them in the runner that it passes to the step's function.
     """
 
     workspace: Workspace
@@ -147,8 +150,8 @@ class StepRunner:
 
     def log(self, part: str | None = None) -> Path:
         """Return the path of this step's log file; `part`, if any, tells the files of several child processes apart."""
-        parts = (self.name, self.step, part, None if self.label is None else slug(self.label))
-        return self.workspace.log_folder / f"{'-'.join(filter(None, parts))}.log"
+        parts = (self.step, part, None if self.label is None else slug(self.label))
+        return self.workspace.log_folder / self.name / f"{'-'.join(filter(None, parts))}.log"
 
     def emit(self, done: float, total: float, message: str) -> None:
         """Report that this step has done `done` of `total` units; `message` names the current one."""
@@ -274,8 +277,17 @@ def path_of(function: Callable[..., Any]) -> str:
 
 
 def slug(text: str) -> str:
-    """Return a name fit for files and metrics: at most 60 letters, digits, `.`, `_` or `-`; others become `_`."""
-    return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)[:60]
+    """Return a name fit for files and metrics: at most 60 letters, digits, `.`, `_` or `-`; others become `_`.
+
+    Different texts have different names: one that differs from its text ends with 8 digits of the text's SHA-256.
+    """
+    name = simplify(text)
+    return name if name == text else f"{name[: _SLUG - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def simplify(text: str) -> str:
+    """Return the first 60 letters of a text with `_` for all but letters, digits, `.`, `_` and `-`."""
+    return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text[:_SLUG])
 
 
 def _send_logs(paths: list[Path], level: int) -> None:
@@ -321,7 +333,8 @@ def _as_task(run: Callable[[], Outcome[R]], runner: StepRunner) -> Outcome[R]:
             last_error = error
             raise
         finally:
-            _send_logs(runner.workspace.logs(f"{runner.name}-{name}", since), level)
+            logs = runner.workspace.logs(runner.name, since)
+            _send_logs([path for path in logs if f"{path.stem}-".startswith(f"{name}-")], level)
 
     def is_worthwhile(*_: object) -> bool:
         # A step within this one may have waited for the same server.

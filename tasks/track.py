@@ -21,7 +21,7 @@ from tvmflow import __version__, release, samples
 from tvmflow.advisories import list_installed
 from tvmflow.documents import encode, narrow
 from tvmflow.errors import RegistryError
-from tvmflow.figures import Runner, Validation
+from tvmflow.figures import PEERS, Validation
 from tvmflow.promotion import VERDICT
 from tvmflow.registry import Registry
 from tvmflow.release import TargetVerdict
@@ -39,7 +39,6 @@ WEIGHTS = "weights.pt"
 
 # The tag that MLflow's UI shows as the description of a run.
 _DESCRIPTION = "mlflow.note.content"
-_PEERS: Mapping[Runner, str] = {"onnxruntime": "ONNX Runtime", "pytorch": "PyTorch"}
 
 
 class TargetResult(StepResult):
@@ -77,14 +76,13 @@ class TargetResult(StepResult):
 
 
 class TrackResult(StepResult):
-    """The ids of the MLflow run and of its nested run for each target, and the model version.
+    """The id of the MLflow run, and the model version.
 
     `version` is the release's version, None for a release that did not pass. `created_at` is the UTC time in ISO 8601.
     `packages` are the versions of all installed Python packages by name.
     """
 
     run_id: str
-    target_runs: dict[str, str]
     model: str
     version: str | None
     created_at: str
@@ -156,11 +154,11 @@ def work(job: TrackJob, runner: StepRunner, registry: Registry, lease: HeldLease
             registry.log_metrics(run_id, {"export_max_abs_error": exported.max_abs_error})
         with workspace.scratch() as scratch:
             registry.log_artifacts(run_id, _files(job, workspace, scratch))
-        runs = {item.target.name: _log_target(registry, run_id, item, runner.key) for item in job.targets}
+        for item in job.targets:
+            _log_target(registry, run_id, item, runner.key)
         version = _register(registry, run_id, job, workspace, lease) if job.passed else None
     return TrackResult(
         run_id=run_id,
-        target_runs=runs,
         model=job.model,
         version=version,
         created_at=registry.read_start(run_id).isoformat(timespec="seconds"),
@@ -215,7 +213,7 @@ def _files(job: TrackJob, workspace: Workspace, scratch: Path) -> dict[str, Path
     return files
 
 
-def _log_target(registry: Registry, parent: str, item: TargetResult, key: str) -> str:
+def _log_target(registry: Registry, parent: str, item: TargetResult, key: str) -> None:
     params = {
         "target": item.target.canonical,
         "threads": item.target.threads,
@@ -231,7 +229,6 @@ def _log_target(registry: Registry, parent: str, item: TargetResult, key: str) -
     with _closing(registry, run_id):
         registry.log_metrics(run_id, metrics(item))
         log_curve(registry, run_id, item.tuned)
-    return run_id
 
 
 def _register(registry: Registry, run_id: str, job: TrackJob, workspace: Workspace, lease: HeldLease) -> str:
@@ -264,7 +261,7 @@ def describe(targets: Sequence[TargetResult]) -> str:
         if item.measurement is not None:
             point = item.measurement.typical
             words.append(f"p50 {point.bundle.latency_ms.p50:.4g} ms")
-            words += [f"{ratio:.3g} of the latency of {_PEERS[peer]}" for peer, ratio in point.ratio.items()]
+            words += [f"{ratio:.3g} of the latency of {PEERS[peer]}" for peer, ratio in point.ratio.items()]
         if item.verdict.metric_bundle is not None:
             words.append(f"task metric {item.verdict.metric_bundle:.4f}")
         busyness = None if item.measurement is None else item.measurement.describe_busyness()

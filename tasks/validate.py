@@ -4,6 +4,7 @@ Two steps: `reference` runs the originals on the held-out data once for all targ
 """
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -26,7 +27,7 @@ from tvmflow.samples import Array, NamedArrays, constant_outputs
 from tvmflow.source import load_module, open_session, run_module, run_session
 from tvmflow.spec import Spec, TaskMetric, Validate
 from tvmflow.target import Precision, Target, host, missing_features, needed_features
-from tvmflow.tolerance import Bounds, are_close, describe_bounds, largest_error
+from tvmflow.tolerance import Bounds, are_close, describe_bounds, is_at_least, largest_error
 from tvmflow.usercode import describe
 from tvmflow.workspace import Artifact, StepResult
 
@@ -244,11 +245,8 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
         else:
             cause = rounding.explain(comparisons[-1].max_abs_error)
             reasons = [f"{reason}{cause}" for reason in reasons]
-    if reference is not None and metric is not None and task is not None and metric < reference.metric - task.drop:
-        reasons.append(
-            f"{task.metric} is {metric:.4f}, the original's is {reference.metric:.4f}, "
-            f"the allowed drop is {task.drop:g}"
-        )
+    if reference is not None and metric is not None and task is not None:
+        reasons += _metric_reasons(task, metric, reference.metric)
     precision = "" if job.precision == "fp32" else f" in precision {job.precision}"
     return Verdict(
         passed=not reasons,
@@ -492,6 +490,13 @@ def _reasons(bounds: Validate, comparison: Deviation, pairs: list[tuple[NamedArr
                 f"{describe_bounds(reference, bounds.rtol, bounds.atol)}"
             )
     return reasons + _disagreement(bounds, comparison)
+
+
+def _metric_reasons(task: TaskMetric, metric: float, original: float) -> list[str]:
+    """Return a sentence where the bundle's metric lies too far below the original's; none where that is no number."""
+    if math.isnan(original) or is_at_least(metric, original - task.drop):
+        return []
+    return [f"{task.metric} is {metric:.4f}, the original's is {original:.4f}, the allowed drop is {task.drop:g}"]
 
 
 def _notes(originals: Sequence[NamedArrays]) -> tuple[str, ...]:

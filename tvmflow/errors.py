@@ -3,7 +3,8 @@
     TvmflowError
     ├── SpecError            the release file is missing, malformed or contradicts itself
     ├── SettingsError        a setting of this machine is missing or wrong
-    ├── TargetError          a target is unknown, or this TVM cannot build for it
+    ├── TargetError          a target is unknown or impossible
+    │   └── MachineError     this machine cannot build for a target, or cannot run it
     ├── TrainError           the training function failed
     ├── ExportError          the model cannot be loaded or exported to ONNX
     ├── ModelImportError     the ONNX file cannot be read or imported into Relax
@@ -53,7 +54,15 @@ class SettingsError(TvmflowError):
 
 
 class TargetError(TvmflowError):
-    """A target is unknown, or this TVM cannot build for it."""
+    """A target is unknown or impossible."""
+
+    exit_code = 2
+
+
+class MachineError(TargetError):
+    """This machine cannot build for a target, or cannot run it."""
+
+    exit_code = 1
 
 
 class TrainError(TvmflowError):

@@ -3,6 +3,7 @@
 import math
 import zlib
 from base64 import b64decode, b64encode
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import numpy as np
@@ -14,6 +15,8 @@ from tvmflow.target import Precision
 from tvmflow.workspace import Record
 
 Runner = Literal["tvm", "onnxruntime", "pytorch"]
+PEERS: Mapping[Runner, str] = {"onnxruntime": "ONNX Runtime", "pytorch": "PyTorch"}
+"""The runners beside which a bundle is measured, with their names for people."""
 
 # When medians of rounds differ by more than this share, the machine was too busy for good measurements.
 _NOISY = 0.2

@@ -54,7 +54,7 @@ def find_garbage(state: Path, bundles: Path, days: float) -> list[Piece]:
         for path in sorted((state / "artifacts").glob("*/*"))
         if path.name not in digests and _used_at(path) < before
     ]
-    for kind, pattern in (("downloaded models", "sources/*/*"), ("compiled code", "code/*"), ("logs", "logs/*")):
+    for kind, pattern in (("downloaded models", "sources/*/*"), ("compiled code", "code/*"), ("logs", "logs/**/*.log")):
         pieces += [_piece(kind, path) for path in sorted(state.glob(pattern)) if _used_at(path) < before]
     pieces += [_piece("files of killed runs", path) for path in _entries(state / "tmp")]
     # Commands that are no runs write to the store in the folder too, but not for a day.

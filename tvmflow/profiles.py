@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tvmflow.errors import TargetError
+from tvmflow.errors import BundleError, TargetError
 
 T = TypeVar("T")
 
@@ -161,11 +161,11 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> "Profile":
-        """Return the profile that `to_json` wrote. Raises TargetError for other text."""
+        """Return the profile that `to_json` wrote. Raises BundleError for other text."""
         try:
             return _profile(json.loads(text))
         except (ValueError, KeyError, TypeError) as error:
-            raise TargetError(f"the profile of a machine is damaged ({error}); build the bundle again") from error
+            raise BundleError(f"the profile of a machine is damaged ({error}); build the bundle again") from error
 
 
 @dataclass(frozen=True)

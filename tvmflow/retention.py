@@ -18,23 +18,19 @@ def collect(settings: Settings, rule: Retention, *, dry_run: bool = False) -> li
     alias in MLflow keeps its release. Raises StoreError, RegistryError and SettingsError.
     """
     pieces: list[StoredPiece] = []
-    places: set[tuple[str, str]] = set()
     for sections in list_sections(settings):
         with open_services(settings, sections.store, sections.registry) as services:
-            config = services.store.config
-            if (config.server, config.uri) in places:
-                continue
-            places.add((config.server, config.uri))
+            uri = services.store.config.uri
 
             def list_named(model: str, registry: Registry = services.registry) -> Collection[str]:
                 return registry.list_aliases(model).values()
 
-            def report(done: float, total: float, message: str, uri: str = config.uri) -> None:
+            def report(done: float, total: float, message: str, uri: str = uri) -> None:
                 reporter().progressed("gc", uri, done, total, message)
 
             garbage = Garbage(services.store, rule, list_named, report)
             started_at = time.perf_counter()
-            reporter().started("gc", config.uri)
+            reporter().started("gc", uri)
             pieces += garbage.find() if dry_run else garbage.collect(identify_user())
-            reporter().ended("gc", config.uri, "ran", time.perf_counter() - started_at)
+            reporter().ended("gc", uri, "ran", time.perf_counter() - started_at)
     return pieces

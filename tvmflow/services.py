@@ -87,16 +87,20 @@ def read_sections(settings: Settings, name: str) -> Sections:
 
 
 def list_sections(settings: Settings) -> list[Sections]:
-    """Return all sections `store` and `registry` that this machine knows, each pair once, the defaults first.
+    """Return sections `store` and `registry` of every release store that this machine knows, the defaults first.
 
     The others are those of release files that were released or deployed here, and of the files in the setting `models`.
-    Raises SpecError for an invalid release file in that setting, StoreError for a damaged record.
+    Raises SpecError for an invalid release file in that setting, StoreError for a damaged record and for a state folder
+    that cannot be written, SettingsError for an address or credentials that no S3 server accepts.
     """
     places = sorted((settings.state / "models").glob("*.json"))
     recent = [path.stem for path in places if NAME.fullmatch(path.stem)]
     names = dict.fromkeys([*recent, *(release_file.load(file).name for file in settings.models)])
-    sections = [Sections(), *(read_sections(settings, name) for name in names)]
-    return [each for index, each in enumerate(sections) if each not in sections[:index]]
+    places: dict[tuple[str, str], Sections] = {}
+    for sections in (Sections(), *(read_sections(settings, name) for name in names)):
+        with open_store(settings, sections.store) as store:
+            places.setdefault((store.config.server, store.config.uri), sections)
+    return list(places.values())
 
 
 def _sections_file(settings: Settings, name: str) -> Path:

@@ -9,8 +9,15 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 _ATOL = 1e-4
+# Two decimal fractions may differ by less than either has digits.
+_FRACTION = 1e-9
 # The kinds of integers and bools among NumPy's types.
 _WHOLE = "biu"
+
+
+def is_at_least(figure: float, bound: float) -> bool:
+    """Whether a figure is `bound` or more, up to rounding errors of decimal fractions; NaN is not."""
+    return figure >= bound - _FRACTION
 
 
 def absolute_tolerance(expected: Array, atol: float = _ATOL) -> float:

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -143,9 +142,10 @@ class Workspace:
 
     An artifact is written completely before it gets its name, which is its digest, and never changes. The record of a
     step is written after its artifacts: after a crash, a step has a complete record or none. With `shared`, machines
-    use each other's results. Logs of steps are in `log_folder`; None means the subfolder `logs`. A temporary workspace
-    names another folder, so that its logs outlive it. Where no other workspace uses the folder, the temporary files
-    that killed runs left there are removed. Raises StepError when the folder cannot be written.
+    use each other's results. Logs of steps are in `log_folder`, in a folder for each release; None means the subfolder
+    `logs`. A temporary workspace names another folder, so that its logs outlive it. Where no other workspace uses the
+    folder, the temporary files that killed runs left there are removed. Raises StepError when the folder cannot be
+    written.
     """
 
     def __init__(self, folder: Path, shared: Shared | None = None, log_folder: Path | None = None) -> None:
@@ -198,11 +198,8 @@ class Workspace:
             return False
 
     def logs(self, name: str, since: float) -> list[Path]:
-        """Return the logs that are not empty and were written since `since`, a time of `time.time`.
-
-        Only logs whose file names begin with `name` and a hyphen count, such as those of the release `name`.
-        """
-        paths = sorted(self.log_folder.glob(f"{glob.escape(name)}-*.log"))
+        """Return the logs of the release `name` that are not empty and were written since a time of `time.time`."""
+        paths = sorted((self.log_folder / name).glob("*.log"))
         return [path for path in paths if path.stat().st_mtime >= since and path.stat().st_size]
 
     @contextlib.contextmanager

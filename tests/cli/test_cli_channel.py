@@ -24,11 +24,10 @@ def test_a_name_without_channels_is_refused_with_the_names_that_are_released(
         ("aproval=required", "did you mean 'approval'?"),
         ("xyz=1", "with a key of approval, "),
         ("approval", "write KEY=VALUE"),
+        ("keep=2024-13-45", "not YAML"),
     ],
 )
-def test_a_key_that_no_policy_has_is_answered_with_the_one_that_is_meant(
-    tvmflow: Command, words: str, advice: str
-) -> None:
+def test_what_sets_nothing_of_a_policy_is_answered_with_advice(tvmflow: Command, words: str, advice: str) -> None:
     result = tvmflow("channel", "set", "small", "production", words)
     assert result.code == 2
     assert repr(words) in result.sentence

@@ -66,7 +66,7 @@ def test_given_shapes_leave_no_free_dimension(tvmflow: Command, tmp_path: Path) 
 
 def test_an_unknown_target_is_one_sentence(tvmflow: Command, tmp_path: Path) -> None:
     result = tvmflow("doctor", save_dense(tmp_path / "dense.onnx"), "--target", "no-such-machine")
-    assert result.code == 1
+    assert result.code == 2
     assert "no-such-machine" in result.sentence
 
 

@@ -2,17 +2,22 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.channels import move_channel
+from support.databases import Databases
 from support.processes import CommandResult
 from support.releases import make_measurements, make_release, make_target
 from support.reports import data_of, unexplained_figures
 from tvmflow import settings as machine
 from tvmflow.bundle import keygen, public_key, sha256_file
-from tvmflow.services import open_store
+from tvmflow.promotion import log_verdict
+from tvmflow.services import open_services, open_store, record_sections
+from tvmflow.spec import Policy, parse
 from tvmflow.store import channels
+from tvmflow.verdict import Verdict
 
 Command = Callable[..., CommandResult]
 
@@ -100,6 +105,41 @@ def test_a_statement_counts_as_late_when_half_of_its_days_are_over(
     assert not tvmflow("status", "--json").document["channels"][0]["signature"]["is_late"]
     monkeypatch.setenv("TVMFLOW_STATEMENT_DAYS", "30")
     assert tvmflow("status", "--json").document["channels"][0]["signature"]["is_late"]
+
+
+def test_a_prefect_server_that_is_away_is_a_fault(tvmflow: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMFLOW_PREFECT_API_URL", f"{NOBODY}/api")
+    result = tvmflow("status", "--json")
+    assert result.code == 0, result.stderr
+    assert [f"{NOBODY}/api" in fault for fault in result.document["faults"]] == [True, False]
+
+
+def test_a_model_with_a_store_and_an_experiment_of_its_own_is_shown(
+    tvmflow: Command, tmp_path: Path, databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TVMFLOW_MLFLOW_TRACKING_URI")
+    databases.mlflow(tmp_path / "state" / "mlflow" / "mlflow.db")
+    (tmp_path / "model.onnx").touch()
+    sections: dict[str, Any] = {"store": {"prefix": "apart"}, "registry": {"experiment": "other"}}
+    inputs = [{"name": "x", "shape": [1]}]
+    spec = parse({"name": "apart", "model": {"onnx": "model.onnx"}, "inputs": inputs, **sections}, tmp_path)
+    settings = machine.load()
+    record_sections(settings, spec)
+    verdict = Verdict(
+        name="apart", version="1", channel="staging", from_version=None, verdict="passed", reasons=(), checks=(),
+        policy=Policy(), approval=None, who="ann", why="", flow_run="first",
+    )  # fmt: skip
+    with open_services(settings, spec.store, spec.registry) as services:
+        release = make_release("apart", mlflow_run_id=services.registry.start_run("apart", {}, {}))
+        services.store.publish(release, ())
+        move_channel(services.store, "apart", "staging", "1")
+        log_verdict(services, release, verdict, report="", files={})
+    assert tvmflow("verdict", "apart", "1", "--channel", "staging", "--json").document["verdict"] == "passed"
+    shown = {item["name"]: item for item in tvmflow("status", "--json").document["channels"]}
+    assert list(shown) == ["net", "other", "apart"]
+    assert shown["apart"]["verdict"] == {"version": "1", "verdict": "passed", "reasons": []}
+    assert [item["name"] for item in tvmflow("list", "--json").document][-2:] == ["other", "apart"]
+    assert tvmflow("history", "apart", "--figures", "--json").code == 0
 
 
 def test_a_page_that_cannot_be_written_is_one_sentence(tvmflow: Command) -> None:

@@ -6,6 +6,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 from hypothesis import given
@@ -14,7 +15,7 @@ from hypothesis import strategies as some
 from support.fuzzing import examples
 from tvmflow.cli.compile import parse_shapes
 from tvmflow.documents import Document, decode, encode
-from tvmflow.errors import InputError, SpecError, StoreError, TargetError
+from tvmflow.errors import SpecError, StoreError, TargetError
 from tvmflow.release import Release
 from tvmflow.runtime.tracker import Address
 from tvmflow.spec import Spec, amend, load, parse, template, to_document
@@ -304,7 +305,7 @@ def test_a_target_is_resolved_or_refused(text: Any) -> None:
 def test_shapes_are_read_or_refused(text: str) -> None:
     try:
         shapes = parse_shapes(text)
-    except InputError as error:
+    except click.BadParameter as error:
         checked(error)
     else:
         for name, shape in shapes.items():

@@ -74,7 +74,13 @@ def test_an_old_artifact_stays_that_a_result_in_use_names(state: Path) -> None:
 
 def test_downloads_logs_and_files_of_killed_runs_go(state: Path) -> None:
     Workspace(state)
-    for path in ("sources/net/1@sha256:ab/MLmodel", "code/ab.so", "logs/a.log", "bundles/ab.tar.gz", "records/r.jsonl"):
+    for path in (
+        "sources/net/1@sha256:ab/MLmodel",
+        "code/ab.so",
+        "logs/net/a.log",
+        "bundles/ab.tar.gz",
+        "records/r.jsonl",
+    ):
         (state / path).parent.mkdir(parents=True, exist_ok=True)
         (state / path).write_text("old")
     (state / "s3" / "tvmflow").mkdir(parents=True)

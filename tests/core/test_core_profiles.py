@@ -9,7 +9,7 @@ import pytest
 
 from tvmflow import profiles
 from tvmflow.compiler.machine import machine
-from tvmflow.errors import TargetError
+from tvmflow.errors import BundleError, TargetError
 from tvmflow.profiles import Processor, Profile
 from tvmflow.target import Host, resolve
 
@@ -38,7 +38,7 @@ def test_a_profile_comes_back_from_json_and_its_digest_counts_numbers_alone() ->
     assert replace(profile, name="mine", title="another").digest == profile.digest
     assert replace(profile, first=replace(profile.first, ways=4)).digest != profile.digest
     assert profiles.named(profile.model) is profile
-    with pytest.raises(TargetError, match="damaged"):
+    with pytest.raises(BundleError, match="damaged"):
         Profile.from_json('{"name": "x"}')
 
 

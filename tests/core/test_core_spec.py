@@ -318,7 +318,12 @@ BROKEN = [
     ("name: m\n\tmodel: x", "line 2"),
     ("name: m\nmodel: {}\nname: n\n", "line 3: 'name'"),
     ("tune:\n  trials: 1\n  trials: 2\n", "line 3: 'trials'"),
-    ("name: 2024-13-45", "month"),
+    ("name: 2024-13-45", "line 1: '2024-13-45' is no timestamp"),
+    ("name: m\nmodel: !!bool foo", "line 2: 'foo' is no bool"),
+    ("name: !!timestamp foo", "line 1: 'foo' is no timestamp"),
+    ("name: {{ name }}\nmodel: {onnx: m.onnx}", "line 1: a key is a list or a mapping"),
+    ("? [a, b]\n: 1", "line 1: a key is a list or a mapping"),
+    (r'name: "\UFFFFFFFF"', "YAML"),
     ("name: !!python/object/apply:os.getcwd []", "os.getcwd"),
     ("\0", "YAML"),
     ("[" * 1000, "YAML"),
@@ -337,6 +342,15 @@ def test_merged_yaml_may_override_a_key(tmp_path: Path) -> None:
     text = "name: m\nmodel: {factory: 'a:b', arguments: {base: &base {x: 1, y: 1}, other: {<<: *base, x: 2}}}\n"
     (tmp_path / "release.yaml").write_text(text + "inputs: [{name: x, shape: [1]}]\n")
     assert load(tmp_path / "release.yaml").model.arguments["other"] == {"x": 2, "y": 1}
+
+
+def test_merged_yaml_may_be_merged_again(tmp_path: Path) -> None:
+    base = "{base: &base {x: 1, y: 1}, other: &other {<<: *base, x: 2}}"
+    text = f"name: m\nmodel: {{factory: 'a:b', arguments: {base}}}\ninputs: [{{name: x, shape: [1]}}]\n"
+    (tmp_path / "release.yaml").write_text(text + "registry: {tags: {<<: *other, x: a, y: b}}\n")
+    spec = load(tmp_path / "release.yaml")
+    assert spec.model.arguments["other"] == {"x": 2, "y": 1}
+    assert spec.registry.tags == {"x": "a", "y": "b"}
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
@@ -358,7 +372,7 @@ def test_the_template_is_a_release_file(tmp_path: Path) -> None:
     assert spec.model.factory == "model:create"
 
 
-@pytest.mark.parametrize("name", ["1.0", "2024-01-01", "on", "null", "12"])
+@pytest.mark.parametrize("name", ["1.0", "2024-01-01", "2024-13-45", "on", "null", "12"])
 def test_a_name_that_yaml_would_read_otherwise_is_quoted(tmp_path: Path, name: str) -> None:
     assert parse(yaml.safe_load(template(name)), tmp_path).name == name
 

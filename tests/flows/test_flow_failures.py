@@ -320,7 +320,9 @@ def test_what_a_step_prints_reaches_prefect(
             talking()
         own = LogFilter(flow_run_id=LogFilterFlowRunId(any_=runs))
         with get_client(sync_client=True) as client:
-            wait_until(lambda: "these are my last words" in "".join(log.message for log in client.read_logs(own)))
+            wait_until(
+                lambda: "die.log:\nthese are my last words" in "".join(log.message for log in client.read_logs(own))
+            )
 
 
 @pytest.fixture
@@ -336,23 +338,27 @@ def fail(context: Any, error: TvmflowError, logs: dict[str, str]) -> None:
     """Do what a run does whose steps write these logs and which then fails."""
     with keeping_logs("failing", context.workspace, context.registry, {"team": "vision"}):
         for name, text in logs.items():
-            (context.workspace.folder / "logs" / name).write_text(text)
+            log = context.workspace.folder / "logs" / name
+            log.parent.mkdir(exist_ok=True)
+            log.write_text(text)
         raise error
 
 
 def test_logs_of_a_failed_run_are_kept_in_mlflow_and_the_error_says_where(context: Any) -> None:
-    log = context.workspace.folder / "logs" / "failing-build-native.log"
-    old = log.with_name("failing-old.log")
+    log = context.workspace.folder / "logs" / "failing" / "build-native.log"
+    log.parent.mkdir()
+    old = log.with_name("old.log")
     old.write_text("of an earlier run")
     os.utime(old, (1, 1))
     error = StepError(f"the process of step build ended with exit code 7; its log is {log}")
+    logs = {f"failing/{log.name}": "the linker is missing", "failing-too/export.log": "of another release"}
     with pytest.raises(StepError) as caught:
-        fail(context, error, {log.name: "the linker is missing", "other-build.log": "of another release"})
+        fail(context, error, logs)
     assert str(log) not in str(caught.value)
     run = str(caught.value).split()[-1]
-    logs = context.registry.fetch_artifact(run, f"logs/{log.name}", context.folder)
-    assert logs.read_text() == "the linker is missing"
-    for name in (old.name, "other-build.log"):
+    kept = context.registry.fetch_artifact(run, f"logs/{log.name}", context.folder)
+    assert kept.read_text() == "the linker is missing"
+    for name in (old.name, "export.log"):
         assert context.registry.fetch_artifact(run, f"logs/{name}", context.folder) is None
     ended = MlflowClient(context.registry.config.tracking_uri).get_run(run)
     assert ended.info.status == "FAILED"
@@ -364,7 +370,7 @@ def test_logs_of_a_failed_run_are_kept_in_mlflow_and_the_error_says_where(contex
 
 
 @pytest.mark.parametrize(
-    ("error", "logs"), [(VerdictError("no"), {"failing-build.log": "built"}), (SettingsError("no"), {})]
+    ("error", "logs"), [(VerdictError("no"), {"failing/build.log": "built"}), (SettingsError("no"), {})]
 )
 def test_a_refusal_and_a_failure_without_logs_leave_no_run(
     context: Any, error: TvmflowError, logs: dict[str, str]

@@ -137,6 +137,8 @@ def test_the_trained_model_is_registered_and_loads_without_its_code(story: Story
     assert newest.run_id == story.better.document["mlflow_run_id"]
     (release,) = [item for item in story.machine.releases("points") if item["version"] == "2"]
     assert release["provenance"]["source"] == "points-source/2"
+    held_out = story.better.document["evaluation"]["held_out"]
+    assert held_out == release["provenance"]["held_out"] == newest.tags["tvmflow.held_out"]
     registry = Registry(RegistryConfig(f"sqlite:///{story.machine.home}/mlflow/mlflow.db"))
     uri = "models:/points-source/2"
     assert "pytorch" in registry.resolve_source(uri).flavors

@@ -230,7 +230,7 @@ def test_what_a_worker_says_arrives(cluster: Cluster, make: Any, tmp_path: Path)
     result = cluster.releasing({"aarch64-generic": "first"}).release(file)
     assert result.code == 1
     # The run's error comes back as it was raised on the worker, and names the pool.
-    assert result.document["error"]["type"] == "TargetError"
+    assert result.document["error"]["type"] == "MachineError"
     assert [name for name in ("'aarch64-generic'", "x86_64", "pool 'first'") if name not in result.sentence] == []
 
 
@@ -433,4 +433,4 @@ def settings(**fields: Any) -> Settings:
 
 def logs(home: Path) -> set[str]:
     """The steps with targets whose processes ran on the machine with this state folder."""
-    return {path.stem for path in (home / "logs").glob("*.log")}
+    return {f"{path.parent.name}-{path.stem}" for path in (home / "logs").glob("*/*.log")}

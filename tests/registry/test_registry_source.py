@@ -87,6 +87,37 @@ def test_a_registered_pickle_needs_the_users_trust(registry: Registry, tmp_path:
     assert original(mlflow="models:/graph/1")().source.framework == "onnx"
 
 
+class Watched(Registry):
+    """A registry that calls `meanwhile` before a download."""
+
+    def __init__(self, registry: Registry, meanwhile: Callable[[], object]) -> None:
+        super().__init__(registry.config)
+        self.meanwhile = meanwhile
+
+    def download_source(self, uri: str, destination: Path) -> Path:
+        self.meanwhile()
+        return super().download_source(uri, destination)
+
+
+@pytest.mark.usefixtures("trained")
+def test_two_runs_may_download_a_model_at_the_same_time(registry: Registry, tmp_path: Path) -> None:
+    inputs = [{"name": "x", "shape": [1, 4]}]
+    spec = parse({"name": "net", "model": {"mlflow": "models:/graph/1"}, "inputs": inputs}, tmp_path)
+    workspace = Workspace(tmp_path / "state")
+    first: list[Original] = []
+    registry_of_second = Watched(registry, lambda: first.append(find_original(spec, workspace, registry=registry)))
+    assert find_original(spec, workspace, registry=registry_of_second) == first[0]
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_download_is_of_the_version_that_the_alias_named_first(registry: Registry, tmp_path: Path) -> None:
+    inputs = [{"name": "x", "shape": [1, 4]}]
+    spec = parse({"name": "net", "model": {"mlflow": "models:/graph@moving"}, "inputs": inputs}, tmp_path)
+    registry.set_alias("graph", "moving", "1")
+    moving = Watched(registry, lambda: registry.delete_alias("graph", "moving"))
+    assert find_original(spec, Workspace(tmp_path / "state"), registry=moving).registered == "graph/1"
+
+
 @pytest.mark.usefixtures("trained")
 def test_a_registered_model_with_code_needs_the_users_trust_whatever_lies_in_its_folder(
     registry: Registry, tmp_path: Path

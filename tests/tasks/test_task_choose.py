@@ -78,7 +78,7 @@ def _candidate(workspace: Workspace, content: str, *reasons: str) -> Candidate:
     return Candidate(
         tuned=_tuned(workspace, content),
         build=_built(content).result,
-        packaged=PackageResult(bundle=_artifact(content), unpacked=1, algorithms={}),
+        packaged=PackageResult(bundle=_artifact(content), algorithms={}),
         verdict=verdict,
         steps={},
     )

@@ -418,7 +418,7 @@ def test_a_model_factory_sees_no_credentials_but_the_variables_that_settings_nam
     runner = StepRunner.of(spec, settings, workspace)
     with pytest.raises(ExportError, match="raised OSError"):
         export(runner, ExportJob.of(spec, find_original(spec, workspace)))
-    output = (workspace.folder / "logs" / "printing-export.log").read_text()
+    output = (workspace.folder / "logs" / "printing" / "export.log").read_text()
     assert "('PATH', " in output
     assert mentioned_secrets(output) == ["SOMEBODYS_TOKEN"]
 

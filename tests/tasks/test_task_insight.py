@@ -26,6 +26,6 @@ def test_outputs_of_every_rank_are_compared(shape: tuple[int, ...], workspace: W
     def model(**inputs: Any) -> dict[str, Any]:
         return {"score": score + inputs["rate"] / np.float32(64000)}
 
-    compared = list(_compare(job, model, None, lambda *_: None))
+    compared = list(_compare(job, model, lambda *_: None))
     assert [(index, error) for index, error, *_ in compared] == [(0, 0.25), (1, 0.25)]
     assert _describe(compared[0], None).inputs[0].values == "16000"

@@ -32,7 +32,7 @@ def test_a_retuned_release_names_the_training_of_its_weights_and_the_code_as_it_
             names={"/home/me/own/layers.py": "own.layers"},
         ),
     )  # fmt: skip
-    tracked = TrackResult(run_id="r", target_runs={}, model="net", version="2", created_at="", packages={"six": "1.17"})
+    tracked = TrackResult(run_id="r", model="net", version="2", created_at="", packages={"six": "1.17"})
     spec = parse(
         {"name": "net", "model": {"factory": "model:create"}, "inputs": [{"name": "x", "shape": [1]}]}, tmp_path
     )

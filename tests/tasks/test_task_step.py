@@ -1,12 +1,13 @@
 """A step as its author declares it: a job, a result and a function; everything else is written once."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from tasks.step import ChildStep, Job, Step, StepRunner
+from tasks.step import ChildStep, Job, Step, StepRunner, slug
 from tvmflow.errors import InputError
 from tvmflow.process import Emit
 from tvmflow.progress import Status, reporting_to
@@ -56,7 +57,7 @@ def test_a_child_step_runs_in_a_process_with_a_log_of_its_own_and_is_cached(runn
     first = step(own_runner, SumJob(numbers=(1, 2)))
     assert (first.status, first.result) == ("ran", SumResult(total=3, folder=Path(__file__).parent))
     assert step(own_runner, SumJob(numbers=(1, 2))).status == "cached"
-    assert (runner.workspace.folder / "logs" / "sums-add-native.log").is_file()
+    assert (runner.workspace.folder / "logs" / "sums" / "add-native.log").is_file()
     with pytest.raises(InputError, match="there are no numbers"):
         step(own_runner, SumJob(numbers=()))
 
@@ -97,3 +98,13 @@ def test_events_of_a_step_have_its_name_and_its_job_s_label(runner: StepRunner) 
     with reporting_to(Listener()):
         Step("add", SumResult, add_here)(runner, SumJob(numbers=(1,), target="x86-64-v3"), [])
     assert events == [(event, "add", "x86-64-v3") for event in ("started", "added", "ran")]
+
+
+def test_targets_that_differ_after_60_letters_have_different_slugs() -> None:
+    one = json.dumps({"kind": "llvm", "mattr": ["+neon", "+crc", "+crypto", "+fullfp16"], "mcpu": "cortex-a75"})
+    other = one.replace("a75", "a76")
+    assert slug(one)[:-8] == slug(other)[:-8]
+    assert slug(one) != slug(other)
+    assert len(slug(one)) == 60
+    assert slug("llvm -mcpu=a") != slug("llvm +mcpu=a")
+    assert slug("x86-64-v4-vnni") == "x86-64-v4-vnni"

@@ -13,7 +13,7 @@ from support.arrays import normal
 from support.models import save_amplifier, save_model
 from tasks import rounding
 from tasks.rounding import Rounding
-from tasks.validate import _compare, _dataset, _notes, _reasons, join, score, split
+from tasks.validate import _compare, _dataset, _metric_reasons, _notes, _reasons, join, score, split
 from tvmflow import onnx_double
 from tvmflow.errors import ExportError
 from tvmflow.onnx_rounding import change_last_bits
@@ -131,6 +131,18 @@ def test_another_top_1_is_out_of_bounds_however_close_the_outputs_are() -> None:
 def test_another_shape_is_out_of_bounds_and_named(bounds: dict[str, Any]) -> None:
     (reason,) = _judged([_pair([[1, 2]], [[1, 2]]), _pair([[1, 2]], [[1], [2]])], **bounds)
     assert reason.endswith("and the original's have different shapes, [2, 1] and [1, 2]")
+
+
+@pytest.mark.parametrize(
+    ("metric", "original", "is_refused"),
+    [(0.7, 0.8, False), (0.6999, 0.8, True), (math.nan, 0.8, True), (0.1, math.nan, False)],
+)
+def test_a_metric_may_drop_by_what_is_allowed_and_must_be_a_number(
+    metric: float, original: float, is_refused: bool
+) -> None:
+    # In binary fractions, 0.8 - 0.1 is more than 0.7.
+    task = TaskMetric(dataset="data:held_out", drop=0.1)
+    assert bool(_metric_reasons(task, metric, original)) == is_refused
 
 
 def test_accuracy_is_the_share_of_right_classes() -> None:

@@ -123,7 +123,7 @@ def bench_command(
             against,
             threads=threads or host().cores,
             seconds=seconds,
-            log=settings.state / "logs" / f"{spec.name}-bench.log",
+            log=settings.state / "logs" / spec.name / "bench.log",
             timeout=settings.step_timeout_minutes * 60,
             progress=lambda done, rounds: status.update(f"measuring, round {done + 1} of {rounds}"),
         )

@@ -21,7 +21,7 @@ from tvmflow.cli.options import (
     relative_error_option,
     target_option,
 )
-from tvmflow.errors import ExportError, TargetError, VerdictError
+from tvmflow.errors import ExportError, MachineError, VerdictError
 
 if TYPE_CHECKING:
     import onnx
@@ -77,7 +77,7 @@ def bisect_command(
     (resolved,) = spec.resolve_targets()
     refusal = why_not_here(resolved, spec.build.precision)
     if refusal is not None:
-        raise TargetError(f"{refusal}; bisect on a machine that runs the target")
+        raise MachineError(f"{refusal}; bisect on a machine that runs the target")
     # TVM reads it when it first runs a parallel region.
     os.environ.setdefault("TVM_NUM_THREADS", str(resolved.threads))
 

@@ -106,6 +106,7 @@ def _change(before: "Policy | None", values: tuple[str, ...]) -> "Policy":
 
     from tvmflow.spec import Policy
     from tvmflow.spec.fields import likely_name
+    from tvmflow.spec.reading import read_yaml
 
     document: dict[str, Any] = (before or Policy()).model_dump()
     for text in values:
@@ -120,7 +121,7 @@ def _change(before: "Policy | None", values: tuple[str, ...]) -> "Policy":
             advice = advice or f"; write KEY=VALUE with a key of {', '.join(keys)}"
             raise SpecError(f"{text!r} sets nothing of a policy{advice}")
         try:
-            part[last] = yaml.safe_load(value)
+            part[last] = read_yaml(value)
         except yaml.YAMLError as error:
             raise SpecError(f"{text!r} has a value that is not YAML") from error
     try:

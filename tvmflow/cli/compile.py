@@ -276,14 +276,17 @@ def build_best(
 def parse_shapes(text: str) -> dict[str, tuple[int | str, ...]]:
     """Return shapes by input name from text like `x:[1,3] mask:[batch,128]`; a word is a symbolic dimension.
 
-    Raises InputError for text of another form.
+    Raises click.BadParameter for text of another form.
     """
     shapes: dict[str, tuple[int | str, ...]] = {}
     position = 0
     while text[position:].strip():
         match = _SHAPE.match(text, position)
         if match is None:
-            raise InputError(f'input shapes {text!r} cannot be read; write them as "input:[1,3,224,224] mask:[1,128]"')
+            raise click.BadParameter(
+                f'{text!r} cannot be read; write the shapes as "input:[1,3,224,224] mask:[1,128]"',
+                param_hint="--input-shapes",
+            )
         dims = [dim.strip() for dim in match["dims"].split(",") if dim.strip()]
         is_number = re.compile("-?[0-9]{1,18}").fullmatch
         shapes[match["name"].strip("\"'")] = tuple(int(dim) if is_number(dim) else dim for dim in dims)

@@ -69,9 +69,9 @@ def _show_figures(name: str, as_json: bool) -> None:
     from tvmflow.errors import StoreError
     from tvmflow.report.drift import find_drifts, find_steps, list_figures
     from tvmflow.report.numbers import format_number
-    from tvmflow.services import open_store
+    from tvmflow.services import open_store_of
 
-    with open_store(machine.load()) as store:
+    with open_store_of(machine.load(), name) as store:
         releases = list(store.iterate_releases(name))
         if not releases:
             raise StoreError(

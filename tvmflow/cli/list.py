@@ -17,20 +17,24 @@ if TYPE_CHECKING:
 @click.argument("name", required=False)
 @json_option
 def list_command(name: str | None, as_json: bool) -> None:
-    """List the releases in the store, of one NAME or of all, with the channels that hold each."""
+    """List the releases of one NAME, or of all in every store that this machine knows, with the channels of each."""
     from rich import box
     from rich.table import Table
 
     from tvmflow import settings as machine
     from tvmflow.cli.display import output_console
-    from tvmflow.services import open_store, open_store_of
+    from tvmflow.services import list_sections, open_store, read_sections
 
     settings = machine.load()
-    with open_store(settings) if name is None else open_store_of(settings, name) as store:
-        releases = list(store.iterate_releases(name))
-        if name is not None and not releases:
-            raise store.explain_missing("release", name)
-        channels = _read_channels(store, releases)
+    releases: list[Release] = []
+    channels: list[list[str]] = []
+    for sections in list_sections(settings) if name is None else [read_sections(settings, name)]:
+        with open_store(settings, sections.store) as store:
+            stored = list(store.iterate_releases(name))
+            if name is not None and not stored:
+                raise store.explain_missing("release", name)
+            releases += stored
+            channels += _read_channels(store, stored)
     if as_json:
         # A release's own `channels` are the conditions under which it reaches them.
         pairs = zip(releases, channels, strict=True)

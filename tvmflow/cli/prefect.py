@@ -63,19 +63,15 @@ def point_at_server(settings: "Settings") -> None:
 def require_server(settings: "Settings") -> None:
     """Point Prefect at the server that settings name; call this before Prefect is imported.
 
-    Raises SettingsError when they name none, and PrefectError when it does not answer.
+    Raises SettingsError when they name none, and PrefectUnavailableError when it does not answer.
     """
     point_at_server(settings)
     address = settings.prefect_api_url or ""
     if not answers(address, ANSWER_SECONDS):
-        raise PrefectError(_describe_silence(address))
-
-
-def _describe_silence(address: str) -> str:
-    return (
-        f"Prefect's server at {without_secrets(address)} does not answer; start it, or correct the setting "
-        "prefect_api_url (an address that ends in /api)"
-    )
+        raise PrefectUnavailableError(
+            f"Prefect's server at {without_secrets(address)} does not answer; start it, or correct the setting "
+            "prefect_api_url (an address that ends in /api)"
+        )
 
 
 @contextmanager
@@ -85,19 +81,17 @@ def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
     Enter it before Prefect is imported. The server is the one that settings name or, if they name none, an embedded
     one. The environment variables that this sets, such as PREFECT_API_URL, stay set afterwards. Yields a function that
     waits until the server answers. The body imports modules while an embedded server starts, and calls the function
-    before it runs a flow. Before the body runs, raises SettingsError when the server that settings name does not
-    answer, and StepError when the folder of the embedded server cannot be written. The function raises StepError when
-    the embedded server does not start. If a request ends the body, because the server that settings name refuses its
-    login or a server answers no more, PrefectError is raised in the place of the request's error.
+    before it runs a flow. Before the body runs, raises PrefectUnavailableError when the server that settings name does
+    not answer, and StepError when the folder of the embedded server cannot be written. The function raises StepError
+    when the embedded server does not start. If a request ends the body, because the server that settings name refuses
+    its login or a server answers no more, PrefectError is raised in the place of the request's error.
     """
-    prepare_environment()
     if settings.prefect_api_url is not None:
-        os.environ["PREFECT_API_URL"] = settings.prefect_api_url
-        if not answers(settings.prefect_api_url, ANSWER_SECONDS):
-            raise SettingsError(_describe_silence(settings.prefect_api_url))
+        require_server(settings)
         with _one_sentence_for_failed_requests(settings.prefect_api_url):
             yield lambda: None
         return
+    prepare_environment()
     with _embedded(settings.state / "prefect") as (address, await_start):
         os.environ["PREFECT_API_URL"] = address
         with _one_sentence_for_failed_requests(address):

@@ -120,13 +120,15 @@ def _parse_arguments(assignments: "Sequence[str]") -> dict[str, Any]:
     """Return the arguments of `--set`; values are read as YAML, as in a release file."""
     import yaml
 
+    from tvmflow.spec.reading import read_yaml
+
     arguments = {}
     for item in assignments:
         key, separator, value = item.partition("=")
         if not separator or not key.isidentifier():
             raise click.BadParameter(f"{item!r} is not of the form KEY=VALUE", param_hint="--set")
         try:
-            arguments[key] = yaml.safe_load(value)
+            arguments[key] = read_yaml(value)
         except yaml.YAMLError as error:
             raise click.BadParameter(f"the value of {key!r} is not valid YAML; quote it", param_hint="--set") from error
     return arguments

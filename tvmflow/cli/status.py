@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tvmflow.cli.options import OutputFile, json_option, naming_output
-from tvmflow.errors import PrefectError, RegistryError, StatementError
+from tvmflow.errors import PrefectError, RegistryError, StatementError, StoreError
 
 if TYPE_CHECKING:
     from tvmflow.registry import Registry
@@ -86,7 +86,7 @@ def _show(fleet: "Fleet") -> None:
 def _read_fleet(settings: "Settings") -> "Fleet":
     """Read every model; a registry or a Prefect server that does not answer becomes a fault."""
     from tvmflow.report.fleet import Fleet
-    from tvmflow.services import open_registry, open_store
+    from tvmflow.services import list_sections, open_registry, open_store, read_sections
 
     faults: list[str] = []
     approvals: Sequence[WaitingApproval] = ()
@@ -95,13 +95,20 @@ def _read_fleet(settings: "Settings") -> "Fleet":
             approvals = _read_approvals(settings)
         except PrefectError as error:
             faults.append(str(error))
-    with open_store(settings) as store:
-        names = store.list_names()
-        channels = [item for name in names for item in _read_channels(settings, store, name)]
-        changes = [_read_changes(store, name) for name in names]
+    channels: list[ChannelStatus] = []
+    changes: list[tuple[list[FleetDrift], list[FleetStep]]] = []
+    for sections in list_sections(settings):
+        with open_store(settings, sections.store) as store:
+            for name in store.list_names():
+                channels += _read_channels(settings, store, name)
+                changes.append(_read_changes(store, name))
     try:
-        registry = open_registry(settings)
-        channels = [item.model_copy(update={"verdict": _read_verdict(registry, item)}) for item in channels]
+        for index, item in enumerate(channels):
+            registry = open_registry(settings, read_sections(settings, item.name).registry)
+            try:
+                channels[index] = item.model_copy(update={"verdict": _read_verdict(registry, item)})
+            except StoreError as error:
+                faults.append(str(error))
     except RegistryError as error:
         faults.append(str(error))
     return Fleet(

@@ -45,10 +45,10 @@ def verdict_command(name: str, version: str, channel: str, about: str, replay: b
     from tasks.gate import decide_again
     from tvmflow import settings as machine
     from tvmflow.cli.display import output_console
-    from tvmflow.services import open_registry
+    from tvmflow.services import open_registry, read_sections
 
     settings = machine.load()
-    registry = open_registry(settings)
+    registry = open_registry(settings, read_sections(settings, name).registry)
     match about:
         case "promotion":
             stored = _read_promotion(registry, name, version, channel)

@@ -43,7 +43,7 @@ from tvmflow.compiler.passes.storage import ShareMemory
 from tvmflow.compiler.passes.views import ViewReshapes
 from tvmflow.compiler.schedules import ScheduleWarning, error_bounds, schedule, with_other_form
 from tvmflow.compiler.serialise import ir_text
-from tvmflow.errors import BuildError, OptionError, TargetError
+from tvmflow.errors import BuildError, MachineError, OptionError, TargetError
 from tvmflow.runtime.profile import RULE
 from tvmflow.target import Precision, Target, compute_capability, explain_missing_unit
 
@@ -206,12 +206,12 @@ class CompiledModel:
 
 
 def can_build(target: Target) -> None:
-    """Raise TargetError if this TVM or the compilers of this machine cannot build for `target`; else return None."""
+    """Raise TargetError if TVM cannot build for `target`, MachineError if the tools of this machine cannot."""
     compiler = shlex.split(target.cross_compiler or "")[:1]
     if compiler and shutil.which(compiler[0]) is None:
-        raise TargetError(f"target {target.name!r} needs the cross compiler {compiler[0]!r}, which is not installed")
+        raise MachineError(f"target {target.name!r} needs the cross compiler {compiler[0]!r}, which is not installed")
     if not target.cross_compiler and cc.get_cc() is None:
-        raise TargetError(f"target {target.name!r} needs a C++ compiler to link with, install g++ or clang++")
+        raise MachineError(f"target {target.name!r} needs a C++ compiler to link with, install g++ or clang++")
     if target.arch == "cuda":
         _check_cuda(target)
     else:
@@ -226,20 +226,20 @@ def can_build(target: Target) -> None:
 
 
 def _check_llvm(target: Target) -> None:
-    """Raise TargetError for an architecture that TVM's LLVM lacks; TVM itself would crash when it generates code."""
+    """Raise MachineError for an architecture that TVM's LLVM lacks; TVM itself would crash when it generates code."""
     arch = str(target.tvm.get("mtriple", target.arch)).partition("-")[0]
     if arch not in [str(name) for name in tvm_ffi.get_global_func("target.llvm_get_targets")()]:
-        raise TargetError(f"target {target.name!r}: the LLVM of this TVM knows no architecture {arch!r}")
+        raise MachineError(f"target {target.name!r}: the LLVM of this TVM knows no architecture {arch!r}")
 
 
 def _check_cuda(target: Target) -> None:
     compiler = shutil.which("nvcc")
     if compiler is None:
-        raise TargetError(f"target {target.name!r} needs nvcc, which is not installed")
+        raise MachineError(f"target {target.name!r} needs nvcc, which is not installed")
     listing = subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=False)
     architectures, arch = listing.stdout.split(), _cuda_arch(target)
     if architectures and arch.rstrip("af") not in architectures:
-        raise TargetError(f"target {target.name!r}: this nvcc knows no {arch!r}; it knows {', '.join(architectures)}")
+        raise MachineError(f"target {target.name!r}: this nvcc knows no {arch!r}; it knows {', '.join(architectures)}")
 
 
 def _cuda_arch(target: Target) -> str:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from tvmflow.comparison import runs_needed
-from tvmflow.figures import Measurements, Runner
+from tvmflow.figures import PEERS, Measurements, Runner
 from tvmflow.release import Release
 from tvmflow.report import charts, page, trust
 from tvmflow.report.changes import (
@@ -31,7 +31,7 @@ _SHOWN_FUNCTIONS = 12
 _DIGEST = re.compile(r"((?:sha256:)?[0-9a-f]{12})[0-9a-f]{52}")
 
 
-_RUNNERS: Mapping[Runner, str] = {"tvm": "the bundle", "onnxruntime": "ONNX Runtime", "pytorch": "PyTorch"}
+_RUNNERS: Mapping[Runner, str] = {"tvm": "the bundle", **PEERS}
 
 
 class HistoryRow(Record):

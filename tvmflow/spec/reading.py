@@ -1,11 +1,12 @@
 """Reading release files, and replacing values in one."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from yaml.constructor import ConstructorError
 
 from tvmflow.errors import SpecError, TargetError
 from tvmflow.spec.document import Spec
@@ -28,13 +29,24 @@ def load(path: Path) -> Spec:
     except UnicodeDecodeError as error:
         raise SpecError(f"release file {str(path)!r} is not UTF-8 text; `tvmflow init` writes a good one") from error
     try:
-        document = yaml.load(text, _Loader)  # noqa: S506 - a safe loader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        document = read_yaml(text)
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark is not None else ""
         problem = printable(" ".join(str(getattr(error, "problem", None) or error).split()))
         raise SpecError(f"release file {str(path)!r} is not valid YAML{line}: {problem}") from error
     return parse(document, path.resolve().parent, str(path))
+
+
+def read_yaml(text: str) -> Any:
+    """Return what a text in YAML says. A key that is given twice or is no plain text is refused.
+
+    Raises yaml.YAMLError.
+    """
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 - a safe loader
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise yaml.YAMLError(str(error)) from error
 
 
 def parse(document: object, folder: Path, source: str = "release file") -> Spec:
@@ -103,12 +115,26 @@ def _is_file(path: Path) -> bool:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader that refuses a key given twice, where PyYAML silently takes the last."""
+    """YAML's safe loader that refuses a key that is given twice, where PyYAML takes the last, and one that is no text.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    Keys are checked before mappings are merged, since a merged mapping may give a key again.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         keys = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConstructorError(None, None, "a key is a list or a mapping; quote it as text", key.start_mark)
             if key.tag != "tag:yaml.org,2002:merge" and key.value in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+                raise ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
             keys.add(key.value)
-        return super().construct_mapping(node, deep)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError) as error:
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{node.value!r:.60} is no {kind}; correct it, or quote it as text"
+            raise ConstructorError(None, None, problem, node.start_mark) from error

@@ -11,14 +11,15 @@ def template(name: str) -> str:
     """Return the text of a new, commented release file. Raises SpecError for a name that no release can have."""
     if not is_name(name):
         raise SpecError(f"name {name!r} {NAME_RULE}; give another")
-    is_plain = yaml.safe_load(name) == name  # and not a number, a date or a truth value
-    return _TEMPLATE.format(name=name if is_plain else f'"{name}"', presets=" | ".join(presets()))
+    # Quoted where YAML would read a number, a date or a truth value.
+    line = yaml.safe_dump({"name": name}).strip()
+    return _TEMPLATE.format(line=line, name=name, presets=" | ".join(presets()))
 
 
 _TEMPLATE = """\
 # A release file: what `tvmflow release` ships. Every key is shown; what is commented out shows its default.
 
-name: {name}
+{line}
 
 model:                          # exactly one of factory, pt2, onnx, mlflow
   factory: model:create         # package.module:function returning a torch.nn.Module, looked up beside this file
