@@ -93,8 +93,8 @@ def list_sections(settings: Settings) -> list[Sections]:
     Raises SpecError for an invalid release file in that setting, StoreError for a damaged record and for a state folder
     that cannot be written, SettingsError for an address or credentials that no S3 server accepts.
     """
-    places = sorted((settings.state / "models").glob("*.json"))
-    recent = [path.stem for path in places if NAME.fullmatch(path.stem)]
+    records = sorted((settings.state / "models").glob("*.json"))
+    recent = [path.stem for path in records if NAME.fullmatch(path.stem)]
     names = dict.fromkeys([*recent, *(release_file.load(file).name for file in settings.models)])
     places: dict[tuple[str, str], Sections] = {}
     for sections in (Sections(), *(read_sections(settings, name) for name in names)):
