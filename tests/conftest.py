@@ -19,6 +19,9 @@ from support.databases import Databases
 from support.processes import clean_environment
 from tvmflow.bundle import keygen
 
+# How long the cases of a test may take together in a run that is not long.
+_CASES_SECONDS = 1.0
+
 # What a run has started for all of its processes.
 _commands: CommandServer | None = None
 _ends = ExitStack()
@@ -52,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A long file that came last would keep one process busy while the others are done.
     """
-    others = _left_out_by_few(items) | {item for item in items if not _is_selected(item)}
+    others = _left_out_cases(items) | {item for item in items if not _is_selected(item)}
     if others:
         config.hook.pytest_deselected(items=[item for item in items if item in others])
     selected = [item for item in items if item not in others]
@@ -76,15 +79,27 @@ def _is_selected(item: pytest.Item) -> bool:
     return not scale.is_quick() or durations.is_quick(item)
 
 
-def _left_out_by_few(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The tests that a run leaves out by the mark `few`; none in a long run."""
+def _left_out_cases(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The cases of tests with parameters that a run leaves out; none in a long run.
+
+    A run takes as many cases of a test as its mark `few` says, and as are recorded to take `_CASES_SECONDS` together.
+    """
     if scale.is_long():
         return set()
-    tests = defaultdict[tuple[str, int], list[pytest.Item]](list)
+    recorded = durations.recorded()["tests"]
+    few, tests = defaultdict[tuple[str, int], list[pytest.Item]](list), defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if mark := item.get_closest_marker("few"):
-            tests[item.nodeid.partition("[")[0], mark.args[0]].append(item)
-    return {item for (_, count), alike in tests.items() for item in {*alike}.difference(scale.spread(alike, count))}
+            few[durations.function_of(item.nodeid), mark.args[0]].append(item)
+    others = {item for (_, count), alike in few.items() for item in {*alike}.difference(scale.spread(alike, count))}
+    for item in items:
+        if item not in others and _is_selected(item):
+            tests[durations.function_of(item.nodeid)].append(item)
+    for name, alike in tests.items():
+        if seconds := recorded[name]["seconds"] if name in recorded else 0.0:
+            count = min(len(alike), max(1, int(_CASES_SECONDS / seconds)))
+            others.update({*alike}.difference(scale.spread(alike, count)))
+    return others
 
 
 @pytest.hookimpl(wrapper=True)

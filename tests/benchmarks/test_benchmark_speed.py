@@ -39,6 +39,7 @@ def test_a_model_is_measured_beside_its_peers(command: Command, tmp_path: Path) 
     assert "digits" in process.stdout
 
 
+@pytest.mark.long
 def test_a_file_is_measured_at_sizes_at_which_it_runs(call: Command, tmp_path: Path) -> None:
     file, figures = save_dense(tmp_path / "dense.onnx"), tmp_path / "figures.json"
     options = ("--rounds", "1", "--seconds", "0.01", "--threads", "1", "--json", str(figures), "--state", str(tmp_path))

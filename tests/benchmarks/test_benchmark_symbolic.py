@@ -23,6 +23,7 @@ def _product(path: Path, rows: int | str) -> Path:
     return save_model(path, [node], [("x", [rows, 64])], ["y"], {"w": np.ones((64, 32), "float32")})
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("children_in_forks")
 def test_both_builds_of_a_file_are_timed_at_the_given_size(call: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

@@ -116,6 +116,7 @@ def test_the_task_decides_in_a_reduced_precision(module: Import, tmp_path: Path)
     assert checks["bf16"] == {"samples": 3, "max_relative_error": 1.0, "task": {"dataset": "data:lines"}}
 
 
+@pytest.mark.long
 def test_models_of_tables_are_trained_and_written(module: Import, tmp_path: Path) -> None:
     import onnxruntime
 

@@ -95,6 +95,7 @@ def test_a_bundle_asks_for_sizes_at_which_none_is_one_by_chance(tvmflow: Command
     assert read_manifest(Path("b.tar.gz")).dimensions == {"n": (1, None), "t": (2, None)}
 
 
+@pytest.mark.long
 def test_a_bundle_with_a_small_golden_sample_has_typical_inputs_beside_it(tvmflow: Command, tmp_path: Path) -> None:
     """All outputs of a typical size are much larger than the model."""
     weights = {"w": np.ones((4, 20_000), "float32")}
@@ -408,6 +409,7 @@ def test_an_option_of_the_pass_context_reaches_the_code(tvmflow: Command, models
     assert vectors["True"] < vectors["false"] / 2
 
 
+@pytest.mark.long
 def test_fast_algorithms_can_be_forbidden(tvmflow: Command, convolution: Path) -> None:
     # With many cores, the image is too small for Winograd's algorithm.
     options = ("--target", json.dumps(on_two_cores("native").tvm))
@@ -436,6 +438,7 @@ def test_outputs_that_are_one_number_are_said_to_prove_little(tvmflow: Command) 
     assert f"b.tar.gz: {sentence}" in tvmflow("compile", path, "-o", "b.tar.gz").stdout
 
 
+@pytest.mark.long
 def test_a_bound_may_be_given_to_a_model_that_amplifies_rounding(tvmflow: Command) -> None:
     """The refusal names the option that takes the larger bound, here the largest difference of two sines."""
     path = save_amplifier(Path("amplifier.onnx"), 3e4)
@@ -448,6 +451,7 @@ def test_a_bound_may_be_given_to_a_model_that_amplifies_rounding(tvmflow: Comman
     assert "give the one or the others" in tvmflow("bisect", path, "--max-relative-error", "1", "--rtol", "1").sentence
 
 
+@pytest.mark.long
 def test_a_bundle_nearer_to_the_exact_outputs_than_onnx_runtime_is_written_with_a_note(tvmflow: Command) -> None:
     """ONNX Runtime rounds the angles of a Fourier transform, and errs by a two thousandth of the outputs here."""
     nodes = [
@@ -520,6 +524,7 @@ def test_a_record_that_changes_nothing_is_not_compared(
     assert read_manifest(Path("b.tar.gz")).provenance["records"] == hashlib.sha256().hexdigest()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(host().arch != "x86_64", reason="a target that this machine cannot run is meant")
 @needs("aarch64-linux-gnu-g++")
 def test_what_cannot_be_compared_here_is_tuned(
@@ -592,6 +597,7 @@ def test_a_cross_compiler_that_is_not_installed_is_named(tvmflow: Command, model
     assert tvmflow("compile", models / "small.onnx", "-o", "b.tar.gz", *options).code == 1
 
 
+@pytest.mark.long
 def test_the_cost_models_choices_are_explained_with_their_margins(tvmflow: Command, tmp_path: Path) -> None:
     weight = np.random.default_rng(0).standard_normal((16, 16, 3, 3)).astype("float32")
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)

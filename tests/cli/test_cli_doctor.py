@@ -128,6 +128,7 @@ print("torch" in sys.modules)
 """
 
 
+@pytest.mark.long
 def test_torch_which_takes_as_long_as_the_rest_is_not_imported(tmp_path: Path) -> None:
     path = save_dense(tmp_path / "dense.onnx")
     result = subprocess.run(

@@ -511,6 +511,7 @@ def test_a_bundle_is_sent_to_a_server_and_run_there(
     np.testing.assert_allclose(_sum("ones.npz"), _weights(models).sum(0, keepdims=True) + 1, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_library_packs_its_weights_on_the_server(tvmflow: Command, tmp_path: Path, tracker: str) -> None:
     assert tvmflow("compile", save_convolution(tmp_path / "c.onnx"), "-o", "c.tar.gz").code == 0
     assert read_manifest(Path("c.tar.gz")).weights == "unpacked"
@@ -550,6 +551,7 @@ def test_a_tracker_that_is_not_there_is_one_sentence(tvmflow: Command, bundle: P
     assert f"127.0.0.1:{port}" in result.sentence
 
 
+@pytest.mark.long
 def test_a_silent_or_busy_server_is_given_up_after_the_time_allowed(
     executable: str, environment: dict[str, str], bundle: Path, tracker: str
 ) -> None:

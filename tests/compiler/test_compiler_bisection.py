@@ -60,6 +60,7 @@ def test_a_right_model_has_no_node_out_of_bounds(target: Target) -> None:
     assert bisect(_chain(), [_inputs()], target, BOUNDS) is None
 
 
+@pytest.mark.long
 def test_the_first_sample_that_shows_an_error_is_searched(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONVERTERS, "Tanh", _halve)
     right = {"x": np.zeros((4, 8), "float32")}

@@ -278,6 +278,7 @@ def test_blocks_of_free_height_and_width_equal_onnx_runtime(assert_all_same: Che
     assert rule_counts(assert_all_same(cases))["block"] == len(cases)
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("algorithm", ["winograd", ""])

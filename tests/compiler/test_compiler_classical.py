@@ -101,6 +101,7 @@ def test_linear_models_equal_onnx_runtime(post: str, assert_all_same: Check) -> 
     )
 
 
+@pytest.mark.long
 def test_support_vector_regression_equals_onnx_runtime(assert_all_same: Check) -> None:
     vectors, coefficients = normal(5, 4, seed=1).reshape(-1).tolist(), normal(5, seed=2).tolist()
 

@@ -143,6 +143,7 @@ def test_keys_of_one_query_are_fetched_ahead_and_those_of_many_packed_by_shuffle
     assert [name for name in ("T.prefetch", "tvmflow_transpose") if name in scheduled.script()] == [is_used]
 
 
+@pytest.mark.long
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", runnable_levels()[:-1])
 def test_other_levels_decode(name: str, make_model: Any, run_built: Any) -> None:

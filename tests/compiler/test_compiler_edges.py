@@ -278,6 +278,7 @@ def test_a_range_may_have_steps_of_a_free_size(tmp_path: Path, assert_same_as_on
     assert_same_as_onnxruntime(save_text(tmp_path / "model.onnx", text), {"x": normal(2, 3)}, {"x": normal(2, 10)})
 
 
+@pytest.mark.long
 def test_the_bags_of_an_embedding_with_padding_are_compiled(tmp_path: Path, assert_same_as_onnxruntime: Check) -> None:
     """A loop over the bags has a loop over the words of each in it, some of which a branch leaves out."""
     torch = pytest.importorskip("torch")

@@ -132,6 +132,7 @@ def test_nodes_of_float16_and_float32_are_refused(operands: Sequence[str], reaso
     assert reason in refusals[0].reason
 
 
+@pytest.mark.long
 def test_a_library_holds_the_weights_in_two_bytes(make_model: Any, target: Target, tmp_path: Path) -> None:
     """A table of words, a dense layer and a convolution for Winograd's algorithm."""
     weights = {"q": _halves(3000, 48), "d": _halves(48, 480), "k": _halves(48, 48, 3, 3)}

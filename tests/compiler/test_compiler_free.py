@@ -911,6 +911,7 @@ def test_a_range_whose_stop_is_behind_its_start_is_empty(make_model: Any, assert
     assert_same_as_onnxruntime(path, *_feeds((3, 3), (2, 1), (2, 7), (2, 8), (4, 21)))
 
 
+@pytest.mark.long
 def test_convolutions_of_free_volumes_are_not_transposed_between_each_other(
     make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:

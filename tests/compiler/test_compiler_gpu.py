@@ -539,6 +539,7 @@ windows (float[2, 8, 13, 24] image) => (float[2, 8, 13, 24] y, float[2, 12, 4, 1
 }"""
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("neighbours", [(4, 2), ()], ids=["several pixels", "one pixel"])
 def test_a_thread_computes_neighbouring_pixels(
@@ -587,6 +588,7 @@ reductions (float[n, 30, 40] x, float[m, 5] few) =>
 }"""
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("longest", [64, 8])
 def test_a_block_of_threads_reduces_to_one_number(
@@ -694,6 +696,7 @@ def test_a_gpu_that_nobody_measured_takes_the_numbers_of_the_one_before() -> Non
     assert gpu_of(resolve({"kind": "cuda", "arch": "sm_75"})) == gpu_of(resolve("cuda-sm80"))
 
 
+@pytest.mark.long
 def test_a_library_holds_machine_code_in_the_place_of_source(tmp_path: Path) -> None:
     require_nvcc()
     model, _ = network()

@@ -792,6 +792,7 @@ def test_a_constant_index_outside_of_the_data_is_refused(make_model: Any, operat
         import_onnx(path)
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [(4, 5, 3), ("batch", "high", 3)])
 def test_places_of_elements_are_found_without_functions_of_python(

@@ -252,6 +252,7 @@ def test_operands_of_two_types_are_refused_by_name(
         import_onnx(path)
 
 
+@pytest.mark.long
 def test_powers_of_whole_numbers_equal_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = [
         helper.make_node("Pow", ["x", "k"], ["powers"]),

@@ -264,6 +264,7 @@ def test_other_weights_are_held_as_they_are(weight: Array) -> None:
     assert narrow(weight) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exec_mode", scale.choose(normal=["compiled"], long=["bytecode", "compiled"]))
 def test_a_library_holds_the_weights_of_a_quantised_file_in_8_bits(
     make_model: MakeModel, target: Target, exec_mode: Any, tmp_path: Path

@@ -623,6 +623,7 @@ def _candidate(path: Path, target: Target, precision: Precision) -> tuple[tvm.ti
     return func, Candidate(tvm.ir.save_json(func), arguments_of(func) or ())
 
 
+@pytest.mark.long
 def test_other_schedules_of_dot_products_are_built_in_other_processes_and_right(
     reduced_precision: tuple[Precision, Target], make_model: MakeModel, tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ def _run(paths: list[Path], target: Target, precision: Precision, run_built: Run
     return rule_counts(whole), max(float(np.abs(ours - theirs).max() / np.abs(theirs).max()) for ours, theirs in pairs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("signed", "per_channel", "signed_weights"),
     scale.choose(
@@ -240,6 +241,7 @@ def test_operators_of_integers_are_exact(
     assert rules["rows"] == 0
 
 
+@pytest.mark.long
 def test_without_dot_products_operators_of_integers_are_computed_in_float32(make_model: MakeModel) -> None:
     path, _ = _integer_nodes(make_model)
     rules = rule_counts(build(import_onnx(path), resolve("aarch64-cortex-a72")))

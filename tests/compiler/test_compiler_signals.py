@@ -35,6 +35,7 @@ def test_fourier_transforms_of_all_lengths_equal_onnx_runtime(
     assert_same_as_onnxruntime(path, {"real": normal(2, 7, 12, 1), "complex": normal(2, 7, 3, 2)})
 
 
+@pytest.mark.long
 def test_fourier_transforms_along_a_free_dimension_equal_onnx_runtime(
     make_model: MakeModel, assert_same_as_onnxruntime: Callable[..., CompiledModel]
 ) -> None:
@@ -69,6 +70,7 @@ def test_lengths_that_the_model_takes_from_a_shape_equal_onnx_runtime(
     assert_same_as_onnxruntime(path, *({"real": normal(2, size, 3, 1)} for size in (2, 8, 13)))
 
 
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("more", [-3, 2])
 def test_a_signal_of_another_length_than_its_spectrum_is_that_of_numpy(

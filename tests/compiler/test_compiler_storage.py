@@ -98,6 +98,7 @@ def test_tensors_of_different_free_sizes_share_memory() -> None:
     np.testing.assert_array_equal(machine["main"](tvm.runtime.tensor(x)).numpy(), expected)
 
 
+@pytest.mark.long
 def test_the_parts_of_a_network_over_images_share_memory(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes, weights, last = [], {}, "x"
     for level, channels in enumerate((16, 24, 40)):

@@ -239,6 +239,7 @@ def test_a_product_of_rounded_rows_is_exact(
         assert not np.isfinite(result[finite:]).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", scale.choose(normal=LEVELS[-1:], long=LEVELS))
 def test_a_product_of_rounded_rows_stays_within_its_buffers(level: str) -> None:
     target = resolve(level)

@@ -275,6 +275,7 @@ def race(_movers: "subprocess.Popen[str]", services: Services, name: str) -> Mov
     return run
 
 
+@pytest.mark.long
 @on_a_server
 def test_after_racing_processes_the_alias_names_what_the_channel_holds(
     services: Services, name: str, release: Callable[..., None], race: Movers

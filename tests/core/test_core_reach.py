@@ -71,6 +71,7 @@ def steps_after_a_change(tree: Tree, digests: dict[str, str], path: str) -> set[
     return {name for name in digests if digests[name] != before[name]}
 
 
+@pytest.mark.long
 def test_a_change_in_the_server_runs_no_step_again_and_a_change_in_a_schedule_builds_again(tree: Tree) -> None:
     digests = tree.codes()
     steps = {"train", "export", "relax_import", "tune", "build", "package", "validate", "track", "publish"}

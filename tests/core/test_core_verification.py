@@ -87,6 +87,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.long
 def test_a_library_that_hangs_is_given_up(bundle_of: Bundle, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     # The child's own child is ended as well.

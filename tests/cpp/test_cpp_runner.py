@@ -245,6 +245,7 @@ def test_an_input_is_aligned_for_a_bundle_that_needs_it(program: Runner) -> None
     assert process.stderr == "input 'x' is not contiguous memory of the CPU, aligned to 64 bytes\n"
 
 
+@pytest.mark.long
 def test_calls_at_many_sizes_keep_no_memory_for_each(program: Runner, tmp_path: Path) -> None:
     """Each of 60 sizes needs two tensors of 16 MiB: 2 GB. The sanitiser keeps 256 MiB of what is freed."""
     weights = {"w": np.ones((8, 256), np.float32)}

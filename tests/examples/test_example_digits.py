@@ -28,6 +28,7 @@ def test_training_reads_97_of_100_held_out_digits_and_leaves_torch_as_it_was(
     assert np.mean(logits.argmax(1).numpy() == labels) >= 0.97
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_file_and_another_gives_other_weights(
     example: dict[str, ModuleType], tmp_path: Path
 ) -> None:

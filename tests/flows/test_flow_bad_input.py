@@ -134,6 +134,7 @@ def test_an_input_that_is_not_the_model_s(machine: Any, tmp_path: Path, make: An
     assert [name for name in ("'x'", "[batch, 4]", "[batch, 5]") if name not in sentence] == []
 
 
+@pytest.mark.long
 def test_held_out_data_that_does_not_fit(machine: Any, tmp_path: Path, make: Any) -> None:
     returned = "{'x': np.zeros((2, 5), np.float32)}, np.zeros(2)"
     (tmp_path / "wrong.py").write_text(f"import numpy as np\n\n\ndef held_out():\n    return {returned}\n")

@@ -298,6 +298,7 @@ dying = ChildStep("die", DyingResult, work)
 """
 
 
+@pytest.mark.long
 def test_what_a_step_prints_reaches_prefect(
     prefect_server: str, workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

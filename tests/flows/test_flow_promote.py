@@ -236,6 +236,7 @@ def test_an_alias_that_is_set_by_hand_is_a_wish_and_by_policy_none(shipped: Ship
     assert shipped.held("any") == ("2", "2")
 
 
+@pytest.mark.long
 def test_a_release_meets_the_channels_policy_and_not_the_one_of_its_file(shipped: Shipped) -> None:
     """The release file asks nothing of `open`; somebody has set a gate that no release keeps."""
     shipped.promoted("1", "open")
@@ -259,6 +260,7 @@ def test_a_release_meets_the_channels_policy_and_not_the_one_of_its_file(shipped
     assert "no conditions" in next(line for line in table if line.strip().startswith("open"))
 
 
+@pytest.mark.long
 def test_a_policy_that_cannot_be_is_refused(shipped: Shipped) -> None:
     for value in ("approval=maybe", "gates=1", "gates.max_latency_ms", "after=[", "a.b=1"):
         assert shipped.machine.run("channel", "set", "tiny", "nobody", value).code == 2, value
@@ -447,6 +449,7 @@ def test_what_does_not_exist_is_named(shipped: Shipped, command: tuple[str, ...]
     assert [name for name in names if name not in result.sentence] == []
 
 
+@pytest.mark.long
 def test_the_store_of_a_release_file_holds_for_commands_that_name_the_model(
     machine: Any, make: Any, tmp_path: Path
 ) -> None:

@@ -148,6 +148,7 @@ def test_a_wish_that_nobody_works_on_is_taken_up(house: House, findings: list[Fi
     assert house.channel() == "1"
 
 
+@pytest.mark.long
 def test_an_asking_alias_is_granted_without_the_channels_own_moving_before(
     house: House, findings: list[Findings]
 ) -> None:

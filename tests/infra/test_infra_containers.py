@@ -59,6 +59,7 @@ def test_the_commands_of_tvmflow_exist(containers: list[Any]) -> None:
         command.make_context(name, list(arguments))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     scale.choose(

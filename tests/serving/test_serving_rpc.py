@@ -66,6 +66,7 @@ def test_inference_gives_the_original_models_numbers(
         np.testing.assert_allclose(result.as_numpy(name), expected[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_strings_are_taken_where_the_model_takes_labels(serve: Any, tmp_path: Path) -> None:
     text = """<ir_version: 9, opset_import: ["" : 18, "ai.onnx.ml": 2]> g (string[n] x) => (string[n] y) {
       y = ai.onnx.ml.LabelEncoder <keys_strings = ["a", "b"], values_strings = ["u", "v"], default_string = "w"> (x)

@@ -73,6 +73,7 @@ def _damage_secrets(state: Path) -> None:
     (state / "stack" / "secrets.json").write_bytes(encode(secrets))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("title", "damage"),
     scale.choose(normal=[("S3", _damage_secrets)], long=[("S3", _damage_secrets), ("Prefect", _damage_database)]),

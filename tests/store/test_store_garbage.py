@@ -258,6 +258,7 @@ def test_a_release_that_begins_during_the_sweep_waits_for_its_end(
         assert "swept" in begun.result()
 
 
+@pytest.mark.long
 def test_a_release_comes_in_between_while_much_is_removed(
     local: StoreConfig, write_file: WriteFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,6 +178,7 @@ def test_a_bundle_takes_no_sizes_at_which_the_model_has_no_data() -> None:
     assert limit_sizes(imported, {"h": Dimension(min=5)}) == {"h": (5, None), "n": (1, None)}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(host().cores < 2, reason="one core has no choice of threads")
 def test_a_bundle_keeps_its_number_of_threads(
     convolution: TargetBuilder, workspace: Workspace, usual_and_one_thread: tuple[Candidate, Candidate]

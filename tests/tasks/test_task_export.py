@@ -215,6 +215,7 @@ def test_a_module_may_return_a_parameter_and_hold_nan(export_module: Any, line: 
     assert export_module(text, inputs=[_X]).is_repeatable
 
 
+@pytest.mark.long
 def test_a_compiled_module_is_taken_out_of_its_wrapper(
     export_spec: Any, user_code: Callable[[str], str], tmp_path: Path
 ) -> None:
@@ -574,6 +575,7 @@ def test_a_sample_that_the_model_refuses_for_its_numbers_gets_the_smallest_size(
     assert (1, 1) in shapes
 
 
+@pytest.mark.long
 def test_samples_beside_the_sizes_to_measure_take_little_memory(
     export_spec: Any, kept_samples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ def compiled(tmp_path: Path, user_code: Callable[[str], str], monkeypatch: pytes
     return compile_factory
 
 
+@pytest.mark.long
 def test_a_factory_that_is_not_seeded_is_named_by_the_verdict(
     compiled: Compile,
 ) -> None:

@@ -103,6 +103,7 @@ class _Packed(nn.Module):
         return hidden, cells, last, as_long, of_steps, longer, padded
 
 
+@pytest.mark.long
 def test_packed_sequences_are_operators_with_lengths(tmp_path: Path) -> None:
     def sequences(*lengths: int, size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(len(lengths), size, 5), torch.tensor(lengths)

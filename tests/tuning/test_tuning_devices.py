@@ -152,6 +152,7 @@ def test_two_devices_of_a_key_work_at_the_same_time(pool: MeasurePool, device: D
     assert isinstance(third, float)
 
 
+@pytest.mark.long
 def test_a_trial_whose_session_is_killed_is_made_again(lab: Path, pool: MeasurePool, naps: PrimFunc) -> None:
     library = build(pool, naps)
     with ThreadPoolExecutor(1) as thread:

@@ -177,6 +177,7 @@ def test_two_tuners_writing_to_one_store_at_once_lose_nothing(
     assert records == {(key, trial) for key in folders for trial in range(15)}
 
 
+@pytest.mark.long
 def test_tuners_killed_in_mid_run_lose_nothing(
     machine: Callable[[str], RecordStore], config: StoreConfig, shared: RecordObjects, native: Target
 ) -> None:
