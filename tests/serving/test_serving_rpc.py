@@ -1,5 +1,6 @@
 """The Open Inference Protocol over gRPC, asked by Triton's own client."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,11 @@ from support.steps import compile_by_steps
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.errors import InputError
 from tvmflow.serving import messages
+from tvmflow.serving.app import Service
+from tvmflow.serving.batching import Batcher
+from tvmflow.serving.limits import Limits
+from tvmflow.serving.metrics import Metrics
+from tvmflow.serving.rpc import start_server
 
 MakeInputs = Callable[..., dict[str, Any]]
 Reference = Callable[..., dict[str, Any]]
@@ -164,6 +170,18 @@ def test_numbers_as_bytes_are_read_at_once_and_all_else_counts_as_text(bundle: P
     many = service_pb2.ModelInferRequest(raw_input_contents=[b""] * 2**13)
     for request in (typed, many, service_pb2.ModelInferRequest(id="x" * 2**20)):
         assert messages.text_size(request.SerializeToString(), manifest) == request.ByteSize()
+
+
+def test_the_largest_request_may_be_larger_than_any_of_grpc() -> None:
+    batcher = Batcher(max_batch=1, max_delay=0, on_batch=lambda rows: None)
+    service = Service([], batcher, Metrics(), Limits(body=1 << 40))
+
+    async def start() -> None:
+        server, _ = await start_server(service, "127.0.0.1", 0)
+        await server.stop(0)
+
+    asyncio.run(start())
+    batcher.close()
 
 
 def test_a_port_in_use_is_one_sentence(command: Any, running: Any, bundle: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tvmflow.cli.options import NumberRange
 from tvmflow.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -31,42 +32,42 @@ _RELEASE = re.compile(r"([^/@]+)(?:@([^/@]+)|/([^/@]+))")
 )
 @click.option(
     "--max-delay-ms",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=0,
     show_default=True,
     help="The longest time that a request waits for others to join its batch.",
 )
 @click.option(
     "--max-body-mb",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=64,
     show_default=True,
     help="The largest request.",
 )
 @click.option(
     "--max-waiting-mb",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=256,
     show_default=True,
     help="The most that all requests hold together that are not answered yet; others get 429.",
 )
 @click.option(
     "--timeout-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=60,
     show_default=True,
     help="The longest time for an answer; then it is 504.",
 )
 @click.option(
     "--hang-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=120,
     show_default=True,
     help="How long one batch may run before the server says that it is not live.",
 )
 @click.option(
     "--poll",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=5,
     show_default=True,
     help="Seconds between two polls of the channel.",

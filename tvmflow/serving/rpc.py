@@ -20,6 +20,8 @@ from tvmflow.serving.protocol import InferRequest
 _LOG = logging.getLogger("tvmflow.serving")
 # A message has more than the bytes of its tensors: names and shapes.
 _MESSAGE_BYTES = 1 << 16
+# gRPC takes no larger limit.
+_LARGEST_MESSAGE = (1 << 31) - 1
 
 Context = Any
 """`grpc.aio.ServicerContext`."""
@@ -32,7 +34,8 @@ async def start_server(service: Service, host: str, port: int) -> tuple[Any, str
 
     Port 0 takes a free one. Raises SettingsError when it cannot listen there.
     """
-    options = [("grpc.max_receive_message_length", service.limits.body + _MESSAGE_BYTES), ("grpc.so_reuseport", 0)]
+    most = min(service.limits.body + _MESSAGE_BYTES, _LARGEST_MESSAGE)
+    options = [("grpc.max_receive_message_length", most), ("grpc.so_reuseport", 0)]
     server = grpc.aio.server(options=[*options, ("grpc.max_send_message_length", -1)])
     endpoints = _Endpoints(service)
     handlers = {
