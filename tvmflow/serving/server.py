@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
@@ -26,6 +27,8 @@ from tvmflow.serving.source import ServedModel, Source, load
 _LOG = logging.getLogger("tvmflow.serving")
 # The time that requests accepted before SIGTERM have to be answered.
 DRAIN_SECONDS = 30
+# The time that a batch has to end after that, when nobody waits for its answers any more.
+_LAST_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ Announce = Callable[[str, str | None, Sequence[ServedModel]], object]
 
 
 def serve(sources: Sequence[Source], options: Options, announce: Announce) -> None:
-    """Serve until SIGTERM or SIGINT; must be called by the main thread.
+    """Serve until SIGTERM or SIGINT; must be called by the main thread. A batch that hangs ends the process with 1.
 
     Calls `announce` as soon as the server listens. Raises SettingsError when it cannot listen on the address or two
     sources have one name, and StoreError, BundleError or VerdictError when a source's version cannot be served.
@@ -71,7 +74,10 @@ def serve(sources: Sequence[Source], options: Options, announce: Announce) -> No
             service = Service(models, batcher, metrics, options.limits)
             asyncio.run(_serve(service, sources, options, listener, announce))
         finally:
-            batcher.close()
+            if not batcher.close(_LAST_SECONDS):
+                _LOG.error("the batch that runs does not end; the server ends without it")
+                # Python would wait for the model's threads.
+                os._exit(1)
 
 
 async def _serve(
