@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 import uvicorn
 
 from tvmflow.bundle import missing_weights
-from tvmflow.errors import BundleError, SettingsError, StoreError, TvmflowError
+from tvmflow.errors import BundleError, SettingsError, StoreError, TvmflowError, UncheckedBundleError
 from tvmflow.serving.app import Service, application
 from tvmflow.serving.batching import Batcher
 from tvmflow.serving.limits import Limits
@@ -29,6 +30,8 @@ _LOG = logging.getLogger("tvmflow.serving")
 DRAIN_SECONDS = 30
 # The time that a batch has to end after that, when nobody waits for its answers any more.
 _LAST_SECONDS = 5
+# The longest time between two attempts to check a version.
+_LONGEST_PAUSE = 600
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,9 @@ class Watcher:
         self._source = source
         self._options = options
         self._loop = loop
-        # A version that was refused is not tried again before the channel has pointed at another one.
+        # The version that was refused last, when it is tried again, and the pause after that attempt, in seconds.
         self._refused_version: str | None = None
+        self._next_attempt, self._pause = 0.0, options.poll
         self._paths = [self._served.path]
 
     @property
@@ -163,7 +167,8 @@ class Watcher:
     def poll(self) -> None:
         """Poll once: if the channel holds another version, load and verify it, run it once, then swap to it.
 
-        A version that fails is refused until the channel has held another one; a store that fails is polled again.
+        A version that fails is refused until the channel has held another one. One that this machine cannot check now
+        is tried again after a pause that doubles; a store that fails is polled again.
         """
         try:
             version = self._source.desired_version()
@@ -175,7 +180,9 @@ class Watcher:
             self._refused_version = None
             self._report(None)
             return
-        if version == self._refused_version:
+        if version != self._refused_version:
+            self._pause = self._options.poll
+        elif time.monotonic() < self._next_attempt:
             return
         try:
             following = load(self._source, version, self._options.threads)
@@ -185,10 +192,12 @@ class Watcher:
             self._service.metrics.failed_polls.inc()
             self._report(f"version {version} cannot be fetched: {error}")
             return
+        except (UncheckedBundleError, OSError, MemoryError) as error:
+            self._refuse(version, self._pause, f"version {version} cannot be checked now, and will be again: {error}")
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            return
         except Exception as error:
-            self._refused_version = version
-            self._service.metrics.failed_swaps.inc()
-            self._report(f"version {version} is refused: {error}")
+            self._refuse(version, math.inf, f"version {version} is refused: {error}")
             return
         self._refused_version = None
         _LOG.info("version %s takes over from %s", version, self._served.version)
@@ -201,6 +210,12 @@ class Watcher:
         self._loop.call_soon_threadsafe(swap)
         swapped.wait()
         self._keep_two(following.path)
+
+    def _refuse(self, version: str, pause: float, problem: str) -> None:
+        """Refuse a version for so many seconds."""
+        self._refused_version, self._next_attempt = version, time.monotonic() + pause
+        self._service.metrics.failed_swaps.inc()
+        self._report(problem)
 
     def _keep_two(self, path: Path | None) -> None:
         """Remove the bundles that this server fetched, but for the last two: a rollback finds its bundle here.
