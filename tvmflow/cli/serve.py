@@ -26,7 +26,11 @@ _RELEASE = re.compile(r"([^/@]+)(?:@([^/@]+)|/([^/@]+))")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
 @click.option("--grpc-port", type=click.IntRange(0, 65535), help="Also answer gRPC, at this port; 0 takes a free one.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of a batch; by default the machine's cores.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Threads of a batch; by default TVM_NUM_THREADS, else the machine's cores, at most the bundle's max_threads.",
+)
 @click.option(
     "--max-batch", type=click.IntRange(min=1), default=64, show_default=True, help="The most rows that run together."
 )

@@ -38,7 +38,8 @@ _LONGEST_PAUSE = 600
 class Options:
     """The server's options.
 
-    `threads` is the number of TVM's workers, by default the bundle's; port 0 means a free port.
+    `threads` is the number of a model's workers, None for TVM_NUM_THREADS, else the machine's cores, at most the
+    bundle's `max_threads`; port 0 means a free port.
     """
 
     host: str = "127.0.0.1"

@@ -59,7 +59,8 @@ def channel_source(store: ReleaseStore, name: str, channel: str, cache: Path) ->
 
 
 def load(source: Source, version: str, threads: int | None) -> ServedModel:
-    """Fetch, verify and load a version; `threads` is the number of TVM's workers, None for the bundle's own.
+    """Fetch, verify and load a version; `threads` is the number of the model's workers, None for TVM_NUM_THREADS,
+    else the machine's cores, at most the bundle's `max_threads`.
 
     A bundle's golden sample runs in another process before its library is loaded in this one. Raises StoreError when
     the version cannot be fetched, BundleError when none of its bundles is of this model and can be served here,
