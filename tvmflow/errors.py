@@ -99,6 +99,10 @@ class BundleError(TvmflowError):
     """A bundle is damaged, unsafe or not for this machine."""
 
 
+class UncheckedBundleError(BundleError):
+    """This machine has no room or time for a bundle now, which may be sound: the same may succeed later."""
+
+
 class InputError(TvmflowError):
     """An input has the wrong name, shape or dtype."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tvmflow.bundle import Manifest
 from tvmflow.bundle.signature import TRUSTED_KEYS_VARIABLE
-from tvmflow.errors import BundleError, SettingsError, VerdictError, from_data, to_data
+from tvmflow.errors import BundleError, SettingsError, UncheckedBundleError, VerdictError, from_data, to_data
 from tvmflow.supervisor import ChildProcess, visible_environment
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ _RTOL, _ATOL = 1e-2, 1e-3
 _REDUCED_RTOL = 1e-1
 # What the provenance of a bundle says of such a model's activations, and what that of earlier versions said.
 ROUNDED, _QUANTISED = "rounded", "quantised"
+_REPLY = "reply.json"
 _LARGEST_REPLY = 1 << 22
 _REFUSALS = (BundleError, VerdictError, SettingsError)
 
@@ -45,11 +46,12 @@ def verify(bundle: Path, *, trusted: Sequence[Path] | None = None, timeout: floa
     """Check a bundle's digests, signature and requirements, then run its golden sample, all in another process.
 
     `trusted` are files with public keys, one of which must have signed it, by default those that TVMFLOW_TRUSTED_KEYS
-    names. Raises BundleError when the bundle is refused, crashes or takes longer than `timeout` seconds, VerdictError
-    when its outputs differ from the original's, and SettingsError when a file of keys cannot be read.
+    names. Raises BundleError when the bundle is refused or crashes, UncheckedBundleError when it takes longer than
+    `timeout` seconds or this machine has no room for it, VerdictError when its outputs differ from the original's, and
+    SettingsError when a file of keys cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="tvmflow-", ignore_cleanup_errors=True) as scratch:
-        reply = Path(scratch) / "reply.json"
+        reply = Path(scratch) / _REPLY
         with ChildProcess(
             "tvmflow.verification",
             str(bundle),
@@ -60,11 +62,15 @@ def verify(bundle: Path, *, trusted: Sequence[Path] | None = None, timeout: floa
             try:
                 code = child.wait(time.monotonic() + timeout)
             except TimeoutError as error:
-                raise BundleError(
+                raise UncheckedBundleError(
                     f"bundle {str(bundle)!r} did not finish its golden sample within {timeout:g} seconds; "
                     f"do not use it, or give it more time"
                 ) from error
             child.kill()
+            if code == os.EX_CANTCREAT:
+                raise UncheckedBundleError(
+                    f"bundle {str(bundle)!r}: its verdict cannot be written; free space, or set TMPDIR anew"
+                )
             try:
                 return _read_reply(reply, code)
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -169,7 +175,10 @@ def _main(bundle: Path, reply: Path) -> None:
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         refusal = BundleError(f"bundle {str(bundle)!r} cannot run its golden sample ({words}); build it again")
         document = {"error": to_data(refusal)}
-    reply.write_text(json.dumps(document))
+    try:
+        reply.write_text(json.dumps(document))
+    except OSError:
+        os._exit(os.EX_CANTCREAT)
     # Without the exit handlers of a library that is not trusted yet.
     os._exit(0)
 

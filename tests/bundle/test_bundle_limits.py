@@ -34,7 +34,7 @@ from tvmflow.bundle import (
 )
 from tvmflow.bundle.manifest import _version
 from tvmflow.bundle.signature import check, trusted_keys
-from tvmflow.errors import BundleError, SettingsError
+from tvmflow.errors import BundleError, SettingsError, UncheckedBundleError
 from tvmflow.target import Host
 
 WriteFiles = Callable[[Path], dict[str, Path]]
@@ -188,7 +188,7 @@ def test_a_bundle_that_just_fits_on_the_disk_is_extracted(
         if free == size:
             extract(bundle, tmp_path / name)
         else:
-            with pytest.raises(BundleError, match="MiB"):
+            with pytest.raises(UncheckedBundleError, match="MiB"):
                 extract(bundle, tmp_path / name)
         assert len(list((tmp_path / name).iterdir())) == (3 if free == size else 0)
 

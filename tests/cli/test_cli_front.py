@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import psutil
 import pytest
 
@@ -73,6 +74,9 @@ def test_without_a_command_the_help_is_shown(tvmflow: Command) -> None:
         (("run", "b.tar.gz", "--repeat", "0"), "--repeat", "tvmflow run"),
         (("compile", "absent.onnx", "-o", "b.tar.gz"), "'absent.onnx'", "tvmflow compile"),
         (("release", "new", "old"), "old", "tvmflow release"),
+        (("serve", "b.tar.gz", "--max-body-mb", "inf"), "--max-body-mb", "tvmflow serve"),
+        (("gc", "--days", "nan"), "--days", "tvmflow gc"),
+        (("run", "b.tar.gz", "--rpc-timeout", "1e300"), "--rpc-timeout", "tvmflow run"),
     ],
 )
 def test_a_wrong_command_line_exits_with_two_and_one_sentence(
@@ -83,6 +87,14 @@ def test_a_wrong_command_line_exits_with_two_and_one_sentence(
     assert value in result.sentence
     assert f"`{command} --help`" in result.sentence
     assert result.stderr == f"tvmflow: {result.sentence}\n"
+
+
+def test_every_option_that_is_a_float_is_a_number_with_bounds() -> None:
+    from tvmflow.cli import cli
+    from tvmflow.cli.options import NumberRange
+
+    types = [option.type for command in cli.commands.values() for option in command.params]
+    assert {type(item) for item in types if isinstance(item, click.types.FloatParamType)} == {NumberRange}
 
 
 def test_a_wrong_command_line_is_json_where_a_program_reads(tvmflow: Command) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from support.processes import SECRETS, mentioned_secrets
 from support.waits import wait_until
-from tvmflow import npz
+from tvmflow import npz, verification
 from tvmflow.bundle import extract, installed_versions, keygen, pack, read_manifest, sign
-from tvmflow.errors import BundleError, VerdictError
+from tvmflow.errors import BundleError, UncheckedBundleError, VerdictError
 from tvmflow.target import host
 from tvmflow.verification import ROUNDED, verify
 
@@ -92,11 +92,18 @@ def test_a_library_that_hangs_is_given_up(bundle_of: Bundle, tmp_path: Path) -> 
     pid = tmp_path / "pid"
     # The child's own child is ended as well.
     code = f'if (!fork()) {{ execl("/bin/sh", "sh", "-c", "echo $$ > {pid}; exec sleep 600", 0); }} for (;;) pause();'
-    with pytest.raises(BundleError, match=r"within 4 seconds"):
+    with pytest.raises(UncheckedBundleError, match=r"within 4 seconds"):
         verify(bundle_of(code), trusted=(), timeout=4)
     child = int(pid.read_text())
     # A process that is killed ends a moment later.
     wait_until(lambda: has_ended(child), timeout=60)
+
+
+def test_a_verdict_that_cannot_be_written_is_none_of_the_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk may be full."""
+    monkeypatch.setattr(verification, "_REPLY", "absent/reply.json")
+    with pytest.raises(UncheckedBundleError, match="its verdict cannot be written; free space"):
+        verify(GOOD, trusted=())
 
 
 def test_a_library_that_was_not_built_by_tvm_is_refused(bundle_of: Bundle) -> None:

@@ -82,7 +82,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
     runtime.load(sys.argv[1])
-except errors.BundleError as error:
+except errors.UncheckedBundleError as error:
     print(error)
 """
     output = python(code, bundle)

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from tvmflow import runtime
-from tvmflow.bundle import extract, pack
+from tvmflow.bundle import extract, pack, read_manifest
 from tvmflow.serving import batching, conversion
 from tvmflow.serving.app import TIMEOUT_HEADER, Service, application
 from tvmflow.serving.batching import Batcher
+from tvmflow.serving.conversion import Converter
 from tvmflow.serving.limits import Limits
 from tvmflow.serving.metrics import Metrics
 from tvmflow.serving.source import ServedModel
@@ -126,6 +127,20 @@ def test_a_large_request_gets_the_same_numbers(
 
     monkeypatch.setattr(conversion, "_SMALL_BYTES", 0)
     run(test)
+
+
+def test_strings_as_bytes_count_as_text(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each becomes an object of Python, while numbers as bytes are read at once."""
+    sizes = []
+
+    async def run(converter: Converter, size: int, *arguments: object) -> None:
+        sizes.append(size)
+
+    monkeypatch.setattr(Converter, "run", run)
+    manifest = read_manifest(bundle)
+    for each in (manifest, replace(manifest, labels={"sum": ("a",)}), replace(manifest, labels={"count": ("a",)})):
+        asyncio.run(Converter().parse(bytes(1000), "10", each))
+    assert sizes == [10, 10, 1000]
 
 
 @pytest.mark.parametrize("header", [True, False])

@@ -1,6 +1,8 @@
 """The Open Inference Protocol over gRPC, asked by Triton's own client."""
 
+import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,14 @@ from tritonclient.utils import InferenceServerException
 
 from support.models import save_text
 from support.steps import compile_by_steps
-from tvmflow.bundle import sha256_file
+from tvmflow.bundle import read_manifest, sha256_file
+from tvmflow.errors import InputError
+from tvmflow.serving import messages
+from tvmflow.serving.app import Service
+from tvmflow.serving.batching import Batcher
+from tvmflow.serving.limits import Limits
+from tvmflow.serving.metrics import Metrics
+from tvmflow.serving.rpc import start_server
 
 MakeInputs = Callable[..., dict[str, Any]]
 Reference = Callable[..., dict[str, Any]]
@@ -121,6 +130,59 @@ def test_answers_are_counted(running: Any, client: Any, inputs: MakeInputs) -> N
     client.infer("small", tensors(inputs(1)))
     assert running.metric("tvmflow_inference_seconds_count") == before + 1
     assert 'tvmflow_requests_total{code="OK"}' in running.client.get("/metrics").text
+
+
+def test_bytes_that_are_no_message_are_refused(running: Any) -> None:
+    import grpc
+
+    with grpc.insecure_channel(running.rpc_address) as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"\xff" * 100)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_sizes_beyond_the_dimensions_of_any_array_are_refused_at_once(bundle: Path) -> None:
+    """Their product took ten seconds, in which no probe was answered."""
+    request = service_pb2.ModelInferRequest(model_name="small")
+    request.inputs.add(name="x", datatype="FP32", shape=[9999] * 120_000).contents.fp32_contents.append(1)
+    with pytest.raises(InputError, match="'shape' is not a list of sizes, at most 64"):
+        messages.parse(request.SerializeToString(), read_manifest(bundle))
+
+
+def test_an_output_is_returned_once(bundle: Path) -> None:
+    """A small request could ask for more bytes than the machine has."""
+    request = service_pb2.ModelInferRequest(model_name="small")
+    for _ in range(2):
+        request.outputs.add(name="sum")
+    with pytest.raises(InputError, match="'sum' is asked for twice"):
+        messages.parse(request.SerializeToString(), read_manifest(bundle))
+
+
+def test_numbers_as_bytes_are_read_at_once_and_all_else_counts_as_text(bundle: Path) -> None:
+    manifest = read_manifest(bundle)
+    raw = service_pb2.ModelInferRequest(model_name="small", raw_input_contents=[bytes(2**20), b""])
+    raw.inputs.add(name="x", datatype="FP32", shape=[2**18])
+    assert messages.text_size(raw.SerializeToString(), manifest) == 0
+    strings = replace(manifest, labels={"x": ("a",)})
+    assert messages.text_size(raw.SerializeToString(), strings) == raw.ByteSize()
+    typed = service_pb2.ModelInferRequest(model_name="small")
+    typed.inputs.add(name="x", datatype="FP32", shape=[2**18]).contents.fp32_contents.extend([1.0] * 2**18)
+    many = service_pb2.ModelInferRequest(raw_input_contents=[b""] * 2**13)
+    for request in (typed, many, service_pb2.ModelInferRequest(id="x" * 2**20)):
+        assert messages.text_size(request.SerializeToString(), manifest) == request.ByteSize()
+
+
+def test_the_largest_request_may_be_larger_than_any_of_grpc() -> None:
+    batcher = Batcher(max_batch=1, max_delay=0, on_batch=lambda rows: None)
+    service = Service([], batcher, Metrics(), Limits(body=1 << 40))
+
+    async def start() -> None:
+        server, _ = await start_server(service, "127.0.0.1", 0)
+        await server.stop(0)
+
+    asyncio.run(start())
+    batcher.close()
 
 
 def test_a_port_in_use_is_one_sentence(command: Any, running: Any, bundle: Path) -> None:

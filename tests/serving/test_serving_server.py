@@ -5,6 +5,7 @@ import json
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -334,6 +335,40 @@ def test_accepted_requests_are_answered_after_a_signal(
         assert running.process.stderr.read() == ""
         with pytest.raises(httpx.ConnectError):
             running.client.get("/v2/health/ready")
+
+
+# A server whose batches hang, and which has little patience with them.
+HUNG_SERVER = """
+import sys, threading
+from pathlib import Path
+from tvmflow.serving import Options, batching, bundle_source, serve, server
+server.DRAIN_SECONDS = server._LAST_SECONDS = 0.1
+
+def hang(batcher, batch):
+    print("a batch hangs", flush=True)
+    threading.Event().wait()
+
+batching.Batcher._answer = hang
+serve([bundle_source(Path(sys.argv[1]))], Options(port=0), lambda address, *_: print(address, flush=True))
+"""
+
+
+def test_a_batch_that_hangs_does_not_keep_the_server_from_ending(bundle: Path, inputs: MakeInputs) -> None:
+    command = [sys.executable, "-c", HUNG_SERVER, str(bundle)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        place, content = urlsplit(process.stdout.readline().strip()), json.dumps(_body(inputs(1))).encode()
+        head = f"POST /v2/models/small/infer HTTP/1.1\r\nHost: here\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection((place.hostname, place.port), 60) as connection:
+            connection.sendall(head.encode() + content)
+            assert process.stdout.readline() == "a batch hangs\n"
+            process.terminate()
+            try:
+                assert process.wait(30) == 1
+            finally:
+                process.kill()
+        assert "does not end" in process.stderr.read()
 
 
 def test_answers_are_not_held_back_to_fill_a_packet() -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,14 +17,15 @@ import pytest
 from support.channels import move_channel
 from support.releases import describe_bundle, make_release
 from support.steps import compile_by_steps
+from tvmflow import runtime
 from tvmflow.bundle import extract, keygen, pack, sha256_file, sign
 from tvmflow.errors import BundleError
-from tvmflow.serving import Options, Source, release_source
+from tvmflow.serving import Options, Source, release_source, server
 from tvmflow.serving.app import Service
 from tvmflow.serving.batching import Batcher
 from tvmflow.serving.metrics import Metrics
 from tvmflow.serving.server import Watcher
-from tvmflow.serving.source import channel_source, load
+from tvmflow.serving.source import ServedModel, channel_source, load
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.store.keys import channel_key
 
@@ -123,6 +126,36 @@ def test_a_release_that_fails_verification_does_not_take_over_and_a_rollback_doe
         point("canary", "1")
         _until(lambda: running.client.get("/v2/models/small").json()["versions"] == ["1"])
         assert running.metric("tvmflow_swaps_total") == 2
+
+
+def test_a_version_that_this_machine_cannot_check_is_tried_again_after_a_pause_that_grows(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_setting_of_workers: None
+) -> None:
+    source = Source("small", lambda: "2", lambda version: iter([bundle]), is_channel=True)
+    batcher = Batcher(max_batch=1, max_delay=0, on_batch=lambda rows: None)
+    service = Service([ServedModel("small", "1", runtime.load(bundle))], batcher, Metrics(), Options().limits)
+    seconds = 0.0
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: seconds))
+
+    async def follow() -> None:
+        nonlocal seconds
+        watcher, attempts = Watcher(service, source, Options(poll=5), asyncio.get_running_loop()), []
+        with monkeypatch.context() as patch:
+            patch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+            for seconds in range(20):
+                before = service.metrics.failed_swaps._value.get()
+                watcher.poll()
+                attempts += [seconds] * int(service.metrics.failed_swaps._value.get() - before)
+        assert attempts == [0, 5, 15]
+        assert "version 2 cannot be checked now" in service.problems["small"]
+        seconds = 35
+        await asyncio.to_thread(watcher.poll)
+        assert not service.problems
+
+    asyncio.run(follow())
+    assert service.models["small"].version == "2"
+    service.models["small"].model.close()
+    batcher.close()
 
 
 def _swap_through(paths: list[Path]) -> None:

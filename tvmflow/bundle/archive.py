@@ -17,7 +17,7 @@ from typing import IO, NamedTuple, cast
 
 from tvmflow.bundle import signature
 from tvmflow.bundle.manifest import FileEntry, Manifest
-from tvmflow.errors import BundleError
+from tvmflow.errors import BundleError, UncheckedBundleError
 from tvmflow.files import replacing
 
 MANIFEST = "bundle.json"
@@ -206,7 +206,7 @@ def _check_files(manifest: Manifest, bundle: Path, destination: Path) -> None:
     size = sum(entry.size for entry in manifest.files.values())
     free = shutil.disk_usage(destination).free
     if size > free:
-        raise BundleError(
+        raise UncheckedBundleError(
             f"bundle {str(bundle)!r} needs {size >> 20} MiB in {str(destination)!r}, {free >> 20} MiB are free"
         )
 
@@ -231,7 +231,7 @@ def _open_bundle(bundle: Path) -> "Iterator[_Unzipped]":
         raise BundleError(f"{str(bundle)!r} is not a bundle or is damaged ({error}); fetch it again") from error
     except OSError as error:
         if error.filename != str(bundle):
-            raise BundleError(
+            raise UncheckedBundleError(
                 f"bundle {str(bundle)!r} cannot be unpacked ({error.strerror or error}); "
                 f"free space, or set TMPDIR to another folder"
             ) from error

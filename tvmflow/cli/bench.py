@@ -8,6 +8,7 @@ import click
 
 from tvmflow.cli.compile import build_best, make_spec, parse_shapes
 from tvmflow.cli.options import (
+    NumberRange,
     OutputFile,
     input_shapes_option,
     json_option,
@@ -63,7 +64,7 @@ class _Peers(click.ParamType["tuple[Peer, ...]"]):
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of every runner; all cores unless given.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=120.0,
     show_default=True,
     help="The time to measure, in eight rounds or more.",

@@ -10,6 +10,7 @@ import click
 
 from tvmflow.cli.compile import parse_shapes
 from tvmflow.cli.options import (
+    NumberRange,
     check_output_folder,
     input_shapes_option,
     json_option,
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 @input_shapes_option(".")
 @operator_option
 @click.option("--inputs", type=click.Path(path_type=Path), help="An .npz by input name; without it, random inputs.")
-@click.option("--rtol", type=click.FloatRange(min=0), help="The relative tolerance of each element.")
-@click.option("--atol", type=click.FloatRange(min=0), help="The absolute tolerance of each element.")
+@click.option("--rtol", type=NumberRange(min=0), help="The relative tolerance of each element.")
+@click.option("--atol", type=NumberRange(min=0), help="The absolute tolerance of each element.")
 @relative_error_option
 @click.option(
     "-o",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tvmflow.cli.options import json_option
+from tvmflow.cli.options import NumberRange, json_option
 from tvmflow.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _STATE_DAYS = 30.0
 @click.option("--releases", is_flag=True, help="Remove from the release store instead of the state folder.")
 @click.option(
     "--days",
-    type=click.FloatRange(min=0, max=36500),
+    type=NumberRange(min=0, max=36500),
     help="What was used within so many days stays; by default 30, of releases the setting retention_days.",
 )
 @click.option(

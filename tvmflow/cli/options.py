@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+_LARGEST_NUMBER = 10**9
+
 
 class OutputFile(click.Path):
     """A file that the command writes at its end: refused before the work when it cannot be written.
@@ -42,6 +44,17 @@ class OutputFile(click.Path):
         return path
 
 
+class NumberRange(click.FloatRange):
+    """A range of numbers of at most a milliard: no NaN or infinity, and nothing that overflows as seconds or bytes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number; `param` and `ctx` are click's, None outside of a command. Raises BadParameter."""
+        number: float = super().convert(value, param, ctx)
+        if not abs(number) <= _LARGEST_NUMBER:
+            self.fail(f"{value} is not a number of at most {_LARGEST_NUMBER}.", param, ctx)
+        return number
+
+
 def check_output_folder(folder: Path) -> None:
     """Refuse a folder that cannot be written, or made. Raises InputError."""
     with naming_output(folder):
@@ -64,7 +77,7 @@ def precision_option(text: str) -> Decorator:
 
 relative_error_option: Decorator = click.option(
     "--max-relative-error",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     help="The largest error of an output over its largest magnitude, in place of the tolerances of each element.",
 )
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import click
 
-from tvmflow.cli.options import file_argument, json_option
+from tvmflow.cli.options import NumberRange, file_argument, json_option
 
 
 @click.command("retune")
 @file_argument
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=30.0,
     show_default=True,
     help="The time to spend on tuning, of all targets together.",

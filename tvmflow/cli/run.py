@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tvmflow.cli.options import OutputFile, json_option, naming_output, read_inputs, trace_option
+from tvmflow.cli.options import NumberRange, OutputFile, json_option, naming_output, read_inputs, trace_option
 from tvmflow.errors import BundleError, InputError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 @click.option("--rpc-key", metavar="KEY", help="The server's key at the tracker.")
 @click.option(
     "--rpc-timeout",
-    type=click.FloatRange(min=1),
+    type=NumberRange(min=1),
     default=300,
     show_default=True,
     help="The timeout of a run there, in seconds.",

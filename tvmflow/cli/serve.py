@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tvmflow.cli.options import NumberRange
 from tvmflow.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -25,48 +26,52 @@ _RELEASE = re.compile(r"([^/@]+)(?:@([^/@]+)|/([^/@]+))")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
 @click.option("--grpc-port", type=click.IntRange(0, 65535), help="Also answer gRPC, at this port; 0 takes a free one.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of a batch; by default the machine's cores.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Threads of a batch; by default TVM_NUM_THREADS, else the machine's cores, at most the bundle's max_threads.",
+)
 @click.option(
     "--max-batch", type=click.IntRange(min=1), default=64, show_default=True, help="The most rows that run together."
 )
 @click.option(
     "--max-delay-ms",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=0,
     show_default=True,
     help="The longest time that a request waits for others to join its batch.",
 )
 @click.option(
     "--max-body-mb",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=64,
     show_default=True,
     help="The largest request.",
 )
 @click.option(
     "--max-waiting-mb",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=256,
     show_default=True,
     help="The most that all requests hold together that are not answered yet; others get 429.",
 )
 @click.option(
     "--timeout-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=60,
     show_default=True,
     help="The longest time for an answer; then it is 504.",
 )
 @click.option(
     "--hang-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=120,
     show_default=True,
     help="How long one batch may run before the server says that it is not live.",
 )
 @click.option(
     "--poll",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     default=5,
     show_default=True,
     help="Seconds between two polls of the channel.",

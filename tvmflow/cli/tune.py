@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tvmflow.cli.options import file_argument, json_option
+from tvmflow.cli.options import NumberRange, file_argument, json_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command("tune")
 @file_argument
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="The time to spend, for each target.")
+@click.option("--minutes", type=NumberRange(min=0, min_open=True), help="The time to spend, for each target.")
 @click.option("--trials", type=click.IntRange(min=0), help="Trials to measure in all, earlier ones included.")
 @click.option(
     "--until",

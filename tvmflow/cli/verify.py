@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tvmflow.cli.options import json_option
+from tvmflow.cli.options import NumberRange, json_option
 from tvmflow.errors import BundleError
 
 
@@ -16,7 +16,7 @@ from tvmflow.errors import BundleError
     "--key", "keys", type=click.Path(path_type=Path), multiple=True, help="A public key that must have signed it."
 )
 @click.option(
-    "--timeout", type=click.FloatRange(min=1), default=300, show_default=True, help="Seconds for the golden sample."
+    "--timeout", type=NumberRange(min=1), default=300, show_default=True, help="Seconds for the golden sample."
 )
 @click.option(
     "--rebuild",

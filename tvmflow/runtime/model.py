@@ -572,7 +572,7 @@ class CompiledModel:
                 raise InputError(f"input {spec.name!r} is missing; the model takes {self._signature()}")
             array = _array_of(spec.name, inputs[spec.name])
             if array.dtype.kind in "OSTU" and spec.name in self.manifest.labels:
-                array = _places(array, self.manifest.labels[spec.name])
+                array = label_places(array, self.manifest.labels[spec.name])
             if array.dtype.name != spec.dtype:
                 # The name of a dtype of strings has their number of bits; that of objects does not say what they are.
                 is_named = array.dtype.kind not in "OSTU" or not array.size
@@ -784,7 +784,7 @@ def _aligned_copy(array: "Array") -> "Array":
     return copy
 
 
-def _places(strings: "Array", labels: Sequence[str]) -> "Array":
+def label_places(strings: "Array", labels: Sequence[str]) -> "Array":
     """The place of each string in the labels, int64; -1 for one that is no label."""
     places = {label: place for place, label in enumerate(labels)}
     values = strings.ravel().tolist()

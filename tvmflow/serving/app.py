@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -15,18 +15,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tvmflow import __version__
+from tvmflow.bundle import Manifest
 from tvmflow.errors import InputError
 from tvmflow.serving import protocol
 from tvmflow.serving.batching import Batcher
 from tvmflow.serving.conversion import Converter
 from tvmflow.serving.limits import Limits, OverloadedError, Room
 from tvmflow.serving.metrics import Metrics
+from tvmflow.serving.protocol import InferRequest
 from tvmflow.serving.source import ServedModel
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     Arrays = dict[str, npt.NDArray[Any]]
+
+Read = Callable[[Manifest], Awaitable[InferRequest]]
 
 TIMEOUT_HEADER = "tvmflow-timeout-ms"
 
@@ -73,9 +77,11 @@ class Service:
         model = self.models.get(name)
         if model is None:
             names = ", ".join(map(repr, self.models))
-            raise UnknownModelError(f"there is no model {name!r} here; served is {names}")
+            raise UnknownModelError(f"there is no model {protocol.brief(name)} here; served is {names}")
         if version not in (None, model.version):
-            raise UnknownModelError(f"version {version!r} of {name!r} is not served; served is {model.version!r}")
+            raise UnknownModelError(
+                f"version {protocol.brief(version)} of {name!r} is not served; served is {model.version!r}"
+            )
         return model
 
     def swap(self, following: ServedModel) -> None:
@@ -90,6 +96,26 @@ class Service:
         self.metrics.swaps.inc()
         # The batcher closes it after the last request for it.
         self.batcher.call(previous.model.close)
+
+    async def infer(
+        self, name: str, version: str | None, read: Read, size: int, take: Callable[[int], int]
+    ) -> "tuple[ServedModel, InferRequest, Arrays]":
+        """Read a request of `size` bytes, and run its model; return the model, the request and the outputs by name.
+
+        `version` is None for the one that is served. `read` returns the request as arrays for the model of a manifest.
+        `take` reserves bytes in the room that all requests share. Raises UnknownModelError when no such version is
+        served, InputError for a request that breaks the protocol or does not fit the model, and OverloadedError when
+        too many requests wait.
+        """
+        while True:
+            model = self.find(name, version)
+            request = await read(model.model.manifest)
+            # The version may have been swapped meanwhile; from here to the queue it cannot be.
+            if self.find(name, version) is model:
+                break
+        # Numbers may take more bytes than their text.
+        take(max(0, sum(array.nbytes for array in request.inputs.values()) - size))
+        return model, request, await self.run(model, request.inputs)
 
     async def run(self, model: ServedModel, inputs: "Arrays") -> "Arrays":
         """Run a model on arrays by name, perhaps in a batch with other requests, and return the outputs by name.
@@ -181,6 +207,8 @@ class _Endpoints:
                 return await self._answer(request, await self._body(request, take), take)
         except InputError as error:
             raise HTTPException(400, str(error)) from error
+        except UnknownModelError as error:
+            raise HTTPException(404, str(error)) from error
         except OverloadedError as error:
             # The rest of the body is not read, so that the connection cannot serve another request.
             headers = {"retry-after": "1", "connection": "close"}
@@ -200,15 +228,12 @@ class _Endpoints:
 
     async def _answer(self, request: Request, body: bytes, take: Callable[[int], int]) -> Response:
         service, header_length = self._service, request.headers.get(protocol.HEADER_LENGTH)
-        while True:
-            model = self._served_model(request)
-            inference = await service.converter.parse(body, header_length, model.model.outputs)
-            # The version may have been swapped meanwhile; from here to the queue it cannot be.
-            if self._served_model(request) is model:
-                break
-        # Numbers may take more bytes than their text.
-        take(max(0, sum(array.nbytes for array in inference.inputs.values()) - len(body)))
-        results = await service.run(model, inference.inputs)
+
+        def read(manifest: Manifest) -> Awaitable[InferRequest]:
+            return service.converter.parse(body, header_length, manifest)
+
+        name, version = request.path_params["name"], request.path_params.get("version")
+        model, inference, results = await service.infer(name, version, read, len(body), take)
         answer = await service.converter.render(inference, model.name, model.version, results)
         return Response(answer.body, headers=answer.headers)
 

@@ -121,12 +121,16 @@ class Batcher:
             self._is_hurried = True
             self._changed.notify()
 
-    def close(self) -> None:
-        """Run all that is queued and end the thread; return when it has ended."""
+    def close(self, timeout: float | None = None) -> bool:
+        """Run all that is queued and end the thread; return whether it has ended.
+
+        Waits for that at most `timeout` seconds, None for as long as it takes.
+        """
         with self._changed:
             self._is_hurried = self._is_closed = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:

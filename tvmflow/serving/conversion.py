@@ -7,12 +7,12 @@ it has read the whole text.
 import asyncio
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from tvmflow.bundle import TensorSpec
+from tvmflow.bundle import Manifest
 from tvmflow.launch import die_with_parent
 from tvmflow.serving import protocol
 from tvmflow.serving.protocol import InferRequest, InferResponse
@@ -36,14 +36,17 @@ class Converter:
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
 
-    async def parse(self, body: bytes, header_length: str | None, outputs: Sequence[TensorSpec]) -> InferRequest:
-        """Parse the body of a request for a model with these outputs, in another process where the body is large.
+    async def parse(self, body: bytes, header_length: str | None, manifest: Manifest) -> InferRequest:
+        """Parse the body of a request for the model of a manifest, in another process where the body is large.
 
         `header_length` is the number of bytes of JSON, None for a body without binary data. Raises InputError for a
-        body that breaks the protocol or names another output.
+        body that breaks the protocol, or has inputs or outputs that are not the model's.
         """
-        size = len(body) if header_length is None else min(protocol.header_size(header_length), len(body))
-        return await self._run(size, protocol.parse, body, header_length, outputs)
+        # Binary data takes no time to read, unless it is strings.
+        size = len(body)
+        if header_length is not None and not protocol.takes_strings(manifest):
+            size = min(size, protocol.header_size(header_length))
+        return await self.run(size, protocol.parse, body, header_length, manifest)
 
     async def render(
         self, request: InferRequest, name: str, version: str, results: "Mapping[str, Array]"
@@ -55,18 +58,11 @@ class Converter:
         numbers = sum(results[output.name].size for output in request.outputs if not output.is_binary)
         # The inputs are needed no more, and would travel to the process.
         answered = InferRequest(request.id, {}, request.outputs)
-        return await self._run(numbers * _BYTES_PER_NUMBER, protocol.render, answered, name, version, results)
+        size = numbers * _BYTES_PER_NUMBER + len(request.id or "")
+        return await self.run(size, protocol.render, answered, name, version, results)
 
-    def close(self) -> None:
-        """End the process after the conversion that it is running.
-
-        Calls of `parse` and `render` that wait for the process raise `CancelledError`. The converter cannot be used
-        afterwards.
-        """
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-
-    async def _run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of a function, which another process calls where it works on more than 128 KiB."""
         if size <= _SMALL_BYTES:
             return function(*args, **kwargs)
         if self._pool is None:
@@ -77,3 +73,12 @@ class Converter:
         except BrokenProcessPool:
             self._pool = None
             raise
+
+    def close(self) -> None:
+        """End the process after the conversion that it is running.
+
+        Calls of `parse` and `render` that wait for the process raise `CancelledError`. The converter cannot be used
+        afterwards.
+        """
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""The messages of the Open Inference Protocol over gRPC, as protobuf classes made from the table below.
+"""The messages of the Open Inference Protocol over gRPC, as protobuf classes made from the table below, and as arrays.
 
 Names, numbers and types are the protocol's, so that every client's messages fit; parameters, which the server does not
 read, are left out. https://github.com/kserve/open-inference-protocol
@@ -7,6 +7,12 @@ read, are left out. https://github.com/kserve/open-inference-protocol
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from tvmflow.bundle import Manifest
+from tvmflow.errors import InputError
+from tvmflow.serving import protocol
+from tvmflow.serving.protocol import InferRequest, OutputRequest
 
 PACKAGE = "inference"
 SERVICE = f"{PACKAGE}.GRPCInferenceService"
@@ -75,3 +81,67 @@ def _make_classes() -> dict[str, Any]:
 
 
 CLASSES = _make_classes()
+# What a field `raw_input_contents` begins with, and the most bytes that all other fields of a raw request have.
+_RAW_TAG = CLASSES["ModelInferRequest"].DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2
+_LARGEST_STRUCTURE = 1 << 13
+_TYPED_FIELDS = tuple(CLASSES["InferTensorContents"].DESCRIPTOR.fields_by_name)
+
+
+def decode(name: str, body: bytes) -> Any:
+    """Return the message of a class, by its name; other fields are skipped. Raises InputError for other bytes."""
+    try:
+        return CLASSES[name].FromString(body)
+    except DecodeError as error:
+        raise InputError("the request is no message of the protocol; send what a client library makes") from error
+
+
+def text_size(body: bytes, manifest: Manifest) -> int:
+    """Return how many bytes of a ModelInferRequest take time to read.
+
+    That is 0 if all but a few KiB are numbers in `raw_input_contents`, otherwise the size of the whole message.
+    """
+    if protocol.takes_strings(manifest):
+        return len(body)
+    size = place = 0
+    while place < len(body) and size <= _LARGEST_STRUCTURE:
+        tag, length_place = _read_varint(body, place)
+        length, content_place = _read_varint(body, length_place)
+        size += content_place - place + (0 if tag == _RAW_TAG else length)
+        place = content_place + length
+    return 0 if size <= _LARGEST_STRUCTURE else len(body)
+
+
+def _read_varint(body: bytes, place: int) -> tuple[int, int]:
+    """Return the number in protobuf's form at a place, and the place after it."""
+    value = shift = 0
+    for byte in body[place : place + 10]:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+    return value, place + shift // 7
+
+
+def parse(body: bytes, manifest: Manifest) -> InferRequest:
+    """Parse a ModelInferRequest for the model of a manifest.
+
+    Raises InputError for bytes that are no such message, and for inputs or outputs that are not the model's.
+    """
+    request = decode("ModelInferRequest", body)
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise InputError(f"{len(raw)} raw_input_contents for {len(request.inputs)} inputs; expected one for each")
+    inputs: dict[str, Any] = {}
+    for index, item in enumerate(request.inputs):
+        entry: dict[str, Any] = {"name": item.name, "datatype": item.datatype, "shape": list(item.shape)}
+        if raw:
+            entry["parameters"] = {"binary_data_size": len(raw[index])}
+        else:
+            typed = (getattr(item.contents, name) for name in _TYPED_FIELDS)
+            entry["data"] = next((list(values) for values in typed if values), [])
+        name, array, _ = protocol.read_tensor(entry, memoryview(raw[index] if raw else b""), manifest)
+        if name in inputs:
+            raise InputError(f"input {name!r} is given twice")
+        inputs[name] = array
+    outputs = (OutputRequest(output.name, is_binary=True) for output in request.outputs)
+    return InferRequest(request.id or None, inputs, protocol.check_outputs(outputs, True, manifest))

@@ -34,7 +34,7 @@ class Metrics:
         )
         self.failed_swaps = Counter(
             "tvmflow_failed_swaps",
-            "Versions that the channel named and the server refused: it serves the one before.",
+            "Times that the server refused a version that the channel named, or could not check it.",
             registry=self.registry,
         )
         self.failed_polls = Counter(

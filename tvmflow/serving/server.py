@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import logging
+import math
+import os
 import signal
 import socket
 import threading
@@ -16,7 +18,7 @@ from weakref import WeakKeyDictionary
 import uvicorn
 
 from tvmflow.bundle import missing_weights
-from tvmflow.errors import BundleError, SettingsError, StoreError, TvmflowError
+from tvmflow.errors import BundleError, SettingsError, StoreError, TvmflowError, UncheckedBundleError
 from tvmflow.serving.app import Service, application
 from tvmflow.serving.batching import Batcher
 from tvmflow.serving.limits import Limits
@@ -26,13 +28,18 @@ from tvmflow.serving.source import ServedModel, Source, load
 _LOG = logging.getLogger("tvmflow.serving")
 # The time that requests accepted before SIGTERM have to be answered.
 DRAIN_SECONDS = 30
+# The time that a batch has to end after that, when nobody waits for its answers any more.
+_LAST_SECONDS = 5
+# The longest time between two attempts to check a version.
+_LONGEST_PAUSE = 600
 
 
 @dataclass(frozen=True)
 class Options:
     """The server's options.
 
-    `threads` is the number of TVM's workers, by default the bundle's; port 0 means a free port.
+    `threads` is the number of a model's workers, None for TVM_NUM_THREADS, else the machine's cores, at most the
+    bundle's `max_threads`; port 0 means a free port.
     """
 
     host: str = "127.0.0.1"
@@ -53,7 +60,7 @@ Announce = Callable[[str, str | None, Sequence[ServedModel]], object]
 
 
 def serve(sources: Sequence[Source], options: Options, announce: Announce) -> None:
-    """Serve until SIGTERM or SIGINT; must be called by the main thread.
+    """Serve until SIGTERM or SIGINT; must be called by the main thread. A batch that hangs ends the process with 1.
 
     Calls `announce` as soon as the server listens. Raises SettingsError when it cannot listen on the address or two
     sources have one name, and StoreError, BundleError or VerdictError when a source's version cannot be served.
@@ -71,7 +78,10 @@ def serve(sources: Sequence[Source], options: Options, announce: Announce) -> No
             service = Service(models, batcher, metrics, options.limits)
             asyncio.run(_serve(service, sources, options, listener, announce))
         finally:
-            batcher.close()
+            if not batcher.close(_LAST_SECONDS):
+                _LOG.error("the batch that runs does not end; the server ends without it")
+                # Python would wait for the model's threads.
+                os._exit(1)
 
 
 async def _serve(
@@ -136,8 +146,9 @@ class Watcher:
         self._source = source
         self._options = options
         self._loop = loop
-        # A version that was refused is not tried again before the channel has pointed at another one.
+        # The version that was refused last, when it is tried again, and the pause after that attempt, in seconds.
         self._refused_version: str | None = None
+        self._next_attempt, self._pause = 0.0, options.poll
         self._paths = [self._served.path]
 
     @property
@@ -157,7 +168,8 @@ class Watcher:
     def poll(self) -> None:
         """Poll once: if the channel holds another version, load and verify it, run it once, then swap to it.
 
-        A version that fails is refused until the channel has held another one; a store that fails is polled again.
+        A version that fails is refused until the channel has held another one. One that this machine cannot check now
+        is tried again after a pause that doubles; a store that fails is polled again.
         """
         try:
             version = self._source.desired_version()
@@ -169,7 +181,9 @@ class Watcher:
             self._refused_version = None
             self._report(None)
             return
-        if version == self._refused_version:
+        if version != self._refused_version:
+            self._pause = self._options.poll
+        elif time.monotonic() < self._next_attempt:
             return
         try:
             following = load(self._source, version, self._options.threads)
@@ -179,10 +193,12 @@ class Watcher:
             self._service.metrics.failed_polls.inc()
             self._report(f"version {version} cannot be fetched: {error}")
             return
+        except (UncheckedBundleError, OSError, MemoryError) as error:
+            self._refuse(version, self._pause, f"version {version} cannot be checked now, and will be again: {error}")
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            return
         except Exception as error:
-            self._refused_version = version
-            self._service.metrics.failed_swaps.inc()
-            self._report(f"version {version} is refused: {error}")
+            self._refuse(version, math.inf, f"version {version} is refused: {error}")
             return
         self._refused_version = None
         _LOG.info("version %s takes over from %s", version, self._served.version)
@@ -195,6 +211,12 @@ class Watcher:
         self._loop.call_soon_threadsafe(swap)
         swapped.wait()
         self._keep_two(following.path)
+
+    def _refuse(self, version: str, pause: float, problem: str) -> None:
+        """Refuse a version for so many seconds."""
+        self._refused_version, self._next_attempt = version, time.monotonic() + pause
+        self._service.metrics.failed_swaps.inc()
+        self._report(problem)
 
     def _keep_two(self, path: Path | None) -> None:
         """Remove the bundles that this server fetched, but for the last two: a rollback finds its bundle here.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tvmflow import bundle, runtime
-from tvmflow.errors import BundleError
+from tvmflow.errors import BundleError, UncheckedBundleError
 from tvmflow.runtime import CompiledModel
 from tvmflow.serving.protocol import DATATYPES
 from tvmflow.store import ReleaseStore, channels, resolve
@@ -59,13 +59,15 @@ def channel_source(store: ReleaseStore, name: str, channel: str, cache: Path) ->
 
 
 def load(source: Source, version: str, threads: int | None) -> ServedModel:
-    """Fetch, verify and load a version; `threads` is the number of TVM's workers, None for the bundle's own.
+    """Fetch, verify and load a version; `threads` is the number of the model's workers, None for TVM_NUM_THREADS,
+    else the machine's cores, at most the bundle's `max_threads`.
 
     A bundle's golden sample runs in another process before its library is loaded in this one. Raises StoreError when
-    the version cannot be fetched, BundleError when none of its bundles is of this model and can be served here, and
-    VerdictError when a bundle's outputs differ from its golden sample's.
+    the version cannot be fetched, BundleError when none of its bundles is of this model and can be served here,
+    UncheckedBundleError when one of them could not be checked now, and VerdictError when a bundle's outputs differ from
+    its golden sample's.
     """
-    refusals = []
+    refusals: list[BundleError] = []
     for path in source.bundles(version):
         try:
             manifest = verify(path).manifest
@@ -75,5 +77,7 @@ def load(source: Source, version: str, threads: int | None) -> ServedModel:
             # Idle workers that look for work would take the cores from reading and writing requests.
             return ServedModel(source.name, version, runtime.load(path, threads=threads, spin=0), path)
         except BundleError as error:
-            refusals.append(str(error))
-    raise BundleError(f"{source.name} {version} cannot be served: {'; '.join(refusals)}")
+            refusals.append(error)
+    is_unchecked = any(isinstance(error, UncheckedBundleError) for error in refusals)
+    kind = UncheckedBundleError if is_unchecked else BundleError
+    raise kind(f"{source.name} {version} cannot be served: {'; '.join(map(str, refusals))}")
