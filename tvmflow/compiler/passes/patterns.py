@@ -113,7 +113,7 @@ def _gelu(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         if x is None:
             x, operator = _cubic_tanh(rewriter, inner), relax.op.nn.gelu_tanh
         rest = None if x is None else _without(rewriter, parts, [part, x])
-        if rest is not None and same_shape(sizes(x), sizes(part)):
+        if rest is not None:
             return _multiplied(rewriter, 2 * scale, [operator(x), *rest])
     return None
 
@@ -154,7 +154,7 @@ def _logistic(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     above, below = call.args
     exponential = _plus_one(rewriter, below) if _is_float(call) else None
     x = None if exponential is None else _of(rewriter, exponential, "exp", -1.0)
-    if x is None or not same_shape(sizes(x), sizes(call)):
+    if x is None:
         return None
     if rewriter.same(above, x):
         return relax.op.nn.silu(x)

@@ -39,7 +39,7 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
 
     The keys of `rules` are operators' names without `relax.`, or `ELEMENT` for elements of tuples. A rule gets this
     rewriter and an expression whose operands are already rewritten. It inspects and emits expressions by the methods
-    below, and returns the replacement, or None where it does not apply.
+    below, and returns the replacement, or None where it does not apply. A replacement of another rank is not taken.
     """
 
     def __init__(self, mod: tvm.IRModule, rules: Mapping[str, Sequence[Rule]]) -> None:
@@ -91,7 +91,7 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
             if replacement is None:
                 return expr
             self.has_changed = True
-            expr = self.builder_.normalize(replacement)
+            expr = replacement
         return expr
 
     def _apply_once(self, expr: relax.Expr) -> relax.Expr | None:
@@ -99,7 +99,11 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         name = ELEMENT if is_element else called_operator(expr).removeprefix("relax.")
         for rule in self._rules.get(name, ()):
             replacement = rule(self, expr)
-            if replacement is not None:
+            if replacement is None:
+                continue
+            replacement = self.builder_.normalize(replacement)
+            # A constant of one element may have more dimensions than the tensor that a rule returns without it.
+            if rank(expr) in (None, rank(replacement)):
                 return replacement
         return None
 
