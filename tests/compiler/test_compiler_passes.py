@@ -720,6 +720,27 @@ def test_constants_of_one_element_keep_their_dimensions(assert_all_same: Check) 
     )
 
 
+def test_numbers_that_round_or_overflow_are_not_merged(assert_all_same: Check) -> None:
+    x, weight = normal(4, 7), normal(7, 3)
+    numbers = {"k": _number(3 * 2.0**22), "l": _number(-3 * 2.0**22), "s": _number(8)}
+    rounding = "a = Add({}, k)\n {} = Add(a, l)\n"
+    norm = "n = LayerNormalization(x, one, zero)\n"
+    cases: list[tuple[str, dict[str, Array], Array]] = [
+        ("b = Mul(x, s)\n" + rounding.format("b", "d") + "y = Div(d, s)", numbers, x),
+        (rounding.format("x", "r") + "y = MatMul(r, w)", {**numbers, "w": weight}, x),
+        (
+            norm + rounding.format("n", "y"),
+            {**numbers, "one": np.ones(7, "float32"), "zero": np.zeros(7, "float32")},
+            x,
+        ),
+        ("a = Mul(x, k)\n y = Mul(a, k)", {"k": _number(1e30)}, x * np.float32(1e-30)),
+        ("d = Sub(x, mean)\n y = MatMul(d, w)", {"mean": _number(1e6), "w": weight}, (x + 1e6).astype("float32")),
+    ]
+    assert_all_same(
+        ((_nodes(nodes), [("x", data.shape)], ["y"], weights), {"x": data}) for nodes, weights, data in cases
+    )
+
+
 _HEADS = """
     {0}1 = MatMul(x, w{0})
     {0}2 = Reshape({0}1, split)
