@@ -177,6 +177,24 @@ def test_a_norm_by_the_root_of_the_mean_square_equals_onnx_runtime(
     assert_same_as_onnxruntime(path, {"x": normal(1, 9, 70)}, {"x": normal(4, 9, 70)})
 
 
+def test_a_norm_by_the_root_of_the_mean_square_of_a_vector_equals_onnx_runtime(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Mul", ["x", "x"], ["q"]),
+        helper.make_node("ReduceMean", ["q", "last"], ["m"]),
+        helper.make_node("Add", ["m", "epsilon"], ["e"]),
+        helper.make_node("Sqrt", ["e"], ["r"]),
+        helper.make_node("Div", ["x", "r"], ["composed"]),
+        helper.make_node("RMSNormalization", ["x", "scale"], ["fixed"]),
+        helper.make_node("RMSNormalization", ["z", "scale"], ["free"]),
+    ]
+    weights = {"last": np.array([-1]), "epsilon": np.array(1e-6, "float32"), "scale": normal(11)}
+    inputs, outputs = [("x", [11]), ("z", [3, "n"])], ["composed", "fixed", "free"]
+    path = make_model(nodes, inputs, outputs, weights, opset=23)
+    assert_same_as_onnxruntime(path, {"x": normal(11), "z": normal(3, 11)})
+
+
 def test_an_average_of_whole_numbers_equals_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = [
         helper.make_node("ReduceSum", ["x", "axes"], ["s"]),

@@ -689,6 +689,58 @@ def test_the_results_of_what_a_pass_rewrites_are_those_of_onnx_runtime(
     assert_same_as_onnxruntime(_model(cases, make_model), *feeds, rtol=max(case.rtol for case in cases))
 
 
+def test_constants_of_one_element_keep_their_dimensions(assert_all_same: Check) -> None:
+    cases = [
+        ("a = Mul(x, scale)\n s = Sigmoid(x)\n y = Mul(a, s)", (7,), {"scale": np.full((1, 1), 3, "float32")}),
+        (
+            "d = Div(x, root)\n e = Erf(d)\n p = Add(e, one)\n m = Mul(x, half)\n y = Mul(m, p)",
+            (2, 7),
+            {"root": _number(2**0.5), "one": _number(1), "half": np.full((1, 1, 1), 0.5, "float32")},
+        ),
+        (
+            "n = Neg(x)\n e = Exp(n)\n p = Add(e, one)\n y = Div(x, p)",
+            (7,),
+            {"one": np.ones((1, 1), "float32")},
+        ),
+        ("e = Exp(x)\n p = Add(e, one)\n l = Log(p)\n y = Tanh(l)", (7,), {"one": np.ones((1, 1), "float32")}),
+        (
+            """m = ReduceMean(x, last)
+            d = Sub(x, m)
+            q = Mul(d, d)
+            v = ReduceMean(q, last)
+            a = Add(v, epsilon)
+            s = Sqrt(a)
+            y = Div(d, s)""",
+            (3, 7),
+            {"last": np.array([-1]), "epsilon": np.full((1, 1, 1), 1e-5, "float32")},
+        ),
+    ]
+    assert_all_same(
+        ((_nodes(nodes), [("x", shape)], ["y"], weights), {"x": normal(*shape)}) for nodes, shape, weights in cases
+    )
+
+
+def test_numbers_that_round_or_overflow_are_not_merged(assert_all_same: Check) -> None:
+    x, weight = normal(4, 7), normal(7, 3)
+    numbers = {"k": _number(3 * 2.0**22), "l": _number(-3 * 2.0**22), "s": _number(8)}
+    rounding = "a = Add({}, k)\n {} = Add(a, l)\n"
+    norm = "n = LayerNormalization(x, one, zero)\n"
+    cases: list[tuple[str, dict[str, Array], Array]] = [
+        ("b = Mul(x, s)\n" + rounding.format("b", "d") + "y = Div(d, s)", numbers, x),
+        (rounding.format("x", "r") + "y = MatMul(r, w)", {**numbers, "w": weight}, x),
+        (
+            norm + rounding.format("n", "y"),
+            {**numbers, "one": np.ones(7, "float32"), "zero": np.zeros(7, "float32")},
+            x,
+        ),
+        ("a = Mul(x, k)\n y = Mul(a, k)", {"k": _number(1e30)}, x * np.float32(1e-30)),
+        ("d = Sub(x, mean)\n y = MatMul(d, w)", {"mean": _number(1e6), "w": weight}, (x + 1e6).astype("float32")),
+    ]
+    assert_all_same(
+        ((_nodes(nodes), [("x", data.shape)], ["y"], weights), {"x": data}) for nodes, weights, data in cases
+    )
+
+
 _HEADS = """
     {0}1 = MatMul(x, w{0})
     {0}2 = Reshape({0}1, split)

@@ -113,6 +113,21 @@ def test_a_window_larger_than_its_data_is_pooled_as_onnx_runtime_does(assert_all
     assert_all_same(scale.choose(normal=cases[::3], long=cases))
 
 
+@pytest.mark.parametrize("opset", [18, 19])
+def test_an_average_counts_its_padding_and_nothing_beyond_it(
+    opset: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    window = {"kernel_shape": [3, 3], "strides": [2, 2], "count_include_pad": 1}
+    nodes = [
+        helper.make_node("AveragePool", ["a"], ["floor"], **window),
+        helper.make_node("AveragePool", ["a"], ["ceil"], ceil_mode=1, **window),
+        helper.make_node("AveragePool", ["b"], ["padded"], ceil_mode=1, pads=[1, 0, 1, 0], **window),
+    ]
+    feed = {"a": normal(1, 3, 8, 2), "b": normal(1, 3, 6, 2)}
+    inputs = [(name, value.shape) for name, value in feed.items()]
+    assert_same_as_onnxruntime(make_model(nodes, inputs, ["floor", "ceil", "padded"], opset=opset), feed)
+
+
 @pytest.mark.parametrize("operator", ["MaxPool", "Conv"])
 def test_a_window_without_data_is_refused(make_model: Any, operator: str) -> None:
     node = helper.make_node(operator, ["x", "w"][: 1 + (operator == "Conv")], ["y"], "large", kernel_shape=[5, 1])

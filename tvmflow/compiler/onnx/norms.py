@@ -103,7 +103,8 @@ def convert_rms_norm(node: Node) -> relax.Expr:
     square = node.emit(relax.op.mean(node.emit(relax.op.multiply(data, data)), axes, keepdims=True))
     shifted = node.emit(relax.op.add(square, relax.const(node.attrs.get("epsilon", 1e-5), dtype_of(data))))
     scaling = node.emit(relax.op.divide(relax.const(1.0, dtype_of(data)), node.emit(relax.op.sqrt(shifted))))
-    return relax.op.multiply(node.emit(relax.op.multiply(data, scaling)), scale)
+    result = node.emit(relax.op.multiply(data, scaling))
+    return relax.op.multiply(*agree(node.builder, [result, scale], node.evaluator))
 
 
 def convert_lp_normalization(node: Node) -> relax.Expr:

@@ -56,9 +56,11 @@ def convert_padding(operator: str) -> Converter:
         has_strides = operator != "Conv" or any(stride != 1 for stride in node.attrs.get("strides", ()))
         if not auto_pad.startswith("SAME"):
             is_free = dims is None or not all(isinstance(size, int) for size in dims[2:])
-            if (operator == "LpPool" or is_free) and node.attrs.pop("ceil_mode", 0):
-                _pad_for_last_windows(node, operator)
-            _let_one_window_fit(node, operator)
+            pools = operator != "Conv"
+            if (operator == "LpPool" or is_free or (pools and any(_missing(node)))) and node.attrs.pop("ceil_mode", 0):
+                _pad_for_last_windows(node)
+            if pools:
+                _let_one_window_fit(node)
             return None
         if not has_strides:
             return None
@@ -128,7 +130,7 @@ def _let_channels_agree(node: Node, inputs_axis: int) -> None:
         node.inputs[1] = node.with_sizes(node.inputs[1], [*weight[:inputs_axis], data[1], *weight[inputs_axis + 1 :]])
 
 
-def _pad_for_last_windows(node: Node, operator: str) -> None:
+def _pad_for_last_windows(node: Node) -> None:
     """Pad the end of data so that all windows of ceil_mode fit, of which none begins beyond the data.
 
     TVM's converter multiplies the means of LpPool by a whole window, and does not build windows of data of free size.
@@ -136,41 +138,55 @@ def _pad_for_last_windows(node: Node, operator: str) -> None:
     rank = len(node.attrs["kernel_shape"])
     strides, dilations = (node.attrs.get(name, [1] * rank) for name in ("strides", "dilations"))
     pads = list(node.attrs.get("pads", [0] * 2 * rank))
-    counts_padding = operator == "AveragePool" and node.attrs.pop("count_include_pad", 0)
-    fill = const(0, dtype_of(node.inputs[0]))
     for axis, taps in enumerate(node.attrs["kernel_shape"]):
-        widths = pads[axis], pads[rank + axis]
-        pads[rank + axis] = min((taps - 1) * dilations[axis], widths[1] + strides[axis] - 1)
-        if counts_padding:
-            # The padding counts as data, what is beyond it does not.
-            node.inputs[0] = pad_axis(node, node.inputs[0], 2 + axis, widths, fill)
-            pads[axis], pads[rank + axis] = 0, pads[rank + axis] - widths[1]
-    node.attrs["pads"] = pads
+        pads[rank + axis] = min((taps - 1) * dilations[axis], pads[rank + axis] + strides[axis] - 1)
+    _pad(node, pads, counts_end=False)
+
+
+def _pad(node: Node, pads: Sequence[int], counts_end: bool) -> None:
+    """Set the padding of a pooling, which exceeds the node's own at the end of dimensions.
+
+    Unless `counts_end`, an average that counts its padding does not count what exceeds it.
+    """
+    if not counts_end and node.attrs.pop("count_include_pad", 0):
+        rank = len(pads) // 2
+        own = node.attrs.get("pads", [0] * 2 * rank)
+        fill = const(0, dtype_of(node.inputs[0]))
+        for axis in range(rank):
+            node.inputs[0] = pad_axis(node, node.inputs[0], 2 + axis, (own[axis], own[rank + axis]), fill)
+        pads = [size - counted for size, counted in zip(pads, own, strict=True)]
+    node.attrs["pads"] = list(pads)
     node.attrs["auto_pad"] = b"NOTSET"
 
 
-def _let_one_window_fit(node: Node, operator: str) -> None:
-    """Pad the end of data that is shorter than the window of a pooling by less than a stride, as ONNX Runtime does.
+def _missing(node: Node) -> list[int]:
+    """How many elements the padded data of a pooling lack to a first window, if they are fewer than a stride.
 
-    It rounds the number of further windows towards zero, so that there is one window, of which a part is beyond the
-    data. Along dimensions of symbolic size there is none, and the bundle asks for a larger size.
+    Zero along dimensions in which a window fits, and along those of symbolic size.
     """
-    dims = dims_of(node.inputs[0])
-    if operator not in ("AveragePool", "LpPool", "MaxPool") or dims is None:
-        return
     kernel = node.attrs["kernel_shape"]
     rank = len(kernel)
     strides, dilations = (node.attrs.get(name, [1] * rank) for name in ("strides", "dilations"))
-    pads = list(node.attrs.get("pads", [0] * 2 * rank))
-    for place, size in enumerate(dims[2:]):
-        if not isinstance(size, int):
-            continue
-        missing = (kernel[place] - 1) * dilations[place] + 1 - (size + pads[place] + pads[rank + place])
-        if 0 < missing < strides[place]:
-            pads[rank + place] += missing
-    if any(pads):
-        node.attrs["pads"] = pads
-        node.attrs["auto_pad"] = b"NOTSET"
+    pads = node.attrs.get("pads", [0] * 2 * rank)
+    missing = [0] * rank
+    for axis, size in enumerate((dims_of(node.inputs[0]) or [])[2:]):
+        if isinstance(size, int):
+            lack = (kernel[axis] - 1) * dilations[axis] + 1 - (size + pads[axis] + pads[rank + axis])
+            missing[axis] = lack if 0 < lack < strides[axis] else 0
+    return missing
+
+
+def _let_one_window_fit(node: Node) -> None:
+    """Pad the end of data that is shorter than the window of a pooling by less than a stride, as ONNX Runtime does.
+
+    It rounds the number of further windows towards zero, so that there is one window, of which a part is beyond the
+    data. Along dimensions of symbolic size there is none, and the bundle asks for a larger size. An average that counts
+    its padding counts what is beyond it too, but not from opset 19 on.
+    """
+    missing = _missing(node)
+    pads = node.attrs.get("pads", [0] * 2 * len(missing))
+    if any(missing):
+        _pad(node, [a + b for a, b in zip(pads, [0] * len(missing) + missing, strict=True)], counts_end=node.opset < 19)
 
 
 def _same_padding(node: Node, size: Any, extent: int, stride: int, upper: bool) -> tuple[tuple[Any, Any], Any]:

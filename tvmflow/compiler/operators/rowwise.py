@@ -122,7 +122,7 @@ def legalize_norm(builder: relax.BlockBuilder, call: relax.Call, machine: Machin
     axes = [int(axis) % rank for axis in call.attrs.axes]
     lead = rank - len(axes)
     shapes = [parameter.ty.shape.values for parameter in parameters]
-    if lead < 1 or axes != list(range(lead, rank)) or any(len(shape) != len(axes) for shape in shapes):
+    if axes != list(range(lead, rank)) or any(len(shape) != len(axes) for shape in shapes):
         return None
     if len(axes) > 1 and any(static(size) is None for size in data.ty.shape.values[lead:]):
         return None

@@ -10,10 +10,12 @@ from tvm import relax
 from tvmflow.compiler.operators.common import constant, same_shape
 from tvmflow.compiler.passes.rewrite import (
     ELEMENT,
+    LARGEST_SHIFT,
     Array,
     Rewriter,
     by_channel,
     dtype,
+    merge_constants,
     rank,
     rewriting,
     sizes,
@@ -169,9 +171,9 @@ def _scale_twice(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     first = None if inner is None else _operands(rewriter, inner)
     if outer is None or first is None or not rewriter.used_once(outer[0]):
         return None
-    combination = first[1] + outer[1] if call.op.name == "relax.add" else first[1] * outer[1]
+    combination = merge_constants(call.op.name.removeprefix("relax."), first[1], outer[1])
     # A row and a column would become a whole matrix.
-    if combination.size > max(first[1].size, outer[1].size):
+    if combination is None or combination.size > max(first[1].size, outer[1].size):
         return None
     return relax.Call(call.op, [first[0], constant(combination)])
 
@@ -199,6 +201,10 @@ def _before(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         product = linear.scale(values, of_outputs=False)
         return relax.Call(product.op, [data, product.args[1]], product.attrs)
     if linear.is_padded() or (linear.name != "matmul" and linear.groups != 1 and linear.transposed):
+        return None
+    # The digits of the result would be lost in large shifts, which nearly cancel where the data are far from zero.
+    sums = _Linear(linear.call, np.abs(linear.weight)).propagate_shift(np.abs(values))
+    if not (sums <= LARGEST_SHIFT).all():
         return None
     shape = (-1,) + (1,) * (linear.rank - 1 - linear.channel)
     shift = linear.propagate_shift(values).astype("float32").reshape(shape)

@@ -8,7 +8,7 @@ import tvm
 from tvm import relax, tirx
 
 from tvmflow.compiler.operators.common import constant, same_shape
-from tvmflow.compiler.passes.rewrite import Rewriter, by_channel, dtype, rank, rewriting, sizes
+from tvmflow.compiler.passes.rewrite import Rewriter, by_channel, dtype, merge_constants, rank, rewriting, sizes
 
 # The relative tolerance for the constants of a formula: exporters write them with few digits.
 _TOLERANCE = 1e-4
@@ -113,7 +113,7 @@ def _gelu(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         if x is None:
             x, operator = _cubic_tanh(rewriter, inner), relax.op.nn.gelu_tanh
         rest = None if x is None else _without(rewriter, parts, [part, x])
-        if rest is not None and same_shape(sizes(x), sizes(part)):
+        if rest is not None:
             return _multiplied(rewriter, 2 * scale, [operator(x), *rest])
     return None
 
@@ -154,7 +154,7 @@ def _logistic(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     above, below = call.args
     exponential = _plus_one(rewriter, below) if _is_float(call) else None
     x = None if exponential is None else _of(rewriter, exponential, "exp", -1.0)
-    if x is None or not same_shape(sizes(x), sizes(call)):
+    if x is None:
         return None
     if rewriter.same(above, x):
         return relax.op.nn.silu(x)
@@ -365,13 +365,14 @@ def _affine(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
             continue
         axis = dims - 1 if name in ("layer_norm", "rms_norm") else 1
         new = by_channel(value, dims, axis, old[0].size)
-        adds = call.op.name == "relax.add"
-        if new is None or (adds and name == "rms_norm"):
-            continue
-        if name == "rms_norm":
-            return relax.op.nn.rms_norm(data, constant(old[0] * new), [-1], norm.attrs.epsilon)
-        scale, bias = (old[0], old[1] + new) if adds else (old[0] * new, old[1] * new)
-        return relax.Call(norm.op, [data, constant(scale), constant(bias)], norm.attrs)
+        operator = call.op.name.removeprefix("relax.")
+        # A product changes the scale and the bias, a sum the bias, which an RMS norm has not.
+        kept = old[:1] if operator == "add" else []
+        changed = old[len(kept) :]
+        merged = [] if new is None else [merge_constants(operator, item, new) for item in changed]
+        values = [constant(item) for item in [*kept, *merged] if item is not None]
+        if merged and len(values) == len(old):
+            return relax.Call(norm.op, [data, *values], norm.attrs)
     return None
 
 

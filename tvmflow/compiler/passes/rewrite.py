@@ -31,6 +31,10 @@ _STEADY = {
 }
 # The most times that rules apply to one expression, and that a pass goes through a module.
 _MOST = 20
+# Numbers near one lose no digit that matters when a number up to this is added to them and subtracted again.
+LARGEST_SHIFT = 256.0
+# Products of numbers between one over this and this are far from the largest and the smallest float32.
+_LARGEST_FACTOR = 2.0**60
 
 
 @mutator
@@ -39,7 +43,7 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
 
     The keys of `rules` are operators' names without `relax.`, or `ELEMENT` for elements of tuples. A rule gets this
     rewriter and an expression whose operands are already rewritten. It inspects and emits expressions by the methods
-    below, and returns the replacement, or None where it does not apply.
+    below, and returns the replacement, or None where it does not apply. A replacement of another rank is not taken.
     """
 
     def __init__(self, mod: tvm.IRModule, rules: Mapping[str, Sequence[Rule]]) -> None:
@@ -91,7 +95,7 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
             if replacement is None:
                 return expr
             self.has_changed = True
-            expr = self.builder_.normalize(replacement)
+            expr = replacement
         return expr
 
     def _apply_once(self, expr: relax.Expr) -> relax.Expr | None:
@@ -99,7 +103,11 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]
         name = ELEMENT if is_element else called_operator(expr).removeprefix("relax.")
         for rule in self._rules.get(name, ()):
             replacement = rule(self, expr)
-            if replacement is not None:
+            if replacement is None:
+                continue
+            replacement = self.builder_.normalize(replacement)
+            # A constant of one element may have more dimensions than the tensor that a rule returns without it.
+            if rank(expr) in (None, rank(replacement)):
                 return replacement
         return None
 
@@ -279,3 +287,19 @@ def by_channel(value: Array, dims: int, channel: int, extent: int) -> Array | No
     if any(size != 1 for place, size in enumerate(shape) if place != channel) or shape[channel] not in (1, extent):
         return None
     return np.broadcast_to(value.reshape(-1), (extent,)).astype("float32")
+
+
+def merge_constants(operator: str, one: Array, other: Array) -> Array | None:
+    """Return the sum (`add`) or the product (`multiply`) of two float32 constants that a tensor meets in turn.
+
+    Returns None where the tensor might change otherwise than in two steps: large summands that cancel round it, and
+    large or small factors take it beyond the numbers of float32.
+    """
+    if operator == "multiply":
+        magnitudes = [np.abs(value[value != 0]) for value in (one, other)]
+        are_moderate = all(((size >= 1 / _LARGEST_FACTOR) & (size <= _LARGEST_FACTOR)).all() for size in magnitudes)
+        return one * other if are_moderate else None
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = one + other
+        keeps_digits = np.maximum(np.abs(one), np.abs(other)) <= LARGEST_SHIFT * (1 + np.abs(total))
+    return total if keeps_digits.all() else None
