@@ -528,6 +528,18 @@ def test_slices_padding_tiles_and_reductions_follow_the_channels(
     assert_same_as_onnxruntime(path, {"x": normal(2, 3, 6, 9)})
 
 
+def test_a_part_of_a_transposed_free_line_is_the_only_output(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["a"], perm=[0, 2, 1]),
+        helper.make_node("Slice", ["a", "begin", "end", "axes"], ["y"]),
+    ]
+    bounds = {"begin": np.array([1]), "end": np.array([-1]), "axes": np.array([1])}
+    path = make_model(nodes, [("x", [3, 4, "c"])], ["y"], bounds)
+    assert_same_as_onnxruntime(path, {"x": normal(3, 4, 1)}, {"x": normal(3, 4, 6)})
+
+
 def test_a_block_of_norm_and_dense_layers_needs_no_transposes(
     make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:

@@ -1064,6 +1064,15 @@ def test_a_long_chain_of_activations_is_several_functions(
     assert all(name.count("sigmoid") + name.count("tanh") <= 2 for name, _ in model.schedules)
 
 
+def test_an_activation_of_one_number_may_be_in_the_argument_of_another(
+    make_model: Any, assert_same_as_onnxruntime: Callable[..., CompiledModel]
+) -> None:
+    # The second sigmoid is a copy of the first one, and no loop of either is vectorised.
+    operators = ["Sigmoid", "Exp", "Sigmoid"]
+    nodes = [helper.make_node(operator, [f"t{place}"], [f"t{place + 1}"]) for place, operator in enumerate(operators)]
+    assert_same_as_onnxruntime(make_model(nodes, [("t0", [1])], ["t3", "t1"]), {"t0": normal(1)})
+
+
 @pytest.mark.parametrize(("shape", "is_stored"), [([40, 50, 64], True), (["n", 50, 64], True), ([2, 2, 64], False)])
 def test_what_other_functions_read_again_and_again_is_computed_once(
     shape: list[Any], is_stored: bool, make_model: Any, assert_same_as_onnxruntime: Callable[..., CompiledModel]

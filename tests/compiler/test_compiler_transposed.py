@@ -65,6 +65,22 @@ def test_a_transposed_convolution_of_one_dimension_equals_onnx_runtime(
     assert rule_counts(model)["conv2d"] + rule_counts(model)["rows"] >= 1
 
 
+def test_a_transposed_convolution_of_a_free_line_whose_border_is_cut_off_equals_onnx_runtime(
+    assert_all_same: Check,
+) -> None:
+    cases = []
+    # Of the last, no input reaches the second phase where the line has two elements.
+    for kernel, stride, pads, dilation in ((1, 1, [0, 1], 1), (2, 2, [0, 6], 5)):
+        nodes = [
+            helper.make_node("ConvTranspose", ["x", "w"], ["a"], strides=[stride], pads=pads, dilations=[dilation]),
+            helper.make_node("Transpose", ["a"], ["b"], perm=[0, 2, 1]),
+            helper.make_node("Mul", ["b", "b"], ["y"]),
+        ]
+        feeds = [{"x": normal(3, 2, size)} for size in (2, 6)]
+        cases.append(((nodes, [("x", [3, 2, "long"])], ["y"], {"w": normal(2, 4, kernel)}), *feeds))
+    assert_all_same(cases)
+
+
 # kernel, stride, padding, output padding, dilation
 _GROWN_VOLUMES = [
     ((2, 2, 2), (2, 2, 2), (0, 0, 0, 0, 0, 0), (0, 0, 0), (1, 1, 1)),

@@ -196,14 +196,17 @@ def _convolve(
 ) -> relax.Expr:
     """Emit a convolution whose padding may be negative."""
     if min(pads) < 0:
+        # Padding comes first: where no input reaches an output, the data may be smaller than what is cut off.
+        top, left, bottom, right = (max(0, pad) for pad in pads)
+        if max(pads) > 0:
+            data = rewriter.emit(relax.op.nn.pad(data, [0, 0, 0, 0, top, bottom, left, right]))
         dims = sizes(data) or []
         begin = [max(0, -pads[axis]) for axis in (0, 1)]
         end = [dims[2 + axis] - max(0, -pads[2 + axis]) for axis in (0, 1)]
-        data = rewriter.emit(relax.op.strided_slice(data, [2, 3], begin, end))
+        data = rewriter.emit(relax.op.strided_slice(data, [2, 3], begin, end, assume_inbound=True))
+        pads = [0] * 4
     return rewriter.emit(
-        relax.op.nn.conv2d(
-            data, constant(kernel), padding=[max(0, pad) for pad in pads], dilation=list(steps), groups=groups
-        )
+        relax.op.nn.conv2d(data, constant(kernel), padding=list(pads), dilation=list(steps), groups=groups)
     )
 
 

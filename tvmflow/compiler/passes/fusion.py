@@ -8,6 +8,7 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.s_tir import renew_defs
 from tvm.tirx import Let, PrimFunc
 
 from tvmflow.compiler.machine import Machine
@@ -267,7 +268,8 @@ class _Separation(PyExprMutator):  # type: ignore[misc]
             return super().visit_call_(op)
         callee, *arguments = op.args
         if callee not in self._copies:
-            function = self.builder_.get()[callee].with_attr("op_pattern", self._kind)
+            # TVM's code generator takes a variable that two functions bind for one variable, so the copy has its own.
+            function = renew_defs(self.builder_.get()[callee]).with_attr("op_pattern", self._kind)
             self._copies[callee] = self.builder_.add_func(function, callee.name_hint)
         return relax.Call(op.op, [self._copies[callee], *map(self.visit_expr, arguments)], op.attrs, op.ty_args)
 

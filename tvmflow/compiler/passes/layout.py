@@ -93,13 +93,17 @@ class _Layout(PyExprMutator):  # type: ignore[misc]
     def visit_match_cast_(self, binding: relax.MatchCast) -> None:
         """Check the sizes of a tensor in the order in which it is stored."""
         value = self._values.get(binding.value)
-        if value is None or not isinstance(binding.var, relax.DataflowVar):
+        if value is None:
             super().visit_match_cast_(binding)
             return
         sizes, places = binding.ty.shape, _inverse(value.axes)
         shape = [sizes.values[place] for place in places] if isinstance(sizes, relax.ShapeExpr) else None
         ty = relax.TensorType(shape, binding.ty.dtype, ndim=len(places) if shape is None else -1)
-        self._values[binding.var] = _Permuted(self.builder_.match_cast(value.base, ty), value.axes)
+        result = _Permuted(self.builder_.match_cast(value.base, ty), value.axes)
+        if isinstance(binding.var, relax.DataflowVar):
+            self._values[binding.var] = result
+        else:
+            self._leave(binding.var, result)
 
     def _leave(self, variable: relax.Var, result: _Permuted) -> None:
         value = self._plain(result)
