@@ -733,7 +733,15 @@ def test_numbers_that_round_or_overflow_are_not_merged(assert_all_same: Check) -
             {**numbers, "one": np.ones(7, "float32"), "zero": np.zeros(7, "float32")},
             x,
         ),
+        ("m = MatMul(x, w)\n c = Add(m, b)\n" + rounding.format("c", "y"), {**numbers, "w": weight, "b": normal(3)}, x),
+        # The quotients lie between two whole numbers.
+        (
+            "b = Div(x, tenth)\n" + rounding.format("b", "y"),
+            {**numbers, "tenth": _number(0.1)},
+            ((np.arange(28, dtype="float32") + np.float32(0.5)) * np.float32(0.1)).reshape(4, 7),
+        ),
         ("a = Mul(x, k)\n y = Mul(a, k)", {"k": _number(1e30)}, x * np.float32(1e-30)),
+        ("m = MatMul(x, w)\n y = Mul(m, k)", {"k": _number(3e38), "w": weight}, x * np.float32(1e-30)),
         ("d = Sub(x, mean)\n y = MatMul(d, w)", {"mean": _number(1e6), "w": weight}, (x + 1e6).astype("float32")),
     ]
     assert_all_same(

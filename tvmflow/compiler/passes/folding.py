@@ -18,6 +18,7 @@ from tvmflow.compiler.passes.rewrite import (
     merge_constants,
     rank,
     rewriting,
+    rounds,
     sizes,
     static_sizes,
 )
@@ -105,9 +106,14 @@ class _Linear:
         shape[axis], shape[other] = group_values.shape[1], group_values.shape[0]
         return (group_values.T if axis < other else group_values).reshape(shape)
 
-    def scale(self, values: Array, of_outputs: bool) -> relax.Call:
-        """Return the operator with the weights of each output or input channel multiplied by a value."""
+    def scale(self, values: Array, of_outputs: bool) -> relax.Call | None:
+        """Return the operator with the weights of each output or input channel multiplied by a value.
+
+        Returns None where a weight would not be finite.
+        """
         weight = self.weight.astype("float64") * self._factors(values.astype("float64"), of_outputs)
+        if not (np.abs(weight) <= np.finfo("float32").max).all():
+            return None
         return relax.Call(self.call.op, [self.data, constant(weight.astype("float32"))], self.call.attrs)
 
     def propagate_shift(self, values: Array) -> Array:
@@ -159,9 +165,11 @@ def _scale_after(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     values = None if linear is None else by_channel(factor, linear.rank, linear.channel, linear.outputs)
     if linear is None or values is None or rank(call) != linear.rank or addends[1].ndim > linear.rank:
         return None
-    product = rewriter.emit(linear.scale(values, of_outputs=True))
+    product = linear.scale(values, of_outputs=True)
+    if product is None or rounds(addends[1]):
+        return None
     shape = (-1,) + (1,) * (linear.rank - 1 - linear.channel)
-    return relax.op.add(product, constant(np.asarray(addends[1] * values.reshape(shape), "float32")))
+    return relax.op.add(rewriter.emit(product), constant(np.asarray(addends[1] * values.reshape(shape), "float32")))
 
 
 def _scale_twice(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -199,7 +207,7 @@ def _before(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         return None
     if change.op.name == "relax.multiply":
         product = linear.scale(values, of_outputs=False)
-        return relax.Call(product.op, [data, product.args[1]], product.attrs)
+        return None if product is None else relax.Call(product.op, [data, product.args[1]], product.attrs)
     if linear.is_padded() or (linear.name != "matmul" and linear.groups != 1 and linear.transposed):
         return None
     # The digits of the result would be lost in large shifts, which nearly cancel where the data are far from zero.

@@ -33,7 +33,7 @@ _STEADY = {
 _MOST = 20
 # Numbers near one lose no digit that matters when a number up to this is added to them and subtracted again.
 LARGEST_SHIFT = 256.0
-# Products of numbers between one over this and this are far from the largest and the smallest float32.
+# Products of numbers up to this do not overflow in float32.
 _LARGEST_FACTOR = 2.0**60
 
 
@@ -204,6 +204,9 @@ def _rounded_values(function: relax.Function | None) -> set[relax.Var]:
     for binding in reversed(bindings):
         name = called_operator(binding.value).removeprefix("relax.")
         becomes_whole = name == "astype" and not dtype(binding.value).startswith(("float", "bfloat"))
+        if name in ("add", "subtract"):
+            constants = [item for item in binding.value.args if isinstance(item, tvm.ir.GenericConst)]
+            becomes_whole = any(rounds(numbers_of(item)) for item in constants)
         if name in _ROUNDING or becomes_whole or (binding.var in rounded and name in _STEADY):
             parts = [
                 part
@@ -289,17 +292,18 @@ def by_channel(value: Array, dims: int, channel: int, extent: int) -> Array | No
     return np.broadcast_to(value.reshape(-1), (extent,)).astype("float32")
 
 
+def rounds(value: Array) -> bool:
+    """Whether a constant is one large number: what it is added to is rounded, which models do on purpose."""
+    return value.size > 0 and abs(float(value.flat[0])) > LARGEST_SHIFT and bool((value == value.flat[0]).all())
+
+
 def merge_constants(operator: str, one: Array, other: Array) -> Array | None:
     """Return the sum (`add`) or the product (`multiply`) of two float32 constants that a tensor meets in turn.
 
-    Returns None where the tensor might change otherwise than in two steps: large summands that cancel round it, and
-    large or small factors take it beyond the numbers of float32.
+    Returns None where the tensor may change otherwise in two steps: a large summand rounds it, and a large factor may
+    take it beyond the numbers of float32.
     """
-    if operator == "multiply":
-        magnitudes = [np.abs(value[value != 0]) for value in (one, other)]
-        are_moderate = all(((size >= 1 / _LARGEST_FACTOR) & (size <= _LARGEST_FACTOR)).all() for size in magnitudes)
-        return one * other if are_moderate else None
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = one + other
-        keeps_digits = np.maximum(np.abs(one), np.abs(other)) <= LARGEST_SHIFT * (1 + np.abs(total))
-    return total if keeps_digits.all() else None
+    if operator == "add":
+        return None if rounds(one) or rounds(other) else one + other
+    are_moderate = all((np.abs(value) <= _LARGEST_FACTOR).all() for value in (one, other))
+    return one * other if are_moderate else None

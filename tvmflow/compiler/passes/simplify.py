@@ -265,7 +265,7 @@ def _product(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         return relax.op.rsqrt(x)
     if exponent == -1:
         return relax.op.divide(relax.const(1.0, "float32"), x)
-    if exponent != int(exponent) or not 1 <= exponent <= _MOST_FACTORS:
+    if exponent not in range(1, _MOST_FACTORS + 1):
         return None
     if exponent == 1:
         return x
