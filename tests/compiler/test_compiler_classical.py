@@ -46,6 +46,7 @@ def test_scaling_and_encoding_equal_onnx_runtime(assert_all_same: Check) -> None
         [
             _case("Scaler", _X, offset=[1.0, 2.0, 0.5, 0.0], scale=[0.5, 2.0, 1.0, 3.0]),
             _case("Scaler", _INTEGERS, offset=[1.0], scale=[0.5]),
+            _case("Scaler", 2.0**31 + _INTEGERS, offset=[2.0**31], scale=[0.5]),
             *(_case("Normalizer", _X, norm=norm) for norm in ("L1", "L2", "MAX")),
             _case("Binarizer", _X, threshold=0.25),
             _case("Imputer", with_nan, imputed_value_floats=[1.0, 2.0, 3.0, 4.0], replaced_value_float=float("nan")),
@@ -53,6 +54,7 @@ def test_scaling_and_encoding_equal_onnx_runtime(assert_all_same: Check) -> None
             _case("OneHotEncoder", _INTEGERS[:, 0].copy(), cats_int64s=[1, 4, 2]),
             _case("OneHotEncoder", _INTEGERS[:, 1:2].copy(), cats_int64s=[2, 3, 5], zeros=0),
             _case("FeatureVectorizer", _X, normal(7, 2), inputdimensions=[4, 2]),
+            _case("FeatureVectorizer", _X, normal(7, 2), inputdimensions=[3, 4]),
             _case("FeatureVectorizer", normal(1, 2, 3), normal(1, 1, 4), inputdimensions=[6, 4], free=False),
             _case("ArrayFeatureExtractor", _X, np.array([2, 0]), free=False),
         ]
@@ -72,7 +74,7 @@ def test_a_value_that_is_no_category_ends_the_run(tmp_path: Path, target: Target
 
 
 def test_labels_are_encoded_as_onnx_runtime_does(tmp_path: Path, assert_same_as_onnxruntime: Check) -> None:
-    keys = {"keys_int64s": [5, -3, 1], "values_floats": [0.5, 1.5, 2.5], "default_float": -1.0}
+    keys = {"keys_int64s": [5, -3, 1, 5], "values_floats": [0.5, 1.5, 2.5, 3.5], "default_float": -1.0}
     numbers = {"keys_floats": [0.5, float("nan"), -2.0], "values_int64s": [7, 8, 9], "default_int64": 3}
     floats = np.array([[0.5, -2.0], [np.nan, 1.0]], "float32")
     for place, (x, element, attributes) in enumerate([(_INTEGERS, _FLOAT, keys), (floats, _INT64, numbers)]):

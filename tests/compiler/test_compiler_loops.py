@@ -299,6 +299,19 @@ def test_the_product_of_all_rows_is_computed_before_the_loop(make_text: Any, con
     assert len(re.findall(r"R\.matmul", step)) == 1
 
 
+def test_a_loop_multiplies_elements_that_it_gathers(make_text: Any, assert_same_as_onnxruntime: Any) -> None:
+    path = make_text(f"""
+model (float[3] x) => (float[3] y)
+<int64 trips = {{3}}, bool go = {{1}}, int64[3] order = {{2, 0, 1}}, float[3, 3] w = {_numbers(_random(3, 3))}>
+{{
+  y = Loop (trips, go, x) <
+    body = iteration (int64 i, bool c, float[3] a) => (bool d, float[3] b)
+    {{ d = Identity (c)  turned = Gather (x, order)  product = MatMul (turned, w)  b = Add (a, product) }}
+  >
+}}""")
+    assert_same_as_onnxruntime(path, {"x": _random(3)})
+
+
 def test_a_scan_multiplies_all_rows_before_it_begins(make_text: Any, assert_same_as_onnxruntime: Any) -> None:
     weights = {"w": _numbers(_random(5, 3, seed=1)), "u": _numbers(_random(3, 3, seed=2))}
     path = make_text(f"""

@@ -134,6 +134,36 @@ def test_thresholds_and_rows_of_double_precision_are_compared_as_such(
     assert_same_as_onnxruntime(path, {"x": x}, {"x": x + 2e-12})
 
 
+def test_scores_of_double_precision_are_transformed_as_such(tmp_path: Path, assert_same_as_onnxruntime: Check) -> None:
+    tensors = {
+        name: helper.make_tensor(name, kind, [len(numbers)], numbers)
+        for name, kind, numbers in (
+            ("nodes_modes", TensorProto.UINT8, [0]),
+            ("nodes_splits", TensorProto.DOUBLE, [0.5]),
+            ("leaf_weights", TensorProto.DOUBLE, [0.25, 0.75]),
+        )
+    }
+    children = {"nodes_truenodeids": [0], "nodes_trueleafs": [1], "nodes_falsenodeids": [1], "nodes_falseleafs": [1]}
+    nodes = [
+        helper.make_node(
+            *("TreeEnsemble", ["x"], [f"y{post}"]),
+            domain=DOMAIN,
+            n_targets=2,
+            tree_roots=[0],
+            nodes_featureids=[0],
+            leaf_targetids=[0, 1],
+            post_transform=post,
+            **children,
+            **tensors,
+        )
+        for post in (3, 4)
+    ]
+    outputs = [(node.output[0], ["rows", 2], TensorProto.DOUBLE) for node in nodes]
+    inputs = [("x", ["rows", 3], TensorProto.DOUBLE)]
+    path = save_model(tmp_path / "model.onnx", nodes, inputs, outputs, domains={DOMAIN: 5})
+    assert_same_as_onnxruntime(path, {"x": rows(8).astype("float64")})
+
+
 def test_more_features_than_a_packed_link_holds(tmp_path: Path, assert_same_as_onnxruntime: Check) -> None:
     node = regressor(features=70_000, trees=60, depth=11)
     path = save_model(tmp_path / "model.onnx", [node], [("x", ["rows", 70_000])], [("y", ["rows", 1])])

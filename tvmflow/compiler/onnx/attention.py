@@ -138,7 +138,7 @@ def _with_all_keys(node: Node, mask: relax.Expr, keys: Any) -> relax.Expr:
 
 
 def with_length(node: Node, value: relax.Expr, length: Any, fill: float) -> relax.Expr:
-    """Return a tensor whose last dimension is `length`, at least its own: the elements after its end are `fill`."""
+    """Return a tensor whose last dimension is `length`: cut off, or with elements `fill` after its end."""
 
     def extend(value: te.Tensor) -> te.Tensor:
         def element(*index: Any) -> Any:

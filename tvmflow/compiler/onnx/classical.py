@@ -7,6 +7,7 @@ import numpy as np
 from onnx import TensorProto, numpy_helper
 from tvm import relax
 
+from tvmflow.compiler.onnx.attention import with_length
 from tvmflow.compiler.onnx.indexing import checked_indices
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.scores import class_labels, classify, transform_targets
@@ -54,14 +55,18 @@ def _vector(node: Node, name: str, size: Any, default: float) -> Array:
 
 
 def convert_scaler(node: Node) -> relax.Expr:
-    """Return the Relax expression of ONNX's Scaler: (x - offset) * scale, in float32.
+    """Return the Relax expression of ONNX's Scaler: (x - offset) * scale as float32.
 
+    Rows of float64 are scaled in float64: a small difference of large numbers, such as points in time, stays exact.
     Raises UnsupportedFormError where `offset` or `scale` has neither one number nor one for each column.
     """
-    x = _floats(node, _with_features(node, "Scaler"))
-    size = dims_of(x)[-1]  # type: ignore[index]
-    centred = relax.op.subtract(x, const(_vector(node, "offset", size, 0.0)))
-    return relax.op.multiply(node.emit(centred), const(_vector(node, "scale", size, 1.0)))
+    x = _with_features(node, "Scaler")
+    x = x if dtype_of(x) == "float64" else _floats(node, x)
+    size, dtype = dims_of(x)[-1], dtype_of(x)  # type: ignore[index]
+    centred = relax.op.subtract(x, const(_vector(node, "offset", size, 0.0), dtype))
+    return _floats(
+        node, node.emit(relax.op.multiply(node.emit(centred), const(_vector(node, "scale", size, 1.0), dtype)))
+    )
 
 
 def convert_normalizer(node: Node) -> relax.Expr:
@@ -152,16 +157,20 @@ def convert_array_feature_extractor(node: Node) -> relax.Expr:
 def convert_feature_vectorizer(node: Node) -> relax.Expr:
     """Return the Relax expression of ONNX's FeatureVectorizer: the columns of all operands side by side, as float32.
 
-    A vector is one row; of more than two dimensions, all but the first are columns.
+    A vector is one row; of more than two dimensions, all but the first are columns. Of each operand the result has as
+    many columns as `inputdimensions` says: further ones are left out, and zeros take the place of missing ones. Raises
+    UnsupportedFormError where there are not as many of these numbers as operands.
     """
-    parts = []
-    for operand in node.inputs:
+    parts, widths = [], node.attrs.get("inputdimensions", ())
+    if len(widths) != len(node.inputs):
+        raise UnsupportedFormError(f"inputdimensions of {len(widths)} operands for {len(node.inputs)}")
+    for operand, width in zip(node.inputs, widths, strict=True):
         part = _floats(node, operand)
         if part.ty.ndim < 2:
             part = node.emit(relax.op.expand_dims(part, 0))
         elif part.ty.ndim > 2:
             part = node.apply("Flatten", part, axis=1)
-        parts.append(part)
+        parts.append(part if dims_of(part)[1] == width else with_length(node, part, width, 0))  # type: ignore[index]
     return relax.op.concat(parts, 1)
 
 
@@ -179,8 +188,7 @@ def convert_label_encoder(node: Node) -> relax.Expr:
         raise UnsupportedFormError("keys and values of different numbers, or strings among them")
     default = _default(attrs, values.dtype)
     x = node.inputs[0]
-    _, places = np.unique(keys[::-1], return_index=True)
-    places = len(keys) - 1 - places  # of keys that occur twice the last counts
+    _, places = np.unique(keys, return_index=True)  # of keys that occur twice the first counts
     keys, values = keys[places].astype(dtype_of(x)), values[places]
     flat = node.emit(relax.op.reshape(x, [-1]))
     is_nan = np.isnan(keys) if keys.dtype.kind == "f" else np.zeros(len(keys), bool)

@@ -153,13 +153,18 @@ def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
 
 
 def _rows_of_length(importer: Importer, rows: Mapping[str, str], length: Any) -> dict[str, str]:
-    """Those of `rows`, pairs of a row and its tensor, whose tensor has as many rows as a loop has iterations."""
-    shapes = {row: dims_of(importer.tensor(importer.value(tensor))) for row, tensor in rows.items()}
+    """Those of `rows`, pairs of a row and its tensor, whose tensor has as many rows as a loop has iterations.
+
+    The elements of a vector are no rows.
+    """
+    shapes = {row: dims_of(importer.tensor(importer.value(tensor))) or [] for row, tensor in rows.items()}
     evaluator = importer.evaluator
     return {
         row: rows[row]
         for row, dims in shapes.items()
-        if dims and is_size(length) and evaluator.are_equal(evaluator.expression(dims[0]), evaluator.expression(length))
+        if len(dims) > 1
+        and is_size(length)
+        and evaluator.are_equal(evaluator.expression(dims[0]), evaluator.expression(length))
     }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from tvm import relax
 
 from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
-from tvmflow.compiler.onnx.values import const, dims_of
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 Array = np.ndarray[Any, Any]
 
@@ -52,7 +52,7 @@ def transform(node: Node, scores: relax.Expr, name: str) -> relax.Expr:
 
     Raises UnsupportedFormError for an unknown name.
     """
-    emit = node.emit
+    emit, dtype = node.emit, dtype_of(scores)
     if name == "NONE":
         return scores
     if name == "LOGISTIC":
@@ -61,9 +61,9 @@ def transform(node: Node, scores: relax.Expr, name: str) -> relax.Expr:
         return emit(relax.op.nn.softmax(scores, axis=1))
     if name == "SOFTMAX_ZERO":
         largest = emit(relax.op.max(scores, axis=1, keepdims=True))
-        is_zero = emit(relax.op.less_equal(emit(relax.op.abs(scores)), const(_LEAST, "float32")))
+        is_zero = emit(relax.op.less_equal(emit(relax.op.abs(scores)), const(_LEAST, dtype)))
         powers = emit(relax.op.exp(emit(relax.op.subtract(scores, largest))))
-        powers = emit(relax.op.where(is_zero, const(0.0, "float32"), powers))
+        powers = emit(relax.op.where(is_zero, const(0.0, dtype), powers))
         total = emit(relax.op.sum(powers, axis=1, keepdims=True))
         return emit(relax.op.divide(powers, total))
     if name == "PROBIT":
@@ -85,17 +85,15 @@ def transform_targets(node: Node, scores: relax.Expr, *, keeps_one: bool = False
 
 def _probit(node: Node, scores: relax.Expr) -> relax.Expr:
     """The quantiles of the normal distribution, by the approximation that ONNX Runtime uses."""
-    emit = node.emit
-    one, two = const(1.0, "float32"), const(2.0, "float32")
+    emit, dtype = node.emit, dtype_of(scores)
+    one, two = const(1.0, dtype), const(2.0, dtype)
     centred = emit(relax.op.subtract(emit(relax.op.multiply(two, scores)), one))
     rest = emit(relax.op.multiply(emit(relax.op.subtract(one, centred)), emit(relax.op.add(one, centred))))
     logarithm = emit(relax.op.log(rest))
-    half = emit(relax.op.multiply(logarithm, const(0.5, "float32")))
-    middle = emit(relax.op.add(half, const(2 / (math.pi * _WINITZKI), "float32")))
-    product = emit(relax.op.multiply(logarithm, const(1 / _WINITZKI, "float32")))
+    half = emit(relax.op.multiply(logarithm, const(0.5, dtype)))
+    middle = emit(relax.op.add(half, const(2 / (math.pi * _WINITZKI), dtype)))
+    product = emit(relax.op.multiply(logarithm, const(1 / _WINITZKI, dtype)))
     root = emit(relax.op.sqrt(emit(relax.op.subtract(emit(relax.op.multiply(middle, middle)), product))))
     size = emit(relax.op.sqrt(emit(relax.op.subtract(root, middle))))
-    signed = emit(
-        relax.op.where(emit(relax.op.less(centred, const(0.0, "float32"))), emit(relax.op.negative(size)), size)
-    )
-    return emit(relax.op.multiply(signed, const(math.sqrt(2), "float32")))
+    signed = emit(relax.op.where(emit(relax.op.less(centred, const(0.0, dtype))), emit(relax.op.negative(size)), size))
+    return emit(relax.op.multiply(signed, const(math.sqrt(2), dtype)))
