@@ -9,6 +9,7 @@ from onnx import helper
 
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, workloads
 from tvmflow.compiler.importer import Imported
+from tvmflow.errors import BuildError
 from tvmflow.target import Target
 
 WEIGHT = np.random.default_rng(0).standard_normal((24, 48)).astype(np.float32)
@@ -86,3 +87,35 @@ def test_positions_that_the_sizes_of_a_variant_make_constant_are_added(make_mode
     x = np.random.default_rng(1).standard_normal((2, 5, 24)).astype(np.float32)
     for function in ("main", "main_batch2_length5"):
         np.testing.assert_allclose(run(built, function, x), x + table[:5], rtol=1e-6)
+
+
+def test_a_size_within_the_model_is_a_number_where_a_variant_gives_it(make_model, target: Target) -> None:  # type: ignore[no-untyped-def]
+    """The rows of a table are as many as the text is long or as the table has, and a size of their own in `main`."""
+    table = np.random.default_rng(0).standard_normal((9, 24)).astype(np.float32)
+    nodes = [
+        helper.make_node("Shape", ["x"], ["length"], start=1, end=2),
+        helper.make_node("Slice", ["table", "zero", "length", "zero"], ["positions"]),
+        helper.make_node("QuantizeLinear", ["positions", "scale", "middle"], ["bytes"]),
+        helper.make_node("DequantizeLinear", ["bytes", "scale", "middle"], ["rounded"]),
+        helper.make_node("Add", ["x", "rounded"], ["y"]),
+    ]
+    quantisation = {"scale": np.float32(0.25), "middle": np.uint8(128)}
+    constants = {"table": table, "zero": np.zeros(1, np.int64), **quantisation}
+    model: Path = make_model(nodes, [("x", ["batch", "length", 24])], ["y"], constants)
+    options = BuildOptions(weights="apart", variants=({"batch": 2, "length": 5}, {"length": 1}))
+    built = build(import_onnx(model), target, options)
+    for function, length in (("main", 5), ("main_batch2_length5", 5), ("main_length1", 1)):
+        x = np.random.default_rng(1).standard_normal((2, length, 24)).astype(np.float32)
+        np.testing.assert_allclose(run(built, function, x), x + np.rint(table[:length] * 4) / 4, rtol=1e-6)
+
+
+def test_sizes_that_the_model_does_not_take_are_named(make_model, target: Target) -> None:  # type: ignore[no-untyped-def]
+    nodes = [
+        helper.make_node("Shape", ["x"], ["length"], start=1, end=2),
+        helper.make_node("Slice", ["table", "zero", "length", "zero"], ["positions"]),
+        helper.make_node("Add", ["x", "positions"], ["y"]),
+    ]
+    constants = {"table": np.ones((9, 24), np.float32), "zero": np.zeros(1, np.int64)}
+    model: Path = make_model(nodes, [("x", ["batch", "length", 24])], ["y"], constants)
+    with pytest.raises(BuildError, match=r"; the model must take the sizes that it gets functions for: length=10$"):
+        lower(import_onnx(model), target, BuildOptions(variants=({"length": 10},)))

@@ -541,7 +541,9 @@ def _passes(options: BuildOptions, target: Target, instruments: Sequence[Any] = 
         raise
     except Exception as error:
         passes = f" without the passes {', '.join(options.disabled_passes)}" if options.disabled_passes else ""
-        raise BuildError(f"TVM could not build for target {target.name!r}{passes}: {shorten(error)}") from error
+        sizes = sorted({f"{name}={size}" for variant in options.variants for name, size in variant.items()})
+        advice = f"; the model must take the sizes that it gets functions for: {', '.join(sizes)}" if sizes else ""
+        raise BuildError(f"TVM could not build for target {target.name!r}{passes}: {shorten(error)}{advice}") from error
 
 
 def _check_options(options: BuildOptions) -> None:

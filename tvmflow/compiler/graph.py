@@ -15,6 +15,7 @@ from tvmflow.compiler.operators.packing import runs_at_load
 from tvmflow.compiler.passes import lower_passes
 from tvmflow.compiler.passes.calls import bind_constant_arguments
 from tvmflow.compiler.passes.functions import relax_functions
+from tvmflow.compiler.size_checks import known_sizes
 from tvmflow.runtime.profile import estimate_operations
 from tvmflow.target import Precision, Target
 
@@ -52,14 +53,21 @@ def lower_module(
     values = {variable: tvm.runtime.tensor(value) for variable, value in imported.weights().items()}
     mod = bind_constant_arguments(relax.transform.BindParams("main", values)(imported.mod))
     for sizes in variants:
-        variant = relax.transform.BindSymbolicVars(dict(sizes), "main")(mod)["main"]
         name = variant_name(sizes)
-        variant = relax.utils.copy_with_new_vars(variant).with_attr("global_symbol", name)
+        variant = relax.utils.copy_with_new_vars(_with_sizes(mod["main"], sizes)).with_attr("global_symbol", name)
         mod = tvm.IRModule({**dict(mod.functions_items()), tvm.ir.GlobalVar(name): variant}, attrs=mod.attrs)
     size = sum(value.nbytes for value in imported.params.values())
     passes = lower_passes(target, choices, precision, fast, size, packs_at_load)
     with tvm.target.Target(target.tvm):
         return tvm.transform.Sequential(passes, name="lower")(mod)
+
+
+def _with_sizes(function: relax.Function, sizes: Mapping[str, int]) -> relax.Function:
+    """The function with numbers for these symbolic dimensions, and for all symbols whose values are then known."""
+    function = function.bind_symbolic_vars(dict(sizes))
+    while values := known_sizes(function):
+        function = function.bind_symbolic_vars(values)
+    return function
 
 
 def variant_name(sizes: Mapping[str, int]) -> str:

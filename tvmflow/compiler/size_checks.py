@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tvm import relax
+from tvm import relax, tirx
+
+from tvmflow.compiler.operators.common import static
 
 # Each check goes through a type without sizes: of two shapes TVM would infer that a symbol is an expression of itself,
 # and replace it endlessly.
@@ -20,3 +22,37 @@ def check_sizes(builder: relax.BlockBuilder, sizes: Sequence[Any], expected: Seq
     """Let the model check, when it runs, that sizes are the expected ones."""
     shape = builder.match_cast(builder.emit(relax.ShapeExpr(list(sizes))), relax.ShapeType(ndim=len(sizes)))
     builder.match_cast(shape, relax.ShapeType(list(expected)))
+
+
+def parameter_symbols(function: relax.Function) -> Sequence[tirx.Var]:
+    """Return the symbols that get their values from the parameters of a function."""
+    signature = relax.Function(function.params, relax.Tuple([]), relax.TupleType([]))
+    return list(relax.analysis.defined_symbolic_vars(signature))
+
+
+def known_sizes(function: relax.Function) -> dict[tirx.Var, int]:
+    """Return the symbols that get their values from such checks, but whose values are known, with these.
+
+    The importer makes a symbol of a size that is an expression. It is a number where those of the inputs are.
+    """
+    symbols = set(parameter_symbols(function))
+    sources: dict[relax.Var, relax.Expr] = {}
+    values: dict[tirx.Var, int] = {}
+    for binding in (binding for block in function.body.blocks for binding in block.bindings):
+        if not isinstance(binding, relax.MatchCast):
+            continue
+        source = sources[binding.var] = sources.get(binding.value, binding.value)
+        for size, symbol in zip(_sizes(source.ty), _sizes(binding.ty), strict=False):
+            if isinstance(symbol, tirx.Var) and symbol not in symbols:
+                symbols.add(symbol)
+                number = static(size)
+                if number is not None:
+                    values[symbol] = number
+    return values
+
+
+def _sizes(ty: relax.Type) -> Sequence[Any]:
+    """The sizes in the type of a tensor or of a shape, none where it has none."""
+    if isinstance(ty, relax.TensorType):
+        return ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else ()
+    return (ty.values or ()) if isinstance(ty, relax.ShapeType) else ()

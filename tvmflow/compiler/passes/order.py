@@ -6,6 +6,8 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from tvmflow.compiler.size_checks import parameter_symbols
+
 
 @relax.transform.function_pass(opt_level=0, name="BindSizesFirst")
 class BindSizesFirst:
@@ -21,7 +23,7 @@ class BindSizesFirst:
         """Return the function with its bindings in that order; those that need not move stay in theirs."""
         if not isinstance(function.body, relax.SeqExpr):
             return function
-        available = {*function.params, *relax.analysis.defined_symbolic_vars(_signature(function))}
+        available = {*function.params, *parameter_symbols(function)}
         blocks = []
         for block in function.body.blocks:
             bindings = _ordered(block.bindings, available) if isinstance(block, relax.DataflowBlock) else block.bindings
@@ -32,11 +34,6 @@ class BindSizesFirst:
             return function
         body = relax.SeqExpr(blocks, function.body.body)
         return relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
-
-
-def _signature(function: relax.Function) -> relax.Function:
-    """A function of the same parameters that does nothing."""
-    return relax.Function(function.params, relax.Tuple([]), relax.TupleType([]))
 
 
 def _ordered(bindings: Sequence[Any], available: set[Any]) -> list[Any]:
