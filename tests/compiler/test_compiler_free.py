@@ -717,6 +717,18 @@ def test_a_product_over_patches_of_a_free_image_is_tiled(make_model: Any, assert
     assert "rows" in {rule for _, rule in model.schedules}
 
 
+def test_padded_data_of_free_size_is_repeated(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
+    # TVM fails where it tells whether the scheduled repeat only reshapes.
+    nodes = [
+        _node("Pad", ["x", "widths"], ["padded"]),
+        _node("Tile", ["padded", "times"], ["repeated"]),
+        _node("Transpose", ["repeated"], ["y"], perm=[0, 1, 3, 2]),
+    ]
+    weights = {"widths": _ints(0, 0, 1, 0, 0, 0, 1, 0), "times": _ints(1, 1, 2, 1)}
+    path = make_model(nodes, [("x", [6, 4, "t", 6])], ["y"], weights)
+    assert_same_as_onnxruntime(path, *_feeds((6, 4, 1, 6), (6, 4, 5, 6)))
+
+
 def test_a_shape_computed_from_data_must_have_the_elements_of_the_data(make_model: Any, target: Any) -> None:
     from support import builds
     from tvmflow.compiler import build

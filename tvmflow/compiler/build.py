@@ -473,13 +473,10 @@ def _finalize(target: Target, native: tvm.target.Target) -> tvm.transform.Pass:
         from tvm.relax.backend.cuda import pipeline
     else:
         from tvm.relax.backend.cpu_generic import pipeline
-    lowering = pipeline.dataflow_lower_passes(native)
-    if target.arch == "cuda":
-        # Reshapes are views already; the functions that copied them have no callers.
-        unused = relax.transform.DeadCodeElimination()
-        lowering = [unused, *(item for item in lowering if str(item.info.name) != "RewriteDataflowReshape")]
-    else:
-        lowering = [ViewReshapes(), *lowering]
+    # Reshapes are views already on a GPU; the functions that copied them have no callers.
+    views = relax.transform.DeadCodeElimination() if target.arch == "cuda" else ViewReshapes()
+    passes_of_tvm = pipeline.dataflow_lower_passes(native)
+    lowering = [views, *(item for item in passes_of_tvm if str(item.info.name) != "RewriteDataflowReshape")]
     finalize = list(pipeline.finalize_passes(native))
     planned = [str(item.info.name) for item in finalize].index("LowerAllocTensor") + 1
     passes = [*lowering, *finalize[:planned], ShareMemory(), *finalize[planned:], TidyShapeFunctions()]

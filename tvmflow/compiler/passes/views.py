@@ -1,5 +1,6 @@
-"""Makes reshapes views of their tensors, where TVM cannot prove that a function is one."""
+"""Makes the results of functions that only reshape views of their tensors."""
 
+import math
 from typing import Any
 
 import tvm
@@ -9,19 +10,20 @@ from tvm.s_tir import SBlockRealize
 from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.annotations import RESHAPE
+from tvmflow.compiler.operators.common import are_equal
 from tvmflow.compiler.passes.functions import rewrite_functions
-from tvmflow.compiler.passes.rewrite import count_uses
+from tvmflow.compiler.passes.rewrite import count_uses, sizes
 
 CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 
 
 @tvm.transform.module_pass(opt_level=0, name="ViewReshapes")
 class ViewReshapes:
-    """Replaces calls of functions with the attribute `RESHAPE` by reshapes, which copy nothing.
+    """Replaces calls of functions that copy a tensor in its order by reshapes, which copy nothing.
 
-    TVM's `RewriteDataflowReshape` does that where it proves that a function copies a tensor in its order, which it
-    seldom does for free sizes, and for no result of a dataflow block, which would share its memory with other tensors.
-    Here such a result is a view of what a function has written and nothing else reads.
+    TVM's `RewriteDataflowReshape` fails where TVM cannot analyse a function. Besides, it replaces no call whose result
+    leaves its dataflow block, as it would share its memory with other tensors. Here such a result is a view of what a
+    function has written and nothing else reads.
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
@@ -41,15 +43,29 @@ class _Reshapes(PyExprMutator):  # type: ignore[misc]
         return super().visit_function_(op)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        value: Any = binding.value
-        is_call = isinstance(value, relax.Call) and value.op == CALL_TIR
-        if is_call and RESHAPE in (self.builder_.get()[value.args[0]].attrs or {}):
-            # Sizes that the types of tensors do not give may follow the tensor.
-            source, *_ = value.args[1].fields if isinstance(value.args[1], relax.Tuple) else [value.args[1]]
-            if isinstance(binding.var, relax.DataflowVar) or source in self._read_once:
-                reshape = relax.op.reshape(self.visit_expr(source), value.ty.shape)
-                binding = relax.VarBinding(binding.var, reshape)
+        source = self._copied(binding.value)
+        if source is not None and (isinstance(binding.var, relax.DataflowVar) or source in self._read_once):
+            reshape = relax.op.reshape(self.visit_expr(source), binding.value.ty.shape)
+            binding = relax.VarBinding(binding.var, reshape)
         super().visit_var_binding_(binding)
+
+    def _copied(self, value: Any) -> relax.Expr | None:
+        """The tensor that a call copies in its order to another shape; None for other expressions."""
+        if not isinstance(value, relax.Call) or value.op != CALL_TIR:
+            return None
+        callee, operands, *_ = value.args
+        function = self.builder_.get()[callee]
+        # Sizes that the types of tensors do not give may follow the tensor.
+        items = operands.fields if isinstance(operands, relax.Tuple) else [operands]
+        tensors = [item for item in items if isinstance(item.ty, relax.TensorType)]
+        if len(tensors) != 1 or not is_reshape(function, unknown=False):
+            return None
+        if RESHAPE in (function.attrs or {}):
+            return tensors[0]
+        # The beginning of a tensor is in its order, too.
+        before, after = sizes(tensors[0]), sizes(value)
+        is_whole = before is not None and after is not None and are_equal(math.prod(before), math.prod(after))
+        return tensors[0] if is_whole else None
 
 
 def results_read_once(mod: tvm.IRModule, function: relax.Function) -> set[relax.Var]:
