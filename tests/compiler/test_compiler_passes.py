@@ -17,9 +17,11 @@ from support import scale
 from support.arrays import normal
 from support.builds import rule_counts
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, build, import_onnx, list_passes
+from tvmflow.compiler.operators.common import constant
 from tvmflow.compiler.passes import canonicalize, lower_passes, pass_names
 from tvmflow.compiler.passes.constants import FoldConstantCalls
 from tvmflow.compiler.passes.order import BindSizesFirst
+from tvmflow.compiler.passes.simplify import remove_identities
 from tvmflow.target import resolve
 
 Array = np.ndarray[Any, Any]
@@ -1161,3 +1163,16 @@ def test_functions_without_constants_stay() -> None:
         builder.emit_func_output(result)
     mod = builder.get()
     assert FoldConstantCalls()(mod)["main"].same_as(mod["main"])
+
+
+def test_a_part_without_elements_is_not_joined() -> None:
+    """TVM cannot load an empty constant, which padding is where the sizes of a variant need none."""
+    x = relax.Var("x", relax.TensorType([1, 8], "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            joined = builder.emit(relax.op.concat([x, constant(np.zeros((1, 0), np.float32))], 1))
+            y = builder.emit_output(relax.op.nn.relu(joined))
+        builder.emit_func_output(y)
+    mod = tvm.transform.Sequential([remove_identities(), remove_identities()])(builder.get())
+    assert "concat" not in mod["main"].script()

@@ -8,7 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from tvmflow.compiler.operators.common import constant, same_shape, typical_pixels
+from tvmflow.compiler.operators.common import constant, same_shape, static, typical_pixels
 from tvmflow.compiler.passes.rewrite import (
     ELEMENT,
     Array,
@@ -163,6 +163,15 @@ def _joins_one(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     return parts.fields[0] if isinstance(parts, relax.Tuple) and len(parts.fields) == 1 else None
 
 
+def _joins_nothing(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Leave out the parts without elements, such as padding of no lines: TVM cannot load an empty constant."""
+    parts = rewriter.behind(call.args[0])
+    if not isinstance(parts, relax.Tuple):
+        return None
+    filled = [part for part in parts.fields if 0 not in map(static, sizes(part) or ())]
+    return relax.op.concat(filled, call.attrs.axis) if 0 < len(filled) < len(parts.fields) else None
+
+
 def _drops_nothing(rewriter: Rewriter, element: relax.TupleGetItem) -> relax.Expr | None:
     dropout = rewriter.call(element.tuple_value, "nn.dropout")
     return dropout.args[0] if dropout is not None and element.index == 0 else None
@@ -197,7 +206,7 @@ def remove_identities() -> tvm.transform.Pass:
             "nn.relu": (_is_positive_already,),
             "strided_slice": (_slices_everything,),
             "permute_dims": (_keeps_order,),
-            "concat": (_joins_one,),
+            "concat": (_joins_one, _joins_nothing),
             "where": (_chooses_one,),
         },
     )
