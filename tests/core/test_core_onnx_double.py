@@ -56,5 +56,5 @@ def test_a_model_that_needs_too_much_memory_is_not_computed(monkeypatch: pytest.
     assert outputs is not None
     assert outputs["y"] == 1
     # All products are 512 MiB.
-    monkeypatch.setattr(memory, "share", lambda: 1 << 28)
+    monkeypatch.setattr(memory, "safe_bytes", lambda: 1 << 28)
     assert compute(model, inputs) is None
