@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import tvm
 import tvm_ffi
 from tvm import s_tir, te, tirx
+from tvm.tirx.build import codegen_build
 
 from tvmflow.compiler import vectormath
-from tvmflow.compiler.lowering import FixBufferSizes, TakeKnownBranches
+from tvmflow.compiler.lowering import FixBufferSizes, TakeKnownBranches, lower_functions
 from tvmflow.compiler.statements import replace_variables
 
 
@@ -69,6 +71,22 @@ def test_the_part_of_a_tensor_of_free_size_that_a_tile_needs_has_a_fixed_size() 
     loads: list[Any] = []
     tvm_ffi.structural_walk(after["main"].body, (tvm.ir.TensorLoad, loads.append))
     assert sum(load.source.same_as(buffer) for load in loads) == 2
+
+
+@pytest.mark.parametrize(("factor", "number"), [(2, 4), (4, 3), (3, 7)])
+def test_a_dimension_may_have_any_size_that_is_a_multiple_less_a_number(factor: int, number: int) -> None:
+    n = tirx.Var("n", "int64")
+    size = n * factor - number
+    x = te.placeholder((size,), "float32", name="x")
+    y = te.compute((size,), lambda i: tirx.if_then_else(size >= 4, x[i], -x[i]), name="y")
+    function = te.create_prim_func([x, n, y]).with_attr("global_symbol", "choose")
+    target = tvm.target.Target("llvm")
+    choose = codegen_build(lower_functions(tvm.IRModule({"main": function}), target), target).get_function("choose")
+    for small in range(number // factor + 1, number // factor + 5):
+        data = np.arange(1, small * factor - number + 1, dtype="float32")
+        result = tvm.runtime.empty(data.shape)
+        choose(tvm.runtime.tensor(data), small, result)
+        np.testing.assert_array_equal(result.numpy(), data if data.size >= 4 else -data)
 
 
 @pytest.mark.parametrize(("is_shared", "is_aligned"), [(True, False), (True, True), (False, False)])

@@ -22,7 +22,8 @@ from tvmflow.compiler.statements import is_choice, map_functions, replace_variab
 
 def lower_functions(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
     """Return scheduled functions as TVM generates code of them, by the passes of this thread's pass context."""
-    lowered = _pipeline()(tirx.transform.BindTarget(target.with_host(target))(unify_quotients(functions)))
+    functions = map_functions(unify_quotients(functions), _with_factored_sizes)
+    lowered = _pipeline()(tirx.transform.BindTarget(target.with_host(target))(functions))
     builtins = tvm.transform.Sequential([tirx.transform.LowerTVMBuiltin(), tirx.transform.LowerIntrin()])
     lowered = map_functions(lowered, take_unaligned)
     return split_lines(run_short_loops_alone(builtins(lower_divisions(lowered))))
@@ -70,6 +71,38 @@ def _pipeline() -> tvm.transform.Pass:
         tirx.transform.BF16StorageLegalize(),
     ]
     return tvm.transform.Sequential(passes)
+
+
+def _with_factored_sizes(function: PrimFunc) -> PrimFunc:
+    """Return the function with `(size - 2) * 2` in the place of dimensions such as `size * 2 - 4` of its parameters.
+
+    TVM takes dimensions for positive, and of `size * 2 - 4` it infers that `size` is 4 or more, where 2 is right: it
+    leaves out what a smaller size needs.
+    """
+    buffers = {}
+    for param in function.params:
+        dims = list(getattr(param, "shape", ()))
+        factored = [_factored(dim) for dim in dims]
+        if any(one is not other for one, other in zip(dims, factored, strict=True)):
+            buffers[param] = tirx.decl_buffer(
+                factored, param.dtype, param.name, data_alignment=param.data_alignment, scope=param.scope()
+            )
+    if not buffers:
+        return function
+    params = [buffers.get(param, param) for param in function.params]
+    body = replace_variables(function.body, buffers)
+    return PrimFunc(params, body, function.ret_type, function.attrs)
+
+
+def _factored(dim: Any) -> Any:
+    """The dimension `size * factor - number` as `(size - start) * factor + rest`; any other as it is."""
+    if not (isinstance(dim, tirx.Sub) and isinstance(dim.a, tirx.Mul)):
+        return dim
+    product, number = dim.a, dim.b
+    if not (isinstance(product.a, tirx.Var) and all(isinstance(item, tirx.IntImm) for item in (product.b, number))):
+        return dim
+    start = -(-int(number) // int(product.b))
+    return (product.a - start) * product.b + (start * int(product.b) - int(number))
 
 
 @tvm.transform.module_pass(opt_level=0, name="FixBufferSizes")
