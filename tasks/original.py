@@ -56,7 +56,7 @@ def find_original(
         if registry is None:
             raise SettingsError(f"{model.mlflow!r} is in the registry, which this command does not use; release it")
         trusts_pickle = trusts_pickle or model.trust == "pickle"
-        return _registered(spec, workspace, registry, model.mlflow, trusts_pickle)
+        return _load_registered(spec, workspace, registry, model.mlflow, trusts_pickle)
     kind, path = ("pt2", model.pt2) if model.pt2 is not None else ("onnx", model.onnx)
     path = spec.path(path or Path())
     source = Source.model_validate({"kind": kind, "model": model, "path": path})
@@ -66,7 +66,7 @@ def find_original(
     )
 
 
-def _registered(spec: Spec, workspace: Workspace, registry: Registry, uri: str, trusts_pickle: bool) -> Original:
+def _load_registered(spec: Spec, workspace: Workspace, registry: Registry, uri: str, trusts_pickle: bool) -> Original:
     """Return a model of the MLflow registry; download it unless the workspace has it."""
     version = registry.resolve_source(uri)
     folder = workspace.folder / "sources" / version.identity
@@ -106,11 +106,11 @@ def _read_flavor(folder: Path, uri: str, name: str) -> dict[str, Any]:
         raise ExportError(f"model {uri!r} has no MLmodel that can be read ({describe(error)}); log it again") from error
 
 
-def _path_within(folder: Path, uri: str, *parts: str) -> Path:
+def _path_within(folder: Path, uri: str, name: str) -> Path:
     """Return the path of a file of a downloaded model; raise ExportError for one outside of the model's folder."""
-    path = folder.joinpath(*parts)
+    path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise ExportError(f"model {uri!r} names the file {'/'.join(parts)!r} outside of its folder; log it again")
+        raise ExportError(f"model {uri!r} names the file {name!r} outside of its folder; log it again")
     return path
 
 

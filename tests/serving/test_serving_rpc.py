@@ -171,6 +171,10 @@ def test_numbers_as_bytes_are_read_at_once_and_all_else_counts_as_text(bundle: P
     many = service_pb2.ModelInferRequest(raw_input_contents=[b""] * 2**13)
     for request in (typed, many, service_pb2.ModelInferRequest(id="x" * 2**20)):
         assert messages.text_size(request.SerializeToString(), manifest) == request.ByteSize()
+    # An unknown field of eight bytes, seven of which would be read as the beginning of raw contents.
+    hidden = b"\x79\x00\x3a\x80\x80\x80\x02\x00\x00" + typed.SerializeToString()
+    assert messages.decode("ModelInferRequest", hidden).inputs[0].contents.fp32_contents
+    assert messages.text_size(hidden, manifest) == len(hidden)
 
 
 def test_the_largest_request_may_be_larger_than_any_of_grpc() -> None:

@@ -45,7 +45,7 @@ class OutputFile(click.Path):
 
 
 class NumberRange(click.FloatRange):
-    """A range of numbers of at most a milliard: no NaN or infinity, and nothing that overflows as seconds or bytes."""
+    """A range of numbers, none above 10**9: no NaN or infinity, and nothing that overflows as seconds or bytes."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number; `param` and `ctx` are click's, None outside of a command. Raises BadParameter."""

@@ -111,7 +111,7 @@ def _one_sentence_for_failed_requests(address: str) -> Iterator[None]:
         from flows.runs import LOGIN_REFUSED, is_login_refused
 
         if is_login_refused(error):
-            raise PrefectError(f"Prefect at {address} takes no flow runs: {LOGIN_REFUSED}") from error
+            raise PrefectError(f"Prefect at {without_secrets(address)} takes no flow runs: {LOGIN_REFUSED}") from error
         if isinstance(error, httpx.TransportError):
             raise PrefectUnavailableError(
                 f"Prefect's server at {without_secrets(address)} answered no more before the end of the run; what is "
@@ -145,12 +145,12 @@ def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
             if not answers(address, _START_SECONDS):
                 raise StepError(f"Prefect's embedded server does not start; its log is {log}")
 
-        with _running(listening, output):
+        with _keep_server(listening, output):
             yield address, await_start
 
 
 @contextmanager
-def _running(listening: socket.socket, output: IO[bytes]) -> Iterator[None]:
+def _keep_server(listening: socket.socket, output: IO[bytes]) -> Iterator[None]:
     """Run a server at a listening socket while the body runs, and start it again, a few times, where it ends earlier.
 
     The server's runs are in a file, so that the client notices nothing but a pause. When it has ended too often, the

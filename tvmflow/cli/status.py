@@ -103,10 +103,12 @@ def _read_fleet(settings: "Settings") -> "Fleet":
                 channels += _read_channels(settings, store, name)
                 changes.append(_read_changes(store, name))
     try:
+        names = {item.name for item in channels}
+        registries = {name: open_registry(settings, read_sections(settings, name).registry) for name in names}
         for index, item in enumerate(channels):
-            registry = open_registry(settings, read_sections(settings, item.name).registry)
             try:
-                channels[index] = item.model_copy(update={"verdict": _read_verdict(registry, item)})
+                verdict = _read_verdict(registries[item.name], item)
+                channels[index] = item.model_copy(update={"verdict": verdict})
             except StoreError as error:
                 faults.append(str(error))
     except RegistryError as error:

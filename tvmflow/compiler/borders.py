@@ -15,10 +15,17 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import sym, tirx
-from tvm.ir import TensorLoad
 from tvm.tirx import For, ForKind, SeqStmt
 
-from tvmflow.compiler.statements import is_choice, map_functions, replace_variables, terms, uses, with_own_variables
+from tvmflow.compiler.statements import (
+    is_choice,
+    map_functions,
+    reads_memory,
+    replace_variables,
+    terms,
+    uses,
+    with_own_variables,
+)
 
 # A loop has no more such conditions, as the concatenation of so many tensors and one: each of them is one more loop.
 _MOST_CHOICES = 7
@@ -80,18 +87,12 @@ def _choices(value: Any) -> list[Any]:
     choices: list[Any] = []
 
     def visit(call: tvm.ir.Call) -> tvm_ffi.WalkResult:
-        if is_choice(call) and not _reads_memory(call.args[0]):
+        if is_choice(call) and not reads_memory(call.args[0]):
             choices.append(call)
         return tvm_ffi.WalkResult.ADVANCE
 
     tvm_ffi.structural_walk(value, (tvm.ir.Call, visit), order="pre")
     return choices
-
-
-def _reads_memory(value: Any) -> bool:
-    loads: list[Any] = []
-    tvm_ffi.structural_walk(value, (TensorLoad, loads.append))
-    return bool(loads)
 
 
 def _parts(

@@ -12,7 +12,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-from tvmflow.compiler.statements import map_functions
+from tvmflow.compiler.statements import map_functions, reads_memory
 
 # TVM's intrinsic that reads a field of a structure, and its number for an element of an array of int64, as of a shape.
 _STRUCT_GET, _ARRAY_ELEMENT = tvm.ir.Op.get("tirx.tvm_struct_get"), 17
@@ -41,9 +41,8 @@ def _makes_floats(body: Any) -> bool:
     """Whether a function's body converts integers that it computes, rather than reads, to floats."""
 
     def visit(cast: tirx.Cast) -> Any:
-        reads = tvm_ffi.structural_walk(cast.value, (tvm.ir.TensorLoad, tvm_ffi.VisitInterrupt)) is not None
         is_float = str(cast.ty).startswith(("float", "bfloat"))
-        return tvm_ffi.VisitInterrupt(cast) if is_float and not reads else None
+        return tvm_ffi.VisitInterrupt(cast) if is_float and not reads_memory(cast.value) else None
 
     return tvm_ffi.structural_walk(body, (tirx.Cast, visit)) is not None
 

@@ -5,16 +5,14 @@ something that lacks the 5: an element beside the right one is read, or one outs
 repeats of elements have such indices.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import tvm
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import TensorLoad
 from tvm.tirx import PrimFunc
 
-from tvmflow.compiler.statements import map_functions, replace_variables
+from tvmflow.compiler.statements import map_functions, reads_memory, replace_variables, summands
 
 _QUOTIENTS = (tirx.FloorDiv, tirx.FloorMod)
 
@@ -34,7 +32,12 @@ class FlattenBuffers:
 
 def _without_quotients(func: PrimFunc, quotients: dict[tirx.Var, Any]) -> PrimFunc:
     """Return the function with variables in the place of quotients at risk; the variables are added to `quotients`."""
-    sizes = {size for param in func.params for dim in getattr(param, "shape", ()) for size in _variables(dim)}
+    sizes = {
+        size
+        for param in func.params
+        for dim in getattr(param, "shape", ())
+        for size in tirx.analysis.undefined_vars(dim)
+    }
 
     def find(quotient: Any) -> Any:
         return tvm_ffi.VisitInterrupt(quotient) if _is_at_risk(quotient, sizes) else None
@@ -59,32 +62,11 @@ def _is_at_risk(quotient: Any, sizes: set[tirx.Var]) -> bool:
     """
     inner: list[Any] = []
     tvm_ffi.structural_walk(quotient.a, (_QUOTIENTS, inner.append))
-    dividends = [list(_terms(item.a)) for item in (quotient, *inner)]
+    dividends = [list(summands(item.a)) for item in (quotient, *inner)]
     falls = any(term is not None and factor < 0 for term, factor in dividends[0])
     is_shifted = any(_number(terms) != 0 or any(term in sizes for term, _ in terms) for terms in dividends)
-    return (falls or (bool(inner) and is_shifted)) and not _reads(quotient)
-
-
-def _terms(expr: Any, factor: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yield the terms of a sum and their factors; a number is a factor of None."""
-    if isinstance(expr, tirx.IntImm):
-        yield None, factor * int(expr)
-    elif isinstance(expr, tirx.Add | tirx.Sub):
-        yield from _terms(expr.a, factor)
-        yield from _terms(expr.b, -factor if isinstance(expr, tirx.Sub) else factor)
-    elif isinstance(expr, tirx.Mul) and isinstance(expr.b, tirx.IntImm):
-        yield from _terms(expr.a, factor * int(expr.b))
-    else:
-        yield expr, factor
+    return (falls or (bool(inner) and is_shifted)) and not reads_memory(quotient)
 
 
 def _number(terms: list[tuple[Any, int]]) -> int:
     return sum(factor for term, factor in terms if term is None)
-
-
-def _variables(expr: Any) -> list[tirx.Var]:
-    return list(tirx.analysis.undefined_vars(expr))
-
-
-def _reads(expr: Any) -> bool:
-    return tvm_ffi.structural_walk(expr, (TensorLoad, tvm_ffi.VisitInterrupt)) is not None

@@ -17,7 +17,7 @@ from tvmflow.compiler.divisions import lower_divisions
 from tvmflow.compiler.flattening import FlattenBuffers
 from tvmflow.compiler.quotients import unify_quotients
 from tvmflow.compiler.short_loops import run_short_loops_alone
-from tvmflow.compiler.statements import is_choice, map_functions, replace_variables
+from tvmflow.compiler.statements import is_choice, map_functions, replace_variables, summands
 
 
 def lower_functions(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
@@ -96,13 +96,11 @@ def _with_factored_sizes(function: PrimFunc) -> PrimFunc:
 
 def _factored(dim: Any) -> Any:
     """The dimension `size * factor - number` as `(size - start) * factor + rest`; any other as it is."""
-    if not (isinstance(dim, tirx.Sub) and isinstance(dim.a, tirx.Mul)):
-        return dim
-    product, number = dim.a, dim.b
-    if not (isinstance(product.a, tirx.Var) and all(isinstance(item, tirx.IntImm) for item in (product.b, number))):
-        return dim
-    start = -(-int(number) // int(product.b))
-    return (product.a - start) * product.b + (start * int(product.b) - int(number))
+    match list(summands(dim)):
+        case [(tirx.Var() as size, factor), (None, number)] if factor > 1 and number < 0:
+            start = -(number // factor)
+            return (size - start) * factor + (start * factor + number)
+    return dim
 
 
 @tvm.transform.module_pass(opt_level=0, name="FixBufferSizes")

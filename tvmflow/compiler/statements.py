@@ -1,6 +1,6 @@
 """Helpers for passes over TIR: functions of a module, terms of a condition, variables, and statements that may run."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -71,6 +71,27 @@ def loop_variables(statement: Any) -> list[tirx.Var]:
 def replace_variables(node: Any, values: Mapping[Any, Any]) -> Any:
     """Return an expression or a statement with `values` in the place of the variables that are its keys."""
     return tvm_ffi.structural_map(node, (tirx.Var, lambda name: values.get(name, name)))
+
+
+def summands(expr: Any, factor: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yield the terms of a sum of integers, and the constant factor of each; the term of a number is None.
+
+    `factor` multiplies all of them.
+    """
+    if isinstance(expr, tirx.IntImm):
+        yield None, factor * int(expr)
+    elif isinstance(expr, tirx.Add | tirx.Sub):
+        yield from summands(expr.a, factor)
+        yield from summands(expr.b, -factor if isinstance(expr, tirx.Sub) else factor)
+    elif isinstance(expr, tirx.Mul) and isinstance(expr.b, tirx.IntImm):
+        yield from summands(expr.a, factor * int(expr.b))
+    else:
+        yield expr, factor
+
+
+def reads_memory(expr: Any) -> bool:
+    """Whether an expression reads an element of a tensor."""
+    return tvm_ffi.structural_walk(expr, (tvm.ir.TensorLoad, tvm_ffi.VisitInterrupt)) is not None
 
 
 def with_own_variables(statement: Any) -> Any:

@@ -81,8 +81,10 @@ def _make_classes() -> dict[str, Any]:
 
 
 CLASSES = _make_classes()
-# What a field `raw_input_contents` begins with, and the most bytes that all other fields of a raw request have.
-_RAW_TAG = CLASSES["ModelInferRequest"].DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2
+# The kind of all fields of a request in protobuf's form: a length, and as many bytes. Then, what a field
+# `raw_input_contents` begins with, and the most bytes that all other fields of a raw request have.
+_WITH_LENGTH = 2
+_RAW_TAG = CLASSES["ModelInferRequest"].DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | _WITH_LENGTH
 _LARGEST_STRUCTURE = 1 << 13
 _TYPED_FIELDS = tuple(CLASSES["InferTensorContents"].DESCRIPTOR.fields_by_name)
 
@@ -105,6 +107,9 @@ def text_size(body: bytes, manifest: Manifest) -> int:
     size = place = 0
     while place < len(body) and size <= _LARGEST_STRUCTURE:
         tag, length_place = _read_varint(body, place)
+        if tag & 7 != _WITH_LENGTH:
+            # All fields of the message have a length; what follows another one is not looked for.
+            return len(body)
         length, content_place = _read_varint(body, length_place)
         size += content_place - place + (0 if tag == _RAW_TAG else length)
         place = content_place + length

@@ -57,7 +57,9 @@ def convert_padding(operator: str) -> Converter:
         if not auto_pad.startswith("SAME"):
             is_free = dims is None or not all(isinstance(size, int) for size in dims[2:])
             pools = operator != "Conv"
-            if (operator == "LpPool" or is_free or (pools and any(_missing(node)))) and node.attrs.pop("ceil_mode", 0):
+            if (operator == "LpPool" or is_free or (pools and any(_count_missing(node)))) and node.attrs.pop(
+                "ceil_mode", 0
+            ):
                 _pad_for_last_windows(node)
             if pools:
                 _let_one_window_fit(node)
@@ -159,7 +161,7 @@ def _pad(node: Node, pads: Sequence[int], counts_end: bool) -> None:
     node.attrs["auto_pad"] = b"NOTSET"
 
 
-def _missing(node: Node) -> list[int]:
+def _count_missing(node: Node) -> list[int]:
     """How many elements the padded data of a pooling lack to a first window, if they are fewer than a stride.
 
     Zero along dimensions in which a window fits, and along those of symbolic size.
@@ -183,7 +185,7 @@ def _let_one_window_fit(node: Node) -> None:
     data. Along dimensions of symbolic size there is none, and the bundle asks for a larger size. An average that counts
     its padding counts what is beyond it too, but not from opset 19 on.
     """
-    missing = _missing(node)
+    missing = _count_missing(node)
     pads = node.attrs.get("pads", [0] * 2 * len(missing))
     if any(missing):
         _pad(node, [a + b for a, b in zip(pads, [0] * len(missing) + missing, strict=True)], counts_end=node.opset < 19)

@@ -58,14 +58,14 @@ class _Reshapes(PyExprMutator):  # type: ignore[misc]
         # Sizes that the types of tensors do not give may follow the tensor.
         items = operands.fields if isinstance(operands, relax.Tuple) else [operands]
         tensors = [item for item in items if isinstance(item.ty, relax.TensorType)]
-        if len(tensors) != 1 or not is_reshape(function, unknown=False):
+        if len(tensors) != 1:
             return None
         if RESHAPE in (function.attrs or {}):
             return tensors[0]
         # The beginning of a tensor is in its order, too.
         before, after = sizes(tensors[0]), sizes(value)
         is_whole = before is not None and after is not None and are_equal(math.prod(before), math.prod(after))
-        return tensors[0] if is_whole else None
+        return tensors[0] if is_whole and is_reshape(function, unknown=False) else None
 
 
 def results_read_once(mod: tvm.IRModule, function: relax.Function) -> set[relax.Var]:
