@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from tvmflow.arrays import Array
 from tvmflow.errors import InputError
 from tvmflow.target import Precision
-
-Array = npt.NDArray[Any]
 
 _HERE = Path(__file__).parent
 _EXAMPLES = _HERE.parent / "examples"

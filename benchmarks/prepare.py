@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from catalogue import Array, Model, find
+from catalogue import Model, find
 from pydantic import Field
 
 from tvmflow import process, samples
 from tvmflow import spec as release_file
+from tvmflow.arrays import Array
 from tvmflow.bundle import Manifest, installed_versions, pack, sha256_file
 from tvmflow.errors import ExportError
 from tvmflow.process import Emit
@@ -109,7 +110,7 @@ def sample_for(onnx: Path, state: Path, given: Mapping[str, int] | None = None) 
     another name.
     """
     from tvmflow.cli.sizes import find_inputs
-    from tvmflow.onnx_file import declared_inputs, read_onnx
+    from tvmflow.onnx_model.reading import declared_inputs, read_onnx
 
     model = read_onnx(onnx)
     inputs, sizes = declared_inputs(model), {}

@@ -131,7 +131,7 @@ def small_cnn(path: Path) -> Path:
 
 def row(model: Path) -> dict[str, Any]:
     """Return inputs of one row by name."""
-    from tvmflow.onnx_file import declared_inputs, read_onnx
+    from tvmflow.onnx_model.reading import declared_inputs, read_onnx
 
     inputs = declared_inputs(read_onnx(model))
     symbols = {size: 1 for item in inputs for size in item.shape if isinstance(size, str)}

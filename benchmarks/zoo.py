@@ -276,7 +276,7 @@ _BUILDING = {"export", "import", "relax_import", "tune", "build", "package"}
 
 def _openvino(file: Path, bundle: Path, arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Return the ratio to OpenVINO in fp32, measured in turn; empty where it is not installed or fails."""
-    from tvmflow.onnx_file import declared_inputs, read_onnx
+    from tvmflow.onnx_model.reading import declared_inputs, read_onnx
 
     if runners.available(["openvino"])["openvino"] is not None:
         return {}

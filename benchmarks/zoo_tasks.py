@@ -13,12 +13,11 @@ import json
 import tarfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from tvmflow.arrays import Array
+
 Dataset = tuple[dict[str, Array], Array]
 
 _WORDS = (

@@ -21,14 +21,15 @@ from tasks.original import Original
 from tasks.package import PackageResult
 from tasks.step import Job, Step, StepRunner, TargetJob, path_of
 from tvmflow import samples
+from tvmflow.arrays import Array, NamedArrays
 from tvmflow.bundle import read_manifest
 from tvmflow.comparison import Comparison, Pair, Plan, compare, percentile
 from tvmflow.energy import joules_between, read_counters
 from tvmflow.errors import VerdictError
 from tvmflow.figures import PEERS, Concurrency, Latency, Measurement, Measurements, Point, Runner
+from tvmflow.onnx_model.session import open_session, run_session
 from tvmflow.process import Child, Emit
-from tvmflow.samples import Array, NamedArrays
-from tvmflow.source import load_module, open_session, run_session
+from tvmflow.source import load_module
 from tvmflow.spec import Benchmark, Gates, Input, Samples, Spec
 from tvmflow.target import Target, host
 from tvmflow.workspace import Artifact, StepResult, Workspace

@@ -15,8 +15,8 @@ from tasks.step import Step, StepRunner, TargetJob, slug
 from tasks.tune import TuneResult
 from tasks.validate import Verdict, why_not_here
 from tvmflow import release, samples
+from tvmflow.arrays import NamedArrays
 from tvmflow.comparison import Comparison
-from tvmflow.samples import NamedArrays
 from tvmflow.spec import Spec
 from tvmflow.target import Target
 from tvmflow.tuning.best_records import Part

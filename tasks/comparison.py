@@ -10,11 +10,11 @@ import numpy as np
 
 from tasks.step import Job, StepRunner
 from tvmflow import npz
+from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import extract, read_manifest
 from tvmflow.comparison import Comparison, Conditions, Pair, Plan, compare
 from tvmflow.comparison.pairs import Samples, write_samples
 from tvmflow.process import Child, Emit
-from tvmflow.samples import NamedArrays
 from tvmflow.target import host, processor
 from tvmflow.workspace import Artifact, StepResult, Workspace
 

@@ -10,11 +10,11 @@ import numpy as np
 from tasks.step import Job, Step, StepRunner
 from tasks.validate import ReferenceResult, join, score, split
 from tvmflow import samples, verdict
+from tvmflow.arrays import Array, NamedArrays
 from tvmflow.documents import Document, encode
 from tvmflow.errors import BundleError, InputError
 from tvmflow.process import Emit
 from tvmflow.registry import Registry
-from tvmflow.samples import Array, NamedArrays
 from tvmflow.spec import Retrain, Spec, TaskMetric
 from tvmflow.store import ReleaseStore, channels, resolve
 from tvmflow.tolerance import is_at_least

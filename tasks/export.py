@@ -11,18 +11,20 @@ from tasks.original import Original
 from tasks.original_runs import OriginalRuns
 from tasks.step import Job, Step, StepRunner
 from tasks.torch_export import example_sizes, export_module, has_the_same_weights_again
-from tvmflow import onnx_data, samples, usercode
+from tvmflow import samples, usercode
+from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import TensorSpec, sha256_file
 from tvmflow.errors import ExportError, naming_model
-from tvmflow.index_limits import index_ranges
-from tvmflow.onnx_file import check_valid, declared_inputs, fix_input_shapes, read_labelled, sample_candidates
-from tvmflow.onnx_graph import rounds_activations, standard_opset
-from tvmflow.onnx_ties import Ties
+from tvmflow.onnx_model import external_data
+from tvmflow.onnx_model.graph import rounds_activations, standard_opset
+from tvmflow.onnx_model.index_limits import index_ranges
+from tvmflow.onnx_model.reading import check_valid, declared_inputs, fix_input_shapes, read_labelled, sample_candidates
+from tvmflow.onnx_model.session import open_session
+from tvmflow.onnx_model.size_limits import SizeLimits
+from tvmflow.onnx_model.ties import Ties
 from tvmflow.operators import define, load_operators
 from tvmflow.process import Emit
-from tvmflow.samples import NamedArrays
-from tvmflow.size_limits import SizeLimits
-from tvmflow.source import load_module, open_session
+from tvmflow.source import load_module
 from tvmflow.spec import ROUNDED_ERROR, Dimension, Export, Input, Spec
 from tvmflow.tolerance import Bounds
 from tvmflow.workspace import Artifact, StepResult
@@ -175,7 +177,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             rounds = _without_bfloat16(model)
         define(model, load_operators(job.operators))
         check_valid(model)
-        data = onnx_data.save(model, path)
+        data = external_data.save(model, path)
         emit(2, 3, "comparing with ONNX Runtime")
         session = _open(path) if module is None else open_session(path, prints_errors=False)
         limits = SizeLimits(model) if module is None else None
@@ -200,7 +202,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             # A dimension whose only size was found by trial is as one that the file fixes.
             inputs = pinned
             fix_input_shapes(model, inputs)
-            data = onnx_data.save(model, path)
+            data = external_data.save(model, path)
         _refuse_nan([outputs for _, outputs in pairs], model if module is None else module)
         samples.save(folder / "samples.npz", pairs)
         golden = _golden(pairs, sum(item.stat().st_size for item in (path, data) if item is not None))
@@ -246,7 +248,7 @@ def _weights_with_nan(model: "onnx.ModelProto | torch.nn.Module") -> list[str]:
     import onnx
 
     if isinstance(model, onnx.ModelProto):
-        arrays = ((tensor.name, onnx_data.array_of(tensor)) for tensor in model.graph.initializer)
+        arrays = ((tensor.name, external_data.array_of(tensor)) for tensor in model.graph.initializer)
         return [name for name, array in arrays if array.dtype.kind == "f" and np.isnan(array).any()]
     return [name for name, value in model.state_dict().items() if value.is_floating_point() and value.isnan().any()]
 
@@ -268,7 +270,7 @@ def _without_bfloat16(model: "onnx.ModelProto") -> bool:
     """
     from onnx import TensorProto
 
-    from tvmflow.onnx_types import has_type, reads_bits, replace_type
+    from tvmflow.onnx_model.number_types import has_type, reads_bits, replace_type
 
     rounds = rounds_activations(model)
     if has_type(model, TensorProto.BFLOAT16) and not reads_bits(model):

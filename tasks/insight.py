@@ -14,12 +14,12 @@ from tasks.layers import find_layers, measure_peaks
 from tasks.step import ChildStep, TargetJob
 from tasks.validate import ReferenceResult
 from tvmflow import samples
+from tvmflow.arrays import Array, NamedArrays
 from tvmflow.bundle import read_manifest
-from tvmflow.onnx_data import load
+from tvmflow.onnx_model.external_data import load
 from tvmflow.process import Emit
 from tvmflow.report import insight as report
 from tvmflow.report.insight import Drawing, FunctionTime, SampleInsight
-from tvmflow.samples import Array, NamedArrays
 from tvmflow.target import Target
 from tvmflow.tolerance import largest_error
 from tvmflow.workspace import Artifact, StepResult

@@ -8,7 +8,7 @@ import yaml
 
 from tvmflow.bundle import sha256_file
 from tvmflow.errors import ExportError, SettingsError
-from tvmflow.onnx_data import data_digests
+from tvmflow.onnx_model.external_data import data_digests
 from tvmflow.registry import Registry
 from tvmflow.source import Source
 from tvmflow.spec import Spec

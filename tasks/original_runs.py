@@ -9,12 +9,14 @@ import numpy as np
 
 from tasks.sizes import SizeTrial
 from tvmflow import memory, samples
+from tvmflow.arrays import NamedArrays
 from tvmflow.dimensions import alternatives
 from tvmflow.errors import ExportError
-from tvmflow.onnx_ties import Ties
-from tvmflow.samples import NamedArrays, constant_outputs
-from tvmflow.size_limits import SizeLimits
-from tvmflow.source import run_module, run_session
+from tvmflow.onnx_model.session import run_session
+from tvmflow.onnx_model.size_limits import SizeLimits
+from tvmflow.onnx_model.ties import Ties
+from tvmflow.samples import constant_outputs
+from tvmflow.source import run_module
 from tvmflow.spec import Dimension, Input
 from tvmflow.tolerance import Bounds, largest_error
 from tvmflow.usercode import describe

@@ -13,10 +13,10 @@ from tasks.relax_import import ImportResult
 from tasks.step import Step, StepRunner, TargetJob
 from tasks.tune import TuneResult
 from tvmflow import npz, samples
+from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import Manifest, Variant, installed_versions, pack
 from tvmflow.figures import Algorithm
 from tvmflow.reach import code_digest
-from tvmflow.samples import NamedArrays
 from tvmflow.spec import Dimension, Spec
 from tvmflow.target import Target, needed_features
 from tvmflow.tuning.best_records import read_threads

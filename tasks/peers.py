@@ -15,13 +15,13 @@ import numpy as np
 
 from tasks.comparison import measure_reference, observe_conditions
 from tvmflow import npz
+from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import read_manifest
 from tvmflow.comparison import Comparison, Pair, Plan, find_steady, percentile, runs_needed
 from tvmflow.energy import joules_between, read_counters
 from tvmflow.errors import InputError
+from tvmflow.onnx_model.session import open_session, run_session
 from tvmflow.process import Child, Emit
-from tvmflow.samples import NamedArrays
-from tvmflow.source import open_session, run_session
 from tvmflow.target import host
 from tvmflow.workspace import Record
 

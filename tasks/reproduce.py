@@ -6,7 +6,7 @@ from tasks.gate import GateJob, GateResult, has_passed
 from tasks.rebuild import rebuild
 from tasks.step import Step, StepRunner, slug
 from tvmflow.errors import TvmflowError
-from tvmflow.onnx_data import data_digests
+from tvmflow.onnx_model.external_data import data_digests
 from tvmflow.registry import Registry
 from tvmflow.store import ReleaseStore
 from tvmflow.store.resolve import TargetEntry, fetch_target

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tvmflow import onnx_data, onnx_double
+from tvmflow.arrays import NamedArrays
 from tvmflow.errors import ExportError
-from tvmflow.onnx_rounding import change_last_bits
-from tvmflow.samples import NamedArrays
-from tvmflow.source import open_session, run_session
+from tvmflow.onnx_model import double_precision, external_data
+from tvmflow.onnx_model.rounding import change_last_bits
+from tvmflow.onnx_model.session import open_session, run_session
 from tvmflow.tolerance import Bounds, largest_error
 from tvmflow.verification import accepts
 
@@ -119,12 +119,12 @@ def _largest(arrays: Sequence[NamedArrays], name: str) -> float:
 
 def _in_double(onnx: Path, inputs: Sequence[NamedArrays]) -> list[NamedArrays] | None:
     """The outputs as computed in float64; None where nothing computes the model so."""
-    model = onnx_data.load(onnx)
+    model = external_data.load(onnx)
     if sum(math.prod(item.dims) for item in model.graph.initializer) * np.float32().itemsize > _LARGEST:
         return None
     outputs = []
     for sample in inputs:
-        exact = onnx_double.compute(model, sample)
+        exact = double_precision.compute(model, sample)
         if exact is None:
             return None
         outputs.append(exact)

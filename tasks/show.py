@@ -10,10 +10,10 @@ import numpy as np
 from tasks.insight import Insight, InsightJob
 from tasks.step import Job, Step, StepRunner
 from tvmflow import samples, usercode
+from tvmflow.arrays import NamedArrays
 from tvmflow.errors import ExportError, StepError
 from tvmflow.process import Emit
 from tvmflow.report.insight import SampleInsight
-from tvmflow.samples import NamedArrays
 from tvmflow.workspace import Artifact, Record, StepResult
 
 logger = logging.getLogger(__name__)

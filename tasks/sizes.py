@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from tvmflow import memory, samples
 from tvmflow.dimensions import find_dimensions
 from tvmflow.errors import ExportError
-from tvmflow.size_limits import SizeLimits
-from tvmflow.source import run_session
+from tvmflow.onnx_model.session import run_session
+from tvmflow.onnx_model.size_limits import SizeLimits
 from tvmflow.spec import Dimension, Input
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tvmflow import onnx_data
+from tvmflow.arrays import NamedArrays
 from tvmflow.errors import ExportError
-from tvmflow.onnx_file import fix_input_shapes
-from tvmflow.onnx_inputs import graph_inputs
-from tvmflow.samples import NamedArrays
+from tvmflow.onnx_model import external_data
+from tvmflow.onnx_model.inputs import graph_inputs
+from tvmflow.onnx_model.reading import fix_input_shapes
 from tvmflow.source import Source, load_module
 from tvmflow.spec import Dimension, Export, Input
 from tvmflow.usercode import describe
@@ -75,7 +75,7 @@ def export_module(
         # The exporter gives an output its name even when a value inside the graph has that name already.
         "output_names": [f"{_PRIVATE}{index}" for index in range(len(outputs))] or None,
         "dynamo": True,
-        "external_data": _weights_size(module) > onnx_data.LARGEST_FILE,
+        "external_data": _weights_size(module) > external_data.LARGEST_FILE,
         "verbose": False,
         **settings.options,
     }
@@ -92,7 +92,7 @@ def export_module(
                 stack.enter_context(functions_of_any_size())
                 options.setdefault("custom_translation_table", translations())
             torch.onnx.export(exported, arguments if source.kind != "pt2" else (), str(path), **options)
-        model = onnx_data.load(path)
+        model = external_data.load(path)
         if not model.graph.output:
             raise ExportError(f"model {source.model.label!r} returns no tensors, so that there is nothing to release")
         _name_outputs(model, outputs)

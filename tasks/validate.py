@@ -19,12 +19,14 @@ from tasks.package import PackageResult
 from tasks.rounding import Rounding
 from tasks.step import ChildStep, Job, Step, StepRunner, TargetJob
 from tvmflow import samples, usercode
+from tvmflow.arrays import Array, NamedArrays
 from tvmflow.errors import ExportError
 from tvmflow.figures import Algorithm, Answers, Deviation, Validation
-from tvmflow.onnx_ties import Ties
+from tvmflow.onnx_model.session import open_session, run_session
+from tvmflow.onnx_model.ties import Ties
 from tvmflow.process import Emit
-from tvmflow.samples import Array, NamedArrays, constant_outputs
-from tvmflow.source import load_module, open_session, run_module, run_session
+from tvmflow.samples import constant_outputs
+from tvmflow.source import load_module, run_module
 from tvmflow.spec import Spec, TaskMetric, Validate
 from tvmflow.target import Precision, Target, host, missing_features, needed_features
 from tvmflow.tolerance import Bounds, are_close, describe_bounds, is_at_least, largest_error

@@ -4,24 +4,23 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 
-from tvmflow import npz, onnx_double
+from tvmflow import npz
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, build, import_onnx
 from tvmflow.compiler.onnx import Converter
 from tvmflow.errors import ExportError, TvmflowError
-from tvmflow.onnx_data import save
-from tvmflow.onnx_graph import names_read, node_name, operator_name
-from tvmflow.source import compute_values
+from tvmflow.onnx_model import double_precision
+from tvmflow.onnx_model.external_data import save
+from tvmflow.onnx_model.graph import names_read, node_name, operator_name
+from tvmflow.onnx_model.session import compute_values
 from tvmflow.target import Target
 from tvmflow.tolerance import Bounds, largest_error
 
-Array = npt.NDArray[Any]
 # Values that the importer reads must be constants: shapes and axes, which have one dimension and few elements.
 _LARGEST_SHAPE = 64
 
@@ -105,7 +104,7 @@ def _bisection(search: "_Search", last: int) -> Bisection:
     run = search.compile(part)
     errors = search.errors_of(part, fed, run)
     output, error = next((name, error) for name, error in errors.items() if error is not None)
-    node, in_double = search.nodes[place], onnx_double.compute(part, fed)
+    node, in_double = search.nodes[place], double_precision.compute(part, fed)
     exact = None if in_double is None else in_double[output]
     return Bisection(
         operator=operator_name(node),

@@ -3,12 +3,11 @@
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from tvmflow.arrays import Array
 
 
 def read(path: Path) -> dict[str, Array]:

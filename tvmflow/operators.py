@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tvmflow import usercode
 from tvmflow.errors import ExportError
-from tvmflow.onnx_graph import nodes_of
+from tvmflow.onnx_model.graph import nodes_of
 
 if TYPE_CHECKING:
     import onnx

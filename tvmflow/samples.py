@@ -2,17 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tvmflow import npz, usercode
+from tvmflow.arrays import Array, NamedArrays
 from tvmflow.errors import SpecError
 from tvmflow.spec import Dimension, Input
-
-Array = npt.NDArray[Any]
-NamedArrays = dict[str, Array]
 
 
 def measured_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension]) -> list[dict[str, int]]:

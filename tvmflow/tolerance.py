@@ -1,12 +1,10 @@
 """The rule by which the outputs of two programs for one model count as equal: they may differ by rounding."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from tvmflow.arrays import Array
 
 _ATOL = 1e-4
 # Two decimal fractions may differ by less than either has digits.

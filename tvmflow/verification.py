@@ -17,7 +17,7 @@ from tvmflow.errors import BundleError, SettingsError, UncheckedBundleError, Ver
 from tvmflow.supervisor import ChildProcess, visible_environment
 
 if TYPE_CHECKING:
-    from tvmflow.tolerance import Array
+    from tvmflow.arrays import Array
 
 # The tolerance for an element of an output: relative to the original's, and absolute.
 _RTOL, _ATOL = 1e-2, 1e-3

@@ -11,13 +11,13 @@ os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
 # On one core TVM's pool would take the limit of the cores from the process, and its children would count more cores.
 os.environ.setdefault("TVM_BIND_THREADS", "0")
 
-import numpy as np
 import onnx
 import pytest
 
 from support import builds, scale
 from support.machines import best_target, on_two_cores, require_level
 from support.models import save_model
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel
 from tvmflow.compiler.inspection import Inspection
 from tvmflow.target import Target, host, resolve
@@ -48,7 +48,6 @@ _MEANINGS = {
     "trees",
 }
 
-Array = np.ndarray[Any, Any]
 MakeModel = Callable[..., Path]
 RunBuilt = Callable[..., list[Array]]
 

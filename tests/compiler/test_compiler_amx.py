@@ -18,6 +18,7 @@ from support import scale
 from support.arrays import normal, onnxruntime_outputs
 from support.builds import rule_counts
 from support.models import join_models, joined_name
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, CompiledModel, amx, build, import_onnx, lower, workloads
 from tvmflow.compiler.dotproduct import BF16, INT8
 from tvmflow.compiler.machine import machine
@@ -25,7 +26,6 @@ from tvmflow.compiler.schedules import variants
 from tvmflow.target import Precision, Target, host, resolve
 from tvmflow.tuning.traces import normalize, replay, trace_of
 
-Array = np.ndarray[Any, Any]
 RunBuilt = Callable[..., list[Array]]
 MakeModel = Callable[..., Path]
 

@@ -11,16 +11,16 @@ from onnx import helper
 from tvm import relax
 
 from support.models import make_model
+from tvmflow.arrays import Array
 from tvmflow.bisection import Bisection, bisect
 from tvmflow.compiler import graph
 from tvmflow.compiler.onnx import CONVERTERS, Node
 from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 from tvmflow.errors import ExportError
-from tvmflow.source import open_session, run_session
+from tvmflow.onnx_model.session import open_session, run_session
 from tvmflow.target import Target
 from tvmflow.tolerance import Bounds
 
-Array = np.ndarray[Any, Any]
 BOUNDS = Bounds(rtol=1e-3, atol=1e-4)
 
 

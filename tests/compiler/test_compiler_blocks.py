@@ -17,6 +17,7 @@ from support.arrays import onnxruntime_outputs
 from support.builds import rule_counts
 from support.machines import on_two_cores
 from support.models import join_models, joined_name, save_model
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.inspection import Inspection
 from tvmflow.compiler.machine import machine
@@ -26,7 +27,6 @@ from tvmflow.compiler.schedules.common import substitute
 from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
-Array = np.ndarray[Any, Any]
 
 
 @pytest.fixture

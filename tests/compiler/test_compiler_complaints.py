@@ -6,7 +6,6 @@ large: these have the operators in the same places.
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +15,10 @@ from onnx import helper
 from support.arrays import normal
 from support.builds import assert_all_same_as_onnxruntime, assert_same_as_onnxruntime
 from support.models import save_model, save_text
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions
 from tvmflow.compiler.operator_table import list_operators
 from tvmflow.target import Target
-
-Array = np.ndarray[Any, Any]
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "tvm-users-complaints.md"
 

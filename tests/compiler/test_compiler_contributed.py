@@ -13,12 +13,12 @@ from support import scale
 from support.arrays import normal
 from support.machines import simple_target
 from support.quantised import quantise_dynamically
+from tvmflow.arrays import Array
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
-from tvmflow.source import open_session
+from tvmflow.onnx_model.session import open_session
 from tvmflow.target import Target
 
-Array = np.ndarray[Any, Any]
 MakeModel = Callable[..., Path]
 Case = tuple[Any, ...]
 

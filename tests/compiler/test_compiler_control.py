@@ -10,10 +10,9 @@ import pytest
 
 from support.builds import run_in_memory
 from support.models import save_text
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
-
-Array = np.ndarray[Any, Any]
 
 _HEAD = '<ir_version: 9, opset_import: ["" : 18]>\n'
 

@@ -11,13 +11,14 @@ import pytest
 from onnx import TensorProto, helper
 
 from support import scale
-from support.arrays import Array, normal
+from support.arrays import normal
 from support.builds import rule_counts
 from support.machines import runnable_levels
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, workloads
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import schedule
-from tvmflow.source import open_session
+from tvmflow.onnx_model.session import open_session
 from tvmflow.target import Target, resolve
 
 Check = Callable[..., CompiledModel]

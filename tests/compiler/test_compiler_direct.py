@@ -29,7 +29,6 @@ from tvmflow.compiler.schedules.common import substitute
 from tvmflow.compiler.short_loops import PARALLEL_CYCLES, run_short_loops_alone
 from tvmflow.target import Target
 
-Array = np.ndarray[Any, Any]
 Check = Callable[..., CompiledModel]
 
 # One vector: on the stack, TVM would give it half of the alignment that its kernels rely on.

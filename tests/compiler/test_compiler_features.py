@@ -14,7 +14,7 @@ from support.forests import DOMAIN, classifier, regressor
 from support.models import make_model
 from tvmflow.compiler import LoadedModel, build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
-from tvmflow.size_limits import SizeLimits
+from tvmflow.onnx_model.size_limits import SizeLimits
 from tvmflow.target import Target
 
 _FEATURES = 5

@@ -12,12 +12,12 @@ from onnx import TensorProto, helper
 from tvm import relax
 
 from support.arrays import normal
+from tvmflow.arrays import Array
 from tvmflow.compiler import build, import_onnx
 from tvmflow.compiler.importer import survey_onnx
 from tvmflow.target import Target
 
 HALF = TensorProto.FLOAT16
-Array = np.ndarray[Any, Any]
 
 
 def _halves(*shape: int, seed: int = 0) -> Array:

@@ -9,11 +9,10 @@ from onnx import TensorProto, helper
 
 from support import scale
 from support.arrays import normal
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, import_onnx
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, SizeEvaluator, Sizes
 from tvmflow.errors import UnsupportedOperatorError
-
-Array = np.ndarray[Any, Any]
 
 
 def _node(operator: str, inputs: list[str], outputs: list[str], **attributes: Any) -> onnx.NodeProto:

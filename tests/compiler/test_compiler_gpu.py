@@ -16,6 +16,7 @@ from tvm import relax, tirx
 from support import scale
 from support.arrays import onnxruntime_outputs
 from support.gpu import EmulatedModel, Emulation, Launch
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, build, can_build, import_onnx, lower
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.gpu import definitions, schedules, tiling
@@ -28,7 +29,6 @@ from tvmflow.compiler.passes import lower_passes
 from tvmflow.errors import BuildError, TargetError
 from tvmflow.target import resolve
 
-Array = np.ndarray[Any, Any]
 HOPPER = resolve("cuda-sm90")
 GPU = gpu_of(HOPPER)
 TVM_TARGET = tvm.target.Target(HOPPER.tvm)

@@ -16,6 +16,7 @@ from support import scale
 from support.guarded import assert_within_buffers
 from support.machines import require_level, runnable_levels
 from support.models import make_model
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.machine import Machine, machine
@@ -23,7 +24,6 @@ from tvmflow.compiler.operators.packing import packing_of
 from tvmflow.compiler.schedules import complete, guards, schedule, variants
 from tvmflow.target import Precision, Target, resolve
 
-Array = np.ndarray[Any, Any]
 # So many schedules of a function are computed at most, and one of them is drawn.
 _SCHEDULES = scale.count(normal=4, long=16)
 

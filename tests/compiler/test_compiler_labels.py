@@ -14,7 +14,7 @@ from support.arrays import normal
 from support.forests import DOMAIN
 from support.models import make_model
 from tvmflow.compiler import build, import_onnx
-from tvmflow.onnx_labels import replace_labels
+from tvmflow.onnx_model.labels import replace_labels
 from tvmflow.target import Target
 
 _STRING, _FLOAT = TensorProto.STRING, TensorProto.FLOAT

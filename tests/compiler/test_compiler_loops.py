@@ -9,9 +9,8 @@ import pytest
 
 from support.builds import has_direct_main, run_in_memory
 from support.models import save_text
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, CompiledModel, import_onnx
-
-Array = np.ndarray[Any, Any]
 
 _HEAD = '<ir_version: 9, opset_import: ["" : 18]>\n'
 

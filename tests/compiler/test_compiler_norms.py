@@ -6,8 +6,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from support import scale
-from support.arrays import Array, normal
+from support.arrays import normal
 from support.builds import rule_counts
+from tvmflow.arrays import Array
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.target import Target
 

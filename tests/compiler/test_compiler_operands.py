@@ -10,13 +10,13 @@ from onnx import TensorProto, helper
 
 from support import scale
 from support.arrays import normal
+from tvmflow.arrays import Array
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
-from tvmflow.source import open_session
+from tvmflow.onnx_model.session import open_session
 from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
-Array = np.ndarray[Any, Any]
 INTEGER = TensorProto.INT64
 
 

@@ -12,6 +12,7 @@ from tvm import relax, te
 
 from support.arrays import normal, onnxruntime_outputs
 from support.models import make_model
+from tvmflow.arrays import Array
 from tvmflow.bisection import bisect
 from tvmflow.compiler import build, import_onnx
 from tvmflow.compiler.onnx import Node, UnsupportedFormError
@@ -19,8 +20,6 @@ from tvmflow.errors import ExportError, ModelImportError, UnsupportedOperatorErr
 from tvmflow.operators import OwnOperator, define, load_operators, operator
 from tvmflow.target import Target
 from tvmflow.tolerance import Bounds
-
-Array = np.ndarray[Any, Any]
 
 _FUNCTION = """
 <domain: "org.example", opset_import: ["": 18]>

@@ -13,7 +13,8 @@ from tvm import relax, te
 
 from support import scale
 from support.arrays import normal
-from support.builds import Array, rule_counts
+from support.builds import rule_counts
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, Imported, build, import_onnx, lower, workloads
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators.packing import (

@@ -16,6 +16,7 @@ from tvm import relax
 from support import scale
 from support.arrays import normal
 from support.builds import rule_counts
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, build, import_onnx, list_passes
 from tvmflow.compiler.operators.common import constant
 from tvmflow.compiler.passes import canonicalize, lower_passes, pass_names
@@ -24,7 +25,6 @@ from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.simplify import remove_identities
 from tvmflow.target import resolve
 
-Array = np.ndarray[Any, Any]
 Check = Callable[..., CompiledModel]
 
 

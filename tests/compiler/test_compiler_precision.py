@@ -21,12 +21,13 @@ from support.arrays import normal, onnxruntime_outputs
 from support.builds import rule_counts
 from support.models import join_models, joined_name
 from support.quantised import quantise
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, build, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.dotproduct import round_bf16, use_rounding
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import complete, variants
 from tvmflow.errors import BuildError, SpecError, TargetError
-from tvmflow.source import open_session
+from tvmflow.onnx_model.session import open_session
 from tvmflow.spec import parse
 from tvmflow.target import Precision, Target, resolve
 from tvmflow.tuning.candidates import Candidate, Library, arguments_of
@@ -34,7 +35,6 @@ from tvmflow.tuning.measure import MeasurePool
 from tvmflow.tuning.traces import normalize, trace_of
 from tvmflow.tuning.worker_process import TrialError
 
-Array = np.ndarray[Any, Any]
 RunBuilt = Callable[..., list[Array]]
 MakeModel = Callable[..., Path]
 

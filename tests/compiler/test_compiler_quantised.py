@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -17,12 +16,12 @@ from support.builds import rule_counts
 from support.machines import simple_target
 from support.models import join_models, joined_name
 from support.quantised import quantise, quantise_dynamically
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, build, import_onnx
 from tvmflow.compiler.dotproduct import PAIRS, integer_dot
-from tvmflow.onnx_graph import rounds_activations
+from tvmflow.onnx_model.graph import rounds_activations
 from tvmflow.target import Precision, Target, resolve
 
-Array = np.ndarray[Any, Any]
 MakeModel = Callable[..., Path]
 RunBuilt = Callable[..., list[Array]]
 _IMAGE, _TOKENS = (1, 3, 16, 16), (2, 6, 16)

@@ -33,10 +33,9 @@ from support.cpp import build_aarch64_runner
 from support.machines import best_target
 from support.models import join_models, joined_name
 from support.steps import compile_by_steps
+from tvmflow.arrays import Array
 from tvmflow.compiler import build, import_onnx
 from tvmflow.target import host
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass

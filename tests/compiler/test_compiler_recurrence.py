@@ -17,6 +17,7 @@ from support.arrays import normal
 from support.guarded import assert_within_buffers
 from support.machines import AVX2, AVX512, require_level, runnable_levels
 from support.models import save_model
+from tvmflow.arrays import Array
 from tvmflow.compiler import CompiledModel, build, cost, import_onnx, lower
 from tvmflow.compiler.machine import Machine, machine
 from tvmflow.compiler.operators.cell_tiles import tiles
@@ -26,7 +27,6 @@ from tvmflow.compiler.schedules import complete
 from tvmflow.errors import BuildError, UnsupportedOperatorError
 from tvmflow.target import Target, resolve
 
-Array = np.ndarray[Any, Any]
 Check = Callable[..., CompiledModel]
 Case = tuple[tuple[Any, ...], dict[str, Array]]
 

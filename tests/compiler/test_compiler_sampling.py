@@ -10,10 +10,9 @@ from onnx import helper
 from support import builds, scale
 from support.arrays import normal
 from support.models import save_model
+from tvmflow.arrays import Array
 from tvmflow.compiler import build, import_onnx
 from tvmflow.target import Target
-
-Array = np.ndarray[Any, Any]
 
 _FREE: list[tuple[str, list[int | str]]] = [("x", ["n", "c", "h", "w"]), ("grid", ["n", "oh", "ow", 2])]
 

@@ -10,11 +10,11 @@ from onnx import TensorProto, helper
 
 from support import builds
 from support.models import join_models, save_model
+from tvmflow.arrays import Array
 from tvmflow.compiler import build, import_onnx
-from tvmflow.source import open_session
+from tvmflow.onnx_model.session import open_session
 from tvmflow.target import Target
 
-Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 
 

@@ -16,10 +16,10 @@ from tvm import tirx
 
 from support import scale
 from support.arrays import normal
-from support.builds import Array
 from support.guarded import assert_within_buffers
 from support.machines import best_target, runnable_levels, simple_target
 from support.models import save_model
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, build, import_onnx, lower
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.diagnosis import diagnose

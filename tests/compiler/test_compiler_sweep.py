@@ -30,10 +30,10 @@ from onnx import helper, numpy_helper
 from support import scale
 from support.arrays import Refused, onnxruntime_results
 from support.machines import best_target
+from tvmflow.arrays import Array
 from tvmflow.compiler import build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
 
-Array = np.ndarray[Any, Any]
 _TIMEOUT = 120.0
 
 

@@ -13,13 +13,13 @@ from support import scale
 from support.builds import rule_counts
 from support.guarded import assert_within_buffers
 from support.machines import AVX2, simple_target
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, build, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import BF16, INT8, PAIRS, integer_dot
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import complete, variants
 
-Array = np.ndarray[Any, Any]
 RunBuilt = Callable[..., list[Array]]
 MakeModel = Callable[..., Path]
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from support.models import save_dense
 from tvmflow.compiler import import_onnx
 from tvmflow.errors import ExportError, ModelImportError
-from tvmflow.file_formats import explain_format
-from tvmflow.onnx_file import read_onnx
+from tvmflow.onnx_model.file_formats import explain_format
+from tvmflow.onnx_model.reading import read_onnx
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from support.models import make_model
-from tvmflow.index_limits import index_limits, index_ranges
+from tvmflow.onnx_model.index_limits import index_limits, index_ranges
 
 _TABLE = np.zeros((30, 4), "float32")
 _SMALL = np.zeros((7, 4), "float32")

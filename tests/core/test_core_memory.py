@@ -12,7 +12,7 @@ from support.models import make_model
 from tvmflow import memory
 from tvmflow.cli.sizes import find_inputs
 from tvmflow.errors import ExportError
-from tvmflow.source import open_session, run_session
+from tvmflow.onnx_model.session import open_session, run_session
 
 
 @pytest.fixture

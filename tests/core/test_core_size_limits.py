@@ -1,4 +1,4 @@
-"""Sizes of free dimensions at which a bundle would not run: `tvmflow.size_limits`."""
+"""Sizes of free dimensions at which a bundle would not run: `tvmflow.onnx_model.size_limits`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from support.models import make_model
-from tvmflow.size_limits import SizeLimits
+from tvmflow.onnx_model.size_limits import SizeLimits
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from support.models import save_model
-from tvmflow.onnx_ties import Ties
+from tvmflow.arrays import Array
+from tvmflow.onnx_model.ties import Ties
 from tvmflow.tolerance import Bounds
-
-Array = np.ndarray[Any, Any]
 
 BOUNDS = Bounds(rtol=0.0, atol=1e-3)
 # Two scores are equal within the bounds in the first row, none in the second, and three in the third.

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from onnx import TensorProto, helper
 
@@ -15,11 +13,11 @@ from support.cpp import Runner
 from support.models import save_convolution, save_model
 from support.steps import compile_by_steps
 from tvmflow import runtime
+from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import read_manifest
 
-Arrays = dict[str, npt.NDArray[Any]]
 Compile = Callable[..., Path]
-MakeInputs = Callable[[int], Arrays]
+MakeInputs = Callable[[int], NamedArrays]
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +124,7 @@ def unpacked(bundle: Path, tmp_path: Path) -> Path:
 def make_inputs() -> MakeInputs:
     """Make inputs of a batch size, different for each."""
 
-    def make(batch: int) -> Arrays:
+    def make(batch: int) -> NamedArrays:
         generator = np.random.default_rng(batch)
         return {
             "image": generator.normal(size=(batch, 3, 8, 8)).astype(np.float32),
@@ -138,10 +136,10 @@ def make_inputs() -> MakeInputs:
 
 
 @pytest.fixture
-def run_in_python() -> Callable[[Path, Arrays], Arrays]:
+def run_in_python() -> Callable[[Path, NamedArrays], NamedArrays]:
     """Compute the outputs of a bundle by the runtime in Python."""
 
-    def run(bundle: Path, arrays: Arrays) -> Arrays:
+    def run(bundle: Path, arrays: NamedArrays) -> NamedArrays:
         with runtime.load(bundle) as model:
             return model(**arrays)
 

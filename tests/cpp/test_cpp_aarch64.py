@@ -5,10 +5,8 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from onnx import helper
 
@@ -17,15 +15,15 @@ from support.cpp import Runner
 from support.models import save_model
 from support.quantised import quantise
 from support.steps import compile_by_steps
+from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import read_manifest
 from tvmflow.compiler.operators import block_plans
 from tvmflow.runtime.profile import compiled_functions
 from tvmflow.target import host
 
-Arrays = dict[str, npt.NDArray[Any]]
 Compile = Callable[..., Path]
-MakeInputs = Callable[[int], Arrays]
-InPython = Callable[[Path, Arrays], Arrays]
+MakeInputs = Callable[[int], NamedArrays]
+InPython = Callable[[Path, NamedArrays], NamedArrays]
 
 # The cross build and the emulation take a fortieth of all tests.
 pytestmark = [
@@ -85,7 +83,7 @@ def test_in_float16_outputs_are_near_those_of_this_machine(
 def _save_blocks(path: Path) -> Path:
     """A Winograd convolution, a block around a depthwise convolution and a bottleneck, all of free height and width."""
     generator = np.random.default_rng(0)
-    weights: Arrays = {}
+    weights: NamedArrays = {}
     nodes = []
 
     def conv(x: str, channels: int, out: int, kernel: int, groups: int = 1) -> str:

@@ -22,10 +22,10 @@ from support.models import save_counter, save_lookup
 from support.mutants import spelled
 from support.steps import compile_by_steps
 from tvmflow import npz
+from tvmflow.arrays import NamedArrays
 from tvmflow.target import host
 
-Arrays = dict[str, npt.NDArray[Any]]
-MakeInputs = Callable[[int], Arrays]
+MakeInputs = Callable[[int], NamedArrays]
 Change = Callable[[dict[str, Any]], None]
 OTHER_ARCH = "aarch64" if host().arch == "x86_64" else "x86_64"
 

@@ -8,10 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
@@ -24,11 +22,11 @@ from support.models import save_model
 from support.mutants import ORIGINAL_FILE, spelled
 from support.steps import compile_by_steps
 from tvmflow import npz, runtime
+from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import extract, pack, read_manifest, sign, signature
 
-Arrays = dict[str, npt.NDArray[Any]]
-MakeInputs = Callable[[int], Arrays]
-InPython = Callable[[Path, Arrays], Arrays]
+MakeInputs = Callable[[int], NamedArrays]
+InPython = Callable[[Path, NamedArrays], NamedArrays]
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 8])

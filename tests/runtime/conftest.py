@@ -4,21 +4,19 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from onnx import helper
 
 from support.models import save_model
 from support.steps import compile_by_steps
 from tvmflow import runtime
+from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import extract, pack
 from tvmflow.runtime import CompiledModel
 
-Arrays = dict[str, npt.NDArray[Any]]
-MakeInputs = Callable[[int], Arrays]
+MakeInputs = Callable[[int], NamedArrays]
 Repack = Callable[..., Path]
 
 
@@ -75,7 +73,7 @@ def model(bundle: Path) -> Iterator[CompiledModel]:
 def inputs() -> MakeInputs:
     """Inputs of a batch size, different for each."""
 
-    def make(batch: int) -> Arrays:
+    def make(batch: int) -> NamedArrays:
         generator = np.random.default_rng(batch)
         return {
             "x": generator.normal(size=(batch, 8)).astype(np.float32),
@@ -87,13 +85,13 @@ def inputs() -> MakeInputs:
 
 
 @pytest.fixture(scope="session")
-def reference(onnx_file: Path) -> Callable[[Arrays], Arrays]:
+def reference(onnx_file: Path) -> Callable[[NamedArrays], NamedArrays]:
     """ONNX Runtime's outputs by name."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(onnx_file), providers=["CPUExecutionProvider"])
 
-    def run(arrays: Arrays) -> Arrays:
+    def run(arrays: NamedArrays) -> NamedArrays:
         return dict(zip(("sum", "positive"), session.run(["sum", "positive"], arrays), strict=True))
 
     return run

@@ -4,26 +4,24 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from onnx import helper
 
 from support.models import save_model
 from support.steps import compile_by_steps
 from tvmflow import runtime
+from tvmflow.arrays import NamedArrays
 from tvmflow.errors import InputError
 from tvmflow.runtime import CompiledModel
 from tvmflow.runtime.model import _DirectCall
 
-Arrays = dict[str, npt.NDArray[Any]]
-MakeInputs = Callable[[int], Arrays]
-Reference = Callable[[Arrays], Arrays]
+MakeInputs = Callable[[int], NamedArrays]
+Reference = Callable[[NamedArrays], NamedArrays]
 
 
-def assert_same(actual: Arrays, expected: Arrays) -> None:
+def assert_same(actual: NamedArrays, expected: NamedArrays) -> None:
     assert list(actual) == list(expected)
     for name, array in expected.items():
         assert actual[name].dtype == array.dtype
@@ -206,7 +204,7 @@ def test_a_read_only_array_is_taken(model: CompiledModel, inputs: MakeInputs, re
 def test_four_threads_at_once_get_right_results(model: CompiledModel, inputs: MakeInputs, reference: Reference) -> None:
     together = threading.Barrier(4, timeout=60)
 
-    def work(batch: int) -> list[Arrays]:
+    def work(batch: int) -> list[NamedArrays]:
         together.wait()
         return [model(**inputs(batch)) for _ in range(20)]
 

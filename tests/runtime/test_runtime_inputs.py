@@ -3,21 +3,19 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from onnx import helper
 
 from support.models import save_counter, save_lookup, save_model, save_text
 from support.steps import compile_by_steps
 from tvmflow import runtime
+from tvmflow.arrays import NamedArrays
 from tvmflow.errors import InputError
 from tvmflow.runtime import CompiledModel
 
-Arrays = dict[str, npt.NDArray[Any]]
-MakeInputs = Callable[[int], Arrays]
+MakeInputs = Callable[[int], NamedArrays]
 SIGNATURE = r"x float32\[batch, 8\], y float32\[batch, 4\], scale float32\[\]"
 
 

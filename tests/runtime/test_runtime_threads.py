@@ -6,17 +6,15 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from tvmflow import runtime
+from tvmflow.arrays import NamedArrays
 from tvmflow.errors import InputError
 from tvmflow.runtime import CompiledModel, threads
 
-Arrays = dict[str, npt.NDArray[Any]]
 OWN = """
 import gc, os, sys, time
 from pathlib import Path
@@ -264,7 +262,7 @@ print(runtime.load(sys.argv[1]).threads == first.threads)
 
 
 def test_sixteen_threads_with_shapes_of_their_own_get_right_results(
-    model: CompiledModel, inputs: Callable[[int], Arrays], reference: Callable[[Arrays], Arrays]
+    model: CompiledModel, inputs: Callable[[int], NamedArrays], reference: Callable[[NamedArrays], NamedArrays]
 ) -> None:
     expected = {batch: reference(inputs(batch)) for batch in range(1, 9)}
 
@@ -280,7 +278,7 @@ def test_sixteen_threads_with_shapes_of_their_own_get_right_results(
         assert max(pool.map(work, range(16))) < 1e-5
 
 
-def test_a_benchmark_has_a_value_per_measurement(model: CompiledModel, inputs: Callable[[int], Arrays]) -> None:
+def test_a_benchmark_has_a_value_per_measurement(model: CompiledModel, inputs: Callable[[int], NamedArrays]) -> None:
     times = model.benchmark(inputs(2), repeat=5, number=3, warmup=2)
     assert (len(times.seconds), times.number) == (5, 3)
     assert 0 < times.min <= times.median <= times.max

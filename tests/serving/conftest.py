@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
-import numpy.typing as npt
 import pytest
 from onnx import TensorProto, helper
 
@@ -20,11 +18,10 @@ from support.processes import TVMFLOW, clean_environment
 from support.rclone import rclone_s3
 from support.releases import describe_bundle, make_release
 from support.steps import compile_by_steps
+from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import extract, pack
 from tvmflow.store import ReleaseStore, StoreConfig
 
-Array = npt.NDArray[Any]
-Arrays = dict[str, Array]
 NAME = "small"
 
 
@@ -94,10 +91,10 @@ def bundle(bundles: dict[str, Path]) -> Path:
 
 
 @pytest.fixture
-def inputs() -> Callable[[int, int], Arrays]:
+def inputs() -> Callable[[int, int], NamedArrays]:
     """Inputs of a batch size, different for each seed."""
 
-    def make(batch: int, seed: int = 0) -> Arrays:
+    def make(batch: int, seed: int = 0) -> NamedArrays:
         generator = np.random.default_rng(seed)
         return {
             "x": generator.normal(size=(batch, 8)).astype(np.float32),
@@ -109,7 +106,7 @@ def inputs() -> Callable[[int, int], Arrays]:
 
 
 @pytest.fixture(scope="session")
-def reference(models: dict[str, Path]) -> Callable[[str, Arrays], Arrays]:
+def reference(models: dict[str, Path]) -> Callable[[str, NamedArrays], NamedArrays]:
     """ONNX Runtime's outputs of a version, by name."""
     import onnxruntime
 

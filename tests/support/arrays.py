@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from tvmflow.source import open_session, run_session
-
-Array = npt.NDArray[Any]
+from tvmflow.arrays import Array
+from tvmflow.onnx_model.session import open_session, run_session
 
 
 def normal(*shape: int, seed: int = 0) -> Array:

@@ -13,13 +13,13 @@ import tvm
 import tvm_ffi
 
 from support.models import join_models, joined_name
+from tvmflow.arrays import Array
 from tvmflow.bundle import DIRECT_MAIN, MAIN_CONSTANTS
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, LoadedModel, build, import_onnx
 from tvmflow.compiler.inspection import Inspection
-from tvmflow.source import open_session
+from tvmflow.onnx_model.session import open_session
 from tvmflow.target import Target
 
-Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 

@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-import numpy.typing as npt
 import pytest
 
 from support import scale
 from support.processes import is_foreign
 from support.skips import require, without_packages
 from tvmflow import npz
+from tvmflow.arrays import NamedArrays
 from tvmflow.target import host
 
 ROOT = Path(__file__).parents[2]
@@ -43,8 +42,6 @@ _AS_ONE = scale.choose(normal=("-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BA
 # The Debian packages of the libraries that the runner is linked with.
 LIBRARIES = ("libarchive-dev", "libssl-dev", "nlohmann-json3-dev", "zlib1g-dev")
 
-Arrays = dict[str, npt.NDArray[Any]]
-
 
 @dataclass(frozen=True)
 class Runner:
@@ -66,7 +63,7 @@ class Runner:
             timeout=120,
         )
 
-    def outputs(self, bundle: Path, inputs: Arrays, folder: Path) -> Arrays:
+    def outputs(self, bundle: Path, inputs: NamedArrays, folder: Path) -> NamedArrays:
         """The arrays that the bundle computes."""
         npz.write(folder / "in.npz", inputs)
         process = self(bundle, "--inputs", folder / "in.npz", "--output", folder / "out.npz")

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
+
+from tvmflow.arrays import Array
 
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
     from tvmflow.target import Target
 
-Array = npt.NDArray[Any]
 
 # The alignment of every buffer that TVM's runtime allocates.
 _ALIGNMENT = 64

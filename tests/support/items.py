@@ -1,13 +1,11 @@
 """Models whose first dimension is the batch: every way in which the compiler makes one item of it beside another."""
 
-from typing import Any
-
 import numpy as np
 from onnx import NodeProto, helper
 
 from support.arrays import normal
+from tvmflow.arrays import Array
 
-Array = np.ndarray[Any, Any]
 # What one item may hold that must not reach another.
 POISON = (np.nan, np.inf, -np.inf, 1e30)
 # A model's nodes, the shape of an item, its weights.

@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-Array = np.ndarray[Any, Any]
+from tvmflow.arrays import Array
+
 # (name, shape) or (name, shape, element type); a shape of None is unknown.
 Value = tuple[Any, ...]
 

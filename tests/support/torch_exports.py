@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from support.torchlib import share_table
-from tvmflow.source import open_session
+from tvmflow.onnx_model.session import open_session
 from tvmflow.torch_forms import functions_of_any_size, translations
 
 FREE = torch.export.Dim.DYNAMIC

@@ -19,7 +19,7 @@ from tasks.export import ExportJob, ExportResult, export
 from tasks.original import find_original
 from tasks.step import StepRunner
 from tvmflow.errors import ExportError
-from tvmflow.onnx_file import declared_inputs, read_onnx
+from tvmflow.onnx_model.reading import declared_inputs, read_onnx
 from tvmflow.settings import Settings
 from tvmflow.source import Source, load_module
 from tvmflow.spec import Model, Spec, parse

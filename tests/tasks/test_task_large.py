@@ -11,12 +11,13 @@ from onnx import helper
 from support.models import make_model
 from support.steps import compile_by_steps, steps_in_this_process
 from tasks.rebuild import rebuild
-from tvmflow import onnx_data, runtime
+from tvmflow import runtime
 from tvmflow.bisection import bisect
 from tvmflow.bundle import read_manifest
 from tvmflow.errors import ExportError
-from tvmflow.onnx_file import read_onnx
-from tvmflow.source import open_session, run_session
+from tvmflow.onnx_model import external_data
+from tvmflow.onnx_model.reading import read_onnx
+from tvmflow.onnx_model.session import open_session, run_session
 from tvmflow.target import resolve
 from tvmflow.tolerance import Bounds
 
@@ -26,7 +27,7 @@ _INPUT = np.linspace(-1, 1, 2 * 64, dtype="float32").reshape(2, 64)
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model of two products whose weights are in two files, one of them in a folder of its own."""
-    monkeypatch.setattr(onnx_data, "LARGEST_FILE", 20_000)
+    monkeypatch.setattr(external_data, "LARGEST_FILE", 20_000)
     monkeypatch.setattr(import_module("tvmflow.compiler.build"), "_MOST_WEIGHTS_INSIDE", 20_000)
     monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "state"))
     random = np.random.default_rng(0)
@@ -59,14 +60,14 @@ def test_a_large_model_is_written_with_one_file_beside_it(large: Path, tmp_path:
     for name in ("one", "other"):
         folder = tmp_path / name
         folder.mkdir()
-        data = onnx_data.save(read_onnx(large), folder / "model.onnx")
+        data = external_data.save(read_onnx(large), folder / "model.onnx")
         assert data is not None
-        assert onnx_data.data_digests(folder / "model.onnx") == {data.name: data.name}
+        assert external_data.data_digests(folder / "model.onnx") == {data.name: data.name}
         files.append([data.read_bytes(), (folder / "model.onnx").read_bytes()])
-        again = onnx_data.load(folder / "model.onnx")
+        again = external_data.load(folder / "model.onnx")
         for tensor, original in zip(again.graph.initializer, onnx.load(large).graph.initializer, strict=True):
-            np.testing.assert_array_equal(onnx_data.array_of(tensor), onnx.numpy_helper.to_array(original))
-        onnx.checker.check_model(onnx_data.without_weights(again), full_check=True)
+            np.testing.assert_array_equal(external_data.array_of(tensor), onnx.numpy_helper.to_array(original))
+        onnx.checker.check_model(external_data.without_weights(again), full_check=True)
     assert files[0] == files[1]
 
 

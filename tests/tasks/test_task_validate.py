@@ -14,10 +14,10 @@ from support.models import save_amplifier, save_model
 from tasks import rounding
 from tasks.rounding import Rounding
 from tasks.validate import _compare, _dataset, _metric_reasons, _notes, _reasons, join, score, split
-from tvmflow import onnx_double
 from tvmflow.errors import ExportError
-from tvmflow.onnx_rounding import change_last_bits
-from tvmflow.source import open_session, run_session
+from tvmflow.onnx_model import double_precision
+from tvmflow.onnx_model.rounding import change_last_bits
+from tvmflow.onnx_model.session import open_session, run_session
 from tvmflow.spec import TaskMetric, Validate, parse
 from tvmflow.tolerance import Bounds
 
@@ -281,7 +281,7 @@ def test_outputs_of_a_computation_in_float64_are_right(tmp_path: Path) -> None:
     """The original may be the one that rounds, as ONNX Runtime's Fourier transform does."""
     path, inputs, bounds = save_amplifier(tmp_path / "model.onnx", 50), {"x": normal(1, 8, 9, 9)}, Bounds(0, 1e-6)
     expected = run_session(open_session(path), inputs)
-    exact = onnx_double.compute(onnx.load(path), inputs)
+    exact = double_precision.compute(onnx.load(path), inputs)
     assert exact is not None
     outputs = {"y": exact["y"].astype(np.float32)}
     assert not bounds.is_met(expected["y"], outputs["y"])

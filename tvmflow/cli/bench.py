@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tasks.peers import Contest, Peer
+    from tvmflow.arrays import Array
     from tvmflow.bundle import Manifest
-    from tvmflow.npz import Array
 
 _PEERS = ("onnxruntime", "openvino", "torch", "torch.compile")
 

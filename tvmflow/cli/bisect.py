@@ -27,7 +27,7 @@ from tvmflow.errors import ExportError, MachineError, VerdictError
 if TYPE_CHECKING:
     import onnx
 
-    from tvmflow.bisection import Array
+    from tvmflow.arrays import Array
 
 
 @click.command("bisect")
@@ -84,9 +84,9 @@ def bisect_command(
 
     from rich.console import Console
 
-    from tvmflow.onnx_file import read_onnx
-    from tvmflow.onnx_graph import rounds_activations
-    from tvmflow.onnx_inputs import fix_shapes
+    from tvmflow.onnx_model.graph import rounds_activations
+    from tvmflow.onnx_model.inputs import fix_shapes
+    from tvmflow.onnx_model.reading import read_onnx
     from tvmflow.operators import define
     from tvmflow.runtime.library import without_torch
     from tvmflow.tolerance import Bounds

@@ -325,7 +325,7 @@ def make_spec(
     SpecError for a wrong target or option.
     """
     from tvmflow import spec as release_file
-    from tvmflow.onnx_file import declared_inputs, read_onnx
+    from tvmflow.onnx_model.reading import declared_inputs, read_onnx
 
     bound = {} if max_relative_error is None else {"max_relative_error": max_relative_error}
     document: dict[str, object] = {

@@ -80,8 +80,8 @@ def _ranges(
     """Return the ranges of the free dimensions, empty where ONNX Runtime does not run the model."""
     from tvmflow.cli.sizes import find_inputs
     from tvmflow.errors import ExportError, ModelImportError
-    from tvmflow.onnx_file import read_onnx
-    from tvmflow.onnx_inputs import fix_shapes
+    from tvmflow.onnx_model.inputs import fix_shapes
+    from tvmflow.onnx_model.reading import read_onnx
     from tvmflow.operators import define
 
     try:

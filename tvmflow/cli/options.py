@@ -13,7 +13,7 @@ from tvmflow.errors import InputError
 from tvmflow.files import check_folder_writable, check_writable
 
 if TYPE_CHECKING:
-    from tvmflow.npz import Array
+    from tvmflow.arrays import Array
     from tvmflow.operators import OwnOperator
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]

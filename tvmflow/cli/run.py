@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,13 +16,10 @@ from tvmflow.cli.options import NumberRange, OutputFile, json_option, naming_out
 from tvmflow.errors import BundleError, InputError
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
+    from tvmflow.arrays import Array
     from tvmflow.runtime import CompiledModel, Timings
     from tvmflow.runtime.profile import FunctionTime
     from tvmflow.runtime.tracker import Address
-
-    Array = npt.NDArray[Any]
 
 
 @click.command("run")

@@ -19,10 +19,10 @@ def find_inputs(path: Path, model: "onnx.ModelProto") -> "tuple[tuple[Input, ...
     or an input is no tensor of numbers.
     """
     from tasks.sizes import SizeTrial
-    from tvmflow.onnx_data import save
-    from tvmflow.onnx_file import declared_inputs, sample_candidates
-    from tvmflow.size_limits import SizeLimits
-    from tvmflow.source import open_session
+    from tvmflow.onnx_model.external_data import save
+    from tvmflow.onnx_model.reading import declared_inputs, sample_candidates
+    from tvmflow.onnx_model.session import open_session
+    from tvmflow.onnx_model.size_limits import SizeLimits
 
     items = declared_inputs(model)
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,6 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import tvm
 import tvm_ffi
 from tvm import relax
@@ -24,6 +23,7 @@ from tvm.support import cc
 from tvm.tirx import PrimFunc
 
 from tvmflow import cores
+from tvmflow.arrays import Array
 from tvmflow.bundle import DIRECT_MAIN, PACK_WEIGHTS, Weights
 from tvmflow.compiler import outputs
 from tvmflow.compiler.annotations import DIRECT
@@ -105,7 +105,7 @@ class LoadedModel:
     machine: Any
     weights: tuple[Any, ...]
 
-    def run(self, *inputs: Any, function: str = "main") -> list[np.ndarray[Any, Any]]:
+    def run(self, *inputs: Any, function: str = "main") -> list[Array]:
         """Run a function with C-contiguous arrays or tensors as inputs, in order, and return its outputs, in order."""
         tensors = (item if isinstance(item, tvm.runtime.Tensor) else tvm.runtime.tensor(item) for item in inputs)
         result = self.machine[function](*tensors, *self.weights)
@@ -134,7 +134,7 @@ class CompiledModel:
 
     executable: Any
     unscheduled: tvm.IRModule
-    params: dict[str, np.ndarray[Any, Any]]
+    params: dict[str, Array]
     weights: Weights
     pass_timings: list[tuple[str, float]]
     schedules: list[tuple[str, str]]

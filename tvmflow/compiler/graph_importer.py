@@ -13,6 +13,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax.frontend.onnx import onnx_frontend
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.hoisting import SMALLEST_WEIGHT
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import (
@@ -51,10 +52,10 @@ from tvmflow.compiler.refusals import (
     missing_converter,
 )
 from tvmflow.compiler.size_checks import cast_to, check_sizes
-from tvmflow.onnx_data import array_of
-from tvmflow.onnx_graph import inner_nodes, names_read, node_name, operator_name
-from tvmflow.onnx_ranks import is_squeeze_without_axes, squeezed_axes
-from tvmflow.size_limits import BROADCASTING
+from tvmflow.onnx_model.external_data import array_of
+from tvmflow.onnx_model.graph import inner_nodes, names_read, node_name, operator_name
+from tvmflow.onnx_model.ranks import is_squeeze_without_axes, squeezed_axes
+from tvmflow.onnx_model.size_limits import BROADCASTING
 
 # Tensors of integers with fewer elements stay in the program too: they are tables of shapes and positions.
 _SMALLEST_INTEGER_WEIGHT = 4097
@@ -153,12 +154,12 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         for tensor in graph.initializer:
             self._nodes[tensor.name] = self._initial(tensor.name, array_of(tensor))
 
-    def _initial(self, name: str, array: np.ndarray[Any, Any]) -> relax.Expr:
+    def _initial(self, name: str, array: Array) -> relax.Expr:
         """An array that is known at import: a constant, or a parameter where it is large."""
         smallest = _SMALLEST_INTEGER_WEIGHT if array.dtype.kind in "iub" else SMALLEST_WEIGHT
         return const(array) if array.size < smallest else self._weight(name, array)
 
-    def _weight(self, name: str, array: np.ndarray[Any, Any]) -> relax.Var:
+    def _weight(self, name: str, array: Array) -> relax.Var:
         """The parameter for a weight; graphs of branches may have different weights of one name."""
         while name in self._params:
             variable, value = self._params[name]
@@ -210,7 +211,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             return materialise(self.bb, self.evaluator.shape([value.expr]), ())
         return value.expr
 
-    def elements(self, value: Value) -> np.ndarray[Any, Any] | None:
+    def elements(self, value: Value) -> Array | None:
         """Return the elements of a value that is known at import; None for a weight and for every other value."""
         return self._value_at_import(value.expr)
 
@@ -495,7 +496,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             if isinstance(dim, tirx.Var)
         }
 
-    def _value_at_import(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
+    def _value_at_import(self, expr: relax.Expr) -> Array | None:
         """The value of a constant expression other than a weight; None for others."""
         if isinstance(expr, tvm.ir.GenericConst):
             return numbers_of(expr)
@@ -505,7 +506,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             return np.array(int(expr), "int64")
         return None
 
-    def _constant(self, expr: relax.Expr) -> np.ndarray[Any, Any] | None:
+    def _constant(self, expr: relax.Expr) -> Array | None:
         """The value of a constant expression or a weight; None for others."""
         if isinstance(expr, relax.Var) and expr.name in self._params:
             return numbers_of(self._params[expr.name][1])

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Container
 from itertools import count
-from typing import Any
 
-import numpy as np
 import tvm
 import tvm_ffi
 from tvm import relax
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.operators.common import numbers_of
 from tvmflow.compiler.passes.calls import calls_of, change_calls
 from tvmflow.compiler.passes.constant_keys import ConstantKeys
@@ -20,7 +19,7 @@ from tvmflow.compiler.passes.functions import relax_functions
 SMALLEST_WEIGHT = 17
 
 
-def hoist_weights(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, np.ndarray[Any, Any]]]:
+def hoist_weights(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, Array]]:
     """Turn the large constants of `main`, its variants and what they call into parameters that follow the others.
 
     Returns the module, and the constants by parameter name in the order of the parameters. Equal constants become one

@@ -13,12 +13,13 @@ import onnx
 import tvm
 from tvm import relax
 
+from tvmflow.arrays import Array
 from tvmflow.bundle import TensorSpec
 from tvmflow.compiler.graph_importer import GraphImporter, NodeRecord
+from tvmflow.compiler.graph_preparation import apply_shapes, constants_to_initializers, expand_functions, load_model
 from tvmflow.compiler.hoisting import hoist_weights
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import Converter, is_static
-from tvmflow.compiler.onnx_file import apply_shapes, constants_to_initializers, expand_functions, load_model
 from tvmflow.compiler.operators.common import numbers_of
 from tvmflow.compiler.operators.widening import tie
 from tvmflow.compiler.refusals import (
@@ -31,9 +32,9 @@ from tvmflow.compiler.refusals import (
     type_refusals,
 )
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
-from tvmflow.onnx_graph import nodes_of, standard_opset
-from tvmflow.onnx_inputs import graph_inputs
-from tvmflow.onnx_types import compute_in_float32, has_type, reads_bits
+from tvmflow.onnx_model.graph import nodes_of, standard_opset
+from tvmflow.onnx_model.inputs import graph_inputs
+from tvmflow.onnx_model.number_types import compute_in_float32, has_type, reads_bits
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ class Imported:
     """
 
     mod: tvm.IRModule
-    params: dict[str, np.ndarray[Any, Any]]
+    params: dict[str, Array]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     smallest: Mapping[str, int] = field(default_factory=dict)
     transposes: Mapping[str, str] = field(default_factory=dict)
 
-    def weights(self) -> dict[relax.Var, np.ndarray[Any, Any]]:
+    def weights(self) -> dict[relax.Var, Array]:
         """Return all weights by the parameters of `main`."""
         transposes = {name: np.ascontiguousarray(self.params[table].T) for name, table in self.transposes.items()}
         values = {**self.params, **transposes}
@@ -205,7 +206,7 @@ def _imported(mod: tvm.IRModule, importer: "GraphImporter", inputs: Sequence[onn
     )
 
 
-def _transposes(params: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
+def _transposes(params: Mapping[str, Array]) -> dict[str, str]:
     """The names of matrices that are transposes of earlier ones, with the names of these.
 
     A model that looks up words in the table by which it scores words has such matrices.

@@ -20,7 +20,7 @@ from tvmflow.compiler.onnx import (
     has_converter,
     is_function,
 )
-from tvmflow.onnx_graph import operator_name
+from tvmflow.onnx_model.graph import operator_name
 
 Kind = Literal["converter", "function", "refused"]
 # The package of the converters.

@@ -8,8 +8,8 @@ import onnx
 import tvm
 
 from tvmflow.compiler.onnx import RANDOM
-from tvmflow.onnx_graph import node_name, nodes_of, operator_name, standard_opset
-from tvmflow.onnx_types import weights_as_inputs
+from tvmflow.onnx_model.graph import node_name, nodes_of, operator_name, standard_opset
+from tvmflow.onnx_model.number_types import weights_as_inputs
 
 # Floats of 8 bits or fewer and integers of fewer than 8, with which TVM computes wrongly or not at all.
 _SMALL_TYPES = {

@@ -4,12 +4,12 @@ import io
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import tvm
 
+from tvmflow.arrays import Array
 from tvmflow.errors import ModelImportError
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -43,7 +43,7 @@ def load_module(path: Path) -> tvm.IRModule:
     return mod
 
 
-def save_params(params: Mapping[str, np.ndarray[Any, Any]], path: Path) -> None:
+def save_params(params: Mapping[str, Array], path: Path) -> None:
     """Write tensors in order as an uncompressed `.npz`; equal tensors give equal bytes. Raises OSError."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, value in params.items():
@@ -54,7 +54,7 @@ def save_params(params: Mapping[str, np.ndarray[Any, Any]], path: Path) -> None:
                 member.write(buffer.getbuffer())
 
 
-def load_params(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+def load_params(path: Path) -> dict[str, Array]:
     """Read tensors that `save_params` wrote, in order. Raises ModelImportError if the file is missing or damaged."""
     try:
         with np.load(path, allow_pickle=False) as archive:

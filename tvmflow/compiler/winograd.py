@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.dotproduct import BF16, PAIRS, Dot
 from tvmflow.compiler.machine import Machine
@@ -175,7 +175,7 @@ def whole_sizes(stride: int) -> list[int]:
     return [size for size in _POINTS.get(stride, ()) if whole_factor(size, stride) is not None]
 
 
-def is_exact(weight: np.ndarray[Any, Any], size: int, stride: int, largest: int) -> bool:
+def is_exact(weight: Array, size: int, stride: int, largest: int) -> bool:
     """Return whether a convolution with integer weights `[CO][CI][3][3]` is exact in the integers of `PAIRS`.
 
     `largest` is the largest magnitude in its input, all of which are integers. The transforms must be whole numbers, no
@@ -268,7 +268,7 @@ def _interpolate(points: Sequence[float], size: int, taps: int) -> tuple[_Matrix
     return inputs, kernel, output
 
 
-def transform_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int, stride: int = 1) -> np.ndarray[Any, Any]:
+def transform_kernel(weight: Array, size: int, lanes: int, stride: int = 1) -> Array:
     """Transform weights `[CO][CI][3][3]` and pack them into float32 `[taps][CO/v][CI][v]`.
 
     `taps` are the elements of an input tile, `size` is the size of the output tiles, and `lanes` is v. Zeros fill the
@@ -283,7 +283,7 @@ def transform_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int, stride
     return value.reshape(-1, channels, vectors, lanes).transpose(0, 2, 1, 3)
 
 
-def integer_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int, stride: int = 1) -> np.ndarray[Any, Any]:
+def integer_kernel(weight: Array, size: int, lanes: int, stride: int = 1) -> Array:
     """Transform integer weights `[CO][CI][3][3]`, and pack them into int16 `[taps][CO/v][CI/2][v][2]`, v = `lanes`.
 
     They are multiplied by the square of `whole_factor`, and so is the convolution's result. CI must be even. Raises
@@ -295,7 +295,7 @@ def integer_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int, stride: 
     return _group_channels((factor**2 * transform_kernel(weight, size, lanes, stride)).astype(PAIRS.weight), PAIRS)
 
 
-def narrow_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int) -> np.ndarray[Any, Any]:
+def narrow_kernel(weight: Array, size: int, lanes: int) -> Array:
     """Return the weights of `transform_kernel` with stride one as bits of bfloat16, `[taps][CO/v][CI/2][v][2]`.
 
     The bits are uint16. CI must be even.
@@ -303,7 +303,7 @@ def narrow_kernel(weight: np.ndarray[Any, Any], size: int, lanes: int) -> np.nda
     return _group_channels(transform_kernel(weight, size, lanes).astype(ml_dtypes.bfloat16).view("uint16"), BF16)
 
 
-def _group_channels(wide: np.ndarray[Any, Any], dot: Dot) -> np.ndarray[Any, Any]:
+def _group_channels(wide: Array, dot: Dot) -> Array:
     """Weights `[taps][CO/v][CI][v]` as `[taps][CO/v][CI/g][v][g]` for dot products of g numbers."""
     taps, vectors, channels, lanes = wide.shape
     return wide.reshape(taps, vectors, channels // dot.group, dot.group, lanes).swapaxes(3, 4)

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeAlias
 
 import mlflow.pyfunc
 import numpy as np
-import numpy.typing as npt
 import yaml
 from mlflow.environment_variables import MLFLOW_LOCK_MODEL_DEPENDENCIES
 from mlflow.models import Model, ModelSignature
@@ -38,13 +37,13 @@ from mlflow.utils.model_utils import (
 
 import tvmflow
 from tvmflow import npz
+from tvmflow.arrays import Array
 from tvmflow.bundle import Manifest, extract, missing_weights, read_manifest, sha256_file
 from tvmflow.errors import BundleError, InputError
 from tvmflow.registry.signature import model_signature
 from tvmflow.runtime import CompiledModel, load
 from tvmflow.runtime.selection import select_runnable
 
-Array = npt.NDArray[Any]
 Bundles: TypeAlias = str | Path | Mapping[str, Path]
 
 FLAVOR_NAME = "tvm"

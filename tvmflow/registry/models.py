@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
-
+from tvmflow.arrays import Array
 from tvmflow.bundle import TensorSpec
 from tvmflow.errors import RegistryError
 from tvmflow.registry.config import without_secrets
 from tvmflow.registry.runs import Runs
-
-Array = npt.NDArray[Any]
 
 _MODEL_URI = re.compile(r"models:/(?P<name>[^/:@]+)(?:/(?P<version>[1-9][0-9]*)|@(?P<alias>[^/:@]+))")
 

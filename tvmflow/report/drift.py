@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
+from tvmflow.arrays import Array
 from tvmflow.release import Release
 from tvmflow.report.changes import figures
 from tvmflow.report.numbers import format_number
@@ -137,7 +137,7 @@ def find_steps(releases: Sequence[Release]) -> Iterator[Step]:
             )
 
 
-def _split(values: np.ndarray[Any, Any], offset: int) -> Iterator[tuple[int, float]]:
+def _split(values: Array, offset: int) -> Iterator[tuple[int, float]]:
     """Yield the index of each step, counted from `offset`, with its probability by chance."""
     if len(values) < 2 * _LASTS or np.ptp(values) == 0:
         return
@@ -161,7 +161,7 @@ def _split(values: np.ndarray[Any, Any], offset: int) -> Iterator[tuple[int, flo
         yield from _split(values[split:], offset + split)
 
 
-def _differences(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _differences(values: Array) -> Array:
     """The difference of the means before and after each place for a split, in units of its standard deviation.
 
     The last axis has the releases.
@@ -171,16 +171,16 @@ def _differences(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     sums = np.cumsum(values, -1)[..., before - 1]
     total = values.sum(-1, keepdims=True)
     scale = np.sqrt(before * (count - before) / count)
-    differences: np.ndarray[Any, Any] = np.abs(sums / before - (total - sums) / (count - before)) * scale
+    differences: Array = np.abs(sums / before - (total - sums) / (count - before)) * scale
     return differences
 
 
-def _residuals(values: np.ndarray[Any, Any], split: int) -> float:
+def _residuals(values: Array, split: int) -> float:
     """The squared distances from the means before and after a split."""
     return sum(float(((side - side.mean()) ** 2).sum()) for side in (values[:split], values[split:]))
 
 
-def _residuals_of_line(values: np.ndarray[Any, Any]) -> float:
+def _residuals_of_line(values: Array) -> float:
     """The squared distances from the straight line that fits best."""
     places = np.arange(len(values))
     return float(((values - np.polyval(np.polyfit(places, values, 1), places)) ** 2).sum())

@@ -13,9 +13,8 @@ from tvmflow.errors import BundleError
 from tvmflow.runtime import library
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from tvmflow.arrays import Array
 
-    Array = npt.NDArray[Any]
 
 _LIBRARY = "libtvm_runtime_cuda.so"
 # The library of CUDA that TVM's needs, and the packages of the Python Package Index that hold it.

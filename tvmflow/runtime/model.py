@@ -39,7 +39,7 @@ from tvmflow.runtime.uri import locate
 from tvmflow.target import compute_capability
 
 if TYPE_CHECKING:
-    Array = npt.NDArray[Any]
+    from tvmflow.arrays import Array
 
 # Bytes; TVM's kAllocAlignment.
 _ALIGNMENT = 64

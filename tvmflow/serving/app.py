@@ -26,9 +26,8 @@ from tvmflow.serving.protocol import InferRequest
 from tvmflow.serving.source import ServedModel
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from tvmflow.arrays import NamedArrays
 
-    Arrays = dict[str, npt.NDArray[Any]]
 
 Read = Callable[[Manifest], Awaitable[InferRequest]]
 
@@ -99,7 +98,7 @@ class Service:
 
     async def infer(
         self, name: str, version: str | None, read: Read, size: int, take: Callable[[int], int]
-    ) -> "tuple[ServedModel, InferRequest, Arrays]":
+    ) -> "tuple[ServedModel, InferRequest, NamedArrays]":
         """Read a request of `size` bytes, and run its model; return the model, the request and the outputs by name.
 
         `version` is None for the one that is served. `read` returns the request as arrays for the model of a manifest.
@@ -117,7 +116,7 @@ class Service:
         take(max(0, sum(array.nbytes for array in request.inputs.values()) - size))
         return model, request, await self.run(model, request.inputs)
 
-    async def run(self, model: ServedModel, inputs: "Arrays") -> "Arrays":
+    async def run(self, model: ServedModel, inputs: "NamedArrays") -> "NamedArrays":
         """Run a model on arrays by name, perhaps in a batch with other requests, and return the outputs by name.
 
         If the call is cancelled, for example at its timeout, its request is taken out of the queue; a batch that is

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,10 +17,8 @@ from tvmflow.runtime import CompiledModel
 from tvmflow.serving.limits import OverloadedError
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from tvmflow.arrays import NamedArrays
 
-    Array = npt.NDArray[Any]
-    Arrays = dict[str, Array]
 
 # The most requests that may wait. A further one is refused: otherwise answers would take longer and longer.
 QUEUE_LIMIT = 1024
@@ -44,10 +42,10 @@ def batch_dimension(manifest: Manifest) -> str | None:
 class _Request:
     """One call of a model that waits for its turn."""
 
-    def __init__(self, model: CompiledModel, arrays: "Arrays", dimension: str | None) -> None:
+    def __init__(self, model: CompiledModel, arrays: "NamedArrays", dimension: str | None) -> None:
         self.model = model
         self.arrays = arrays
-        self.result: Future[Arrays] = Future()
+        self.result: Future[NamedArrays] = Future()
         self.arrival = time.monotonic()
         # Requests with equal keys can run together; one without a key runs alone.
         self.key = dimension and (model, tuple(array.shape[1:] for array in arrays.values()))
@@ -77,7 +75,7 @@ class Batcher:
         self._thread = threading.Thread(target=self._run, name="tvmflow-models", daemon=True)
         self._thread.start()
 
-    def submit(self, model: CompiledModel, arrays: "Arrays") -> "Future[Arrays]":
+    def submit(self, model: CompiledModel, arrays: "NamedArrays") -> "Future[NamedArrays]":
         """Queue inputs, which have been checked and are in the model's order; return the future of the outputs.
 
         The future carries the model's error if it fails. Raises OverloadedError when QUEUE_LIMIT requests wait.
@@ -98,7 +96,7 @@ class Batcher:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def discard(self, result: "Future[Arrays]") -> None:
+    def discard(self, result: "Future[NamedArrays]") -> None:
         """Take a request out of the queue, if it still waits; `result` is its future, which is cancelled."""
         if not result.cancel():
             return

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tvmflow.bundle import Manifest
 from tvmflow.launch import die_with_parent
@@ -18,9 +18,8 @@ from tvmflow.serving import protocol
 from tvmflow.serving.protocol import InferRequest, InferResponse
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from tvmflow.arrays import Array
 
-    Array = npt.NDArray[Any]
 
 # Text of this many bytes is parsed in about a millisecond; a number is rendered in about twenty bytes.
 _SMALL_BYTES = 1 << 17

@@ -19,9 +19,8 @@ from tvmflow.errors import InputError
 from tvmflow.runtime import label_places
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from tvmflow.arrays import Array
 
-    Array = npt.NDArray[Any]
 
 HEADER_LENGTH = "inference-header-content-length"
 # The protocol's name of each of NumPy's dtypes.

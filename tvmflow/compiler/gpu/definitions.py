@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from tvm import relax, te, tirx, topi
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.gpu.tiling import Gpu, Tile, choose_tile
 from tvmflow.compiler.operators.attention import Places, element_of, size_of
-from tvmflow.compiler.operators.common import Array, call_kernel, constant, numbers_of, reduced_axes, static
+from tvmflow.compiler.operators.common import call_kernel, constant, numbers_of, reduced_axes, static
 from tvmflow.compiler.operators.geometry import Geometry
 from tvmflow.compiler.passes.attention import View
 

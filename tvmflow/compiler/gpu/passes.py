@@ -10,11 +10,11 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.gpu import definitions
 from tvmflow.compiler.gpu.tiling import Gpu
 from tvmflow.compiler.operators.attention import ZERO_FOR_NAN, ZERO_WITHOUT_KEYS
 from tvmflow.compiler.operators.common import (
-    Array,
     Legalization,
     called_operator,
     default,

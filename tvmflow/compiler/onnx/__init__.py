@@ -39,7 +39,7 @@ from tvmflow.compiler.onnx import (
 )
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, is_static
-from tvmflow.onnx_graph import operator_name
+from tvmflow.onnx_model.graph import operator_name
 
 __all__ = [
     "CONTROL",

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from tvm import relax, te, tirx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
-from tvmflow.compiler.onnx.values import Array, const, dtype_of
+from tvmflow.compiler.onnx.values import const, dtype_of
 from tvmflow.compiler.operators.block_products import block_product
 from tvmflow.compiler.operators.widening import BlockWeight
 

@@ -8,8 +8,9 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.node import Node
-from tvmflow.compiler.onnx.values import Array, dims_of, dtype_of
+from tvmflow.compiler.onnx.values import dims_of, dtype_of
 from tvmflow.compiler.operators.common import called_operator
 
 # Operators whose result has the integers of their operand: all of them, or some.

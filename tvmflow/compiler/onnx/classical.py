@@ -7,14 +7,13 @@ import numpy as np
 from onnx import TensorProto, numpy_helper
 from tvm import relax
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.attention import with_length
 from tvmflow.compiler.onnx.indexing import checked_indices
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.scores import class_labels, classify, transform_targets
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
-from tvmflow.features import features_of
-
-Array = np.ndarray[Any, Any]
+from tvmflow.onnx_model.features import features_of
 
 
 def _floats(node: Node, value: relax.Expr) -> relax.Expr:

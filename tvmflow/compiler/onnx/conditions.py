@@ -27,7 +27,7 @@ from tvmflow.compiler.onnx.outlining import (
 )
 from tvmflow.compiler.onnx.values import dims_of, is_static
 from tvmflow.compiler.size_checks import cast_to
-from tvmflow.onnx_graph import nodes_of
+from tvmflow.onnx_model.graph import nodes_of
 
 
 def convert_if(importer: Importer, node: onnx.NodeProto) -> bool:

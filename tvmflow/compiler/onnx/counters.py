@@ -14,11 +14,12 @@ import onnx
 import tvm
 from tvm import relax
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.outlining import Importer, Value, scalar
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
-from tvmflow.onnx_data import array_of
-from tvmflow.onnx_graph import source_of, writers_of
+from tvmflow.onnx_model.external_data import array_of
+from tvmflow.onnx_model.graph import source_of, writers_of
 
 _UNCHANGED = ("Identity", "Cast")
 # The operators that compare a counter with a bound: whether the counter comes second, and whether it may be the bound.
@@ -137,7 +138,7 @@ class _Condition:
             raise _OtherConditionError
         return self._of(self._importer.value(name))
 
-    def _constant_array(self, name: str) -> np.ndarray[Any, Any] | None:
+    def _constant_array(self, name: str) -> Array | None:
         """A constant of the body; None for other values."""
         if name in self._weights:
             return array_of(self._weights[name])
@@ -164,7 +165,7 @@ class _Condition:
         return self._importer.bb.emit(relax.op.astype(tensor, "int64"))
 
 
-def _whole(array: np.ndarray[Any, Any]) -> int:
+def _whole(array: Array) -> int:
     """The only element of an array, a whole number."""
     if array.size != 1:
         raise _OtherConditionError

@@ -10,7 +10,7 @@ from tvm import relax, te
 from tvmflow.compiler.onnx.broadcasting import simplest
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import dims_of
-from tvmflow.equations import letters_of
+from tvmflow.onnx_model.equations import letters_of
 
 
 @dataclass(frozen=True)

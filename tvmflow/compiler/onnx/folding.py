@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.sizes import run_reference
-from tvmflow.compiler.onnx.values import Array
 
 # Operators by which models compute shapes and indices.
 _FOLDED = {

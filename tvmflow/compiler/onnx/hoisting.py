@@ -12,7 +12,7 @@ from onnx import helper
 
 from tvmflow.compiler.onnx.outlining import Importer
 from tvmflow.compiler.onnx.values import dims_of
-from tvmflow.onnx_graph import sort_nodes, source_of, writers_of
+from tvmflow.onnx_model.graph import sort_nodes, source_of, writers_of
 
 # The dimensions of weights that multiply rows of any shape.
 _MATRIX = 2

@@ -10,10 +10,11 @@ import onnx
 import tvm
 from tvm import relax, te, tirx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.bounds import bounds_of
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import elements_at_import, materialise
-from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of, is_static
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
 from tvmflow.compiler.operators.indices import checked
 from tvmflow.compiler.size_checks import cast_to
 

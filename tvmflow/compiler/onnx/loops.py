@@ -38,7 +38,7 @@ from tvmflow.compiler.onnx.outlining import (
 )
 from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, bind_sizes
 from tvmflow.compiler.onnx.values import const, dims_of, is_static
-from tvmflow.onnx_graph import has_graphs, nodes_of, source_of, writers_of
+from tvmflow.onnx_model.graph import has_graphs, nodes_of, source_of, writers_of
 
 # A loop is imported in place of its node if all of its iterations together have no more nodes: to call functions for
 # each iteration would take more time than it saves in the build.

@@ -10,10 +10,11 @@ import tvm_ffi
 from onnx import numpy_helper
 from tvm import relax, te, tirx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.broadcasting import simplest, with_sizes
 from tvmflow.compiler.onnx.node import FreeSizeError, Node
 from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, elements_at_import
-from tvmflow.compiler.onnx.values import Array, const, dims_of
+from tvmflow.compiler.onnx.values import const, dims_of
 from tvmflow.compiler.size_checks import cast_to
 
 

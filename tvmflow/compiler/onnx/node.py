@@ -9,11 +9,12 @@ import tvm
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.broadcasting import agree, agree_but_for, agree_in_product, with_sizes
 from tvmflow.compiler.onnx.sizes import SizeEvaluator, bind_sizes, materialise
-from tvmflow.compiler.onnx.values import Array, dims_of, dtype_of
+from tvmflow.compiler.onnx.values import dims_of, dtype_of
 from tvmflow.compiler.size_checks import check_sizes
-from tvmflow.size_limits import BROADCASTING
+from tvmflow.onnx_model.size_limits import BROADCASTING
 
 # The opset of the operators that converters are composed of.
 _OPSET = 20

@@ -12,9 +12,10 @@ import onnx
 import tvm
 from tvm import relax, tirx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.node import FreeSizeError, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import SizeEvaluator, Sizes
-from tvmflow.compiler.onnx.values import Array, dims_of, dtype_of, is_static
+from tvmflow.compiler.onnx.values import dims_of, dtype_of, is_static
 from tvmflow.compiler.size_checks import cast_to
 
 

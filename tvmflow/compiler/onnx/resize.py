@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from tvm import relax, tirx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.interpolation import interpolation_weights, source_places
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
-from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 # The largest denominator of a scale by which float32 multiplies sizes exactly: 1.5 is such a scale, 1.7 is not.
 _LARGEST_DENOMINATOR = 1 << 12

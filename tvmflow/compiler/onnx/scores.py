@@ -1,15 +1,13 @@
 """Labels and scores of classical models: what follows the scores of trees, linear models and support vectors."""
 
 import math
-from typing import Any
 
 import numpy as np
 from tvm import relax
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
-
-Array = np.ndarray[Any, Any]
 
 # Scores nearer to zero are zero for SOFTMAX_ZERO.
 _LEAST = 1e-7

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from tvm import relax, te, tirx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import Sizes, materialise
-from tvmflow.compiler.onnx.values import Array, const, dims_of, dtype_of
+from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 # The opset in which DFT got its axis as an operand.
 _AXIS_OPERAND = 20

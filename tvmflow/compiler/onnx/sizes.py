@@ -18,7 +18,8 @@ import tvm
 from onnx.reference import ReferenceEvaluator
 from tvm import relax, sym, tirx
 
-from tvmflow.compiler.onnx.values import Array, const, dims_of, is_static
+from tvmflow.arrays import Array
+from tvmflow.compiler.onnx.values import const, dims_of, is_static
 
 # Beyond it a value is data rather than sizes.
 _LARGEST = 1024

@@ -7,12 +7,12 @@ from tvm import relax, te, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.classical import rows_of
 from tvmflow.compiler.onnx.node import Node, UnsupportedFormError
 from tvmflow.compiler.onnx.scores import class_labels, take_labels, transform, transform_targets
 from tvmflow.compiler.onnx.values import const
 
-Array = np.ndarray[Any, Any]
 # Probabilities of pairs stay so far from zero and one, as in libsvm.
 _LEAST_PROBABILITY = 1e-7
 # The most iterations, and the error times the number of classes at which they end, as in libsvm.

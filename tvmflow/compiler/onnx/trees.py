@@ -7,13 +7,12 @@ import numpy as np
 from onnx import TensorProto, numpy_helper
 from tvm import relax, tirx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.scores import class_labels, classify, transform, transform_targets
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 from tvmflow.compiler.operators.trees import Forest, trees
-from tvmflow.features import features_of
-
-Array = np.ndarray[Any, Any]
+from tvmflow.onnx_model.features import features_of
 
 _MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ", "BRANCH_MEMBER", "LEAF")
 _LEQ, _LT, _GTE, _GT, _EQ, _NEQ, _MEMBER, _LEAF = range(len(_MODES))

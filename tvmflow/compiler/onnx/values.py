@@ -6,8 +6,6 @@ import numpy as np
 import tvm
 from tvm import relax
 
-Array = np.ndarray[Any, Any]
-
 
 def const(value: Any, dtype: str | None = None) -> relax.Expr:
     """Return a Relax constant of an array or a number; where `dtype` is None, NumPy infers the element type."""

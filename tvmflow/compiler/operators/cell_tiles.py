@@ -2,19 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from tvm import relax
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import cost
 from tvmflow.compiler.dotproduct import INT8
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.cells import Cell
 from tvmflow.compiler.operators.common import vector
-
-Array = npt.NDArray[Any]
 
 # The most units that padding may add to a tile of several vectors, as a fraction of all: that much work is wasted.
 _MOST_PADDING = 1 / 8

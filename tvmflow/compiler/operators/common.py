@@ -10,11 +10,10 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import winograd
 from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED
 from tvmflow.compiler.machine import NARROWEST, Machine
-
-Array = np.ndarray[Any, Any]
 
 Legalization = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 

@@ -10,6 +10,7 @@ import tvm
 import tvm_ffi
 from tvm import relax, te, tirx, topi
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import cost, tiles, winograd
 from tvmflow.compiler.annotations import AXES, DOT, KERNEL, LANES, LEAD, SHARED, SUBJECT, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices, Decisions, shape_text
@@ -19,7 +20,6 @@ from tvmflow.compiler.operators import depthwise, products
 from tvmflow.compiler.operators import winograd as winograd_stages
 from tvmflow.compiler.operators.common import (
     FOLLOWS,
-    Array,
     JoinedRows,
     call_kernel,
     called_operator,

@@ -8,11 +8,12 @@ import ml_dtypes
 import numpy as np
 from tvm import relax, te, tirx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.annotations import DOT, KERNEL, LANES, NARROW, SUBJECT, TILE
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import NARROWEST, Machine
-from tvmflow.compiler.operators.common import Array, packed, static
+from tvmflow.compiler.operators.common import packed, static
 from tvmflow.compiler.operators.geometry import Geometry
 from tvmflow.compiler.operators.padding import PaddedImage, skipped_padding
 

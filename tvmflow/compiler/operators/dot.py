@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 from tvm import te, tirx, topi
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import amx, tiles
 from tvmflow.compiler.annotations import AMX, DOT, KERNEL, LANES, LEAD, SHARED, TILE
 from tvmflow.compiler.dotproduct import BF16, Dot, round_bf16
@@ -28,8 +29,6 @@ from tvmflow.compiler.operators.common import (
 )
 from tvmflow.compiler.operators.geometry import Geometry
 from tvmflow.compiler.operators.padding import PaddedImage, skipped_padding
-
-Array = np.ndarray[Any, Any]
 
 
 def lanes_of(channels: int, groups: int, machine: Machine) -> int:

@@ -18,10 +18,11 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import cost, extensions
 from tvmflow.compiler.annotations import KERNEL, OPERATIONS
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import Array, buffer, constant, size_parameter, static, vector
+from tvmflow.compiler.operators.common import buffer, constant, size_parameter, static, vector
 from tvmflow.compiler.operators.widening import BlockWeight
 
 # The bits of a word, which holds several numbers of a column, and how many of them are summed apart: every second one.

@@ -11,17 +11,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import winograd
 from tvmflow.compiler.annotations import KERNEL, PACKING
 from tvmflow.compiler.dotproduct import PAIRS
 from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.winograd import combine
-
-Array = np.ndarray[Any, Any]
 
 
 class Packing(Protocol):

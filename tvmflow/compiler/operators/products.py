@@ -9,13 +9,13 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.annotations import KERNEL, SUBJECT, TILE
 from tvmflow.compiler.choices import Choices, Decisions, shape_text
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.common import (
-    Array,
     JoinedRows,
     Product,
     are_equal,

@@ -12,14 +12,9 @@ from typing import Any
 import numpy as np
 from tvm import relax, sym, te, tirx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.annotations import KERNEL
-from tvmflow.compiler.interpolation import (
-    Array,
-    cubic_weights,
-    interpolation_weights,
-    source_place,
-    source_places,
-)
+from tvmflow.compiler.interpolation import cubic_weights, interpolation_weights, source_place, source_places
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import call_kernel, constant, is_float32, static
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tvm import te
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.annotations import CHUNK, KERNEL, LANES, SUBJECT, TILE
 from tvmflow.compiler.choices import Decisions
@@ -145,12 +146,12 @@ def error_bound(depth: int) -> float:
     return 6 * (depth / 2 + 5) * float(np.finfo("float32").eps) / 2
 
 
-def pack(weight: np.ndarray[Any, Any], lanes: int) -> np.ndarray[Any, Any]:
+def pack(weight: Array, lanes: int) -> Array:
     """Sum the quarters of weights `[K][N]`; pack the seven sums into float32 `[7][N/2/v][K/2][v]`, v = `lanes`."""
     depth, units = (size // 2 for size in weight.shape)
     quarters = weight.astype("float64").reshape(2, depth, 2, units).transpose(0, 2, 1, 3).reshape(4, depth, units)
     sums = np.einsum("iq,qkn->ikn", np.array(RIGHT, "float64"), quarters).astype("float32")
-    panels: np.ndarray[Any, Any] = sums.reshape(7, depth, units // lanes, lanes).transpose(0, 2, 1, 3)
+    panels: Array = sums.reshape(7, depth, units // lanes, lanes).transpose(0, 2, 1, 3)
     return panels
 
 

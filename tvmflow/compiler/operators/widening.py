@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from tvm import te, tirx
 
-Array = np.ndarray[Any, Any]
+from tvmflow.arrays import Array
 
 # The largest integer of a symmetrically quantised weight, and the most values of 8 bits.
 _LARGEST, _VALUES = 127, 256

@@ -11,6 +11,7 @@ import tvm
 from tvm import relax, te, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import winograd
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import BF16
@@ -30,8 +31,6 @@ from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
 from tvmflow.compiler.passes.bf16 import round_operand
 from tvmflow.compiler.passes.functions import relax_functions
 from tvmflow.compiler.passes.strassen import takes_one_item
-
-Array = np.ndarray[Any, Any]
 
 _UNARY: dict[str, Callable[[Any], Any]] = {
     **elementwise.FUNCTIONS,

@@ -11,8 +11,9 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.operators.common import constant, same_shape, static
-from tvmflow.compiler.passes.rewrite import Array, Rewriter, by_channel, dtype, rewriting, sizes
+from tvmflow.compiler.passes.rewrite import Rewriter, by_channel, dtype, rewriting, sizes
 
 
 @dataclass(frozen=True)

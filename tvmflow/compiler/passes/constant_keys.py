@@ -3,7 +3,8 @@
 import numpy as np
 import tvm
 
-from tvmflow.compiler.operators.common import Array, numbers_of
+from tvmflow.arrays import Array
+from tvmflow.compiler.operators.common import numbers_of
 
 # So many numbers of a constant tell it from most others.
 _SAMPLE = 64

@@ -8,8 +8,9 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.operators.common import constant, static
-from tvmflow.compiler.passes.rewrite import Array, Rewriter, dtype, rewriting, sizes
+from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rewriting, sizes
 
 # With more groups, the convolution of each group is too small.
 _MOST_GROUPS = 8

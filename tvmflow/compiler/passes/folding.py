@@ -7,11 +7,11 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.operators.common import constant, same_shape
 from tvmflow.compiler.passes.rewrite import (
     ELEMENT,
     LARGEST_SHIFT,
-    Array,
     Rewriter,
     by_channel,
     dtype,

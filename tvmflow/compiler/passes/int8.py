@@ -15,6 +15,7 @@ import tvm
 from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import winograd
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import PAIRS, Dot
@@ -26,8 +27,6 @@ from tvmflow.compiler.operators.packing import IntegerWinogradPacking, WideningP
 from tvmflow.compiler.operators.products import row_dimensions
 from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
 from tvmflow.errors import BuildError
-
-Array = np.ndarray[Any, Any]
 
 # The difference between unsigned 8-bit integers and the signed ones that they replace.
 _SHIFT = 128

@@ -13,11 +13,12 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.arrays import Array
 from tvmflow.bundle import PACK_WEIGHTS
 from tvmflow.compiler.annotations import PACKING
 from tvmflow.compiler.operators.common import constant, numbers_of
 from tvmflow.compiler.operators.packing import packing_of, runs_at_load
-from tvmflow.compiler.operators.widening import Array, NarrowWeight, narrow, tie
+from tvmflow.compiler.operators.widening import NarrowWeight, narrow, tie
 from tvmflow.compiler.passes.calls import called_functions
 from tvmflow.compiler.passes.constant_keys import ConstantKeys
 from tvmflow.compiler.passes.functions import relax_functions

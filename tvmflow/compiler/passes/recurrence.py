@@ -5,10 +5,11 @@ from collections.abc import Callable
 import tvm
 from tvm import relax, tirx
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import extensions
 from tvmflow.compiler.dotproduct import INT8, Dot, has_dot
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.cell_tiles import Array, Tiles, pack_integers, pack_units
+from tvmflow.compiler.operators.cell_tiles import Tiles, pack_integers, pack_units
 from tvmflow.compiler.operators.cells import Cell
 from tvmflow.compiler.operators.common import constant, vector
 from tvmflow.compiler.operators.recurrence import Recurrence

@@ -5,15 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.operators.common import called_operator, numbers_of
 from tvmflow.compiler.passes.functions import relax_functions
 
-Array = npt.NDArray[Any]
 # Replaces a call, or an element of the tuple that a call returned; None where the rule does not apply.
 Rule = Callable[["Rewriter", Any], relax.Expr | None]
 

@@ -8,17 +8,9 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.operators.common import constant, same_shape, static, typical_pixels
-from tvmflow.compiler.passes.rewrite import (
-    ELEMENT,
-    Array,
-    Rewriter,
-    dtype,
-    rank,
-    rewriting,
-    sizes,
-    static_sizes,
-)
+from tvmflow.compiler.passes.rewrite import ELEMENT, Rewriter, dtype, rank, rewriting, sizes, static_sizes
 
 # The largest exponent of a power that is written as a product.
 _MOST_FACTORS = 4

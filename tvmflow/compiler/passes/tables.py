@@ -12,9 +12,10 @@ import numpy as np
 import tvm
 from tvm import relax, te
 
+from tvmflow.arrays import Array
 from tvmflow.compiler.operators.common import called_operator, numbers_of, same_shape
 from tvmflow.compiler.passes import simplify
-from tvmflow.compiler.passes.rewrite import Array, Rewriter, rewriting
+from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 
 # TVM's fusion kind of element-wise operators: TVM fuses them with the kernel before.
 _ELEMENT_WISE = {"op_pattern": 0}

@@ -4,15 +4,15 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from tvmflow import onnx_data
-from tvmflow.categories import known_categories
 from tvmflow.errors import ExportError
-from tvmflow.index_limits import index_limits
-from tvmflow.onnx_domains import explain_unknown, with_own_domain
-from tvmflow.onnx_forms import bring_to_usual_form, infer_shapes_anew
-from tvmflow.onnx_graph import explain_order
-from tvmflow.onnx_inputs import fix_shapes, graph_inputs, name_free_dimensions
-from tvmflow.onnx_labels import replace_labels
+from tvmflow.onnx_model import external_data
+from tvmflow.onnx_model.categories import known_categories
+from tvmflow.onnx_model.domains import explain_unknown, with_own_domain
+from tvmflow.onnx_model.forms import bring_to_usual_form, infer_shapes_anew
+from tvmflow.onnx_model.graph import explain_order
+from tvmflow.onnx_model.index_limits import index_limits
+from tvmflow.onnx_model.inputs import fix_shapes, graph_inputs, name_free_dimensions
+from tvmflow.onnx_model.labels import replace_labels
 from tvmflow.spec import Dtype, Input, Samples
 from tvmflow.usercode import describe
 
@@ -41,7 +41,7 @@ def read_labelled(path: Path, label: str | None = None) -> "tuple[onnx.ModelProt
     """
     label = label or str(path)
     try:
-        model = onnx_data.load(path)
+        model = external_data.load(path)
         if not model.graph.output:
             raise ValueError("it has no outputs" if model.graph.node else "it holds no graph")
         bring_to_usual_form(model)
@@ -49,7 +49,7 @@ def read_labelled(path: Path, label: str | None = None) -> "tuple[onnx.ModelProt
     except FileNotFoundError as error:
         raise ExportError(f"there is no ONNX file {label!r}") from error
     except Exception as error:
-        reason = onnx_data.explain_unreadable(path)
+        reason = external_data.explain_unreadable(path)
         if reason is not None:
             raise ExportError(f"{label!r} {reason}") from error
         raise ExportError(f"{label!r} is not a readable ONNX file ({describe(error)}); export it again") from error
@@ -90,7 +90,7 @@ def check_valid(model: "onnx.ModelProto") -> None:
 def _check_fully(model: "onnx.ModelProto") -> None:
     import onnx
 
-    onnx.checker.check_model(onnx_data.without_weights(with_own_domain(model)), full_check=True)
+    onnx.checker.check_model(external_data.without_weights(with_own_domain(model)), full_check=True)
 
 
 def declared_inputs(model: "onnx.ModelProto", reshaped: Collection[str] = ()) -> tuple[Input, ...]:

@@ -11,8 +11,8 @@ from support.models import make_model, save_dense
 from tasks.original import find_original
 from tvmflow.compiler import import_onnx
 from tvmflow.errors import ExportError, ModelImportError
-from tvmflow.onnx_data import data_digests
-from tvmflow.onnx_file import read_onnx
+from tvmflow.onnx_model.external_data import data_digests
+from tvmflow.onnx_model.reading import read_onnx
 from tvmflow.spec import parse
 from tvmflow.workspace import Workspace
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tvmflow.onnx_data import without_weights
+from tvmflow.onnx_model.external_data import without_weights
 
 if TYPE_CHECKING:
     import onnx

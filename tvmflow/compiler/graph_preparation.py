@@ -14,13 +14,13 @@ from onnx import numpy_helper
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import has_converter, is_function
 from tvmflow.errors import ModelImportError
-from tvmflow.onnx_data import array_of, explain_unreadable, load, without_weights
-from tvmflow.onnx_domains import explain_unknown, with_own_domain
-from tvmflow.onnx_forms import bring_to_usual_form, dense
-from tvmflow.onnx_graph import explain_order, nodes_of
-from tvmflow.onnx_inputs import name_free_dimensions
-from tvmflow.onnx_labels import replace_labels
-from tvmflow.onnx_types import weights_as_inputs
+from tvmflow.onnx_model.domains import explain_unknown, with_own_domain
+from tvmflow.onnx_model.external_data import array_of, explain_unreadable, load, without_weights
+from tvmflow.onnx_model.forms import bring_to_usual_form, dense
+from tvmflow.onnx_model.graph import explain_order, nodes_of
+from tvmflow.onnx_model.inputs import name_free_dimensions
+from tvmflow.onnx_model.labels import replace_labels
+from tvmflow.onnx_model.number_types import weights_as_inputs
 
 # The element types of four bits, with those of eight bits that have the same numbers.
 _FEW_BITS: dict[int, str] = {onnx.TensorProto.INT4: "int8", onnx.TensorProto.UINT4: "uint8"}

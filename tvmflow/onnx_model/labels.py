@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from tvmflow.onnx_graph import inner_nodes, names_read
+from tvmflow.onnx_model.graph import inner_nodes, names_read
 
 if TYPE_CHECKING:
     import onnx

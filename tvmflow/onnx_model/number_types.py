@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from tvmflow.onnx_data import array_of
-from tvmflow.onnx_graph import node_name, nodes_of
+from tvmflow.onnx_model.external_data import array_of
+from tvmflow.onnx_model.graph import node_name, nodes_of
 
 # The attributes that name an element type.
 _TYPES = {"to", "dtype", "output_datatype", "output_dtype", "precision", "softmax_precision", "stash_type"}

@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tvmflow.onnx_data import without_weights
-from tvmflow.onnx_domains import import_contributed
-from tvmflow.onnx_graph import sort_nodes, standard_opset
+from tvmflow.onnx_model.domains import import_contributed
+from tvmflow.onnx_model.external_data import without_weights
+from tvmflow.onnx_model.graph import sort_nodes, standard_opset
 
 if TYPE_CHECKING:
-    import numpy as np
     import onnx
+
+    from tvmflow.arrays import Array
 
 
 # The version of ONNX's format since which weights need not be inputs.
@@ -115,7 +116,7 @@ def _lacks_shape(value: "onnx.ValueInfoProto") -> bool:
     return kind is None or (kind == "tensor_type" and not value.type.tensor_type.shape.dim)
 
 
-def dense(sparse: "onnx.SparseTensorProto") -> "np.ndarray[Any, Any]":
+def dense(sparse: "onnx.SparseTensorProto") -> "Array":
     """Return the elements of a sparse tensor.
 
     Its indices are places in the flat tensor, or an index along each dimension. Raises IndexError or ValueError for an

@@ -8,15 +8,16 @@ import math
 import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tvmflow.bundle import sha256_file
-from tvmflow.file_formats import explain_format
-from tvmflow.onnx_graph import nodes_of
+from tvmflow.onnx_model.file_formats import explain_format
+from tvmflow.onnx_model.graph import nodes_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import onnx
+
+    from tvmflow.arrays import Array
 
 # Bytes of an ONNX file; protobuf's limit.
 LARGEST_FILE = (1 << 31) - 1
@@ -58,14 +59,14 @@ def load(path: Path) -> "onnx.ModelProto":
     return model
 
 
-def array_of(tensor: "onnx.TensorProto") -> "np.ndarray[Any, Any]":
+def array_of(tensor: "onnx.TensorProto") -> "Array":
     """Return the elements of a tensor of a model that `load` read."""
     import onnx
 
     return onnx.numpy_helper.to_array(tensor, _entries(tensor).get(_FOLDER, ""))
 
 
-def array_inside(weights: "Mapping[str, onnx.TensorProto]", name: str) -> "np.ndarray[Any, Any] | None":
+def array_inside(weights: "Mapping[str, onnx.TensorProto]", name: str) -> "Array | None":
     """Return the elements of one of the weights by name; None for one outside the model's file, and any other value."""
     weight = weights.get(name)
     return None if weight is None or weight.external_data else array_of(weight)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tvmflow.onnx_graph import node_name, nodes_of, standard_opset
+from tvmflow.onnx_model.graph import node_name, nodes_of, standard_opset
 
 if TYPE_CHECKING:
     import onnx

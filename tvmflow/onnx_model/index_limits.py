@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from tvmflow.onnx_data import array_inside
-from tvmflow.onnx_graph import readers_of, writers_of
+from tvmflow.onnx_model.external_data import array_inside
+from tvmflow.onnx_model.graph import readers_of, writers_of
 
 if TYPE_CHECKING:
     import onnx

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tvmflow.equations import letters_of
-from tvmflow.features import DOMAIN, Features, features_of
-from tvmflow.onnx_ranks import is_squeeze_without_axes, squeezed_axes
+from tvmflow.onnx_model.equations import letters_of
+from tvmflow.onnx_model.features import DOMAIN, Features, features_of
+from tvmflow.onnx_model.ranks import is_squeeze_without_axes, squeezed_axes
 
 if TYPE_CHECKING:
     import onnx

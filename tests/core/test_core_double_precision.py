@@ -6,7 +6,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from support.models import make_model
 from tvmflow import memory
-from tvmflow.onnx_double import compute
+from tvmflow.onnx_model.double_precision import compute
 
 
 def test_constants_conversions_and_branches_are_computed_in_float64() -> None:

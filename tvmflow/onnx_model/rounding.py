@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tvmflow import onnx_data
-from tvmflow.onnx_graph import nodes_of
+from tvmflow.onnx_model import external_data
+from tvmflow.onnx_model.graph import nodes_of
 
 # Bytes: larger weights take long to copy.
 _LARGEST = 1 << 30
@@ -24,7 +24,7 @@ def change_last_bits(path: Path, output: Path) -> bool:
     import onnx
     from onnx import numpy_helper
 
-    model = onnx_data.load(path)
+    model = external_data.load(path)
     sizes = {name for node in nodes_of(model.graph) if node.op_type in _SIZING for name in node.input}
     tensors = [item for item in model.graph.initializer if item.data_type == onnx.TensorProto.FLOAT]
     weights = [item for item in tensors if item.name not in sizes]
@@ -32,9 +32,9 @@ def change_last_bits(path: Path, output: Path) -> bool:
         return False
     generator = np.random.default_rng(0)
     for weight in weights:
-        value = onnx_data.array_of(weight)
+        value = external_data.array_of(weight)
         towards = np.where(generator.random(value.shape) < 0.5, -np.inf, np.inf).astype(np.float32)
         is_fixed = ~np.isfinite(value) | (value == np.rint(value))
         weight.CopyFrom(numpy_helper.from_array(np.where(is_fixed, value, np.nextafter(value, towards)), weight.name))
-    onnx_data.save(model, output)
+    external_data.save(model, output)
     return True

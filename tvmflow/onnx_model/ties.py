@@ -10,22 +10,22 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from tvmflow.arrays import Array
 from tvmflow.errors import ExportError
-from tvmflow.onnx_data import load, save
-from tvmflow.onnx_graph import writers_of
-from tvmflow.source import open_session, run_session
+from tvmflow.onnx_model.external_data import load, save
+from tvmflow.onnx_model.graph import writers_of
+from tvmflow.onnx_model.session import open_session, run_session
 from tvmflow.tolerance import Bounds
 
 if TYPE_CHECKING:
     import onnx
     import onnxruntime
 
-Array = npt.NDArray[Any]
 
 # Operators that keep the order of the elements of their first operand.
 _KEEPS_ORDER = frozenset({"Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten"})

@@ -4,19 +4,17 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
-from tvmflow import memory, onnx_data
+from tvmflow import memory
+from tvmflow.arrays import Array
 from tvmflow.errors import ExportError
-from tvmflow.onnx_types import replace_type
-from tvmflow.source import open_session, run_session
-
-Array = npt.NDArray[Any]
+from tvmflow.onnx_model import external_data
+from tvmflow.onnx_model.number_types import replace_type
+from tvmflow.onnx_model.session import open_session, run_session
 
 
 def compute(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Array] | None:
@@ -34,7 +32,7 @@ def compute(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Ar
     most_memory = memory.safe_bytes()
     with tempfile.TemporaryDirectory() as folder, suppress(ExportError):
         path = Path(folder) / "model.onnx"
-        onnx_data.save(double, path)
+        external_data.save(double, path)
         return run_session(open_session(path, prints_errors=False, optimizes=False), wide, most_memory)
     # Each operator has errors of its own kinds for what it does not take.
     with suppress(Exception), memory.limited(most_memory):
