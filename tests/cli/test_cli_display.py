@@ -52,3 +52,17 @@ def test_a_step_that_tells_more_than_a_line_shows_it_below_the_bars_while_it_run
     assert any("tune [native]" in line and "5 trials left" in line for line in lines)
     assert any("> convolution 12.5 us" in line for line in lines)
     assert not any("5 trials left" in line and "convolution" in line for line in lines)
+
+
+def test_the_times_of_steps_stand_below_each_other_whatever_the_steps_are_called() -> None:
+    output = StringIO()
+    reporter = RichReporter(Console(file=output, width=120))
+    steps = [("export", None), ("build", "native"), ("integrity", "digits 1 to production"), ("gate", "[bold]" * 9)]
+    with reporter.live():
+        for step, target in steps:
+            reporter.started(step, target)
+            reporter.ended(step, target, "ran", 12.3)
+    *lines, longest = output.getvalue().splitlines()
+    assert {len(line) for line in lines} == {len(lines[0])}
+    assert lines[-1].split() == ["✓", "integrity", "[digits", "1", "to", "production]", "12.3", "s"]
+    assert longest == f"✓ gate [{'[bold]' * 9}] 12.3 s"

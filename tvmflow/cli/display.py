@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from threading import Lock
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -13,6 +14,8 @@ from tvmflow.progress import Status, reporting_to
 
 # The columns of a table in a file or a pipe, which have no width of their own.
 _WIDTH = 120
+# Where the time of a step ends on its line, after the mark.
+_COLUMNS = 44
 _MARKS = {"ran": "[green]✓[/]", "cached": "[cyan]=[/]", "failed": "[red]✗[/]"}
 
 
@@ -59,7 +62,7 @@ class RichReporter:
     def started(self, step: str, target: str | None) -> None:
         """Show a spinner for the step; `target` is None for steps of the release."""
         with self._lock:
-            self._task_ids[step, target] = self._progress.add_task(_label(step, target), total=None, message="")
+            self._task_ids[step, target] = self._progress.add_task(escape(_label(step, target)), total=None, message="")
 
     def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
         """Turn the spinner into a bar; show the first line of the message beside it, the others below all bars.
@@ -79,9 +82,10 @@ class RichReporter:
             if task_id is not None:
                 self._progress.remove_task(task_id)
             result = "cached" if status == "cached" else f"{seconds:.1f} s" + (" failed" if status == "failed" else "")
-            line = f"{_MARKS[status]} {_label(step, target):<32} {result:>12}"
+            label = _label(step, target)
+            line = f"{_MARKS[status]} {escape(label)} {result.rjust(_COLUMNS - len(label))}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
 
 def _label(step: str, target: str | None) -> str:
-    return f"{step} \\[{target}]" if target else step
+    return f"{step} [{target}]" if target else step
