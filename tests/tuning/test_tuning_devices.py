@@ -198,6 +198,16 @@ def test_a_server_that_never_starts_is_given_up(tmp_path: Path, device: Device) 
     assert devices.status(tmp_path) is None
 
 
+def test_a_status_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
+    """As on a full disk, which must not end the devices."""
+    config = DeviceConfig("lab", 1, 1, tracker="127.0.0.1:9190")
+    supervisor = devicesupervisor._Supervisor(tmp_path, config)
+    supervisor._write_status()
+    devices.device_folder(tmp_path).mkdir()
+    supervisor._write_status()
+    assert running(tmp_path).config == config
+
+
 def test_devices_that_run_are_left_alone_and_others_refused(lab: Path) -> None:
     status = running(lab)
     assert devices.up(lab, DeviceConfig("lab", 2, 1)).pid == status.pid
@@ -224,7 +234,7 @@ def test_a_server_that_registers_without_an_address_is_left_out(lab: Path, devic
         assert connection.recv(4)
         servers = Tracker(device.tracker).summary().servers
         assert [key for key, _ in servers] == ["lab", "lab"]
-        time.sleep(2 * devicesupervisor._ASK_SECONDS)
+        time.sleep(devicesupervisor._ASK_SECONDS + 2 * devices.LOOK_SECONDS)
     assert running(lab).pid == supervisor
 
 
