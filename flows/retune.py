@@ -55,9 +55,10 @@ def retune(file: str, minutes: float = 30.0, channel: str = "production") -> dic
     The model is the one of the channel's release. `minutes` are divided among the targets. A build with all records
     becomes a release only when a measurement with alternating runs finds it faster than the channel's bundle on a
     target and slower on none; otherwise the verdict is "no gain", and the records are kept. Targets that this machine
-    cannot run are released as well, but not tuned. Returns a RetuneSummary as JSON. Raises
-    StoreError when the channel has no release, TuneError when `minutes` is not above 0 or the release file describes
-    another model by now, and MachineError when this machine can measure none of the release's targets.
+    cannot run are released as well, but not tuned. Returns a RetuneSummary as JSON. Raises StoreError when the channel
+    has no release, or was moved before the faster build could be released, TuneError when `minutes` is not above 0 or
+    the release file describes another model by now, and MachineError when this machine can measure none of the
+    release's targets.
     """
     if not minutes > 0:
         raise TuneError(f"a budget of {minutes:g} minutes was given; give more than 0")
@@ -106,6 +107,8 @@ def _retune(
     run_id = _log_verdict(context, channel, version, verdict, reason, minutes, targets)
     release = None
     if is_better:
+        # Somebody may have rolled the channel back from this very model while its build was tuned.
+        context.outlast(lambda: channels.require_version(context.store, spec.name, channel, version))
         release = release_model(context, trained, production.provenance.source)
     return RetuneSummary(
         name=spec.name,

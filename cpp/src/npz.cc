@@ -157,9 +157,15 @@ Tensor ReadArray(Source& source, Crc32& crc) {
   if (entry == nullptr) throw Error("its dtype '" + header.descr + "' is not one of numbers in native byte order");
   if (header.fortran) throw Error("it is in Fortran's order; save numpy.ascontiguousarray of it");
   // A product in floating point cannot overflow, and one as small as a file's size is exact.
-  double bytes = entry->dtype.bits / 8;
-  for (int64_t size : header.shape) bytes *= static_cast<double>(size);
-  if (bytes != static_cast<double>(source.remaining())) throw Error("its size is not that of its shape and dtype");
+  double bytes = entry->dtype.bits / 8, stride = bytes;
+  for (int64_t size : header.shape) {
+    bytes *= static_cast<double>(size);
+    stride *= static_cast<double>(std::max<int64_t>(size, 1));
+  }
+  // Without elements, too, the distances between them must be numbers of 64 bits.
+  if (bytes != static_cast<double>(source.remaining()) || stride >= 0x1p63) {
+    throw Error("its size is not that of its shape and dtype");
+  }
   Tensor tensor = Allocate(header.shape, entry->dtype);
   read(tensor.data_ptr(), static_cast<size_t>(source.remaining()));
   return tensor;

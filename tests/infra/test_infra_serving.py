@@ -121,7 +121,10 @@ def test_a_pod_keeps_to_the_restricted_standard_and_ends_in_time(kind: str) -> N
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert "memory" in container["resources"]["limits"]
-    assert pod["terminationGracePeriodSeconds"] > DRAIN_SECONDS
+    # Services send new connections to a pod for some time after it has begun to end, and the grace period includes it.
+    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pause > 0
+    assert pod["terminationGracePeriodSeconds"] > pause + DRAIN_SECONDS
 
 
 def test_the_autoscaler_the_service_and_the_budget_find_the_deployment() -> None:

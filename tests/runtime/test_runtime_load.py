@@ -49,6 +49,20 @@ def test_running_a_bundle_imports_nothing_of_the_pipeline(bundle: Path, runtime_
     assert not heavy.intersection(modules)
 
 
+def test_the_library_of_a_closed_model_is_unloaded(bundle: Path) -> None:
+    """It holds the weights, and its file, which has no name any more, takes space of the disk."""
+
+    def count_mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("mod.so")
+
+    before = count_mappings()
+    with runtime.load(bundle) as model:
+        outputs = model(**model.sample[0])
+        assert count_mappings() > before
+    assert count_mappings() <= before
+    assert sorted(outputs) == ["positive", "sum"]
+
+
 def test_torch_can_be_imported_after_a_bundle_is_loaded(bundle: Path) -> None:
     code = "import importlib.util as u, sys; from tvmflow import runtime; runtime.load(sys.argv[1]); "
     assert "ModuleSpec" in python(code + "print(u.find_spec('torch'))", bundle)

@@ -63,6 +63,14 @@ def local_store(local: StoreConfig) -> ReleaseStore:
     return local_store
 
 
+def test_who_relies_on_a_version_learns_who_has_moved_the_channel_from_it(local_store: ReleaseStore) -> None:
+    _move(local_store, "1")
+    channels.require_version(local_store, "resnet", "production", "1")
+    _move(local_store, "2", "bert")
+    with pytest.raises(StoreError, match="resnet@production was expected at 1, but bert moved it to 2"):
+        channels.require_version(local_store, "resnet", "production", "1")
+
+
 def test_a_granted_wish_moves_the_channel_and_is_in_its_history(store: ReleaseStore) -> None:
     document = _wish(store, "1", "ann", "first")
     assert document.version is None

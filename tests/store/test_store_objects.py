@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import re
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -192,6 +193,20 @@ def test_a_folder_whose_disk_fails_is_one_sentence(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(StoreError, match="cannot be used while writing: Input/output error"):
         objects.put("a", b"1", "writing")
+
+
+def test_a_folder_whose_disk_is_full_is_one_sentence(tmp_path: Path) -> None:
+    """A lease on it is renewed again when there is space, too: its thread expects no other error than StoreError."""
+    objects = open_objects(StoreConfig("releases", folder=tmp_path / "releases"))
+    objects.prepare()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(StoreError, match="cannot be used while writing: File too large"):
+            objects.put("a", b"1", "writing")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["releases"]
 
 
 def test_a_folder_has_no_object_below_another(tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
 """The receiver's answers: signed deliveries start runs, everything else is refused or ignored."""
 
 import json
+import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as some
@@ -15,6 +19,7 @@ from mlflow.webhooks.delivery import _generate_hmac_signature
 
 from support.fuzzing import examples
 from tvmflow.errors import PrefectError
+from tvmflow.http_server import PatientServer
 from tvmflow.triggers import RunRequest, load
 from tvmflow.triggers.receiver import MAX_BODY, application
 from tvmflow.triggers.webhook import (
@@ -159,6 +164,23 @@ def test_a_release_file_that_is_broken_for_a_while_loses_nothing(write: Callable
     assert client.post(PATH, content=body, headers=headers(body)).status_code == 503
     file.write_text(whole)
     assert client.post(PATH, content=body, headers=headers(body)).status_code == 202
+
+
+def test_a_delivery_that_does_not_come_is_not_waited_for(starts: Started) -> None:
+    """Each connection takes a file descriptor, and somebody could open as many as there are."""
+    config = uvicorn.Config(application(SECRET, lambda: load([]), starts, 0.2), log_config=None, lifespan="off")
+    server = PatientServer(config, 0.2)
+    head = f"POST {PATH} HTTP/1.1\r\nHost: here\r\nContent-Length: 9\r\n".encode()
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        stack.enter_context(ThreadPoolExecutor(1)).submit(server.run, [listener])
+        stack.callback(setattr, server, "should_exit", True)
+        answers = []
+        for content in (b"", head, head + b"\r\n12345"):
+            connection = stack.enter_context(socket.create_connection(listener.getsockname(), 10))
+            connection.sendall(content)
+            answers.append(connection.makefile("rb").read()[:12])
+    assert answers == [b"", b"", b"HTTP/1.1 408"]
 
 
 def test_the_receiver_says_that_it_is_there(client: TestClient) -> None:

@@ -6,8 +6,11 @@ import math
 import os
 import random
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +32,7 @@ from support.waits import wait_until
 from tvmflow.errors import RemoteError, SettingsError, StackError, TuneError
 from tvmflow.runtime.tracker import Address, Tracker
 from tvmflow.target import Target
-from tvmflow.tuning import Budget, Device, Progress, RecordStore, Task, devices, tune
+from tvmflow.tuning import Budget, Device, Progress, RecordStore, Task, devices, devicesupervisor, tune
 from tvmflow.tuning.candidates import Candidate, Library, arguments_of
 from tvmflow.tuning.devices import DeviceConfig, Status
 from tvmflow.tuning.measure import MeasurePool
@@ -195,6 +198,16 @@ def test_a_server_that_never_starts_is_given_up(tmp_path: Path, device: Device) 
     assert devices.status(tmp_path) is None
 
 
+def test_a_status_that_cannot_be_written_is_written_later(tmp_path: Path) -> None:
+    """As on a full disk, which must not end the devices."""
+    config = DeviceConfig("lab", 1, 1, tracker="127.0.0.1:9190")
+    supervisor = devicesupervisor._Supervisor(tmp_path, config)
+    supervisor._write_status()
+    devices.device_folder(tmp_path).mkdir()
+    supervisor._write_status()
+    assert running(tmp_path).config == config
+
+
 def test_devices_that_run_are_left_alone_and_others_refused(lab: Path) -> None:
     status = running(lab)
     assert devices.up(lab, DeviceConfig("lab", 2, 1)).pid == status.pid
@@ -207,6 +220,39 @@ def test_a_key_that_no_device_has_is_refused_with_the_keys_there_are(native: Tar
         MeasurePool(
             native.canonical, builders=1, threads=1, timeout=9, deadline=math.inf, device=Device("bal", device.tracker)
         )
+
+
+def test_a_server_that_registers_without_an_address_is_left_out(lab: Path, device: Device) -> None:
+    """A tracker asks for no password and lists whatever it is told; the supervisor must live on, too."""
+    magic, update_info = struct.pack("<i", 0x2F271), 5
+    text = json.dumps([update_info, {"key": "server:lab", "addr": ["here", "no port"]}]).encode()
+    supervisor = running(lab).pid
+    with socket.create_connection((device.tracker.host, device.tracker.port), 10) as connection:
+        connection.sendall(magic)
+        assert connection.recv(4) == magic
+        connection.sendall(struct.pack("<i", len(text)) + text)
+        assert connection.recv(4)
+        servers = Tracker(device.tracker).summary().servers
+        assert [key for key, _ in servers] == ["lab", "lab"]
+        time.sleep(devicesupervisor._ASK_SECONDS + 2 * devices.LOOK_SECONDS)
+    assert running(lab).pid == supervisor
+
+
+@pytest.mark.parametrize("answer", [[0, []], [0, {"server_info": 7, "queue_info": {}}], [0, 7], "[" * 100_000])
+def test_what_answers_as_no_tracker_does_is_none(answer: Any) -> None:
+    text = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+    magic = struct.pack("<i", 0x2F271)
+
+    def reply(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection:
+            connection.sendall(magic + struct.pack("<i", len(text)) + text)
+            connection.recv(1 << 10)
+
+    for ask in (Tracker.summary, lambda tracker, seconds: tracker.request("lab", seconds)):
+        with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
+            thread.submit(reply, listener)
+            with pytest.raises(RemoteError, match="there is no RPC tracker at"):
+                ask(Tracker(Address(*listener.getsockname())), 5.0)
 
 
 @pytest.mark.long

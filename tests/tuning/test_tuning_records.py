@@ -4,7 +4,7 @@ import json
 import logging
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +142,42 @@ def test_a_torn_last_line_is_skipped(store: RecordStore, native: Target) -> None
     (path,) = store.folder.glob("*.jsonl")
     path.write_bytes(path.read_bytes()[:-40])
     assert [record.key for record in RecordStore(store.folder).records(native)] == ["a"]
+
+
+def _line(target: Target, **changes: object) -> bytes:
+    return json.dumps({"kind": "record", **asdict(make_record("b", target)), **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"workload": 1},
+        {"trace": None},
+        {"seconds": "1.0"},
+        {"seconds": None},
+        {"seconds": 0.0},
+        {"seconds": -1.0},
+        {"seconds": float("nan")},
+        {"trial": 1.5},
+        {"created_at": 2026},
+    ],
+    ids=str,
+)
+def test_a_record_with_a_value_that_none_can_have_is_skipped(
+    store: RecordStore, native: Target, changes: dict[str, object]
+) -> None:
+    store.append(make_record("a", native))
+    (store.folder / "damaged.jsonl").write_bytes(_line(native, **changes) + b"\n" + _line(native, key="c") + b"\n")
+    assert {record.key for record in store.records(native)} == {"a", "c"}
+
+
+@pytest.mark.parametrize(
+    "line", [b"[" * 100_000, b'{"kind": "replaces", "files": {"a.jsonl": 1e999}}'], ids=["deep", "inf"]
+)
+def test_a_line_that_python_cannot_take_is_skipped(store: RecordStore, native: Target, line: bytes) -> None:
+    store.append(make_record("a", native))
+    (store.folder / "damaged.jsonl").write_bytes(line + b"\n" + _line(native, key="c") + b"\n")
+    assert {record.key for record in store.records(native)} == {"a", "c"}
 
 
 def test_a_record_added_after_reading_is_read_as_well(store: RecordStore, native: Target) -> None:

@@ -44,7 +44,8 @@ def receive_command(host: str, port: int, as_json: bool) -> None:
     import uvicorn
 
     from flows.runs import start
-    from tvmflow.triggers.receiver import application
+    from tvmflow.http_server import PatientServer
+    from tvmflow.triggers.receiver import PATIENCE, application
     from tvmflow.triggers.webhook import PATH
 
     def submit(run_request: "RunRequest", key: str) -> str:
@@ -60,7 +61,8 @@ def receive_command(host: str, port: int, as_json: bool) -> None:
     logging.basicConfig(level=logging.WARNING, format="tvmflow: %(message)s")
     logging.getLogger("tvmflow.triggers").setLevel(logging.INFO)
     app = application(secret, lambda: load(settings.models), submit)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, server_header=False))
+    config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False)
+    server = PatientServer(config, PATIENCE)
     url_host = f"[{host}]" if ":" in host else host
     address = f"http://{url_host}:{listener.getsockname()[1]}{PATH}"
     click.echo(json.dumps({"address": address}) if as_json else f"receiving MLflow's webhooks at {address}")

@@ -221,7 +221,10 @@ class CompiledModel:
             if self._remote:
                 session.upload(str(folder / "mod.so"))
             self._library: Any = (
-                session.load_module("mod.so") if self._remote else tvm_ffi.load_module(str(folder / "mod.so"))
+                session.load_module("mod.so")
+                if self._remote
+                # By default it would stay in memory, with its weights, and on the disk until the process ends.
+                else tvm_ffi.load_module(str(folder / "mod.so"), keep_module_alive=False)
             )
         except (RuntimeError, ValueError, OSError) as error:
             reason = str(error).strip().splitlines()[-1]

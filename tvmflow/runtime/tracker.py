@@ -6,6 +6,7 @@ import re
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ _REQUEST, _SUMMARY = 4, 6
 _SUCCESS = 0
 # The longest text of the protocol; only something that is no tracker sends a longer one.
 _MAX_BYTES = 1 << 20
+_FOREIGN = "it is something else"
 _CONNECT_SECONDS = 5.0
 
 
@@ -77,13 +79,10 @@ class Tracker:
 
     def summary(self, timeout: float = _CONNECT_SECONDS) -> Summary:
         """Return the tracker's state. Raises RemoteError when it does not answer within `timeout` seconds."""
-        document = self._query([_SUMMARY], timeout)
-        servers = [
-            (str(item["key"]).partition(":")[2], Address(str(item["addr"][0]), int(item["addr"][1])))
-            for item in document["server_info"]
-        ]
-        queues = {key: Queue(int(item["free"]), int(item["pending"])) for key, item in document["queue_info"].items()}
-        return Summary(tuple(sorted(servers, key=str)), queues)
+        match self._query([_SUMMARY], timeout):
+            case {"server_info": [*servers], "queue_info": dict(queues)}:
+                return Summary(tuple(sorted(_servers(servers), key=str)), dict(_queues(queues)))
+        raise self._no_tracker(_FOREIGN)
 
     def request(self, key: str, timeout: float) -> Match | None:
         """Request a server with `key` that has no session; return None when none is free within `timeout` seconds.
@@ -91,10 +90,13 @@ class Tracker:
         Raises RemoteError when there is no tracker.
         """
         try:
-            host, port, match_key = self._query([_REQUEST, key, "", 1], timeout)
+            answer = self._query([_REQUEST, key, "", 1], timeout)
         except TimeoutError:
             return None
-        return Match(Address(str(host), int(port)), str(match_key))
+        match answer:
+            case [str(host), int(port), str(match_key)]:
+                return Match(Address(host, port), match_key)
+        raise self._no_tracker(_FOREIGN)
 
     def _query(self, message: list[Any], timeout: float) -> Any:
         """Send a message and return the answer.
@@ -110,13 +112,13 @@ class Tracker:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.sendall(struct.pack("<i", _MAGIC))
                 if _receive(connection, 4, time.monotonic() + _CONNECT_SECONDS) != struct.pack("<i", _MAGIC):
-                    raise OSError("it is something else")
+                    raise OSError(_FOREIGN)
                 is_connected = True
                 text = json.dumps(message).encode()
                 connection.sendall(struct.pack("<i", len(text)) + text)
                 (size,) = struct.unpack("<i", _receive(connection, 4, deadline))
                 if not 0 < size <= _MAX_BYTES:
-                    raise OSError("it is something else")
+                    raise OSError(_FOREIGN)
                 code, answer = json.loads(_receive(connection, size, deadline))
                 if code != _SUCCESS:
                     raise OSError(f"it refuses with code {code}")
@@ -125,11 +127,26 @@ class Tracker:
             if is_connected and message[0] == _REQUEST:
                 raise
             raise self._no_tracker(error) from error
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise self._no_tracker(error) from error
 
-    def _no_tracker(self, error: Exception) -> RemoteError:
-        return RemoteError(f"there is no RPC tracker at {self.address} ({error}); start one with `tvmflow devices up`")
+    def _no_tracker(self, reason: Exception | str) -> RemoteError:
+        return RemoteError(f"there is no RPC tracker at {self.address} ({reason}); start one with `tvmflow devices up`")
+
+
+def _servers(items: list[Any]) -> Iterator[tuple[str, Address]]:
+    """Yield servers with their keys; what registered without an address is left out, as a tracker lists anything."""
+    for item in items:
+        match item:
+            case {"key": str(key), "addr": [str(host), int(port)]}:
+                yield key.partition(":")[2], Address(host, port)
+
+
+def _queues(items: dict[str, Any]) -> Iterator[tuple[str, Queue]]:
+    for key, item in items.items():
+        match item:
+            case {"free": int(free), "pending": int(pending)}:
+                yield key, Queue(free, pending)
 
 
 def is_answering(server: Address, timeout: float) -> bool:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import uvicorn
 
 from tvmflow.bundle import missing_weights
 from tvmflow.errors import BundleError, SettingsError, StoreError, TvmflowError, UncheckedBundleError
+from tvmflow.http_server import PatientServer
 from tvmflow.serving.app import Service, application
 from tvmflow.serving.batching import Batcher
 from tvmflow.serving.limits import Limits
@@ -250,31 +250,12 @@ def _list_files(path: Path | None) -> list[Path]:
     return [path] if weights is None else [path, path.with_name(weights.sha256)]
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, which would end the process; calls `on_startup` when it listens.
-
-    It closes connections on which no whole request arrives in `patience` seconds: each takes a file descriptor.
-    """
+class _Server(PatientServer):
+    """The server without uvicorn's signal handlers, which would end the process; calls `on_startup` when it listens."""
 
     def __init__(self, config: uvicorn.Config, patience: float, on_startup: Callable[[], object]) -> None:
-        super().__init__(config)
-        self._patience = patience
+        super().__init__(config, patience)
         self._on_startup = on_startup
-        # The last request of each connection that waits for one, and since when.
-        self._waiting: WeakKeyDictionary[Any, tuple[Any, float]] = WeakKeyDictionary()
-
-    async def on_tick(self, counter: int) -> bool:
-        """Close silent connections, then do what uvicorn does ten times a second."""
-        now = time.monotonic()
-        connections: tuple[Any, ...] = tuple(self.server_state.connections)
-        for connection in connections:
-            request = connection.cycle
-            last, since = self._waiting.get(connection, (self, now))
-            if last is not request or (request is not None and not request.response_complete):
-                self._waiting[connection] = request, now
-            elif now - since > self._patience:
-                connection.transport.close()
-        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -350,6 +350,16 @@ def mark_shown(store: ReleaseStore, name: str, channel: str, version: str) -> Ch
     return _update(store, name, channel, change)
 
 
+def require_version(store: ReleaseStore, name: str, channel: str, version: str) -> None:
+    """Raise StoreError if the channel holds another version by now; the message says who moved it.
+
+    Raises StoreError and StatementError as `find_checked` does, too.
+    """
+    document = find_checked(store, name, channel)
+    if document.version != version:
+        raise StoreError(describe_move(document, version))
+
+
 def describe_move(current: Channel, expected: str | None) -> str:
     """Return the message for a caller that expected the version `expected` in the channel, or nothing (None).
 

@@ -138,13 +138,18 @@ class FolderObjects(ObjectStore):
             _make_folder(path.parent)
             descriptor, partial = tempfile.mkstemp(dir=self._folder.parent, prefix=PARTIAL)
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            file = os.fdopen(descriptor, "wb")
+            try:
                 for part in parts:
                     with self._explained(action):
                         file.write(part)
                 with self._explained(action):
                     file.flush()
                     os.fsync(file.fileno())
+            finally:
+                # On a full disk, it would raise the error of the writing again.
+                with contextlib.suppress(OSError):
+                    file.close()
             with self._explained(action):
                 Path(partial).chmod(0o644)
                 Path(partial).replace(path)

@@ -276,10 +276,11 @@ class _Supervisor:
             own_tracker=None if self._tracker is None else self._tracker.server,
             servers=tuple(server.server for server in self._servers),
         )
-        if current == self._last_status:
-            return
-        self._last_status = current
-        write_whole(status_file(self._state), json.dumps(asdict(current), indent=1))
+        # A full disk ends no device: the status is written at a later look.
+        with contextlib.suppress(OSError):
+            if current != self._last_status:
+                write_whole(status_file(self._state), json.dumps(asdict(current), indent=1))
+                self._last_status = current
 
 
 def _free_port(host: str, first: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, astuple, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, get_type_hints
 
 from tvmflow.files import replaceable, replacing
 from tvmflow.tuning.records import (
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 # A run begins another file beyond this size, because sharing sends a whole file each time it grows.
 _FILE_BYTES = 2**20
 _NAME = re.compile(r"([0-9a-f]{16})-[\w.-]+\.jsonl")
+# The types of the fields of each kind of entry, by name.
+_TYPES: dict[type[Entry], dict[str, Any]] = {kind: get_type_hints(kind) for kind in KINDS.values()}
 # The folder, within a store's own, of the files that other machines wrote.
 FETCHED = "fetched"
 
@@ -236,7 +238,7 @@ class RecordStore:
                     replaces |= {str(name): int(size) for name, size in obj["files"].items()}
                 else:
                     entries.append((end, _entry(KINDS[kind], obj, workloads)))
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 bad.append(number)
         if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
@@ -330,6 +332,11 @@ def _entry(kind: type[Entry], obj: Mapping[str, Any], workloads: Mapping[str, st
     values = {field.name: obj[field.name] for field in own_fields if field.name in obj or field.default is MISSING}
     if kind in (Record, Trial):
         values["workload"] = obj.get("workload") or workloads.get(obj["key"], "")
+    # Whoever may write to a shared place can put any line there: a time of 0 would be the best for ever. A decision has
+    # an infinite time where a function cannot be measured.
+    for name, value in values.items():
+        if not isinstance(value, _TYPES[kind][name]) or (isinstance(value, float) and not value > 0):
+            raise ValueError(f"{name} is {value!r}")
     return kind(**values)
 
 
