@@ -187,6 +187,7 @@ def _attention_cases() -> list[Case]:
         _case("Attention", tokens, num_heads=4),
         _case("Attention", tokens | {"m": mask}, num_heads=4, mask_filter_value=-500.0),
         _case("Attention", tokens | {"m": np.array([3, 5], "int32")}, num_heads=2, scale=0.3),
+        _case("Attention", tokens | {"m": np.array([3, 5, 1, 2], "int32")}, num_heads=2),
         _case("Attention", tokens | {"m": np.tril(np.ones((2, 5, 5), "int32"))}, num_heads=2),
         _case("Attention", tokens | {"m": None, "p": normal(2, 2, 4, 3, 4)}, 2, num_heads=4, unidirectional=1),
         _case("Attention", tokens | {"m": None, "p": None, "s": normal(2, 4, 5, 5)}, num_heads=4),
@@ -207,7 +208,7 @@ def _attention_cases() -> list[Case]:
         ),
     ]  # fmt: skip
     # In a normal run the masks of each rank, a state, a bias, and the forms of a rotation.
-    return scale.choose(normal=[cases[place] for place in (1, 2, 4, 7, 8, 10, 12)], long=cases)
+    return scale.choose(normal=[cases[place] for place in (1, 3, 5, 8, 9, 11, 13)], long=cases)
 
 
 def _group_query_cases() -> list[Case]:

@@ -237,8 +237,8 @@ def convert_attention(node: Node) -> relax.Expr:
     """Return the Relax expression of com.microsoft's Attention: a product for queries, keys and values, then attention.
 
     Raises UnsupportedFormError for rotary positions, for a shared buffer of past keys and values, and for a mask that
-    has neither one number for each row nor two or three dimensions. Raises FreeSizeError for operands of unknown shape,
-    and for unidirectional attention over a symbolic number of positions.
+    has neither one or two numbers for each row nor two or three dimensions. Raises FreeSizeError for operands of
+    unknown shape, and for unidirectional attention over a symbolic number of positions.
     """
     if node.attrs.get("do_rotary", 0) or node.attrs.get("past_present_share_buffer", 0):
         raise UnsupportedFormError("rotary positions or a shared buffer within Attention")
@@ -362,10 +362,15 @@ def _mask(
     result = None
     if mask is not None:
         dims = dims_of(mask) or []
-        if len(dims) == 1 and node.evaluator.are_equal(dims[0], batch):
-            # The number of positions before the padding.
-            counts = emit(relax.op.expand_dims(emit(relax.op.astype(mask, "int32")), [1]))
-            mask = emit(relax.op.less(emit(relax.op.arange(0, keys, 1, "int32")), counts))
+        counts = [count for count in (1, 2) if len(dims) == 1 and node.evaluator.are_equal(dims[0], count * batch)]
+        if counts:
+            # The position after the last word of each row, then perhaps that of its first word.
+            bounds = emit(relax.op.reshape(emit(relax.op.astype(mask, "int32")), [counts[0], batch, 1]))
+            places = emit(relax.op.arange(0, keys, 1, "int32"))
+            mask = emit(relax.op.less(places, emit(relax.op.take(bounds, const(0), axis=0))))
+            if counts[0] > 1:
+                begins = emit(relax.op.take(bounds, const(1), axis=0))
+                mask = emit(relax.op.logical_and(mask, emit(relax.op.greater_equal(places, begins))))
         elif len(dims) not in (2, 3):
             raise UnsupportedFormError(f"a mask of {len(dims)} dimensions")
         if dtype_of(mask) != "bool":
