@@ -230,10 +230,11 @@ def _group_query_cases() -> list[Case]:
         return _case("GroupQueryAttention", inputs, 3, num_heads=4, kv_num_heads=2, **more)
 
     angles = normal(16, 8)
-    rotary = {"inputs": {"C": np.cos(angles), "S": np.sin(angles)}, "do_rotary": 1}
+    turns = {"C": np.cos(angles), "S": np.sin(angles)}
+    rotary = {"inputs": turns, "do_rotary": 1}
     packed = {"q": normal(2, 5, 128), "k": None, "v": None}
     return [
-        case(5, [5, 5], 0, 5, **rotary),
+        case(5, [5, 5], 0, 5, inputs=turns | {"p": _ids(2, 5, below=9).astype("int64")}, do_rotary=1),
         case(5, [5, 5], None, 5, inputs=packed, scale=0.3),
         case(1, [7, 7], 6, 7, rotary_interleaved=1, **rotary),
         case(1, [4, 7], 6, 7, **rotary),

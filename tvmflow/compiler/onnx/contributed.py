@@ -417,10 +417,16 @@ def convert_group_query_attention(node: Node) -> relax.Expr:
     last = emit(relax.op.reshape(emit(relax.op.astype(node.inputs[5], "int64")), [batch, 1]))
     # A first call has no former positions: shorter rows of its batch are padded at their end.
     former = emit(relax.op.subtract(emit(relax.op.add(last, const(1, "int64"))), count))
-    former = emit(relax.op.where(emit(relax.op.equal(total, count)), const(0, "int64"), former))
-    places = emit(relax.op.add(former, emit(relax.op.arange(0, positions, 1, "int64"))))
+    is_first = emit(relax.op.equal(total, count))
+    former = emit(relax.op.where(is_first, const(0, "int64"), former))
+    steps = emit(relax.op.arange(0, positions, 1, "int64"))
+    places = emit(relax.op.add(former, steps))
     if node.attrs.get("do_rotary", 0):
-        angles = places if node.input(9) is None else node.inputs[9]
+        angles = places
+        if node.input(9) is not None:
+            # In a first call ONNX Runtime reads the first of all angles only, and counts on from it in every row.
+            begin = emit(relax.op.take(emit(relax.op.reshape(node.inputs[9], [-1])), const([0]), axis=0))
+            angles = emit(relax.op.where(is_first, emit(relax.op.add(begin, steps)), node.inputs[9]))
         interleaved = bool(node.attrs.get("rotary_interleaved", 0))
         cosine, sine = node.inputs[7:9]
         query, key = (_rotate(node, item, angles, cosine, sine, interleaved) for item in (query, key))
