@@ -415,8 +415,17 @@ def test_quantised_operators_of_the_optimizer_equal_onnx_runtime(assert_all_same
         "V": scale,
     }
     quantised = _case("QAttention", attention | {"m": None, "Z": zero, "Y": zero}, num_heads=2)
+    shapes = {"W": (20, 16), "P": (9, 16), "S": (2, 16), "G": (16,), "B": (16,)}
+    tables = {name: rng.integers(0, 256, shape).astype("uint8") for name, shape in shapes.items()}
+    ids = {"i": _ids(2, 5, below=20), "t": _ids(2, 5, below=2)}
+    scales = {f"U{name}": scale * (place + 1) for place, name in enumerate(tables)}
+    zeros = {f"Z{name}": np.array(100 + place, "uint8") for place, name in enumerate(tables)}
+    (embed, infos, _, weights), feeds = _case(
+        "QEmbedLayerNormalization", ids | tables | {"m": None} | scales | zeros, 2
+    )
+    embedded = (embed, infos, ["r0", ("r1", None, TensorProto.INT32)], weights), feeds
     cases = [((nodes, infos, outputs, weights), feeds) for (nodes, infos, _, weights), feeds in (where, pool, average)]
-    assert_all_same([*cases, quantised])
+    assert_all_same([*cases, quantised, embedded])
 
 
 def test_a_row_of_embeddings_beyond_a_table_ends_the_run(make_model: MakeModel, native: Target, run_built: Any) -> None:

@@ -207,6 +207,7 @@ _CONTRIBUTED: dict[str, Converter] = {
     "NhwcMaxPool": contributed.convert_nhwc_max_pool,
     "Pad": contributed.convert_as("Pad"),
     "QAttention": contributed.convert_qattention,
+    "QEmbedLayerNormalization": contributed.convert_qembed_layer_norm,
     "QGemm": quantised.convert_qgemm,
     "QLinearAdd": quantised.convert_by_dequantizing("Add", (0, 3), 6),
     "QLinearAveragePool": quantised.convert_by_dequantizing("AveragePool", (0,), 3),

@@ -1,5 +1,6 @@
 """Operators of com.microsoft that ONNX Runtime's optimizer writes, composed of the operators that it fused."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -207,18 +208,38 @@ def convert_embed_layer_norm(node: Node) -> relax.Expr:
     Its results are the norm, the number of words of each row, and the sum. The numbers are those of ones in the rows of
     the mask, zero without a mask. Raises FreeSizeError for ids of unknown shape.
     """
-    ids, segments, words, positions, segment_words, gamma, beta = (node.input(place) for place in range(7))
-    mask, places = node.input(7), node.input(8)
+    return _embed(node, node.input(8), lambda value, _place: value)
+
+
+def convert_qembed_layer_norm(node: Node) -> relax.Expr:
+    """Return the Relax expression of QEmbedLayerNormalization: EmbedLayerNormalization of tables of 8 bits.
+
+    The scales of the tables, of gamma and of beta follow the mask, and then their zero points. The rows that are looked
+    up are dequantised. Raises FreeSizeError for ids of unknown shape.
+    """
+
+    def decode(value: relax.Expr, place: int) -> relax.Expr:
+        return dequantize(replace(node, inputs=[value, *(node.input(place + more) for more in (6, 11))]), 0)
+
+    return _embed(node, None, decode)
+
+
+def _embed(node: Node, places: relax.Expr | None, decode: Callable[[relax.Expr, int], relax.Expr]) -> relax.Expr:
+    """The results of EmbedLayerNormalization, whose positions are `places`, or count from zero.
+
+    `decode` returns the floats of a part of the operand at a position.
+    """
+    ids, segments, mask = (node.input(place) for place in (0, 1, 7))
     dims = dims_of(ids) if ids is not None else None
     if dims is None:
         raise FreeSizeError("an input of unknown shape")
     if places is None:
         places = node.emit(relax.op.arange(0, dims[1], 1, "int32"))
-    total = _look_up(node, words, ids)
-    total = node.emit(relax.op.add(total, _look_up(node, positions, places)))
+    total = decode(_look_up(node, node.inputs[2], ids), 2)
+    total = node.emit(relax.op.add(total, decode(_look_up(node, node.inputs[3], places), 3)))
     if segments is not None:
-        total = node.emit(relax.op.add(total, _look_up(node, segment_words, segments)))
-    norm = _normalize(node, "LayerNormalization", total, gamma, beta)
+        total = node.emit(relax.op.add(total, decode(_look_up(node, node.inputs[4], segments), 4)))
+    norm = _normalize(node, "LayerNormalization", total, *(decode(node.inputs[place], place) for place in (5, 6)))
     if mask is not None:
         is_word = node.emit(relax.op.equal(mask, const(1, dtype_of(mask))))
         counts = node.emit(relax.op.sum(node.emit(relax.op.astype(is_word, "int32")), axis=1))
