@@ -310,6 +310,7 @@ def _other_cases() -> list[Case]:
             "FusedGemm", {"a": normal(3, 4), "W": normal(4, 5), "B": normal(5)},
             activation="LeakyRelu", activation_alpha=0.2,
         ),
+        _case("Inverse", {"x": normal(3, 4, 4)}),
     ]  # fmt: skip
     # In a normal run each operator once, and the plain Gelu as one of those with a bias.
     return scale.choose(normal=[case for place, case in enumerate(cases) if place not in (0, 4, 17)], long=cases)

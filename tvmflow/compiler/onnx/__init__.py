@@ -198,6 +198,7 @@ _CONTRIBUTED: dict[str, Converter] = {
     "Gelu": contributed.convert_bias_gelu("none"),
     "GridSample": contributed.convert_as("GridSample", opset=16),
     "GroupQueryAttention": contributed.convert_group_query_attention,
+    "Inverse": matrices.convert_inverse,
     "LayerNormalization": contributed.convert_as("LayerNormalization"),
     "MatMulBnb4": blockwise.convert_matmul_bnb4,
     "MatMulInteger16": quantised.convert_matmul_integer,
