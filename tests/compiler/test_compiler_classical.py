@@ -53,6 +53,7 @@ def test_scaling_and_encoding_equal_onnx_runtime(assert_all_same: Check) -> None
             _case("Imputer", _INTEGERS, outputs=[_INT64], imputed_value_int64s=[9], replaced_value_int64=5),
             _case("OneHotEncoder", _INTEGERS[:, 0].copy(), cats_int64s=[1, 4, 2]),
             _case("OneHotEncoder", _INTEGERS[:, 1:2].copy(), cats_int64s=[2, 3, 5], zeros=0),
+            _case("OneHotEncoder", _INTEGERS[:, 1:2].copy(), cats_int64s=[5, 2, 5], zeros=0),
             _case("FeatureVectorizer", _X, normal(7, 2), inputdimensions=[4, 2]),
             _case("FeatureVectorizer", _X, normal(7, 2), inputdimensions=[3, 4]),
             _case("FeatureVectorizer", normal(1, 2, 3), normal(1, 1, 4), inputdimensions=[6, 4], free=False),
@@ -77,9 +78,13 @@ def test_labels_are_encoded_as_onnx_runtime_does(tmp_path: Path, assert_same_as_
     keys = {"keys_int64s": [5, -3, 1, 5], "values_floats": [0.5, 1.5, 2.5, 3.5], "default_float": -1.0}
     numbers = {"keys_floats": [0.5, float("nan"), -2.0], "values_int64s": [7, 8, 9], "default_int64": 3}
     floats = np.array([[0.5, -2.0], [np.nan, 1.0]], "float32")
-    for place, (x, element, attributes) in enumerate([(_INTEGERS, _FLOAT, keys), (floats, _INT64, numbers)]):
+    # A key that is NaN is found since version 4.
+    for version, x, element, attributes in [
+        (4, _INTEGERS, _FLOAT, keys),
+        *((v, floats, _INT64, numbers) for v in (3, 4)),
+    ]:
         (nodes, inputs, outputs), feeds = _case("LabelEncoder", x, outputs=[element], **attributes)
-        path = save_model(tmp_path / f"model{place}.onnx", nodes, inputs, outputs, domains={DOMAIN: 4})
+        path = save_model(tmp_path / f"model{element}{version}.onnx", nodes, inputs, outputs, domains={DOMAIN: version})
         assert_same_as_onnxruntime(path, feeds)
 
 

@@ -187,6 +187,7 @@ def _attention_cases() -> list[Case]:
         _case("Attention", tokens, num_heads=4),
         _case("Attention", tokens | {"m": mask}, num_heads=4, mask_filter_value=-500.0),
         _case("Attention", tokens | {"m": np.array([3, 5], "int32")}, num_heads=2, scale=0.3),
+        _case("Attention", tokens | {"m": np.array([3, 5, 1, 2], "int32")}, num_heads=2),
         _case("Attention", tokens | {"m": np.tril(np.ones((2, 5, 5), "int32"))}, num_heads=2),
         _case("Attention", tokens | {"m": None, "p": normal(2, 2, 4, 3, 4)}, 2, num_heads=4, unidirectional=1),
         _case("Attention", tokens | {"m": None, "p": None, "s": normal(2, 4, 5, 5)}, num_heads=4),
@@ -207,7 +208,7 @@ def _attention_cases() -> list[Case]:
         ),
     ]  # fmt: skip
     # In a normal run the masks of each rank, a state, a bias, and the forms of a rotation.
-    return scale.choose(normal=[cases[place] for place in (1, 2, 4, 7, 8, 10, 12)], long=cases)
+    return scale.choose(normal=[cases[place] for place in (1, 3, 5, 8, 9, 11, 13)], long=cases)
 
 
 def _group_query_cases() -> list[Case]:
@@ -229,10 +230,11 @@ def _group_query_cases() -> list[Case]:
         return _case("GroupQueryAttention", inputs, 3, num_heads=4, kv_num_heads=2, **more)
 
     angles = normal(16, 8)
-    rotary = {"inputs": {"C": np.cos(angles), "S": np.sin(angles)}, "do_rotary": 1}
+    turns = {"C": np.cos(angles), "S": np.sin(angles)}
+    rotary = {"inputs": turns, "do_rotary": 1}
     packed = {"q": normal(2, 5, 128), "k": None, "v": None}
     return [
-        case(5, [5, 5], 0, 5, **rotary),
+        case(5, [5, 5], 0, 5, inputs=turns | {"p": _ids(2, 5, below=9).astype("int64")}, do_rotary=1),
         case(5, [5, 5], None, 5, inputs=packed, scale=0.3),
         case(1, [7, 7], 6, 7, rotary_interleaved=1, **rotary),
         case(1, [4, 7], 6, 7, **rotary),
@@ -308,6 +310,7 @@ def _other_cases() -> list[Case]:
             "FusedGemm", {"a": normal(3, 4), "W": normal(4, 5), "B": normal(5)},
             activation="LeakyRelu", activation_alpha=0.2,
         ),
+        _case("Inverse", {"x": normal(3, 4, 4)}),
     ]  # fmt: skip
     # In a normal run each operator once, and the plain Gelu as one of those with a bias.
     return scale.choose(normal=[case for place, case in enumerate(cases) if place not in (0, 4, 17)], long=cases)
@@ -413,8 +416,17 @@ def test_quantised_operators_of_the_optimizer_equal_onnx_runtime(assert_all_same
         "V": scale,
     }
     quantised = _case("QAttention", attention | {"m": None, "Z": zero, "Y": zero}, num_heads=2)
+    shapes = {"W": (20, 16), "P": (9, 16), "S": (2, 16), "G": (16,), "B": (16,)}
+    tables = {name: rng.integers(0, 256, shape).astype("uint8") for name, shape in shapes.items()}
+    ids = {"i": _ids(2, 5, below=20), "t": _ids(2, 5, below=2)}
+    scales = {f"U{name}": scale * (place + 1) for place, name in enumerate(tables)}
+    zeros = {f"Z{name}": np.array(100 + place, "uint8") for place, name in enumerate(tables)}
+    (embed, infos, _, weights), feeds = _case(
+        "QEmbedLayerNormalization", ids | tables | {"m": None} | scales | zeros, 2
+    )
+    embedded = (embed, infos, ["r0", ("r1", None, TensorProto.INT32)], weights), feeds
     cases = [((nodes, infos, outputs, weights), feeds) for (nodes, infos, _, weights), feeds in (where, pool, average)]
-    assert_all_same([*cases, quantised])
+    assert_all_same([*cases, quantised, embedded])
 
 
 def test_a_row_of_embeddings_beyond_a_table_ends_the_run(make_model: MakeModel, native: Target, run_built: Any) -> None:

@@ -148,7 +148,7 @@ def test_forms_that_few_files_have_equal_onnx_runtime(assert_all_same: Check) ->
     text = [helper.make_node("Constant", [], ["s"], value_string="unread"), helper.make_node("Relu", ["x"], ["y"])]
     norm = helper.make_node("BatchNormalization", ["x", "a", "b", "m", "v"], ["y"])
     statistics = {name: np.abs(normal(1)) + 0.5 for name in "abmv"}
-    power = helper.make_node("Pow", ["x", "p"], ["y"])
+    power, quotient = (helper.make_node(operator, ["x", "p"], ["y"]) for operator in ("Pow", "Div"))
     integers = np.array([3, -1, 3, 2], "int8")
     assert_all_same(
         [
@@ -159,6 +159,7 @@ def test_forms_that_few_files_have_equal_onnx_runtime(assert_all_same: Check) ->
             ((text, [("x", [2, 4])], ["y"]), {"x": normal(2, 4)}),
             (([norm], [("x", [3])], ["y"], statistics), {"x": normal(3)}),
             (([power], [("x", [9])], ["y"], {"p": np.array(_INFINITY, "float32")}), {"x": normal(9)}),
+            (([quotient], [("x", [3])], ["y"], {"p": np.array(-0.0, "float32")}), {"x": np.float32([0, 1, -2])}),
         ]
     )
 

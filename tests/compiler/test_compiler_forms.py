@@ -179,6 +179,17 @@ def test_norms_of_groups_with_a_scale_for_each_group(tmp_path: Path, assert_same
     assert_same_as_onnxruntime(path, {"x": normal(2, 6, 5)}, {"x": normal(1, 6, 5)})
 
 
+def test_norms_of_groups_within_loops(tmp_path: Path, assert_same_as_onnxruntime: Any) -> None:
+    text = """<ir_version: 8, opset_import: ["": 18]> g (float[2, 6, 5] x) => (float[2, 6, 5] y)
+    <int64 trips = {2}, bool more = {1}, float[3] scale = {1.0, 2.0, -0.5}, float[3] bias = {0.25, 0.5, 1.0}> {
+      y = Loop (trips, more, x) <body = one (int64 i, bool c, float[2, 6, 5] a) => (bool d, float[2, 6, 5] b) {
+        d = Identity (c)
+        b = GroupNormalization <num_groups = 3> (a, scale, bias)
+      }>
+    }"""
+    assert_same_as_onnxruntime(save_text(tmp_path / "model.onnx", text), {"x": normal(2, 6, 5)})
+
+
 def test_lists_without_elements_are_as_absent(tmp_path: Path, assert_same_as_onnxruntime: Any) -> None:
     x, y = (
         helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in (("x", [2, 3]), ("y", []))

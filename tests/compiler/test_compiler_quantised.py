@@ -17,8 +17,9 @@ from support.machines import simple_target
 from support.models import join_models, joined_name
 from support.quantised import quantise, quantise_dynamically
 from tvmflow.arrays import Array
-from tvmflow.compiler import BuildOptions, build, import_onnx
+from tvmflow.compiler import BuildOptions, build, import_onnx, lower
 from tvmflow.compiler.dotproduct import PAIRS, integer_dot
+from tvmflow.errors import BuildError
 from tvmflow.onnx_model.graph import rounds_activations
 from tvmflow.target import Precision, Target, resolve
 
@@ -479,3 +480,52 @@ def test_a_number_that_is_none_is_quantised_as_onnx_runtime_does(
         run_built(build(import_onnx(path), target), x), onnxruntime_outputs(path, {"x": x}).values(), strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_lines_transposed_convolutions_and_factors_of_products_are_computed_in_integers(
+    make_model: MakeModel, run_built: RunBuilt
+) -> None:
+    node = helper.make_node
+    layers = {
+        "line": ("Conv", (1, 8, 18), (8, 4, 3), 0, {"group": 2, "pads": [1, 2], "strides": [2]}),
+        "phases": ("ConvTranspose", (1, 8, 18), (8, 4, 4), 1, {"group": 2, "strides": [2], "pads": [1, 1]}),
+        "product": ("Gemm", (16, 9), (16, 5), 1, {"alpha": 0.5, "transA": 1}),
+    }
+    rng, nodes = np.random.default_rng(0), []
+    weights = {"s": np.array(0.02, "float32"), "z": np.array(120, "uint8")}
+    for name, (operator, shape, kernel, axis, attributes) in layers.items():
+        nodes += [
+            node("Reshape", ["d", f"shape{name}"], [f"r{name}"]),
+            node("DequantizeLinear", [f"w{name}", f"t{name}", f"z{name}"], [f"d{name}"], axis=axis),
+            node(operator, [f"r{name}", f"d{name}"], [name], **attributes),
+        ]
+        weights[f"shape{name}"] = np.array(shape, "int64")
+        weights[f"w{name}"] = rng.integers(-127, 128, kernel).astype("int8")
+        weights[f"t{name}"] = np.linspace(0.01, 0.02, kernel[axis], dtype="float32")
+        weights[f"z{name}"] = np.zeros(kernel[axis], "int8")
+    quantised = [node("QuantizeLinear", ["x", "s", "z"], ["q"]), node("DequantizeLinear", ["q", "s", "z"], ["d"])]
+    path = make_model([*quantised, *nodes], [("x", [144])], list(layers), weights)
+    model = build(import_onnx(path), simple_target())
+    x = normal(144)
+    for ours, theirs in zip(run_built(model, x), onnxruntime_outputs(path, {"x": x}).values(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    rules = rule_counts(model)
+    assert rules["dot_conv2d"] + rules["dot_rows"] == 4
+    assert rules["conv2d"] + rules["rows"] == 0
+
+
+def test_int8_names_the_layers_of_a_quantised_model_that_it_does_not_cover(make_model: MakeModel) -> None:
+    """Scales along the dimension that is summed belong to single products."""
+    nodes = [
+        helper.make_node("DequantizeLinear", ["x", "s"], ["d"]),
+        helper.make_node("DequantizeLinear", ["w", "t"], ["e"], axis=0),
+        helper.make_node("MatMul", ["d", "e"], ["y"]),
+    ]
+    weights = {
+        "s": np.array(0.02, "float32"),
+        "w": np.ones((8, 6), "int8"),
+        "t": np.linspace(0.01, 0.02, 8, dtype="float32"),
+    }
+    imported = import_onnx(make_model(nodes, [("x", [3, 8], TensorProto.INT8)], ["y"], weights))
+    with pytest.raises(BuildError, match=r"computes no MatMul or Gemm of this quantised model.*precision fp32"):
+        lower(imported, simple_target(), BuildOptions(precision="int8"))

@@ -66,7 +66,9 @@ def test_words_that_cannot_be_counted_are_refused(form: dict[str, Any], reason: 
 def test_forms_that_a_sweep_found_equal_onnx_runtime(assert_all_same: Check) -> None:
     places = [(name, [None], TensorProto.INT64) for name in ("first", "places", "counts")]
     slope = helper.make_node("PRelu", ["x", "s"], ["y"])
-    unique = helper.make_node("Unique", ["x"], ["y", "first", "places", "counts"])
+    unique, distinct = (
+        helper.make_node("Unique", ["x"], ["y", "first", "places", "counts"], axis=axis) for axis in (None, -2)
+    )
     celu = helper.make_node("Celu", ["x"], ["y"], alpha=0.5)
     conv = helper.make_node("Conv", ["x", "w", "b"], ["y"])
     scaled = [helper.make_node(f"{name}Linear", ["x", "s", "z"], ["y"]) for name in ("Quantize", "Dequantize")]
@@ -103,6 +105,10 @@ def test_forms_that_a_sweep_found_equal_onnx_runtime(assert_all_same: Check) -> 
             (([slope], [("x", []), ("s", [])], ["y"]), {"x": np.array(-2, "float32"), "s": np.array(3, "float32")}),
             (([slope], [("x", ["n"]), ("s", [])], ["y"]), {"x": normal(5), "s": np.array(3, "float32")}),
             (([unique], [("x", ["n", 3])], [("y", [None]), *places]), {"x": np.round(normal(4, 3))}),
+            (
+                ([distinct], [("x", [2, "n", 1])], [("y", [2, None, 1]), *places]),
+                {"x": np.array([[1, 2, 1, 1], [3, 0, 3, -1]], "float32")[..., None]},
+            ),
         ]
     )
 

@@ -501,7 +501,7 @@ def _trilu(case: Case) -> None:
 def _unique(case: Case) -> None:
     shape = case.shape(1, 2)
     case.give(case.values(*shape, dtype=case.choice("int64", "float32")))
-    case.set(axis=case.choice(None, 0) if len(shape) == 1 else None, sorted=case.choice(0, 1))
+    case.set(axis=case.choice(None, case.axis(len(shape))), sorted=case.choice(0, 1))
     case.outputs = case.choice(1, 4)
 
 

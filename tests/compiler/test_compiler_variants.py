@@ -109,13 +109,28 @@ def test_a_size_within_the_model_is_a_number_where_a_variant_gives_it(make_model
         np.testing.assert_allclose(run(built, function, x), x + np.rint(table[:length] * 4) / 4, rtol=1e-6)
 
 
-def test_sizes_that_the_model_does_not_take_are_named(make_model, target: Target) -> None:  # type: ignore[no-untyped-def]
-    nodes = [
-        helper.make_node("Shape", ["x"], ["length"], start=1, end=2),
-        helper.make_node("Slice", ["table", "zero", "length", "zero"], ["positions"]),
-        helper.make_node("Add", ["x", "positions"], ["y"]),
-    ]
-    constants = {"table": np.ones((9, 24), np.float32), "zero": np.zeros(1, np.int64)}
-    model: Path = make_model(nodes, [("x", ["batch", "length", 24])], ["y"], constants)
-    with pytest.raises(BuildError, match=r"; the model must take the sizes that it gets functions for: length=10$"):
-        lower(import_onnx(model), target, BuildOptions(variants=({"length": 10},)))
+@pytest.mark.parametrize(
+    ("node", "shape", "sizes", "message"),
+    [
+        ("Conv", [1, "c", 5, "w"], {"c": 5}, r"does not take the sizes c=5; tune for sizes that it takes$"),
+        (
+            "Reshape",
+            ["n", "c"],
+            {"n": 2, "c": 5},
+            r"; the model must take the sizes that it gets functions for: c=5, n=2$",
+        ),
+    ],
+    ids=["others free", "all fixed"],
+)
+def test_sizes_that_the_model_does_not_take_are_named(
+    node: str,
+    shape: list[int | str],
+    sizes: dict[str, int],
+    message: str,
+    make_model,  # type: ignore[no-untyped-def]
+    target: Target,
+) -> None:
+    weight = np.ones((8, 4, 3, 3), np.float32) if node == "Conv" else np.array([-1, 4])
+    model: Path = make_model([helper.make_node(node, ["x", "w"], ["y"])], [("x", shape)], ["y"], {"w": weight})
+    with pytest.raises(BuildError, match=message):
+        lower(import_onnx(model), target, BuildOptions(variants=(sizes,)))

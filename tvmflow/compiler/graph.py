@@ -15,7 +15,8 @@ from tvmflow.compiler.operators.packing import runs_at_load
 from tvmflow.compiler.passes import lower_passes
 from tvmflow.compiler.passes.calls import bind_constant_arguments
 from tvmflow.compiler.passes.functions import relax_functions
-from tvmflow.compiler.size_checks import known_sizes
+from tvmflow.compiler.size_checks import contradicts, known_sizes
+from tvmflow.errors import BuildError
 from tvmflow.runtime.profile import estimate_operations
 from tvmflow.target import Precision, Target
 
@@ -63,10 +64,16 @@ def lower_module(
 
 
 def _with_sizes(function: relax.Function, sizes: Mapping[str, int]) -> relax.Function:
-    """The function with numbers for these symbolic dimensions, and for all symbols whose values are then known."""
+    """The function with numbers for these symbolic dimensions, and for all symbols whose values are then known.
+
+    Raises BuildError for sizes with which every call fails.
+    """
     function = function.bind_symbolic_vars(dict(sizes))
     while values := known_sizes(function):
         function = function.bind_symbolic_vars(values)
+    if contradicts(function):
+        listed = ", ".join(f"{name}={size}" for name, size in sorted(sizes.items()))
+        raise BuildError(f"the model does not take the sizes {listed}; tune for sizes that it takes")
     return function
 
 

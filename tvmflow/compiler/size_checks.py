@@ -1,6 +1,6 @@
 """Checks of sizes that a model makes when it runs, where two expressions of a size must be equal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tvm import relax, tirx
@@ -36,19 +36,31 @@ def known_sizes(function: relax.Function) -> dict[tirx.Var, int]:
     The importer makes a symbol of a size that is an expression. It is a number where those of the inputs are.
     """
     symbols = set(parameter_symbols(function))
-    sources: dict[relax.Var, relax.Expr] = {}
     values: dict[tirx.Var, int] = {}
-    for binding in (binding for block in function.body.blocks for binding in block.bindings):
-        if not isinstance(binding, relax.MatchCast):
-            continue
-        source = sources[binding.var] = sources.get(binding.value, binding.value)
-        for size, symbol in zip(_sizes(source.ty), _sizes(binding.ty), strict=False):
-            if isinstance(symbol, tirx.Var) and symbol not in symbols:
-                symbols.add(symbol)
-                number = static(size)
-                if number is not None:
-                    values[symbol] = number
+    for size, symbol in _checked_sizes(function):
+        if isinstance(symbol, tirx.Var) and symbol not in symbols:
+            symbols.add(symbol)
+            number = static(size)
+            if number is not None:
+                values[symbol] = number
     return values
+
+
+def contradicts(function: relax.Function) -> bool:
+    """Whether a check of a function, outside branches, compares two different numbers, so that every call fails."""
+    return any(
+        None not in (numbers := {static(size), static(expected)}) and len(numbers) == 2
+        for size, expected in _checked_sizes(function)
+    )
+
+
+def _checked_sizes(function: relax.Function) -> Iterator[tuple[Any, Any]]:
+    """The sizes that the checks of a function compare, each with the expected one."""
+    sources: dict[relax.Var, relax.Expr] = {}
+    for binding in (binding for block in function.body.blocks for binding in block.bindings):
+        if isinstance(binding, relax.MatchCast):
+            source = sources[binding.var] = sources.get(binding.value, binding.value)
+            yield from zip(_sizes(source.ty), _sizes(binding.ty), strict=False)
 
 
 def _sizes(ty: relax.Type) -> Sequence[Any]:

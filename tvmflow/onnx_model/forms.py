@@ -1,12 +1,13 @@
 """Rare forms of an ONNX file, brought to the usual one: sparse weights, outputs without a shape, unsorted nodes."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tvmflow.onnx_model.domains import import_contributed
 from tvmflow.onnx_model.external_data import without_weights
-from tvmflow.onnx_model.graph import sort_nodes, standard_opset
+from tvmflow.onnx_model.graph import graphs_of, nodes_of, sort_nodes, standard_opset
 
 if TYPE_CHECKING:
     import onnx
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _WEIGHTS_APART = 4
 # The opset since which GroupNormalization has a scale for each channel.
 _SCALE_OF_CHANNEL = 21
+# The domain of classical models, and its version since which LabelEncoder finds a key that is NaN.
+_CLASSICAL, _FINDS_NAN = "ai.onnx.ml", 4
 
 
 def bring_to_usual_form(model: "onnx.ModelProto") -> None:
@@ -26,7 +29,8 @@ def bring_to_usual_form(model: "onnx.ModelProto") -> None:
     Nodes that stand before those that compute what they read are moved after them. A shape without dimensions counts as
     none: exporters write it for outputs of unknown rank. An output whose shape cannot be inferred gets such a shape,
     because ONNX's checker requires the field. A model with operators of com.microsoft gets their version where it has
-    none. Weights need not be inputs, and norms of groups with a scale for each group become norms of instances.
+    none. Weights need not be inputs, and norms of groups with a scale for each group become norms of instances. Keys
+    that are NaN, which LabelEncoder does not find before version 4, are removed.
     """
     import onnx
 
@@ -34,7 +38,10 @@ def bring_to_usual_form(model: "onnx.ModelProto") -> None:
     sort_nodes(graph)
     import_contributed(model)
     _let_weights_be_no_inputs(model)
-    _replace_group_norms(model)
+    if (standard_opset(model) or 1) < _SCALE_OF_CHANNEL:
+        for part in list(graphs_of(graph)):
+            _replace_group_norms(part)
+    _remove_nan_keys(model)
     graph.initializer.extend(
         onnx.numpy_helper.from_array(dense(item), item.values.name) for item in graph.sparse_initializer
     )
@@ -77,16 +84,13 @@ def _let_weights_be_no_inputs(model: "onnx.ModelProto") -> None:
         model.ir_version = _WEIGHTS_APART
 
 
-def _replace_group_norms(model: "onnx.ModelProto") -> None:
+def _replace_group_norms(graph: "onnx.GraphProto") -> None:
     """Replace each norm of groups that has a scale for each group by a norm of instances, in which a group is one.
 
     Opset 21 gave GroupNormalization a scale for each channel, and ONNX's checker refuses it before.
     """
     import onnx
 
-    graph = model.graph
-    if (standard_opset(model) or 1) >= _SCALE_OF_CHANNEL:
-        return
     nodes = []
     for node in graph.node:
         if node.op_type != "GroupNormalization" or node.domain not in ("", "ai.onnx"):
@@ -108,6 +112,25 @@ def _replace_group_norms(model: "onnx.ModelProto") -> None:
         copies = onnx.GraphProto(node=nodes)
         graph.ClearField("node")
         graph.node.extend(copies.node)
+
+
+def _remove_nan_keys(model: "onnx.ModelProto") -> None:
+    """Remove the keys of LabelEncoder that are NaN, with their values, before the version that finds them."""
+    import onnx
+
+    versions = {entry.domain: entry.version for entry in model.opset_import}
+    if versions.get(_CLASSICAL, _FINDS_NAN) >= _FINDS_NAN:
+        return
+    for node in nodes_of(model.graph):
+        lists = {item.name: item for item in node.attribute if item.name.startswith(("keys_", "values_"))}
+        if node.op_type != "LabelEncoder" or "keys_floats" not in lists:
+            continue
+        is_key = [not math.isnan(key) for key in lists["keys_floats"].floats]
+        for name, item in lists.items():
+            values = onnx.helper.get_attribute_value(item)
+            if not all(is_key) and len(values) == len(is_key):
+                kept = list(itertools.compress(values, is_key))
+                item.CopyFrom(onnx.helper.make_attribute(name, kept, attr_type=item.type))
 
 
 def _lacks_shape(value: "onnx.ValueInfoProto") -> bool:

@@ -20,6 +20,12 @@ def nodes_of(graph: "onnx.GraphProto") -> "Iterator[onnx.NodeProto]":
         yield from inner_nodes(node)
 
 
+def graphs_of(graph: "onnx.GraphProto") -> "Iterator[onnx.GraphProto]":
+    """Yield a graph and those in the attributes of its nodes, at any depth."""
+    yield graph
+    yield from (item.g for node in nodes_of(graph) for item in node.attribute if item.HasField("g"))
+
+
 def has_graphs(node: "onnx.NodeProto") -> bool:
     """Return whether a node has graphs among its attributes, as If, Loop and Scan have."""
     return any(attribute.HasField("g") for attribute in node.attribute)

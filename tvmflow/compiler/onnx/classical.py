@@ -120,8 +120,8 @@ def convert_imputer(node: Node) -> relax.Expr:
 def convert_one_hot_encoder(node: Node) -> relax.Expr:
     """Return the Relax expression of ONNX's OneHotEncoder of numbers: a comparison with each category, as float32.
 
-    With `zeros` = 0 the model stops with an error, when it runs, at a value that is no category. Raises
-    UnsupportedFormError for categories that are strings.
+    Of a category that occurs several times the last counts, as in ONNX Runtime. With `zeros` = 0 the model stops with
+    an error, when it runs, at a value that is no category. Raises UnsupportedFormError for categories that are strings.
     """
     if node.attrs.get("cats_strings"):
         raise UnsupportedFormError("categories that are strings in a model that computes others")
@@ -129,6 +129,9 @@ def convert_one_hot_encoder(node: Node) -> relax.Expr:
     x = x if dtype_of(x) == "int64" else emit(relax.op.astype(x, "int64"))
     categories = np.asarray(node.attrs["cats_int64s"], "int64")
     is_hot = emit(relax.op.equal(emit(relax.op.expand_dims(x, x.ty.ndim)), const(categories)))
+    is_last = np.array([category not in categories[place + 1 :] for place, category in enumerate(categories)])
+    if not is_last.all():
+        is_hot = emit(relax.op.logical_and(is_hot, const(is_last)))
     if not int(node.attrs.get("zeros", 1)):
         numbers = emit(relax.op.astype(is_hot, "int64"))
         place = emit(relax.op.argmax(numbers, axis=-1))

@@ -1,5 +1,6 @@
 """Operators of com.microsoft that ONNX Runtime's optimizer writes, composed of the operators that it fused."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -207,18 +208,38 @@ def convert_embed_layer_norm(node: Node) -> relax.Expr:
     Its results are the norm, the number of words of each row, and the sum. The numbers are those of ones in the rows of
     the mask, zero without a mask. Raises FreeSizeError for ids of unknown shape.
     """
-    ids, segments, words, positions, segment_words, gamma, beta = (node.input(place) for place in range(7))
-    mask, places = node.input(7), node.input(8)
+    return _embed(node, node.input(8), lambda value, _place: value)
+
+
+def convert_qembed_layer_norm(node: Node) -> relax.Expr:
+    """Return the Relax expression of QEmbedLayerNormalization: EmbedLayerNormalization of tables of 8 bits.
+
+    The scales of the tables, of gamma and of beta follow the mask, and then their zero points. The rows that are looked
+    up are dequantised. Raises FreeSizeError for ids of unknown shape.
+    """
+
+    def decode(value: relax.Expr, place: int) -> relax.Expr:
+        return dequantize(replace(node, inputs=[value, *(node.input(place + more) for more in (6, 11))]), 0)
+
+    return _embed(node, None, decode)
+
+
+def _embed(node: Node, places: relax.Expr | None, decode: Callable[[relax.Expr, int], relax.Expr]) -> relax.Expr:
+    """The results of EmbedLayerNormalization, whose positions are `places`, or count from zero.
+
+    `decode` returns the floats of a part of the operand at a position.
+    """
+    ids, segments, mask = (node.input(place) for place in (0, 1, 7))
     dims = dims_of(ids) if ids is not None else None
     if dims is None:
         raise FreeSizeError("an input of unknown shape")
     if places is None:
         places = node.emit(relax.op.arange(0, dims[1], 1, "int32"))
-    total = _look_up(node, words, ids)
-    total = node.emit(relax.op.add(total, _look_up(node, positions, places)))
+    total = decode(_look_up(node, node.inputs[2], ids), 2)
+    total = node.emit(relax.op.add(total, decode(_look_up(node, node.inputs[3], places), 3)))
     if segments is not None:
-        total = node.emit(relax.op.add(total, _look_up(node, segment_words, segments)))
-    norm = _normalize(node, "LayerNormalization", total, gamma, beta)
+        total = node.emit(relax.op.add(total, decode(_look_up(node, node.inputs[4], segments), 4)))
+    norm = _normalize(node, "LayerNormalization", total, *(decode(node.inputs[place], place) for place in (5, 6)))
     if mask is not None:
         is_word = node.emit(relax.op.equal(mask, const(1, dtype_of(mask))))
         counts = node.emit(relax.op.sum(node.emit(relax.op.astype(is_word, "int32")), axis=1))
@@ -237,8 +258,8 @@ def convert_attention(node: Node) -> relax.Expr:
     """Return the Relax expression of com.microsoft's Attention: a product for queries, keys and values, then attention.
 
     Raises UnsupportedFormError for rotary positions, for a shared buffer of past keys and values, and for a mask that
-    has neither one number for each row nor two or three dimensions. Raises FreeSizeError for operands of unknown shape,
-    and for unidirectional attention over a symbolic number of positions.
+    has neither one or two numbers for each row nor two or three dimensions. Raises FreeSizeError for operands of
+    unknown shape, and for unidirectional attention over a symbolic number of positions.
     """
     if node.attrs.get("do_rotary", 0) or node.attrs.get("past_present_share_buffer", 0):
         raise UnsupportedFormError("rotary positions or a shared buffer within Attention")
@@ -362,10 +383,15 @@ def _mask(
     result = None
     if mask is not None:
         dims = dims_of(mask) or []
-        if len(dims) == 1 and node.evaluator.are_equal(dims[0], batch):
-            # The number of positions before the padding.
-            counts = emit(relax.op.expand_dims(emit(relax.op.astype(mask, "int32")), [1]))
-            mask = emit(relax.op.less(emit(relax.op.arange(0, keys, 1, "int32")), counts))
+        counts = [count for count in (1, 2) if len(dims) == 1 and node.evaluator.are_equal(dims[0], count * batch)]
+        if counts:
+            # The position after the last word of each row, then perhaps that of its first word.
+            bounds = emit(relax.op.reshape(emit(relax.op.astype(mask, "int32")), [counts[0], batch, 1]))
+            places = emit(relax.op.arange(0, keys, 1, "int32"))
+            mask = emit(relax.op.less(places, emit(relax.op.take(bounds, const(0), axis=0))))
+            if counts[0] > 1:
+                begins = emit(relax.op.take(bounds, const(1), axis=0))
+                mask = emit(relax.op.logical_and(mask, emit(relax.op.greater_equal(places, begins))))
         elif len(dims) not in (2, 3):
             raise UnsupportedFormError(f"a mask of {len(dims)} dimensions")
         if dtype_of(mask) != "bool":
@@ -412,10 +438,16 @@ def convert_group_query_attention(node: Node) -> relax.Expr:
     last = emit(relax.op.reshape(emit(relax.op.astype(node.inputs[5], "int64")), [batch, 1]))
     # A first call has no former positions: shorter rows of its batch are padded at their end.
     former = emit(relax.op.subtract(emit(relax.op.add(last, const(1, "int64"))), count))
-    former = emit(relax.op.where(emit(relax.op.equal(total, count)), const(0, "int64"), former))
-    places = emit(relax.op.add(former, emit(relax.op.arange(0, positions, 1, "int64"))))
+    is_first = emit(relax.op.equal(total, count))
+    former = emit(relax.op.where(is_first, const(0, "int64"), former))
+    steps = emit(relax.op.arange(0, positions, 1, "int64"))
+    places = emit(relax.op.add(former, steps))
     if node.attrs.get("do_rotary", 0):
-        angles = places if node.input(9) is None else node.inputs[9]
+        angles = places
+        if node.input(9) is not None:
+            # In a first call ONNX Runtime reads the first of all angles only, and counts on from it in every row.
+            begin = emit(relax.op.take(emit(relax.op.reshape(node.inputs[9], [-1])), const([0]), axis=0))
+            angles = emit(relax.op.where(is_first, emit(relax.op.add(begin, steps)), node.inputs[9]))
         interleaved = bool(node.attrs.get("rotary_interleaved", 0))
         cosine, sine = node.inputs[7:9]
         query, key = (_rotate(node, item, angles, cosine, sine, interleaved) for item in (query, key))

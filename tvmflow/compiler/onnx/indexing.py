@@ -9,6 +9,8 @@ import numpy as np
 import onnx
 import tvm
 from tvm import relax, te, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
 
 from tvmflow.arrays import Array
 from tvmflow.compiler.onnx.bounds import bounds_of
@@ -290,20 +292,28 @@ def find_places(node: Node, data: relax.Expr) -> relax.Expr:
 def convert_unique(node: Node) -> relax.Expr:
     """Return the Relax expression of ONNX's Unique: the distinct elements, their first places, and their numbers.
 
-    TVM's operator calls Python, which a bundle does without. Raises FreeSizeError for data of unknown shape, and
-    UnsupportedFormError for distinct rows or columns of data of several dimensions.
+    Along an axis of data of several dimensions these are slices, which their elements order one after the other. TVM's
+    operator calls Python, which a bundle does without. Raises FreeSizeError for data of unknown shape.
     """
     data, emit = node.inputs[0], node.emit
     dims = dims_of(data)
     if dims is None:
         raise FreeSizeError("data of unknown shape")
-    if node.attrs.get("axis") is not None and len(dims) != 1:
-        raise UnsupportedFormError("along an axis of data of several dimensions", "export the model without it")
-    size = reduce(node.evaluator.multiply, dims, 1)
-    flat = emit(relax.op.reshape(data, relax.ShapeExpr([size])))
     # TVM does not sort every type.
-    wider = {"bfloat16": "float32", **_SORTED_AS}.get(dtype_of(flat))
-    keys = flat if wider is None else emit(relax.op.astype(flat, wider))
+    wider = {"bfloat16": "float32", **_SORTED_AS}.get(dtype_of(data))
+    axis = node.attrs.get("axis") if len(dims) > 1 else None
+    if axis is None:
+        size = reduce(node.evaluator.multiply, dims, 1)
+        flat = emit(relax.op.reshape(data, relax.ShapeExpr([size])))
+        keys = flat if wider is None else emit(relax.op.astype(flat, wider))
+    else:
+        axis %= len(dims)
+        size, others = dims[axis], [place for place in range(len(dims)) if place != axis]
+        width = reduce(node.evaluator.multiply, [dims[place] for place in others], 1)
+        slices = emit(relax.op.permute_dims(data, [axis, *others]))
+        slices = emit(relax.op.reshape(slices, relax.ShapeExpr([size, width])))
+        slices = slices if wider is None else emit(relax.op.astype(slices, wider))
+        flat = keys = emit(node.builder.call_te(_rank_rows, slices, primfunc_name_hint="rank_rows"))
     order = emit(relax.op.argsort(keys, 0, dtype="int64"))
     ordered = emit(relax.op.take(flat, order, 0))
 
@@ -338,8 +348,34 @@ def convert_unique(node: Node) -> relax.Expr:
         by_place = emit(relax.op.argsort(places, 0, dtype="int64"))
         values, places, counts = (emit(relax.op.take(item, by_place, 0)) for item in (values, places, counts))
         inverse = emit(relax.op.take(emit(relax.op.argsort(by_place, 0, dtype="int64")), inverse, 0))
+    if axis is not None:
+        values = emit(relax.op.take(data, places, axis))
     results = [values, places, inverse, counts][: node.outputs]
     return results[0] if node.outputs == 1 else relax.Tuple(results)
+
+
+def _rank_rows(rows: te.Tensor) -> te.Tensor:
+    """The number of rows that stand before each row `[rows]` where rows are ordered as words are, as int64."""
+    count, width = rows.shape
+    equal, less, greater = range(3)
+
+    def compare(inputs: Any, outputs: Any) -> Any:
+        with IRBuilder() as builder:
+            rows, ranks, orders = map(T.buffer_proxy, (inputs[0], *outputs))
+            with T.parallel(0, count) as row:
+                ranks[row] = tirx.const(0, "int64")
+                with T.serial(0, count) as other:
+                    orders[row] = tirx.const(equal, "int64")
+                    with T.serial(0, width) as place, T.If(orders[row] == equal), T.Then():
+                        former, own = rows[other, place], rows[row, place]
+                        apart = tirx.Select(former < own, less, greater)
+                        orders[row] = tirx.Select(former == own, equal, apart).astype("int64")
+                    ranks[row] = ranks[row] + (orders[row] == less).astype("int64")
+            return builder.get()
+
+    buffers = [tirx.decl_buffer((count,), "int64", name) for name in ("ranks", "orders")]
+    ranks, _ = te.extern([(count,)] * 2, [rows], compare, out_buffers=buffers, dtype=["int64"] * 2, name="rank_rows")
+    return ranks
 
 
 def convert_pad(node: Node) -> relax.Expr | None:
@@ -409,7 +445,7 @@ def _pad_by_places(node: Node, dims: Sequence[Any]) -> relax.Expr:
     fill = const(0, dtype) if value is None else emit(relax.op.reshape(value, []))
 
     def pad(data: te.Tensor, before: te.Tensor, after: te.Tensor, fill: te.Tensor) -> te.Tensor:
-        zero = tvm.tirx.const(0, "int64")
+        zero = tirx.const(0, "int64")
 
         def element(*index: Any) -> Any:
             places, inside = [], []

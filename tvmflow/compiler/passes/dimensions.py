@@ -56,7 +56,7 @@ def split_transposed() -> tvm.transform.Pass:
     A phase is all outputs whose positions leave the same remainder when divided by the stride. They use the same taps
     of the kernel, so an ordinary convolution with these taps, in reverse order, computes the phase. The results of all
     phases are then interleaved. If all phases read the same inputs, as with a kernel of the stride's size, a single
-    convolution computes them all. Only float32 convolutions in NCHW with constant weights are replaced.
+    convolution computes them all. Only convolutions of float32 or int32 in NCHW with constant weights are replaced.
     """
     return rewriting("SplitTransposed", {"nn.conv2d_transpose": (_split_transposed,)})
 
@@ -108,7 +108,8 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
     if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCHW", "IOHW", "NCHW"):
         return None
     data, dims = call.args[0], sizes(call.args[0])
-    if weight is None or dims is None or dtype(data) != "float32" or str(weight.dtype) != "float32":
+    kind = dtype(data)
+    if weight is None or dims is None or kind not in ("float32", "int32") or str(weight.dtype) != kind:
         return None
     groups = int(attrs.groups)
     strides = [int(item) for item in attrs.strides]
@@ -131,7 +132,7 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
     )
     if not whole_size and not all(isinstance(size, tvm.tirx.IntImm) for size in dims[2:]):
         return None  # TVM knows no shape for a slice of a symbolic size.
-    kernel = _ordinary(weight, groups)
+    kernel = ordinary_kernel(weight, groups)
     channels = kernel.shape[0]
     alike = groups == 1 and all(len({(len(taps), first) for taps, first, _ in axis}) == 1 for axis in phases)
     alike = alike and all(taps for axis in phases for taps, _, _ in axis)
@@ -142,7 +143,7 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
                 kernels.append(kernel[:, :, rows][:, :, :, columns])
                 pieces.append(((first_row, first_column), (step_row, step_column)))
             else:  # Outputs that no input reaches.
-                kernels.append(np.zeros((*kernel.shape[:2], 1, 1), "float32"))
+                kernels.append(np.zeros((*kernel.shape[:2], 1, 1), kind))
                 pieces.append(((0, 0), (1, 1)))
     if alike:
         pieces, kernels = pieces[:1], [np.concatenate(kernels)]
@@ -185,8 +186,8 @@ def _phases(kernel: int, stride: int, dilation: int, before: int) -> list[tuple[
     return phases
 
 
-def _ordinary(weight: Array, groups: int) -> Array:
-    """A transposed convolution's weights `[CI][CO/g][KH][KW]` as those of an ordinary one, `[CO][CI/g][KH][KW]`."""
+def ordinary_kernel(weight: Array, groups: int) -> Array:
+    """Return a transposed convolution's weights `[CI][CO/g][KH][KW]` as `[CO][CI/g][KH][KW]` of an ordinary one."""
     inputs, outputs, *kernel = weight.shape
     parts = weight.reshape(groups, inputs // groups, outputs, *kernel)
     return parts.swapaxes(1, 2).reshape(groups * outputs, inputs // groups, *kernel)

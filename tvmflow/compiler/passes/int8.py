@@ -25,6 +25,7 @@ from tvmflow.compiler.operators.common import call_kernel, called_operator, cons
 from tvmflow.compiler.operators.geometry import Geometry, is_channels_last, is_depthwise
 from tvmflow.compiler.operators.packing import IntegerWinogradPacking, WideningPacking, pack_weights
 from tvmflow.compiler.operators.products import row_dimensions
+from tvmflow.compiler.passes.dimensions import ordinary_kernel
 from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
 from tvmflow.errors import BuildError
 
@@ -33,7 +34,14 @@ _SHIFT = 128
 # The largest difference between an 8-bit integer and its zero point.
 _LARGEST = 255
 # Operators that move or select numbers: integers give the same result as the numbers that they represent.
-_MOVING = ("relax.nn.max_pool2d", "relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims")
+_RESHAPING = ("relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims")
+_MOVING = ("relax.nn.max_pool2d", *_RESHAPING)
+# The layers that integers could compute in some form, by the names that ONNX gives them.
+_LAYERS = {
+    **{f"relax.nn.conv{count}d": "Conv" for count in (1, 2, 3)},
+    **{f"relax.nn.conv{count}d_transpose": "ConvTranspose" for count in (1, 2, 3)},
+    "relax.matmul": "MatMul or Gemm",
+}
 
 
 @tvm.transform.module_pass(opt_level=0, name="IntegerArithmetic")
@@ -64,11 +72,26 @@ class IntegerArithmetic:
         if not layers and not self._is_required:
             return mod
         if not layers:
-            raise BuildError(
-                "precision int8 needs a quantised model, with 8-bit weights in convolutions or dense layers; make one "
-                "with onnxruntime.quantization.quantize_static or quantize_dynamic"
-            )
+            raise BuildError(_explain_no_layers(mod))
         return rewriter.builder_.get()
+
+
+def _explain_no_layers(mod: tvm.IRModule) -> str:
+    """Return why integers compute no layer of a module, and what to do."""
+    calls: list[relax.Call] = []
+    for function in relax_functions(mod).values():
+        calls += [value for value in relax.analysis.get_var2val(function).values() if called_operator(value)]
+    layers = sorted({_LAYERS[name] for name in map(called_operator, calls) if name in _LAYERS})
+    if not layers or not any(call.op.name == "relax.dequantize" and _is_narrow(call.args[0]) for call in calls):
+        return (
+            "precision int8 needs a quantised model, with 8-bit weights in convolutions or dense layers; make one "
+            "with onnxruntime.quantization.quantize_static or quantize_dynamic"
+        )
+    return (
+        f"precision int8 computes no {' or '.join(layers)} of this quantised model in integers: build it with "
+        "precision fp32, or quantise these layers with one scale for the input, constant 8-bit weights with at most "
+        "one scale for each output channel, and groups of a multiple of 4 channels"
+    )
 
 
 @mutator
@@ -121,9 +144,13 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
     def integers(self, expr: relax.Expr) -> tuple[relax.Var, float, int] | None:
         """Return the unsigned integers that `expr` dequantises, with their scale and zero point.
 
-        Signed integers are shifted first. None where `expr` dequantises no variable of 8-bit integers by one constant
-        scale and zero point.
+        Signed integers are shifted first. Between the two may be operators that order the numbers anew, and products
+        with one constant, as of Gemm's alpha. None where `expr` dequantises no variable of 8-bit integers by one
+        constant scale and zero point.
         """
+        step = self.call(expr, *_RESHAPING, "relax.multiply")
+        if step is not None:
+            return self._changed(step)
         call = self.call(expr, "relax.dequantize")
         scalars = self.scalars(call) if call is not None else None
         if call is None or scalars is None or not isinstance(call.args[0], relax.Var):
@@ -139,6 +166,25 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
         wide = self.emit(relax.op.astype(self.visit_expr(source), "int32"))
         wide = self.emit(relax.op.add(wide, relax.const(_SHIFT, "int32")))
         return self.emit(relax.op.astype(wide, "uint8")), scale, zero + _SHIFT
+
+    def _changed(self, step: relax.Call) -> tuple[relax.Var, float, int] | None:
+        """Return the `integers` of a call that orders numbers anew or multiplies them by a constant."""
+        source = self.integers(step.args[0])
+        if source is None:
+            return None
+        integers, scale, zero = source
+        if step.op.name != "relax.multiply":
+            return self.moved(step, integers), scale, zero
+        factor = self.value(step.args[1])
+        if factor is None or factor.size != 1 or factor.ndim > step.args[0].ty.ndim:
+            return None
+        product = float(np.float32(scale) * np.float32(factor.reshape(())))
+        return (integers, product, zero) if np.isfinite(product) else None
+
+    def moved(self, call: relax.Call, integers: relax.Var) -> relax.Var:
+        """Emit an operator of `_MOVING` on the integers instead of the numbers that they represent."""
+        rest = [self.visit_expr(arg) for arg in call.args[1:]]
+        return self.emit(relax.Call(call.op, [integers, *rest], call.attrs, call.ty_args))
 
     def weights(self, expr: relax.Expr) -> tuple[Array, Array] | None:
         """Return the centred integers of a dequantised constant, perhaps transposed, and their scales.
@@ -202,8 +248,7 @@ def _move_integers(rewriter: _ToIntegers, call: relax.Call) -> relax.Var | None:
     shift = _SHIFT if str(call.ty.dtype) == "int8" else 0
     if (scale, zero) != (scalars[0], scalars[1] + shift):
         return None
-    rest = [rewriter.visit_expr(arg) for arg in moving.args[1:]]
-    return rewriter.emit(relax.Call(moving.op, [integers, *rest], moving.attrs, moving.ty_args))
+    return rewriter.moved(moving, integers)
 
 
 def _dequantize(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
@@ -221,33 +266,52 @@ def _dequantize(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
     return relax.op.multiply(difference, relax.const(np.float32(scale)))
 
 
-def _conv2d(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
+def _convolution(rewriter: _ToIntegers, call: relax.Call, channel: int) -> relax.Expr | None:
+    """Compute a convolution in integers; output channels are dimension `channel` of its weights.
+
+    One of one dimension becomes one over images of height one.
+    """
     if str(call.ty.dtype) == "int32":
         rewriter.layers += 1
         return None
     attrs, weights = call.attrs, rewriter.weights(call.args[1])
-    if (attrs.data_layout, attrs.kernel_layout) != ("NCHW", "OIHW") or weights is None:
+    if attrs.data_layout not in ("NCHW", "NCW") or weights is None:
         return None
     weight, scales = weights
-    groups = int(attrs.groups)
-    has_kernel = is_depthwise(call) or _is_dot(weight, groups, rewriter.machine, rewriter.dot)
-    if not has_kernel or scales.size not in (1, scales.shape[0]):
+    groups, is_line = int(attrs.groups), weight.ndim == 3
+    if scales.size not in (1, scales.shape[channel]):
+        return None
+    if is_line:
+        weight = weight[:, :, None]
+    kernel = ordinary_kernel(weight, groups) if channel else weight
+    is_depthwise = kernel.shape[1] == 1 and groups == len(kernel) > 1
+    if not is_depthwise and not _is_dot(kernel, groups, rewriter.machine, rewriter.dot):
         return None
     data = rewriter.integers(call.args[0])
     if data is None or static(data[0].ty.shape.values[1]) is None:
         return None
     rewriter.layers += 1
-    product = relax.op.nn.conv2d(
-        _centred(rewriter, data[0], data[2]),
-        constant(weight.astype("int32")),
-        strides=list(attrs.strides),
-        padding=list(attrs.padding),
-        dilation=list(attrs.dilation),
-        groups=groups,
-        out_dtype="int32",
-    )
+    integers, scale, zero = data
+    lists = (attrs.strides, attrs.padding, attrs.dilation)
+    strides, padding, dilation = ([int(size) for size in item] for item in lists)
+    if is_line:
+        integers = rewriter.emit(relax.op.expand_dims(integers, 2))
+        strides, padding, dilation = [1, *strides], [0, padding[0], 0, padding[1]], [1, *dilation]
+    operands = _centred(rewriter, integers, zero), constant(weight.astype("int32"))
+    shared = {"groups": groups, "out_dtype": "int32"}
+    if channel:
+        more = [int(size) for size in attrs.output_padding]
+        product = relax.op.nn.conv2d_transpose(
+            *operands, strides, padding, [0, *more] if is_line else more, dilation, **shared
+        )
+        # The groups share the scales of their channels.
+        scales = np.tile(scales.reshape(-1), groups) if scales.size > 1 else scales
+    else:
+        product = relax.op.nn.conv2d(*operands, strides, padding, dilation, **shared)
     wide = rewriter.emit(relax.op.astype(rewriter.emit(product), "float32"))
-    return relax.op.multiply(wide, constant((scales * np.float32(data[1])).astype("float32").reshape(1, -1, 1, 1)))
+    factors = (scales * np.float32(scale)).astype("float32").reshape(1, -1, 1, 1)
+    result = relax.op.multiply(wide, constant(factors))
+    return relax.op.squeeze(rewriter.emit(result), [2]) if is_line else result
 
 
 def _matmul(rewriter: _ToIntegers, call: relax.Call) -> relax.Expr | None:
@@ -302,10 +366,17 @@ def _is_float32(expr: relax.Expr) -> bool:
     return str(expr.ty.dtype) == "float32"
 
 
+def _is_narrow(expr: relax.Expr) -> bool:
+    return str(expr.ty.dtype) in ("uint8", "int8")
+
+
 _REWRITES: dict[str, Callable[[_ToIntegers, relax.Call], relax.Expr | None]] = {
     "relax.quantize": _quantize,
     "relax.dequantize": _dequantize,
-    "relax.nn.conv2d": _conv2d,
+    "relax.nn.conv1d": partial(_convolution, channel=0),
+    "relax.nn.conv2d": partial(_convolution, channel=0),
+    "relax.nn.conv1d_transpose": partial(_convolution, channel=1),
+    "relax.nn.conv2d_transpose": partial(_convolution, channel=1),
     "relax.matmul": _matmul,
 }
 

@@ -297,9 +297,17 @@ def _reciprocal(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     return relax.op.multiply(call.args[0], constant(reciprocal))
 
 
+def _infinity(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Write the quotient by one zero as a product, which is the same number, because TVM refuses the quotient."""
+    divisor = rewriter.constant(call.args[1])
+    if divisor is None or divisor.dtype.kind != "f" or divisor.size != 1 or divisor.any():
+        return None
+    return relax.op.multiply(call.args[0], constant(np.copysign(np.inf, divisor).astype(divisor.dtype)))
+
+
 def multiply_instead() -> tvm.transform.Pass:
     """Return the pass that writes small powers as products or roots, and divisions by constants as products."""
-    return rewriting("MultiplyInstead", {"power": (_product,), "divide": (_reciprocal,)})
+    return rewriting("MultiplyInstead", {"power": (_product,), "divide": (_infinity, _reciprocal)})
 
 
 def _merge_reshapes(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
