@@ -15,7 +15,6 @@ from tasks.gate import GateJob, gate, integrity
 from tasks.reproduce import reproduce
 from tasks.step import StepRunner
 from tvmflow import promotion
-from tvmflow import settings as machine
 from tvmflow.documents import Message
 from tvmflow.errors import VerdictError
 from tvmflow.fetch import cache_folder
@@ -103,10 +102,10 @@ def promote(
     """
     from prefect.runtime import flow_run
 
-    settings = machine.load()
+    settings = Settings.load()
     sections = read_sections(settings, name)
-    deployed = is_deployed()
-    who = who or (f"flow run {flow_run.name}" if deployed else promotion.identify_user())
+    is_deployment = is_deployed()
+    who = who or (f"flow run {flow_run.name}" if is_deployment else promotion.identify_user())
     outage = outage_seconds(settings)
     with open_services(settings, store or sections.store, registry or sections.registry, outage) as services:
         workspace = open_workspace(settings, services.store)
@@ -119,7 +118,7 @@ def promote(
             why=why,
             approved=approved,
             while_wanted=while_wanted,
-            flow_run_id=flow_run.id if deployed else None,
+            flow_run_id=flow_run.id if is_deployment else None,
         )
         with keeping_logs(name, workspace, services.registry, {}):
             summary = outlast(partial(promote_release, services, settings, workspace, request), outage)

@@ -167,7 +167,7 @@ def _measure_round(job: BenchmarkJob, runner: StepRunner, random: np.random.Gene
             for name in processes.shuffle():
                 update = {"warmup": _UNTIMED, "runs": job.section.repeats, "callers": callers}
                 concurrent[callers, name] = processes.take_turn(jobs[name].model_copy(update=update))
-        return Round(turns, processes.reference, concurrent)
+        return Round(turns, processes.kernel_seconds, concurrent)
 
 
 def _split(repeats: int) -> list[int]:

@@ -19,7 +19,7 @@ from tasks.export import ExportResult
 from tasks.package import PackageJob, PackageResult, package
 from tasks.relax_import import ImportResult
 from tasks.step import StepRunner
-from tasks.tune import TuneResult, part_of, untuned, with_threads
+from tasks.tune import TuneResult, part_of, skip_tuning, with_threads
 from tasks.validate import ReferenceResult, ValidateJob, validate, why_not_here
 from tvmflow.bundle import public_key
 from tvmflow.spec import Spec
@@ -33,7 +33,7 @@ Build = tuple[TuneResult, Outcome[BuildResult]]
 
 def tunings_to_build(workspace: Workspace, tuned: TuneResult) -> tuple[TuneResult, ...]:
     """Return `tuned` and a tuning without records, in this order; only the latter if `tuned` itself has no records."""
-    nothing = untuned(workspace)
+    nothing = skip_tuning(workspace)
     return (nothing,) if tuned.records.sha256 == nothing.records.sha256 else (tuned, nothing)
 
 

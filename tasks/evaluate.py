@@ -79,10 +79,10 @@ def scores_work(job: EvaluateJob, emit: Emit) -> Scores:
         return Scores(champion=None)
     workspace, reference = job.workspace, job.reference
     held_out = [sample for sample, _ in samples.load(workspace.path(reference.original))]
-    inputs = join(held_out, reference.count, whole=reference.whole)
+    inputs = join(held_out, reference.count, one_by_one=reference.one_by_one)
     labels: Array = np.load(workspace.path(reference.labels))
     outputs = _run(job.bundle, inputs, reference, job.task.batch, emit)
-    metric = score(job.task, join(outputs, reference.count, whole=reference.whole), labels)
+    metric = score(job.task, join(outputs, reference.count, one_by_one=reference.one_by_one), labels)
     return Scores(champion=metric, sources=imported_sources(job.folder))
 
 
@@ -185,7 +185,7 @@ def _run(bundle: Path, inputs: NamedArrays, reference: ReferenceResult, batch: i
         is_fixed = isinstance(first, int)
         largest = None if isinstance(first, int) else model.manifest.dimensions.get(first, (1, None))[1]
         size = first if isinstance(first, int) else min(batch, largest or batch)
-        chunks = split(inputs, reference.count, None if reference.whole else size, fixed=is_fixed)
+        chunks = split(inputs, reference.count, None if reference.one_by_one else size, fixed=is_fixed)
         outputs: list[NamedArrays] = []
         for index, chunk in enumerate(chunks):
             emit(index, len(chunks), "the champion on held-out data")

@@ -127,7 +127,7 @@ class _Observer:
     results: list[_Result] = field(default_factory=list)
     _writers: dict[int, int] = field(default_factory=dict)
 
-    def __call__(self, func: Any, name: str, before: bool, _returned: Any, *args: Any) -> int:
+    def __call__(self, func: Any, name: str, before: bool, _result: Any, *args: Any) -> int:
         function = self.functions.get(str(name))
         if function is None or before:
             return 0

@@ -168,7 +168,7 @@ def _measure_round(
                     continue
                 if number:  # The first turn loads the model, and is not counted.
                     turns.setdefault((0, name), []).append(turn)
-        return Round(turns, processes.reference), failures
+        return Round(turns, processes.kernel_seconds), failures
 
 
 def _figures(rounds: Sequence[Round[Runner]], runner: Runner) -> Figures:

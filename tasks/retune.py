@@ -38,11 +38,11 @@ class Profile(StepResult):
 
     def costliest(self) -> tuple[str, ...]:
         """Return the names of the costliest functions that together take 90 % of the time."""
-        total, covered, names = sum(self.functions.values()), 0.0, []
+        total, covered_seconds, names = sum(self.functions.values()), 0.0, []
         for name, seconds in self.functions.items():
-            if covered >= _SHARE * total:
+            if covered_seconds >= _SHARE * total:
                 break
-            covered += seconds
+            covered_seconds += seconds
             names.append(name)
         return tuple(names)
 

@@ -155,7 +155,7 @@ class StepRunner:
 
     def emit(self, done: float, total: float, message: str) -> None:
         """Report that this step has done `done` of `total` units; `message` names the current one."""
-        reporter().progressed(self.step, self.label, done, total, message)
+        reporter().advance(self.step, self.label, done, total, message)
 
     def call(
         self,

@@ -235,7 +235,7 @@ def _register(registry: Registry, run_id: str, job: TrackJob, workspace: Workspa
     version = registry.find_version(job.model, run_id)
     if version is not None:
         return version
-    reference = registry.log_model(
+    logged_model = registry.log_model(
         run_id,
         job.spec.name,
         {item.target.name: workspace.path(item.bundle) for item in job.targets},
@@ -249,7 +249,7 @@ def _register(registry: Registry, run_id: str, job: TrackJob, workspace: Workspa
     # Readers of the registry can see the version before the release is published: this tag says so.
     tags = {**job.spec.registry.tags, "tvmflow.status": "unpublished"}
     lease.require()
-    return registry.register(job.model, reference, run_id, tags)
+    return registry.register(job.model, logged_model, run_id, tags)
 
 
 def describe(targets: Sequence[TargetResult]) -> str:

@@ -145,7 +145,7 @@ class TuneResult(StepResult):
     records_digest: str = ""
 
 
-def untuned(workspace: Workspace) -> TuneResult:
+def skip_tuning(workspace: Workspace) -> TuneResult:
     """Return the result of a tuning without records."""
     return TuneResult(records=_keep_lines(workspace, []), workloads=(), trials=0, coverage=NOTHING_TUNED)
 
@@ -168,7 +168,7 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
     store = tuning.RecordStore(workspace.records)
     if not job.tune.has_budget and not job.is_extra and store.is_empty(job.target):
         # To look up the model's workloads would lower it, and the build does that again.
-        return untuned(workspace).model_copy(update={"records_digest": best_digest(store, job.target, ())})
+        return skip_tuning(workspace).model_copy(update={"records_digest": best_digest(store, job.target, ())})
     report = tune_model(
         load_imported(workspace, job.imported),
         job.target,

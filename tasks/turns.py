@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from tasks.comparison import measure_reference
+from tasks.comparison import time_kernel
 from tvmflow import samples
 from tvmflow.arrays import NamedArrays
 from tvmflow.comparison import Pair
@@ -78,13 +78,13 @@ R = TypeVar("R", bound=str)
 class Round(Generic[R]):
     """The turns of one round of new processes, one per runner.
 
-    `turns` are by the index of the point and the runner. `reference` has the seconds of the reference kernel, a fixed
-    computation that shows the processor's clock. `concurrent` has the turns of several callers by the number of
+    `turns` are by the index of the point and the runner. `kernel_seconds` has the seconds of the reference kernel, a
+    fixed computation that shows the processor's clock. `concurrent` has the turns of several callers by the number of
     callers and the runner.
     """
 
     turns: Mapping[tuple[int, R], Sequence[Turn]]
-    reference: Sequence[float]
+    kernel_seconds: Sequence[float]
     concurrent: Mapping[tuple[int, R], Turn] = field(default_factory=dict)
 
     def seconds(self, runner: R, point: int = 0) -> list[float]:
@@ -94,26 +94,28 @@ class Round(Generic[R]):
     def pair(self, candidate: R, baseline: R, point: int = 0) -> Pair:
         """Return two runners compared turn by turn: turns with the same index were right after each other."""
         sides = [[turn.seconds for turn in self.turns[point, name]] for name in (candidate, baseline)]
-        return Pair.of_turns(sides[0], sides[1], self.reference)
+        return Pair.of_turns(sides[0], sides[1], self.kernel_seconds)
 
     def joules(self, runner: R) -> float | None:
         """Return the joules of a run at the first point, None where the machine does not tell them."""
         energies = [(turn.joules, turn.warmup + len(turn.seconds)) for turn in self.turns[0, runner]]
-        known = [(joules, runs) for joules, runs in energies if joules is not None]
-        return sum(joules for joules, _ in known) / sum(runs for _, runs in known) if known else None
+        measurements = [(joules, runs) for joules, runs in energies if joules is not None]
+        return (
+            sum(joules for joules, _ in measurements) / sum(runs for _, runs in measurements) if measurements else None
+        )
 
 
 class Processes(Generic[R]):
     """The processes of one round, which `start` starts in random order; a context manager that ends them.
 
-    `reference` has the seconds of the reference kernel, which runs before each turn.
+    `kernel_seconds` has the seconds of the reference kernel, which runs before each turn.
     """
 
     def __init__(
         self, runners: Sequence[R], start: Callable[[R], Child], timeout: float, random: np.random.Generator
     ) -> None:
         """Start no process yet; one that takes longer than `timeout` seconds for a turn is killed."""
-        self.reference: list[float] = []
+        self.kernel_seconds: list[float] = []
         self._runners, self._start, self._timeout, self._random = runners, start, timeout, random
         self._children: dict[str, Child] = {}
         self._with_model: set[str] = set()
@@ -125,7 +127,7 @@ class Processes(Generic[R]):
 
     def take_turn(self, job: TurnJob) -> Turn:
         """Let the job's runner take a turn. Raises what the runner raises, StepError where its process crashes."""
-        self.reference += measure_reference()
+        self.kernel_seconds += time_kernel()
         before = read_counters()
         turn = self._children[job.runner].take_turn(job, Turn, timeout=self._timeout)
         joules = joules_between(before, read_counters())

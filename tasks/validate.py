@@ -84,14 +84,14 @@ class ReferenceResult(StepResult):
 
     `data` is the SHA-256 of the held-out inputs and labels, `count` the number of samples, `metric` the original's task
     metric on them. Where the model's batch size is fixed, the last chunk is filled up by repeating its last sample.
-    If `whole` is true, each chunk is a single sample, and its arrays have no axis of samples.
+    If `one_by_one` is true, each chunk is a single sample, and its arrays have no axis of samples.
     """
 
     original: Artifact
     onnxruntime: Artifact
     labels: Artifact
     count: int
-    whole: bool
+    one_by_one: bool
     metric: float
     data: str
 
@@ -141,8 +141,8 @@ def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
     value = usercode.call(job.task.dataset, "dataset", ExportError, **job.task.arguments)
     inputs, labels = _dataset(value, job.task.dataset, job.inputs)
     count = len(labels)
-    whole = all(inputs[name].ndim == rank + 1 for name, rank in zip(job.inputs, job.ranks, strict=True))
-    size = None if whole else job.batch or job.task.batch
+    one_by_one = all(inputs[name].ndim == rank + 1 for name, rank in zip(job.inputs, job.ranks, strict=True))
+    size = None if one_by_one else job.batch or job.task.batch
     chunks = split(inputs, count, size, fixed=job.batch is not None)
     session = open_session(workspace.path(job.onnx))
     module = load_module(job.original.source) if job.needs_torch else None
@@ -168,9 +168,9 @@ def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
             onnxruntime=workspace.keep(folder / "onnxruntime.npz"),
             labels=workspace.keep(folder / "labels.npy"),
             count=count,
-            whole=whole,
+            one_by_one=one_by_one,
             data=_hash_data(inputs, labels),
-            metric=score(job.task, join([outputs for _, outputs in original], count, whole=whole), labels),
+            metric=score(job.task, join([outputs for _, outputs in original], count, one_by_one=one_by_one), labels),
             sources=usercode.imported_sources(job.folder),
         )
 
@@ -225,7 +225,7 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
         pairs.append(_pair_held_out(job, reference, reference.original, held_out, ties, errors))
         if session is not None:
             peers.append(_pair_held_out(job, reference, reference.onnxruntime, held_out, ties, errors))
-        outputs = join(held_out, reference.count, whole=reference.whole)
+        outputs = join(held_out, reference.count, one_by_one=reference.one_by_one)
         labels = np.load(workspace.path(reference.labels))
         metric = score(task, outputs, labels)
         if task.metric == "accuracy":
@@ -307,7 +307,7 @@ def _pair_held_out(
     chunks = [inputs for inputs, _ in samples.load(job.workspace.path(reference.original))]
     expected = _outputs(job, artifact)
     settled = [ties.settle(*arrays, errors) for arrays in zip(chunks, expected, held_out, strict=True)]
-    first, second = (join(items, reference.count, whole=reference.whole) for items in (expected, settled))
+    first, second = (join(items, reference.count, one_by_one=reference.one_by_one) for items in (expected, settled))
     return first, second
 
 
@@ -426,9 +426,9 @@ def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named
     agreements = comparisons = 0
     for expected, outputs in pairs:
         for name, array in expected.items():
-            reference, actual = array.astype(np.float64), outputs[name].astype(np.float64)
-            error = largest_error(reference, actual)
-            if reference.shape != actual.shape:
+            theirs, ours = array.astype(np.float64), outputs[name].astype(np.float64)
+            error = largest_error(theirs, ours)
+            if theirs.shape != ours.shape:
                 return Deviation(
                     against=against,
                     max_abs_error=error,
@@ -439,12 +439,12 @@ def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named
                 )
             absolute = max(absolute, error)
             # Relative to the output's own scale: element by element, values near zero would decide alone.
-            scale = float(np.abs(reference[np.isfinite(reference)]).max(initial=0.0))
+            scale = float(np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0))
             relative = max(relative, error / scale if scale else 0.0)
-            cosine = min(cosine, _cosine(reference, actual))
-        reference, actual = next(iter(expected.values())), next(iter(outputs.values()))
-        if reference.ndim >= 1 and reference.shape == actual.shape and reference.shape[-1] > 1:
-            same = reference.argmax(-1) == actual.argmax(-1)
+            cosine = min(cosine, _cosine(theirs, ours))
+        theirs, ours = next(iter(expected.values())), next(iter(outputs.values()))
+        if theirs.ndim >= 1 and theirs.shape == ours.shape and theirs.shape[-1] > 1:
+            same = theirs.argmax(-1) == ours.argmax(-1)
             agreements, comparisons = agreements + int(same.sum()), comparisons + int(same.size)
     return Deviation(
         against=against,
@@ -456,19 +456,19 @@ def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named
     )
 
 
-def _cosine(reference: Array, actual: Array) -> float:
-    norms = float(np.linalg.norm(reference) * np.linalg.norm(actual))
+def _cosine(theirs: Array, ours: Array) -> float:
+    norms = float(np.linalg.norm(theirs) * np.linalg.norm(ours))
     if norms == 0.0 or not np.isfinite(norms):
-        return 1.0 if np.array_equal(reference, actual, equal_nan=True) else 0.0
-    return min(1.0, float(np.vdot(reference, actual)) / norms)
+        return 1.0 if np.array_equal(theirs, ours, equal_nan=True) else 0.0
+    return min(1.0, float(np.vdot(theirs, ours)) / norms)
 
 
 def _reasons(bounds: Validate, comparison: Deviation, pairs: list[tuple[NamedArrays, NamedArrays]]) -> list[str]:
     """Return the reasons why the outputs are out of bounds; empty when they are within."""
     for expected, outputs in pairs:
-        for name, reference in expected.items():
-            if outputs[name].shape != reference.shape:
-                shapes = " and ".join(str(list(array.shape)) for array in (outputs[name], reference))
+        for name, theirs in expected.items():
+            if outputs[name].shape != theirs.shape:
+                shapes = " and ".join(str(list(array.shape)) for array in (outputs[name], theirs))
                 return [f"output {name!r} and the original's have different shapes, {shapes}"]
     reasons = []
     if bounds.max_relative_error is not None:
@@ -483,13 +483,13 @@ def _reasons(bounds: Validate, comparison: Deviation, pairs: list[tuple[NamedArr
             are_close(outputs[name], expected[name], rtol=bounds.rtol, atol=bounds.atol) for expected, outputs in pairs
         )
         if not is_close:
-            worst, reference = max(
+            worst, theirs = max(
                 ((largest_error(expected[name], outputs[name]), expected[name]) for expected, outputs in pairs),
                 key=itemgetter(0),
             )
             reasons.append(
                 f"output {name!r} differs from the original by up to {worst:.3g}, beyond "
-                f"{describe_bounds(reference, bounds.rtol, bounds.atol)}"
+                f"{describe_bounds(theirs, bounds.rtol, bounds.atol)}"
             )
     return reasons + _disagreement(bounds, comparison)
 
@@ -558,12 +558,12 @@ def split(inputs: NamedArrays, count: int, size: int | None, *, fixed: bool) -> 
     return chunks
 
 
-def join(chunks: list[NamedArrays], count: int, *, whole: bool) -> NamedArrays:
+def join(chunks: list[NamedArrays], count: int, *, one_by_one: bool) -> NamedArrays:
     """Return the first `count` samples of all chunks by name, joined along the first axis, without filled-up ones.
 
-    With `whole`, each chunk is one sample without the first axis.
+    With `one_by_one`, each chunk is one sample without the first axis.
     """
-    combine = np.stack if whole else np.concatenate
+    combine = np.stack if one_by_one else np.concatenate
     return {name: combine([chunk[name] for chunk in chunks])[:count] for name in chunks[0]}
 
 

@@ -260,19 +260,21 @@ def _exchange(
     except LogLimitError as error:
         process.close()
         end = f"printed more than {LARGEST_LOG >> 20} MB"
-        raise _ended(f"{step} {end} and was ended; its log is {process.current_log}: let it print less", end) from error
+        raise _make_error(
+            f"{step} {end} and was ended; its log is {process.current_log}: let it print less", end
+        ) from error
     except TimeoutError as error:
         process.close()
         end = f"took longer than {timeout / 60:.3g} minutes"
         advice = f"set TVMFLOW_STEP_TIMEOUT_MINUTES for more, its log is {process.log}"
-        raise _ended(f"{step} {end} and was ended; {advice}", end) from error
+        raise _make_error(f"{step} {end} and was ended; {advice}", end) from error
     except EOFError as error:
         end, description = process.name_end(), process.describe_end()
         process.close()
-        raise _ended(f"the process of {step} {description}; its log is {process.log}", end) from error
+        raise _make_error(f"the process of {step} {description}; its log is {process.log}", end) from error
 
 
-def _ended(message: str, end: str) -> StepError:
+def _make_error(message: str, end: str) -> StepError:
     error = StepError(message)
     error.end = end
     return error

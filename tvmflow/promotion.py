@@ -115,11 +115,11 @@ def find_policy(channel: Channel, release: Release, current: Release | None, *, 
     if channel.policy is not None:
         return EffectivePolicy(channel.policy, proposal=None if proposal == channel.policy else proposal)
     for document in (current, release):
-        candidate = None if document is None else document.channels.get(channel.channel)
-        if document is not None and candidate is not None and candidate != Policy():
+        policy = None if document is None else document.channels.get(channel.channel)
+        if document is not None and policy is not None and policy != Policy():
             why = f"proposed by {document.name} {document.version}"
-            adoption = channels.make_policy_change(None, candidate, who=who, why=why)
-            return EffectivePolicy(candidate, adoption, None if proposal == candidate else proposal)
+            adoption = channels.make_policy_change(None, policy, who=who, why=why)
+            return EffectivePolicy(policy, adoption, None if proposal == policy else proposal)
     if release.channels and proposal is None and not channel.exists:
         close = get_close_matches(channel.channel, release.channels, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -165,14 +165,14 @@ def check_order(store: ReleaseStore, name: str, channel: str, policy: Policy) ->
     Raises StoreError when the server fails.
     """
     proposals = read_proposals(store, name)
-    known = {document.channel: document.policy for document in channels.list_all(store, name)}
-    policies = {**proposals, **{key: value for key, value in known.items() if value is not None}}
+    own_policies = {document.channel: document.policy for document in channels.list_all(store, name)}
+    policies = {**proposals, **{key: value for key, value in own_policies.items() if value is not None}}
     earlier, visited = policy.after, {channel}
     while earlier is not None:
         if earlier in visited:
             raise SpecError(f"after={policy.after}: a release would have to reach {earlier!r} before itself")
-        if earlier not in known.keys() | proposals.keys():
-            names = sorted((known.keys() | proposals.keys()) - {channel})
+        if earlier not in own_policies.keys() | proposals.keys():
+            names = sorted((own_policies.keys() | proposals.keys()) - {channel})
             others = ", ".join(names) or "none"
             raise SpecError(
                 f"after={earlier}: {name} has no such channel; its others: {others}{likely_name(earlier, names)}"

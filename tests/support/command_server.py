@@ -197,12 +197,12 @@ class _Kind(NamedTuple):
 def _run_command(arguments: list[str]) -> None:
     from prefect.context import refresh_global_settings_context
 
-    from tvmflow import settings
     from tvmflow.cli.prefect import prepare_environment
+    from tvmflow.settings import Settings
 
     # Prefect has read its settings when it was imported. A mistake in tvmflow's own is the command's to report.
     with suppress(TvmflowError):
-        if (address := settings.load().prefect_api_url) is not None:
+        if (address := Settings.load().prefect_api_url) is not None:
             os.environ["PREFECT_API_URL"] = address
     prepare_environment()
     refresh_global_settings_context()

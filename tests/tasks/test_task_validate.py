@@ -155,7 +155,7 @@ def test_samples_that_are_whole_inputs_are_run_one_by_one_and_their_outputs_stac
     inputs = {"state": np.arange(24).reshape(3, 2, 4), "rate": np.array([8, 16, 32])}
     chunks = split(inputs, 3, None, fixed=False)
     assert [(chunk["state"].shape, chunk["rate"].shape) for chunk in chunks] == [((2, 4), ())] * 3
-    joined = join(chunks, 3, whole=True)
+    joined = join(chunks, 3, one_by_one=True)
     assert all(np.array_equal(joined[name], array) for name, array in inputs.items())
 
 

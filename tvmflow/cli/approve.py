@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> None:
     """Approve the promotion that waits in the flow run RUN, an id or its beginning; without RUN, list all that wait."""
     from tvmflow import promotion
-    from tvmflow import settings as machine
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.errors import SettingsError
+    from tvmflow.settings import Settings
 
-    settings = machine.load()
+    settings = Settings.load()
     if settings.prefect_api_url is None:
         raise SettingsError(
             "nothing waits where there is no Prefect server: set TVMFLOW_PREFECT_API_URL, or start one by `tvmflow up`"
@@ -40,19 +40,19 @@ def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> N
                 _show(promotions, settings)
             return
         who = promotion.identify_user()
-        answered = answer(
+        waiting = answer(
             run,
             approve=not reject,
             who=who,
             why=why,
             check=lambda item: None if reject else _check(settings, item, who),
         )
-    document = {**answered.model_dump(mode="json"), "approved": not reject}
+    document = {**waiting.model_dump(mode="json"), "approved": not reject}
     if as_json:
         click.echo(json.dumps(document))
     else:
         outcome = "rejected" if reject else "approved"
-        click.echo(f"{outcome}: {answered.name} {answered.version} to {answered.channel}, run {answered.run}")
+        click.echo(f"{outcome}: {waiting.name} {waiting.version} to {waiting.channel}, run {waiting.run}")
 
 
 def _check(settings: "Settings", item: "WaitingPromotion", who: str) -> None:

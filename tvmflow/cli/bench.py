@@ -94,12 +94,12 @@ def bench_command(
 
     from tasks.peers import hold_contest
     from tvmflow import samples
-    from tvmflow import settings as machine
     from tvmflow.bundle import read_manifest
+    from tvmflow.settings import Settings
     from tvmflow.target import host
     from tvmflow.workspace import Workspace
 
-    settings = machine.load()
+    settings = Settings.load()
     build: dict[str, object] = {"precision": precision}
     spec = make_spec(model, "native", parse_shapes(input_shapes or ""), build, trials, operators, max_relative_error)
     (target,) = spec.resolve_targets()

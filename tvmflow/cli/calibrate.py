@@ -79,13 +79,13 @@ def calibrate_command(output: Path, threads: int | None, as_json: bool) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("number", nearest.name, "measured"):
         table.add_column(heading, justify="left" if heading == "number" else "right")
-    for path, before, after in _compared(nearest, profile):
+    for path, before, after in _list_differences(nearest, profile):
         table.add_row(path, before, after)
     output_console().print(table)
     click.echo(f"{output}: export TVMFLOW_PROFILE={output.absolute()}")
 
 
-def _compared(before: "Profile", after: "Profile") -> list[tuple[str, str, str]]:
+def _list_differences(before: "Profile", after: "Profile") -> list[tuple[str, str, str]]:
     """The measured numbers: path, value of the nearest profile, measured value."""
     rows = []
     tables = [("memory", before.memory, after.memory), ("cores", before.cores, after.cores)]

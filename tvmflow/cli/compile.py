@@ -171,10 +171,10 @@ def compile_command(
         raise click.UsageError("--cross-compiler-options needs --cross-compiler")
     linker = _linker(cross_compiler, cross_compiler_options)
     from tasks.build import Inspect
-    from tvmflow import settings as machine
+    from tvmflow.settings import Settings
     from tvmflow.workspace import Workspace
 
-    settings = machine.load()
+    settings = Settings.load()
     section = {
         "precision": precision,
         "fast_algorithms": fast_algorithms,

@@ -28,12 +28,12 @@ def promote_command(name: str, version: str, channel: str, why: str, approve: bo
     from rich.console import Console
 
     from tvmflow import promotion
-    from tvmflow import settings as machine
     from tvmflow.cli.display import RichReporter
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.imports import importing
+    from tvmflow.settings import Settings
 
-    settings = machine.load()
+    settings = Settings.load()
     needs_person = not approve and _needs_approval(settings, name, version, channel)
     console = Console(stderr=True)
     if not as_json and not needs_person:

@@ -216,11 +216,11 @@ def prune(keep: int, as_json: bool) -> None:
 @contextmanager
 def _open_records() -> "Iterator[tuple[RecordStore, Sharing | None]]":
     """Open the store of the state folder, and its sharing with the release store where the settings name one."""
-    from tvmflow import settings as machine
+    from tvmflow.settings import Settings
     from tvmflow.tuning.record_store import RecordStore
     from tvmflow.tuning.sharing import Sharing
 
-    settings = machine.load()
+    settings = Settings.load()
     store = RecordStore(settings.state / "records")
     if not settings.share_records or not (settings.s3_endpoint or settings.s3_bucket):
         yield store, None

@@ -41,11 +41,11 @@ def report_command(name: str, version: str, output: Path | None, opens: bool) ->
     the browser. It was made with the release; its section on trust is written anew, with who has signed and approved
     the release since, and whether it was built again.
     """
-    from tvmflow import settings as machine
     from tvmflow.report.release import update_page
     from tvmflow.services import open_store_of
+    from tvmflow.settings import Settings
 
-    settings, path = machine.load(), output or Path(f"{name}-{version}.html")
+    settings, path = Settings.load(), output or Path(f"{name}-{version}.html")
     with open_store_of(settings, name) as store:
         release = store.get_release(name, version)
         if release.report is None:
@@ -147,14 +147,14 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
 
     The figures of each were measured when it was made, so the machine or its load may differ.
     """
-    from tvmflow import settings as machine
     from tvmflow.cli.display import output_console
     from tvmflow.report.changes import compare_releases, find_slowdowns
     from tvmflow.report.layers import compare_layers, fetch_times
     from tvmflow.report.release import write_difference
     from tvmflow.services import open_store_of
+    from tvmflow.settings import Settings
 
-    with open_store_of(machine.load(), name) as store:
+    with open_store_of(Settings.load(), name) as store:
         old, new = (store.get_release(name, version) for version in (before, now))
         old_times, new_times = (fetch_times(release.report, store.get_blob) for release in (old, new))
     slower = {target: compare_layers(times, old_times.get(target, {})) for target, times in new_times.items()}

@@ -20,10 +20,10 @@ def rollback_command(name: str, channel: str, to: str | None, why: str, as_json:
     one before was interrupted: then it completes that.
     """
     from tvmflow import promotion
-    from tvmflow import settings as machine
     from tvmflow.services import open_services, read_sections
+    from tvmflow.settings import Settings
 
-    settings = machine.load()
+    settings = Settings.load()
     sections = read_sections(settings, name)
     with open_services(settings, sections.store, sections.registry) as services:
         before, after = promotion.roll_back(services, name, channel, who=promotion.identify_user(), why=why, to=to)

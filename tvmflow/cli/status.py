@@ -43,10 +43,10 @@ def status_command(html: Path | None, as_json: bool) -> None:
     channel holds, "waits" is the release that somebody asks for, "signed" the days until the statement expires. The
     page is one file that needs no network.
     """
-    from tvmflow import settings as machine
     from tvmflow.report.fleet import describe_fleet, write_fleet
+    from tvmflow.settings import Settings
 
-    fleet = _read_fleet(machine.load())
+    fleet = _read_fleet(Settings.load())
     if html is not None:
         with naming_output(html):
             html.write_text(write_fleet(fleet))

@@ -59,13 +59,13 @@ def tune_command(
         raise click.UsageError("--tracker names the place of devices; give their key with --device")
     from rich.console import Console
 
-    from tvmflow import settings as machine
     from tvmflow import spec as release_file
     from tvmflow.cli.devices import own_tracker, tracker_address
     from tvmflow.cli.display import RichReporter, output_console
+    from tvmflow.settings import Settings
 
     spec = release_file.load(file)
-    settings = machine.load()
+    settings = Settings.load()
     if targets:
         spec = release_file.amend(spec, {"targets": list(targets)}, str(file))
     options = {"minutes": minutes, "trials": trials, "until": until, "early_stopping": early_stopping}

@@ -221,13 +221,13 @@ def write_page(data: PageData) -> str:
     return page.write(f"{release.name} {release.version}", sections, data.model_dump(mode="json"))
 
 
-def update_page(written: str, release: Release, standing: trust.Standing) -> str:
-    """Return the page `written` of a published release with its Trust section written anew from `standing`.
+def update_page(html: str, release: Release, standing: trust.Standing) -> str:
+    """Return the page `html` of a published release with its Trust section written anew from `standing`.
 
     The page's JSON document gets the entry `standing`.
     """
     parts = list(trust.show(release, standing))
-    return page.replace_section(written, trust.HEADING, parts, {"standing": standing.model_dump(mode="json")})
+    return page.replace_section(html, trust.HEADING, parts, {"standing": standing.model_dump(mode="json")})
 
 
 def _verdict(data: PageData) -> Iterator[Markup]:

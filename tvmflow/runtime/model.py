@@ -477,9 +477,9 @@ class CompiledModel:
         # Libraries of former versions load whole vectors from memory that is aligned as TVM aligns its own.
         alignment = array.itemsize if self.manifest.unaligned_inputs else _ALIGNMENT
         is_usable = _address(array) % alignment == 0 and array.flags.writeable and array.flags.c_contiguous
-        return self._from_dlpack(array if is_usable else self._staged(array, place))
+        return self._from_dlpack(array if is_usable else self._copy_aligned(array, place))
 
-    def _staged(self, array: "Array", place: int | None) -> "Array":
+    def _copy_aligned(self, array: "Array", place: int | None) -> "Array":
         """A copy of an array in aligned memory: in new memory, or in that which this thread keeps for an input.
 
         New memory would cost more than the copy: the system clears each page of it at the first write.
