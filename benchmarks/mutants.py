@@ -69,7 +69,7 @@ SUITES: dict[str, Suite] = {
     "tvmflow/documents.py": Suite(("tests/core/test_core_documents.py",), ("pydantic",)),
     "tvmflow/release.py": Suite(("tests/core/test_core_documents.py",), ("pydantic",)),
     "tvmflow/verdict.py": Suite(("tests/core/test_core_documents.py",), ("pydantic",)),
-    "tvmflow/promotion.py": Suite(("tests/core/test_core_promotion.py",), ("mlflow", *_STORE)),
+    "tvmflow/promotion": Suite(("tests/core/test_core_promotion.py",), ("mlflow", *_STORE)),
     "tvmflow/spec": Suite(("tests/core/test_core_spec.py",), ("pydantic", "yaml")),
     "tvmflow/target.py": Suite(
         (

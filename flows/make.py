@@ -18,10 +18,10 @@ from flows.context import RunContext
 from flows.local import ModelSteps, build_here, measure_here, refuse_unverifiable
 from flows.logs import keeping_logs
 from tasks.export import ExportResult
+from tasks.reference import ReferenceResult
 from tasks.relax_import import ImportResult
 from tasks.step import Job, Step, StepRunner
 from tasks.track import TargetResult
-from tasks.validate import ReferenceResult
 from tvmflow import errors
 from tvmflow import spec as release_file
 from tvmflow.bundle import public_key

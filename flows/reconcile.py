@@ -13,7 +13,8 @@ from prefect.states import Failed
 
 from flows.runs import is_registered, list_active, list_ended, start
 from tvmflow.errors import TvmflowError, VerdictError
-from tvmflow.promotion import ChannelState, make_wish, read_policy, read_refusal, read_state, update_alias
+from tvmflow.promotion.moves import ChannelState, make_wish, read_refusal, read_state, update_alias
+from tvmflow.promotion.policies import read_policy
 from tvmflow.services import Services, open_services
 from tvmflow.settings import Settings
 from tvmflow.spec.fields import WANTED, explain_channel

@@ -10,25 +10,27 @@ from typing import Any
 
 from prefect import flow
 
+from flows.automatic_promotion import promote_automatically
 from flows.context import RunContext, open_context
 from flows.local import LocalBuilds, ModelSteps, build_here, measure_here, refuse_unverifiable
-from flows.promote import PromotionSummary, promote_automatically
+from flows.promote import PromotionSummary
 from flows.remote import make_on_pool, pools_of
 from tasks.export import ExportJob, ExportResult, export
 from tasks.insight import Insight, InsightJob, insight
 from tasks.publish import PublishJob, PublishResult, keep_published_origin, publish, release_document
+from tasks.reference import ReferenceJob, reference
 from tasks.relax_import import ImportJob, relax_import
 from tasks.report import PAGE, ReportJob, report
 from tasks.show import ShowJob, TextsJob, find_show, texts
 from tasks.step import slug
 from tasks.track import TargetResult, TrackJob, TrackResult, track
 from tasks.train import TrainJob, TrainResult, train
-from tasks.validate import ReferenceJob, reference
-from tvmflow import promotion, supervisor
 from tvmflow import spec as release_file
+from tvmflow import supervisor
 from tvmflow.documents import narrow
 from tvmflow.errors import VerdictError
 from tvmflow.figures import Point
+from tvmflow.promotion import people
 from tvmflow.release import Choice, Release
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore, leases
@@ -206,7 +208,7 @@ def _publish(
         registry=context.registry.config.address,
     )
     with ExitStack() as stack:
-        who = promotion.identify_user()
+        who = people.identify_user()
         lease = context.outlast(lambda: stack.enter_context(leases.hold(context.store, spec.name, who)))
         tracked = track(runner, job, context.registry, lease)
         reasons = [reason for result in results for reason in result.reasons]

@@ -11,9 +11,9 @@ from flows.context import RunContext, open_context
 from flows.release import ReleaseSummary, release_model
 from tasks.evaluate import EvaluateJob, Evaluation, evaluate, keep_verdict
 from tasks.export import ExportJob, export
+from tasks.reference import ReferenceJob, reference
 from tasks.register import RegisterJob, register
 from tasks.train import TrainJob, train
-from tasks.validate import ReferenceJob, reference
 from tvmflow import spec as release_file
 from tvmflow import verdict
 from tvmflow.documents import narrow

@@ -17,10 +17,11 @@ from tasks.choose import (
 )
 from tasks.export import ExportResult
 from tasks.package import PackageJob, PackageResult, package
+from tasks.reference import ReferenceResult
 from tasks.relax_import import ImportResult
 from tasks.step import StepRunner
 from tasks.tune import TuneResult, part_of, skip_tuning, with_threads
-from tasks.validate import ReferenceResult, ValidateJob, validate, why_not_here
+from tasks.validate import ValidateJob, validate, why_not_here
 from tvmflow.bundle import public_key
 from tvmflow.spec import Spec
 from tvmflow.target import Target, host

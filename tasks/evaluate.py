@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from tasks.reference import ReferenceResult, join, score, split
 from tasks.step import Job, Step, StepRunner
-from tasks.validate import ReferenceResult, join, score, split
 from tvmflow import samples, verdict
 from tvmflow.arrays import Array, NamedArrays
 from tvmflow.documents import Document, encode

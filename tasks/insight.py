@@ -11,8 +11,8 @@ import numpy as np
 
 from tasks.export import ExportResult
 from tasks.layers import find_layers, measure_peaks
+from tasks.reference import ReferenceResult
 from tasks.step import ChildStep, TargetJob
-from tasks.validate import ReferenceResult
 from tvmflow import samples
 from tvmflow.arrays import Array, NamedArrays
 from tvmflow.bundle import read_manifest

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from tasks.export import ExportResult
+from tasks.reference import ReferenceResult
 from tasks.report import PAGE
 from tasks.step import Job, Step, StepRunner, simplify, slug
 from tasks.track import TargetResult, TrackResult, make_verdict
 from tasks.train import TrainResult
-from tasks.validate import ReferenceResult
 from tvmflow import __version__
 from tvmflow.bundle import read_manifest, read_signer
 from tvmflow.documents import narrow

@@ -22,7 +22,7 @@ from tvmflow.advisories import list_installed
 from tvmflow.documents import encode, narrow
 from tvmflow.errors import RegistryError
 from tvmflow.figures import PEERS, Validation
-from tvmflow.promotion import VERDICT
+from tvmflow.promotion.verdicts import VERDICT
 from tvmflow.registry import Registry
 from tvmflow.release import TargetVerdict
 from tvmflow.spec import Spec

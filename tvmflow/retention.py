@@ -4,7 +4,7 @@ import time
 from collections.abc import Collection
 
 from tvmflow.progress import reporter
-from tvmflow.promotion import identify_user
+from tvmflow.promotion.people import identify_user
 from tvmflow.registry import Registry
 from tvmflow.services import list_sections, open_services
 from tvmflow.settings import Settings

@@ -14,7 +14,8 @@ from support.reports import data_of, unexplained_figures
 from tvmflow.bundle import keygen, public_key, sha256_file
 from tvmflow.release import Blob, Provenance
 from tvmflow.report.page import write
-from tvmflow.report.release import make_data, write_page
+from tvmflow.report.release import write_page
+from tvmflow.report.release_data import make_data
 from tvmflow.services import open_store
 from tvmflow.settings import Settings
 from tvmflow.store.keys import release_key, statement_key

@@ -12,7 +12,7 @@ from support.processes import CommandResult
 from support.releases import make_measurements, make_release, make_target
 from support.reports import data_of, unexplained_figures
 from tvmflow.bundle import keygen, public_key, sha256_file
-from tvmflow.promotion import log_verdict
+from tvmflow.promotion.verdicts import log_verdict
 from tvmflow.services import open_services, open_store, record_sections
 from tvmflow.settings import Settings
 from tvmflow.spec import Policy, parse

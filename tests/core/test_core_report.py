@@ -34,7 +34,8 @@ from tvmflow.report.insight import Drawing, FunctionTime, Insight, Layer, Level,
 from tvmflow.report.layers import layer_rows, times_of
 from tvmflow.report.page import number, read_data, table
 from tvmflow.report.pictures import draw_png, find_charts
-from tvmflow.report.release import make_data, shorten, update_page, write_difference, write_page
+from tvmflow.report.release import shorten, update_page, write_difference, write_page
+from tvmflow.report.release_data import make_data
 from tvmflow.report.trust import ChannelEvent, Promotion, Standing
 from tvmflow.spec import Policy
 from tvmflow.spec.channels import ChannelGates

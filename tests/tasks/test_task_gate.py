@@ -10,7 +10,7 @@ from tasks.gate import GateJob, check_figures, check_ratio, decide_again
 from tvmflow.comparison import Comparison, Conditions, Interval, Pair, Plan, find_drop
 from tvmflow.comparison.pairs import Samples
 from tvmflow.figures import Answers
-from tvmflow.promotion import EffectivePolicy
+from tvmflow.promotion.policies import EffectivePolicy
 from tvmflow.release import Blob, Release
 from tvmflow.spec import Policy
 from tvmflow.spec.channels import ChannelGates

@@ -12,8 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 from support.arrays import normal
 from support.models import save_amplifier, save_model
 from tasks import rounding
+from tasks.reference import _dataset, join, score, split
 from tasks.rounding import Rounding
-from tasks.validate import _compare, _dataset, _metric_reasons, _notes, _reasons, join, score, split
+from tasks.validate import _compare, _metric_reasons, _notes, _reasons
 from tvmflow.errors import ExportError
 from tvmflow.onnx_model import double_precision
 from tvmflow.onnx_model.rounding import change_last_bits

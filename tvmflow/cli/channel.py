@@ -50,7 +50,8 @@ def set_command(name: str, channel: str, values: tuple[str, ...], why: str, as_j
     A channel without a policy of its own gets the one that its release proposes, or else the newest one, with the
     changes.
     """
-    from tvmflow.promotion import check_order, identify_user, proposed_policy
+    from tvmflow.promotion.people import identify_user
+    from tvmflow.promotion.policies import check_order, proposed_policy
     from tvmflow.services import open_store_of
     from tvmflow.settings import Settings
     from tvmflow.spec.fields import explain_channel
@@ -80,7 +81,7 @@ def set_command(name: str, channel: str, values: tuple[str, ...], why: str, as_j
 def apply_command(file: Path, channel: str | None, why: str, as_json: bool) -> None:
     """Give the channels of a release FILE the policies that it proposes."""
     from tvmflow import spec as release_file
-    from tvmflow.promotion import identify_user
+    from tvmflow.promotion.people import identify_user
     from tvmflow.services import open_store
     from tvmflow.settings import Settings
     from tvmflow.store import channels

@@ -64,6 +64,7 @@ def _read_standing(settings: "Settings", store: "ReleaseStore", release: "Releas
     from tvmflow.report.trust import Standing
     from tvmflow.services import open_registry, read_sections
     from tvmflow.store import channels
+    from tvmflow.store.channel_statements import check_statement
 
     name, version = release.name, release.version
     documents, trusted, faults = channels.list_all(store, name), trusted_keys(), []
@@ -80,7 +81,7 @@ def _read_standing(settings: "Settings", store: "ReleaseStore", release: "Releas
     for document in documents if trusted else ():
         try:
             if events[document.channel]:
-                channels.check_statement(store, document, trusted)
+                check_statement(store, document, trusted)
         except StatementError as error:
             faults.append(str(error))
     promotions: list[Promotion] = []
@@ -126,7 +127,7 @@ def _read_promotion(
     registry: "Registry", release: "Release", channel: str, trusted: Sequence[Path]
 ) -> Iterator["Promotion"]:
     """Yield the last verdict on a promotion to a channel, if there is one."""
-    from tvmflow.promotion import read_verdict
+    from tvmflow.promotion.verdicts import read_verdict
     from tvmflow.report.trust import Promotion
 
     last = read_verdict(registry, release.name, channel, release.version, trusted)

@@ -28,12 +28,12 @@ def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json:
     """
     from rich.console import Console
 
-    from tvmflow import promotion
     from tvmflow import spec as release_file
     from tvmflow.cli.display import RichReporter, output_console
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.cli.release import show
     from tvmflow.imports import importing
+    from tvmflow.promotion import people
     from tvmflow.settings import Settings
 
     arguments = _parse_arguments(assignments)
@@ -48,7 +48,7 @@ def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json:
             from flows.retrain import RetrainSummary, retrain
 
         await_server()
-        summary = RetrainSummary.model_validate(retrain(str(file), arguments, why=why, who=promotion.identify_user()))
+        summary = RetrainSummary.model_validate(retrain(str(file), arguments, why=why, who=people.identify_user()))
     if as_json:
         click.echo(json.dumps(summary.model_dump(mode="json")))
         return

@@ -175,17 +175,17 @@ def _read_signature(settings: "Settings", store: "ReleaseStore", document: "Chan
     """Return what the statement on a channel says; None without one, unless this machine demands it."""
     from tvmflow.bundle.signature import trusted_keys
     from tvmflow.report.fleet import Signature
-    from tvmflow.store import channels
+    from tvmflow.store.channel_statements import check_statement, read_claim
 
     trusted, envelope, fault = trusted_keys(), document.statement, None
     if envelope is None and not trusted:
         return None
     if trusted:
         try:
-            channels.check_statement(store, document, trusted)
+            check_statement(store, document, trusted)
         except StatementError as error:
             fault = str(error)
-    claim = channels.read_claim(document)
+    claim = read_claim(document)
     days = None if claim is None else -_days_since(claim.expires)
     return Signature(
         key=None if envelope is None else envelope.signer,
@@ -219,7 +219,7 @@ def _p50(release: "Release") -> float | None:
 
 def _read_verdict(registry: "Registry", item: "ChannelStatus") -> "LastVerdict | None":
     """Return the last verdict on a promotion to a channel, None where the registry has none."""
-    from tvmflow.promotion import read_verdict
+    from tvmflow.promotion.verdicts import read_verdict
     from tvmflow.report.fleet import LastVerdict
 
     last = None if item.channel is None else read_verdict(registry, item.name, item.channel)

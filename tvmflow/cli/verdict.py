@@ -99,7 +99,7 @@ class _StoredVerdict(NamedTuple):
 
 def _read_promotion(registry: "Registry", name: str, version: str, channel: str) -> _StoredVerdict:
     from tvmflow.bundle.signature import trusted_keys
-    from tvmflow.promotion import read_verdict
+    from tvmflow.promotion.verdicts import read_verdict
 
     last = read_verdict(registry, name, channel, version, trusted_keys())
     if last is None:
@@ -131,7 +131,7 @@ def _read_choices(registry: "Registry", settings: "Settings", name: str, version
 
 def _read_retuning(registry: "Registry", name: str, version: str) -> _StoredVerdict:
     from tvmflow.documents import decode
-    from tvmflow.promotion import VERDICT
+    from tvmflow.promotion.verdicts import VERDICT
     from tvmflow.verdict import RetuneVerdict
 
     runs = registry.find_runs({"tvmflow.kind": "retune", "tvmflow.name": name, "tvmflow.version": version})
