@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from tvmflow.errors import SettingsError, TvmflowError
 from tvmflow.files import check_writable
+from tvmflow.hardware.target import host
 from tvmflow.settings import Settings
-from tvmflow.target import host
 
 Item = TypeVar("Item", int, str)
 

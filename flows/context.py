@@ -12,7 +12,7 @@ from flows.runs import is_deployed, one_at_a_time
 from tasks.original import Original, find_original
 from tasks.step import StepRunner
 from tvmflow.outages import outlast
-from tvmflow.process import shared_imports
+from tvmflow.processes.children import shared_imports
 from tvmflow.registry import Registry
 from tvmflow.services import Services, open_records, open_services, open_workspace, record_sections
 from tvmflow.settings import Settings

@@ -14,8 +14,8 @@ from tasks.track import TargetResult
 from tasks.tune import TuneJob, TuneResult, tune
 from tasks.validate import why_not_here
 from tvmflow.errors import MachineError
+from tvmflow.hardware.target import Target
 from tvmflow.spec import Spec
-from tvmflow.target import Target
 from tvmflow.workspace import Outcome
 
 

@@ -27,7 +27,7 @@ from tvmflow import spec as release_file
 from tvmflow.bundle import public_key
 from tvmflow.errors import SettingsError, StoreError, TvmflowError
 from tvmflow.outages import outlast
-from tvmflow.process import shared_imports
+from tvmflow.processes.children import shared_imports
 from tvmflow.progress import Reporter, Status, reporter, reporting_to
 from tvmflow.services import Services, open_registry, open_store, open_workspace
 from tvmflow.settings import Settings

@@ -15,7 +15,8 @@ from tasks.gate import GateJob, gate
 from tasks.integrity import integrity
 from tasks.reproduce import reproduce
 from tasks.step import StepRunner
-from tvmflow.documents import Message
+from tvmflow.documents.encoding import Message
+from tvmflow.documents.verdict import Answer, Check, Verdict, samples_of
 from tvmflow.errors import VerdictError
 from tvmflow.fetch import cache_folder
 from tvmflow.outages import outlast
@@ -26,7 +27,6 @@ from tvmflow.spec import Policy, RegistrySection, Store
 from tvmflow.spec.fields import WANTED
 from tvmflow.store import channels
 from tvmflow.store.channel_document import Channel, Move, Wish, WishEnd
-from tvmflow.verdict import Answer, Check, Verdict, samples_of
 from tvmflow.workspace import Record, Workspace
 
 

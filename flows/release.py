@@ -26,15 +26,15 @@ from tasks.step import slug
 from tasks.track import TargetResult, TrackJob, TrackResult, track
 from tasks.train import TrainJob, TrainResult, train
 from tvmflow import spec as release_file
-from tvmflow import supervisor
-from tvmflow.documents import narrow
+from tvmflow.documents.encoding import narrow
+from tvmflow.documents.figures import Point
+from tvmflow.documents.release import Choice, Release
 from tvmflow.errors import VerdictError
-from tvmflow.figures import Point
+from tvmflow.hardware.target import Target, host
+from tvmflow.processes import supervisor
 from tvmflow.promotion import people
-from tvmflow.release import Choice, Release
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore, leases
-from tvmflow.target import Target, host
 from tvmflow.workspace import Artifact, Outcome, Record, StepSummary
 
 
@@ -43,7 +43,7 @@ class TargetSummary(Record):
 
     `bundle_size` is in bytes. `notes` are sentences about what the comparison with the original cannot show.
     `metric` is the task metric of the `original` and of the `bundle`. `latency_ms` has the figures of
-    `tvmflow.figures.Latency` by name, None for a percentile without enough runs, and `ratio` the bundle's latency
+    `Latency` by name, None for a percentile without enough runs, and `ratio` the bundle's latency
     over each peer's. `busyness` is a sentence on other work on the machine while it was measured, None where
     nothing was noticed. `choice` says which of the tuned and the untuned build is shipped, None where tuning
     changed nothing.

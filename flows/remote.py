@@ -23,10 +23,10 @@ from tasks.tune import send_records
 from tvmflow import errors
 from tvmflow import spec as release_file
 from tvmflow.errors import SettingsError, StepError, StoreError, TvmflowError
+from tvmflow.hardware.target import Target, resolve
 from tvmflow.onnx_model.external_data import data_digests
 from tvmflow.progress import reporter
 from tvmflow.settings import Settings
-from tvmflow.target import Target, resolve
 from tvmflow.workspace import Artifact, Progress, StepResult, StepSummary
 
 if TYPE_CHECKING:

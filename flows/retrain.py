@@ -15,13 +15,13 @@ from tasks.reference import ReferenceJob, reference
 from tasks.register import RegisterJob, register
 from tasks.train import TrainJob, train
 from tvmflow import spec as release_file
-from tvmflow import verdict
-from tvmflow.documents import narrow
+from tvmflow.documents import verdict
+from tvmflow.documents.encoding import narrow
+from tvmflow.documents.training import finite_json
+from tvmflow.documents.verdict import RetrainVerdict
 from tvmflow.errors import VerdictError
 from tvmflow.fetch import cache_folder
 from tvmflow.spec import Retrain, Spec
-from tvmflow.training import finite_json
-from tvmflow.verdict import RetrainVerdict
 from tvmflow.workspace import Record
 
 

@@ -20,12 +20,12 @@ from tvmflow import samples
 from tvmflow.arrays import Array, NamedArrays
 from tvmflow.bundle import read_manifest
 from tvmflow.comparison import Comparison, Pair, Plan, compare, percentile
+from tvmflow.documents.figures import PEERS, Concurrency, Latency, Measurement, Measurements, Point, Runner
 from tvmflow.errors import VerdictError
-from tvmflow.figures import PEERS, Concurrency, Latency, Measurement, Measurements, Point, Runner
-from tvmflow.process import Child, Emit
+from tvmflow.hardware.target import Target, host
+from tvmflow.processes.children import Child, Emit
 from tvmflow.source import Source, load_module
 from tvmflow.spec import Benchmark, Gates, Input, Samples, Spec
-from tvmflow.target import Target, host
 from tvmflow.workspace import Artifact, StepResult, Workspace
 
 # The most turns of a runner at a point in a round, and the untimed runs before each but the first: the data of the

@@ -23,8 +23,8 @@ from tasks.step import StepRunner
 from tasks.tune import TuneResult, part_of, skip_tuning, with_threads
 from tasks.validate import ValidateJob, validate, why_not_here
 from tvmflow.bundle import public_key
+from tvmflow.hardware.target import Target, host
 from tvmflow.spec import Spec
-from tvmflow.target import Target, host
 from tvmflow.tuning.best_records import PARTS, Part
 from tvmflow.workspace import Outcome, Workspace
 

@@ -14,8 +14,8 @@ from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import extract, read_manifest
 from tvmflow.comparison import Comparison, Conditions, Pair, Plan, compare
 from tvmflow.comparison.pairs import Samples, write_samples
-from tvmflow.process import Child, Emit
-from tvmflow.target import host, processor
+from tvmflow.hardware.target import host, processor
+from tvmflow.processes.children import Child, Emit
 from tvmflow.workspace import Artifact, StepResult, Workspace
 
 # The pairs of a budget: fewer could decide nothing, more would tell apart what nobody notices.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tasks.tune import TuneResult
 from tvmflow.errors import RegistryError
+from tvmflow.hardware.target import Target
 from tvmflow.registry import Registry
 from tvmflow.spec import Spec, Tune
-from tvmflow.target import Target
 from tvmflow.workspace import Outcome, Workspace
 
 METRIC = "tuning_latency_ms"

@@ -9,11 +9,12 @@ import numpy as np
 
 from tasks.reference import ReferenceResult, join, score, split
 from tasks.step import Job, Step, StepRunner
-from tvmflow import samples, verdict
+from tvmflow import samples
 from tvmflow.arrays import Array, NamedArrays
-from tvmflow.documents import Document, encode
+from tvmflow.documents import verdict
+from tvmflow.documents.encoding import Document, encode
 from tvmflow.errors import BundleError, InputError
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.registry import Registry
 from tvmflow.spec import Retrain, Spec, TaskMetric
 from tvmflow.store import ReleaseStore, channels, resolve

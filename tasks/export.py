@@ -23,7 +23,7 @@ from tvmflow.onnx_model.session import open_session
 from tvmflow.onnx_model.size_limits import SizeLimits
 from tvmflow.onnx_model.ties import Ties
 from tvmflow.operators import define, load_operators
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.source import load_module
 from tvmflow.spec import ROUNDED_ERROR, Dimension, Export, Input, Spec
 from tvmflow.tolerance import Bounds

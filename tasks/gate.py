@@ -10,16 +10,16 @@ from tvmflow.bundle import public_key
 from tvmflow.bundle.signature import trusted_keys
 from tvmflow.comparison import Comparison, Pair, find_drop
 from tvmflow.comparison.pairs import Samples
+from tvmflow.documents.figures import PEERS, Answers, Measurement, Runner, Validation
+from tvmflow.documents.release import Release, ReleaseTarget
+from tvmflow.documents.verdict import Check
 from tvmflow.errors import BundleError, InputError, VerdictError
-from tvmflow.figures import PEERS, Answers, Measurement, Runner, Validation
+from tvmflow.hardware.target import host
 from tvmflow.promotion import policies, verdicts
-from tvmflow.release import Release, ReleaseTarget
 from tvmflow.store import ReleaseStore
 from tvmflow.store.channel_document import Channel
 from tvmflow.store.resolve import TargetEntry, fetch_target
-from tvmflow.target import host
 from tvmflow.tolerance import is_at_least
-from tvmflow.verdict import Check
 from tvmflow.verification import verify
 from tvmflow.workspace import StepResult
 

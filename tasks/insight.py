@@ -16,11 +16,11 @@ from tasks.step import ChildStep, TargetJob
 from tvmflow import samples
 from tvmflow.arrays import Array, NamedArrays
 from tvmflow.bundle import read_manifest
+from tvmflow.hardware.target import Target
 from tvmflow.onnx_model.external_data import load
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.report import insight as report
 from tvmflow.report.insight import Drawing, FunctionTime, SampleInsight
-from tvmflow.target import Target
 from tvmflow.tolerance import largest_error
 from tvmflow.workspace import Artifact, StepResult
 

@@ -8,12 +8,12 @@ from tasks.step import Step, StepRunner
 from tvmflow.advisories import Advisories, Vulnerability, list_packages
 from tvmflow.bundle import extract, read_manifest
 from tvmflow.bundle.signature import trusted_keys
+from tvmflow.documents.verdict import Check
 from tvmflow.errors import BundleError, SettingsError, StatementError
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, channels
 from tvmflow.store.channel_statements import check_statement
 from tvmflow.store.resolve import TargetEntry, fetch_target
-from tvmflow.verdict import Check
 
 
 def integrity_work(

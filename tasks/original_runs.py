@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tasks.sizes import SizeTrial
-from tvmflow import memory, samples
+from tvmflow import samples
 from tvmflow.arrays import NamedArrays
 from tvmflow.dimensions import alternatives
 from tvmflow.errors import ExportError
+from tvmflow.hardware import memory
 from tvmflow.onnx_model.session import run_session
 from tvmflow.onnx_model.size_limits import SizeLimits
 from tvmflow.onnx_model.ties import Ties

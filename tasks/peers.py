@@ -19,8 +19,8 @@ from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import read_manifest
 from tvmflow.comparison import Comparison, Plan, find_steady, percentile, runs_needed
 from tvmflow.errors import InputError
-from tvmflow.process import Child, Emit
-from tvmflow.target import host
+from tvmflow.hardware.target import host
+from tvmflow.processes.children import Child, Emit
 from tvmflow.workspace import Record
 
 Peer = Literal["onnxruntime", "openvino", "torch", "torch.compile"]

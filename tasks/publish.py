@@ -13,17 +13,17 @@ from tasks.track import TargetResult, TrackResult, make_verdict
 from tasks.train import TrainResult
 from tvmflow import __version__
 from tvmflow.bundle import read_manifest, read_signer
-from tvmflow.documents import narrow
-from tvmflow.figures import Measurements
+from tvmflow.documents.encoding import narrow
+from tvmflow.documents.figures import Measurements
+from tvmflow.documents.release import Blob, Making, Provenance, Release, ReleaseTarget, Tuning
+from tvmflow.hardware.target import needed_features
 from tvmflow.registry import Registry
-from tvmflow.release import Blob, Making, Provenance, Release, ReleaseTarget, Tuning
 from tvmflow.report.layers import list_operators
 from tvmflow.report.page import read_data
 from tvmflow.report.pictures import draw_png, find_charts
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore
 from tvmflow.store.leases import HeldLease
-from tvmflow.target import needed_features
 from tvmflow.workspace import Artifact, StepResult, Workspace
 
 

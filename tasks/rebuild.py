@@ -17,10 +17,10 @@ from tasks.tune import TuneResult, skip_tuning
 from tvmflow import spec as release_file
 from tvmflow.bundle import Manifest, extract, installed_versions, sha256_file
 from tvmflow.errors import BundleError, VerdictError
-from tvmflow.profiles import Profile
+from tvmflow.hardware.profiles import Profile
+from tvmflow.hardware.target import Target, resolve
 from tvmflow.settings import Settings
 from tvmflow.spec import Spec
-from tvmflow.target import Target, resolve
 from tvmflow.workspace import Artifact, Workspace
 
 # The keys of the provenance in the order in which their artifacts are made: the first that differs is the cause.

@@ -14,7 +14,7 @@ from tvmflow import samples, usercode
 from tvmflow.arrays import Array, NamedArrays
 from tvmflow.errors import ExportError
 from tvmflow.onnx_model.session import open_session, run_session
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.source import load_module, run_module
 from tvmflow.spec import Spec, TaskMetric
 from tvmflow.usercode import describe

@@ -12,7 +12,7 @@ from tasks.step import Job, Step, StepRunner
 from tasks.torch_export import example_sizes
 from tvmflow import samples
 from tvmflow.bundle import TensorSpec
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.registry import Registry
 from tvmflow.source import load_module
 from tvmflow.spec import Dimension, Input, Spec

@@ -6,16 +6,16 @@ from typing import Any
 from tasks.gate import GateJob, check_figures
 from tasks.insight import Insight
 from tasks.step import Job, Step, StepRunner
-from tvmflow.documents import narrow
+from tvmflow.documents.encoding import narrow
+from tvmflow.documents.release import Release
+from tvmflow.documents.verdict import Check
 from tvmflow.promotion import people, policies
-from tvmflow.release import Release
 from tvmflow.report import insight as report_insight
 from tvmflow.report.layers import fetch_times
 from tvmflow.report.release import write_page
 from tvmflow.report.release_data import make_data
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore, channels
-from tvmflow.verdict import Check
 from tvmflow.workspace import Artifact, StepResult
 
 PAGE = "report.html"

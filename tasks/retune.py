@@ -13,12 +13,12 @@ from tasks.options import variants
 from tasks.package import PackageResult
 from tasks.step import ChildStep, Step, StepRunner, TargetJob, slug
 from tasks.tune import TuneJob, TuneResult, run_job, shared_records
-from tvmflow import verdict
 from tvmflow.bundle import read_manifest
-from tvmflow.process import Emit
+from tvmflow.documents import verdict
+from tvmflow.documents.verdict import Check
+from tvmflow.hardware.target import Target
+from tvmflow.processes.children import Emit
 from tvmflow.spec import Spec, Tune
-from tvmflow.target import Target
-from tvmflow.verdict import Check
 from tvmflow.workspace import Outcome, StepResult
 
 if TYPE_CHECKING:

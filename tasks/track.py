@@ -17,18 +17,19 @@ from tasks.relax_import import ImportResult
 from tasks.step import Job, Step, StepRunner, slug
 from tasks.tune import TuneResult
 from tasks.validate import Verdict
-from tvmflow import __version__, release, samples
+from tvmflow import __version__, samples
 from tvmflow.advisories import list_installed
-from tvmflow.documents import encode, narrow
+from tvmflow.documents import release
+from tvmflow.documents.encoding import encode, narrow
+from tvmflow.documents.figures import PEERS, Validation
+from tvmflow.documents.release import TargetVerdict
+from tvmflow.documents.verdict import Choices, ReleaseVerdict, samples_of
 from tvmflow.errors import RegistryError
-from tvmflow.figures import PEERS, Validation
+from tvmflow.hardware.target import Target
 from tvmflow.promotion.verdicts import VERDICT
 from tvmflow.registry import Registry
-from tvmflow.release import TargetVerdict
 from tvmflow.spec import Spec
 from tvmflow.store.leases import HeldLease
-from tvmflow.target import Target
-from tvmflow.verdict import Choices, ReleaseVerdict, samples_of
 from tvmflow.workspace import Artifact, StepResult, StepSummary, Workspace
 
 CHOICES = "choices.json"

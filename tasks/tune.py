@@ -12,10 +12,10 @@ from tasks.options import as_options, variants
 from tasks.relax_import import ImportResult, load_imported
 from tasks.step import Step, StepRunner, TargetJob
 from tvmflow.errors import InputError
-from tvmflow.process import Emit
+from tvmflow.hardware.target import Target, host
+from tvmflow.processes.children import Emit
 from tvmflow.runtime.tracker import Address
 from tvmflow.spec import Build, Spec, Tune
-from tvmflow.target import Target, host
 from tvmflow.workspace import Artifact, Outcome, Record, StepResult, Workspace
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from tasks.comparison import time_kernel
 from tvmflow import samples
 from tvmflow.arrays import NamedArrays
 from tvmflow.comparison import Pair
-from tvmflow.energy import joules_between, read_counters
+from tvmflow.hardware.energy import joules_between, read_counters
 from tvmflow.onnx_model.session import open_session, run_session
-from tvmflow.process import Child
+from tvmflow.processes.children import Child
 from tvmflow.workspace import Record
 
 Run = Callable[[NamedArrays], Any]

@@ -15,13 +15,13 @@ from tasks.rounding import Rounding
 from tasks.step import Job, Step, StepRunner, TargetJob
 from tvmflow import samples
 from tvmflow.arrays import Array, NamedArrays
-from tvmflow.figures import Algorithm, Answers, Deviation, Validation
+from tvmflow.documents.figures import Algorithm, Answers, Deviation, Validation
+from tvmflow.hardware.target import Precision, Target, host, missing_features, needed_features
 from tvmflow.onnx_model.session import open_session, run_session
 from tvmflow.onnx_model.ties import Ties
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.samples import constant_outputs
 from tvmflow.spec import Spec, TaskMetric, Validate
-from tvmflow.target import Precision, Target, host, missing_features, needed_features
 from tvmflow.tolerance import Bounds, are_close, describe_bounds, is_at_least, largest_error
 from tvmflow.workspace import Artifact, StepResult
 

@@ -21,8 +21,8 @@ from pydantic_settings import (
 
 from tvmflow.bundle.signature import TRUSTED_KEYS_VARIABLE
 from tvmflow.errors import SettingsError
+from tvmflow.hardware.target import PROFILE_VARIABLE
 from tvmflow.stack import record
-from tvmflow.target import PROFILE_VARIABLE
 
 _PREFIX = "TVMFLOW_"
 # An address and its credentials come from the same source: a mixture would fit no server.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tvmflow.bundle import Manifest
 from tvmflow.bundle.signature import TRUSTED_KEYS_VARIABLE
 from tvmflow.errors import BundleError, SettingsError, UncheckedBundleError, VerdictError, from_data, to_data
-from tvmflow.supervisor import ChildProcess, visible_environment
+from tvmflow.processes.supervisor import ChildProcess, visible_environment
 
 if TYPE_CHECKING:
     from tvmflow.arrays import Array

@@ -12,7 +12,7 @@ from support.processes import CommandResult
 from support.releases import make_compared, make_release
 from support.reports import data_of, unexplained_figures
 from tvmflow.bundle import keygen, public_key, sha256_file
-from tvmflow.release import Blob, Provenance
+from tvmflow.documents.release import Blob, Provenance
 from tvmflow.report.page import write
 from tvmflow.report.release import write_page
 from tvmflow.report.release_data import make_data

@@ -12,12 +12,12 @@ from support.processes import CommandResult
 from support.releases import make_measurements, make_release, make_target
 from support.reports import data_of, unexplained_figures
 from tvmflow.bundle import keygen, public_key, sha256_file
+from tvmflow.documents.verdict import Verdict
 from tvmflow.promotion.verdicts import log_verdict
 from tvmflow.services import open_services, open_store, record_sections
 from tvmflow.settings import Settings
 from tvmflow.spec import Policy, parse
 from tvmflow.store import channels
-from tvmflow.verdict import Verdict
 
 Command = Callable[..., CommandResult]
 

@@ -1,4 +1,4 @@
-"""Limits of the memory that this process may take: `tvmflow.memory`."""
+"""Limits of the memory that this process may take: `tvmflow.hardware.memory`."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ import pytest
 from onnx import helper
 
 from support.models import make_model
-from tvmflow import memory
 from tvmflow.cli.sizes import find_inputs
 from tvmflow.errors import ExportError
+from tvmflow.hardware import memory
 from tvmflow.onnx_model.session import open_session, run_session
 
 

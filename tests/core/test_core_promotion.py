@@ -19,17 +19,17 @@ from support.databases import Databases
 from support.releases import make_release
 from support.servers import moto_server
 from tvmflow.bundle import keygen, public_key
-from tvmflow.documents import encode
+from tvmflow.documents.encoding import encode
+from tvmflow.documents.release import Blob
+from tvmflow.documents.verdict import Verdict
 from tvmflow.errors import RegistryUnavailableError, SpecError, StatementError, StoreError
 from tvmflow.promotion import moves, people, policies, verdicts
 from tvmflow.registry import Registry, embedded_registry
-from tvmflow.release import Blob
 from tvmflow.services import Services
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
 from tvmflow.store.channel_document import Channel, WishEnd
 from tvmflow.store.statements import Subject, sign
-from tvmflow.verdict import Verdict
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ import json, os, signal, sys, traceback
 from pathlib import Path
 from tvmflow.promotion import moves, people, policies, verdicts
 from tvmflow.registry import Registry, RegistryConfig
-from tvmflow.release import Blob
+from tvmflow.documents.release import Blob
 from tvmflow.services import Services
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig

@@ -17,9 +17,9 @@ from support.releases import describe_bundle, make_release
 from tvmflow import fetch, runtime
 from tvmflow.bundle import keygen, sha256_file, sign
 from tvmflow.errors import BundleError, StatementError, StoreError
+from tvmflow.hardware.target import host
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, StoreConfig, channels, parse_uri
-from tvmflow.target import host
 
 Repack = Callable[..., Path]
 Publish = Callable[..., None]

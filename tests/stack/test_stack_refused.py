@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from support import scale
-from tvmflow.documents import encode
+from tvmflow.documents.encoding import encode
 from tvmflow.settings import Settings
 from tvmflow.stack import record
 from tvmflow.stack.record import ServerProcess, StackRecord

@@ -10,8 +10,8 @@ from tasks.benchmark import BenchmarkResult, Measurement, Runner, _concurrency, 
 from tasks.turns import Round, Turn
 from tvmflow.comparison import Comparison, Conditions, Plan
 from tvmflow.errors import VerdictError
+from tvmflow.hardware.target import resolve
 from tvmflow.spec import parse
-from tvmflow.target import resolve
 from tvmflow.workspace import Artifact
 
 _SIZE: dict[Runner, int] = {"tvm": 2_000_000, "onnxruntime": 1, "pytorch": 1}

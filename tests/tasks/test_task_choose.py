@@ -28,9 +28,9 @@ from tasks.step import StepRunner
 from tasks.tune import TuneResult, skip_tuning, with_threads
 from tasks.validate import Verdict
 from tvmflow.bundle import TensorSpec, read_manifest
+from tvmflow.hardware.target import host, resolve
 from tvmflow.settings import Settings
 from tvmflow.spec import Dimension, parse
-from tvmflow.target import host, resolve
 from tvmflow.tuning.best_records import read_decisions, read_threads
 from tvmflow.workspace import Artifact, Outcome, Workspace
 

@@ -9,7 +9,7 @@ import pytest
 
 from tasks.step import ChildStep, Job, Step, StepRunner, slug
 from tvmflow.errors import InputError
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.progress import Status, reporting_to
 from tvmflow.workspace import StepResult, Workspace
 

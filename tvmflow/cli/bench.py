@@ -95,8 +95,8 @@ def bench_command(
     from tasks.peers import hold_contest
     from tvmflow import samples
     from tvmflow.bundle import read_manifest
+    from tvmflow.hardware.target import host
     from tvmflow.settings import Settings
-    from tvmflow.target import host
     from tvmflow.workspace import Workspace
 
     settings = Settings.load()

@@ -12,7 +12,7 @@ from tvmflow.cli.options import OutputFile, json_option, naming_output
 from tvmflow.errors import StepError
 
 if TYPE_CHECKING:
-    from tvmflow.profiles import Profile
+    from tvmflow.hardware.profiles import Profile
 
 # The numbers that are measured; the others are those of the nearest profile and of the kernel.
 _MEASURED = ("multiply_adds", "latency", "loads", "stores", "read", "write", "shared", "count", "region")
@@ -42,8 +42,8 @@ def calibrate_command(output: Path, threads: int | None, as_json: bool) -> None:
     from rich.table import Table
 
     from tvmflow.cli.display import output_console
-    from tvmflow.profiles import to_toml, with_caches
-    from tvmflow.target import host, resolve
+    from tvmflow.hardware.profiles import to_toml, with_caches
+    from tvmflow.hardware.target import host, resolve
 
     cores = threads or host().cores
     # TVM reads it at the first parallel call.

@@ -9,7 +9,7 @@ import click
 from tvmflow.cli.options import json_option
 
 if TYPE_CHECKING:
-    from tvmflow.release import Release
+    from tvmflow.documents.release import Release
     from tvmflow.store import ReleaseStore
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from tvmflow.errors import PrefectError, PrefectUnavailableError, SettingsError, StepError, TvmflowError
-from tvmflow.imports import end_quickly, importing
-from tvmflow.launch import die_with_parent
+from tvmflow.processes.imports import end_quickly, importing
+from tvmflow.processes.launch import die_with_parent
 from tvmflow.registry.config import without_secrets
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ def promote_command(name: str, version: str, channel: str, why: str, approve: bo
 
     from tvmflow.cli.display import RichReporter
     from tvmflow.cli.prefect import prefect_server
-    from tvmflow.imports import importing
+    from tvmflow.processes.imports import importing
     from tvmflow.promotion import people
     from tvmflow.settings import Settings
 

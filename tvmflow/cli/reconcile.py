@@ -23,7 +23,7 @@ def reconcile_command(as_json: bool) -> None:
     others were.
     """
     from tvmflow.cli.prefect import prefect_server
-    from tvmflow.imports import importing
+    from tvmflow.processes.imports import importing
     from tvmflow.settings import Settings
     from tvmflow.triggers import load
 

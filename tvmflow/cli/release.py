@@ -39,7 +39,7 @@ def release_command(
     from tvmflow import spec as release_file
     from tvmflow.cli.display import RichReporter, output_console
     from tvmflow.cli.prefect import prefect_server
-    from tvmflow.imports import importing
+    from tvmflow.processes.imports import importing
     from tvmflow.settings import Settings
 
     # Read before Prefect is loaded: most mistakes are in the file or the settings, and these errors come at once.

@@ -13,8 +13,8 @@ from tvmflow.cli.options import OutputFile, json_option, naming_output
 from tvmflow.errors import RegistryError, StatementError, StoreError
 
 if TYPE_CHECKING:
+    from tvmflow.documents.release import Release
     from tvmflow.registry import Registry
-    from tvmflow.release import Release
     from tvmflow.report.trust import ChannelEvent, Promotion, Standing
     from tvmflow.settings import Settings
     from tvmflow.store import ReleaseStore

@@ -32,7 +32,7 @@ def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json:
     from tvmflow.cli.display import RichReporter, output_console
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.cli.release import show
-    from tvmflow.imports import importing
+    from tvmflow.processes.imports import importing
     from tvmflow.promotion import people
     from tvmflow.settings import Settings
 

@@ -31,7 +31,7 @@ def retune_command(file: Path, minutes: float, channel: str, as_json: bool) -> N
     from tvmflow.cli.display import RichReporter, output_console
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.cli.release import show
-    from tvmflow.imports import importing
+    from tvmflow.processes.imports import importing
     from tvmflow.settings import Settings
 
     release_file.load(file)

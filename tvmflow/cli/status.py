@@ -12,8 +12,8 @@ from tvmflow.cli.options import OutputFile, json_option, naming_output
 from tvmflow.errors import PrefectError, RegistryError, StatementError, StoreError
 
 if TYPE_CHECKING:
+    from tvmflow.documents.release import Release
     from tvmflow.registry import Registry
-    from tvmflow.release import Release
     from tvmflow.report.fleet import (
         ChannelStatus,
         Fleet,

@@ -80,7 +80,7 @@ def tune_command(
     from tasks.step import StepRunner
     from tasks.train import TrainJob, train
     from tasks.tune import DeviceKey, TuneJob, tune_more
-    from tvmflow.process import shared_imports
+    from tvmflow.processes.children import shared_imports
     from tvmflow.services import open_records, open_services, open_workspace
 
     measured_on = None if device is None or address is None else DeviceKey(key=device, tracker=address)

@@ -13,9 +13,9 @@ from tvmflow.errors import StoreError, VerdictError
 
 if TYPE_CHECKING:
     from tvmflow.comparison.pairs import Samples
+    from tvmflow.documents.verdict import Check
     from tvmflow.registry import Registry
     from tvmflow.settings import Settings
-    from tvmflow.verdict import Check
 
 
 @click.command("verdict")
@@ -115,9 +115,9 @@ def _read_promotion(registry: "Registry", name: str, version: str, channel: str)
 
 def _read_choices(registry: "Registry", settings: "Settings", name: str, version: str) -> _StoredVerdict:
     from tasks.track import CHOICES
-    from tvmflow.documents import decode
+    from tvmflow.documents.encoding import decode
+    from tvmflow.documents.verdict import Choices
     from tvmflow.services import open_store_of
-    from tvmflow.verdict import Choices
 
     with open_store_of(settings, name) as store:
         run = store.get_release(name, version).mlflow_run_id
@@ -130,9 +130,9 @@ def _read_choices(registry: "Registry", settings: "Settings", name: str, version
 
 
 def _read_retuning(registry: "Registry", name: str, version: str) -> _StoredVerdict:
-    from tvmflow.documents import decode
+    from tvmflow.documents.encoding import decode
+    from tvmflow.documents.verdict import RetuneVerdict
     from tvmflow.promotion.verdicts import VERDICT
-    from tvmflow.verdict import RetuneVerdict
 
     runs = registry.find_runs({"tvmflow.kind": "retune", "tvmflow.name": name, "tvmflow.version": version})
     content = _fetch(registry, runs[0], VERDICT) if runs else None

@@ -34,7 +34,7 @@ def verify_command(bundle: str, keys: tuple[Path, ...], timeout: float, source: 
     """
     from tvmflow.bundle import read_manifest, read_signer
     from tvmflow.bundle.signature import trusted_keys
-    from tvmflow.target import host
+    from tvmflow.hardware.target import host
     from tvmflow.verification import verify
 
     trusted = keys or trusted_keys()

@@ -16,8 +16,8 @@ from tvmflow.compiler.passes import lower_passes
 from tvmflow.compiler.passes.calls import bind_constant_arguments
 from tvmflow.compiler.passes.functions import relax_functions
 from tvmflow.compiler.size_checks import known_sizes
+from tvmflow.hardware.target import Precision, Target
 from tvmflow.runtime.profile import estimate_operations
-from tvmflow.target import Precision, Target
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from tvmflow import memory
 from tvmflow.arrays import Array
 from tvmflow.errors import ExportError
+from tvmflow.hardware import memory
 from tvmflow.onnx_model import external_data
 from tvmflow.onnx_model.number_types import replace_type
 from tvmflow.onnx_model.session import open_session, run_session

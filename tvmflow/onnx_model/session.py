@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tvmflow import memory
 from tvmflow.arrays import NamedArrays
 from tvmflow.errors import ExportError
+from tvmflow.hardware import memory
 from tvmflow.onnx_model.external_data import save
 from tvmflow.usercode import describe
 

@@ -7,9 +7,9 @@ is set back when somebody changes it by hand.
 
 from dataclasses import dataclass
 
+from tvmflow.documents.release import Release
 from tvmflow.errors import RegistryError, StoreError
 from tvmflow.promotion.policies import EffectivePolicy, read_current
-from tvmflow.release import Release
 from tvmflow.services import Services
 from tvmflow.spec.fields import WANTED
 from tvmflow.store import channels

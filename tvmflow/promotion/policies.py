@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from tvmflow.documents.release import Release
 from tvmflow.errors import SpecError
 from tvmflow.promotion.people import identify_user
-from tvmflow.release import Release
 from tvmflow.spec import Policy
 from tvmflow.spec.fields import likely_name
 from tvmflow.store import ReleaseStore, channels

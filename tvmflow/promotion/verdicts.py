@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tvmflow.documents import decode, encode
+from tvmflow.documents.encoding import decode, encode
+from tvmflow.documents.release import Release
+from tvmflow.documents.verdict import Verdict
 from tvmflow.errors import StatementError
 from tvmflow.registry import Registry
-from tvmflow.release import Release
 from tvmflow.services import Services
 from tvmflow.store.statements import Claim, Envelope, Subject, check, sign
-from tvmflow.verdict import Verdict
 
 VERDICT = "verdict.json"
 

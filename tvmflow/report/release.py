@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from tvmflow.figures import PEERS, Runner
-from tvmflow.release import Release
+from tvmflow.documents.figures import PEERS, Runner
+from tvmflow.documents.release import Release
 from tvmflow.report import charts, page, trust
 from tvmflow.report.changes import (
     Change,

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from tvmflow.comparison import runs_needed
-from tvmflow.figures import Measurements
-from tvmflow.release import Release
+from tvmflow.documents.figures import Measurements
+from tvmflow.documents.release import Release
+from tvmflow.documents.verdict import Check
 from tvmflow.report.changes import (
     Change,
     PeerRatio,
@@ -19,7 +20,6 @@ from tvmflow.report.changes import (
 from tvmflow.report.drift import Drift, Step, find_drifts, find_steps
 from tvmflow.report.insight import FunctionTime, Insight
 from tvmflow.report.layers import LayerRow, SlowerLayer, compare_layers, layer_rows, times_of
-from tvmflow.verdict import Check
 from tvmflow.workspace import Record
 
 

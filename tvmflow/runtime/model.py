@@ -31,13 +31,13 @@ from tvmflow.bundle import (
     extract,
 )
 from tvmflow.errors import BundleError, InputError
+from tvmflow.hardware.target import compute_capability
 from tvmflow.runtime import cuda, kept, library
 from tvmflow.runtime import threads as pools
 from tvmflow.runtime.alignment import ALIGNMENT, copy_aligned, find_address, make_aligned
 from tvmflow.runtime.inputs import InputCheck, to_one_line
 from tvmflow.runtime.timings import Timings
 from tvmflow.runtime.uri import locate
-from tvmflow.target import compute_capability
 
 if TYPE_CHECKING:
     from tvmflow.arrays import Array

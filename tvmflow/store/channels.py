@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from tvmflow.bundle.signature import trusted_keys
-from tvmflow.documents import decode, encode
+from tvmflow.documents.encoding import decode, encode
 from tvmflow.errors import StoreError
 from tvmflow.spec import Policy
 from tvmflow.spec.fields import explain_channel

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from tvmflow.bundle.signature import trusted_keys
-from tvmflow.documents import decode
+from tvmflow.documents.encoding import decode
+from tvmflow.documents.release import Release
 from tvmflow.errors import StoreError
-from tvmflow.release import Release
 from tvmflow.store import channels, leases
 from tvmflow.store.channel_statements import check_statement
 from tvmflow.store.keys import NAME, numeric_order, release_key

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 from tvmflow.tuning.candidates import Candidate, Library, arguments_of
 from tvmflow.tuning.costmodel import warm_up
 from tvmflow.tuning.measure import Measurer

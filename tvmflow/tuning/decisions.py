@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 from tvmflow.tuning.cache_state import weight_bytes
 from tvmflow.tuning.candidates import Candidate, Library, arguments_of
 from tvmflow.tuning.measure import Measurer, use_measurer

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from tvmflow.hardware.target import Target, host
 from tvmflow.runtime.threads import SPIN
-from tvmflow.target import Target, host
 from tvmflow.tuning.cache_state import bytes_to_move, bytes_to_read, make_reader
 from tvmflow.tuning.candidates import Argument, Candidate, Library
 from tvmflow.tuning.runner import Device, DeviceRunner, Devices, LocalRunner, Runner

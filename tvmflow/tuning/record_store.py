@@ -36,7 +36,7 @@ from tvmflow.tuning.traces import workload_key
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
-    from tvmflow.target import Target
+    from tvmflow.hardware.target import Target
 
 logger = logging.getLogger(__name__)
 

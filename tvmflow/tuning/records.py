@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tvmflow.target import Target
+    from tvmflow.hardware.target import Target
 
 # Raise it when a change of the rules of `space.py` makes old traces fail to replay or no longer the best.
 SPACE_VERSION = "3"

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tvmflow.hardware.target import request_amx
+from tvmflow.processes.supervisor import Channel, forbid_torch
 from tvmflow.runtime import library
-from tvmflow.supervisor import Channel, forbid_torch
-from tvmflow.target import request_amx
 from tvmflow.tuning.cache_state import warm_arguments
 
 # One timed sample lasts about this long, so that the clock and the first cache misses do not matter.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tvmflow.target import Target, host, missing_features
+from tvmflow.hardware.target import Target, host, missing_features
 from tvmflow.tuning.budget import Budget
 from tvmflow.tuning.candidates import arguments_of
 from tvmflow.tuning.forecast import Forecast, forecast_from_records

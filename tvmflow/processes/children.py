@@ -23,9 +23,16 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from tvmflow.errors import StepError, TvmflowError, from_data, to_data
-from tvmflow.imports import importing
-from tvmflow.launch import die_with_parent
-from tvmflow.supervisor import LARGEST_LOG, Channel, ChildProcess, LogLimitError, forbid_torch, visible_environment
+from tvmflow.processes.imports import importing
+from tvmflow.processes.launch import die_with_parent
+from tvmflow.processes.supervisor import (
+    LARGEST_LOG,
+    Channel,
+    ChildProcess,
+    LogLimitError,
+    forbid_torch,
+    visible_environment,
+)
 
 CHILD_VARIABLE = "TVMFLOW_CHILD"
 _FORK = "--fork"
@@ -50,13 +57,13 @@ class Child:
         """Start the child. Raises OSError when the process or its log cannot be created.
 
         `paths` come first in its module search path, `environment` is added to the visible variables of this process
-        (`tvmflow.supervisor.visible_environment`), and `torch=False` prevents it from importing torch.
+        (`tvmflow.processes.supervisor.visible_environment`), and `torch=False` prevents it from importing torch.
         """
         self.step = _step_name(function)
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         self._process = ChildProcess(
-            "tvmflow.process",
+            "tvmflow.processes.children",
             function,
             environment=_environment(paths, environment or {}, torch),
             log=log,
@@ -172,7 +179,7 @@ class _ForkServer:
     def __init__(self, imports: Sequence[str], log: Path, paths: Sequence[Path], torch: bool) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._process = ChildProcess(
-            "tvmflow.process",
+            "tvmflow.processes.children",
             _FORK,
             *imports,
             environment=_environment(paths, {}, torch),
