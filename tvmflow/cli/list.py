@@ -30,11 +30,11 @@ def list_command(name: str | None, as_json: bool) -> None:
     channels: list[list[str]] = []
     for sections in list_sections(settings) if name is None else [read_sections(settings, name)]:
         with open_store(settings, sections.store) as store:
-            releases = list(store.iterate_releases(name))
-            if name is not None and not releases:
+            own_releases = list(store.iterate_releases(name))
+            if name is not None and not own_releases:
                 raise store.explain_missing("release", name)
-            releases += releases
-            channels += _read_channels(store, releases)
+            releases += own_releases
+            channels += _read_channels(store, own_releases)
     if as_json:
         # A release's own `channels` are the conditions under which it reaches them.
         pairs = zip(releases, channels, strict=True)
