@@ -25,11 +25,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tvmflow import process
 from tvmflow.errors import InputError
-from tvmflow.process import Emit
+from tvmflow.hardware.target import Target
+from tvmflow.processes import children
+from tvmflow.processes.children import Emit
 from tvmflow.runtime.profile import measure_functions
-from tvmflow.target import Target
 from tvmflow.workspace import Record
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def main() -> None:
             onnx.save(block.model(), path)
             job = BlockJob(onnx=path, target=target, rounds=arguments.rounds, repeats=arguments.repeats)
             log = state / "blocks.log"
-            time = process.call("blocks:work", job, BlockTime, log=log, timeout=600, paths=(_SCRIPT.parent,))
+            time = children.call("blocks:work", job, BlockTime, log=log, timeout=600, paths=(_SCRIPT.parent,))
             results.append((block, block.plan(machine(target)), time))
     Console(width=max(140, Console().width)).print(show(results), highlight=False)
     print(f"threads {arguments.threads}, {arguments.rounds} rounds of {arguments.repeats} runs")

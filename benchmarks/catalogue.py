@@ -10,7 +10,7 @@ import numpy as np
 
 from tvmflow.arrays import Array
 from tvmflow.errors import InputError
-from tvmflow.target import Precision
+from tvmflow.hardware.target import Precision
 
 _HERE = Path(__file__).parent
 _EXAMPLES = _HERE.parent / "examples"

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from tvmflow import settings
 from tvmflow.errors import SettingsError, TvmflowError
 from tvmflow.files import check_writable
-from tvmflow.target import host
+from tvmflow.hardware.target import host
+from tvmflow.settings import Settings
 
 Item = TypeVar("Item", int, str)
 
@@ -86,7 +86,7 @@ def separated(convert: Callable[[str], Item], choices: Collection[Item] | None =
 
 def state_folder(arguments: argparse.Namespace) -> Path:
     """Return the folder of `--state`, which is created if it is missing. Raises SettingsError if that fails."""
-    state: Path = (arguments.state or settings.load().state / "benchmarks").absolute()
+    state: Path = (arguments.state or Settings.load().state / "benchmarks").absolute()
     try:
         state.mkdir(parents=True, exist_ok=True)
     except OSError as error:

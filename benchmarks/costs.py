@@ -23,9 +23,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tvmflow import npz, process
-from tvmflow.process import Emit
-from tvmflow.target import Target
+from tvmflow import npz
+from tvmflow.hardware.target import Target
+from tvmflow.processes import children
+from tvmflow.processes.children import Emit
 from tvmflow.workspace import Record
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def measure(onnx: Path, sample: Path, threads: int, state: Path) -> Costs:
     shapes = {name: array.shape for name, array in npz.read(sample).items()}
     job = CostsJob(onnx=onnx, shapes=shapes, target=prepare.native(threads))
     log = state / f"{onnx.stem}-costs.log"
-    return process.call("costs:work", job, Costs, log=log, timeout=3600, paths=(_SCRIPT.parent,))
+    return children.call("costs:work", job, Costs, log=log, timeout=3600, paths=(_SCRIPT.parent,))
 
 
 def show(name: str, costs: Costs) -> Table:

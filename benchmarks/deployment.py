@@ -33,7 +33,7 @@ from runners import Figures, RunnerJob
 
 from tvmflow import npz
 from tvmflow.errors import TvmflowError
-from tvmflow.target import Target, host, resolve
+from tvmflow.hardware.target import Target, host, resolve
 from tvmflow.workspace import Record
 
 _CPP = Path(__file__).parents[1] / "cpp"

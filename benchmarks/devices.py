@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import psutil
 from commandline import new_parser, positive, run_main, state_folder
 
+from tvmflow.hardware.target import resolve
 from tvmflow.runtime.tracker import Address
-from tvmflow.target import resolve
 from tvmflow.tuning import Budget, Device, Progress, RecordStore, Task, devices, tune
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tvmflow import process
-from tvmflow.process import Emit
+from tvmflow.hardware.target import Precision, Target
+from tvmflow.processes import children
+from tvmflow.processes.children import Emit
 from tvmflow.runtime.profile import estimate_operations, group_calls, measure_calls
-from tvmflow.target import Precision, Target
 from tvmflow.workspace import Record
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def profile(onnx: Path, sample: Path, threads: int, precision: Precision, repeat
     target = prepare.native(threads)
     job = ProfileJob(onnx=onnx, sample=sample, target=target, precision=precision, repeats=repeats)
     log = state / f"{onnx.stem}-functions.log"
-    return process.call("functions:work", job, Profile, log=log, timeout=3600, paths=(_SCRIPT.parent,))
+    return children.call("functions:work", job, Profile, log=log, timeout=3600, paths=(_SCRIPT.parent,))
 
 
 def show(name: str, result: Profile, top: int | None) -> Table:

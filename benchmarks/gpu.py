@@ -32,7 +32,7 @@ from rich.table import Table
 
 from tvmflow import runtime
 from tvmflow.errors import InputError, TvmflowError
-from tvmflow.target import Precision
+from tvmflow.hardware.target import Precision
 from tvmflow.workspace import Record
 
 # Turns of each way, and calls in a turn.

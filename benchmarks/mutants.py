@@ -13,7 +13,7 @@ By default a seeded sample is tried:
 
     python benchmarks/mutants.py                          a sample of all modules
     python benchmarks/mutants.py --sample 40 --seed 7     a smaller one, and another
-    python benchmarks/mutants.py tvmflow/target.py --all  every mutant of one module
+    python benchmarks/mutants.py tvmflow/hardware/target.py --all  every mutant of one module
     python benchmarks/mutants.py --each 60                60 of each part in SUITES, or all of a smaller one
 """
 
@@ -66,12 +66,12 @@ SUITES: dict[str, Suite] = {
         ("numpy", "onnx", "cryptography.hazmat.primitives.asymmetric.ed25519"),
     ),
     "tvmflow/store": Suite(("tests/store", "tests/runtime/test_runtime_uri.py"), _STORE),
-    "tvmflow/documents.py": Suite(("tests/core/test_core_documents.py",), ("pydantic",)),
-    "tvmflow/release.py": Suite(("tests/core/test_core_documents.py",), ("pydantic",)),
-    "tvmflow/verdict.py": Suite(("tests/core/test_core_documents.py",), ("pydantic",)),
-    "tvmflow/promotion.py": Suite(("tests/core/test_core_promotion.py",), ("mlflow", *_STORE)),
+    "tvmflow/documents/encoding.py": Suite(("tests/core/test_core_documents.py",), ("pydantic",)),
+    "tvmflow/documents/release.py": Suite(("tests/core/test_core_documents.py",), ("pydantic",)),
+    "tvmflow/documents/verdict.py": Suite(("tests/core/test_core_documents.py",), ("pydantic",)),
+    "tvmflow/promotion": Suite(("tests/core/test_core_promotion.py",), ("mlflow", *_STORE)),
     "tvmflow/spec": Suite(("tests/core/test_core_spec.py",), ("pydantic", "yaml")),
-    "tvmflow/target.py": Suite(
+    "tvmflow/hardware/target.py": Suite(
         (
             *("tests/core/test_core_target.py", "tests/core/test_core_target_exact.py"),
             *("tests/core/test_core_profiles.py", "tests/bundle/test_bundle_host.py"),

@@ -33,7 +33,7 @@ from rich.table import Table
 from runners import RunnerJob, Turn, Turns
 
 from tvmflow.errors import InputError, TvmflowError
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.workspace import Record
 
 Shape = tuple[int, ...]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from runners import Turn, Turns
 
-from tvmflow.process import Emit
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
+from tvmflow.processes.children import Emit
 from tvmflow.workspace import Record
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")

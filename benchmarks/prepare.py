@@ -17,15 +17,16 @@ import numpy as np
 from catalogue import Model, find
 from pydantic import Field
 
-from tvmflow import process, samples
+from tvmflow import samples
 from tvmflow import spec as release_file
 from tvmflow.arrays import Array
 from tvmflow.bundle import Manifest, installed_versions, pack, sha256_file
 from tvmflow.errors import ExportError
-from tvmflow.process import Emit
+from tvmflow.hardware.target import Precision, Target, resolve
+from tvmflow.processes import children
+from tvmflow.processes.children import Emit
 from tvmflow.reach import code_digest
 from tvmflow.source import Source, load_module
-from tvmflow.target import Precision, Target, resolve
 from tvmflow.workspace import Record
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ def _tuned(imported: Any, job: BuildJob) -> Callable[[Any], Any]:
 def _call(function: str, job: Any, model: Model | None = None, torch: bool = False) -> None:
     log = job.output.parent / f"{function.partition(':')[2]}.log"
     paths = (HERE, model.folder) if model else (HERE,)
-    process.call(function, job, Completion, log=log, timeout=_TIMEOUT, paths=paths, torch=torch)
+    children.call(function, job, Completion, log=log, timeout=_TIMEOUT, paths=paths, torch=torch)
 
 
 def _once(output: Path, make: Callable[[], None]) -> Path:

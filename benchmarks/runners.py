@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tvmflow.errors import InputError, TvmflowError
-from tvmflow.launch import program_command
 from tvmflow.onnx_model.session import open_session, run_session
-from tvmflow.process import Child, Emit
+from tvmflow.processes.children import Child, Emit
+from tvmflow.processes.launch import program_command
 from tvmflow.source import Source, load_module, run_module
 from tvmflow.tolerance import largest_error
 from tvmflow.workspace import Record

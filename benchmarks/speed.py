@@ -31,9 +31,9 @@ from runners import RUNNERS, Figures, Runner, RunnerJob
 
 from tvmflow.comparison import Interval, Plan
 from tvmflow.errors import InputError, TvmflowError
+from tvmflow.hardware.target import processor
 from tvmflow.onnx_model.graph import rounds_activations
 from tvmflow.onnx_model.reading import read_onnx
-from tvmflow.target import processor
 from tvmflow.workspace import Record
 
 _TITLES: dict[Runner, str] = {

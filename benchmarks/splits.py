@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tvmflow.target import Target, resolve
+from tvmflow.hardware.target import Target, resolve
 from tvmflow.workspace import Record
 
 if TYPE_CHECKING:

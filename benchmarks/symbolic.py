@@ -26,10 +26,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tvmflow import process
 from tvmflow.errors import InputError, TvmflowError
-from tvmflow.process import Emit
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
+from tvmflow.processes import children
+from tvmflow.processes.children import Emit
 from tvmflow.workspace import Record
 
 _SCRIPT = Path(__file__)
@@ -189,7 +189,7 @@ def main() -> int:
             )
             log = state / "symbolic.log"
             try:
-                item = process.call("symbolic:work", job, Comparison, log=log, timeout=600, paths=(_SCRIPT.parent,))
+                item = children.call("symbolic:work", job, Comparison, log=log, timeout=600, paths=(_SCRIPT.parent,))
                 results.append((Path(name).stem, item))
             except TvmflowError as error:
                 failures.append(f"{name}: {error}")

@@ -30,11 +30,11 @@ from tasks.original import find_original
 from tasks.relax_import import ImportJob, relax_import
 from tasks.step import StepRunner
 from tasks.tune import TuneJob, tune_more
-from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.cli.display import RichReporter
 from tvmflow.comparison import Comparison
 from tvmflow.progress import reporter
+from tvmflow.settings import Settings
 from tvmflow.spec import Tune
 from tvmflow.workspace import Workspace
 
@@ -79,7 +79,7 @@ def measure(name: str, budget: Tune, seconds: float, state: Path) -> Row:
     """Tune one model, measure both builds, and return the figures."""
     spec = release_file.load(_EXAMPLES / MODELS[name]).model_copy(update={"tune": budget})
     (target,) = spec.resolve_targets()
-    settings = machine.load().model_copy(update={"state": state, "share_records": False})
+    settings = Settings.load().model_copy(update={"state": state, "share_records": False})
     workspace = Workspace(state)
     runner = StepRunner.of(spec, settings, workspace)
     exported = export(runner, ExportJob.of(spec, find_original(spec, workspace))).result
@@ -99,7 +99,7 @@ def measure(name: str, budget: Tune, seconds: float, state: Path) -> Row:
             workspace.folder / "logs" / f"{name}-tuning.log",
             *(workspace.path(item.packaged.bundle) for item in (candidate, candidates[-1])),
             timeout=_TIMEOUT,
-            progress=lambda done, total: reporter().progressed("compare", name, done, total, "in turn"),
+            progress=lambda done, total: reporter().advance("compare", name, done, total, "in turn"),
             seconds=seconds,
             bounds=(),
             inputs=tuned_sample(workspace, exported, variants(spec, exported.inputs)),

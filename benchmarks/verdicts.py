@@ -26,8 +26,8 @@ from rich.table import Table
 from tasks.comparison import compare_latency
 from tvmflow import npz
 from tvmflow.comparison import Comparison, Plan, Verdict
+from tvmflow.hardware.target import processor
 from tvmflow.report import charts
-from tvmflow.target import processor
 from tvmflow.workspace import Record, Workspace
 
 _TIMEOUT = 600.0

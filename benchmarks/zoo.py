@@ -39,7 +39,7 @@ from rich.table import Table
 from tvmflow import samples
 from tvmflow import spec as release_file
 from tvmflow.errors import InputError
-from tvmflow.target import Precision, explain_missing_unit, host, processor
+from tvmflow.hardware.target import Precision, explain_missing_unit, host, processor
 from tvmflow.workspace import Record
 
 _HERE = Path(__file__).parent

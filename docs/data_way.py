@@ -75,10 +75,10 @@ _ROWS: dict[str, tuple[_Box, ...]] = {
     ),
     "A promotion": (
         _Box("tvmflow/store/", "release"),
-        _Box("tasks.gate:integrity", "checks"),
+        _Box("tasks.integrity:integrity", "checks"),
         _Box("tasks.gate:gate", "checks"),
         _Box("tasks.reproduce:reproduce", "checks"),
-        _Box("tvmflow/promotion.py", "channel"),
+        _Box("tvmflow/promotion/moves.py", "channel"),
     ),
     "In use": (
         _Box("tvmflow/store/resolve.py", "bundle"),

@@ -291,7 +291,8 @@ def operators() -> str:
 _MACHINES = """# Machines
 
 The compiler chooses algorithms and tiles by the numbers of a processor. They stand in a profile, and no rule holds a
-number of its own. tvmflow ships the profiles below, the files of `tvmflow/targets/`, with a source for every number.
+number of its own. tvmflow ships the profiles below, the files of `tvmflow/hardware/processors/`, with a source for
+every number.
 
 - `native` has the profile of this machine's processor, which CPUID or ARM's MIDR names. For an unknown processor it is
   that of the psABI level, with the caches that the kernel tells. `TVMFLOW_PROFILE` names a file to use instead.
@@ -318,7 +319,7 @@ a quiet machine, and name the file in `TVMFLOW_PROFILE`.
 
 def machines() -> str:
     """The page of the profiles: what the numbers mean, and each profile's numbers with their sources."""
-    from tvmflow import profiles
+    from tvmflow.hardware import profiles
 
     lines = [_MACHINES]
     for name, item in profiles.shipped().items():
@@ -359,7 +360,7 @@ _PAGES: dict[str, tuple[Callable[[], str], str]] = {
     "command-line.md": (command_line, "the commands' own help"),
     "release-file.md": (release_file, "the models of `tvmflow.spec`"),
     "operators.md": (operators, "`tvmflow.compiler.operator_table` and `docs/operators.json`"),
-    "machines.md": (machines, "the files of `tvmflow/targets`"),
+    "machines.md": (machines, "the files of `tvmflow/hardware/processors`"),
     "settings.md": (settings, "`tvmflow.settings`"),
     "../data-way.svg": (way_of_the_data, "`docs/data_way.py`"),
 }

@@ -46,7 +46,7 @@ def judge(operator: str, examples: list[Any]) -> dict[str, str]:
     """The best verdict of an operator's examples, `{"verdict": ..., "rule": ...}`; empty where none is compiled."""
     from tvmflow.compiler.diagnosis import diagnose
     from tvmflow.errors import TvmflowError
-    from tvmflow.target import resolve
+    from tvmflow.hardware.target import resolve
 
     best: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:

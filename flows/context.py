@@ -12,10 +12,10 @@ from flows.runs import is_deployed, one_at_a_time
 from tasks.original import Original, find_original
 from tasks.step import StepRunner
 from tvmflow.outages import outlast
-from tvmflow.process import shared_imports
+from tvmflow.processes.children import shared_imports
 from tvmflow.registry import Registry
 from tvmflow.services import Services, open_records, open_services, open_workspace, record_sections
-from tvmflow.settings import Settings, load
+from tvmflow.settings import Settings
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore
 from tvmflow.store.records import RecordObjects
@@ -40,7 +40,7 @@ def open_context(spec: Spec) -> Iterator["RunContext"]:
     The sections `store` and `registry` of the file are recorded for later commands. When the body fails, the logs of
     its steps are kept in MLflow. Raises PrefectError, SettingsError, StoreError and RegistryError.
     """
-    settings = load()
+    settings = Settings.load()
     with (
         one_at_a_time(spec.name),
         open_services(settings, spec.store, spec.registry, outage_seconds(settings)) as services,

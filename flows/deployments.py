@@ -208,14 +208,14 @@ def _apply(deployment: "RunnerDeployment", pool: str) -> None:
             ) from error
 
 
-def _delete_others(client: "SyncPrefectClient", names: set[str], registered: Mapping[str, object]) -> None:
+def _delete_others(client: "SyncPrefectClient", names: set[str], deployments: Mapping[str, object]) -> None:
     """Delete the deployments of these models that have not been registered now."""
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterTags
 
     for name in names:
         tags = DeploymentFilterTags(all_=[_TAG, f"model:{name}"])
         for deployment in client.read_deployments(deployment_filter=DeploymentFilter(tags=tags)):
-            if f"{client.read_flow(deployment.flow_id).name}/{deployment.name}" not in registered:
+            if f"{client.read_flow(deployment.flow_id).name}/{deployment.name}" not in deployments:
                 client.delete_deployment(deployment.id)
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from tvmflow import settings as machine
 from tvmflow.retention import collect
+from tvmflow.settings import Settings
 from tvmflow.store.garbage import Retention
 
 
@@ -15,7 +15,7 @@ def gc() -> dict[str, Any]:
 
     Returns the number of objects that went and their bytes. Raises StoreError, RegistryError and SettingsError.
     """
-    settings = machine.load()
+    settings = Settings.load()
     pieces = collect(settings, Retention(settings.retention_days, settings.retention_releases))
     size = sum(piece.size for piece in pieces)
     get_run_logger().info("removed %d objects, %.1f MB", len(pieces), size / 1e6)

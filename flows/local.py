@@ -8,13 +8,14 @@ from tasks.candidates import TargetBuilder, tunings_to_build
 from tasks.choose import Candidate
 from tasks.export import ExportResult
 from tasks.original import Original
+from tasks.reference import ReferenceResult
 from tasks.relax_import import ImportResult
 from tasks.track import TargetResult
 from tasks.tune import TuneJob, TuneResult, tune
-from tasks.validate import ReferenceResult, why_not_here
+from tasks.validate import why_not_here
 from tvmflow.errors import MachineError
+from tvmflow.hardware.target import Target
 from tvmflow.spec import Spec
-from tvmflow.target import Target
 from tvmflow.workspace import Outcome
 
 

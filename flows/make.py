@@ -18,17 +18,16 @@ from flows.context import RunContext
 from flows.local import ModelSteps, build_here, measure_here, refuse_unverifiable
 from flows.logs import keeping_logs
 from tasks.export import ExportResult
+from tasks.reference import ReferenceResult
 from tasks.relax_import import ImportResult
 from tasks.step import Job, Step, StepRunner
 from tasks.track import TargetResult
-from tasks.validate import ReferenceResult
 from tvmflow import errors
-from tvmflow import settings as machine
 from tvmflow import spec as release_file
 from tvmflow.bundle import public_key
 from tvmflow.errors import SettingsError, StoreError, TvmflowError
 from tvmflow.outages import outlast
-from tvmflow.process import shared_imports
+from tvmflow.processes.children import shared_imports
 from tvmflow.progress import Reporter, Status, reporter, reporting_to
 from tvmflow.services import Services, open_registry, open_store, open_workspace
 from tvmflow.settings import Settings
@@ -92,7 +91,7 @@ def make(name: str, target: str, store: Store, key: str, job: Artifact) -> None:
 
 
 def _make(key: str, artifact: Artifact, section: Store) -> None:
-    settings = machine.load().model_copy(update={"shared_workspace": True})
+    settings = Settings.load().model_copy(update={"shared_workspace": True})
     outage = settings.outage_minutes * 60
     with open_store(settings, section) as releases, shared_imports():
         workspace = open_workspace(settings, releases, section)
@@ -191,20 +190,20 @@ class _ProgressKeeper(Reporter):
         self._receiver = receiver
         self.latest: tuple[float, str] = (0.0, "starting")
 
-    def started(self, step: str, target: str | None) -> None:
+    def begin(self, step: str, target: str | None) -> None:
         """Keep the step's name."""
         if step != STEP:
             self.latest = (0.0, step)
-        self._receiver.started(step, target)
+        self._receiver.begin(step, target)
 
-    def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
+    def advance(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
         """Keep how much of the step is done."""
         self.latest = (done / total if total else 0.0, f"{step} {message}")
-        self._receiver.progressed(step, target, done, total, message)
+        self._receiver.advance(step, target, done, total, message)
 
-    def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
+    def end(self, step: str, target: str | None, status: Status, seconds: float) -> None:
         """Pass the end of a step on to the receiver."""
-        self._receiver.ended(step, target, status, seconds)
+        self._receiver.end(step, target, status, seconds)
 
 
 @contextmanager

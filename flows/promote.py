@@ -8,25 +8,25 @@ from typing import Any, Literal
 from prefect import flow
 from prefect.input import RunInput
 
-from flows.context import RunContext, outage_seconds
+from flows.context import outage_seconds
 from flows.logs import keeping_logs
-from flows.runs import is_deployed, is_registered, list_active, start
-from tasks.gate import GateJob, gate, integrity
+from flows.runs import is_deployed, list_active, start
+from tasks.gate import GateJob, gate
+from tasks.integrity import integrity
 from tasks.reproduce import reproduce
 from tasks.step import StepRunner
-from tvmflow import promotion
-from tvmflow import settings as machine
-from tvmflow.documents import Message
+from tvmflow.documents.encoding import Message
+from tvmflow.documents.verdict import Answer, Check, Verdict, samples_of
 from tvmflow.errors import VerdictError
 from tvmflow.fetch import cache_folder
 from tvmflow.outages import outlast
+from tvmflow.promotion import moves, people, verdicts
 from tvmflow.services import Services, open_services, open_workspace, read_sections
 from tvmflow.settings import Settings
 from tvmflow.spec import Policy, RegistrySection, Store
 from tvmflow.spec.fields import WANTED
 from tvmflow.store import channels
 from tvmflow.store.channel_document import Channel, Move, Wish, WishEnd
-from tvmflow.verdict import Answer, Check, Verdict, samples_of
 from tvmflow.workspace import Record, Workspace
 
 
@@ -103,10 +103,10 @@ def promote(
     """
     from prefect.runtime import flow_run
 
-    settings = machine.load()
+    settings = Settings.load()
     sections = read_sections(settings, name)
-    deployed = is_deployed()
-    who = who or (f"flow run {flow_run.name}" if deployed else promotion.identify_user())
+    is_deployment = is_deployed()
+    who = who or (f"flow run {flow_run.name}" if is_deployment else people.identify_user())
     outage = outage_seconds(settings)
     with open_services(settings, store or sections.store, registry or sections.registry, outage) as services:
         workspace = open_workspace(settings, services.store)
@@ -119,7 +119,7 @@ def promote(
             why=why,
             approved=approved,
             while_wanted=while_wanted,
-            flow_run_id=flow_run.id if deployed else None,
+            flow_run_id=flow_run.id if is_deployment else None,
         )
         with keeping_logs(name, workspace, services.registry, {}):
             summary = outlast(partial(promote_release, services, settings, workspace, request), outage)
@@ -152,12 +152,12 @@ def promote_release(
         why=request.why,
     )
     model = job.release.registered_version.model
-    state = promotion.read_state(services, name, channel, model)
+    state = moves.read_state(services, name, channel, model)
     if request.while_wanted and (reason := _why_not_wanted(state, job.policy.policy, version)) is not None:
         if version in (before, state.hand_set_version):
-            promotion.update_alias(services, name, channel, model)
+            moves.update_alias(services, name, channel, model)
         return summary if before == version else summary.model_copy(update={"status": "left", "message": reason})
-    document = promotion.make_wish(
+    document = moves.make_wish(
         services, name, version, channel, who=request.who, why=request.why, id=request.flow_run_id
     )
     if document.version == version:
@@ -180,7 +180,7 @@ def promote_release(
         reasons = _objections(answer, wish, needs_another=job.policy.policy.approval == "another")
     run = log_verdict("refused" if reasons else "passed", reasons, answer)
     if reasons:
-        promotion.refuse(services, job.release, channel, wish.id, who=request.who, reason="; ".join(reasons))
+        moves.refuse(services, job.release, channel, wish.id, who=request.who, reason="; ".join(reasons))
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         raise VerdictError(
             f"{job.label} is refused: {reasons[0]}{more}; {channel} stays at {job.current_version or 'nothing'}, "
@@ -198,7 +198,7 @@ def _refuse_without_approver(job: GateJob, request: PromotionRequest, wish: Wish
     channel, approval = f"{request.name}@{request.channel}", job.policy.policy.approval
     if approval != "none" and not request.approved and request.flow_run_id is None:
         raise VerdictError(f"{channel} needs a person's approval: {how_to_approve(job)}")
-    if approval == "another" and request.approved and promotion.is_same_person(request.who, wish.who):
+    if approval == "another" and request.approved and people.is_same_person(request.who, wish.who):
         raise VerdictError(
             f"{channel} needs the approval of another person than {wish.who}, who asked for {request.version}: "
             f"{how_to_approve(job)}"
@@ -207,7 +207,7 @@ def _refuse_without_approver(job: GateJob, request: PromotionRequest, wish: Wish
 
 def _objections(answer: Approval, wish: Wish, *, needs_another: bool) -> list[str]:
     """Return why a person's answer does not let a release pass; empty where it does."""
-    if answer.approve and needs_another and promotion.is_same_person(answer.who, wish.who):
+    if answer.approve and needs_another and people.is_same_person(answer.who, wish.who):
         return [f"{answer.who} asked for it, and another person must approve it"]
     if not answer.approve:
         return [f"{answer.who} rejected it" + (f" ({answer.why})" if answer.why else "")]
@@ -217,7 +217,7 @@ def _objections(answer: Approval, wish: Wish, *, needs_another: bool) -> list[st
 def _grant(services: Services, job: GateJob, wish: Wish, why: str, run: str) -> dict[str, Any]:
     """Grant a wish for the reason `why`, whose verdict the MLflow run keeps; return the fields of its summary."""
     channel = job.channel
-    document = promotion.grant(services, job.name, channel, wish.id, why=why, policy=job.policy)
+    document = moves.grant(services, job.name, channel, wish.id, why=why, policy=job.policy)
     move = document.find_end(wish.id)
     if not isinstance(move, Move):
         return _describe_end(document, wish.id)
@@ -231,7 +231,7 @@ def _grant(services: Services, job: GateJob, wish: Wish, why: str, run: str) -> 
     return {"status": "moved", "moved": True, "message": message, "who": move.who, "why": why, "when": move.when}
 
 
-def _why_not_wanted(state: promotion.ChannelState, policy: Policy, version: str) -> str | None:
+def _why_not_wanted(state: moves.ChannelState, policy: Policy, version: str) -> str | None:
     """Return why a version that an alias or an open wish asked for is not promoted; None when it is still wanted."""
     channel, alias = state.channel, f"{state.model}@{state.channel.channel}"
     if version in (state.wanted_version, channel.wish and channel.wish.version):
@@ -254,63 +254,6 @@ def _describe_end(document: Channel, wish: str) -> dict[str, Any]:
         }
     reason = "has moved on" if end is None or isinstance(end, Move) else f"was {end.outcome}: {end.why}"
     return {"status": "left", "message": f"the wish {reason}; {document.channel} holds {document.version or 'nothing'}"}
-
-
-def promote_automatically(context: RunContext, version: str) -> tuple[PromotionSummary, ...]:
-    """Promote a new release to the automatic channels of its release file; return an outcome for each channel.
-
-    A refusal is an outcome, not an error. A channel is left to a person if it refused the release before, or held it
-    and was moved away since. So is one that requires approval, unless a deployment can ask for it. Raises StoreError
-    and RegistryError.
-    """
-    return tuple(
-        context.outlast(partial(_promote_automatically, context, version, name))
-        for name in context.spec.automatic_channels()
-    )
-
-
-def _promote_automatically(context: RunContext, version: str, channel: str) -> PromotionSummary:
-    settings, spec = context.settings, context.spec
-    destination = channels.find(context.store, spec.name, channel)
-    policy = promotion.read_policy(context.store, destination, version)
-    current_version = destination.version
-    summary = PromotionSummary(
-        name=spec.name,
-        version=version,
-        channel=channel,
-        from_version=current_version,
-        status="left",
-        message="",
-        who=promotion.identify_user(),
-        why="every release is promoted to it",
-    )
-
-    def outcome(message: str, **fields: str) -> PromotionSummary:
-        return summary.model_copy(update={"message": message, **fields})
-
-    command = f"tvmflow promote {spec.name} {version} --channel {channel}"
-    by_hand = f"promote it with `{command}`"
-    if current_version != version:
-        refusal = promotion.read_refusal(context.services, spec.registered_model, version, channel)
-        if refusal is not None:
-            message = f"{channel} refused {version} before ({refusal}): {by_hand} to try again"
-            return outcome(message, status="refused")
-        if destination.has_held(version):
-            return outcome(f"{channel} held {version} before and was moved to {current_version} since: {by_hand}")
-        before = policy.after
-        if before is not None and not channels.find_checked(context.store, spec.name, before).has_held(version):
-            return outcome(f"{channel} comes after {before}, which has never held {version}: once it has, {by_hand}")
-        if policy.approval != "none":
-            if settings.prefect_api_url is None or not is_registered(f"promote/{spec.name}"):
-                return outcome(f"{channel} needs a person's approval: promote it with `{command} --approve`")
-            run = ask_for_approval(spec.name, version, channel, who=summary.who, why=summary.why)
-            message = f"{channel} needs a person's approval: `tvmflow approve` lists what waits"
-            return outcome(message, status="waiting", flow_run_id=run)
-    try:
-        request = PromotionRequest(spec.name, version, channel, who=summary.who, why=summary.why)
-        return promote_release(context.services, settings, context.workspace, request)
-    except VerdictError as error:
-        return outcome(str(error), status="refused")
 
 
 def ask_for_approval(name: str, version: str, channel: str, *, who: str, why: str) -> str:
@@ -375,7 +318,7 @@ def _log_verdict(
         flow_run=flow_run_id,
     )
     samples = samples_of(workspace, checks)
-    return promotion.log_verdict(services, job.release, verdict, report=_report(job, checks, wish), files=samples)
+    return verdicts.log_verdict(services, job.release, verdict, report=_report(job, checks, wish), files=samples)
 
 
 def _ask(job: GateJob, checks: tuple[Check, ...], wish: Wish) -> Approval:

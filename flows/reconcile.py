@@ -12,10 +12,11 @@ from prefect import flow, get_run_logger
 from prefect.states import Failed
 
 from flows.runs import is_registered, list_active, list_ended, start
-from tvmflow import settings as machine
 from tvmflow.errors import TvmflowError, VerdictError
-from tvmflow.promotion import ChannelState, make_wish, read_policy, read_refusal, read_state, update_alias
+from tvmflow.promotion.moves import ChannelState, make_wish, read_refusal, read_state, update_alias
+from tvmflow.promotion.policies import read_policy
 from tvmflow.services import Services, open_services
+from tvmflow.settings import Settings
 from tvmflow.spec.fields import WANTED, explain_channel
 from tvmflow.store import channels
 from tvmflow.triggers import Alias, ManagedModel, RunRequest, load
@@ -70,7 +71,7 @@ def reconcile() -> Any:
     the others.
     """
     log = get_run_logger()
-    settings = machine.load()
+    settings = Settings.load()
     findings: list[Finding] = []
     problems: list[str] = []
     entries = load(settings.models).entries

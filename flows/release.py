@@ -10,29 +10,31 @@ from typing import Any
 
 from prefect import flow
 
+from flows.automatic_promotion import promote_automatically
 from flows.context import RunContext, open_context
 from flows.local import LocalBuilds, ModelSteps, build_here, measure_here, refuse_unverifiable
-from flows.promote import PromotionSummary, promote_automatically
+from flows.promote import PromotionSummary
 from flows.remote import make_on_pool, pools_of
 from tasks.export import ExportJob, ExportResult, export
 from tasks.insight import Insight, InsightJob, insight
 from tasks.publish import PublishJob, PublishResult, keep_published_origin, publish, release_document
+from tasks.reference import ReferenceJob, reference
 from tasks.relax_import import ImportJob, relax_import
 from tasks.report import PAGE, ReportJob, report
 from tasks.show import ShowJob, TextsJob, find_show, texts
 from tasks.step import slug
 from tasks.track import TargetResult, TrackJob, TrackResult, track
 from tasks.train import TrainJob, TrainResult, train
-from tasks.validate import ReferenceJob, reference
-from tvmflow import promotion, supervisor
 from tvmflow import spec as release_file
-from tvmflow.documents import narrow
+from tvmflow.documents.encoding import narrow
+from tvmflow.documents.figures import Point
+from tvmflow.documents.release import Choice, Release
 from tvmflow.errors import VerdictError
-from tvmflow.figures import Point
-from tvmflow.release import Choice, Release
+from tvmflow.hardware.target import Target, host
+from tvmflow.processes import supervisor
+from tvmflow.promotion import people
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore, leases
-from tvmflow.target import Target, host
 from tvmflow.workspace import Artifact, Outcome, Record, StepSummary
 
 
@@ -41,7 +43,7 @@ class TargetSummary(Record):
 
     `bundle_size` is in bytes. `notes` are sentences about what the comparison with the original cannot show.
     `metric` is the task metric of the `original` and of the `bundle`. `latency_ms` has the figures of
-    `tvmflow.figures.Latency` by name, None for a percentile without enough runs, and `ratio` the bundle's latency
+    `Latency` by name, None for a percentile without enough runs, and `ratio` the bundle's latency
     over each peer's. `busyness` is a sentence on other work on the machine while it was measured, None where
     nothing was noticed. `choice` says which of the tuned and the untuned build is shipped, None where tuning
     changed nothing.
@@ -206,7 +208,7 @@ def _publish(
         registry=context.registry.config.address,
     )
     with ExitStack() as stack:
-        who = promotion.identify_user()
+        who = people.identify_user()
         lease = context.outlast(lambda: stack.enter_context(leases.hold(context.store, spec.name, who)))
         tracked = track(runner, job, context.registry, lease)
         reasons = [reason for result in results for reason in result.reasons]

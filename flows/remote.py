@@ -23,10 +23,10 @@ from tasks.tune import send_records
 from tvmflow import errors
 from tvmflow import spec as release_file
 from tvmflow.errors import SettingsError, StepError, StoreError, TvmflowError
+from tvmflow.hardware.target import Target, resolve
 from tvmflow.onnx_model.external_data import data_digests
 from tvmflow.progress import reporter
 from tvmflow.settings import Settings
-from tvmflow.target import Target, resolve
 from tvmflow.workspace import Artifact, Progress, StepResult, StepSummary
 
 if TYPE_CHECKING:
@@ -90,13 +90,13 @@ def make_on_pool(
     key = MAKE.key(workspace_runner(workspace, context.settings, job), job)
 
     def report(done: float, total: float, message: str) -> None:
-        reporter().progressed(STEP, target.name, done, total, message)
+        reporter().advance(STEP, target.name, done, total, message)
 
     status: Literal["ran", "cached"] = "cached"
     result = find()
     if result is None:
         status = "ran"
-        reporter().started(STEP, target.name)
+        reporter().begin(STEP, target.name)
         try:
             _run(context, job, key, report)
             result = find(report)
@@ -106,9 +106,9 @@ def make_on_pool(
                     "the worker the same s3_endpoint, s3_bucket and s3_prefix as this machine"
                 )
         except BaseException:
-            reporter().ended(STEP, target.name, "failed", time.perf_counter() - started_at)
+            reporter().end(STEP, target.name, "failed", time.perf_counter() - started_at)
             raise
-    reporter().ended(STEP, target.name, status, time.perf_counter() - started_at)
+    reporter().end(STEP, target.name, status, time.perf_counter() - started_at)
     return result if status == "ran" else _as_cached(result)
 
 

@@ -11,17 +11,17 @@ from flows.context import RunContext, open_context
 from flows.release import ReleaseSummary, release_model
 from tasks.evaluate import EvaluateJob, Evaluation, evaluate, keep_verdict
 from tasks.export import ExportJob, export
+from tasks.reference import ReferenceJob, reference
 from tasks.register import RegisterJob, register
 from tasks.train import TrainJob, train
-from tasks.validate import ReferenceJob, reference
 from tvmflow import spec as release_file
-from tvmflow import verdict
-from tvmflow.documents import narrow
+from tvmflow.documents import verdict
+from tvmflow.documents.encoding import narrow
+from tvmflow.documents.training import finite_json
+from tvmflow.documents.verdict import RetrainVerdict
 from tvmflow.errors import VerdictError
 from tvmflow.fetch import cache_folder
 from tvmflow.spec import Retrain, Spec
-from tvmflow.training import finite_json
-from tvmflow.verdict import RetrainVerdict
 from tvmflow.workspace import Record
 
 

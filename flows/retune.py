@@ -19,15 +19,15 @@ from tasks.tune import TuneJob
 from tasks.validate import why_not_here
 from tvmflow import spec as release_file
 from tvmflow.bundle.signature import trusted_keys
-from tvmflow.documents import narrow
+from tvmflow.documents.encoding import narrow
+from tvmflow.documents.release import Release
+from tvmflow.documents.verdict import Gain, RetunedTarget, RetuneVerdict, samples_of
 from tvmflow.errors import MachineError, StoreError, TuneError
 from tvmflow.fetch import cache_folder
+from tvmflow.hardware.target import Target
 from tvmflow.registry import Registry
-from tvmflow.release import Release
 from tvmflow.store import channels
 from tvmflow.store.resolve import TargetEntry, fetch_target
-from tvmflow.target import Target
-from tvmflow.verdict import Gain, RetunedTarget, RetuneVerdict, samples_of
 from tvmflow.workspace import Outcome, Record, Workspace
 
 

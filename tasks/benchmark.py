@@ -4,34 +4,28 @@ The peers use the same number of threads; the bundle uses fewer where its build 
 """
 
 import os
-import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from threading import Barrier, BrokenBarrierError
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from tasks.comparison import measure_reference, observe_conditions, plan_pairs
+from tasks.comparison import observe_conditions, plan_pairs
 from tasks.export import ExportResult
 from tasks.original import Original
 from tasks.package import PackageResult
-from tasks.step import Job, Step, StepRunner, TargetJob, path_of
+from tasks.step import Step, StepRunner, TargetJob, path_of
+from tasks.turns import Processes, Round, Run, Turn, TurnJob, load_bundle, load_onnxruntime, make_turn
 from tvmflow import samples
 from tvmflow.arrays import Array, NamedArrays
 from tvmflow.bundle import read_manifest
 from tvmflow.comparison import Comparison, Pair, Plan, compare, percentile
-from tvmflow.energy import joules_between, read_counters
+from tvmflow.documents.figures import PEERS, Concurrency, Latency, Measurement, Measurements, Point, Runner
 from tvmflow.errors import VerdictError
-from tvmflow.figures import PEERS, Concurrency, Latency, Measurement, Measurements, Point, Runner
-from tvmflow.onnx_model.session import open_session, run_session
-from tvmflow.process import Child, Emit
-from tvmflow.source import load_module
+from tvmflow.hardware.target import Target, host
+from tvmflow.processes.children import Child, Emit
+from tvmflow.source import Source, load_module
 from tvmflow.spec import Benchmark, Gates, Input, Samples, Spec
-from tvmflow.target import Target, host
 from tvmflow.workspace import Artifact, StepResult, Workspace
 
 # The most turns of a runner at a point in a round, and the untimed runs before each but the first: the data of the
@@ -39,29 +33,10 @@ from tvmflow.workspace import Artifact, StepResult, Workspace
 _TURNS, _UNTIMED = 5, 1
 
 
-class TurnJob(Job):
-    """One turn of one runner: `warmup` untimed runs, then `runs` timed ones, on the sample with the index `point`.
+class RunnerJob(TurnJob):
+    """One turn of the bundle or a peer; PyTorch runs the model that `source` makes."""
 
-    The peers use `threads` threads. The bundle uses `bundle_threads`: fewer where its build was faster on fewer.
-    `callers` threads make the runs concurrently; each of them makes all of the runs.
-    """
-
-    runner: Runner
-    point: int
-    original: Original
-    onnx: Artifact
-    bundle: Artifact
-    samples: Artifact
-    threads: int
-    bundle_threads: int
-    warmup: int
-    runs: int
-    callers: int = 1
-
-    @property
-    def needs_torch(self) -> bool:
-        """Whether PyTorch is the runner."""
-        return self.runner == "pytorch"
+    source: Source
 
 
 class BenchmarkJob(TargetJob):
@@ -118,111 +93,13 @@ class BenchmarkJob(TargetJob):
         )
 
 
-class Turn(StepResult):
-    """The times of one turn: seconds of each run, seconds to load the model, and the process's peak memory (bytes).
-
-    `first_seconds` is the time of the first run after the model was loaded, and `wall_seconds` that of all timed runs
-    from the first one's start to the last one's end.
-    """
-
-    seconds: tuple[float, ...]
-    load_seconds: float
-    peak_memory: int
-    first_seconds: float = 0.0
-    wall_seconds: float = 0.0
-
-
 class BenchmarkResult(Measurements, StepResult):
     """The measurements of a bundle and its peers."""
 
 
-# The models that a runner's process has loaded, the seconds that took, and those of the first run.
-_loaded: dict[str, tuple[Callable[[NamedArrays], object], float, float]] = {}
-
-
-def turn_work(job: TurnJob, emit: Emit) -> Turn:
-    """Run one turn of a runner in the runner's own process and return its times.
-
-    The first turn in a process also loads the model and makes its first run.
-    """
-    inputs = samples.load(job.workspace.path(job.samples))[job.point][0]
-    if job.runner not in _loaded:
-        start = time.perf_counter()
-        prepare = {"tvm": _bundle, "onnxruntime": _onnxruntime, "pytorch": _pytorch}[job.runner]
-        run = prepare(job)
-        ready = time.perf_counter()
-        run(inputs)
-        _loaded[job.runner] = run, ready - start, time.perf_counter() - ready
-    run, load_seconds, first_seconds = _loaded[job.runner]
-    turn = timed(lambda: run(inputs), job.warmup, job.runs, load_seconds, job.callers)
-    return turn.model_copy(update={"first_seconds": first_seconds})
-
-
-def timed(run: Callable[[], object], warmup: int, runs: int, load_seconds: float, callers: int = 1) -> Turn:
-    """Call `run` `warmup` times untimed, then `runs` times timed; return the times in seconds as one turn.
-
-    Where `callers` is above one, so many threads do so, and begin their timed runs together. `load_seconds` is passed
-    on to the turn. Raises what `run` raises.
-    """
-    barrier = Barrier(callers)
-    spans: list[tuple[float, float]] = []
-
-    def call() -> list[float]:
-        try:
-            for _ in range(warmup):
-                run()
-            barrier.wait()
-            begin, seconds = time.perf_counter(), []
-            for _ in range(runs):
-                start = time.perf_counter()
-                run()
-                seconds.append(time.perf_counter() - start)
-        except BaseException:
-            # The others would wait for this one for ever.
-            barrier.abort()
-            raise
-        spans.append((begin, time.perf_counter()))
-        return seconds
-
-    if callers == 1:
-        series = [call()]
-    else:
-        with ThreadPoolExecutor(callers) as pool:
-            futures = [pool.submit(call) for _ in range(callers)]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
-            raise error
-        series = [future.result() for future in futures]
-    return Turn(
-        seconds=tuple(value for each in series for value in each),
-        load_seconds=load_seconds,
-        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        wall_seconds=max(end for _, end in spans) - min(begin for begin, _ in spans),
-    )
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round of fresh processes, one per runner.
-
-    `turns` has the turns by the index of the point and the runner. `reference` are the seconds of the reference kernel,
-    a fixed computation that shows the processor's clock. `joules` are those of a run at the typical sizes by runner,
-    where the machine tells them. `together` has the turn of several callers by their number and the runner.
-    """
-
-    turns: Mapping[tuple[int, Runner], Sequence[Turn]]
-    reference: Sequence[float]
-    joules: Mapping[Runner, float] = field(default_factory=dict)
-    together: Mapping[tuple[int, Runner], Turn] = field(default_factory=dict)
-
-    def seconds(self, point: int, name: Runner) -> list[float]:
-        """Return the seconds of all runs of a runner at the point with the index `point`."""
-        return [value for turn in self.turns[point, name] for value in turn.seconds]
-
-    def pair(self, point: int, peer: Runner) -> Pair:
-        """Return the bundle compared with a peer at the point with the index `point`, turn by turn."""
-        candidate, baseline = ([turn.seconds for turn in self.turns[point, name]] for name in ("tvm", peer))
-        return Pair.of_turns(candidate, baseline, self.reference)
+def turn_work(job: RunnerJob, emit: Emit) -> Turn:
+    """Make one turn of a runner in the runner's own process and return its times."""
+    return make_turn(job, {"tvm": load_bundle, "onnxruntime": load_onnxruntime, "pytorch": _load_pytorch})
 
 
 def work(job: BenchmarkJob, runner: StepRunner) -> BenchmarkResult:
@@ -244,7 +121,7 @@ def work(job: BenchmarkJob, runner: StepRunner) -> BenchmarkResult:
     def measure(index: int) -> dict[Runner, Pair]:
         if index:
             rounds.append(_measure_round(job, runner, random))
-        return {peer: rounds[index].pair(0, peer) for peer in job.peers}
+        return {peer: rounds[index].pair("tvm", peer) for peer in job.peers}
 
     bounds: dict[Runner, tuple[float, ...]] = {peer: job.bounds.get(peer, ()) for peer in job.peers}
     pairs = compare(plan, bounds, measure, lambda done, budget: runner.emit(done, budget, "in turn"))
@@ -263,51 +140,34 @@ def work(job: BenchmarkJob, runner: StepRunner) -> BenchmarkResult:
 benchmark = Step("benchmark", BenchmarkResult, work)
 
 
-def _measure_round(job: BenchmarkJob, runner: StepRunner, random: np.random.Generator) -> Round:
+def _measure_round(job: BenchmarkJob, runner: StepRunner, random: np.random.Generator) -> Round[Runner]:
     turns: dict[tuple[int, Runner], list[Turn]] = {}
-    together: dict[tuple[int, Runner], Turn] = {}
-    reference: list[float] = []
-    energies: dict[Runner, list[tuple[float, int]]] = {}
-    names: list[Runner] = ["tvm", *job.peers]
-    jobs = {name: _turn_job(job, runner, name) for name in names}
-    with ExitStack() as stack:
-        order = [names[index] for index in random.permutation(len(names))]
-        children = {name: stack.enter_context(_start(runner, jobs[name])) for name in order}
+    concurrent: dict[tuple[int, Runner], Turn] = {}
+    runners: list[Runner] = ["tvm", *job.peers]
+    jobs = {name: _runner_job(job, runner.workspace, name) for name in runners}
+
+    def start(name: Runner) -> Child:
+        return Child(
+            path_of(turn_work),
+            log=runner.log(name),
+            paths=(runner.folder,),
+            environment=runner.environment,
+            torch=name == "pytorch",
+        )
+
+    with Processes(runners, start, runner.timeout, random) as processes:
         for point in range(len(job.points)):
             warmup = job.section.warmup
             for runs in _split(job.section.repeats):
-                reference += measure_reference()
-                for index in random.permutation(len(names)):
-                    name = names[index]
-                    turn = jobs[name].model_copy(update={"point": point, "warmup": warmup, "runs": runs})
-                    before = read_counters()
-                    result = children[name].take_turn(turn, Turn, timeout=runner.timeout)
-                    joules = joules_between(before, read_counters())
-                    turns.setdefault((point, name), []).append(result)
-                    # The first turn loads the model.
-                    if joules is not None and point == 0 and len(turns[point, name]) > 1:
-                        energies.setdefault(name, []).append((joules, warmup + runs))
+                for name in processes.shuffle():
+                    turn_job = jobs[name].model_copy(update={"point": point, "warmup": warmup, "runs": runs})
+                    turns.setdefault((point, name), []).append(processes.take_turn(turn_job))
                 warmup = _UNTIMED
         for callers in job.section.callers:
-            for index in random.permutation(len(names)):
-                name = names[index]
-                update = {"point": 0, "warmup": _UNTIMED, "runs": job.section.repeats, "callers": callers}
-                turn = jobs[name].model_copy(update=update)
-                together[callers, name] = children[name].take_turn(turn, Turn, timeout=runner.timeout)
-    joules_of_run = {
-        name: sum(item[0] for item in each) / sum(item[1] for item in each) for name, each in energies.items()
-    }
-    return Round(turns, reference, joules_of_run, together)
-
-
-def _start(runner: StepRunner, job: TurnJob) -> Child:
-    return Child(
-        path_of(turn_work),
-        log=runner.log(job.runner),
-        paths=(runner.folder,),
-        environment=runner.environment,
-        torch=job.needs_torch,
-    )
+            for name in processes.shuffle():
+                update = {"warmup": _UNTIMED, "runs": job.section.repeats, "callers": callers}
+                concurrent[callers, name] = processes.take_turn(jobs[name].model_copy(update=update))
+        return Round(turns, processes.kernel_seconds, concurrent)
 
 
 def _split(repeats: int) -> list[int]:
@@ -316,38 +176,38 @@ def _split(repeats: int) -> list[int]:
     return [repeats // turns + (turn < repeats % turns) for turn in range(turns)]
 
 
-def _turn_job(job: BenchmarkJob, runner: StepRunner, name: Runner) -> TurnJob:
-    turn_job = TurnJob(
+def _runner_job(job: BenchmarkJob, workspace: Workspace, name: Runner) -> RunnerJob:
+    return RunnerJob(
         runner=name,
-        point=0,
-        original=job.original,
-        onnx=job.onnx,
-        bundle=job.bundle,
-        samples=job.samples,
+        source=job.original.source,
+        onnx=workspace.path(job.onnx),
+        bundle=workspace.path(job.bundle),
+        samples=workspace.path(job.samples),
         threads=job.threads,
         bundle_threads=job.bundle_threads,
-        warmup=0,
-        runs=0,
     )
-    return runner.place(turn_job)
 
 
 def _point(
-    sizes: dict[str, int], index: int, rounds: Sequence[Round], peers: Sequence[Runner], size: Mapping[Runner, int]
+    sizes: dict[str, int],
+    index: int,
+    rounds: Sequence[Round[Runner]],
+    peers: Sequence[Runner],
+    size: Mapping[Runner, int],
 ) -> Point:
-    medians = [float(np.median(each.seconds(index, "tvm"))) for each in rounds]
+    medians = [float(np.median(each.seconds("tvm", index))) for each in rounds]
     return Point(
         sizes=sizes,
         runners={name: _summary(name, index, rounds, size[name]) for name in ("tvm", *peers)},
-        ratio={peer: float(np.median([each.pair(index, peer).ratio for each in rounds])) for peer in peers},
+        ratio={peer: float(np.median([each.pair("tvm", peer, index).ratio for each in rounds])) for peer in peers},
         noise=(max(medians) - min(medians)) / float(np.median(medians)),
     )
 
 
-def _concurrency(callers: int, rounds: Sequence[Round], runners: Sequence[Runner]) -> Concurrency:
+def _concurrency(callers: int, rounds: Sequence[Round[Runner]], runners: Sequence[Runner]) -> Concurrency:
     latencies = {}
     for name in runners:
-        turns = [each.together[callers, name] for each in rounds]
+        turns = [each.concurrent[callers, name] for each in rounds]
         milliseconds = np.array([value for turn in turns for value in turn.seconds]) * 1e3
         throughput = float(np.median([len(turn.seconds) / turn.wall_seconds for turn in turns]))
         latencies[name] = _latency(milliseconds, throughput)
@@ -397,23 +257,11 @@ def gate_failures(gates: Gates, result: BenchmarkResult, bundle: Artifact, targe
     return failures
 
 
-def _bundle(job: TurnJob) -> Callable[[NamedArrays], object]:
-    from tvmflow import runtime
-
-    model = runtime.load(job.workspace.path(job.bundle), threads=job.bundle_threads)
-    return lambda inputs: model(**inputs)
-
-
-def _onnxruntime(job: TurnJob) -> Callable[[NamedArrays], object]:
-    session = open_session(job.workspace.path(job.onnx), job.threads, exact=False)
-    return lambda inputs: run_session(session, inputs)
-
-
-def _pytorch(job: TurnJob) -> Callable[[NamedArrays], object]:
+def _load_pytorch(job: RunnerJob) -> Run:
     import torch
 
     torch.set_num_threads(job.threads)
-    module = load_module(job.original.source)
+    module = load_module(job.source)
 
     def run(inputs: NamedArrays) -> object:
         with torch.inference_mode():
@@ -422,8 +270,8 @@ def _pytorch(job: TurnJob) -> Callable[[NamedArrays], object]:
     return run
 
 
-def _summary(name: Runner, point: int, rounds: Sequence[Round], size: int) -> Measurement:
-    seconds = np.array([value for each in rounds for value in each.seconds(point, name)])
+def _summary(name: Runner, point: int, rounds: Sequence[Round[Runner]], size: int) -> Measurement:
+    seconds = np.array([value for each in rounds for value in each.seconds(name, point)])
     turns = [each.turns[point, name] for each in rounds]
     loads = tuple(each[0].load_seconds for each in turns)
     peaks = tuple(max(turn.peak_memory for turn in each) for each in turns)
@@ -436,5 +284,5 @@ def _summary(name: Runner, point: int, rounds: Sequence[Round], size: int) -> Me
         loads=loads,
         firsts=tuple(each[0].first_seconds for each in turns),
         peaks=peaks,
-        joules=tuple(each.joules[name] for each in rounds if name in each.joules) if point == 0 else (),
+        joules=tuple(joules for each in rounds if (joules := each.joules(name)) is not None) if point == 0 else (),
     )

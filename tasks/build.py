@@ -9,10 +9,10 @@ from tasks.relax_import import ImportResult, load_imported
 from tasks.step import ChildStep, TargetJob
 from tasks.tune import TuneResult
 from tvmflow.bundle import Weights
-from tvmflow.figures import Algorithm
-from tvmflow.process import Emit
+from tvmflow.documents.figures import Algorithm
+from tvmflow.hardware.target import Target
+from tvmflow.processes.children import Emit
 from tvmflow.spec import Build, Spec
-from tvmflow.target import Target
 from tvmflow.workspace import Artifact, Record, StepResult
 
 if TYPE_CHECKING:

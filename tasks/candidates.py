@@ -17,13 +17,14 @@ from tasks.choose import (
 )
 from tasks.export import ExportResult
 from tasks.package import PackageJob, PackageResult, package
+from tasks.reference import ReferenceResult
 from tasks.relax_import import ImportResult
 from tasks.step import StepRunner
-from tasks.tune import TuneResult, part_of, untuned, with_threads
-from tasks.validate import ReferenceResult, ValidateJob, validate, why_not_here
+from tasks.tune import TuneResult, part_of, skip_tuning, with_threads
+from tasks.validate import ValidateJob, validate, why_not_here
 from tvmflow.bundle import public_key
+from tvmflow.hardware.target import Target, host
 from tvmflow.spec import Spec
-from tvmflow.target import Target, host
 from tvmflow.tuning.best_records import PARTS, Part
 from tvmflow.workspace import Outcome, Workspace
 
@@ -33,7 +34,7 @@ Build = tuple[TuneResult, Outcome[BuildResult]]
 
 def tunings_to_build(workspace: Workspace, tuned: TuneResult) -> tuple[TuneResult, ...]:
     """Return `tuned` and a tuning without records, in this order; only the latter if `tuned` itself has no records."""
-    nothing = untuned(workspace)
+    nothing = skip_tuning(workspace)
     return (nothing,) if tuned.records.sha256 == nothing.records.sha256 else (tuned, nothing)
 
 

@@ -14,13 +14,14 @@ from tasks.package import PackageResult
 from tasks.step import Step, StepRunner, TargetJob, slug
 from tasks.tune import TuneResult
 from tasks.validate import Verdict, why_not_here
-from tvmflow import release, samples
+from tvmflow import samples
 from tvmflow.arrays import NamedArrays
 from tvmflow.comparison import Comparison
+from tvmflow.documents import release
+from tvmflow.documents.verdict import Check
+from tvmflow.hardware.target import Target
 from tvmflow.spec import Spec
-from tvmflow.target import Target
 from tvmflow.tuning.best_records import Part
-from tvmflow.verdict import Check
 from tvmflow.workspace import Artifact, Record, StepResult, StepSummary, Workspace
 
 # The interval of the tuned latency over the untuned one must end at this or below.

@@ -14,8 +14,8 @@ from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import extract, read_manifest
 from tvmflow.comparison import Comparison, Conditions, Pair, Plan, compare
 from tvmflow.comparison.pairs import Samples, write_samples
-from tvmflow.process import Child, Emit
-from tvmflow.target import host, processor
+from tvmflow.hardware.target import host, processor
+from tvmflow.processes.children import Child, Emit
 from tvmflow.workspace import Artifact, StepResult, Workspace
 
 # The pairs of a budget: fewer could decide nothing, more would tell apart what nobody notices.
@@ -184,16 +184,19 @@ def work(job: PairJob, emit: Emit) -> PairSamples:
     random = np.random.default_rng(job.seed)
     seconds: tuple[list[float], list[float]] = ([], [])
     loads: list[int] = []
-    reference = measure_reference()
+    kernel_seconds = time_kernel()
     start = time.perf_counter()
     while not loads or time.perf_counter() - start < job.seconds:
         times = _measure_load(job, inputs, random)
         for side in (0, 1):
             seconds[side].extend(times[side])
         loads.append(len(times[0]))
-    reference += measure_reference()
+    kernel_seconds += time_kernel()
     samples = Samples(
-        candidate=_rounded(seconds[0]), baseline=_rounded(seconds[1]), reference=_rounded(reference), loads=tuple(loads)
+        candidate=_to_single(seconds[0]),
+        baseline=_to_single(seconds[1]),
+        reference=_to_single(kernel_seconds),
+        loads=tuple(loads),
     )
     return PairSamples(samples=samples)
 
@@ -234,7 +237,7 @@ def _measure_load(job: PairJob, inputs: NamedArrays, random: np.random.Generator
     return seconds
 
 
-def measure_reference() -> list[float]:
+def time_kernel() -> list[float]:
     """Return the seconds of five runs of the reference kernel.
 
     The kernel is the same for every model and computes in the L1 cache: its time shows the processor's clock.
@@ -250,6 +253,6 @@ def measure_reference() -> list[float]:
     return seconds
 
 
-def _rounded(seconds: Sequence[float]) -> tuple[float, ...]:
+def _to_single(seconds: Sequence[float]) -> tuple[float, ...]:
     """The seconds in single precision, in which they are kept."""
     return tuple(map(float, np.asarray(seconds, np.float32)))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tasks.tune import TuneResult
 from tvmflow.errors import RegistryError
+from tvmflow.hardware.target import Target
 from tvmflow.registry import Registry
 from tvmflow.spec import Spec, Tune
-from tvmflow.target import Target
 from tvmflow.workspace import Outcome, Workspace
 
 METRIC = "tuning_latency_ms"
@@ -47,7 +47,7 @@ class Curve:
         self._run_id = ""
         self._read = 0
         self._steps: set[int] = set()
-        self._ended = threading.Event()
+        self._end = threading.Event()
         name = spec.name
         params = {key: value for key, value in budget.model_dump().items() if value is not None}
         tags = {
@@ -98,11 +98,11 @@ class Curve:
                 self.error = error
 
     def _follow(self) -> None:
-        while self.error is None and not self._ended.wait(_LOOK_SECONDS):
+        while self.error is None and not self._end.wait(_LOOK_SECONDS):
             self._look()
 
     def _stop(self) -> None:
-        self._ended.set()
+        self._end.set()
         self._thread.join()
         if self.error is None:
             self._look()

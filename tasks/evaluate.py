@@ -7,13 +7,14 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from tasks.reference import ReferenceResult, join, score, split
 from tasks.step import Job, Step, StepRunner
-from tasks.validate import ReferenceResult, join, score, split
-from tvmflow import samples, verdict
+from tvmflow import samples
 from tvmflow.arrays import Array, NamedArrays
-from tvmflow.documents import Document, encode
+from tvmflow.documents import verdict
+from tvmflow.documents.encoding import Document, encode
 from tvmflow.errors import BundleError, InputError
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.registry import Registry
 from tvmflow.spec import Retrain, Spec, TaskMetric
 from tvmflow.store import ReleaseStore, channels, resolve
@@ -79,10 +80,10 @@ def scores_work(job: EvaluateJob, emit: Emit) -> Scores:
         return Scores(champion=None)
     workspace, reference = job.workspace, job.reference
     held_out = [sample for sample, _ in samples.load(workspace.path(reference.original))]
-    inputs = join(held_out, reference.count, whole=reference.whole)
+    inputs = join(held_out, reference.count, one_by_one=reference.one_by_one)
     labels: Array = np.load(workspace.path(reference.labels))
     outputs = _run(job.bundle, inputs, reference, job.task.batch, emit)
-    metric = score(job.task, join(outputs, reference.count, whole=reference.whole), labels)
+    metric = score(job.task, join(outputs, reference.count, one_by_one=reference.one_by_one), labels)
     return Scores(champion=metric, sources=imported_sources(job.folder))
 
 
@@ -185,7 +186,7 @@ def _run(bundle: Path, inputs: NamedArrays, reference: ReferenceResult, batch: i
         is_fixed = isinstance(first, int)
         largest = None if isinstance(first, int) else model.manifest.dimensions.get(first, (1, None))[1]
         size = first if isinstance(first, int) else min(batch, largest or batch)
-        chunks = split(inputs, reference.count, None if reference.whole else size, fixed=is_fixed)
+        chunks = split(inputs, reference.count, None if reference.one_by_one else size, fixed=is_fixed)
         outputs: list[NamedArrays] = []
         for index, chunk in enumerate(chunks):
             emit(index, len(chunks), "the champion on held-out data")

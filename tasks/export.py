@@ -23,7 +23,7 @@ from tvmflow.onnx_model.session import open_session
 from tvmflow.onnx_model.size_limits import SizeLimits
 from tvmflow.onnx_model.ties import Ties
 from tvmflow.operators import define, load_operators
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.source import load_module
 from tvmflow.spec import ROUNDED_ERROR, Dimension, Export, Input, Spec
 from tvmflow.tolerance import Bounds
@@ -164,13 +164,13 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             inputs = _pin(job.inputs or declared_inputs(model), job.dimensions)
             fix_input_shapes(model, inputs)
             module = None
-            candidates: Iterable[tuple[Input, ...]] = (inputs,) if job.inputs else sample_candidates(inputs)
+            variants: Iterable[tuple[Input, ...]] = (inputs,) if job.inputs else sample_candidates(inputs)
         else:
             emit(0, 3, "loading the model")
             module = load_module(source)
             is_repeatable = has_the_same_weights_again(source, module)
             inputs = _pin(job.inputs, job.dimensions)
-            candidates = (inputs,)
+            variants = (inputs,)
             emit(1, 3, "exporting")
             example = samples.make_at_sizes(inputs, example_sizes(inputs, job.dimensions), job.seed, job.folder)
             model = export_module(source, module, inputs, example, job.dimensions, job.outputs, job.export, path)
@@ -195,7 +195,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
             seed=job.seed,
             folder=job.folder,
         )
-        dimensions, compared = runs.compare_where_it_runs(candidates)
+        dimensions, compared = runs.compare_where_it_runs(variants)
         pairs = compared.pairs
         pinned = _pin(inputs, dimensions)
         if pinned != inputs:
@@ -206,7 +206,7 @@ def work(job: ExportJob, emit: Emit) -> ExportResult:
         _refuse_nan([outputs for _, outputs in pairs], model if module is None else module)
         samples.save(folder / "samples.npz", pairs)
         golden = _golden(pairs, sum(item.stat().st_size for item in (path, data) if item is not None))
-        masks = ties.undecided(*pairs[golden], bounds)
+        masks = ties.find_undecided(*pairs[golden], bounds)
         np.savez(folder / "undecided.npz", **masks)  # type: ignore[arg-type]
         return ExportResult(
             onnx=workspace.keep(path, data=data),

@@ -1,8 +1,4 @@
-"""Gate: whether a release may be promoted to a channel, by its stored measurements and by checks on this machine.
-
-Two steps: `integrity` checks that the release is complete and has the required signatures, `gate` runs it and applies
-the channel's gates.
-"""
+"""Gate: whether a release may be promoted to a channel, by its measurements and by runs on this machine."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,22 +6,20 @@ from typing import Any, NamedTuple
 
 from tasks.comparison import compare_in_step
 from tasks.step import Job, Step, StepRunner
-from tvmflow import promotion
-from tvmflow.advisories import Advisories, Vulnerability, list_packages
-from tvmflow.bundle import extract, public_key, read_manifest
+from tvmflow.bundle import public_key
 from tvmflow.bundle.signature import trusted_keys
 from tvmflow.comparison import Comparison, Pair, find_drop
 from tvmflow.comparison.pairs import Samples
-from tvmflow.errors import BundleError, InputError, SettingsError, StatementError, VerdictError
-from tvmflow.figures import PEERS, Answers, Measurement, Runner, Validation
-from tvmflow.release import Release, ReleaseTarget
-from tvmflow.settings import Settings
-from tvmflow.store import ReleaseStore, channels
+from tvmflow.documents.figures import PEERS, Answers, Measurement, Runner, Validation
+from tvmflow.documents.release import Release, ReleaseTarget
+from tvmflow.documents.verdict import Check
+from tvmflow.errors import BundleError, InputError, VerdictError
+from tvmflow.hardware.target import host
+from tvmflow.promotion import policies, verdicts
+from tvmflow.store import ReleaseStore
 from tvmflow.store.channel_document import Channel
 from tvmflow.store.resolve import TargetEntry, fetch_target
-from tvmflow.target import host
 from tvmflow.tolerance import is_at_least
-from tvmflow.verdict import Check
 from tvmflow.verification import verify
 from tvmflow.workspace import StepResult
 
@@ -39,7 +33,7 @@ class GateJob(Job):
 
     release: Release
     destination: Channel
-    policy: promotion.EffectivePolicy
+    policy: policies.EffectivePolicy
     current: Release | None
 
     @property
@@ -74,8 +68,8 @@ class GateJob(Job):
         keys and this processor.
         """
         return {
-            "release": promotion.hash_release(self.release),
-            "current": self.current and promotion.hash_release(self.current),
+            "release": verdicts.hash_release(self.release),
+            "current": self.current and verdicts.hash_release(self.current),
             "channel": self.channel,
             "policy": self.policy.policy,
             "trusted": [public_key(key) for key in trusted_keys()],
@@ -89,8 +83,8 @@ class GateJob(Job):
         Raises StoreError for an unknown release, SpecError for a channel that nobody has used or proposed.
         """
         release = store.get_release(destination.name, version)
-        current = promotion.read_current(store, destination)
-        policy = promotion.find_policy(destination, release, current, who=who)
+        current = policies.read_current(store, destination)
+        policy = policies.find_policy(destination, release, current, who=who)
         return cls(release=release, destination=destination, policy=policy, current=current)
 
 
@@ -104,27 +98,6 @@ class GateResult(StepResult):
     def reasons(self) -> tuple[str, ...]:
         """The reasons why the release may not be promoted; empty when it may."""
         return tuple(check.message for check in self.checks if not check.passed)
-
-
-def integrity_work(
-    job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path, settings: Settings
-) -> GateResult:
-    """Check that a release is complete, may come to this channel now, and is signed as the policy demands.
-
-    The checks: every blob has the digest that the release names; the channel that the policy names in `after` has held
-    the release; statements and bundles are signed; every bundle is one of the release's model; the packages that the
-    bundles need have no more known vulnerabilities than the policy allows, by the advisories that `settings` name. Each
-    fault gives a check that has not passed. `runner` reports the progress. Bundles are fetched into the folder `cache`.
-    Raises StoreError when the store fails.
-    """
-    checks = [_digests(job, runner, store), *_order(job, store), *_statements(job, store)]
-    if all(check.passed for check in checks):
-        checks += _names(job, store, cache)
-    if all(check.passed for check in checks):
-        checks += _signatures(job, runner, store, cache)
-    if all(check.passed for check in checks):
-        checks += _vulnerabilities(job, store, cache, settings)
-    return GateResult(checks=tuple(checks), compared=job.current_version)
 
 
 def gate_work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> GateResult:
@@ -144,127 +117,8 @@ def has_passed(result: GateResult, *_: object, **__: object) -> bool:
     return not result.reasons
 
 
-# A complete release may be damaged later, and a vulnerability of what it needs be found: both are always checked.
-integrity = Step("integrity", GateResult, integrity_work, cached=False)
 # A release that passed is cached, also for a flow run that was suspended; a refused one is checked again.
 gate = Step("gate", GateResult, gate_work, is_current=has_passed)
-
-
-def _digests(job: GateJob, runner: StepRunner, store: ReleaseStore) -> Check:
-    runner.emit(0, 0, "reading")
-    fault = store.find_fault(job.release)
-    if fault is not None:
-        return Check(name="whole", message=f"the release is not whole: {fault.rstrip('.')}", passed=False)
-    return Check(name="whole", message="every blob is there and has the digest that the release says", passed=True)
-
-
-def _order(job: GateJob, store: ReleaseStore) -> Iterator[Check]:
-    """Check that the channel that the policy names in `after` has held the release."""
-    before = job.policy.policy.after
-    if before is None:
-        return
-    try:
-        passed = channels.find_checked(store, job.name, before).has_held(job.version)
-        message = f"{before} has {'' if passed else 'never '}held it" + ("" if passed else ": promote it there first")
-    except StatementError as error:
-        passed, message = False, str(error).rstrip(".")
-    yield Check(name="after", message=message, passed=passed)
-
-
-def _statements(job: GateJob, store: ReleaseStore) -> Iterator[Check]:
-    """Check, where this machine trusts keys, that one has signed the statements on the channel and on both releases."""
-    keys = trusted_keys()
-    if store.config.signing_key is None and (keys or job.destination.statement is not None):
-        message = f"what {job.channel} holds is signed, and this machine has no key for it: set TVMFLOW_SIGNING_KEY"
-        yield Check(name="statement", message=message, passed=False)
-    if not keys:
-        return
-    try:
-        channels.check_statement(store, job.destination, keys)
-    except StatementError as error:
-        yield Check(name="statement", message=str(error).rstrip("."), passed=False)
-    for release in (job.release, job.current):
-        if release is None:
-            continue
-        version = release.version
-        try:
-            signed = store.get_release(job.name, version, trusted=keys)
-        except StatementError as error:
-            yield Check(name="statement", message=str(error).rstrip("."), passed=False)
-        else:
-            message = f"a trusted key has signed the statement on {job.name} {version}"
-            if signed != release:
-                message = f"{job.name} {version} has changed since it was read: promote it again"
-            yield Check(name="statement", message=message, passed=signed == release)
-
-
-def _names(job: GateJob, store: ReleaseStore, cache: Path) -> Iterator[Check]:
-    """Check that every bundle is one of the release's model."""
-    try:
-        for entry in TargetEntry.read_all(job.release):
-            fetch_target(store, entry, cache)
-    except BundleError as error:
-        yield Check(name="name", message=str(error), passed=False)
-    else:
-        yield Check(name="name", message=f"every bundle is one of {job.name}", passed=True)
-
-
-def _signatures(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> Iterator[Check]:
-    """Check that a trusted key has signed every bundle, where the channel or this machine requires it."""
-    keys = trusted_keys()
-    if job.policy.policy.signature != "required" and not keys:
-        return
-    if not keys:
-        message = f"{job.channel} takes signed releases only and no key is trusted here: set TVMFLOW_TRUSTED_KEYS"
-        yield Check(name="signature", message=message, passed=False)
-        return
-    for entry in TargetEntry.read_all(job.release):
-        target = f"target {entry.target!r}"
-        try:
-            with runner.workspace.scratch() as folder:
-                extract(fetch_target(store, entry, cache), folder, trusted=keys)
-        except BundleError as error:
-            yield Check(name="signature", message=f"{target}: {error}", passed=False)
-        else:
-            yield Check(name="signature", message=f"{target} is signed with a trusted key", passed=True)
-
-
-def _vulnerabilities(job: GateJob, store: ReleaseStore, cache: Path, settings: Settings) -> Iterator[Check]:
-    """Look up the packages that the bundles need at run time in the advisories of this machine.
-
-    TVM, tvm-ffi and tvmflow count in the versions that each bundle was built with, the others as they are installed.
-    """
-    name, bound = "max_vulnerabilities", job.policy.policy.gates.max_vulnerabilities
-    if bound is None:
-        return
-    try:
-        if settings.advisories is None:
-            raise SettingsError("this machine has no advisories: set TVMFLOW_ADVISORIES")
-        advisories = Advisories.read(settings.advisories, settings.advisories_days)
-    except SettingsError as error:
-        message = f"gate {name} cannot be checked: {error}"
-        yield Check(name=name, message=message, passed=False, bound=bound)
-        return
-    packages: dict[str, str] = {}
-    vulnerabilities: set[Vulnerability] = set()
-    for entry in TargetEntry.read_all(job.release):
-        versions = read_manifest(fetch_target(store, entry, cache)).versions
-        packages = list_packages() | {
-            "tvmflow": versions.tvmflow,
-            "apache-tvm": versions.tvm,
-            "apache-tvm-ffi": versions.tvm_ffi,
-        }
-        vulnerabilities.update(advisories.find(packages))
-    what = (
-        "; ".join(map(str, sorted(vulnerabilities))) or f"the {len(packages)} packages that it needs have no known one"
-    )
-    message = (
-        f"{what}, by {len(advisories.entries)} advisories up to {advisories.newest:%Y-%m-%d}, "
-        f"gate {name} allows {bound}"
-    )
-    yield Check(
-        name=name, message=message, passed=len(vulnerabilities) <= bound, value=len(vulnerabilities), bound=bound
-    )
 
 
 def _golden_samples(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path) -> Iterator[Check]:

@@ -11,16 +11,16 @@ import numpy as np
 
 from tasks.export import ExportResult
 from tasks.layers import find_layers, measure_peaks
+from tasks.reference import ReferenceResult
 from tasks.step import ChildStep, TargetJob
-from tasks.validate import ReferenceResult
 from tvmflow import samples
 from tvmflow.arrays import Array, NamedArrays
 from tvmflow.bundle import read_manifest
+from tvmflow.hardware.target import Target
 from tvmflow.onnx_model.external_data import load
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.report import insight as report
 from tvmflow.report.insight import Drawing, FunctionTime, SampleInsight
-from tvmflow.target import Target
 from tvmflow.tolerance import largest_error
 from tvmflow.workspace import Artifact, StepResult
 
@@ -36,9 +36,9 @@ class InsightJob(TargetJob):
     """A bundle that runs here, the samples, and the held-out data with the original's outputs, if there are any.
 
     `held_out` and `labels` are None, and `count`, the number of held-out samples, is 0 without such data. The held-out
-    data is a file of chunks. If `whole` is true, each chunk is a single sample, and its arrays have no axis of samples.
-    The bundle runs on `threads` threads, those of its measurement, and on its own number where that is lower; None
-    stands for its own number.
+    data is a file of chunks. If `one_by_one` is true, each chunk is a single sample, and its arrays have no axis of
+    samples. The bundle runs on `threads` threads, those of its measurement, and on its own number where that is lower;
+    None stands for its own number.
     """
 
     bundle: Artifact
@@ -47,7 +47,7 @@ class InsightJob(TargetJob):
     held_out: Artifact | None
     labels: Artifact | None
     count: int
-    whole: bool
+    one_by_one: bool
     threads: int | None
 
     @property
@@ -63,7 +63,7 @@ class InsightJob(TargetJob):
     @property
     def is_chunked(self) -> bool:
         """Whether the data is in chunks that have samples along the first axis."""
-        return self.held_out is not None and not self.whole
+        return self.held_out is not None and not self.one_by_one
 
     def cache_key(self) -> Mapping[str, Any]:
         """Return the digests of the bundle, of the model and of the data, and the number of threads."""
@@ -89,7 +89,7 @@ class InsightJob(TargetJob):
             held_out=None if reference is None else reference.original,
             labels=None if reference is None else reference.labels,
             count=0 if reference is None else reference.count,
-            whole=reference is not None and reference.whole,
+            one_by_one=reference is not None and reference.one_by_one,
             target=target,
             threads=threads,
         )

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tvmflow.arrays import Array, NamedArrays
+from tvmflow.hardware.target import Target, processor
 from tvmflow.onnx_model.graph import names_read, node_name, operator_name, scope_of
 from tvmflow.onnx_model.session import compute_values
 from tvmflow.report.insight import Layer, Level, Peaks
 from tvmflow.runtime.profile import Call, CompiledFunction, tensors_of
-from tvmflow.target import Target, processor
 
 if TYPE_CHECKING:
     import onnx
@@ -127,7 +127,7 @@ class _Observer:
     results: list[_Result] = field(default_factory=list)
     _writers: dict[int, int] = field(default_factory=dict)
 
-    def __call__(self, func: Any, name: str, before: bool, _returned: Any, *args: Any) -> int:
+    def __call__(self, func: Any, name: str, before: bool, _result: Any, *args: Any) -> int:
         function = self.functions.get(str(name))
         if function is None or before:
             return 0

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tasks.sizes import SizeTrial
-from tvmflow import memory, samples
+from tvmflow import samples
 from tvmflow.arrays import NamedArrays
 from tvmflow.dimensions import alternatives
 from tvmflow.errors import ExportError
+from tvmflow.hardware import memory
 from tvmflow.onnx_model.session import run_session
 from tvmflow.onnx_model.size_limits import SizeLimits
 from tvmflow.onnx_model.ties import Ties
@@ -63,16 +64,16 @@ class OriginalRuns:
     folder: Path
     refusal: str = ""
 
-    def compare_where_it_runs(self, candidates: Iterable[tuple[Input, ...]]) -> tuple[dict[str, Dimension], Comparison]:
+    def compare_where_it_runs(self, variants: Iterable[tuple[Input, ...]]) -> tuple[dict[str, Dimension], Comparison]:
         """Return the ranges of the dimensions and a comparison on samples that the model takes.
 
-        The inputs, with their samples, are the first of `candidates` on which it runs. A later candidate is taken where
-        all outputs of the first one are the same number. Raises the ExportError of the first candidate where the model
+        The inputs, with their samples, are the first of `variants` on which it runs. Later ones are taken where
+        all outputs of the first one are the same number. Raises the ExportError of the first where the model
         takes none.
         """
         failure: ExportError | None = None
         result = None
-        for inputs in candidates:
+        for inputs in variants:
             try:
                 dimensions = self._find_dimensions(inputs, self.limits) if self.limits else self.dimensions
                 compared = self._compare(inputs, dimensions)
@@ -115,17 +116,17 @@ class OriginalRuns:
         points = samples.measured_sizes(inputs, dimensions)
         for index in range(max(self.count, len(points))):
             sizes = samples.choose_sizes(inputs, dimensions, index)
-            candidates: Iterable[dict[str, int]] = [sizes]
+            size_choices: Iterable[dict[str, int]] = [sizes]
             most_memory = None
             # Sizes beside those to measure are guesses: a model need not take them, nor be run where it needs much
             # memory.
             if index >= len(points) and sizes:
-                candidates = alternatives(sizes, dimensions, points[0])
+                size_choices = alternatives(sizes, dimensions, points[0])
                 if (limits := self.limits) is not None:
-                    candidates = (item for item in candidates if limits.explain(item) is None)
+                    size_choices = (item for item in size_choices if limits.explain(item) is None)
                     most_memory = memory.light_bytes()
             try:
-                sample, expected, outputs = self._first_run(inputs, dimensions, index, candidates, most_memory)
+                sample, expected, outputs = self._first_run(inputs, dimensions, index, size_choices, most_memory)
             except ExportError:
                 if most_memory is None:
                     raise
@@ -153,16 +154,16 @@ class OriginalRuns:
         inputs: tuple[Input, ...],
         dimensions: dict[str, Dimension],
         index: int,
-        candidates: Iterable[dict[str, int]],
+        size_choices: Iterable[dict[str, int]],
         most_memory: int | None,
     ) -> tuple[NamedArrays, NamedArrays, NamedArrays]:
         """Return sample `index` at the first sizes that the model takes, the module's outputs and ONNX Runtime's.
 
         The module's outputs are empty for an ONNX file. Raises ExportError where the model runs at none of the
-        `candidates` within `most_memory` bytes, and where the module runs at sizes at which ONNX Runtime does not.
+        `size_choices` within `most_memory` bytes, and where the module runs at sizes at which ONNX Runtime does not.
         """
         failure: ExportError | None = None
-        for sizes in candidates:
+        for sizes in size_choices:
             sample = samples.make(inputs, dimensions, index, self.seed, self.folder, sizes)
             try:
                 if self.module is None:

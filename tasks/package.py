@@ -15,10 +15,10 @@ from tasks.tune import TuneResult
 from tvmflow import npz, samples
 from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import Manifest, Variant, installed_versions, pack
-from tvmflow.figures import Algorithm
+from tvmflow.documents.figures import Algorithm
+from tvmflow.hardware.target import Target, needed_features
 from tvmflow.reach import code_digest
 from tvmflow.spec import Dimension, Spec
-from tvmflow.target import Target, needed_features
 from tvmflow.tuning.best_records import read_threads
 from tvmflow.verification import ROUNDED
 from tvmflow.workspace import Artifact, Record, StepResult, Workspace

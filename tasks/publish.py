@@ -6,24 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from tasks.export import ExportResult
+from tasks.reference import ReferenceResult
 from tasks.report import PAGE
 from tasks.step import Job, Step, StepRunner, simplify, slug
 from tasks.track import TargetResult, TrackResult, make_verdict
 from tasks.train import TrainResult
-from tasks.validate import ReferenceResult
 from tvmflow import __version__
 from tvmflow.bundle import read_manifest, read_signer
-from tvmflow.documents import narrow
-from tvmflow.figures import Measurements
+from tvmflow.documents.encoding import narrow
+from tvmflow.documents.figures import Measurements
+from tvmflow.documents.release import Blob, Making, Provenance, Release, ReleaseTarget, Tuning
+from tvmflow.hardware.target import needed_features
 from tvmflow.registry import Registry
-from tvmflow.release import Blob, Making, Provenance, Release, ReleaseTarget, Tuning
 from tvmflow.report.layers import list_operators
 from tvmflow.report.page import read_data
 from tvmflow.report.pictures import draw_png, find_charts
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore
 from tvmflow.store.leases import HeldLease
-from tvmflow.target import needed_features
 from tvmflow.workspace import Artifact, StepResult, Workspace
 
 
@@ -94,13 +94,13 @@ def work(
     total = sum(item.size for item in artifacts.values())
     sent_bytes = 0
 
-    def progressed(count: int) -> None:
+    def report_sent(count: int) -> None:
         nonlocal sent_bytes
         sent_bytes += count
         runner.emit(min(sent_bytes, total), total, "sending")
 
     blobs = [(runner.workspace.path(item), digest) for digest, item in artifacts.items()]
-    uri = store.publish(job.document, blobs, progressed, lease.require)
+    uri = store.publish(job.document, blobs, report_sent, lease.require)
     if page.exists():
         _show(page, job.tracked.run_id, runner, registry)
     model = job.tracked.model
@@ -192,8 +192,8 @@ def keep_published_origin(document: Release, published: Release) -> Release:
     Both have the same version. A change that affects neither the model nor a figure, such as a new comment in the
     user's code, makes no new version, and so must not change the published document.
     """
-    kept = {name: getattr(published.provenance, name) for name in ("training", "held_out", "code", "packages")}
-    return document.model_copy(update={"provenance": document.provenance.model_copy(update=kept)})
+    origin = {name: getattr(published.provenance, name) for name in ("training", "held_out", "code", "packages")}
+    return document.model_copy(update={"provenance": document.provenance.model_copy(update=origin)})
 
 
 def _make_target(spec: Spec, workspace: Workspace, item: TargetResult) -> ReleaseTarget:

@@ -13,15 +13,14 @@ from tasks.package import PackageJob, options, package
 from tasks.relax_import import ImportJob, relax_import
 from tasks.step import StepRunner
 from tasks.train import TrainJob, train
-from tasks.tune import TuneResult, untuned
-from tvmflow import settings as machine
+from tasks.tune import TuneResult, skip_tuning
 from tvmflow import spec as release_file
 from tvmflow.bundle import Manifest, extract, installed_versions, sha256_file
 from tvmflow.errors import BundleError, VerdictError
-from tvmflow.profiles import Profile
+from tvmflow.hardware.profiles import Profile
+from tvmflow.hardware.target import Target, resolve
 from tvmflow.settings import Settings
 from tvmflow.spec import Spec
-from tvmflow.target import Target, resolve
 from tvmflow.workspace import Artifact, Workspace
 
 # The keys of the provenance in the order in which their artifacts are made: the first that differs is the cause.
@@ -44,7 +43,7 @@ def rebuild(bundle: Path, source: Path, trusted: Sequence[Path] | None = None) -
     SpecError for a release file that is not valid, and SettingsError for one that names a model of MLflow. Raises
     StepError or another error of a step when a step fails.
     """
-    settings = machine.load()
+    settings = Settings.load()
     workspace = Workspace(settings.state)
     with workspace.scratch() as scratch:
         for name in ("first", "second"):
@@ -73,7 +72,7 @@ def rebuild(bundle: Path, source: Path, trusted: Sequence[Path] | None = None) -
             if name not in skipped:
                 _compare(bundle, label, first.provenance.get(name, "unknown"), digests[name])
         target = _target(first)
-        tuned = _tuned(bundle, first, runner.workspace, workspace)
+        tuned = _copy_records(bundle, first, runner.workspace, workspace)
         build_result = build(runner, BuildJob.of(spec, imported, tuned, target)).result
         # A signature is over the manifest, which is compared: the second bundle needs none.
         job = PackageJob.of(spec, runner.workspace, exported, imported, tuned, build_result, target, signer=None)
@@ -163,17 +162,17 @@ def _trained_weights(spec: Spec, settings: Settings, workspace: Workspace, runne
     if spec.train is None:
         return None
     weights = train(StepRunner.of(spec, settings, workspace), TrainJob.of(spec)).result.weights
-    return _copied(workspace.path(weights), runner.workspace, weights.name)
+    return _keep_copy(workspace.path(weights), runner.workspace, weights.name)
 
 
-def _tuned(bundle: Path, manifest: Manifest, workspace: Workspace, source: Workspace) -> TuneResult:
+def _copy_records(bundle: Path, manifest: Manifest, workspace: Workspace, source: Workspace) -> TuneResult:
     """Return the tuning records that the bundle was built with, copied from the workspace `source`.
 
     Raises BundleError when that workspace lacks them.
     """
     digest = manifest.provenance.get("records", "")
     path = source.path(Artifact(sha256=digest, size=0, name="records.jsonl"))
-    nothing = untuned(workspace)
+    nothing = skip_tuning(workspace)
     if nothing.records.sha256 == digest:
         return nothing
     if not path.is_file() or sha256_file(path) != digest:
@@ -181,10 +180,10 @@ def _tuned(bundle: Path, manifest: Manifest, workspace: Workspace, source: Works
             f"bundle {str(bundle)!r} was built with the tuning records {digest[:16]}, which are not in "
             f"{str(source.folder)!r}; build it again where it was tuned"
         )
-    return nothing.model_copy(update={"records": _copied(path, workspace, "records.jsonl")})
+    return nothing.model_copy(update={"records": _keep_copy(path, workspace, "records.jsonl")})
 
 
-def _copied(path: Path, workspace: Workspace, name: str) -> Artifact:
+def _keep_copy(path: Path, workspace: Workspace, name: str) -> Artifact:
     with workspace.scratch() as folder:
         return workspace.keep(Path(shutil.copyfile(path, folder / name)))
 

@@ -12,7 +12,7 @@ from tasks.step import Job, Step, StepRunner
 from tasks.torch_export import example_sizes
 from tvmflow import samples
 from tvmflow.bundle import TensorSpec
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.registry import Registry
 from tvmflow.source import load_module
 from tvmflow.spec import Dimension, Input, Spec
@@ -133,14 +133,14 @@ def work(job: RegisterJob, runner: StepRunner, registry: Registry) -> RegisterRe
         saving = job.model_copy(update={"destination": folder / "model"})
         runner.call(save_work, saving, Saved)
         metrics = {"task_metric": job.evaluation.challenger}
-        logged = registry.log_saved_model(job.run_id, job.model, saving.destination, metrics, job.arguments)
+        logged_model = registry.log_saved_model(job.run_id, job.model, saving.destination, metrics, job.arguments)
     tags = {
         **job.tags,
         "tvmflow.weights": job.weights.sha256,
         "tvmflow.held_out": job.evaluation.held_out,
         _KEY: runner.key,
     }
-    return RegisterResult(model=job.model, version=registry.register(job.model, logged, job.run_id, tags))
+    return RegisterResult(model=job.model, version=registry.register(job.model, logged_model, job.run_id, tags))
 
 
 def _is_there(result: RegisterResult, job: RegisterJob, registry: Registry) -> bool:

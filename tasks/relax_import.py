@@ -10,7 +10,7 @@ from tasks.step import ChildStep, Job
 from tvmflow import usercode
 from tvmflow.bundle import TensorSpec
 from tvmflow.operators import load_operators
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.spec import Spec
 from tvmflow.workspace import Artifact, Sources, StepResult, Workspace
 

@@ -6,15 +6,16 @@ from typing import Any
 from tasks.gate import GateJob, check_figures
 from tasks.insight import Insight
 from tasks.step import Job, Step, StepRunner
-from tvmflow import promotion
-from tvmflow.documents import narrow
-from tvmflow.release import Release
+from tvmflow.documents.encoding import narrow
+from tvmflow.documents.release import Release
+from tvmflow.documents.verdict import Check
+from tvmflow.promotion import people, policies
 from tvmflow.report import insight as report_insight
 from tvmflow.report.layers import fetch_times
-from tvmflow.report.release import make_data, write_page
+from tvmflow.report.release import write_page
+from tvmflow.report.release_data import make_data
 from tvmflow.spec import Spec
 from tvmflow.store import ReleaseStore, channels
-from tvmflow.verdict import Check
 from tvmflow.workspace import Artifact, StepResult
 
 PAGE = "report.html"
@@ -58,7 +59,7 @@ class ReportJob(Job):
         history = tuple(store.get_release(spec.name, version) for version in versions[-_HISTORY:])
         destination = channels.find(store, spec.name, channel)
         production = next((document for document in history if document.version == destination.version), None)
-        policy = promotion.find_policy(destination, release, production, who=promotion.identify_user())
+        policy = policies.find_policy(destination, release, production, who=people.identify_user())
         checks = tuple(
             check_figures(GateJob(release=release, destination=destination, policy=policy, current=production))
         )

@@ -5,12 +5,12 @@ from pathlib import Path
 from tasks.gate import GateJob, GateResult, has_passed
 from tasks.rebuild import rebuild
 from tasks.step import Step, StepRunner, slug
+from tvmflow.documents.verdict import REBUILD, Check
 from tvmflow.errors import TvmflowError
 from tvmflow.onnx_model.external_data import data_digests
 from tvmflow.registry import Registry
 from tvmflow.store import ReleaseStore
 from tvmflow.store.resolve import TargetEntry, fetch_target
-from tvmflow.verdict import REBUILD, Check
 
 
 def work(job: GateJob, runner: StepRunner, store: ReleaseStore, cache: Path, registry: Registry) -> GateResult:

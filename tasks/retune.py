@@ -13,12 +13,12 @@ from tasks.options import variants
 from tasks.package import PackageResult
 from tasks.step import ChildStep, Step, StepRunner, TargetJob, slug
 from tasks.tune import TuneJob, TuneResult, run_job, shared_records
-from tvmflow import verdict
 from tvmflow.bundle import read_manifest
-from tvmflow.process import Emit
+from tvmflow.documents import verdict
+from tvmflow.documents.verdict import Check
+from tvmflow.hardware.target import Target
+from tvmflow.processes.children import Emit
 from tvmflow.spec import Spec, Tune
-from tvmflow.target import Target
-from tvmflow.verdict import Check
 from tvmflow.workspace import Outcome, StepResult
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ class Profile(StepResult):
 
     def costliest(self) -> tuple[str, ...]:
         """Return the names of the costliest functions that together take 90 % of the time."""
-        total, covered, names = sum(self.functions.values()), 0.0, []
+        total, covered_seconds, names = sum(self.functions.values()), 0.0, []
         for name, seconds in self.functions.items():
-            if covered >= _SHARE * total:
+            if covered_seconds >= _SHARE * total:
                 break
-            covered += seconds
+            covered_seconds += seconds
             names.append(name)
         return tuple(names)
 

@@ -55,9 +55,9 @@ class Rounding:
                 f"outputs differ from ONNX Runtime's by up to {error:.3g}, but are within the bounds of a computation "
                 f"in float64, from which ONNX Runtime's differ by up to {theirs:.3g}"
             )
-        if self._unoptimized is None:
+        if self._outputs_without_optimizations is None:
             return None
-        spread = _errors(self.expected, self._unoptimized)
+        spread = _errors(self.expected, self._outputs_without_optimizations)
         if all(
             bounds.is_met(right, mine) or (right.dtype.kind == "f" and largest_error(right, mine) <= spread[name])
             for _, name, right, mine in elements
@@ -87,15 +87,15 @@ class Rounding:
 
     def _with_other_rounding(self) -> Iterator[tuple[Sequence[NamedArrays], str]]:
         """Yield outputs of ONNX Runtime that differ by the rounding alone, and how it computed them."""
-        if self._unoptimized is not None:
-            yield self._unoptimized, _UNOPTIMIZED
+        if self._outputs_without_optimizations is not None:
+            yield self._outputs_without_optimizations, _UNOPTIMIZED
         with suppress(ExportError), tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
             changed = Path(folder) / "model.onnx"
             if change_last_bits(self.onnx, changed):
                 yield _run_all(changed, self.inputs), "with its weights changed in their last bit"
 
     @cached_property
-    def _unoptimized(self) -> list[NamedArrays] | None:
+    def _outputs_without_optimizations(self) -> list[NamedArrays] | None:
         """The outputs of ONNX Runtime without its optimizations; None where it does not run so."""
         # Some operators and types exist in optimized graphs alone.
         with suppress(ExportError):

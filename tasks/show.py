@@ -12,7 +12,7 @@ from tasks.step import Job, Step, StepRunner
 from tvmflow import samples, usercode
 from tvmflow.arrays import NamedArrays
 from tvmflow.errors import ExportError, StepError
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.report.insight import SampleInsight
 from tvmflow.workspace import Artifact, Record, StepResult
 

@@ -6,9 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tvmflow import memory, samples
+from tvmflow import samples
 from tvmflow.dimensions import find_dimensions
 from tvmflow.errors import ExportError
+from tvmflow.hardware import memory
 from tvmflow.onnx_model.session import run_session
 from tvmflow.onnx_model.size_limits import SizeLimits
 from tvmflow.spec import Dimension, Input

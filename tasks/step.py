@@ -17,15 +17,16 @@ from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar
 
-from tvmflow import cores, process
 from tvmflow.errors import StepError, TvmflowError, UnavailableError
+from tvmflow.hardware import cores
+from tvmflow.hardware.target import Target
 from tvmflow.outages import JITTER, delays
-from tvmflow.process import Emit
+from tvmflow.processes import children
+from tvmflow.processes.children import Emit
 from tvmflow.progress import reporter
 from tvmflow.reach import code_digest
 from tvmflow.settings import Settings
 from tvmflow.spec import Spec
-from tvmflow.target import Target
 from tvmflow.workspace import Outcome, Record, StepResult, Workspace, run_step, step_key
 
 # The most bytes of a log that Prefect gets: its end.
@@ -155,7 +156,7 @@ class StepRunner:
 
     def emit(self, done: float, total: float, message: str) -> None:
         """Report that this step has done `done` of `total` units; `message` names the current one."""
-        reporter().progressed(self.step, self.label, done, total, message)
+        reporter().advance(self.step, self.label, done, total, message)
 
     def call(
         self,
@@ -170,7 +171,7 @@ class StepRunner:
         `environment` is added to the child's environment. Raises the TvmflowError that the function raised, StepError
         when the child crashed or took longer than the timeout.
         """
-        return process.call(
+        return children.call(
             path_of(function),
             self.place(job),
             result,
@@ -186,7 +187,7 @@ class StepRunner:
     def start_compiler(self) -> None:
         """Begin to import the compiler for later steps of this thread, if a core is free beside the running step."""
         if cores.count() > 1:
-            process.start_imports(_COMPILER, log=self.log("compiler"), paths=(self.folder,))
+            children.start_imports(_COMPILER, log=self.log("compiler"), paths=(self.folder,))
 
 
 class Step(Generic[J, P, R]):

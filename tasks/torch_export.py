@@ -100,10 +100,10 @@ def export_module(
         raise
     except Exception as error:
         cause = _root_cause(error)
-        given = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in example.items())
+        signature = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in example.items())
         advice = next((advice for sign, advice in _ADVICE.items() if sign in f"{error} {cause}"), None) or (
-            f"it was called with {given}, as `inputs` say: there must be one for each argument, in their order, with "
-            "its shape and dtype"
+            f"it was called with {signature}, as `inputs` say: there must be one for each argument, in their order, "
+            "with its shape and dtype"
         )
         raise ExportError(f"model {source.model.label!r} cannot be exported to ONNX ({cause}); {advice}") from error
     _refuse_fixed_dimensions(model, inputs)

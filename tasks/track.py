@@ -17,18 +17,19 @@ from tasks.relax_import import ImportResult
 from tasks.step import Job, Step, StepRunner, slug
 from tasks.tune import TuneResult
 from tasks.validate import Verdict
-from tvmflow import __version__, release, samples
+from tvmflow import __version__, samples
 from tvmflow.advisories import list_installed
-from tvmflow.documents import encode, narrow
+from tvmflow.documents import release
+from tvmflow.documents.encoding import encode, narrow
+from tvmflow.documents.figures import PEERS, Validation
+from tvmflow.documents.release import TargetVerdict
+from tvmflow.documents.verdict import Choices, ReleaseVerdict, samples_of
 from tvmflow.errors import RegistryError
-from tvmflow.figures import PEERS, Validation
-from tvmflow.promotion import VERDICT
+from tvmflow.hardware.target import Target
+from tvmflow.promotion.verdicts import VERDICT
 from tvmflow.registry import Registry
-from tvmflow.release import TargetVerdict
 from tvmflow.spec import Spec
 from tvmflow.store.leases import HeldLease
-from tvmflow.target import Target
-from tvmflow.verdict import Choices, ReleaseVerdict, samples_of
 from tvmflow.workspace import Artifact, StepResult, StepSummary, Workspace
 
 CHOICES = "choices.json"
@@ -235,7 +236,7 @@ def _register(registry: Registry, run_id: str, job: TrackJob, workspace: Workspa
     version = registry.find_version(job.model, run_id)
     if version is not None:
         return version
-    reference = registry.log_model(
+    logged_model = registry.log_model(
         run_id,
         job.spec.name,
         {item.target.name: workspace.path(item.bundle) for item in job.targets},
@@ -249,7 +250,7 @@ def _register(registry: Registry, run_id: str, job: TrackJob, workspace: Workspa
     # Readers of the registry can see the version before the release is published: this tag says so.
     tags = {**job.spec.registry.tags, "tvmflow.status": "unpublished"}
     lease.require()
-    return registry.register(job.model, reference, run_id, tags)
+    return registry.register(job.model, logged_model, run_id, tags)
 
 
 def describe(targets: Sequence[TargetResult]) -> str:

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 from tasks.step import ChildStep, Job
 from tvmflow import usercode
 from tvmflow.bundle import sha256_file
+from tvmflow.documents.training import Training, finite_json
 from tvmflow.errors import TrainError
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.spec import Spec
-from tvmflow.training import Training, finite_json
 from tvmflow.workspace import Artifact, Sources, StepResult
 
 if TYPE_CHECKING:
-    from tvmflow.release import Release
+    from tvmflow.documents.release import Release
 
 
 class TrainJob(Job):

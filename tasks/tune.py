@@ -12,10 +12,10 @@ from tasks.options import as_options, variants
 from tasks.relax_import import ImportResult, load_imported
 from tasks.step import Step, StepRunner, TargetJob
 from tvmflow.errors import InputError
-from tvmflow.process import Emit
+from tvmflow.hardware.target import Target, host
+from tvmflow.processes.children import Emit
 from tvmflow.runtime.tracker import Address
 from tvmflow.spec import Build, Spec, Tune
-from tvmflow.target import Target, host
 from tvmflow.workspace import Artifact, Outcome, Record, StepResult, Workspace
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class TuneResult(StepResult):
     records_digest: str = ""
 
 
-def untuned(workspace: Workspace) -> TuneResult:
+def skip_tuning(workspace: Workspace) -> TuneResult:
     """Return the result of a tuning without records."""
     return TuneResult(records=_keep_lines(workspace, []), workloads=(), trials=0, coverage=NOTHING_TUNED)
 
@@ -168,7 +168,7 @@ def work(job: TuneJob, emit: Emit) -> TuneResult:
     store = tuning.RecordStore(workspace.records)
     if not job.tune.has_budget and not job.is_extra and store.is_empty(job.target):
         # To look up the model's workloads would lower it, and the build does that again.
-        return untuned(workspace).model_copy(update={"records_digest": best_digest(store, job.target, ())})
+        return skip_tuning(workspace).model_copy(update={"records_digest": best_digest(store, job.target, ())})
     report = tune_model(
         load_imported(workspace, job.imported),
         job.target,

@@ -1,99 +1,29 @@
-"""Validate: compare the bundle's outputs with those of PyTorch and ONNX Runtime, on samples and held-out data.
+"""Validate: compare the bundle's outputs with those of PyTorch and ONNX Runtime, on samples and held-out data."""
 
-Two steps: `reference` runs the originals on the held-out data once for all targets, `validate` judges one bundle.
-"""
-
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from tasks.export import ExportResult
-from tasks.original import Original
 from tasks.package import PackageResult
+from tasks.reference import ReferenceResult, is_right, join, score
 from tasks.rounding import Rounding
-from tasks.step import ChildStep, Job, Step, StepRunner, TargetJob
-from tvmflow import samples, usercode
+from tasks.step import Job, Step, StepRunner, TargetJob
+from tvmflow import samples
 from tvmflow.arrays import Array, NamedArrays
-from tvmflow.errors import ExportError
-from tvmflow.figures import Algorithm, Answers, Deviation, Validation
+from tvmflow.documents.figures import Algorithm, Answers, Deviation, Validation
+from tvmflow.hardware.target import Precision, Target, host, missing_features, needed_features
 from tvmflow.onnx_model.session import open_session, run_session
 from tvmflow.onnx_model.ties import Ties
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.samples import constant_outputs
-from tvmflow.source import load_module, run_module
 from tvmflow.spec import Spec, TaskMetric, Validate
-from tvmflow.target import Precision, Target, host, missing_features, needed_features
 from tvmflow.tolerance import Bounds, are_close, describe_bounds, is_at_least, largest_error
-from tvmflow.usercode import describe
 from tvmflow.workspace import Artifact, StepResult
-
-
-class ReferenceJob(Job):
-    """The original, the ONNX file, and the held-out data.
-
-    `batch` is the model's fixed batch size, or None; `ranks` is the number of axes of each of `inputs`.
-    """
-
-    not_in_key: ClassVar[Mapping[str, Any]] = {"original": {"source"}}
-
-    original: Original
-    onnx: Artifact
-    task: TaskMetric
-    batch: int | None
-    inputs: tuple[str, ...]
-    ranks: tuple[int, ...]
-    outputs: tuple[str, ...]
-
-    @property
-    def needs_torch(self) -> bool:
-        """Whether the original is a PyTorch model."""
-        return self.original.source.framework == "pytorch"
-
-    @classmethod
-    def of(cls, spec: Spec, original: Original, exported: ExportResult) -> "ReferenceJob":
-        """Return the job that runs the originals of a release file's model.
-
-        Raises ExportError for a release file without held-out data.
-        """
-        task = spec.validation.task
-        if task is None:
-            raise ExportError("the release file names no held-out data; add validate.task")
-        first = exported.inputs[0].shape[0] if exported.inputs[0].shape else 1
-        largest = spec.dimension(first).max if isinstance(first, str) else None
-        if largest is not None:
-            task = task.model_copy(update={"batch": min(task.batch, largest)})
-        return cls(
-            original=original,
-            onnx=exported.onnx,
-            task=task,
-            batch=first if isinstance(first, int) else None,
-            inputs=tuple(item.name for item in exported.inputs),
-            ranks=tuple(len(item.shape) for item in exported.inputs),
-            outputs=tuple(item.name for item in exported.outputs),
-        )
-
-
-class ReferenceResult(StepResult):
-    """The held-out inputs with the original's outputs, both in chunks; ONNX Runtime's outputs; and the labels.
-
-    `data` is the SHA-256 of the held-out inputs and labels, `count` the number of samples, `metric` the original's task
-    metric on them. Where the model's batch size is fixed, the last chunk is filled up by repeating its last sample.
-    If `whole` is true, each chunk is a single sample, and its arrays have no axis of samples.
-    """
-
-    original: Artifact
-    onnxruntime: Artifact
-    labels: Artifact
-    count: int
-    whole: bool
-    metric: float
-    data: str
 
 
 class DeviceJob(Job):
@@ -129,50 +59,6 @@ class JudgeJob(Job):
 
 class Verdict(Validation, StepResult):
     """The outcome of validating one bundle."""
-
-
-def reference_work(job: ReferenceJob, emit: Emit) -> ReferenceResult:
-    """Run the originals on the held-out data and score the task metric.
-
-    The step calls this in a child process. Raises ExportError when the dataset or the metric fails, or the dataset does
-    not fit the model.
-    """
-    workspace = job.workspace
-    value = usercode.call(job.task.dataset, "dataset", ExportError, **job.task.arguments)
-    inputs, labels = _dataset(value, job.task.dataset, job.inputs)
-    count = len(labels)
-    whole = all(inputs[name].ndim == rank + 1 for name, rank in zip(job.inputs, job.ranks, strict=True))
-    size = None if whole else job.batch or job.task.batch
-    chunks = split(inputs, count, size, fixed=job.batch is not None)
-    session = open_session(workspace.path(job.onnx))
-    module = load_module(job.original.source) if job.needs_torch else None
-    original: list[tuple[NamedArrays, NamedArrays]] = []
-    onnxruntime: list[tuple[NamedArrays, NamedArrays]] = []
-    for index, chunk in enumerate(chunks):
-        emit(index, len(chunks), "held-out data")
-        try:
-            outputs = run_session(session, chunk)
-            expected = outputs if module is None else run_module(module, chunk, job.outputs)
-        except ExportError as error:
-            raise ExportError(f"dataset {job.task.dataset!r} does not fit the model: {error}") from error
-        except Exception as error:
-            raise ExportError(f"dataset {job.task.dataset!r} does not fit the model ({describe(error)})") from error
-        original.append((chunk, expected))
-        onnxruntime.append(({}, outputs))
-    with workspace.scratch() as folder:
-        samples.save(folder / "original.npz", original)
-        samples.save(folder / "onnxruntime.npz", onnxruntime)
-        np.save(folder / "labels.npy", labels)
-        return ReferenceResult(
-            original=workspace.keep(folder / "original.npz"),
-            onnxruntime=workspace.keep(folder / "onnxruntime.npz"),
-            labels=workspace.keep(folder / "labels.npy"),
-            count=count,
-            whole=whole,
-            data=_hash_data(inputs, labels),
-            metric=score(job.task, join([outputs for _, outputs in original], count, whole=whole), labels),
-            sources=usercode.imported_sources(job.folder),
-        )
 
 
 def device_work(job: DeviceJob, emit: Emit) -> DeviceResult:
@@ -225,7 +111,7 @@ def judge_work(job: JudgeJob, emit: Emit) -> Verdict:
         pairs.append(_pair_held_out(job, reference, reference.original, held_out, ties, errors))
         if session is not None:
             peers.append(_pair_held_out(job, reference, reference.onnxruntime, held_out, ties, errors))
-        outputs = join(held_out, reference.count, whole=reference.whole)
+        outputs = join(held_out, reference.count, one_by_one=reference.one_by_one)
         labels = np.load(workspace.path(reference.labels))
         metric = score(task, outputs, labels)
         if task.metric == "accuracy":
@@ -307,7 +193,7 @@ def _pair_held_out(
     chunks = [inputs for inputs, _ in samples.load(job.workspace.path(reference.original))]
     expected = _outputs(job, artifact)
     settled = [ties.settle(*arrays, errors) for arrays in zip(chunks, expected, held_out, strict=True)]
-    first, second = (join(items, reference.count, whole=reference.whole) for items in (expected, settled))
+    first, second = (join(items, reference.count, one_by_one=reference.one_by_one) for items in (expected, settled))
     return first, second
 
 
@@ -402,7 +288,6 @@ def validate_work(job: ValidateJob, runner: StepRunner) -> Verdict:
     return runner.call(judge_work, judge, Verdict)
 
 
-reference = ChildStep("reference", ReferenceResult, reference_work)
 validate = Step("validate", Verdict, validate_work)
 
 
@@ -426,9 +311,9 @@ def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named
     agreements = comparisons = 0
     for expected, outputs in pairs:
         for name, array in expected.items():
-            reference, actual = array.astype(np.float64), outputs[name].astype(np.float64)
-            error = largest_error(reference, actual)
-            if reference.shape != actual.shape:
+            theirs, ours = array.astype(np.float64), outputs[name].astype(np.float64)
+            error = largest_error(theirs, ours)
+            if theirs.shape != ours.shape:
                 return Deviation(
                     against=against,
                     max_abs_error=error,
@@ -439,12 +324,12 @@ def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named
                 )
             absolute = max(absolute, error)
             # Relative to the output's own scale: element by element, values near zero would decide alone.
-            scale = float(np.abs(reference[np.isfinite(reference)]).max(initial=0.0))
+            scale = float(np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0))
             relative = max(relative, error / scale if scale else 0.0)
-            cosine = min(cosine, _cosine(reference, actual))
-        reference, actual = next(iter(expected.values())), next(iter(outputs.values()))
-        if reference.ndim >= 1 and reference.shape == actual.shape and reference.shape[-1] > 1:
-            same = reference.argmax(-1) == actual.argmax(-1)
+            cosine = min(cosine, _cosine(theirs, ours))
+        theirs, ours = next(iter(expected.values())), next(iter(outputs.values()))
+        if theirs.ndim >= 1 and theirs.shape == ours.shape and theirs.shape[-1] > 1:
+            same = theirs.argmax(-1) == ours.argmax(-1)
             agreements, comparisons = agreements + int(same.sum()), comparisons + int(same.size)
     return Deviation(
         against=against,
@@ -456,19 +341,19 @@ def _compare(against: Literal["pytorch", "onnxruntime"], pairs: list[tuple[Named
     )
 
 
-def _cosine(reference: Array, actual: Array) -> float:
-    norms = float(np.linalg.norm(reference) * np.linalg.norm(actual))
+def _cosine(theirs: Array, ours: Array) -> float:
+    norms = float(np.linalg.norm(theirs) * np.linalg.norm(ours))
     if norms == 0.0 or not np.isfinite(norms):
-        return 1.0 if np.array_equal(reference, actual, equal_nan=True) else 0.0
-    return min(1.0, float(np.vdot(reference, actual)) / norms)
+        return 1.0 if np.array_equal(theirs, ours, equal_nan=True) else 0.0
+    return min(1.0, float(np.vdot(theirs, ours)) / norms)
 
 
 def _reasons(bounds: Validate, comparison: Deviation, pairs: list[tuple[NamedArrays, NamedArrays]]) -> list[str]:
     """Return the reasons why the outputs are out of bounds; empty when they are within."""
     for expected, outputs in pairs:
-        for name, reference in expected.items():
-            if outputs[name].shape != reference.shape:
-                shapes = " and ".join(str(list(array.shape)) for array in (outputs[name], reference))
+        for name, theirs in expected.items():
+            if outputs[name].shape != theirs.shape:
+                shapes = " and ".join(str(list(array.shape)) for array in (outputs[name], theirs))
                 return [f"output {name!r} and the original's have different shapes, {shapes}"]
     reasons = []
     if bounds.max_relative_error is not None:
@@ -483,13 +368,13 @@ def _reasons(bounds: Validate, comparison: Deviation, pairs: list[tuple[NamedArr
             are_close(outputs[name], expected[name], rtol=bounds.rtol, atol=bounds.atol) for expected, outputs in pairs
         )
         if not is_close:
-            worst, reference = max(
+            worst, theirs = max(
                 ((largest_error(expected[name], outputs[name]), expected[name]) for expected, outputs in pairs),
                 key=itemgetter(0),
             )
             reasons.append(
                 f"output {name!r} differs from the original by up to {worst:.3g}, beyond "
-                f"{describe_bounds(reference, bounds.rtol, bounds.atol)}"
+                f"{describe_bounds(theirs, bounds.rtol, bounds.atol)}"
             )
     return reasons + _disagreement(bounds, comparison)
 
@@ -517,75 +402,3 @@ def _disagreement(bounds: Validate, comparison: Deviation) -> list[str]:
     if bounds.top1_agreement is not None and agreement is not None and agreement < bounds.top1_agreement:
         return [f"top-1 agreement is {agreement:.4f}, {bounds.top1_agreement:g} is asked for"]
     return []
-
-
-def _dataset(value: object, name: str, names: tuple[str, ...]) -> tuple[NamedArrays, Array]:
-    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], dict):
-        raise ExportError(f"dataset {name!r} must return (inputs by name, labels), not a {type(value).__name__}")
-    if set(value[0]) != set(names):
-        raise ExportError(
-            f"dataset {name!r} gives the inputs {', '.join(value[0])}; the model takes {', '.join(names)}"
-        )
-    inputs, labels = {key: np.asarray(value[0][key]) for key in names}, np.asarray(value[1])
-    for key, array in (*inputs.items(), ("labels", labels)):
-        if not array.shape:
-            raise ExportError(f"dataset {name!r}: {key!r} is a single number; the first axis must be the sample")
-    for key, array in inputs.items():
-        if len(array) != len(labels):
-            raise ExportError(
-                f"dataset {name!r}: input {key!r} has {len(array)} samples, there are {len(labels)} labels"
-            )
-    if not len(labels):
-        raise ExportError(f"dataset {name!r} is empty")
-    return inputs, labels
-
-
-def split(inputs: NamedArrays, count: int, size: int | None, *, fixed: bool) -> list[NamedArrays]:
-    """Return arrays of `count` samples in chunks of `size` along the first axis.
-
-    With `fixed` the last chunk repeats its last sample until it has `size` samples; otherwise it may be shorter. A
-    `size` of None gives each sample by itself, without the first axis.
-    """
-    if size is None:
-        return [{name: array[index, ...] for name, array in inputs.items()} for index in range(count)]
-    chunks = []
-    for start in range(0, count, size):
-        chunk = {name: array[start : start + size] for name, array in inputs.items()}
-        short = size - min(size, count - start)
-        if fixed and short:
-            chunk = {name: np.concatenate([array, array[-1:].repeat(short, 0)]) for name, array in chunk.items()}
-        chunks.append(chunk)
-    return chunks
-
-
-def join(chunks: list[NamedArrays], count: int, *, whole: bool) -> NamedArrays:
-    """Return the first `count` samples of all chunks by name, joined along the first axis, without filled-up ones.
-
-    With `whole`, each chunk is one sample without the first axis.
-    """
-    combine = np.stack if whole else np.concatenate
-    return {name: combine([chunk[name] for chunk in chunks])[:count] for name in chunks[0]}
-
-
-def _hash_data(inputs: NamedArrays, labels: Array) -> str:
-    digest = hashlib.sha256()
-    for name, array in (*sorted(inputs.items()), ("", labels)):
-        digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
-
-
-def is_right(outputs: NamedArrays, labels: Array) -> npt.NDArray[np.bool_]:
-    """Return for each label whether the argmax along the last axis of the first output matches it."""
-    matches: npt.NDArray[np.bool_] = np.asarray(next(iter(outputs.values())).argmax(-1) == labels)
-    return matches
-
-
-def score(task: TaskMetric, outputs: NamedArrays, labels: Array) -> float:
-    """Return the task metric of outputs on the held-out data. Raises ExportError when the user's own metric fails.
-
-    `accuracy` is the share, 0 to 1, of labels that the argmax along the last axis of the first output matches.
-    """
-    if task.metric == "accuracy":
-        return float(is_right(outputs, labels).mean())
-    return float(usercode.call(task.metric, "metric", ExportError, outputs, labels))

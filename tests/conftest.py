@@ -190,7 +190,7 @@ def commands(pytestconfig: pytest.Config) -> Iterator[CommandServer]:
 def children_in_forks(commands: CommandServer) -> Iterator[None]:
     """Let this process start the children of steps and of tuning as forks of processes that have imported TVM."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tvmflow.supervisor.module_command", command_of_fork(Path(commands.address)))
+        patch.setattr("tvmflow.processes.supervisor.module_command", command_of_fork(Path(commands.address)))
         yield
 
 

@@ -14,11 +14,11 @@ from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, build, import_onnx
 from tvmflow.compiler.onnx import Converter
 from tvmflow.errors import ExportError, TvmflowError
+from tvmflow.hardware.target import Target
 from tvmflow.onnx_model import double_precision
 from tvmflow.onnx_model.external_data import save
 from tvmflow.onnx_model.graph import names_read, node_name, operator_name
 from tvmflow.onnx_model.session import compute_values
-from tvmflow.target import Target
 from tvmflow.tolerance import Bounds, largest_error
 
 # Values that the importer reads must be constants: shapes and axes, which have one dimension and few elements.

@@ -125,22 +125,22 @@ def _of_one_size(names: Sequence[str], sizes: Sizes, may_run: Runs) -> list[str]
 
     amounts = [partial(operator.add, more) for more in _MORE]
     factors = [partial(operator.mul, factor) for factor in _MULTIPLES]
-    held: list[str] = []
+    rigid: list[str] = []
     for name in names:
         if not grows([name], *amounts, *factors):
-            held.append(name)
-        if len(held) > _MOST_SINGLE:
+            rigid.append(name)
+        if len(rigid) > _MOST_SINGLE:
             return []
     free: set[str] = set()
-    for name in held:
-        groups = _groups_with(name, held, sizes)
+    for name in rigid:
+        groups = _groups_with(name, rigid, sizes)
         group = () if name in free else next((item for item in groups if grows(item, amounts[0], factors[0])), ())
         free.update(group)
-    return [name for name in held if name not in free]
+    return [name for name in rigid if name not in free]
 
 
-def _groups_with(name: str, held: Sequence[str], sizes: Sizes) -> list[tuple[str, ...]]:
-    """Return groups in which a dimension of `held` may grow, each once.
+def _groups_with(name: str, rigid: Sequence[str], sizes: Sizes) -> list[tuple[str, ...]]:
+    """Return groups in which a dimension of `rigid` may grow, each once.
 
     The first are: with all dimensions of its size, and with each other dimension. The batches of several inputs can
     have a name each, of which some grow alone, as that of a mask that is broadcast.
@@ -148,7 +148,7 @@ def _groups_with(name: str, held: Sequence[str], sizes: Sizes) -> list[tuple[str
     others = [other for other in sorted(sizes) if other != name]
     alike = [other for other in others if sizes[other] == sizes[name]]
     companions = [tuple(alike), *((other,) for other in others)]
-    for candidates in (alike if len(alike) <= _MOST_SINGLE else [], [other for other in others if other in held]):
+    for candidates in (alike if len(alike) <= _MOST_SINGLE else [], [other for other in others if other in rigid]):
         for count in range(2, len(candidates) + 1):
             companions += combinations(candidates, count)
     return [(name, *group) for group in dict.fromkeys(companions) if group]
@@ -157,12 +157,12 @@ def _groups_with(name: str, held: Sequence[str], sizes: Sizes) -> list[tuple[str
 def _smallest_together(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Sizes:
     """Return smaller sizes of those dimensions that cannot shrink alone but in pairs or larger groups of one size."""
     smaller: Sizes = {}
-    held = [name for name, size in sizes.items() if least[name] == size > 1]
-    if len(held) > _MOST_GROUPED:
-        of_size = {sizes[name] for name in held}
-        groups = [tuple(name for name in held if sizes[name] == size) for size in sorted(of_size)]
+    rigid = [name for name, size in sizes.items() if least[name] == size > 1]
+    if len(rigid) > _MOST_GROUPED:
+        of_size = {sizes[name] for name in rigid}
+        groups = [tuple(name for name in rigid if sizes[name] == size) for size in sorted(of_size)]
     else:
-        groups = [group for count in range(2, len(held) + 1) for group in combinations(held, count)]
+        groups = [group for count in range(2, len(rigid) + 1) for group in combinations(rigid, count)]
     for group in groups:
         if smaller.keys().isdisjoint(group) and len({sizes[name] for name in group}) == 1:
             size = _smallest(group, sizes | smaller, runs, end)
@@ -179,22 +179,22 @@ def _smallest_apart(sizes: Sizes, least: Sizes, runs: Runs, end: float) -> Sizes
     mask, which is their sum, shrink by one factor.
     """
     smaller: Sizes = {}
-    held = [name for name, size in sizes.items() if least[name] == size > 1]
-    if len({sizes[name] for name in held}) > 1:
-        first = min(held, key=lambda name: sizes[name])
+    rigid = [name for name, size in sizes.items() if least[name] == size > 1]
+    if len({sizes[name] for name in rigid}) > 1:
+        first = min(rigid, key=lambda name: sizes[name])
 
         def lower(size: int) -> Sizes:
-            return {name: sizes[name] - sizes[first] + size for name in held}
+            return {name: sizes[name] - sizes[first] + size for name in rigid}
 
         def divide(size: int) -> Sizes:
-            return {name: sizes[name] * size // sizes[first] for name in held}
+            return {name: sizes[name] * size // sizes[first] for name in rigid}
 
         for change in (lower, divide):
             size = _smallest((first,), {first: sizes[first]}, _at(change, first, sizes, runs), end)
             if size < sizes[first]:
                 smaller = change(size)
                 break
-    for name in held:
+    for name in rigid:
         small = least | smaller
         if small[name] == sizes[name] and time.monotonic() < end and runs(small):
             smaller[name] = _smallest((name,), small, runs, end)

@@ -28,7 +28,7 @@ def bundles(uri: str) -> Iterator[Path]:
     cannot be read or has no such bundle; raises BundleError when this machine can run none of a release's bundles, and
     SettingsError for a wrong setting.
     """
-    configuration = settings.load()
+    configuration = Settings.load()
     yield from _of_release(configuration, uri) if uri.startswith("release://") else _of_object(configuration, uri)
 
 

@@ -17,13 +17,13 @@ _log = logging.getLogger("tvmflow")
 class Reporter(Protocol):
     """A receiver of the events of a run, possibly from several threads; `target` is None for steps of the release."""
 
-    def started(self, step: str, target: str | None) -> None:
+    def begin(self, step: str, target: str | None) -> None:
         """Receive that a step begins its work, or to fetch its cached result; other cached steps never start."""
 
-    def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
+    def advance(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
         """Receive that a step has done `done` of `total` units; `total` is 0 where it is unknown."""
 
-    def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
+    def end(self, step: str, target: str | None, status: Status, seconds: float) -> None:
         """Receive that a step ended, was cached or failed after `seconds`."""
 
 
@@ -39,20 +39,20 @@ class TracingReporter:
         self._inner = inner
         self._lock = Lock()
 
-    def started(self, step: str, target: str | None) -> None:
+    def begin(self, step: str, target: str | None) -> None:
         """Pass the event on."""
-        self._inner.started(step, target)
+        self._inner.begin(step, target)
 
-    def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
+    def advance(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
         """Pass the event on."""
-        self._inner.progressed(step, target, done, total, message)
+        self._inner.advance(step, target, done, total, message)
 
-    def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
+    def end(self, step: str, target: str | None, status: Status, seconds: float) -> None:
         """Add the step to the trace, and pass the event on."""
         with self._lock:
             start = time.perf_counter() - seconds
             self._trace.add_slice(target or "release", step, start, seconds, status=status)
-        self._inner.ended(step, target, status, seconds)
+        self._inner.end(step, target, status, seconds)
 
 
 class LogReporter:
@@ -61,15 +61,15 @@ class LogReporter:
     `target` is None for steps of the release.
     """
 
-    def started(self, step: str, target: str | None) -> None:
+    def begin(self, step: str, target: str | None) -> None:
         """Log that a step starts."""
         _log.info("%s started%s", step, _of(target))
 
-    def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
+    def advance(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
         """Log the progress at the level DEBUG."""
         _log.debug("%s%s: %g of %g %s", step, _of(target), done, total, message)
 
-    def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
+    def end(self, step: str, target: str | None, status: Status, seconds: float) -> None:
         """Log that a step ended, with its status and its time in seconds."""
         _log.info("%s %s%s in %.1f s", step, status, _of(target), seconds)
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Collection
 
 from tvmflow.progress import reporter
-from tvmflow.promotion import identify_user
+from tvmflow.promotion.people import identify_user
 from tvmflow.registry import Registry
 from tvmflow.services import list_sections, open_services
 from tvmflow.settings import Settings
@@ -26,11 +26,11 @@ def collect(settings: Settings, rule: Retention, *, dry_run: bool = False) -> li
                 return registry.list_aliases(model).values()
 
             def report(done: float, total: float, message: str, uri: str = uri) -> None:
-                reporter().progressed("gc", uri, done, total, message)
+                reporter().advance("gc", uri, done, total, message)
 
             garbage = Garbage(services.store, rule, list_named, report)
             started_at = time.perf_counter()
-            reporter().started("gc", uri)
+            reporter().begin("gc", uri)
             pieces += garbage.find() if dry_run else garbage.collect(identify_user())
-            reporter().ended("gc", uri, "ran", time.perf_counter() - started_at)
+            reporter().end("gc", uri, "ran", time.perf_counter() - started_at)
     return pieces

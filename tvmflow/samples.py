@@ -45,7 +45,7 @@ def choose_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], i
     for name in points[0]:
         dimension = dimensions.get(name, Dimension())
         beyond = dimension.typical_size + 3
-        candidates = [
+        size_choices = [
             *([dimension.tune] if dimension.tune else []),
             beyond if dimension.max is None else min(beyond, dimension.max),
             dimension.min,
@@ -56,7 +56,7 @@ def choose_sizes(inputs: Sequence[Input], dimensions: Mapping[str, Dimension], i
                 else []
             ),
         ]
-        distinct = [size for size in dict.fromkeys(candidates) if size != dimension.typical_size] or candidates[:1]
+        distinct = [size for size in dict.fromkeys(size_choices) if size != dimension.typical_size] or size_choices[:1]
         sizes[name] = distinct[(index - len(points)) % len(distinct)]
     return sizes
 

@@ -9,7 +9,7 @@ from typing import Literal, TypedDict
 from pydantic import SecretStr
 
 from tvmflow import spec as release_file
-from tvmflow.documents import Document, decode, encode
+from tvmflow.documents.encoding import Document, decode, encode
 from tvmflow.errors import SettingsError, StoreError
 from tvmflow.files import write_whole
 from tvmflow.outages import outlast

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
@@ -21,8 +21,8 @@ from pydantic_settings import (
 
 from tvmflow.bundle.signature import TRUSTED_KEYS_VARIABLE
 from tvmflow.errors import SettingsError
+from tvmflow.hardware.target import PROFILE_VARIABLE
 from tvmflow.stack import record
-from tvmflow.target import PROFILE_VARIABLE
 
 _PREFIX = "TVMFLOW_"
 # An address and its credentials come from the same source: a mixture would fit no server.
@@ -219,38 +219,36 @@ class Settings(BaseSettings):
         """The state folder as an absolute path. Raises SettingsError for the home folder of an unknown user."""
         return full_path(self.home)
 
-
-def load() -> Settings:
-    """Read the settings of this machine. Raises SettingsError, whose sentence names the setting, for a wrong one."""
-    path = settings_file()
-    if _FILE_VARIABLE in os.environ and not path.is_file():
-        raise SettingsError(f"settings file {str(path)!r}, named by {_FILE_VARIABLE}, does not exist")
-    known_variables = (
-        {_PREFIX + name.upper() for name in Settings.model_fields} | {_FILE_VARIABLE} | _INTERNAL | _DEVICE
-    )
-    for variable in sorted(os.environ):
-        if variable.startswith(_PREFIX) and variable not in known_variables:
-            close = get_close_matches(variable, known_variables, n=1)
-            hint = f"did you mean {close[0]}?" if close else "docs/reference/settings.md lists all"
-            raise SettingsError(f"environment variable {variable} is no setting; {hint}")
-    try:
-        return Settings()
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = ".".join(str(part) for part in problem["loc"])
-        names = ", ".join(sorted(Settings.model_fields))
-        is_unknown = problem["type"] == "extra_forbidden"
-        fault = f"is unknown; known are {names}" if is_unknown else f"is wrong: {problem['msg']}"
-        raise SettingsError(f"setting {name!r} {fault} (from TVMFLOW_{name.upper()} or {str(path)!r})") from error
-    except SourceError as error:
-        # It names the field in the words of pydantic-settings, and the file only where the file is at fault.
-        name = next((field for field in Settings.model_fields if f'"{field}"' in str(error)), "")
-        variable = _PREFIX + name.upper()
-        if variable in os.environ:
-            raise SettingsError(
-                f"environment variable {variable} is {os.environ[variable]!r}, which is not written as JSON: a list is "
-                """'["a", "b"]', a mapping '{"a": "b"}'"""
-            ) from error
-        raise SettingsError(f"settings file {str(path)!r} is not valid TOML: {error}") from error
-    except ValueError as error:
-        raise SettingsError(f"settings file {str(path)!r} is not valid TOML: {error}") from error
+    @classmethod
+    def load(cls) -> Self:
+        """Read the settings of this machine. Raises SettingsError, which names the setting, for a wrong one."""
+        path = settings_file()
+        if _FILE_VARIABLE in os.environ and not path.is_file():
+            raise SettingsError(f"settings file {str(path)!r}, named by {_FILE_VARIABLE}, does not exist")
+        known_variables = {_PREFIX + name.upper() for name in cls.model_fields} | {_FILE_VARIABLE} | _INTERNAL | _DEVICE
+        for variable in sorted(os.environ):
+            if variable.startswith(_PREFIX) and variable not in known_variables:
+                close = get_close_matches(variable, known_variables, n=1)
+                hint = f"did you mean {close[0]}?" if close else "docs/reference/settings.md lists all"
+                raise SettingsError(f"environment variable {variable} is no setting; {hint}")
+        try:
+            return cls()
+        except ValidationError as error:
+            problem = error.errors()[0]
+            name = ".".join(str(part) for part in problem["loc"])
+            names = ", ".join(sorted(cls.model_fields))
+            is_unknown = problem["type"] == "extra_forbidden"
+            fault = f"is unknown; known are {names}" if is_unknown else f"is wrong: {problem['msg']}"
+            raise SettingsError(f"setting {name!r} {fault} (from TVMFLOW_{name.upper()} or {str(path)!r})") from error
+        except SourceError as error:
+            # It names the field in the words of pydantic-settings, and the file only where the file is at fault.
+            name = next((field for field in cls.model_fields if f'"{field}"' in str(error)), "")
+            variable = _PREFIX + name.upper()
+            if variable in os.environ:
+                raise SettingsError(
+                    f"environment variable {variable} is {os.environ[variable]!r}, which is not written as JSON: "
+                    """a list is '["a", "b"]', a mapping '{"a": "b"}'"""
+                ) from error
+            raise SettingsError(f"settings file {str(path)!r} is not valid TOML: {error}") from error
+        except ValueError as error:
+            raise SettingsError(f"settings file {str(path)!r} is not valid TOML: {error}") from error

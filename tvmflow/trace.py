@@ -93,8 +93,8 @@ class Trace:
         # Numbers of tracks: the process, its threads, its curves.
         process = 1 + len(threads)
         curves: dict[str, int] = {}
-        described = add_track(process).process
-        described.pid, described.process_name = _PROCESS, self._name
+        process_track = add_track(process).process
+        process_track.pid, process_track.process_name = _PROCESS, self._name
         for name, number in threads.items():
             thread = add_track(number).thread
             thread.pid, thread.tid, thread.thread_name = _PROCESS, number, name
@@ -132,10 +132,10 @@ def _nest(slices: list[_Slice]) -> Iterator[tuple[_Slice, bool, int]]:
     for item in sorted(slices, key=lambda item: (item.start, -item.seconds)):
         start = _nanoseconds(item.start)
         while open_slices and open_slices[-1][1] <= start:
-            ended, time = open_slices.pop()
-            yield ended, False, time
+            last, time = open_slices.pop()
+            yield last, False, time
         end = _nanoseconds(item.start + item.seconds)
         open_slices.append((item, min(end, open_slices[-1][1]) if open_slices else end))
         yield item, True, start
-    for ended, time in reversed(open_slices):
-        yield ended, False, time
+    for last, time in reversed(open_slices):
+        yield last, False, time

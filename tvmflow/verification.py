@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tvmflow.bundle import Manifest
 from tvmflow.bundle.signature import TRUSTED_KEYS_VARIABLE
 from tvmflow.errors import BundleError, SettingsError, UncheckedBundleError, VerdictError, from_data, to_data
-from tvmflow.supervisor import ChildProcess, visible_environment
+from tvmflow.processes.supervisor import ChildProcess, visible_environment
 
 if TYPE_CHECKING:
     from tvmflow.arrays import Array
@@ -124,14 +124,12 @@ def _run_sample(bundle: Path) -> dict[str, Any]:
     reduced = _precision(manifest) != "fp32" or manifest.provenance.get("activations") in (ROUNDED, _QUANTISED)
     worst = 0.0
     for name, array in expected.items():
-        reference, output = array.astype(np.float64), outputs[name].astype(np.float64)
-        if reference.shape != output.shape:
-            raise VerdictError(
-                f"bundle {str(bundle)!r}: output {name!r} has shape {output.shape}, not {reference.shape}"
-            )
+        golden, output = array.astype(np.float64), outputs[name].astype(np.float64)
+        if golden.shape != output.shape:
+            raise VerdictError(f"bundle {str(bundle)!r}: output {name!r} has shape {output.shape}, not {golden.shape}")
         if name in undecided:
-            output = np.where(undecided[name], reference, output)
-        difference = np.abs(output - reference)
+            output = np.where(undecided[name], golden, output)
+        difference = np.abs(output - golden)
         worst = max(worst, float(np.nanmax(difference, initial=0.0)))
         if not accepts(array, output, reduced=reduced):
             raise VerdictError(f"bundle {str(bundle)!r}: output {name!r} differs from the original's by {worst:.3g}")
@@ -149,11 +147,11 @@ def accepts(expected: "Array", output: "Array", *, reduced: bool = False) -> boo
 
     if expected.shape != output.shape:
         return False
-    reference = expected.astype(np.float64)
+    doubles = expected.astype(np.float64)
     atol = absolute_tolerance(expected, _ATOL) + (
-        _REDUCED_RTOL * float(np.nanmax(np.abs(reference), initial=0.0)) if reduced else 0.0
+        _REDUCED_RTOL * float(np.nanmax(np.abs(doubles), initial=0.0)) if reduced else 0.0
     )
-    return bool(np.allclose(output.astype(np.float64), reference, rtol=_RTOL, atol=atol, equal_nan=True))
+    return bool(np.allclose(output.astype(np.float64), doubles, rtol=_RTOL, atol=atol, equal_nan=True))
 
 
 def _precision(manifest: Manifest) -> str:

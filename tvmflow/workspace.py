@@ -74,7 +74,7 @@ class Sources(Record):
             digests[path if is_inside else self.names.get(path, Path(path).name)] = digest
         return dict(sorted(digests.items()))
 
-    def unchanged(self, folder: Path = Path()) -> bool:
+    def is_unchanged(self, folder: Path = Path()) -> bool:
         """Whether every file still has its digest; relative paths are looked up in `folder`."""
         files = ((folder / path, digest) for path, digest in self.files.items())
         return all(path.is_file() and sha256_file(path) == digest for path, digest in files)
@@ -182,8 +182,10 @@ class Workspace:
 
         `data` is a file to which it refers by its SHA-256, which is moved too; None without such a file.
         """
-        kept = None if data is None else self.keep(data)
-        artifact = Artifact(sha256=sha256_file(path), size=path.stat().st_size, name=name or path.name, data=kept)
+        data_artifact = None if data is None else self.keep(data)
+        artifact = Artifact(
+            sha256=sha256_file(path), size=path.stat().st_size, name=name or path.name, data=data_artifact
+        )
         place = self.path(artifact)
         place.parent.mkdir(parents=True, exist_ok=True)
         if not self.holds(artifact):
@@ -220,15 +222,15 @@ class Workspace:
         place = self._record(step, key)
         with contextlib.suppress(OSError):
             content = place.read_bytes()
-            result = _parsed(content, result_type)
+            result = _parse_result(content, result_type)
             if result is not None and self._intact(result, folder):
                 self._mark_used(place, result)
                 if self.shared is not None and not self.shared.has_record(step, key):
                     self._share_record(step, key, content, result, progress)
                 return result
         record = None if self.shared is None else self.shared.read_record(step, key)
-        result = None if record is None else _parsed(record, result_type)
-        if record is None or result is None or not result.sources.unchanged(folder):
+        result = None if record is None else _parse_result(record, result_type)
+        if record is None or result is None or not result.sources.is_unchanged(folder):
             return None
         if not self.fetch(result.artifacts(), progress):
             return None
@@ -282,13 +284,13 @@ class Workspace:
             if progress is not None:
                 progress(done, total, "fetching")
             with self.scratch() as scratch:
-                fetched = scratch / "artifact"
-                if self.shared is None or not self.shared.fetch(artifact.sha256, fetched):
+                temporary = scratch / "artifact"
+                if self.shared is None or not self.shared.fetch(artifact.sha256, temporary):
                     return False
-                if fetched.stat().st_size != artifact.size:
+                if temporary.stat().st_size != artifact.size:
                     return False
                 self.path(artifact).parent.mkdir(parents=True, exist_ok=True)
-                fetched.replace(self.path(artifact))
+                temporary.replace(self.path(artifact))
             done += artifact.size
         return True
 
@@ -302,7 +304,7 @@ class Workspace:
             os.utime(path)
 
     def _intact(self, result: StepResult, folder: Path) -> bool:
-        return all(self.holds(artifact) for artifact in result.artifacts()) and result.sources.unchanged(folder)
+        return all(self.holds(artifact) for artifact in result.artifacts()) and result.sources.is_unchanged(folder)
 
     def _share_record(self, step: str, key: str, record: bytes, result: StepResult, progress: Progress | None) -> None:
         self.share(result.artifacts(), progress)
@@ -358,22 +360,22 @@ def run_step(
         nonlocal has_started
         if not has_started:
             has_started = True
-            reporter().started(step, target)
-        reporter().progressed(step, target, done, total, message)
+            reporter().begin(step, target)
+        reporter().advance(step, target, done, total, message)
 
     try:
-        cached = workspace.find(step, key, result_type, folder, report)
-        if cached is not None and is_valid(cached):
+        cached_result = workspace.find(step, key, result_type, folder, report)
+        if cached_result is not None and is_valid(cached_result):
             seconds = time.perf_counter() - start
-            reporter().ended(step, target, "cached", seconds)
-            return Outcome(cached, "cached", seconds)
+            reporter().end(step, target, "cached", seconds)
+            return Outcome(cached_result, "cached", seconds)
         if not has_started:
             has_started = True
-            reporter().started(step, target)
+            reporter().begin(step, target)
         result = work()
         workspace.remember(step, key, result, time.perf_counter() - start, report)
     except BaseException as error:
-        reporter().ended(step, target, "failed", time.perf_counter() - start)
+        reporter().end(step, target, "failed", time.perf_counter() - start)
         if isinstance(error, OSError) and not isinstance(error, TvmflowError):
             raise StepError(
                 f"step {step} cannot write {str(error.filename or workspace.folder)!r} ({error.strerror}); "
@@ -381,11 +383,11 @@ def run_step(
             ) from error
         raise
     seconds = time.perf_counter() - start
-    reporter().ended(step, target, "ran", seconds)
+    reporter().end(step, target, "ran", seconds)
     return Outcome(result, "ran", seconds)
 
 
-def _parsed(record: bytes, result_type: type[R]) -> R | None:
+def _parse_result(record: bytes, result_type: type[R]) -> R | None:
     try:
         return result_type.model_validate(json.loads(record)["result"])
     except (ValueError, KeyError, TypeError):

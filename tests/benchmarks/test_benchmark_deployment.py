@@ -9,7 +9,7 @@ import pytest
 
 from support.cpp import build_runner
 from support.processes import refusal
-from tvmflow.target import host
+from tvmflow.hardware.target import host
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 

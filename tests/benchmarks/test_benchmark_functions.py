@@ -14,7 +14,7 @@ from support.models import save_model
 from support.processes import refusal
 from tvmflow import compiler, npz
 from tvmflow.errors import ExportError
-from tvmflow.target import resolve
+from tvmflow.hardware.target import resolve
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 

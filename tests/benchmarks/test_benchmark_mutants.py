@@ -101,7 +101,7 @@ def test_every_mutant_that_is_listed_as_equivalent_is_one_of_a_line_that_exists(
 
 def test_the_same_seed_gives_the_same_sample(module: Import) -> None:
     mutants = module("mutants")
-    every = mutants.mutants_of("tvmflow/verdict.py")
+    every = mutants.mutants_of("tvmflow/documents/verdict.py")
     first = mutants.sampled(every, 5, 1)
     assert first == mutants.sampled(every, 5, 1) != mutants.sampled(every, 5, 2)
 

@@ -14,7 +14,7 @@ from tvm.s_tir import Schedule
 
 from support.models import save_model
 from tvmflow.compiler.machine import machine
-from tvmflow.target import resolve
+from tvmflow.hardware.target import resolve
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 

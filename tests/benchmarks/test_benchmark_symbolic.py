@@ -13,7 +13,7 @@ from onnx import helper
 
 from support.models import save_model
 from tvmflow.errors import InputError
-from tvmflow.target import resolve
+from tvmflow.hardware.target import resolve
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tvmflow.bundle import Manifest, TensorSpec, installed_versions, pack
-from tvmflow.target import host
+from tvmflow.hardware.target import host
 
 WriteFiles = Callable[[Path], dict[str, Path]]
 WriteArchive = Callable[..., Path]

@@ -7,7 +7,7 @@ import pytest
 
 from tvmflow.bundle import Manifest, installed_versions
 from tvmflow.errors import BundleError
-from tvmflow.target import Host, host, needed_features, request_amx, resolve
+from tvmflow.hardware.target import Host, host, needed_features, request_amx, resolve
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_bundle_that_uses_amx_needs_the_systems_permission(
 def test_the_system_permits_amx_only_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
     library = SimpleNamespace(syscall=lambda *numbers: calls.append(numbers) or answers.pop())
-    monkeypatch.setattr("tvmflow.target.ctypes.CDLL", lambda _: library)
+    monkeypatch.setattr("tvmflow.hardware.target.ctypes.CDLL", lambda _: library)
     answers = [-1, 0]
     for arch, features, expected in (
         ("x86_64", {"avx512f"}, False),
@@ -83,7 +83,7 @@ def test_the_system_permits_amx_only_where_the_processor_has_it(monkeypatch: pyt
         ("x86_64", {"amx_tile"}, False),
     ):
         machine = Host(arch, frozenset(features), 1)
-        monkeypatch.setattr("tvmflow.target.host", lambda machine=machine: machine)
+        monkeypatch.setattr("tvmflow.hardware.target.host", lambda machine=machine: machine)
         # Past its cache: the answer of a process does not change.
         assert request_amx.__wrapped__() is expected
     # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)

@@ -35,7 +35,7 @@ from tvmflow.bundle import (
 from tvmflow.bundle.manifest import _version
 from tvmflow.bundle.signature import check, trusted_keys
 from tvmflow.errors import BundleError, SettingsError, UncheckedBundleError
-from tvmflow.target import Host
+from tvmflow.hardware.target import Host
 
 WriteFiles = Callable[[Path], dict[str, Path]]
 LARGEST = (1 << 63) - 1
@@ -130,7 +130,7 @@ def test_the_machine_of_a_bundle_is_checked_by_architecture_features_and_version
 ) -> None:
     machine = Host("x86_64", frozenset({"avx2", "fma"}), 2)
     monkeypatch.setattr("tvmflow.bundle.manifest.host", lambda: machine)
-    monkeypatch.setattr("tvmflow.target.host", lambda: machine)
+    monkeypatch.setattr("tvmflow.hardware.target.host", lambda: machine)
     own = dataclasses.replace(manifest, arch="x86_64", cpu_features=("fma", "avx2"))
     own.check_host()
     dataclasses.replace(own, arch="").check_host()

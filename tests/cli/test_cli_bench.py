@@ -50,10 +50,10 @@ def test_the_sizes_that_free_dimensions_were_measured_at_are_said(tvmflow: Comma
     assert result.document["sizes"] == {}
 
 
-def test_sizes_of_free_dimensions_are_those_of_the_sample() -> None:
-    sample = {"input:x": np.zeros((2, 7)), "output:y": np.zeros(2)}
+def test_sizes_of_free_dimensions_are_those_of_the_inputs() -> None:
+    inputs = {"x": np.zeros((2, 7))}
     manifest = SimpleNamespace(inputs=[TensorSpec(name="x", dtype="float32", shape=("batch", "length"))])
-    assert sizes_of(manifest, sample) == {"batch": 2, "length": 7}  # type: ignore[arg-type]
+    assert sizes_of(manifest, inputs) == {"batch": 2, "length": 7}  # type: ignore[arg-type]
     (sentence,) = describe_sizes({"batch": 2, "length": 7})
     assert "batch 2, length 7" in sentence
     assert describe_sizes({}) == []

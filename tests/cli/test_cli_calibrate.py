@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tvmflow import profiles
-from tvmflow.target import resolve
+from tvmflow.hardware import profiles
+from tvmflow.hardware.target import resolve
 
 from .conftest import Command
 

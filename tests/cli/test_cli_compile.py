@@ -19,8 +19,8 @@ from support.models import save_amplifier, save_dense, save_model
 from support.skips import needs
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.cli.compile import parse_shapes
+from tvmflow.hardware.target import host, missing_features, needed_features, resolve
 from tvmflow.runtime import load
-from tvmflow.target import host, missing_features, needed_features, resolve
 
 Command = Callable[..., Any]
 
@@ -479,7 +479,7 @@ def test_another_compiler_links_the_library_with_its_options(tvmflow: Command, m
 def _write_record(models: Path, path: Path, on: str = "native", trace: str = "[[], []]") -> None:
     """A record for the model's ReLU, by default one whose schedule is none at all."""
     from tvmflow import compiler
-    from tvmflow.target import resolve
+    from tvmflow.hardware.target import resolve
     from tvmflow.tuning import Record, workload_key
     from tvmflow.tuning.record_store import RecordStore
     from tvmflow.tuning.records import SPACE_VERSION, now, tvm_version

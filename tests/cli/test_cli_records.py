@@ -9,9 +9,9 @@ import pytest
 from tvm import ir, script
 
 from support.rclone import rclone_s3
+from tvmflow.hardware.target import resolve
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.store.records import RecordObjects
-from tvmflow.target import resolve
 from tvmflow.tuning import Record, RecordStore, workload_key
 from tvmflow.tuning.records import SPACE_VERSION, Effort, tvm_version
 from tvmflow.tuning.traces import normalize

@@ -11,12 +11,13 @@ from support.channels import move_channel
 from support.processes import CommandResult
 from support.releases import make_compared, make_release
 from support.reports import data_of, unexplained_figures
-from tvmflow import settings as machine
 from tvmflow.bundle import keygen, public_key, sha256_file
-from tvmflow.release import Blob, Provenance
+from tvmflow.documents.release import Blob, Provenance
 from tvmflow.report.page import write
-from tvmflow.report.release import make_data, write_page
+from tvmflow.report.release import write_page
+from tvmflow.report.release_data import make_data
 from tvmflow.services import open_store
+from tvmflow.settings import Settings
 from tvmflow.store.keys import release_key, statement_key
 
 Command = Callable[..., CommandResult]
@@ -27,7 +28,7 @@ NOBODY = "http://127.0.0.1:9"
 def _releases(tvmflow: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two releases without targets in a store of their own, which differ in their operator set."""
     monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "state"))
-    with open_store(machine.load()) as store:
+    with open_store(Settings.load()) as store:
         for version, opset in (("1", 17), ("2", 18)):
             provenance = Provenance(onnx="sha256:" + "0" * 64, opset=opset)
             store.publish(make_release("net", version, provenance=provenance), ())
@@ -43,7 +44,7 @@ def test_the_page_says_who_signed_and_moved_the_release_though_mlflow_is_away(
     monkeypatch.setenv("TVMFLOW_SIGNING_KEY", str(key))
     monkeypatch.setenv("TVMFLOW_MLFLOW_TRACKING_URI", NOBODY)
     file = tmp_path / "page.html"
-    with open_store(machine.load()) as store:
+    with open_store(Settings.load()) as store:
         release = make_release("signed")
         file.write_text(write_page(make_data(release, "production", None, (), {}, ())))
         blob = Blob(sha256=sha256_file(file), size=file.stat().st_size)
@@ -63,7 +64,7 @@ def test_the_page_says_who_signed_and_moved_the_release_though_mlflow_is_away(
         "The channel signed@production",
     ]
     assert NOBODY in silence
-    with open_store(machine.load()) as store:
+    with open_store(Settings.load()) as store:
         store.objects.put(statement_key("signed", "1"), b"no statement", "damage it")
     assert tvmflow("report", "signed", "1", "-o", "report.html").code == 0
     standing = data_of(Path("report.html").read_text())["standing"]
@@ -79,7 +80,7 @@ def test_what_differs_is_printed_and_written(tvmflow: Command) -> None:
 
 
 def test_releases_that_do_not_differ_are_said_not_to(tvmflow: Command) -> None:
-    with open_store(machine.load()) as store:
+    with open_store(Settings.load()) as store:
         provenance = Provenance(onnx="sha256:" + "0" * 64, opset=18, code={"model.py": "0" * 64}, packages={})
         for version in ("3", "4"):
             store.publish(make_release("net", version, provenance=provenance), ())
@@ -90,7 +91,7 @@ def test_releases_that_do_not_differ_are_said_not_to(tvmflow: Command) -> None:
 def test_what_a_release_of_format_2_does_not_record_is_not_called_the_same(
     tvmflow: Command, newer: str, code: str
 ) -> None:
-    with open_store(machine.load()) as store:
+    with open_store(Settings.load()) as store:
         provenance = Provenance(onnx="sha256:" + "0" * 64, opset=18, code={"model.py": "0" * 64}, packages={})
         store.publish(make_release("net", "3", provenance=provenance), ())
         for version in ("1", "2"):
@@ -109,7 +110,7 @@ def test_what_a_release_of_format_2_does_not_record_is_not_called_the_same(
 
 
 def test_the_layers_that_lost_time_are_named(tvmflow: Command, tmp_path: Path) -> None:
-    with open_store(machine.load()) as store:
+    with open_store(Settings.load()) as store:
         for version, ms in (("3", 1.5), ("4", 4.0)):
             file = tmp_path / f"{version}.html"
             layers = [{"scope": ["stem"], "ms": 0.25}, {"scope": ["block", "block.conv"], "ms": ms}]
@@ -129,7 +130,7 @@ def test_the_layers_that_lost_time_are_named(tvmflow: Command, tmp_path: Path) -
 def test_a_slower_machine_is_told_from_a_slower_build(tvmflow: Command, tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(b"12345678")
     digest = sha256_file(tmp_path / "blob")
-    with open_store(machine.load()) as store:
+    with open_store(Settings.load()) as store:
         for version, seconds in (("3", 1.0), ("4", 1.5)):
             release = make_compared(version, seconds, reference=seconds, peer=seconds, sha256=digest)
             store.publish(release, [(tmp_path / "blob", digest)])

@@ -431,7 +431,7 @@ def test_a_worker_of_a_trace_works_no_longer_than_its_function(tvmflow: Command,
 
 _RPC = """
 import runpy, sys
-from tvmflow.launch import die_with_parent
+from tvmflow.processes.launch import die_with_parent
 die_with_parent(int(sys.argv[1]))
 sys.argv = sys.argv[2:]
 runpy.run_module(sys.argv[0], run_name="__main__")

@@ -11,13 +11,13 @@ from support.databases import Databases
 from support.processes import CommandResult
 from support.releases import make_measurements, make_release, make_target
 from support.reports import data_of, unexplained_figures
-from tvmflow import settings as machine
 from tvmflow.bundle import keygen, public_key, sha256_file
-from tvmflow.promotion import log_verdict
+from tvmflow.documents.verdict import Verdict
+from tvmflow.promotion.verdicts import log_verdict
 from tvmflow.services import open_services, open_store, record_sections
+from tvmflow.settings import Settings
 from tvmflow.spec import Policy, parse
 from tvmflow.store import channels
-from tvmflow.verdict import Verdict
 
 Command = Callable[..., CommandResult]
 
@@ -42,7 +42,7 @@ def _house(tvmflow: Command, key: Path, tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, value)
     blob = tmp_path / "blob"
     blob.write_bytes(b"12345678")
-    with open_store(machine.load()) as store:
+    with open_store(Settings.load()) as store:
         for version in range(1, 8):
             target = make_target(sha256=sha256_file(blob), size=8, measurements=make_measurements(1 + version / 100))
             store.publish(make_release("net", str(version), target), [(blob, target.bundle.sha256)])
@@ -73,7 +73,7 @@ def test_models_wishes_signatures_and_drifts_are_shown_though_mlflow_is_away(tvm
 
 
 def test_a_step_is_named_with_its_release_and_its_date(tvmflow: Command, tmp_path: Path) -> None:
-    with open_store(machine.load()) as store:
+    with open_store(Settings.load()) as store:
         for version in range(1, 14):
             p50 = (1.0 if version < 11 else 1.25) + version % 3 / 1000
             target = make_target(sha256=sha256_file(tmp_path / "blob"), size=8, measurements=make_measurements(p50))
@@ -123,7 +123,7 @@ def test_a_model_with_a_store_and_an_experiment_of_its_own_is_shown(
     sections: dict[str, Any] = {"store": {"prefix": "apart"}, "registry": {"experiment": "other"}}
     inputs = [{"name": "x", "shape": [1]}]
     spec = parse({"name": "apart", "model": {"onnx": "model.onnx"}, "inputs": inputs, **sections}, tmp_path)
-    settings = machine.load()
+    settings = Settings.load()
     record_sections(settings, spec)
     verdict = Verdict(
         name="apart", version="1", channel="staging", from_version=None, verdict="passed", reasons=(), checks=(),

@@ -20,7 +20,7 @@ from support.models import save_model
 from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel
 from tvmflow.compiler.inspection import Inspection
-from tvmflow.target import Target, host, resolve
+from tvmflow.hardware.target import Target, host, resolve
 
 # Files whose tests are about what operators and passes mean: how well LLVM optimises the code is nothing to them, and
 # takes a quarter of their time. Those about kernels, precisions, instructions and schedules are not among them.

@@ -129,8 +129,8 @@ def _with_constants(case: Any) -> onnx.ModelProto | None:
 def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: bool) -> str:
     """How the results of the built model differ from those of the case; empty if they are equal."""
     from tvmflow.compiler import build, import_onnx
+    from tvmflow.hardware.target import resolve
     from tvmflow.onnx_model.labels import replace_labels
-    from tvmflow.target import resolve
 
     path = folder / f"{case.name.removeprefix('test_')}.onnx"
     path.write_bytes(model.SerializeToString())

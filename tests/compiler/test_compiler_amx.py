@@ -23,7 +23,7 @@ from tvmflow.compiler import BuildOptions, CompiledModel, amx, build, import_onn
 from tvmflow.compiler.dotproduct import BF16, INT8
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import variants
-from tvmflow.target import Precision, Target, host, resolve
+from tvmflow.hardware.target import Precision, Target, host, resolve
 from tvmflow.tuning.traces import normalize, replay, trace_of
 
 RunBuilt = Callable[..., list[Array]]

@@ -16,7 +16,7 @@ from support.arrays import normal
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.compiler.annotations import CHECKED
 from tvmflow.compiler.lowering import lower_functions
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 MakeModel = Callable[..., Path]
 

@@ -17,8 +17,8 @@ from tvmflow.compiler import graph
 from tvmflow.compiler.onnx import CONVERTERS, Node
 from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 from tvmflow.errors import ExportError
+from tvmflow.hardware.target import Target
 from tvmflow.onnx_model.session import open_session, run_session
-from tvmflow.target import Target
 from tvmflow.tolerance import Bounds
 
 BOUNDS = Bounds(rtol=1e-3, atol=1e-4)

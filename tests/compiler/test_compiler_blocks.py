@@ -24,7 +24,7 @@ from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators import block_plans
 from tvmflow.compiler.schedules import kernels_of, schedule
 from tvmflow.compiler.schedules.common import substitute
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 Check = Callable[..., CompiledModel]
 

@@ -11,11 +11,11 @@ import pytest
 from onnx import helper
 
 from support.models import save_model
-from tvmflow import cores
 from tvmflow.compiler import BuildOptions, CompiledModel, build, can_build, import_onnx, ir_text, lower, workloads
 from tvmflow.compiler.schedules import ScheduleWarning
 from tvmflow.errors import BuildError, TargetError
-from tvmflow.target import Target, resolve
+from tvmflow.hardware import cores
+from tvmflow.hardware.target import Target, resolve
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ import sys
 sys.modules["torch"] = None
 from pathlib import Path
 from tvmflow.compiler import build, import_onnx
-from tvmflow.target import resolve
+from tvmflow.hardware.target import resolve
 build(import_onnx(Path(sys.argv[1])), resolve("native")).export(Path(sys.argv[2]))
 """
 

@@ -15,7 +15,7 @@ from onnx import helper
 from support import scale
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, CompiledModel, Imported, build, import_onnx
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 Make = Callable[..., Path]
 
@@ -168,7 +168,7 @@ import sys
 sys.modules["torch"] = None
 from pathlib import Path
 from tvmflow.compiler import build, import_onnx
-from tvmflow.target import resolve
+from tvmflow.hardware.target import resolve
 build(import_onnx(Path(sys.argv[1])), resolve("native"), cache=Path(sys.argv[2]))
 """
 

@@ -16,7 +16,7 @@ from tvmflow.compiler import build, import_onnx, ir_text, lower, workloads
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import complete, schedule, variants
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 from tvmflow.tuning.traces import normalize, replay, trace_of
 
 

@@ -16,7 +16,7 @@ from support.forests import DOMAIN, classifier, rows
 from support.models import make_model, save_model
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 Check = Callable[..., CompiledModel]
 

@@ -16,10 +16,10 @@ from onnx import helper
 from tvm.tirx import PrimFunc
 
 from support.arrays import normal
-from tvmflow import cores
 from tvmflow.compiler import BuildOptions, Inspection, build, codegen, import_onnx, lower, schedules
 from tvmflow.errors import BuildError
-from tvmflow.target import Target
+from tvmflow.hardware import cores
+from tvmflow.hardware.target import Target
 
 # The package has a function of this name, which hides the module.
 building = import_module("tvmflow.compiler.build")

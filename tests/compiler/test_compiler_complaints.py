@@ -18,7 +18,7 @@ from support.models import save_model, save_text
 from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions
 from tvmflow.compiler.operator_table import list_operators
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "tvm-users-complaints.md"
 

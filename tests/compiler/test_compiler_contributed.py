@@ -16,8 +16,8 @@ from support.quantised import quantise_dynamically
 from tvmflow.arrays import Array
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
+from tvmflow.hardware.target import Target
 from tvmflow.onnx_model.session import open_session
-from tvmflow.target import Target
 
 MakeModel = Callable[..., Path]
 Case = tuple[Any, ...]

@@ -6,7 +6,7 @@ import pytest
 
 from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.machine import Machine, of_profile
-from tvmflow.profiles import named, shipped
+from tvmflow.hardware.profiles import named, shipped
 
 _AVX512 = ("avx", "avx512bw", "avx512f")
 

@@ -13,7 +13,7 @@ from support import scale
 from support.damaged import Attempt, End, mutate
 from support.models import save_text
 from tvmflow.errors import StepError, naming_model
-from tvmflow.process import Child
+from tvmflow.processes.children import Child
 
 _HEADER = '<ir_version: 9, opset_import: ["" : 18]>\n'
 _LAYERS = """

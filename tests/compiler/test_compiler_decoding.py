@@ -18,8 +18,8 @@ from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, workloads
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import schedule
+from tvmflow.hardware.target import Target, resolve
 from tvmflow.onnx_model.session import open_session
-from tvmflow.target import Target, resolve
 
 Check = Callable[..., CompiledModel]
 

@@ -12,7 +12,7 @@ from tvmflow.compiler import import_onnx, lower
 from tvmflow.compiler.build import rules_of
 from tvmflow.compiler.diagnosis import Diagnosis, OperatorDiagnosis, diagnose
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 
 def _rows(diagnosis: Diagnosis) -> dict[str, list[OperatorDiagnosis]]:

@@ -27,7 +27,7 @@ from tvmflow.compiler.operators.common import buffer
 from tvmflow.compiler.schedules import schedule
 from tvmflow.compiler.schedules.common import substitute
 from tvmflow.compiler.short_loops import PARALLEL_CYCLES, run_short_loops_alone
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 Check = Callable[..., CompiledModel]
 

@@ -14,7 +14,7 @@ from support.forests import DOMAIN
 from support.models import save_text
 from support.torchlib import share_table
 from tvmflow.compiler import CompiledModel, build, import_onnx
-from tvmflow.target import resolve
+from tvmflow.hardware.target import resolve
 
 Check = Callable[..., CompiledModel]
 

@@ -14,8 +14,8 @@ from support.forests import DOMAIN, classifier, regressor
 from support.models import make_model
 from tvmflow.compiler import LoadedModel, build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
+from tvmflow.hardware.target import Target
 from tvmflow.onnx_model.size_limits import SizeLimits
-from tvmflow.target import Target
 
 _FEATURES = 5
 _VECTORS = {

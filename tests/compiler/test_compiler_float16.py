@@ -15,7 +15,7 @@ from support.arrays import normal
 from tvmflow.arrays import Array
 from tvmflow.compiler import build, import_onnx
 from tvmflow.compiler.importer import survey_onnx
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 HALF = TensorProto.FLOAT16
 

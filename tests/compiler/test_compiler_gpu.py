@@ -27,7 +27,7 @@ from tvmflow.compiler.gpu.schedules import schedule_functions
 from tvmflow.compiler.gpu.tiling import Tile, choose_tile, gpu_of
 from tvmflow.compiler.passes import lower_passes
 from tvmflow.errors import BuildError, TargetError
-from tvmflow.target import resolve
+from tvmflow.hardware.target import resolve
 
 HOPPER = resolve("cuda-sm90")
 GPU = gpu_of(HOPPER)

@@ -22,7 +22,7 @@ from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.machine import Machine, machine
 from tvmflow.compiler.operators.packing import packing_of
 from tvmflow.compiler.schedules import complete, guards, schedule, variants
-from tvmflow.target import Precision, Target, resolve
+from tvmflow.hardware.target import Precision, Target, resolve
 
 # So many schedules of a function are computed at most, and one of them is drawn.
 _SCHEDULES = scale.count(normal=4, long=16)

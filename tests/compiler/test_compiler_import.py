@@ -14,7 +14,7 @@ from support.models import save_text
 from tvmflow.compiler import import_onnx, load_module, load_params, save_module, save_params
 from tvmflow.compiler.importer import survey_onnx
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
-from tvmflow.target import Target, resolve
+from tvmflow.hardware.target import Target, resolve
 
 
 def _relu(make_model: Any, shape: list[Any] | None = None, **more: Any) -> Path:

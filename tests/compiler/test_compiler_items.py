@@ -14,7 +14,7 @@ from support.items import POISON, Parts, images, tokens
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower
 from tvmflow.compiler.choices import Choices
-from tvmflow.target import Precision, Target
+from tvmflow.hardware.target import Precision, Target
 
 _ITEMS = 4
 

@@ -14,8 +14,8 @@ from support.arrays import normal
 from support.forests import DOMAIN
 from support.models import make_model
 from tvmflow.compiler import build, import_onnx
+from tvmflow.hardware.target import Target
 from tvmflow.onnx_model.labels import replace_labels
-from tvmflow.target import Target
 
 _STRING, _FLOAT = TensorProto.STRING, TensorProto.FLOAT
 _ROWS = 5

@@ -22,7 +22,7 @@ from tvmflow.compiler.lowering import lower_functions
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators.common import buffer
 from tvmflow.compiler.schedules import schedule
-from tvmflow.target import Target, resolve
+from tvmflow.hardware.target import Target, resolve
 from tvmflow.tuning.traces import normalize
 
 _WIDTHS = (1, 2, 4, 5, 7, 9, 10, 13, 19)

@@ -19,8 +19,8 @@ from tvmflow.compiler.lowering import lower_functions
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import schedule
 from tvmflow.errors import UnsupportedOperatorError
+from tvmflow.hardware.target import Target
 from tvmflow.onnx_model.session import open_session
-from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
 

@@ -10,7 +10,7 @@ from support.arrays import normal
 from support.builds import rule_counts
 from tvmflow.arrays import Array
 from tvmflow.compiler import CompiledModel, build, import_onnx
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 Check = Callable[..., CompiledModel]
 RunBuilt = Callable[..., list[Array]]

@@ -15,7 +15,7 @@ from support.machines import on_two_cores, runnable_levels
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, vectormath
 from tvmflow.compiler.machine import machine
-from tvmflow.target import Precision, Target
+from tvmflow.hardware.target import Precision, Target
 
 Check = Callable[..., CompiledModel]
 MakeModel = Callable[..., Path]

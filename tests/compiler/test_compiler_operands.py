@@ -13,8 +13,8 @@ from support.arrays import normal
 from tvmflow.arrays import Array
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
+from tvmflow.hardware.target import Target
 from tvmflow.onnx_model.session import open_session
-from tvmflow.target import Target
 
 Check = Callable[..., CompiledModel]
 INTEGER = TensorProto.INT64

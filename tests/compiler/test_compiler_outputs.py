@@ -9,7 +9,7 @@ from onnx import NodeProto, helper
 from support.models import save_model
 from tvmflow.compiler import import_onnx, lower
 from tvmflow.compiler.outputs import are_fresh
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 _WEIGHTS = {
     "w": np.arange(16, dtype=np.float32).reshape(4, 4),

@@ -17,8 +17,8 @@ from tvmflow.bisection import bisect
 from tvmflow.compiler import build, import_onnx
 from tvmflow.compiler.onnx import Node, UnsupportedFormError
 from tvmflow.errors import ExportError, ModelImportError, UnsupportedOperatorError
+from tvmflow.hardware.target import Target
 from tvmflow.operators import OwnOperator, define, load_operators, operator
-from tvmflow.target import Target
 from tvmflow.tolerance import Bounds
 
 _FUNCTION = """

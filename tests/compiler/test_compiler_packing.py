@@ -27,7 +27,7 @@ from tvmflow.compiler.operators.packing import (
 from tvmflow.compiler.operators.products import pack_array
 from tvmflow.compiler.operators.widening import NarrowWeight, narrow, tie
 from tvmflow.compiler.schedules import schedule
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 MakeModel = Any
 

@@ -23,7 +23,7 @@ from tvmflow.compiler.passes import canonicalize, lower_passes, pass_names
 from tvmflow.compiler.passes.constants import FoldConstantCalls
 from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.simplify import remove_identities
-from tvmflow.target import resolve
+from tvmflow.hardware.target import resolve
 
 Check = Callable[..., CompiledModel]
 

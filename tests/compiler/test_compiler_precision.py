@@ -27,9 +27,9 @@ from tvmflow.compiler.dotproduct import round_bf16, use_rounding
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import complete, variants
 from tvmflow.errors import BuildError, SpecError, TargetError
+from tvmflow.hardware.target import Precision, Target, resolve
 from tvmflow.onnx_model.session import open_session
 from tvmflow.spec import parse
-from tvmflow.target import Precision, Target, resolve
 from tvmflow.tuning.candidates import Candidate, Library, arguments_of
 from tvmflow.tuning.measure import MeasurePool
 from tvmflow.tuning.traces import normalize, trace_of

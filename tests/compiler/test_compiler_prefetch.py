@@ -16,7 +16,7 @@ from tvmflow.compiler import import_onnx, lower, workloads
 from tvmflow.compiler.machine import Machine, machine
 from tvmflow.compiler.schedules import schedule
 from tvmflow.compiler.statements import replace_variables
-from tvmflow.target import Target, resolve
+from tvmflow.hardware.target import Target, resolve
 from tvmflow.tuning.traces import normalize
 
 DEPTH, CHANNELS = 48, 192

@@ -20,8 +20,8 @@ from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, build, import_onnx, lower
 from tvmflow.compiler.dotproduct import PAIRS, integer_dot
 from tvmflow.errors import BuildError
+from tvmflow.hardware.target import Precision, Target, resolve
 from tvmflow.onnx_model.graph import rounds_activations
-from tvmflow.target import Precision, Target, resolve
 
 MakeModel = Callable[..., Path]
 RunBuilt = Callable[..., list[Array]]

@@ -16,7 +16,7 @@ from tvmflow.compiler import import_onnx, lower
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.quotients import unify_quotients
 from tvmflow.compiler.schedules import schedule
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 TILE, LINES = 16, 3
 

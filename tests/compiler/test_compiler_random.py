@@ -35,7 +35,7 @@ from support.models import join_models, joined_name
 from support.steps import compile_by_steps
 from tvmflow.arrays import Array
 from tvmflow.compiler import build, import_onnx
-from tvmflow.target import host
+from tvmflow.hardware.target import host
 
 
 @dataclass

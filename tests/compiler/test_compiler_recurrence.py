@@ -25,7 +25,7 @@ from tvmflow.compiler.operators.cells import ACTIVATIONS, Cell
 from tvmflow.compiler.operators.recurrence import Recurrence
 from tvmflow.compiler.schedules import complete
 from tvmflow.errors import BuildError, UnsupportedOperatorError
-from tvmflow.target import Target, resolve
+from tvmflow.hardware.target import Target, resolve
 
 Check = Callable[..., CompiledModel]
 Case = tuple[tuple[Any, ...], dict[str, Array]]

@@ -13,7 +13,7 @@ from support.builds import rule_counts
 from support.models import save_model
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.compiler.inspection import Inspection
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 Check = Callable[..., CompiledModel]
 

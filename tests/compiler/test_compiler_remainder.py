@@ -10,7 +10,7 @@ from support.arrays import normal
 from tvmflow.compiler import CompiledModel
 from tvmflow.compiler.inspection import Inspection
 from tvmflow.compiler.machine import machine
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 
 def _code(model: CompiledModel, name: str) -> str:

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 from support.arrays import normal
 from support.builds import rule_counts
 from tvmflow.compiler import CompiledModel, import_onnx, lower, workloads
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 Check = Callable[..., CompiledModel]
 MakeModel = Callable[..., Any]

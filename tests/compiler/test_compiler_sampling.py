@@ -12,7 +12,7 @@ from support.arrays import normal
 from support.models import save_model
 from tvmflow.arrays import Array
 from tvmflow.compiler import build, import_onnx
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 _FREE: list[tuple[str, list[int | str]]] = [("x", ["n", "c", "h", "w"]), ("grid", ["n", "oh", "ow", 2])]
 

@@ -16,7 +16,7 @@ from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators import depthwise
 from tvmflow.compiler.schedules import ScheduleWarning, kernels_of, schedule, variants
-from tvmflow.target import Target, resolve
+from tvmflow.hardware.target import Target, resolve
 
 
 def relu(rows: Any, columns: int) -> tvm.tirx.PrimFunc:

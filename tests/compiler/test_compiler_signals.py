@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 from support.arrays import normal
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 MakeModel = Callable[..., Path]
 _node = helper.make_node

@@ -12,8 +12,8 @@ from support import builds
 from support.models import join_models, save_model
 from tvmflow.arrays import Array
 from tvmflow.compiler import build, import_onnx
+from tvmflow.hardware.target import Target
 from tvmflow.onnx_model.session import open_session
-from tvmflow.target import Target
 
 Shape = tuple[int, ...]
 

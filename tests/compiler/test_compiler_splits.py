@@ -15,7 +15,7 @@ from support.arrays import normal, onnxruntime_outputs
 from tvmflow.compiler import BuildOptions, build, cost, import_onnx, lower, workloads
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import schedule
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 
 def _with_cores(target: Target, cores: int) -> Target:

@@ -28,7 +28,7 @@ from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators.narrow_products import PANEL, NarrowProduct
 from tvmflow.compiler.operators.rounded_products import RoundedProduct
 from tvmflow.compiler.operators.widening import BlockWeight, in_blocks
-from tvmflow.target import Precision, Target, resolve
+from tvmflow.hardware.target import Precision, Target, resolve
 
 LEVELS = runnable_levels() or ["native"]
 # The bits, the shape, the numbers in a block, and whether each block has an offset of its own.

@@ -15,8 +15,8 @@ from support.machines import AVX512
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, build, import_onnx
 from tvmflow.compiler.machine import of_profile
 from tvmflow.compiler.operators import strassen
-from tvmflow.profiles import named
-from tvmflow.target import Target
+from tvmflow.hardware.profiles import named
+from tvmflow.hardware.target import Target
 
 Check = Callable[..., CompiledModel]
 

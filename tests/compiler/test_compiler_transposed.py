@@ -9,7 +9,7 @@ from support import scale
 from support.arrays import normal
 from support.builds import rule_counts
 from tvmflow.compiler import CompiledModel, import_onnx, lower, workloads
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 Check = Callable[..., CompiledModel]
 

@@ -13,7 +13,7 @@ from support.forests import DOMAIN, classifier, draw_forest, regressor, rows
 from support.models import save_model
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import UnsupportedOperatorError
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 Check = Callable[..., CompiledModel]
 

@@ -10,7 +10,7 @@ from onnx import helper
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, workloads
 from tvmflow.compiler.importer import Imported
 from tvmflow.errors import BuildError
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 WEIGHT = np.random.default_rng(0).standard_normal((24, 48)).astype(np.float32)
 

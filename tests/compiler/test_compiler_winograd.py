@@ -17,8 +17,8 @@ from tvmflow.compiler.annotations import WINOGRAD
 from tvmflow.compiler.machine import Machine, of_profile
 from tvmflow.compiler.operators.common import typical_pixels
 from tvmflow.compiler.schedules import schedule
-from tvmflow.profiles import named, shipped
-from tvmflow.target import resolve
+from tvmflow.hardware.profiles import named, shipped
+from tvmflow.hardware.target import resolve
 
 Check = Callable[..., CompiledModel]
 

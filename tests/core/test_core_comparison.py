@@ -13,7 +13,7 @@ from tvmflow.comparison import Comparison, Conditions, Interval, Pair, Plan, com
 from tvmflow.comparison.pairs import Samples, read_samples, write_samples
 from tvmflow.comparison.plan import Verdict, ranks
 from tvmflow.comparison.samples import runs_needed
-from tvmflow.figures import Answers
+from tvmflow.documents.figures import Answers
 
 Noise = Callable[[np.random.Generator], float]
 _CONDITIONS = Conditions(processor="any", cores=(0,), threads=(1, 1), load=(0.0, 0.0))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tvmflow import cores
-from tvmflow.target import host
+from tvmflow.hardware import cores
+from tvmflow.hardware.target import host
 
 
 def _topology(folder: Path, siblings: dict[int, str]) -> Path:

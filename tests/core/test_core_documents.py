@@ -9,15 +9,10 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import JsonValue
 
-from tvmflow.documents import Document, Reader, decode, encode
-from tvmflow.errors import StoreError
-from tvmflow.release import Release
-from tvmflow.services import Sections
-from tvmflow.stack.record import Secrets, StackRecord
-from tvmflow.store.channel_document import Channel
-from tvmflow.store.leases import Lease
-from tvmflow.training import finite_json
-from tvmflow.verdict import (
+from tvmflow.documents.encoding import Document, Reader, decode, encode
+from tvmflow.documents.release import Release
+from tvmflow.documents.training import finite_json
+from tvmflow.documents.verdict import (
     Check,
     Choices,
     ReleaseVerdict,
@@ -26,6 +21,11 @@ from tvmflow.verdict import (
     Verdict,
     samples_of,
 )
+from tvmflow.errors import StoreError
+from tvmflow.services import Sections
+from tvmflow.stack.record import Secrets, StackRecord
+from tvmflow.store.channel_document import Channel
+from tvmflow.store.leases import Lease
 from tvmflow.workspace import Artifact, Workspace
 
 FORMATS = Path(__file__).parents[1] / "store" / "formats"

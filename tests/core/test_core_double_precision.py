@@ -5,7 +5,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from support.models import make_model
-from tvmflow import memory
+from tvmflow.hardware import memory
 from tvmflow.onnx_model.double_precision import compute
 
 

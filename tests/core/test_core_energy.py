@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tvmflow import energy
+from tvmflow.hardware import energy
 
 _RANGE = 262_143_328_850
 

@@ -14,15 +14,15 @@ from hypothesis import strategies as some
 
 from support.fuzzing import examples
 from tvmflow.cli.compile import parse_shapes
-from tvmflow.documents import Document, decode, encode
+from tvmflow.documents.encoding import Document, decode, encode
+from tvmflow.documents.release import Release
+from tvmflow.documents.verdict import Verdict
 from tvmflow.errors import SpecError, StoreError, TargetError
-from tvmflow.release import Release
+from tvmflow.hardware.target import presets, resolve
 from tvmflow.runtime.tracker import Address
 from tvmflow.spec import Spec, amend, load, parse, template, to_document
 from tvmflow.spec.messages import printable
 from tvmflow.store.channel_document import Channel
-from tvmflow.target import presets, resolve
-from tvmflow.verdict import Verdict
 
 Keys = tuple[str | int, ...]
 

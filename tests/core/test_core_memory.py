@@ -1,4 +1,4 @@
-"""Limits of the memory that this process may take: `tvmflow.memory`."""
+"""Limits of the memory that this process may take: `tvmflow.hardware.memory`."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ import pytest
 from onnx import helper
 
 from support.models import make_model
-from tvmflow import memory
 from tvmflow.cli.sizes import find_inputs
 from tvmflow.errors import ExportError
+from tvmflow.hardware import memory
 from tvmflow.onnx_model.session import open_session, run_session
 
 
@@ -33,7 +33,7 @@ def products(tmp_path: Path) -> Path:
 def test_memory_beyond_the_limit_is_refused_and_there_again_afterwards() -> None:
     # More than earlier tests may have left free among the addresses that this process has.
     size = 1 << 31
-    with memory.limited(1 << 26), pytest.raises(MemoryError):
+    with memory.limit(1 << 26), pytest.raises(MemoryError):
         np.empty(size, np.uint8)
     assert np.empty(size, np.uint8).nbytes == size
 

@@ -16,9 +16,9 @@ import pytest
 
 from support.processes import SECRETS, mentioned_secrets
 from support.waits import wait_until
-from tvmflow import process, supervisor
 from tvmflow.errors import BuildError, StepError, TvmflowError
-from tvmflow.process import Child
+from tvmflow.processes import children, supervisor
+from tvmflow.processes.children import Child
 from tvmflow.workspace import Record
 
 JOBS = '''
@@ -155,13 +155,13 @@ def call(jobs: Path, request: pytest.FixtureRequest) -> Iterator[Call]:
     """Call a function of the jobs above in a child: a new interpreter, or a fork of one that has imported the jobs."""
     imports = ("jobs",) if request.param == "fork" else ()
 
-    def run(function: str, job: Job | None = None, timeout: float = 60, emit: process.Emit = lambda *_: None,
+    def run(function: str, job: Job | None = None, timeout: float = 60, emit: children.Emit = lambda *_: None,
             torch: bool = False) -> Result:  # fmt: skip
         log = jobs / "logs" / "child.log"
-        return process.call(f"jobs:{function}", job or Job(), Result, log=log, timeout=timeout, emit=emit,
+        return children.call(f"jobs:{function}", job or Job(), Result, log=log, timeout=timeout, emit=emit,
                             paths=(jobs,), torch=torch, imports=imports)  # fmt: skip
 
-    with process.shared_imports():
+    with children.shared_imports():
         yield run
 
 
@@ -205,9 +205,9 @@ def test_figures_that_json_does_not_know_come_back(call: Call) -> None:
 def test_a_child_sees_no_credentials(jobs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SECRETS, "OMP_NUM_THREADS": "3", "LC_TIME": "C"}.items():
         monkeypatch.setenv(name, value)
-    with process.shared_imports():
+    with children.shared_imports():
         for imports in ((), ("jobs",)):
-            answer = process.call("jobs:prints_variables", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,),
+            answer = children.call("jobs:prints_variables", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,),
                                   environment={"ADDED": "yes"}, imports=imports)  # fmt: skip
             assert mentioned_secrets(answer.text) == []
             assert {"OMP_NUM_THREADS=3", "LC_TIME=C", "ADDED=yes"} <= set(answer.text.splitlines())
@@ -333,12 +333,12 @@ def test_a_missing_function_is_named(call: Call) -> None:
 
 def test_forks_share_imports_and_nothing_else(jobs: Path) -> None:
     def count(**environment: str) -> list[str]:
-        result = process.call("jobs:counts", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,),
+        result = children.call("jobs:counts", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,),
                               environment=environment, imports=("jobs",))  # fmt: skip
         assert result.value == 1
         return result.text.split()
 
-    with process.shared_imports():
+    with children.shared_imports():
         first, second = count(), count(TMPDIR=str(jobs))
         assert (first[0], second[1:]) == (second[0], [str(jobs), str(jobs)])
         with ThreadPoolExecutor(1) as executor:
@@ -351,26 +351,26 @@ def test_imports_may_begin_before_the_call_that_needs_them(jobs: Path) -> None:
     pids = jobs / "pids"
     (jobs / "early.py").write_text(f"import os\nwith open({str(pids)!r}, 'a') as file: print(os.getpid(), file=file)\n")
     imports = ("jobs", "early")
-    with process.shared_imports():
+    with children.shared_imports():
         for _ in range(2):
-            process.start_imports(imports, log=jobs / "log", paths=(jobs,))
+            children.start_imports(imports, log=jobs / "log", paths=(jobs,))
         wait_until(pids.exists)
-        called = process.call(
+        called = children.call(
             "jobs:counts", Job(), Result, log=jobs / "log", timeout=60, paths=(jobs,), imports=imports
         )
     assert [called.text.split()[0]] == pids.read_text().split()
     # Nothing is shared here, and nothing begins.
     others = {child.pid for child in psutil.Process().children()}
-    process.start_imports(imports, log=jobs / "log", paths=(jobs,))
+    children.start_imports(imports, log=jobs / "log", paths=(jobs,))
     assert {child.pid for child in psutil.Process().children()} <= others
 
 
 def test_a_fork_that_crashes_is_replaced(jobs: Path) -> None:
     def run(function: str) -> Result:
-        return process.call(f"jobs:{function}", Job(value=1), Result, log=jobs / f"{function}.log", timeout=60,
+        return children.call(f"jobs:{function}", Job(value=1), Result, log=jobs / f"{function}.log", timeout=60,
                             paths=(jobs,), imports=("jobs",))  # fmt: skip
 
-    with process.shared_imports():
+    with children.shared_imports():
         for _ in range(2):
             with pytest.raises(StepError, match="exit code 7, last output 'these are my last words'"):
                 run("exits")
@@ -378,8 +378,8 @@ def test_a_fork_that_crashes_is_replaced(jobs: Path) -> None:
 
 
 def test_a_fork_that_ends_without_a_reply_is_not_waited_for(jobs: Path) -> None:
-    with process.shared_imports(), pytest.raises(StepError, match="ended with exit code 0; its log is") as caught:
-        process.call(
+    with children.shared_imports(), pytest.raises(StepError, match="ended with exit code 0; its log is") as caught:
+        children.call(
             "jobs:goes_silently", Job(), Result, log=jobs / "log", timeout=30, paths=(jobs,), imports=("jobs",)
         )
     assert caught.value.end == "ended with exit code 0"
@@ -410,12 +410,12 @@ def test_all_children_can_be_ended(call: Call) -> None:
 def test_a_killed_parent_takes_its_child_with_it(jobs: Path) -> None:
     code = """
 import pathlib, sys
-from tvmflow import process, supervisor
+from tvmflow.processes import children, supervisor
 from tvmflow.workspace import Record
 class Job(Record):
     value: float = 0
 folder = pathlib.Path(sys.argv[1])
-process.call("jobs:hangs", Job(), Job, log=folder / "log", timeout=60, paths=(folder,),
+children.call("jobs:hangs", Job(), Job, log=folder / "log", timeout=60, paths=(folder,),
              emit=lambda pid, *_: print(int(pid), flush=True))
 """
     parent = subprocess.Popen([sys.executable, "-c", code, str(jobs)], stdout=subprocess.PIPE, text=True)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tvmflow import profiles
 from tvmflow.compiler.machine import machine
 from tvmflow.errors import BundleError, TargetError
-from tvmflow.profiles import Processor, Profile
-from tvmflow.target import Host, resolve
+from tvmflow.hardware import profiles
+from tvmflow.hardware.profiles import Processor, Profile
+from tvmflow.hardware.target import Host, resolve
 
-_FILES = Path(profiles.__file__).parent / "targets"
+_FILES = Path(profiles.__file__).parent / "processors"
 
 
 @pytest.mark.parametrize("name", sorted(profiles.shipped()))
@@ -117,7 +117,7 @@ def test_native_uses_the_recognised_profile_or_the_one_of_a_file(
 ) -> None:
     level = set(resolve("x86-64-v4").features)
     become = Host("x86_64", frozenset(level), 2, Processor("AuthenticAMD", 25, 17, 1))
-    monkeypatch.setattr("tvmflow.target.host", lambda: become)
+    monkeypatch.setattr("tvmflow.hardware.target.host", lambda: become)
     monkeypatch.delenv("TVMFLOW_PROFILE", raising=False)
     assert resolve("native").profile == profiles.named("zen4")
     mine = tmp_path / "mine.toml"

@@ -18,18 +18,18 @@ from support import scale
 from support.databases import Databases
 from support.releases import make_release
 from support.servers import moto_server
-from tvmflow import promotion
 from tvmflow.bundle import keygen, public_key
-from tvmflow.documents import encode
+from tvmflow.documents.encoding import encode
+from tvmflow.documents.release import Blob
+from tvmflow.documents.verdict import Verdict
 from tvmflow.errors import RegistryUnavailableError, SpecError, StatementError, StoreError
+from tvmflow.promotion import moves, people, policies, verdicts
 from tvmflow.registry import Registry, embedded_registry
-from tvmflow.release import Blob
 from tvmflow.services import Services
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
 from tvmflow.store.channel_document import Channel, WishEnd
 from tvmflow.store.statements import Subject, sign
-from tvmflow.verdict import Verdict
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +82,13 @@ def release(services: Services, name: str) -> Callable[..., None]:
 
 
 def _wish(services: Services, name: str, version: str, who: str = "ann") -> Channel:
-    return promotion.make_wish(services, name, version, "production", who=who, why="test")
+    return moves.make_wish(services, name, version, "production", who=who, why="test")
 
 
 def _grant(services: Services, document: Channel) -> Channel:
     assert document.wish is not None
-    policy = promotion.EffectivePolicy(Policy())
-    return promotion.grant(services, document.name, "production", document.wish.id, why="test", policy=policy)
+    policy = policies.EffectivePolicy(Policy())
+    return moves.grant(services, document.name, "production", document.wish.id, why="test", policy=policy)
 
 
 def _move(services: Services, name: str, version: str, who: str = "ann") -> Channel:
@@ -97,12 +97,12 @@ def _move(services: Services, name: str, version: str, who: str = "ann") -> Chan
 
 def _where(services: Services, name: str) -> tuple[str | None, str | None]:
     """The version of the alias, and the one that the channel holds."""
-    state = promotion.read_state(services, name, "production", name)
+    state = moves.read_state(services, name, "production", name)
     return state.alias_version, state.channel.version
 
 
 def _rollback(services: Services, name: str, to: str | None = None) -> str | None:
-    return promotion.roll_back(services, name, "production", who="bert", why="bad", to=to)[1].version
+    return moves.roll_back(services, name, "production", who="bert", why="bad", to=to)[1].version
 
 
 @on_both_stores
@@ -117,13 +117,13 @@ def test_the_alias_follows_the_channel_and_not_the_wish(
     assert _where(services, name) == ("1", "1")
     document = _wish(services, name, "2")
     assert _where(services, name) == ("1", "1")
-    state = promotion.read_state(services, name, "production")
+    state = moves.read_state(services, name, "production")
     assert not state.is_settled
     moved = _grant(services, document)
     assert (_where(services, name), moved.shown) == (("2", "2"), "2")
-    state = promotion.read_state(services, name, "production")
+    state = moves.read_state(services, name, "production")
     assert state.is_settled
-    assert state == promotion.read_state(services, name, "production", name)
+    assert state == moves.read_state(services, name, "production", name)
 
 
 @on_both_stores
@@ -150,24 +150,24 @@ def test_an_alias_that_is_set_by_hand_goes_back_and_one_that_lags_is_completed(
 ) -> None:
     release("1", "2")
     services.registry.set_alias(name, "production", "1")
-    assert promotion.read_state(services, name, "production").hand_set_version == "1"
+    assert moves.read_state(services, name, "production").hand_set_version == "1"
     document = _wish(services, name, "1")
     assert _where(services, name) == (None, None)
     _grant(services, document)
     services.registry.set_alias(name, "production", "2")
-    assert promotion.read_state(services, name, "production").hand_set_version == "2"
-    promotion.update_alias(services, name, "production", name)
+    assert moves.read_state(services, name, "production").hand_set_version == "2"
+    moves.update_alias(services, name, "production", name)
     assert _where(services, name) == ("1", "1")
     # A mover that died between the channel and the alias.
     wish = channels.wish(services.store, name, "production", "2", who="ann", why="").wish
     assert wish is not None
     channels.grant(services.store, name, "production", wish.id, why="", policy=Policy())
-    state = promotion.read_state(services, name, "production")
+    state = moves.read_state(services, name, "production")
     assert (state.alias_version, state.channel.version, state.hand_set_version) == ("1", "2", None)
-    promotion.update_alias(services, name, "production", name)
-    assert promotion.read_state(services, name, "production").is_settled
+    moves.update_alias(services, name, "production", name)
+    assert moves.read_state(services, name, "production").is_settled
     services.registry.delete_alias(name, "production")
-    assert promotion.read_state(services, name, "production").hand_set_version is None
+    assert moves.read_state(services, name, "production").hand_set_version is None
 
 
 def test_an_alias_that_asks_is_deleted_once_it_is_granted_or_older(
@@ -176,7 +176,7 @@ def test_an_alias_that_asks_is_deleted_once_it_is_granted_or_older(
     release("1", "2")
 
     def asked() -> str | None:
-        return promotion.read_state(services, name, "production").wanted_version
+        return moves.read_state(services, name, "production").wanted_version
 
     services.registry.set_alias(name, "production-wanted", "1")
     assert asked() == "1"
@@ -195,9 +195,9 @@ def test_an_alias_that_asks_is_deleted_once_it_is_granted_or_older(
 _MOVERS = """
 import json, os, signal, sys, traceback
 from pathlib import Path
-from tvmflow import promotion
+from tvmflow.promotion import moves, people, policies, verdicts
 from tvmflow.registry import Registry, RegistryConfig
-from tvmflow.release import Blob
+from tvmflow.documents.release import Blob
 from tvmflow.services import Services
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig
@@ -218,10 +218,10 @@ def move(job, ready, go):
     os.write(ready, b".")
     os.close(ready)
     os.read(go, 1)
-    wished = promotion.make_wish(services, job["name"], job["version"], "production", who=job["who"], why="race")
-    policy = promotion.EffectivePolicy(Policy())
+    wished = moves.make_wish(services, job["name"], job["version"], "production", who=job["who"], why="race")
+    policy = policies.EffectivePolicy(Policy())
     if wished.wish:
-        promotion.grant(services, job["name"], "production", wished.wish.id, why="race", policy=policy)
+        moves.grant(services, job["name"], "production", wished.wish.id, why="race", policy=policy)
 
 for line in sys.stdin:
     jobs, (waiting, ready), (go, start), movers = json.loads(line), os.pipe(), os.pipe(), []
@@ -296,10 +296,10 @@ def test_a_move_that_is_killed_before_the_alias_is_completed_by_the_next_promoti
     release("1", "2")
     _move(services, name, "1")
     assert race({"killed": "2"}) == [-signal.SIGKILL]
-    state = promotion.read_state(services, name, "production")
+    state = moves.read_state(services, name, "production")
     assert (state.alias_version, state.channel.version, state.hand_set_version) == ("1", "2", None)
     _wish(services, name, "2", "dora")
-    assert promotion.read_state(services, name, "production").is_settled
+    assert moves.read_state(services, name, "production").is_settled
     assert [move.who for move in channels.read(services.store, name, "production").moves] == ["ann", "killed"]
 
 
@@ -365,13 +365,13 @@ def test_a_channel_without_a_policy_would_adopt_that_of_its_release_or_else_of_t
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
     empty = Channel(name=name, channel="production")
-    assert promotion.proposed_policy(services.store, empty) is None
+    assert policies.proposed_policy(services.store, empty) is None
     release("1", channels={"production": Policy(approval="required")})
     services.store.publish(make_release(name, "2", channels={"production": Policy(signature="required")}), [])
-    assert promotion.proposed_policy(services.store, empty) == Policy(signature="required")
+    assert policies.proposed_policy(services.store, empty) == Policy(signature="required")
     _move(services, name, "1")
     held = channels.read(services.store, name, "production")
-    assert promotion.proposed_policy(services.store, held) == Policy(approval="required")
+    assert policies.proposed_policy(services.store, held) == Policy(approval="required")
 
 
 @pytest.mark.parametrize(
@@ -388,8 +388,8 @@ def test_an_order_of_channels_that_no_release_can_meet_is_refused(
 ) -> None:
     release("1", channels={"staging": Policy(), "beta": Policy(after="production"), "production": Policy()})
     with pytest.raises(SpecError, match=re.escape(reason)):
-        promotion.check_order(services.store, name, "production", Policy(after=after))
-    promotion.check_order(services.store, name, "production", Policy(after="staging"))
+        policies.check_order(services.store, name, "production", Policy(after=after))
+    policies.check_order(services.store, name, "production", Policy(after="staging"))
 
 
 def test_a_rollback_after_promoting_an_older_release_gives_the_newer_one(
@@ -435,9 +435,9 @@ def test_a_refused_release_is_marked_and_its_wish_ends(
     services.registry.set_alias(name, "production-wanted", "2")
     _refuse(services, _wish(services, name, "2"), "too slow")
     assert _where(services, name) == ("1", "1")
-    state = promotion.read_state(services, name, "production")
+    state = moves.read_state(services, name, "production")
     assert (state.wanted_version, state.channel.wish, state.is_settled) == (None, None, True)
-    assert promotion.read_refusal(services, name, "2", "production") == "too slow"
+    assert moves.read_refusal(services, name, "2", "production") == "too slow"
     end = state.channel.history[-1]
     assert isinstance(end, WishEnd)
     assert (end.outcome, end.why, end.who) == ("refused", "too slow", "ann")
@@ -446,7 +446,7 @@ def test_a_refused_release_is_marked_and_its_wish_ends(
 def _refuse(services: Services, waiting: Channel, reason: str) -> None:
     assert waiting.wish is not None
     document = services.store.get_release(waiting.name, waiting.wish.version)
-    promotion.refuse(services, document, "production", waiting.wish.id, who="ann", reason=reason)
+    moves.refuse(services, document, "production", waiting.wish.id, who="ann", reason=reason)
 
 
 def test_a_release_that_passes_is_no_longer_marked_as_refused(
@@ -463,10 +463,10 @@ USED = Channel(name="m", channel="production", number=1)
 STRICT = Policy(after="staging", approval="required")
 
 
-def _find_policy(channel: Channel, sections: Any, current: Any = None) -> promotion.EffectivePolicy:
+def _find_policy(channel: Channel, sections: Any, current: Any = None) -> policies.EffectivePolicy:
     release = make_release("m", "2", channels=_policies(sections))
     before = None if current is None else make_release("m", "1", channels=_policies(current))
-    return promotion.find_policy(channel, release, before, who="ann")
+    return policies.find_policy(channel, release, before, who="ann")
 
 
 def _policies(sections: Any) -> dict[str, Policy]:
@@ -496,7 +496,7 @@ def test_a_channel_without_a_policy_takes_the_first_that_is_proposed() -> None:
         assert first.policy == STRICT
         assert first.adoption is not None
         assert first.adoption.why == "proposed by m 1"
-    assert _find_policy(USED, {}, {}) == promotion.EffectivePolicy(Policy())
+    assert _find_policy(USED, {}, {}) == policies.EffectivePolicy(Policy())
 
 
 def test_a_channel_that_nobody_has_used_or_named_is_refused_with_the_likely_one() -> None:
@@ -506,7 +506,7 @@ def test_a_channel_that_nobody_has_used_or_named_is_refused_with_the_likely_one(
         _find_policy(typo, sections)
     assert _find_policy(typo.model_copy(update={"number": 1}), sections).policy == Policy()
     for proposals in ({}, {"prod": {}}):
-        assert _find_policy(typo, proposals) == promotion.EffectivePolicy(Policy())
+        assert _find_policy(typo, proposals) == policies.EffectivePolicy(Policy())
     with pytest.raises(SpecError) as refusal:
         _find_policy(Channel(name="m", channel="zzz"), {"staging": {}})
     assert "did you mean" not in str(refusal.value)
@@ -514,20 +514,20 @@ def test_a_channel_that_nobody_has_used_or_named_is_refused_with_the_likely_one(
 
 @pytest.mark.parametrize(("one", "other", "same"), [("ann@a", "ann@b", True), ("ann@a", "bert@a", False)])
 def test_a_person_is_the_same_on_every_machine(one: str, other: str, same: bool) -> None:
-    assert promotion.is_same_person(one, other) is same
+    assert people.is_same_person(one, other) is same
 
 
 def test_a_channel_whose_model_is_not_named_is_read_by_its_releases(
     services: Services, name: str, release: Callable[..., None]
 ) -> None:
-    assert promotion.read_state(services, name, "production").model == name
+    assert moves.read_state(services, name, "production").model == name
     release("1")
     other = f"{name}-tvm"
     services.store.publish(make_release(name, "2", model=f"models:/{other}/1"), [])
     # While the channel holds no release, the latest release decides.
-    assert promotion.read_state(services, name, "production").model == other
+    assert moves.read_state(services, name, "production").model == other
     _move(services, name, "1")
-    state = promotion.read_state(services, name, "production")
+    state = moves.read_state(services, name, "production")
     assert (state.channel.name, state.channel.channel, state.model) == (name, "production", name)
     assert state.is_settled
 
@@ -538,15 +538,15 @@ def test_the_reason_of_a_refusal_is_cut_to_what_a_tag_holds(
     release("1")
     _refuse(services, _wish(services, name, "1"), "x" * 5000)
     tags = services.registry.get_version_tags(name, "1")
-    assert tags == {promotion.format_refusal_tag("production"): "x" * 4000}
-    assert promotion.format_refusal_tag("production") == "tvmflow.refused.production"
+    assert tags == {moves.format_refusal_tag("production"): "x" * 4000}
+    assert moves.format_refusal_tag("production") == "tvmflow.refused.production"
 
 
 def test_a_rollback_is_recorded_as_one(services: Services, name: str, release: Callable[..., None]) -> None:
     release("1", "2")
     _move(services, name, "1")
     _move(services, name, "2")
-    before, after = promotion.roll_back(services, name, "production", who="bert", why="bad")
+    before, after = moves.roll_back(services, name, "production", who="bert", why="bad")
     assert (before.version, after.version) == ("2", "1")
     assert [move.rollback for move in after.moves] == [False, False, True]
     assert (after.moves[-1].who, after.moves[-1].why) == ("bert", "bad")
@@ -572,9 +572,9 @@ def test_a_verdict_is_a_run_inside_that_of_its_release(services: Services, name:
     waiting = _verdict(name, "3", "waiting")
 
     def log(verdict: Verdict) -> str:
-        return promotion.log_verdict(services, release, verdict, report="# why", files={"samples/a.npz": samples})
+        return verdicts.log_verdict(services, release, verdict, report="# why", files={"samples/a.npz": samples})
 
-    assert promotion.read_verdict(services.registry, name, "staging") is None
+    assert verdicts.read_verdict(services.registry, name, "staging") is None
     run = log(waiting)
     logged = client.get_run(run)
     assert logged.info.run_name == f"promote {name} 3 to staging"
@@ -600,8 +600,8 @@ def test_a_verdict_is_a_run_inside_that_of_its_release(services: Services, name:
     ]
     assert contents == [encode(passed), b"# why", b"times"]
     for version in (None, "3"):
-        assert promotion.read_verdict(services.registry, name, "staging", version) == (run, passed, None)
-    assert promotion.read_verdict(services.registry, name, "staging", "2") is None
+        assert verdicts.read_verdict(services.registry, name, "staging", version) == (run, passed, None)
+    assert verdicts.read_verdict(services.registry, name, "staging", "2") is None
 
 
 def test_the_last_verdict_is_read_with_the_statement_beside_it(
@@ -613,13 +613,13 @@ def test_the_last_verdict_is_read_with_the_statement_beside_it(
     document = services.store.get_release(name, "1")
     for outcome in ("refused", "passed"):
         verdict = _verdict(name, "1", outcome)
-        run = promotion.log_verdict(services, document, verdict, report="", files={})
-    last = promotion.read_verdict(services.registry, name, "staging", trusted=[public])
+        run = verdicts.log_verdict(services, document, verdict, report="", files={})
+    last = verdicts.read_verdict(services.registry, name, "staging", trusted=[public])
     assert last == (run, verdict, public_key(public))
-    (tmp_path / promotion.VERDICT).write_text("{")
-    services.registry.log_artifacts(run, {promotion.VERDICT: tmp_path / promotion.VERDICT})
+    (tmp_path / verdicts.VERDICT).write_text("{")
+    services.registry.log_artifacts(run, {verdicts.VERDICT: tmp_path / verdicts.VERDICT})
     with pytest.raises(StoreError, match=run):
-        promotion.read_verdict(services.registry, name, "staging")
+        verdicts.read_verdict(services.registry, name, "staging")
 
 
 @pytest.mark.parametrize("error", [KeyError("uid not found"), OSError("no username set")])
@@ -627,22 +627,22 @@ def test_a_user_without_a_name_is_identified_by_number(monkeypatch: pytest.Monke
     def nameless() -> str:
         raise error
 
-    assert promotion.identify_user().endswith(f"@{socket.gethostname()}")
-    monkeypatch.setattr(promotion.getpass, "getuser", nameless)
-    assert promotion.identify_user() == f"{os.getuid()}@{socket.gethostname()}"
+    assert people.identify_user().endswith(f"@{socket.gethostname()}")
+    monkeypatch.setattr(people.getpass, "getuser", nameless)
+    assert people.identify_user() == f"{os.getuid()}@{socket.gethostname()}"
 
 
 def _sign_verdict(content: bytes, key: Path, **changes: str) -> bytes:
     claim = {"name": "tiny", "version": "1", "channel": "production", "verdict": "passed", **changes}
-    subjects = [Subject.of(promotion.VERDICT, content)]
-    return sign(promotion.VerdictClaim(**claim), subjects, key).to_bytes()
+    subjects = [Subject.of(verdicts.VERDICT, content)]
+    return sign(verdicts.VerdictClaim(**claim), subjects, key).to_bytes()
 
 
 def test_a_verdict_counts_with_the_statement_of_a_trusted_key(tmp_path: Path) -> None:
     public = keygen(tmp_path / "key")
     promotion_of = ("tiny", "1", "production")
     signed = _sign_verdict(b"{}", tmp_path / "key")
-    assert promotion.check_verdict(b"{}", signed, *promotion_of, [public]) == public_key(public)
+    assert verdicts.check_verdict(b"{}", signed, *promotion_of, [public]) == public_key(public)
     for content, statement, message in (
         (b"{}", None, "The verdict on tiny 1 for production is not signed"),
         (b"{ }", signed, "was changed after it was signed"),
@@ -654,8 +654,8 @@ def test_a_verdict_counts_with_the_statement_of_a_trusted_key(tmp_path: Path) ->
         ),
     ):
         with pytest.raises(StatementError, match=message):
-            promotion.check_verdict(content, statement, *promotion_of, [public])
-    assert promotion.check_verdict(b"{ }", None, *promotion_of, []) is None
+            verdicts.check_verdict(content, statement, *promotion_of, [public])
+    assert verdicts.check_verdict(b"{ }", None, *promotion_of, []) is None
 
 
 def test_the_alias_does_not_follow_a_channel_that_was_moved_without_a_key(
@@ -675,5 +675,5 @@ def test_the_alias_does_not_follow_a_channel_that_was_moved_without_a_key(
         services.registry.set_alias(name, "production", "1")
     services.store.objects.put(f"channels/{name}/production.json", encode(planted), "planting a channel")
     with pytest.raises(StatementError, match="was changed after it was signed"):
-        promotion.update_alias(services, name, "production", name)
+        moves.update_alias(services, name, "production", name)
     assert _where(services, name) == ("1", "2")

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from support import scale
 from support.databases import Databases
 from support.releases import make_release
-from tvmflow import promotion
+from tvmflow.promotion import moves, policies
 from tvmflow.registry import Registry, RegistryConfig, embedded_registry
 from tvmflow.services import Services
 from tvmflow.spec import Policy
@@ -106,8 +106,8 @@ class ChannelHistory:
     def version(self) -> str | None:
         return self.stack[-1] if self.stack else None
 
-    def state(self) -> promotion.ChannelState:
-        return promotion.read_state(self.services, self.name, CHANNEL, self.name)
+    def state(self) -> moves.ChannelState:
+        return moves.read_state(self.services, self.name, CHANNEL, self.name)
 
     def do(self, work: Callable[[], object], stack: tuple[str, ...], wish: str | None, writes: int | None) -> None:
         """Do something that leads to a stack and a wish; if it is killed, the channel is as before or as after it."""
@@ -125,7 +125,7 @@ class ChannelHistory:
 
     def make_wish(self, version: str, writes: int | None) -> None:
         self.do(
-            lambda: promotion.make_wish(self.services, self.name, version, CHANNEL, who="ann", why="newer"),
+            lambda: moves.make_wish(self.services, self.name, version, CHANNEL, who="ann", why="newer"),
             self.stack,
             None if version == self.version else version,
             writes,
@@ -137,9 +137,9 @@ class ChannelHistory:
     def refuse(self, version: str, writes: int | None) -> None:
         wish = self.state().channel.wish
         release = self.services.store.get_release(self.name, self.wish or "")
-        promotion.update_alias(self.services, self.name, CHANNEL, self.name)
+        moves.update_alias(self.services, self.name, CHANNEL, self.name)
         self.do(
-            lambda: promotion.refuse(self.services, release, CHANNEL, wish.id, who="gates", reason="slow"),
+            lambda: moves.refuse(self.services, release, CHANNEL, wish.id, who="gates", reason="slow"),
             self.stack,
             None,
             writes,
@@ -147,7 +147,7 @@ class ChannelHistory:
 
     def roll_back(self, version: str, writes: int | None) -> None:
         self.do(
-            lambda: promotion.roll_back(self.services, self.name, CHANNEL, who="bert", why="bad"),
+            lambda: moves.roll_back(self.services, self.name, CHANNEL, who="bert", why="bad"),
             self.stack[:-1],
             None,
             writes,
@@ -180,12 +180,12 @@ class ChannelHistory:
         assert (channel.wish and channel.wish.version) == self.wish
 
     def _may_hold(self, version: str | None) -> bool:
-        return version is not None and promotion.read_refusal(self.services, self.name, version, CHANNEL) is None
+        return version is not None and moves.read_refusal(self.services, self.name, version, CHANNEL) is None
 
     def _grant(self) -> None:
         wish = self.state().channel.wish
-        policy = promotion.EffectivePolicy(Policy())
-        promotion.grant(self.services, self.name, CHANNEL, wish.id, why="gates", policy=policy)
+        policy = policies.EffectivePolicy(Policy())
+        moves.grant(self.services, self.name, CHANNEL, wish.id, why="gates", policy=policy)
 
     def _promote_at_once(self, *_: object) -> None:
         self._grant()

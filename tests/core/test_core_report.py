@@ -25,8 +25,10 @@ from support.skips import needs
 from tasks.insight import draw
 from tasks.show import Text, write_text
 from tvmflow.comparison import Interval
-from tvmflow.documents import decode, encode
-from tvmflow.release import Making, Provenance, Release, Tuning
+from tvmflow.documents.encoding import decode, encode
+from tvmflow.documents.release import Making, Provenance, Release, Tuning
+from tvmflow.documents.training import Training
+from tvmflow.documents.verdict import Answer, Check
 from tvmflow.report import charts
 from tvmflow.report.changes import compare_releases, find_slowdowns
 from tvmflow.report.drift import find_drifts, find_steps
@@ -34,12 +36,11 @@ from tvmflow.report.insight import Drawing, FunctionTime, Insight, Layer, Level,
 from tvmflow.report.layers import layer_rows, times_of
 from tvmflow.report.page import number, read_data, table
 from tvmflow.report.pictures import draw_png, find_charts
-from tvmflow.report.release import make_data, shorten, update_page, write_difference, write_page
+from tvmflow.report.release import shorten, update_page, write_difference, write_page
+from tvmflow.report.release_data import make_data
 from tvmflow.report.trust import ChannelEvent, Promotion, Standing
 from tvmflow.spec import Policy
 from tvmflow.spec.channels import ChannelGates
-from tvmflow.training import Training
-from tvmflow.verdict import Answer, Check
 
 _PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 

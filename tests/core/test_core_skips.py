@@ -7,7 +7,7 @@ import pytest
 
 from support.machines import require_level
 from support.skips import is_permitted, packages_to_install, refuse_skip
-from tvmflow.target import Host
+from tvmflow.hardware.target import Host
 
 
 def _skip(reason: str) -> Any:
@@ -29,7 +29,7 @@ def test_a_skip_for_the_want_of_an_instruction_stays_a_skip() -> None:
 
 
 def test_a_level_that_this_machine_lacks_is_a_permitted_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tvmflow.target.host", lambda: Host("x86_64", frozenset(), 2))
+    monkeypatch.setattr("tvmflow.hardware.target.host", lambda: Host("x86_64", frozenset(), 2))
     with pytest.raises(pytest.skip.Exception) as skip:
         require_level("x86-64-v4-bf16")
     assert is_permitted(str(skip.value))

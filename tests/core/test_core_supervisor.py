@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tvmflow.launch import program_command
-from tvmflow.supervisor import ChildProcess, describe_exit
+from tvmflow.processes.launch import program_command
+from tvmflow.processes.supervisor import ChildProcess, describe_exit
 
 MODULE = """
 import os, signal, subprocess, sys, time
-from tvmflow.supervisor import Channel
+from tvmflow.processes.supervisor import Channel
 
 kind = sys.argv[1]
 if kind == "deaf":
@@ -113,7 +113,7 @@ def test_an_exit_is_described(code: int, words: str) -> None:
 
 def test_a_program_dies_with_its_parent() -> None:
     code = (
-        "import subprocess, sys; from tvmflow.launch import program_command;"
+        "import subprocess, sys; from tvmflow.processes.launch import program_command;"
         "child = subprocess.Popen(program_command(['/bin/sleep', '600']));"
         "print(child.pid, flush=True); sys.stdin.read()"
     )

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tvmflow.errors import TargetError
-from tvmflow.target import host, missing_features, presets, resolve
+from tvmflow.hardware.target import host, missing_features, presets, resolve
 
 
 @pytest.mark.parametrize("name", sorted(presets()))

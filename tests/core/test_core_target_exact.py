@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tvmflow.errors import TargetError
-from tvmflow.target import (
+from tvmflow.hardware.target import (
     Host,
     Precision,
     Target,
@@ -36,11 +36,11 @@ Become = Callable[..., None]
 @pytest.fixture
 def become(monkeypatch: pytest.MonkeyPatch) -> Become:
     """Pretend that this machine is another one, which permits AMX where it has it."""
-    monkeypatch.setattr("tvmflow.target.request_amx", lambda: True)
+    monkeypatch.setattr("tvmflow.hardware.target.request_amx", lambda: True)
 
     def replace(arch: str, features: set[str] = frozenset(), cores: int = 6) -> None:  # type: ignore[assignment]
         machine = Host(arch, frozenset(features), cores)
-        monkeypatch.setattr("tvmflow.target.host", lambda: machine)
+        monkeypatch.setattr("tvmflow.hardware.target.host", lambda: machine)
 
     return replace
 
@@ -152,7 +152,7 @@ def test_native_does_without_amx_where_the_system_does_not_permit_it(
     become: Become, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become("x86_64", V4 | AMX)
-    monkeypatch.setattr("tvmflow.target.request_amx", lambda: False)
+    monkeypatch.setattr("tvmflow.hardware.target.request_amx", lambda: False)
     assert resolve("native").features == tuple(sorted(V4 | BF16))
 
 
@@ -182,7 +182,7 @@ def test_this_machine_is_what_the_kernel_says(
 
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(Path, "read_text", read_text)
-    monkeypatch.setattr("tvmflow.cores.count", lambda: 3)
+    monkeypatch.setattr("tvmflow.hardware.cores.count", lambda: 3)
     assert host.__wrapped__() == Host(arch, frozenset(features), 3)
     assert processor() == name
 

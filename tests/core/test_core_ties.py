@@ -43,7 +43,7 @@ def test_the_place_of_an_equal_score_is_as_right(ties_of: Callable[..., Ties], k
     ties = ties_of(node("ArgMax", "x", "y", axis=1, keepdims=keepdims))
     expected, actual = (np.array(items).reshape(3, *[1] * keepdims) for items in ([2, 3, 0], [1, 2, 3]))
     assert np.ravel(settled(ties, SCORES, expected, actual)).tolist() == [2, 2, 0]
-    masks = ties.undecided({"x": SCORES}, {"y": expected}, BOUNDS)
+    masks = ties.find_undecided({"x": SCORES}, {"y": expected}, BOUNDS)
     assert masks["y"].shape == expected.shape
     assert masks["y"].ravel().tolist() == [True, False, True]
 
@@ -110,7 +110,7 @@ def test_other_outputs_stay_as_they_are(ties_of: Callable[..., Ties], kind: str)
     assert bool(ties) is not is_float
     expected, actual = np.array([[0]], x.dtype), np.array([[3]], x.dtype)
     assert settled(ties, x, expected, actual) == [[3]]
-    assert ties.undecided({"x": x}, {"y": expected}, BOUNDS) == {}
+    assert ties.find_undecided({"x": x}, {"y": expected}, BOUNDS) == {}
 
 
 def test_a_bound_relative_to_the_largest_score_holds_for_scores_too(ties_of: Callable[..., Ties]) -> None:

@@ -22,15 +22,15 @@ class _Events:
     def __init__(self) -> None:
         self.events: list[tuple[object, ...]] = []
 
-    def started(self, step: str, target: str | None) -> None:
+    def begin(self, step: str, target: str | None) -> None:
         """Keep the event."""
         self.events.append((step, target))
 
-    def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
+    def advance(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
         """Keep the event."""
         self.events.append((step, target, done, total, message))
 
-    def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
+    def end(self, step: str, target: str | None, status: Status, seconds: float) -> None:
         """Keep the event."""
         self.events.append((step, target, status, seconds))
 
@@ -45,10 +45,10 @@ def _slices(path: Path) -> dict[str, dict[str, object]]:
 def test_a_trace_has_the_steps_by_target_and_the_reporter_all_events(tmp_path: Path) -> None:
     watcher, before = _Events(), time.perf_counter()
     with tracing(tmp_path / "steps.json", "digits", watcher):
-        reporter().started("export", None)
-        reporter().progressed("export", None, 1, 2, "half")
-        reporter().ended("export", None, "ran", 2.5)
-        reporter().ended("build", "native", "cached", 0.0)
+        reporter().begin("export", None)
+        reporter().advance("export", None, 1, 2, "half")
+        reporter().end("export", None, "ran", 2.5)
+        reporter().end("build", "native", "cached", 0.0)
     slices = _slices(tmp_path / "steps.json")
     assert {name: (item["thread"], item["dur"]) for name, item in slices.items()} == {
         "export": ("release", 2.5e6),
@@ -67,7 +67,7 @@ def test_a_trace_has_the_steps_by_target_and_the_reporter_all_events(tmp_path: P
 def test_a_release_that_fails_leaves_its_trace(tmp_path: Path) -> None:
     def fail() -> None:
         with tracing(tmp_path / "steps.json", "digits", _Events()):
-            reporter().ended("export", None, "failed", 1.0)
+            reporter().end("export", None, "failed", 1.0)
             raise ValueError("it failed")
 
     with pytest.raises(ValueError, match="it failed"):
@@ -128,8 +128,8 @@ def test_a_slice_ends_with_the_one_around_it(tmp_path: Path) -> None:
 
 def test_steps_are_traced_in_the_format_of_perfetto(tmp_path: Path) -> None:
     with tracing(tmp_path / "steps.pftrace", "digits", _Events()):
-        reporter().ended("export", None, "ran", 2.5)
-        reporter().ended("build", "native", "failed", 0.5)
+        reporter().end("export", None, "ran", 2.5)
+        reporter().end("build", "native", "failed", 0.5)
     slices = read_perfetto(tmp_path / "steps.pftrace").slices
     assert {(item.thread, item.name, item.details["status"]) for item in slices} == {
         ("release", "export", "ran"),

@@ -77,9 +77,9 @@ def test_the_sources_are_the_users_own_modules_with_their_digests(modules: Path)
     paths = [(modules / name).resolve() for name in ("helping.py", "whole.py")]
     files = json.loads(process.stdout)["files"]
     assert files == {str(path): sha256_file(path) for path in paths}
-    assert Sources(files=files).unchanged()
+    assert Sources(files=files).is_unchanged()
     paths[0].write_text("changed = True\n")
-    assert not Sources(files=files).unchanged()
+    assert not Sources(files=files).is_unchanged()
 
 
 def test_a_link_in_the_folder_of_the_standard_library_is_no_module_of_the_user(
@@ -117,7 +117,7 @@ def test_a_module_beside_the_folder_of_the_release_file_goes_out_by_its_name(tmp
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     sources = Sources.model_validate_json(process.stdout)
-    assert sources.unchanged(ours)
+    assert sources.is_unchanged(ours)
     assert sources.portable == {
         "common": sha256_file(elsewhere / "common" / "__init__.py"),
         "common.losses": sha256_file(elsewhere / "common" / "losses.py"),

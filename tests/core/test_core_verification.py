@@ -15,7 +15,7 @@ from support.waits import wait_until
 from tvmflow import npz, verification
 from tvmflow.bundle import extract, installed_versions, keygen, pack, read_manifest, sign
 from tvmflow.errors import BundleError, UncheckedBundleError, VerdictError
-from tvmflow.target import host
+from tvmflow.hardware.target import host
 from tvmflow.verification import ROUNDED, verify
 
 GOOD = Path(__file__).parents[1] / "bundle" / "files" / "format-1.tar.gz"

@@ -194,13 +194,13 @@ def test_a_listener_hears_of_runs_cache_hits_and_failures(workspace: Workspace, 
     events: list[tuple[str, str, str | None]] = []
 
     class Listener:
-        def started(self, step: str, target: str | None) -> None:
+        def begin(self, step: str, target: str | None) -> None:
             events.append(("started", step, target))
 
-        def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
+        def advance(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
             events.append(("progressed", step, target))
 
-        def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
+        def end(self, step: str, target: str | None, status: Status, seconds: float) -> None:
             events.append((status, step, target))
 
     def fail() -> LibraryResult:
@@ -441,13 +441,13 @@ def test_a_listener_hears_of_uploads_and_downloads(machines: tuple[Workspace, Wo
     events: list[tuple[str, str]] = []
 
     class Listener:
-        def started(self, step: str, target: str | None) -> None:
+        def begin(self, step: str, target: str | None) -> None:
             events.append(("started", step))
 
-        def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
+        def advance(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
             events.append((message, f"{done:g} of {total:g}"))
 
-        def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
+        def end(self, step: str, target: str | None, status: Status, seconds: float) -> None:
             events.append((status, step))
 
     with reporting_to(Listener()):

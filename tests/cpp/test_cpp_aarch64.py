@@ -18,8 +18,8 @@ from support.steps import compile_by_steps
 from tvmflow.arrays import NamedArrays
 from tvmflow.bundle import read_manifest
 from tvmflow.compiler.operators import block_plans
+from tvmflow.hardware.target import host
 from tvmflow.runtime.profile import compiled_functions
-from tvmflow.target import host
 
 Compile = Callable[..., Path]
 MakeInputs = Callable[[int], NamedArrays]

@@ -8,7 +8,7 @@ import pytest
 
 from support.cpp import ROOT
 from support.skips import needs
-from tvmflow import cores
+from tvmflow.hardware import cores
 
 _PROGRAM = """
 #include <iostream>

@@ -23,7 +23,7 @@ from support.mutants import spelled
 from support.steps import compile_by_steps
 from tvmflow import npz
 from tvmflow.arrays import NamedArrays
-from tvmflow.target import host
+from tvmflow.hardware.target import host
 
 MakeInputs = Callable[[int], NamedArrays]
 Change = Callable[[dict[str, Any]], None]

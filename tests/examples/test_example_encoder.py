@@ -9,7 +9,7 @@ import torch
 
 from support import scale
 from support.builds import assert_same_as_onnxruntime
-from tvmflow.target import resolve
+from tvmflow.hardware.target import resolve
 
 EXAMPLE = "encoder"
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from support import scale
 from support.builds import assert_same_as_onnxruntime
-from tvmflow.target import resolve
+from tvmflow.hardware.target import resolve
 
 EXAMPLE = "vision"
 NETWORKS = ("mobilenet_v2", "resnet18", "resnet50")

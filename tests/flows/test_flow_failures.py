@@ -34,7 +34,6 @@ from support.rclone import rclone_s3
 from support.servers import free_port, mlflow_server
 from support.waits import wait_until
 from tasks.step import Job, Step, StepRunner
-from tvmflow import process
 from tvmflow.errors import (
     BuildError,
     PrefectUnavailableError,
@@ -45,11 +44,12 @@ from tvmflow.errors import (
     TvmflowError,
     VerdictError,
 )
+from tvmflow.hardware.target import Target, resolve
+from tvmflow.processes import children
 from tvmflow.registry import Registry, embedded_registry
 from tvmflow.settings import Settings
 from tvmflow.spec import Store
 from tvmflow.store import ReleaseStore, StoreConfig
-from tvmflow.target import Target, resolve
 from tvmflow.workspace import Artifact, Record, StepResult, Workspace
 
 SLEEPER = """
@@ -259,7 +259,7 @@ def test_the_first_failure_of_a_target_ends_the_others_at_once(tmp_path: Path) -
             assert is_asleep.wait(120)
             raise BuildError("no linker")
         try:
-            process.call("sleeper:sleep", Nothing(), Nothing, log=tmp_path / "log", timeout=120,
+            children.call("sleeper:sleep", Nothing(), Nothing, log=tmp_path / "log", timeout=120,
                          emit=lambda *_: is_asleep.set(), paths=(tmp_path,))  # fmt: skip
         except StepError as error:
             errors.append(error)

@@ -14,6 +14,7 @@ from tvmflow.bundle import keygen
 from tvmflow.services import open_services, open_store
 from tvmflow.settings import Settings
 from tvmflow.store import channels
+from tvmflow.store.channel_statements import check_statement
 from tvmflow.triggers import load
 
 Findings = list[tuple[str, str, str]]
@@ -171,6 +172,6 @@ def test_the_statement_on_a_channel_is_renewed_in_time(house: House, findings: l
     with open_store(signing) as store:
         after = channels.find(store, "reconciled", "staging")
         assert (after.number, after.version) == (before.number + 1, before.version)
-        claim = channels.check_statement(store, after, [tmp_path / "key.pub"])
+        claim = check_statement(store, after, [tmp_path / "key.pub"])
     assert claim is not None
     assert datetime.datetime.fromisoformat(claim.expires) > datetime.datetime.now(datetime.UTC) + datetime.timedelta(29)

@@ -14,8 +14,8 @@ import requests
 from mlflow.entities import ViewType
 
 from support.reports import data_of, read_table, unexplained_figures
-from tvmflow.figures import Measurements
-from tvmflow.release import Blob
+from tvmflow.documents.figures import Measurements
+from tvmflow.documents.release import Blob
 from tvmflow.report.pictures import draw_png, find_charts
 from tvmflow.services import open_store
 from tvmflow.settings import Settings

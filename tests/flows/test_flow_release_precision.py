@@ -10,7 +10,7 @@ from support.arrays import normal
 from support.quantised import quantise
 from tvmflow.bundle import read_manifest
 from tvmflow.errors import BundleError
-from tvmflow.target import host, missing_features
+from tvmflow.hardware.target import host, missing_features
 
 # Of each precision: a target, and the CPU feature that its products need.
 _PRECISIONS = {"bf16": ("x86-64-v4-bf16", "avx512_bf16"), "int8": ("x86-64-v4-vnni", "avx512_vnni")}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tvmflow.documents import decode
-from tvmflow.figures import Answers
-from tvmflow.verdict import ReleaseVerdict
+from tvmflow.documents.encoding import decode
+from tvmflow.documents.figures import Answers
+from tvmflow.documents.verdict import ReleaseVerdict
 
 # The first caller, which is the original's side, scores 1, everybody after it less.
 _METRIC = """

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from support.skips import needs
-from tvmflow.target import host
+from tvmflow.hardware.target import host
 
 _LEVELS = ["x86-64-v2", "x86-64-v3"]
 

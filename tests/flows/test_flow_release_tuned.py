@@ -15,7 +15,7 @@ from tvm.s_tir import Schedule
 
 from tvmflow import compiler
 from tvmflow.bundle import read_manifest
-from tvmflow.target import resolve
+from tvmflow.hardware.target import resolve
 from tvmflow.tuning import Record, RecordStore, current_context, workload_key
 from tvmflow.tuning.records import Decision, now
 from tvmflow.tuning.traces import normalize, trace_of

@@ -10,12 +10,12 @@ import pytest
 
 from support import scale
 from tvmflow import runtime
-from tvmflow.documents import decode
+from tvmflow.documents.encoding import decode
+from tvmflow.documents.verdict import RetrainVerdict
 from tvmflow.registry import RegistryConfig
 from tvmflow.registry.client import Registry
 from tvmflow.source import Source, load_module
 from tvmflow.spec import Model
-from tvmflow.verdict import RetrainVerdict
 
 # Three classes of points, told apart by a small network; the held-out points are no training points.
 _NETWORK = """

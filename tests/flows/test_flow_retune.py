@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tvmflow.documents import decode
-from tvmflow.verdict import RetuneVerdict
+from tvmflow.documents.encoding import decode
+from tvmflow.documents.verdict import RetuneVerdict
 
 # tests/flows/test_flow_release_tuned.py compares builds, and tests/tuning tunes.
 pytestmark = pytest.mark.long

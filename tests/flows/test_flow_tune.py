@@ -11,7 +11,7 @@ import pytest
 from onnx import helper
 
 from support.waits import wait_until
-from tvmflow.target import resolve
+from tvmflow.hardware.target import resolve
 from tvmflow.tuning import RecordStore
 
 # tests/tuning interrupts a tuner, and tests/flows/test_flow_retune.py tunes through the step.

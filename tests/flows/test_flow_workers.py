@@ -37,10 +37,10 @@ from support.rclone import rclone_s3
 from support.servers import free_port, mlflow_server, prefect_server
 from support.waits import wait_until
 from tvmflow.errors import SettingsError
+from tvmflow.hardware.target import resolve
 from tvmflow.services import open_workspace
 from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, StoreConfig
-from tvmflow.target import resolve
 
 
 @dataclass(frozen=True)

@@ -75,13 +75,13 @@ def test_the_example_makes_every_variable_that_is_needed_and_no_other() -> None:
 
 
 def test_programs_accept_the_values_of_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tvmflow import settings
+    from tvmflow.settings import Settings
 
     example = (ROOT / "infra/compose.env.example").read_text()
     (models,) = re.findall(r"^TVMFLOW_MODELS=(.*)$", example, re.MULTILINE)
     monkeypatch.setenv("TVMFLOW_MODELS", models)
 
-    assert settings.load().models == (Path("/models/digits/release.yaml"),)
+    assert Settings.load().models == (Path("/models/digits/release.yaml"),)
     assert (ROOT / "examples/digits/release.yaml").is_file()
 
 

@@ -11,8 +11,8 @@ import pytest
 from support.databases import Databases
 from support.servers import mlflow_command
 from tvmflow.bundle import Manifest, TensorSpec, installed_versions, pack
+from tvmflow.hardware.target import host
 from tvmflow.registry import Registry, RegistryConfig, embedded_registry
-from tvmflow.target import host
 
 BuildBundle = Callable[..., Path]
 

@@ -10,8 +10,8 @@ import pytest
 
 from tvmflow.bundle import TensorSpec
 from tvmflow.errors import BundleError, InputError
+from tvmflow.hardware.target import host
 from tvmflow.registry import Registry
-from tvmflow.target import host
 
 BuildBundle = Callable[..., Path]
 OTHER_ARCH = "aarch64" if host().arch == "x86_64" else "x86_64"

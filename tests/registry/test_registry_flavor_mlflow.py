@@ -15,9 +15,9 @@ import requests
 from support.servers import free_port, serving
 from tvmflow.bundle import TensorSpec, extract, pack
 from tvmflow.errors import BundleError, InputError
+from tvmflow.hardware.target import host
 from tvmflow.registry import Registry, RegistryConfig
 from tvmflow.runtime import CompiledModel
-from tvmflow.target import host
 
 BuildBundle = Callable[..., Path]
 OTHER_ARCH = "aarch64" if host().arch == "x86_64" else "x86_64"

@@ -40,4 +40,4 @@ def test_a_runtime_of_cuda_in_a_python_package_is_found(tmp_path: Path, monkeypa
     library.parent.mkdir(parents=True)
     library.touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert library in list(cuda._packaged())
+    assert library in list(cuda._find_in_packages())

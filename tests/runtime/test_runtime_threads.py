@@ -163,7 +163,7 @@ print(runtime.load(sys.argv[1]).threads, runtime.load(sys.argv[1], threads=1).th
 def test_a_model_gets_the_cores_of_this_machine_up_to_its_own_bound(bundle: Path) -> None:
     code = """
 from tvmflow.runtime import threads
-from tvmflow.target import host
+from tvmflow.hardware.target import host
 print(*(threads.choose_count(None, most) == min(most or host().cores, host().cores) for most in (None, 1, 2, 4096)))
 """
     assert python(OWN + code, bundle) == ["True True True True"]

@@ -14,11 +14,12 @@ import pytest
 from support.channels import move_channel
 from support.rclone import rclone_s3
 from support.releases import describe_bundle, make_release
-from tvmflow import fetch, runtime, settings
+from tvmflow import fetch, runtime
 from tvmflow.bundle import keygen, sha256_file, sign
 from tvmflow.errors import BundleError, StatementError, StoreError
+from tvmflow.hardware.target import host
+from tvmflow.settings import Settings
 from tvmflow.store import ReleaseStore, StoreConfig, channels, parse_uri
-from tvmflow.target import host
 
 Repack = Callable[..., Path]
 Publish = Callable[..., None]
@@ -244,7 +245,7 @@ def test_the_folder_of_a_server_has_its_other_buckets_too(
 
 def test_without_a_server_a_bucket_that_is_not_here_is_amazons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clear_settings(tmp_path, monkeypatch)
-    with fetch._store_of(settings.load(), parse_uri("s3://elsewhere/key")) as store:
+    with fetch._store_of(Settings.load(), parse_uri("s3://elsewhere/key")) as store:
         assert store.config.server == "Amazon S3 in us-east-1"
         assert store.config.uri == "s3://elsewhere"
     assert not (tmp_path / "home").exists()

@@ -30,7 +30,7 @@ from tvmflow.serving.app import Service, application
 from tvmflow.serving.batching import Batcher
 from tvmflow.serving.limits import Limits
 from tvmflow.serving.metrics import Metrics
-from tvmflow.serving.server import _bound
+from tvmflow.serving.server import _bind_socket
 from tvmflow.serving.source import ServedModel
 
 Running = Any
@@ -373,7 +373,7 @@ def test_a_batch_that_hangs_does_not_keep_the_server_from_ending(bundle: Path, i
 
 def test_answers_are_not_held_back_to_fill_a_packet() -> None:
     """asyncio sets TCP_NODELAY on connections of a listener that says its protocol, and on no others."""
-    with _bound("127.0.0.1", 0) as listener:
+    with _bind_socket("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
 
 

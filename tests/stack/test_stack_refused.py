@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from support import scale
-from tvmflow import settings
-from tvmflow.documents import encode
+from tvmflow.documents.encoding import encode
+from tvmflow.settings import Settings
 from tvmflow.stack import record
 from tvmflow.stack.record import ServerProcess, StackRecord
 
@@ -140,14 +140,14 @@ def test_settings_come_from_a_stack_only_while_it_runs_and_last(
     record.write(tmp_path / "state", running)
     secrets = record.make_secrets(tmp_path / "state")
 
-    loaded = settings.load()
+    loaded = Settings.load()
     assert (loaded.s3_endpoint, loaded.mlflow_tracking_uri) == ("http://127.0.0.1:1", "http://127.0.0.1:2")
     assert loaded.s3_folder == Path("/b")
     assert loaded.s3_secret_key is not None
     assert loaded.s3_secret_key.get_secret_value() == secrets.s3_secret_key
 
     Path("tvmflow.toml").write_text('s3_endpoint = "http://127.0.0.1:3"\n')
-    loaded = settings.load()
+    loaded = Settings.load()
     # Another server's address does not get this one's credentials.
     assert (loaded.s3_endpoint, loaded.s3_bucket, loaded.s3_secret_key) == ("http://127.0.0.1:3", None, None)
     assert loaded.s3_folder is None
@@ -156,7 +156,7 @@ def test_settings_come_from_a_stack_only_while_it_runs_and_last(
     Path("tvmflow.toml").unlink()
     sleeper.kill()
     sleeper.wait()
-    loaded = settings.load()
+    loaded = Settings.load()
     assert (loaded.s3_endpoint, loaded.mlflow_tracking_uri, loaded.webhook_secret) == (None, None, None)
 
 

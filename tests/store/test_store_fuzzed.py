@@ -15,9 +15,9 @@ import pytest
 from support.releases import make_release
 from support.scale import count
 from tvmflow.cli.list import make_rows
-from tvmflow.documents import decode, encode
+from tvmflow.documents.encoding import decode, encode
+from tvmflow.documents.release import Release
 from tvmflow.errors import BundleError, StoreError
-from tvmflow.release import Release
 from tvmflow.report.drift import list_figures
 from tvmflow.store import ReleaseStore, StoreConfig, channels
 from tvmflow.store.records import RecordObjects

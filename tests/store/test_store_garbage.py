@@ -18,8 +18,8 @@ import pytest
 
 from support.releases import make_release, make_target
 from support.waits import wait_until
+from tvmflow.documents.release import Blob
 from tvmflow.errors import StoreError
-from tvmflow.release import Blob
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels, garbage, leases
 from tvmflow.store.garbage import Garbage, Retention

@@ -13,9 +13,9 @@ import pytest
 
 from support.rclone import rclone_s3
 from support.releases import make_release, make_target
-from tvmflow.documents import encode
+from tvmflow.documents.encoding import encode
+from tvmflow.documents.release import Blob, Release
 from tvmflow.errors import StoreError
-from tvmflow.release import Blob, Release
 from tvmflow.store import ReleaseStore, StoreConfig
 
 Damage = Callable[[str, bytes | None], None]

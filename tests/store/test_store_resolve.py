@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from support.releases import make_release, make_target
+from tvmflow.documents.release import ReleaseTarget
 from tvmflow.errors import BundleError
-from tvmflow.release import ReleaseTarget
+from tvmflow.hardware.target import host
 from tvmflow.store.resolve import TargetEntry, fetch_bundles
-from tvmflow.target import host
 
 
 def test_an_entry_says_what_its_bundle_asks_of_a_machine() -> None:

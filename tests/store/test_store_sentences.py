@@ -12,7 +12,7 @@ from botocore.parsers import ResponseParserError
 from tvmflow.errors import StoreError, StoreUnavailableError
 from tvmflow.store import StoreConfig
 from tvmflow.store import client as client_module
-from tvmflow.store.client import code_of, connect, explained
+from tvmflow.store.client import code_of, connect, explain_errors
 
 CONFIG = StoreConfig(
     "models", endpoint="http://127.0.0.1:9", access_key="AKID-x", secret_key="SECRET-x", session_token="TOKEN-x"
@@ -21,7 +21,7 @@ NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
 
 def _sentence(error: Exception, config: StoreConfig = CONFIG) -> str:
-    with pytest.raises(StoreError) as refusal, explained(config, "trying it"):
+    with pytest.raises(StoreError) as refusal, explain_errors(config, "trying it"):
         raise error
     assert refusal.value.__cause__ is error
     return str(refusal.value)
@@ -68,7 +68,7 @@ def test_an_error_of_the_server_is_one_sentence(code: str, part: str) -> None:
 )
 def test_releases_wait_for_a_server_that_is_overloaded_or_failing(status: int, code: str) -> None:
     words = rf"overloaded \({code} while trying it\): try again later"
-    with pytest.raises(StoreUnavailableError, match=words), explained(CONFIG, "trying it"):
+    with pytest.raises(StoreUnavailableError, match=words), explain_errors(CONFIG, "trying it"):
         raise _answer(code, status=status)
 
 
@@ -76,7 +76,7 @@ def test_releases_wait_for_a_server_that_is_overloaded_or_failing(status: int, c
     ("status", "code"), [(403, "403"), (404, "404"), (501, "NotImplemented"), (507, "StorageFull")]
 )
 def test_nobody_waits_for_a_server_that_refuses(status: int, code: str) -> None:
-    with pytest.raises(StoreError) as refusal, explained(CONFIG, "trying it"):
+    with pytest.raises(StoreError) as refusal, explain_errors(CONFIG, "trying it"):
         raise _answer(code, status=status)
     assert not isinstance(refusal.value, StoreUnavailableError)
 

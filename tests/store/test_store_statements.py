@@ -18,6 +18,7 @@ from tvmflow.errors import SettingsError, StatementError, StoreError
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
 from tvmflow.store.channel_document import Channel
+from tvmflow.store.channel_statements import check_statement
 from tvmflow.store.highest import Highest
 from tvmflow.store.keys import channel_key, release_key, statement_key
 from tvmflow.store.signers import Signer, list_signers
@@ -391,7 +392,7 @@ def signed(host: ReleaseStore, release: Release) -> Channel:
 def test_a_machine_that_trusts_nobody_signs_a_channel_that_was_never_signed(
     host: ReleaseStore, signed: Channel, key: Path
 ) -> None:
-    assert channels.check_statement(host, signed, [Path(f"{key}.pub")]) is not None
+    assert check_statement(host, signed, [Path(f"{key}.pub")]) is not None
     assert move_channel(host, "resnet", "production", "1").number > signed.number
 
 
@@ -447,10 +448,10 @@ def test_a_policy_alone_is_signed_too(host: ReleaseStore, trust: Trust, key: Pat
     trust(key)
     channels.set_policy(host, "resnet", "production", Policy(approval="required"), who="ann", why="test")
     document = channels.find(host, "resnet", "production")
-    assert channels.check_statement(host, document, trusted_keys()) is not None
+    assert check_statement(host, document, trusted_keys()) is not None
     plant(host, policy=Policy().model_dump(mode="json"))
     with pytest.raises(StatementError, match="was changed after it was signed"):
-        channels.check_statement(host, channels.find(host, "resnet", "production"), trusted_keys())
+        check_statement(host, channels.find(host, "resnet", "production"), trusted_keys())
 
 
 def test_the_number_that_a_host_has_seen_only_grows(tmp_path: Path) -> None:

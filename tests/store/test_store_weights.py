@@ -11,8 +11,8 @@ from support.rclone import rclone_s3
 from support.releases import describe_bundle, make_release
 from tvmflow import runtime
 from tvmflow.bundle import extract, pack, read_manifest, sha256_file
+from tvmflow.documents.release import Blob
 from tvmflow.errors import BundleError, StoreError
-from tvmflow.release import Blob
 from tvmflow.store import ReleaseStore
 
 APART = Path(__file__).parents[1] / "bundle" / "files" / "format-1-apart.tar.gz"

@@ -17,8 +17,8 @@ from tvmflow.arrays import Array
 from tvmflow.bundle import DIRECT_MAIN, MAIN_CONSTANTS
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, LoadedModel, build, import_onnx
 from tvmflow.compiler.inspection import Inspection
+from tvmflow.hardware.target import Target
 from tvmflow.onnx_model.session import open_session
-from tvmflow.target import Target
 
 T = TypeVar("T")
 

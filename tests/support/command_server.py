@@ -24,10 +24,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, NamedTuple, TypedDict
 
-from tvmflow import launch, supervisor
 from tvmflow.cli import main
 from tvmflow.errors import TvmflowError
-from tvmflow.launch import die_with_parent
+from tvmflow.processes import launch, supervisor
+from tvmflow.processes.launch import die_with_parent
 from tvmflow.runtime.library import without_torch
 
 _STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -197,12 +197,12 @@ class _Kind(NamedTuple):
 def _run_command(arguments: list[str]) -> None:
     from prefect.context import refresh_global_settings_context
 
-    from tvmflow import settings
     from tvmflow.cli.prefect import prepare_environment
+    from tvmflow.settings import Settings
 
     # Prefect has read its settings when it was imported. A mistake in tvmflow's own is the command's to report.
     with suppress(TvmflowError):
-        if (address := settings.load().prefect_api_url) is not None:
+        if (address := Settings.load().prefect_api_url) is not None:
             os.environ["PREFECT_API_URL"] = address
     prepare_environment()
     refresh_global_settings_context()
@@ -214,7 +214,7 @@ def _run_command(arguments: list[str]) -> None:
 
 
 def _run_module(arguments: list[str]) -> None:
-    """Do what the interpreter and `tvmflow.launch` do with such a command line."""
+    """Do what the interpreter and `tvmflow.processes.launch` do with such a command line."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     kind, *sys.argv = arguments
     sys.path[:0] = [*([os.getcwd()] if kind == "local-module" else []), *paths]  # noqa: PTH109
@@ -234,11 +234,11 @@ _KINDS = {
 
 def _kind_of(module: str, arguments: Sequence[str]) -> str | None:
     """The server that has imported what a child process imports; None if there is no such server."""
-    if module == "tvmflow.process" and arguments[0] == "--fork":
+    if module == "tvmflow.processes.children" and arguments[0] == "--fork":
         return "compiler" if "tvmflow.compiler" in arguments else "torch" if "torch" in arguments else "steps"
-    if module == "tvmflow.process" and arguments[0] in _COMPILING:
+    if module == "tvmflow.processes.children" and arguments[0] in _COMPILING:
         return "compiler"
-    is_plain = module == "tvmflow.verification" or (module == "tvmflow.process" and arguments[0] in _PLAIN)
+    is_plain = module == "tvmflow.verification" or (module == "tvmflow.processes.children" and arguments[0] in _PLAIN)
     return "steps" if is_plain else "compiler" if module == "tvmflow.tuning.worker" else None
 
 
@@ -254,7 +254,7 @@ def start_steps_in_forks(commands: Path) -> None:
 
 
 def command_of_fork(commands: Path) -> Callable[..., list[str]]:
-    """Return what stands for `tvmflow.launch.module_command`: its commands have forks of the servers run the module.
+    """Return what stands for `launch.module_command`: its commands have forks of the servers run the module.
 
     `commands` is the address of the server of commands. A module for which there is no server runs as ever.
     """

@@ -20,7 +20,7 @@ from support.processes import is_foreign
 from support.skips import require, without_packages
 from tvmflow import npz
 from tvmflow.arrays import NamedArrays
-from tvmflow.target import host
+from tvmflow.hardware.target import host
 
 ROOT = Path(__file__).parents[2]
 CPP = ROOT / "cpp"

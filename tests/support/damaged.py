@@ -1,6 +1,6 @@
 """Damaged ONNX files: how to make them, and the steps that read a model, in a process that may crash.
 
-`mutate` damages a model by a seed; `attempt` is the function of a child process, see `tvmflow.process.Child`.
+`mutate` damages a model by a seed; `attempt` is the function of a child process, see `children.Child`.
 """
 
 import random
@@ -135,7 +135,7 @@ def attempt(job: Attempt, emit: Any) -> End:
     except TvmflowError as error:
         return End(outcome="refused", message=str(error))
     except MemoryError:
-        return End(outcome="refused", message=f"{job.file}: out of memory, as tvmflow.process tells")
+        return End(outcome="refused", message=f"{job.file}: out of memory, as tvmflow.processes.children tells")
     except Exception:
         return End(outcome="failed", message=traceback.format_exc())
     return End(outcome="built")
@@ -145,7 +145,7 @@ def _compile(job: Attempt) -> None:
     from tasks import export, relax_import
     from tasks.original import find_original
     from tvmflow import compiler, spec
-    from tvmflow.target import resolve
+    from tvmflow.hardware.target import resolve
     from tvmflow.workspace import Workspace
 
     def emit(done: float, total: float, message: str) -> None:

@@ -25,7 +25,7 @@ from tvmflow.arrays import Array
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
-    from tvmflow.target import Target
+    from tvmflow.hardware.target import Target
 
 
 # The alignment of every buffer that TVM's runtime allocates.

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tvmflow.compiler.machine import machine
-from tvmflow.target import Target, host, missing_features, resolve
+from tvmflow.hardware.target import Target, host, missing_features, resolve
 
 AVX512 = machine(resolve("llvm -mcpu=x86-64-v4 -num-cores=2"))
 AVX2 = machine(resolve("llvm -mcpu=x86-64-v3 -num-cores=2"))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tvmflow.launch import program_command
+from tvmflow.processes.launch import program_command
 from tvmflow.store.config import StoreConfig
 from tvmflow.store.rclone import server_command, server_environment
 

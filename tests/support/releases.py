@@ -7,9 +7,9 @@ import numpy as np
 
 from tvmflow.bundle import read_manifest, sha256_file
 from tvmflow.comparison import Comparison, Conditions, Pair, Plan
-from tvmflow.figures import Deviation, Latency, Measurement, Measurements, Point
-from tvmflow.release import Blob, Provenance, Release, ReleaseTarget, TargetVerdict
-from tvmflow.target import host
+from tvmflow.documents.figures import Deviation, Latency, Measurement, Measurements, Point
+from tvmflow.documents.release import Blob, Provenance, Release, ReleaseTarget, TargetVerdict
+from tvmflow.hardware.target import host
 
 
 def make_release(name: str = "resnet", version: str = "1", *targets: ReleaseTarget, **fields: Any) -> Release:

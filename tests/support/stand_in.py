@@ -2,7 +2,7 @@
 
 It returns that process's exit code, or ends by the signal that ended it.
 
-Its arguments are the root of the project, the server's socket, and those of `tvmflow.launch`.
+Its arguments are the root of the project, the server's socket, and those of `tvmflow.processes.launch`.
 """
 
 import json
@@ -18,7 +18,7 @@ def main() -> int:
     """Ask for the process, wait for its end and return its exit code."""
     root, address, parent, *arguments = sys.argv[1:]
     sys.path.insert(0, root)
-    from tvmflow.launch import die_with_parent
+    from tvmflow.processes.launch import die_with_parent
 
     die_with_parent(int(parent))
     if "TVM_USE_RUNTIME_LIB" in os.environ:

@@ -46,12 +46,12 @@ def compile_by_steps(document: Mapping[str, Any], folder: Path, state: Path) -> 
 def steps_in_this_process() -> Iterator[None]:
     """Let steps do their work in this process while the body runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tvmflow.process.call", _call_here)
+        patch.setattr("tvmflow.processes.children.call", _call_here)
         yield
 
 
 def _call_here(function: str, job: Any, result: Callable[..., T], **_options: Any) -> T:
-    """Do what `tvmflow.process.call` does, without a child."""
+    """Do what `tvmflow.processes.children.call` does, without a child."""
     if function == "tasks.export:work" and job.original.source.framework == "pytorch":
         share_table()
     module, _, name = function.partition(":")

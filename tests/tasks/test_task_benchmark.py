@@ -1,29 +1,17 @@
 """The figures of a benchmark, and gates: what the release file allows against what was measured."""
 
-import itertools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.benchmark import (
-    BenchmarkResult,
-    Measurement,
-    Round,
-    Runner,
-    Turn,
-    _concurrency,
-    _point,
-    _split,
-    gate_failures,
-    timed,
-)
+from tasks.benchmark import BenchmarkResult, Measurement, Runner, _concurrency, _point, _split, gate_failures
+from tasks.turns import Round, Turn
 from tvmflow.comparison import Comparison, Conditions, Plan
 from tvmflow.errors import VerdictError
+from tvmflow.hardware.target import resolve
 from tvmflow.spec import parse
-from tvmflow.target import resolve
 from tvmflow.workspace import Artifact
 
 _SIZE: dict[Runner, int] = {"tvm": 2_000_000, "onnxruntime": 1, "pytorch": 1}
@@ -33,7 +21,7 @@ def _turn(*milliseconds: float, load: float = 1.0, peak: int = 10) -> Turn:
     return Turn(seconds=tuple(value / 1e3 for value in milliseconds), load_seconds=load, peak_memory=peak)
 
 
-def _round(**milliseconds: float) -> Round:
+def _round(**milliseconds: float) -> Round[Runner]:
     """A round of two turns of three runs of the same length for each runner."""
     turns = {(0, name): [_turn(*(value,) * 3)] * 2 for name, value in milliseconds.items()}
     return Round(turns, (1.0,))  # type: ignore[arg-type]
@@ -50,7 +38,7 @@ def result() -> BenchmarkResult:
     """The bundle at 2 ms, ONNX Runtime at 1 ms in twelve rounds, PyTorch not measured."""
     rounds = [_round(tvm=2, onnxruntime=1)] * 12
     conditions = Conditions(processor="any", cores=(0,), threads=(1, 1), load=(0.0, 0.0))
-    pairs = tuple(each.pair(0, "onnxruntime") for each in rounds)
+    pairs = tuple(each.pair("tvm", "onnxruntime") for each in rounds)
     comparison = Comparison(plan=Plan.up_to(12), pairs=pairs, conditions=conditions)
     point = _point({}, 0, rounds, ("onnxruntime",), _SIZE)
     return BenchmarkResult(runs=6, threads=1, points=(point,), comparisons={"onnxruntime": comparison})
@@ -88,41 +76,18 @@ def test_a_percentile_needs_enough_runs(runs: int, has_p90: bool, has_p99: bool)
 
 
 def test_a_first_run_and_the_energy_of_a_round_are_kept() -> None:
-    turns = [_turn(1.0).model_copy(update={"first_seconds": seconds}) for seconds in (0.5, 0.75)]
-    rounds = [
-        Round({(0, "tvm"): [turn]}, (1.0,), joules)
-        for turn, joules in zip(turns, ({"tvm": 0.25}, dict[Runner, float]()), strict=True)
+    turns = [
+        _turn(1.0).model_copy(update={"first_seconds": seconds, "joules": joules})
+        for seconds, joules in ((0.5, 0.25), (0.75, None))
     ]
-    measurement = _point({}, 0, rounds, (), _SIZE).runners["tvm"]
+    measurement = _bundle_alone(*turns)
     assert (measurement.firsts, measurement.joules) == ((0.5, 0.75), (0.25,))
 
 
-def test_callers_run_at_once_and_their_throughput_is_that_of_all() -> None:
-    meeting = threading.Barrier(3)
-
-    def run() -> None:
-        # It is left when all three are within the same run.
-        meeting.wait(60)
-
-    turn = timed(run, 1, 4, 1.0, callers=3)
-    assert len(turn.seconds) == 12
-    rounds = [
-        Round({}, (), {}, {(3, "tvm"): turn.model_copy(update={"wall_seconds": wall})}) for wall in (2.0, 4.0, 3.0)
-    ]
-    together = _concurrency(3, rounds, ("tvm",))
-    assert (together.callers, together.runs, together.runners["tvm"].throughput) == (3, 36, 4.0)
-    assert 0 < max(turn.seconds) <= turn.wall_seconds <= sum(turn.seconds)
-
-
-def test_a_caller_that_fails_ends_the_others() -> None:
-    names = itertools.count()
-
-    def run() -> None:
-        if next(names) == 1:
-            raise ValueError("it fails in one of them")
-
-    with pytest.raises(ValueError, match="in one of them"):
-        timed(run, 1, 1, 1.0, callers=3)
+def test_the_throughput_of_callers_is_that_of_all() -> None:
+    turns = [_turn(*(1,) * 12).model_copy(update={"wall_seconds": wall}) for wall in (2.0, 4.0, 3.0)]
+    concurrency = _concurrency(3, [Round({}, (), {(3, "tvm"): turn}) for turn in turns], ("tvm",))
+    assert (concurrency.callers, concurrency.runs, concurrency.runners["tvm"].throughput) == (3, 36, 4.0)
 
 
 @pytest.mark.parametrize(("repeats", "turns"), [(1, [1]), (4, [1, 1, 1, 1]), (5, [1] * 5), (52, [11, 11, 10, 10, 10])])

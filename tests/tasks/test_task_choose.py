@@ -25,12 +25,12 @@ from tasks.original import find_original
 from tasks.package import PackageJob, PackageResult, limit_sizes, package
 from tasks.relax_import import ImportJob, ImportResult, relax_import
 from tasks.step import StepRunner
-from tasks.tune import TuneResult, untuned, with_threads
+from tasks.tune import TuneResult, skip_tuning, with_threads
 from tasks.validate import Verdict
 from tvmflow.bundle import TensorSpec, read_manifest
+from tvmflow.hardware.target import host, resolve
 from tvmflow.settings import Settings
 from tvmflow.spec import Dimension, parse
-from tvmflow.target import host, resolve
 from tvmflow.tuning.best_records import read_decisions, read_threads
 from tvmflow.workspace import Artifact, Outcome, Workspace
 
@@ -42,7 +42,7 @@ def _artifact(content: str) -> Artifact:
 
 
 def _tuned(workspace: Workspace, records: str) -> TuneResult:
-    return untuned(workspace).model_copy(update={"records": _artifact(records)})
+    return skip_tuning(workspace).model_copy(update={"records": _artifact(records)})
 
 
 def _built(library: str) -> Outcome[BuildResult]:
@@ -105,14 +105,14 @@ def builder(workspace: Workspace, tmp_path: Path) -> TargetBuilder:
 
 
 def test_where_nothing_is_known_there_is_one_build(workspace: Workspace) -> None:
-    nothing = untuned(workspace)
+    nothing = skip_tuning(workspace)
     assert tunings_to_build(workspace, nothing) == (nothing,)
     tuned = _tuned(workspace, "a")
     assert tunings_to_build(workspace, tuned) == (tuned, nothing)
 
 
 def test_of_two_builds_that_are_the_same_the_untuned_one_is_left(workspace: Workspace) -> None:
-    builds = (_tuned(workspace, "a"), _built("c")), (untuned(workspace), _built("c"))
+    builds = (_tuned(workspace, "a"), _built("c")), (skip_tuning(workspace), _built("c"))
     assert distinct_builds(builds) == builds[1:]
     others = (_tuned(workspace, "a"), _built("d")), builds[1]
     assert distinct_builds(others) == others
@@ -162,7 +162,7 @@ def convolution(workspace: Workspace, tmp_path: Path) -> TargetBuilder:
 def usual_and_one_thread(convolution: TargetBuilder, workspace: Workspace) -> tuple[Candidate, Candidate]:
     """The untuned candidate, and the same build packaged to run on one thread."""
     item = convolution
-    (usual,) = item.candidates([untuned(workspace)])
+    (usual,) = item.candidates([skip_tuning(workspace)])
     tuned = with_threads(workspace, usual.tuned, 1)
     job = PackageJob.of(
         item.spec, workspace, item.exported, item.imported, tuned, usual.build, item.target, signer=None
@@ -201,10 +201,10 @@ def test_a_bundle_is_measured_once_on_fewer_threads(
 
 
 def test_a_number_of_threads_is_no_decision_of_the_compiler(workspace: Workspace) -> None:
-    tuned = with_threads(workspace, with_threads(workspace, untuned(workspace), 4), 2)
+    tuned = with_threads(workspace, with_threads(workspace, skip_tuning(workspace), 4), 2)
     path = workspace.path(tuned.records)
     assert (read_threads(path, 8), read_decisions(path)) == (2, {})
-    assert read_threads(workspace.path(untuned(workspace).records), 8) == 8
+    assert read_threads(workspace.path(skip_tuning(workspace).records), 8) == 8
 
 
 def test_builds_are_compared_at_the_sizes_that_are_tuned(workspace: Workspace, tmp_path: Path) -> None:

@@ -591,7 +591,7 @@ def test_samples_beside_the_sizes_to_measure_take_little_memory(
     dimensions = {"n": {"min": 64, "max": 128, "measure": [64]}}
     spec = _onnx_spec(tmp_path, nodes, ["n"], weights, dimensions=dimensions)
     assert max(inputs["x"].size for inputs, _ in kept_samples(export_spec(spec))) == 128
-    monkeypatch.setattr("tvmflow.memory.LIGHT_BYTES", 1 << 20)
+    monkeypatch.setattr("tvmflow.hardware.memory.LIGHT_BYTES", 1 << 20)
     again = spec.model_copy(update={"validation": spec.validation.model_copy(update={"seed": 1})})
     assert max(inputs["x"].size for inputs, _ in kept_samples(export_spec(again))) < 128
 

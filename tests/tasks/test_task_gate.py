@@ -9,13 +9,13 @@ from support.releases import make_compared, make_measurements, make_release, mak
 from tasks.gate import GateJob, check_figures, check_ratio, decide_again
 from tvmflow.comparison import Comparison, Conditions, Interval, Pair, Plan, find_drop
 from tvmflow.comparison.pairs import Samples
-from tvmflow.figures import Answers
-from tvmflow.promotion import EffectivePolicy
-from tvmflow.release import Blob, Release
+from tvmflow.documents.figures import Answers
+from tvmflow.documents.release import Blob, Release
+from tvmflow.documents.verdict import Check
+from tvmflow.promotion.policies import EffectivePolicy
 from tvmflow.spec import Policy
 from tvmflow.spec.channels import ChannelGates
 from tvmflow.store.channel_document import Channel
-from tvmflow.verdict import Check
 
 NEW = Channel(name="m", channel="production")
 HELD = Channel(name="m", channel="production", number=1, version="1")

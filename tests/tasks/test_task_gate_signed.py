@@ -8,7 +8,8 @@ import pytest
 from support.channels import move_channel
 from support.mutants import ORIGINAL_FILE
 from support.releases import describe_bundle, make_release
-from tasks.gate import GateJob, integrity_work
+from tasks.gate import GateJob
+from tasks.integrity import integrity_work
 from tasks.step import StepRunner
 from tvmflow.bundle import sha256_file, sign
 from tvmflow.settings import Settings

@@ -11,13 +11,14 @@ import pytest
 
 from support.mutants import ORIGINAL_FILE
 from support.releases import describe_bundle, make_release
-from tasks.gate import GateJob, integrity_work
+from tasks.gate import GateJob
+from tasks.integrity import integrity_work
 from tasks.step import StepRunner
 from tvmflow.bundle import read_manifest, sha256_file
+from tvmflow.documents.verdict import Check
 from tvmflow.settings import Settings
 from tvmflow.spec import Policy
 from tvmflow.store import ReleaseStore, StoreConfig, channels
-from tvmflow.verdict import Check
 from tvmflow.workspace import Workspace
 
 Judge = Callable[..., list[Check]]

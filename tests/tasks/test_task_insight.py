@@ -19,7 +19,7 @@ def test_outputs_of_every_rank_are_compared(shape: tuple[int, ...], workspace: W
         home=workspace.folder,
         samples=workspace.keep(tmp_path / "samples.npz"),
         held_out=None,
-        whole=False,
+        one_by_one=False,
         count=0,
     )
 

@@ -15,10 +15,10 @@ from tvmflow import runtime
 from tvmflow.bisection import bisect
 from tvmflow.bundle import read_manifest
 from tvmflow.errors import ExportError
+from tvmflow.hardware.target import resolve
 from tvmflow.onnx_model import external_data
 from tvmflow.onnx_model.reading import read_onnx
 from tvmflow.onnx_model.session import open_session, run_session
-from tvmflow.target import resolve
 from tvmflow.tolerance import Bounds
 
 _INPUT = np.linspace(-1, 1, 2 * 64, dtype="float32").reshape(2, 64)

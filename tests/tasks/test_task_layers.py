@@ -12,9 +12,9 @@ from support.models import make_model, value_info
 from tasks.layers import find_layers, measure_peaks
 from tvmflow.arrays import NamedArrays
 from tvmflow.compiler import BuildOptions, build, import_onnx
+from tvmflow.hardware.target import resolve
 from tvmflow.report.insight import Layer
 from tvmflow.runtime.profile import find_functions, measure_calls
-from tvmflow.target import resolve
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from tasks.export import ExportResult
 from tasks.publish import keep_published_origin, release_document
 from tasks.track import TrackResult
 from tasks.train import TrainResult
+from tvmflow.documents.training import Training
 from tvmflow.errors import StoreError
 from tvmflow.spec import parse
 from tvmflow.store import ReleaseStore
 from tvmflow.store.config import StoreConfig
-from tvmflow.training import Training
 from tvmflow.workspace import Artifact, Sources, Workspace
 
 _FILE = Artifact(name="file", sha256="a" * 64, size=1)

@@ -9,7 +9,7 @@ import pytest
 
 from tasks.step import ChildStep, Job, Step, StepRunner, slug
 from tvmflow.errors import InputError
-from tvmflow.process import Emit
+from tvmflow.processes.children import Emit
 from tvmflow.progress import Status, reporting_to
 from tvmflow.workspace import StepResult, Workspace
 
@@ -86,13 +86,13 @@ def test_events_of_a_step_have_its_name_and_its_job_s_label(runner: StepRunner) 
     events: list[tuple[str, str, str | None]] = []
 
     class Listener:
-        def started(self, step: str, target: str | None) -> None:
+        def begin(self, step: str, target: str | None) -> None:
             events.append(("started", step, target))
 
-        def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
+        def advance(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
             events.append((message, step, target))
 
-        def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
+        def end(self, step: str, target: str | None, status: Status, seconds: float) -> None:
             events.append((status, step, target))
 
     with reporting_to(Listener()):

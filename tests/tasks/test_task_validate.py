@@ -12,8 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 from support.arrays import normal
 from support.models import save_amplifier, save_model
 from tasks import rounding
+from tasks.reference import _dataset, join, score, split
 from tasks.rounding import Rounding
-from tasks.validate import _compare, _dataset, _metric_reasons, _notes, _reasons, join, score, split
+from tasks.validate import _compare, _metric_reasons, _notes, _reasons
 from tvmflow.errors import ExportError
 from tvmflow.onnx_model import double_precision
 from tvmflow.onnx_model.rounding import change_last_bits
@@ -155,7 +156,7 @@ def test_samples_that_are_whole_inputs_are_run_one_by_one_and_their_outputs_stac
     inputs = {"state": np.arange(24).reshape(3, 2, 4), "rate": np.array([8, 16, 32])}
     chunks = split(inputs, 3, None, fixed=False)
     assert [(chunk["state"].shape, chunk["rate"].shape) for chunk in chunks] == [((2, 4), ())] * 3
-    joined = join(chunks, 3, whole=True)
+    joined = join(chunks, 3, one_by_one=True)
     assert all(np.array_equal(joined[name], array) for name, array in inputs.items())
 
 

@@ -9,7 +9,7 @@ from tvm import IRModule, relax, script, tirx
 from tvm import target as tvm_target
 from tvm import transform as tvm_transform
 
-from tvmflow.target import Target, host, resolve
+from tvmflow.hardware.target import Target, host, resolve
 from tvmflow.tuning import RecordStore
 
 

@@ -15,9 +15,9 @@ from tasks.step import StepRunner
 from tasks.tune import TuneJob, TuneResult, tune
 from tvmflow import compiler
 from tvmflow import spec as release_file
+from tvmflow.hardware.target import Target
 from tvmflow.settings import Settings
 from tvmflow.spec import Spec
-from tvmflow.target import Target
 from tvmflow.tuning import Record, RecordStore, current_context
 from tvmflow.tuning.records import now
 from tvmflow.workspace import Outcome, Workspace

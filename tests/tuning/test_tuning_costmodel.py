@@ -9,7 +9,7 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 from tvm.tirx import PrimFunc
 
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 from tvmflow.tuning import Trial, workload_key
 from tvmflow.tuning.costmodel import warm_up
 from tvmflow.tuning.records import SPACE_VERSION, now, tvm_version

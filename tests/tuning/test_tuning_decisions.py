@@ -10,7 +10,7 @@ from support.measurers import GivenSeconds
 from tvmflow.compiler.choices import Site
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import schedule
-from tvmflow.target import Target, resolve
+from tvmflow.hardware.target import Target, resolve
 from tvmflow.tuning import RecordStore
 from tvmflow.tuning.candidates import Candidate
 from tvmflow.tuning.decisions import Function, Lower, TrialCount, decide

@@ -30,8 +30,8 @@ from support.processes import clean_environment
 from support.scale import choose, count
 from support.waits import wait_until
 from tvmflow.errors import RemoteError, SettingsError, StackError, TuneError
+from tvmflow.hardware.target import Target
 from tvmflow.runtime.tracker import Address, Tracker
-from tvmflow.target import Target
 from tvmflow.tuning import Budget, Device, Progress, RecordStore, Task, devices, devicesupervisor, tune
 from tvmflow.tuning.candidates import Candidate, Library, arguments_of
 from tvmflow.tuning.devices import DeviceConfig, Status

@@ -15,9 +15,9 @@ from tvm.tirx import PrimFunc
 
 from support.processes import SECRETS, mentioned_secrets
 from support.waits import wait_until
-from tvmflow.launch import module_command
-from tvmflow.profiles import named
-from tvmflow.target import Target
+from tvmflow.hardware.profiles import named
+from tvmflow.hardware.target import Target
+from tvmflow.processes.launch import module_command
 from tvmflow.tuning.cache_state import bytes_to_read, make_reader, warm_arguments, weight_bytes
 from tvmflow.tuning.candidates import Argument, Candidate, Library, arguments_of
 from tvmflow.tuning.measure import MeasurePool
@@ -88,7 +88,7 @@ def test_the_process_of_a_candidate_sees_no_credentials(tmp_path: Path, monkeypa
     for name, value in {**SECRETS, "PYTHONPATH": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     # A fork does not run the user's module as it starts.
-    monkeypatch.setattr("tvmflow.supervisor.module_command", module_command)
+    monkeypatch.setattr("tvmflow.processes.supervisor.module_command", module_command)
     worker = WorkerProcess(tmp_path / "log", {"TVM_NUM_THREADS": "1"})
     try:
         worker.start()

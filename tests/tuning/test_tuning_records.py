@@ -11,8 +11,8 @@ import pytest
 from tvm import ir, script
 from tvm.tirx import PrimFunc
 
-from tvmflow.profiles import named
-from tvmflow.target import Target, resolve
+from tvmflow.hardware.profiles import named
+from tvmflow.hardware.target import Target, resolve
 from tvmflow.tuning import Record, RecordStore, Trial, apply, workload_key
 from tvmflow.tuning.records import SPACE_VERSION, Effort, tvm_version
 from tvmflow.tuning.space import make_search

@@ -11,7 +11,7 @@ from tvm.s_tir import meta_schedule as ms
 from tvm.tirx import PrimFunc
 
 from tvmflow.errors import InputError
-from tvmflow.target import Target, resolve
+from tvmflow.hardware.target import Target, resolve
 from tvmflow.tuning import RecordStore, apply
 from tvmflow.tuning.imports import export_records, import_metaschedule, import_records, is_database
 from tvmflow.tuning.record_store import write_entries

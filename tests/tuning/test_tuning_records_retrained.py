@@ -10,8 +10,8 @@ from support.models import save_model
 from tasks.relax_import import ImportJob
 from tasks.relax_import import work as import_model
 from tasks.tune import TuneJob, TuneResult, work
+from tvmflow.hardware.target import Target
 from tvmflow.spec import Build, Tune
-from tvmflow.target import Target
 from tvmflow.workspace import Workspace
 
 

@@ -13,9 +13,9 @@ from support.rclone import rclone_s3
 from support.waits import wait_until
 from tasks.tune import send_records
 from tvmflow.errors import StoreError
+from tvmflow.hardware.target import Target, resolve
 from tvmflow.store import ReleaseStore, StoreConfig
 from tvmflow.store.records import RecordObjects
-from tvmflow.target import Target, resolve
 from tvmflow.tuning import Record, RecordStore, current_context
 from tvmflow.tuning.records import SPACE_VERSION, tvm_version
 from tvmflow.tuning.sharing import Sharing, sharing

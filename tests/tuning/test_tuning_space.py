@@ -13,7 +13,7 @@ from support.scale import choose, count
 from tvmflow.compiler import import_onnx, lower, workloads
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import is_of_stages, variants
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 from tvmflow.tuning import TunerName
 from tvmflow.tuning.space import TUNERS, Variants, make_cost_model, make_search
 from tvmflow.tuning.traces import normalize, trace_of

@@ -14,7 +14,7 @@ from tvm.tirx import PrimFunc
 
 from support.measurers import GivenSeconds
 from tvmflow.errors import TuneError
-from tvmflow.target import Target, resolve
+from tvmflow.hardware.target import Target, resolve
 from tvmflow.tuning import (
     Budget,
     Progress,

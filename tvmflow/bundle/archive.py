@@ -260,7 +260,7 @@ class _Zipped:
         self._sum, self._size = zlib.crc32(data, self._sum), self._size + len(data)
         whole = len(self._waiting) // _PIECE * _PIECE
         for start in range(0, whole, _PIECE):
-            self._raw.write(_packed(bytes(self._waiting[start : start + _PIECE])))
+            self._raw.write(_compress(bytes(self._waiting[start : start + _PIECE])))
         del self._waiting[:whole]
         return len(data)
 
@@ -270,21 +270,21 @@ class _Zipped:
 
     def close(self) -> None:
         """Write the rest of the content, the end of the stream and the check sum."""
-        self._raw.write(_packed(bytes(self._waiting)))
+        self._raw.write(_compress(bytes(self._waiting)))
         self._raw.write(zlib.compressobj(wbits=-zlib.MAX_WBITS).flush())
         self._raw.write(struct.pack("<LL", self._sum, self._size & 0xFFFFFFFF))
 
 
-def _packed(piece: bytes) -> bytes:
+def _compress(piece: bytes) -> bytes:
     """A part of a DEFLATE stream with this content; it ends at a whole byte, so that any other part may follow."""
     beginning = piece[:_BEGINNING]
     if len(zlib.compress(beginning, _LEAST_LEVEL)) > _LARGEST_SHARE * len(beginning):
-        return _deflated(piece, 0)
-    packed = _deflated(piece, _LEVEL)
-    return packed if len(packed) * _GREAT_RATIO > len(piece) else _deflated(piece, _LEAST_LEVEL)
+        return _deflate(piece, 0)
+    packed = _deflate(piece, _LEVEL)
+    return packed if len(packed) * _GREAT_RATIO > len(piece) else _deflate(piece, _LEAST_LEVEL)
 
 
-def _deflated(piece: bytes, level: int) -> bytes:
+def _deflate(piece: bytes, level: int) -> bytes:
     """The same at a level of zlib; 0 stores."""
     compressor = zlib.compressobj(level, wbits=-zlib.MAX_WBITS)
     return compressor.compress(piece) + compressor.flush(zlib.Z_SYNC_FLUSH)

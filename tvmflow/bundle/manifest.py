@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any, Literal
 
 from tvmflow.errors import BundleError
-from tvmflow.target import host, missing_features, request_amx
+from tvmflow.hardware.target import host, missing_features, request_amx
 
 # The newest format's number. It is raised whenever a reader of the number before could misread a new bundle.
 FORMAT = 2

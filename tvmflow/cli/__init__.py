@@ -42,7 +42,7 @@ from tvmflow.cli.up import up_command
 from tvmflow.cli.verdict import verdict_command
 from tvmflow.cli.verify import verify_command
 from tvmflow.errors import TvmflowError
-from tvmflow.imports import end_quickly
+from tvmflow.processes.imports import end_quickly
 
 __all__ = ["main"]
 
@@ -175,6 +175,6 @@ def _interrupt(*_: Any) -> None:
 
 def _end_children() -> None:
     """End the processes of running steps, if any were started."""
-    supervisor = sys.modules.get("tvmflow.supervisor")
+    supervisor = sys.modules.get("tvmflow.processes.supervisor")
     if supervisor is not None:
         supervisor.kill_all()

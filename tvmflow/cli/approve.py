@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 @json_option
 def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> None:
     """Approve the promotion that waits in the flow run RUN, an id or its beginning; without RUN, list all that wait."""
-    from tvmflow import promotion
-    from tvmflow import settings as machine
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.errors import SettingsError
+    from tvmflow.promotion import people
+    from tvmflow.settings import Settings
 
-    settings = machine.load()
+    settings = Settings.load()
     if settings.prefect_api_url is None:
         raise SettingsError(
             "nothing waits where there is no Prefect server: set TVMFLOW_PREFECT_API_URL, or start one by `tvmflow up`"
@@ -39,32 +39,32 @@ def approve_command(run: str | None, reject: bool, why: str, as_json: bool) -> N
             else:
                 _show(promotions, settings)
             return
-        who = promotion.identify_user()
-        answered = answer(
+        who = people.identify_user()
+        waiting = answer(
             run,
             approve=not reject,
             who=who,
             why=why,
             check=lambda item: None if reject else _check(settings, item, who),
         )
-    document = {**answered.model_dump(mode="json"), "approved": not reject}
+    document = {**waiting.model_dump(mode="json"), "approved": not reject}
     if as_json:
         click.echo(json.dumps(document))
     else:
         outcome = "rejected" if reject else "approved"
-        click.echo(f"{outcome}: {answered.name} {answered.version} to {answered.channel}, run {answered.run}")
+        click.echo(f"{outcome}: {waiting.name} {waiting.version} to {waiting.channel}, run {waiting.run}")
 
 
 def _check(settings: "Settings", item: "WaitingPromotion", who: str) -> None:
     """Raise VerdictError where the channel wants another person's approval than that of the one who asked."""
-    from tvmflow import promotion
     from tvmflow.errors import VerdictError
+    from tvmflow.promotion import people
     from tvmflow.services import open_store_of
     from tvmflow.store import channels
 
     with open_store_of(settings, item.name) as store:
         document = channels.find(store, item.name, item.channel)
-    is_own = document.wish is not None and promotion.is_same_person(document.wish.who, who)
+    is_own = document.wish is not None and people.is_same_person(document.wish.who, who)
     if is_own and document.policy is not None and document.policy.approval == "another":
         raise VerdictError(
             f"{who} asked for {item.version} on {item.name}@{item.channel}, which another person must approve"

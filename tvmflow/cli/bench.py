@@ -93,13 +93,13 @@ def bench_command(
     from rich.console import Console
 
     from tasks.peers import hold_contest
-    from tvmflow import npz, samples
-    from tvmflow import settings as machine
-    from tvmflow.bundle import extract
-    from tvmflow.target import host
+    from tvmflow import samples
+    from tvmflow.bundle import read_manifest
+    from tvmflow.hardware.target import host
+    from tvmflow.settings import Settings
     from tvmflow.workspace import Workspace
 
-    settings = machine.load()
+    settings = Settings.load()
     build: dict[str, object] = {"precision": precision}
     spec = make_spec(model, "native", parse_shapes(input_shapes or ""), build, trials, operators, max_relative_error)
     (target,) = spec.resolve_targets()
@@ -109,18 +109,13 @@ def bench_command(
         raise VerdictError(f"{model} is not measured: {best.verdict.reasons[0]}")
     workspace = Workspace(settings.state)
     bundle = workspace.path(best.packaged.bundle)
-    console = Console(stderr=True)
-    with workspace.scratch() as folder, console.status("measuring") as status:
-        manifest = extract(bundle, folder)
-        inputs, outputs = samples.load(workspace.path(exported.samples))[0]
-        arrays = {f"input:{name}": array for name, array in inputs.items()}
-        arrays |= {f"output:{name}": array for name, array in outputs.items()}
-        npz.write(folder / "first.npz", arrays)
-        sizes = sizes_of(manifest, arrays)
+    sample_file = workspace.path(exported.samples)
+    sizes = sizes_of(read_manifest(bundle), samples.load(sample_file)[0][0])
+    with Console(stderr=True).status("measuring") as status:
         contest = hold_contest(
             workspace.path(exported.onnx),
             bundle,
-            folder / "first.npz",
+            sample_file,
             against,
             threads=threads or host().cores,
             seconds=seconds,
@@ -141,12 +136,12 @@ def bench_command(
         _show(contest, sizes)
 
 
-def sizes_of(manifest: "Manifest", sample: "Mapping[str, Array]") -> dict[str, int]:
-    """Return the sizes of the free dimensions of a bundle in a `sample`, the arrays of its file."""
+def sizes_of(manifest: "Manifest", inputs: "Mapping[str, Array]") -> dict[str, int]:
+    """Return the sizes of the free dimensions of a bundle's `inputs`, arrays by name."""
     return {
         dimension: size
         for item in manifest.inputs
-        for dimension, size in zip(item.shape, sample[f"input:{item.name}"].shape, strict=True)
+        for dimension, size in zip(item.shape, inputs[item.name].shape, strict=True)
         if isinstance(dimension, str)
     }
 

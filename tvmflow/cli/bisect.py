@@ -99,15 +99,15 @@ def bisect_command(
     original = read_onnx(model)
     define(original, own)
     fix_shapes(original.graph, {item.name: item.shape for item in spec.inputs})
-    tried = [read_inputs(inputs)] if inputs is not None else _make(model, original, spec.validation.samples)
-    allowed = spec.bounds(rounds_activations=rounds_activations(original))
-    bounds = Bounds(allowed.rtol, allowed.atol, allowed.max_relative_error)
+    samples = [read_inputs(inputs)] if inputs is not None else _make(model, original, spec.validation.samples)
+    defaults = spec.bounds(rounds_activations=rounds_activations(original))
+    bounds = Bounds(defaults.rtol, defaults.atol, defaults.max_relative_error)
     if max_relative_error is not None or are_elements_bounded:
         bounds = Bounds(rtol or 0.0, atol or 0.0, max_relative_error)
     console = Console(stderr=True)
     with console.status("compiling the whole model") as status:
         options = BuildOptions(precision=spec.build.precision)
-        bisection = bisect(original, tried, resolved, bounds, options, status.update, own)
+        bisection = bisect(original, samples, resolved, bounds, options, status.update, own)
     if bisection is None:
         text = json.dumps({"within_bounds": True}) if as_json else f"{model}: all outputs are within the bounds"
         click.echo(text)

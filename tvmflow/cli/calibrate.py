@@ -12,7 +12,7 @@ from tvmflow.cli.options import OutputFile, json_option, naming_output
 from tvmflow.errors import StepError
 
 if TYPE_CHECKING:
-    from tvmflow.profiles import Profile
+    from tvmflow.hardware.profiles import Profile
 
 # The numbers that are measured; the others are those of the nearest profile and of the kernel.
 _MEASURED = ("multiply_adds", "latency", "loads", "stores", "read", "write", "shared", "count", "region")
@@ -42,8 +42,8 @@ def calibrate_command(output: Path, threads: int | None, as_json: bool) -> None:
     from rich.table import Table
 
     from tvmflow.cli.display import output_console
-    from tvmflow.profiles import to_toml, with_caches
-    from tvmflow.target import host, resolve
+    from tvmflow.hardware.profiles import to_toml, with_caches
+    from tvmflow.hardware.target import host, resolve
 
     cores = threads or host().cores
     # TVM reads it at the first parallel call.
@@ -79,13 +79,13 @@ def calibrate_command(output: Path, threads: int | None, as_json: bool) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("number", nearest.name, "measured"):
         table.add_column(heading, justify="left" if heading == "number" else "right")
-    for path, before, after in _compared(nearest, profile):
+    for path, before, after in _list_differences(nearest, profile):
         table.add_row(path, before, after)
     output_console().print(table)
     click.echo(f"{output}: export TVMFLOW_PROFILE={output.absolute()}")
 
 
-def _compared(before: "Profile", after: "Profile") -> list[tuple[str, str, str]]:
+def _list_differences(before: "Profile", after: "Profile") -> list[tuple[str, str, str]]:
     """The measured numbers: path, value of the nearest profile, measured value."""
     rows = []
     tables = [("memory", before.memory, after.memory), ("cores", before.cores, after.cores)]

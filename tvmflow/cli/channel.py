@@ -27,11 +27,11 @@ def channel_command() -> None:
 @json_option
 def show_command(name: str, channel: str | None, as_json: bool) -> None:
     """Show what the channels of NAME hold and require, and what somebody wishes for; of one CHANNEL or of all."""
-    from tvmflow import settings as machine
     from tvmflow.services import open_store_of
+    from tvmflow.settings import Settings
     from tvmflow.store import channels
 
-    with open_store_of(machine.load(), name) as store:
+    with open_store_of(Settings.load(), name) as store:
         documents = [channels.read(store, name, channel)] if channel else channels.list_all(store, name)
         if not documents:
             raise store.explain_missing("channel", name)
@@ -50,9 +50,10 @@ def set_command(name: str, channel: str, values: tuple[str, ...], why: str, as_j
     A channel without a policy of its own gets the one that its release proposes, or else the newest one, with the
     changes.
     """
-    from tvmflow import settings as machine
-    from tvmflow.promotion import check_order, identify_user, proposed_policy
+    from tvmflow.promotion.people import identify_user
+    from tvmflow.promotion.policies import check_order, proposed_policy
     from tvmflow.services import open_store_of
+    from tvmflow.settings import Settings
     from tvmflow.spec.fields import explain_channel
     from tvmflow.store import channels
 
@@ -60,7 +61,7 @@ def set_command(name: str, channel: str, values: tuple[str, ...], why: str, as_j
     if reason is not None:
         raise SpecError(f"channel {channel!r} {reason}")
     _change(None, values)  # A mistake in them is said before any server is asked.
-    with open_store_of(machine.load(), name) as store:
+    with open_store_of(Settings.load(), name) as store:
         if not store.list_versions(name) and not channels.list_all(store, name):
             raise store.explain_missing("release", name)
 
@@ -79,10 +80,10 @@ def set_command(name: str, channel: str, values: tuple[str, ...], why: str, as_j
 @json_option
 def apply_command(file: Path, channel: str | None, why: str, as_json: bool) -> None:
     """Give the channels of a release FILE the policies that it proposes."""
-    from tvmflow import settings as machine
     from tvmflow import spec as release_file
-    from tvmflow.promotion import identify_user
+    from tvmflow.promotion.people import identify_user
     from tvmflow.services import open_store
+    from tvmflow.settings import Settings
     from tvmflow.store import channels
 
     spec = release_file.load(file)
@@ -91,7 +92,7 @@ def apply_command(file: Path, channel: str | None, why: str, as_json: bool) -> N
         what = "no channels" if channel is None else f"no channel {channel!r}"
         raise SpecError(f"{str(file)!r} proposes {what}; add a section `channels`, or name one that it has")
     who = identify_user()
-    with open_store(machine.load(), spec.store) as store:
+    with open_store(Settings.load(), spec.store) as store:
         changed = [
             channels.set_policy(store, spec.name, key, section.policy, who=who, why=why or f"applied from {file.name}")
             for key, section in sections.items()

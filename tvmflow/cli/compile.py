@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from tasks.build import Inspect
     from tasks.choose import Candidate, Choice
     from tasks.export import ExportResult
+    from tvmflow.hardware.target import Target
     from tvmflow.settings import Settings
     from tvmflow.spec import Spec
-    from tvmflow.target import Target
     from tvmflow.workspace import Outcome
 
 _SHAPE = re.compile(r"\s*(?P<name>[^\[\]]+?)\s*:\s*\[(?P<dims>[^\[\]]*)\]\s*,?")
@@ -171,10 +171,10 @@ def compile_command(
         raise click.UsageError("--cross-compiler-options needs --cross-compiler")
     linker = _linker(cross_compiler, cross_compiler_options)
     from tasks.build import Inspect
-    from tvmflow import settings as machine
+    from tvmflow.settings import Settings
     from tvmflow.workspace import Workspace
 
-    settings = machine.load()
+    settings = Settings.load()
     section = {
         "precision": precision,
         "fast_algorithms": fast_algorithms,
@@ -256,7 +256,7 @@ def build_best(
     from tasks.step import StepRunner
     from tasks.tune import TuneJob, tune, with_records
     from tvmflow.cli.display import RichReporter
-    from tvmflow.process import shared_imports
+    from tvmflow.processes.children import shared_imports
     from tvmflow.workspace import Workspace
 
     workspace = Workspace(settings.state)

@@ -44,11 +44,11 @@ def deploy_command(
     schedules stay paused. Two automations of Prefect watch their runs: one ends those whose worker died, the other
     reports those that failed through the setting notification_block.
     """
-    from tvmflow import settings as machine
     from tvmflow.cli.prefect import require_server
+    from tvmflow.settings import Settings
     from tvmflow.triggers import load
 
-    settings = machine.load()
+    settings = Settings.load()
     paths = files or settings.models
     if not paths:
         raise SettingsError("name release files, or set models (TVMFLOW_MODELS='[\"release.yaml\"]') to them")

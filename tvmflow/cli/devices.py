@@ -65,7 +65,7 @@ def up_command(
     A server that dies or leaves the tracker is started again. Anyone who reaches a server can run any code on this
     machine: listen on another address than 127.0.0.1 only in a network whose users may all do so.
     """
-    from tvmflow import settings as machine
+    from tvmflow.settings import Settings
     from tvmflow.tuning import devices
 
     if tracker is not None:
@@ -80,7 +80,7 @@ def up_command(
         raise click.BadParameter("a key has neither spaces nor colons", param_hint="--key")
     share = max(1, len(os.sched_getaffinity(0)) // count)
     config = devices.DeviceConfig(key, count, threads or share, host, port, tracker)
-    status = devices.up(machine.load().state, config)
+    status = devices.up(Settings.load().state, config)
     _show(status.tracker or "", status, as_json)
 
 
@@ -92,10 +92,10 @@ def down_command(as_json: bool) -> None:
     Prints a sentence, or with --json an object whose `ended` says whether any were running. It is no error if none
     were.
     """
-    from tvmflow import settings as machine
+    from tvmflow.settings import Settings
     from tvmflow.tuning import devices
 
-    was_running = devices.down(machine.load().state)
+    was_running = devices.down(Settings.load().state)
     if as_json:
         click.echo(json.dumps({"ended": was_running}))
     else:
@@ -107,10 +107,10 @@ def down_command(as_json: bool) -> None:
 @json_option
 def list_command(tracker: str | None, as_json: bool) -> None:
     """List a tracker's keys and servers, and the state of this machine's servers."""
-    from tvmflow import settings as machine
+    from tvmflow.settings import Settings
     from tvmflow.tuning import devices
 
-    state = machine.load().state
+    state = Settings.load().state
     address = tracker or own_tracker(state)
     status = devices.status(state)
     _show(address, status if status is not None and status.tracker == address else None, as_json)

@@ -59,12 +59,12 @@ class RichReporter:
         with self._progress, reporting_to(self):
             yield
 
-    def started(self, step: str, target: str | None) -> None:
+    def begin(self, step: str, target: str | None) -> None:
         """Show a spinner for the step; `target` is None for steps of the release."""
         with self._lock:
             self._task_ids[step, target] = self._progress.add_task(escape(_label(step, target)), total=None, message="")
 
-    def progressed(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
+    def advance(self, step: str, target: str | None, done: float, total: float, message: str) -> None:
         """Turn the spinner into a bar; show the first line of the message beside it, the others below all bars.
 
         `target` is None for steps of the release.
@@ -75,7 +75,7 @@ class RichReporter:
             if task_id is not None:
                 self._progress.update(task_id, completed=done, total=total or None, message=first[:60], more=more)
 
-    def ended(self, step: str, target: str | None, status: Status, seconds: float) -> None:
+    def end(self, step: str, target: str | None, status: Status, seconds: float) -> None:
         """Replace the bar by a line with the step's status and time; `target` is None for steps of the release."""
         with self._lock:
             task_id = self._task_ids.pop((step, target), None)

@@ -49,8 +49,8 @@ def doctor_command(
     from rich.console import Console
 
     from tvmflow.cli.display import output_console
+    from tvmflow.hardware.target import resolve
     from tvmflow.runtime.library import without_torch
-    from tvmflow.target import resolve
 
     with without_torch():
         from tvmflow.compiler.diagnosis import diagnose

@@ -14,11 +14,11 @@ def down_command(as_json: bool) -> None:
 
     Runs of the worker that have not finished end too, and are marked as crashed.
     """
-    from tvmflow import settings as machine
+    from tvmflow.settings import Settings
     from tvmflow.stack import control
     from tvmflow.stack.servers import TITLES
 
-    names = control.down(machine.load().state)
+    names = control.down(Settings.load().state)
     if as_json:
         click.echo(json.dumps({"ended": names}))
     else:

@@ -46,9 +46,9 @@ def gc_command(releases: bool, days: float | None, keep: int | None, dry_run: bo
 
     It may be interrupted at any time.
     """
-    from tvmflow import settings as machine
+    from tvmflow.settings import Settings
 
-    settings = machine.load()
+    settings = Settings.load()
     if releases:
         pieces: Sequence[Piece | StoredPiece] = _collect_releases(settings, days, keep, dry_run, as_json)
         place = "the release store"

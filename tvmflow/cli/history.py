@@ -33,13 +33,13 @@ def _show_channel(name: str, channel: str, as_json: bool) -> None:
     from rich import box
     from rich.table import Table
 
-    from tvmflow import settings as machine
     from tvmflow.cli.display import output_console
     from tvmflow.services import open_store_of
+    from tvmflow.settings import Settings
     from tvmflow.store import channels
     from tvmflow.store.channel_document import Move, PolicyChange, WishEnd
 
-    with open_store_of(machine.load(), name) as store:
+    with open_store_of(Settings.load(), name) as store:
         document = channels.read(store, name, channel)
     if as_json:
         click.echo(json.dumps(document.model_dump(mode="json")))
@@ -64,14 +64,14 @@ def _show_figures(name: str, as_json: bool) -> None:
     from rich import box
     from rich.table import Table
 
-    from tvmflow import settings as machine
     from tvmflow.cli.display import output_console
     from tvmflow.errors import StoreError
     from tvmflow.report.drift import find_drifts, find_steps, list_figures
     from tvmflow.report.numbers import format_number
     from tvmflow.services import open_store_of
+    from tvmflow.settings import Settings
 
-    with open_store_of(machine.load(), name) as store:
+    with open_store_of(Settings.load(), name) as store:
         releases = list(store.iterate_releases(name))
         if not releases:
             raise StoreError(

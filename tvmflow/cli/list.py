@@ -9,7 +9,7 @@ import click
 from tvmflow.cli.options import json_option
 
 if TYPE_CHECKING:
-    from tvmflow.release import Release
+    from tvmflow.documents.release import Release
     from tvmflow.store import ReleaseStore
 
 
@@ -21,20 +21,20 @@ def list_command(name: str | None, as_json: bool) -> None:
     from rich import box
     from rich.table import Table
 
-    from tvmflow import settings as machine
     from tvmflow.cli.display import output_console
     from tvmflow.services import list_sections, open_store, read_sections
+    from tvmflow.settings import Settings
 
-    settings = machine.load()
+    settings = Settings.load()
     releases: list[Release] = []
     channels: list[list[str]] = []
     for sections in list_sections(settings) if name is None else [read_sections(settings, name)]:
         with open_store(settings, sections.store) as store:
-            stored = list(store.iterate_releases(name))
-            if name is not None and not stored:
+            own_releases = list(store.iterate_releases(name))
+            if name is not None and not own_releases:
                 raise store.explain_missing("release", name)
-            releases += stored
-            channels += _read_channels(store, stored)
+            releases += own_releases
+            channels += _read_channels(store, own_releases)
     if as_json:
         # A release's own `channels` are the conditions under which it reaches them.
         pairs = zip(releases, channels, strict=True)

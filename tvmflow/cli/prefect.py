@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from tvmflow.errors import PrefectError, PrefectUnavailableError, SettingsError, StepError, TvmflowError
-from tvmflow.imports import end_quickly, importing
-from tvmflow.launch import die_with_parent
+from tvmflow.processes.imports import end_quickly, importing
+from tvmflow.processes.launch import die_with_parent
 from tvmflow.registry.config import without_secrets
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def prefect_server(settings: "Settings") -> Iterator[Callable[[], None]]:
             yield lambda: None
         return
     prepare_environment()
-    with _embedded(settings.state / "prefect") as (address, await_start):
+    with _run_server(settings.state / "prefect") as (address, await_start):
         os.environ["PREFECT_API_URL"] = address
         with _one_sentence_for_failed_requests(address):
             yield await_start
@@ -121,7 +121,7 @@ def _one_sentence_for_failed_requests(address: str) -> Iterator[None]:
 
 
 @contextmanager
-def _embedded(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+def _run_server(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     """Run a server on a SQLite file in `folder`; yield its address on 127.0.0.1, and a function that waits for it.
 
     Prefect's own ephemeral server outlives a command that is killed, and holds the command's output open.

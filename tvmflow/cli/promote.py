@@ -27,13 +27,13 @@ def promote_command(name: str, version: str, channel: str, why: str, approve: bo
     """
     from rich.console import Console
 
-    from tvmflow import promotion
-    from tvmflow import settings as machine
     from tvmflow.cli.display import RichReporter
     from tvmflow.cli.prefect import prefect_server
-    from tvmflow.imports import importing
+    from tvmflow.processes.imports import importing
+    from tvmflow.promotion import people
+    from tvmflow.settings import Settings
 
-    settings = machine.load()
+    settings = Settings.load()
     needs_person = not approve and _needs_approval(settings, name, version, channel)
     console = Console(stderr=True)
     if not as_json and not needs_person:
@@ -48,7 +48,7 @@ def promote_command(name: str, version: str, channel: str, why: str, approve: bo
         if needs_person and settings.prefect_api_url is not None and is_registered(f"promote/{name}"):
             summary = _ask(name, version, channel, why)
         else:
-            summary = promote(name, version, channel, who=promotion.identify_user(), why=why, approved=approve)
+            summary = promote(name, version, channel, who=people.identify_user(), why=why, approved=approve)
     if as_json:
         click.echo(json.dumps(summary))
     else:
@@ -57,22 +57,22 @@ def promote_command(name: str, version: str, channel: str, why: str, approve: bo
 
 def _needs_approval(settings: "Settings", name: str, version: str, channel: str) -> bool:
     """Whether a person must approve the move first. Raises StoreError or SpecError."""
-    from tvmflow import promotion
+    from tvmflow.promotion import policies
     from tvmflow.services import open_store_of
     from tvmflow.store import channels
 
     with open_store_of(settings, name) as store:
         document = channels.find(store, name, channel)
-        policy = promotion.read_policy(store, document, version)
+        policy = policies.read_policy(store, document, version)
     return policy.approval != "none" and document.version != version
 
 
 def _ask(name: str, version: str, channel: str, why: str) -> dict[str, Any]:
     """Start the deployment that asks for approval."""
     from flows.promote import PromotionSummary, ask_for_approval
-    from tvmflow import promotion
+    from tvmflow.promotion import people
 
-    run = ask_for_approval(name, version, channel, who=promotion.identify_user(), why=why)
+    run = ask_for_approval(name, version, channel, who=people.identify_user(), why=why)
     summary = PromotionSummary(
         name=name,
         version=version,
@@ -80,7 +80,7 @@ def _ask(name: str, version: str, channel: str, why: str) -> dict[str, Any]:
         from_version=None,
         status="waiting",
         message=f"{channel} needs a person's approval: when its checks are done, `tvmflow approve {run}`",
-        who=promotion.identify_user(),
+        who=people.identify_user(),
         why=why,
         flow_run_id=run,
     )

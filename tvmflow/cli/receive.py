@@ -26,11 +26,11 @@ def receive_command(host: str, port: int, as_json: bool) -> None:
     models of the release files in the setting models. `tvmflow reconcile` acts on events that came while the receiver
     was down.
     """
-    from tvmflow import settings as machine
     from tvmflow.cli.prefect import point_at_server
+    from tvmflow.settings import Settings
     from tvmflow.triggers import load
 
-    settings = machine.load()
+    settings = Settings.load()
     secret = settings.webhook_secret.get_secret_value() if settings.webhook_secret else ""
     if not secret:
         raise SettingsError("set webhook_secret (TVMFLOW_WEBHOOK_SECRET) to the secret of MLflow's webhook")

@@ -22,12 +22,12 @@ def reconcile_command(as_json: bool) -> None:
     put back when its version was refused or never released. Exit code 1: a model or channel could not be checked; all
     others were.
     """
-    from tvmflow import settings as machine
     from tvmflow.cli.prefect import prefect_server
-    from tvmflow.imports import importing
+    from tvmflow.processes.imports import importing
+    from tvmflow.settings import Settings
     from tvmflow.triggers import load
 
-    settings = machine.load()
+    settings = Settings.load()
     if not settings.models:
         raise SettingsError("set models (TVMFLOW_MODELS='[\"release.yaml\"]') to the release files that are managed")
     load(settings.models)

@@ -168,7 +168,7 @@ def import_(files: tuple[Path, ...], target: str | None, as_json: bool) -> None:
 
     A record of a database must replay on its workload and, where this machine can run it, give the right results.
     """
-    from tvmflow.target import resolve
+    from tvmflow.hardware.target import resolve
     from tvmflow.tuning.imports import import_metaschedule, import_records, is_database
 
     database_target = None if target is None else resolve(target)
@@ -216,11 +216,11 @@ def prune(keep: int, as_json: bool) -> None:
 @contextmanager
 def _open_records() -> "Iterator[tuple[RecordStore, Sharing | None]]":
     """Open the store of the state folder, and its sharing with the release store where the settings name one."""
-    from tvmflow import settings as machine
+    from tvmflow.settings import Settings
     from tvmflow.tuning.record_store import RecordStore
     from tvmflow.tuning.sharing import Sharing
 
-    settings = machine.load()
+    settings = Settings.load()
     store = RecordStore(settings.state / "records")
     if not settings.share_records or not (settings.s3_endpoint or settings.s3_bucket):
         yield store, None
@@ -249,7 +249,7 @@ def _attempt(action: Callable[[], int]) -> int | None:
 
 
 def _is_wanted(context: "Context", target: str | None) -> bool:
-    from tvmflow.target import resolve
+    from tvmflow.hardware.target import resolve
 
     return target is None or context.target == resolve(target).canonical
 
@@ -349,7 +349,7 @@ def _print(table: "Table") -> None:
 def _short(target: str) -> str:
     """Return a short name of a target: its preset's, or else its kind, CPU and number of cores."""
     from tvmflow.errors import TargetError
-    from tvmflow.target import presets, resolve
+    from tvmflow.hardware.target import presets, resolve
 
     for name in presets():
         try:

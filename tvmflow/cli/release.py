@@ -36,15 +36,15 @@ def release_command(
     """
     from rich.console import Console
 
-    from tvmflow import settings as machine
     from tvmflow import spec as release_file
     from tvmflow.cli.display import RichReporter, output_console
     from tvmflow.cli.prefect import prefect_server
-    from tvmflow.imports import importing
+    from tvmflow.processes.imports import importing
+    from tvmflow.settings import Settings
 
     # Read before Prefect is loaded: most mistakes are in the file or the settings, and these errors come at once.
     release_file.load(file)
-    settings = machine.load()
+    settings = Settings.load()
     console = Console(stderr=True)
     if not as_json:
         console.print(f"Releasing [bold]{file}[/]", highlight=False)

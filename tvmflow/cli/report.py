@@ -13,8 +13,8 @@ from tvmflow.cli.options import OutputFile, json_option, naming_output
 from tvmflow.errors import RegistryError, StatementError, StoreError
 
 if TYPE_CHECKING:
+    from tvmflow.documents.release import Release
     from tvmflow.registry import Registry
-    from tvmflow.release import Release
     from tvmflow.report.trust import ChannelEvent, Promotion, Standing
     from tvmflow.settings import Settings
     from tvmflow.store import ReleaseStore
@@ -41,11 +41,11 @@ def report_command(name: str, version: str, output: Path | None, opens: bool) ->
     the browser. It was made with the release; its section on trust is written anew, with who has signed and approved
     the release since, and whether it was built again.
     """
-    from tvmflow import settings as machine
     from tvmflow.report.release import update_page
     from tvmflow.services import open_store_of
+    from tvmflow.settings import Settings
 
-    settings, path = machine.load(), output or Path(f"{name}-{version}.html")
+    settings, path = Settings.load(), output or Path(f"{name}-{version}.html")
     with open_store_of(settings, name) as store:
         release = store.get_release(name, version)
         if release.report is None:
@@ -64,6 +64,7 @@ def _read_standing(settings: "Settings", store: "ReleaseStore", release: "Releas
     from tvmflow.report.trust import Standing
     from tvmflow.services import open_registry, read_sections
     from tvmflow.store import channels
+    from tvmflow.store.channel_statements import check_statement
 
     name, version = release.name, release.version
     documents, trusted, faults = channels.list_all(store, name), trusted_keys(), []
@@ -80,7 +81,7 @@ def _read_standing(settings: "Settings", store: "ReleaseStore", release: "Releas
     for document in documents if trusted else ():
         try:
             if events[document.channel]:
-                channels.check_statement(store, document, trusted)
+                check_statement(store, document, trusted)
         except StatementError as error:
             faults.append(str(error))
     promotions: list[Promotion] = []
@@ -126,7 +127,7 @@ def _read_promotion(
     registry: "Registry", release: "Release", channel: str, trusted: Sequence[Path]
 ) -> Iterator["Promotion"]:
     """Yield the last verdict on a promotion to a channel, if there is one."""
-    from tvmflow.promotion import read_verdict
+    from tvmflow.promotion.verdicts import read_verdict
     from tvmflow.report.trust import Promotion
 
     last = read_verdict(registry, release.name, channel, release.version, trusted)
@@ -147,14 +148,14 @@ def diff_command(name: str, before: str, now: str, html: Path | None, as_json: b
 
     The figures of each were measured when it was made, so the machine or its load may differ.
     """
-    from tvmflow import settings as machine
     from tvmflow.cli.display import output_console
     from tvmflow.report.changes import compare_releases, find_slowdowns
     from tvmflow.report.layers import compare_layers, fetch_times
     from tvmflow.report.release import write_difference
     from tvmflow.services import open_store_of
+    from tvmflow.settings import Settings
 
-    with open_store_of(machine.load(), name) as store:
+    with open_store_of(Settings.load(), name) as store:
         old, new = (store.get_release(name, version) for version in (before, now))
         old_times, new_times = (fetch_times(release.report, store.get_blob) for release in (old, new))
     slower = {target: compare_layers(times, old_times.get(target, {})) for target, times in new_times.items()}

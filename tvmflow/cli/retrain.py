@@ -28,17 +28,17 @@ def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json:
     """
     from rich.console import Console
 
-    from tvmflow import promotion
-    from tvmflow import settings as machine
     from tvmflow import spec as release_file
     from tvmflow.cli.display import RichReporter, output_console
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.cli.release import show
-    from tvmflow.imports import importing
+    from tvmflow.processes.imports import importing
+    from tvmflow.promotion import people
+    from tvmflow.settings import Settings
 
     arguments = _parse_arguments(assignments)
     release_file.load(file)
-    settings = machine.load()
+    settings = Settings.load()
     console = Console(stderr=True)
     if not as_json:
         console.print(f"Retraining [bold]{file}[/]", highlight=False)
@@ -48,7 +48,7 @@ def retrain_command(file: Path, assignments: tuple[str, ...], why: str, as_json:
             from flows.retrain import RetrainSummary, retrain
 
         await_server()
-        summary = RetrainSummary.model_validate(retrain(str(file), arguments, why=why, who=promotion.identify_user()))
+        summary = RetrainSummary.model_validate(retrain(str(file), arguments, why=why, who=people.identify_user()))
     if as_json:
         click.echo(json.dumps(summary.model_dump(mode="json")))
         return
@@ -68,13 +68,13 @@ def notify_command(name: str, assignments: tuple[str, ...], why: str, as_json: b
 
     Emits Prefect's event tvmflow.data.arrived, as any program may; `tvmflow deploy` registers the trigger for it.
     """
-    from tvmflow import settings as machine
     from tvmflow.cli.prefect import require_server
     from tvmflow.errors import PrefectError
     from tvmflow.registry.config import without_secrets
+    from tvmflow.settings import Settings
 
     arguments = _parse_arguments(assignments)
-    settings = machine.load()
+    settings = Settings.load()
     require_server(settings)
     address = without_secrets(settings.prefect_api_url or "")
     from flows.runs import is_registered

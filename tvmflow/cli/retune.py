@@ -27,15 +27,15 @@ def retune_command(file: Path, minutes: float, channel: str, as_json: bool) -> N
     """
     from rich.console import Console
 
-    from tvmflow import settings as machine
     from tvmflow import spec as release_file
     from tvmflow.cli.display import RichReporter, output_console
     from tvmflow.cli.prefect import prefect_server
     from tvmflow.cli.release import show
-    from tvmflow.imports import importing
+    from tvmflow.processes.imports import importing
+    from tvmflow.settings import Settings
 
     release_file.load(file)
-    settings = machine.load()
+    settings = Settings.load()
     console = Console(stderr=True)
     if not as_json:
         console.print(f"Retuning [bold]{file}[/]", highlight=False)

@@ -19,14 +19,14 @@ def rollback_command(name: str, channel: str, to: str | None, why: str, as_json:
     The digests of that release are checked; no gates run. A second rollback goes one release further back, unless the
     one before was interrupted: then it completes that.
     """
-    from tvmflow import promotion
-    from tvmflow import settings as machine
+    from tvmflow.promotion import moves, people
     from tvmflow.services import open_services, read_sections
+    from tvmflow.settings import Settings
 
-    settings = machine.load()
+    settings = Settings.load()
     sections = read_sections(settings, name)
     with open_services(settings, sections.store, sections.registry) as services:
-        before, after = promotion.roll_back(services, name, channel, who=promotion.identify_user(), why=why, to=to)
+        before, after = moves.roll_back(services, name, channel, who=people.identify_user(), why=why, to=to)
     has_moved = before.version != after.version
     if as_json:
         last = after.moves[-1].model_dump(mode="json")

@@ -128,7 +128,7 @@ def run_command(
     for name, array in run.outputs.items():
         click.echo(f"{name}: {array.dtype.name}{list(array.shape)}")
     for name, values in _top(run.outputs, print_top).items():
-        pairs = (_labelled(index, value, run.labels.get(name), run.outputs[name]) for index, value in values)
+        pairs = (_describe_element(index, value, run.labels.get(name), run.outputs[name]) for index, value in values)
         click.echo(f"{name}, largest of the last axis: {', '.join(pairs)}")
     _show_times(run.times, table=print_time, end_to_end=end_to_end)
     if run.profile is not None:
@@ -256,7 +256,7 @@ def _top(outputs: "Mapping[str, Array]", count: int | None) -> dict[str, list[tu
     return top
 
 
-def _labelled(index: int, value: float, labels: Sequence[str] | None, output: "Array") -> str:
+def _describe_element(index: int, value: float, labels: Sequence[str] | None, output: "Array") -> str:
     """An element of an output as `[index] value`, with its label in the place of what stands for it."""
     if labels and output.dtype.kind == "f" and index < len(labels):
         return f"[{labels[index]}] {value:.6g}"

@@ -130,13 +130,14 @@ def _source(model: str, stack: ExitStack) -> "Source":
     if model.endswith(".tar.gz") or path.is_file():
         return bundle_source(path)
     # Imported here because serving a bundle needs neither a store nor its settings.
-    from tvmflow import fetch, settings
+    from tvmflow import fetch
     from tvmflow.services import open_store_of
+    from tvmflow.settings import Settings
 
     match = _RELEASE.fullmatch(model)
     if match is None:
         raise SettingsError(f"{model!r} cannot be served; give NAME@CHANNEL, NAME/VERSION or a bundle's path")
     name, channel, version = match.groups()
-    configuration = settings.load()
+    configuration = Settings.load()
     store, cache = stack.enter_context(open_store_of(configuration, name)), fetch.cache_folder(configuration)
     return channel_source(store, name, channel, cache) if channel else release_source(store, name, version, cache)

@@ -64,13 +64,13 @@ def sign_command(bundle: str, key: Path | None, output: Path | None, openssf: Pa
 
 def _sign_release(uri: str, key: Path) -> None:
     """Sign the statement on a release or a channel. Raises StoreError and SettingsError."""
-    from tvmflow import settings as machine
     from tvmflow.fetch import ReleaseAddress
     from tvmflow.services import open_store_of
+    from tvmflow.settings import Settings
     from tvmflow.store import channels
 
     address = ReleaseAddress.parse(uri)
-    settings = machine.load().model_copy(update={"signing_key": key})
+    settings = Settings.load().model_copy(update={"signing_key": key})
     with open_store_of(settings, address.name) as store:
         if address.version is None:
             channels.sign_channel(store, address.name, str(address.channel))

@@ -12,8 +12,8 @@ from tvmflow.cli.options import OutputFile, json_option, naming_output
 from tvmflow.errors import PrefectError, RegistryError, StatementError, StoreError
 
 if TYPE_CHECKING:
+    from tvmflow.documents.release import Release
     from tvmflow.registry import Registry
-    from tvmflow.release import Release
     from tvmflow.report.fleet import (
         ChannelStatus,
         Fleet,
@@ -43,10 +43,10 @@ def status_command(html: Path | None, as_json: bool) -> None:
     channel holds, "waits" is the release that somebody asks for, "signed" the days until the statement expires. The
     page is one file that needs no network.
     """
-    from tvmflow import settings as machine
     from tvmflow.report.fleet import describe_fleet, write_fleet
+    from tvmflow.settings import Settings
 
-    fleet = _read_fleet(machine.load())
+    fleet = _read_fleet(Settings.load())
     if html is not None:
         with naming_output(html):
             html.write_text(write_fleet(fleet))
@@ -175,17 +175,17 @@ def _read_signature(settings: "Settings", store: "ReleaseStore", document: "Chan
     """Return what the statement on a channel says; None without one, unless this machine demands it."""
     from tvmflow.bundle.signature import trusted_keys
     from tvmflow.report.fleet import Signature
-    from tvmflow.store import channels
+    from tvmflow.store.channel_statements import check_statement, read_claim
 
     trusted, envelope, fault = trusted_keys(), document.statement, None
     if envelope is None and not trusted:
         return None
     if trusted:
         try:
-            channels.check_statement(store, document, trusted)
+            check_statement(store, document, trusted)
         except StatementError as error:
             fault = str(error)
-    claim = channels.read_claim(document)
+    claim = read_claim(document)
     days = None if claim is None else -_days_since(claim.expires)
     return Signature(
         key=None if envelope is None else envelope.signer,
@@ -219,7 +219,7 @@ def _p50(release: "Release") -> float | None:
 
 def _read_verdict(registry: "Registry", item: "ChannelStatus") -> "LastVerdict | None":
     """Return the last verdict on a promotion to a channel, None where the registry has none."""
-    from tvmflow.promotion import read_verdict
+    from tvmflow.promotion.verdicts import read_verdict
     from tvmflow.report.fleet import LastVerdict
 
     last = None if item.channel is None else read_verdict(registry, item.name, item.channel)

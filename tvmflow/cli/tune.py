@@ -59,13 +59,13 @@ def tune_command(
         raise click.UsageError("--tracker names the place of devices; give their key with --device")
     from rich.console import Console
 
-    from tvmflow import settings as machine
     from tvmflow import spec as release_file
     from tvmflow.cli.devices import own_tracker, tracker_address
     from tvmflow.cli.display import RichReporter, output_console
+    from tvmflow.settings import Settings
 
     spec = release_file.load(file)
-    settings = machine.load()
+    settings = Settings.load()
     if targets:
         spec = release_file.amend(spec, {"targets": list(targets)}, str(file))
     options = {"minutes": minutes, "trials": trials, "until": until, "early_stopping": early_stopping}
@@ -80,7 +80,7 @@ def tune_command(
     from tasks.step import StepRunner
     from tasks.train import TrainJob, train
     from tasks.tune import DeviceKey, TuneJob, tune_more
-    from tvmflow.process import shared_imports
+    from tvmflow.processes.children import shared_imports
     from tvmflow.services import open_records, open_services, open_workspace
 
     measured_on = None if device is None or address is None else DeviceKey(key=device, tracker=address)

@@ -43,11 +43,11 @@ def up_command(
     """
     from rich.console import Console
 
-    from tvmflow import settings as machine
     from tvmflow import spec as release_file
+    from tvmflow.settings import Settings
     from tvmflow.stack import control, record
 
-    settings = machine.load()
+    settings = Settings.load()
     if only_status:
         statuses = control.status(settings.state)
         _show(statuses, as_json)
@@ -70,7 +70,7 @@ def up_command(
     with RichReporter(Console(stderr=True)).live():
         statuses = control.up(options)
     _show(statuses, as_json)
-    stack_settings, current_settings = record.settings(settings.state), machine.load()
+    stack_settings, current_settings = record.settings(settings.state), Settings.load()
     for name in ("s3_endpoint", "mlflow_tracking_uri", "prefect_api_url"):
         if getattr(current_settings, name) != stack_settings[name]:
             click.echo(f"the setting {name} names another server: commands use that one, not the stack's", err=True)

@@ -13,9 +13,9 @@ from tvmflow.errors import StoreError, VerdictError
 
 if TYPE_CHECKING:
     from tvmflow.comparison.pairs import Samples
+    from tvmflow.documents.verdict import Check
     from tvmflow.registry import Registry
     from tvmflow.settings import Settings
-    from tvmflow.verdict import Check
 
 
 @click.command("verdict")
@@ -43,26 +43,26 @@ def verdict_command(name: str, version: str, channel: str, about: str, replay: b
     from rich.table import Table
 
     from tasks.gate import decide_again
-    from tvmflow import settings as machine
     from tvmflow.cli.display import output_console
     from tvmflow.services import open_registry, read_sections
+    from tvmflow.settings import Settings
 
-    settings = machine.load()
+    settings = Settings.load()
     registry = open_registry(settings, read_sections(settings, name).registry)
     match about:
         case "promotion":
-            stored = _read_promotion(registry, name, version, channel)
+            verdict = _read_promotion(registry, name, version, channel)
         case "build":
-            stored = _read_choices(registry, settings, name, version)
+            verdict = _read_choices(registry, settings, name, version)
         case _:
-            stored = _read_retuning(registry, name, version)
-    run, checks = stored.run, stored.checks
+            verdict = _read_retuning(registry, name, version)
+    run, checks = verdict.run, verdict.checks
     if replay:
         with tempfile.TemporaryDirectory(prefix="tvmflow-") as folder:
             checks = tuple(decide_again(check, _read_samples(registry, run, check, Path(folder))) for check in checks)
     if as_json:
         rows = [check.model_dump(mode="json") for check in checks]
-        click.echo(json.dumps({**stored.document, "checks": rows, "mlflow_run_id": run}))
+        click.echo(json.dumps({**verdict.document, "checks": rows, "mlflow_run_id": run}))
     else:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in ("check", "", "figure", "interval", "bound", "pairs"):
@@ -70,15 +70,15 @@ def verdict_command(name: str, version: str, channel: str, about: str, replay: b
         for check in checks:
             table.add_row(
                 check.name,
-                stored.outcomes[0] if check.passed else stored.outcomes[1],
+                verdict.outcomes[0] if check.passed else verdict.outcomes[1],
                 "-" if check.value is None else f"{check.value:.4g}",
                 "-" if check.interval is None else str(check.interval),
                 "-" if check.bound is None else f"{check.bound:g}",
                 "-" if check.comparison is None else str(len(check.comparison.pairs)),
             )
         output_console().print(table)
-        click.echo(f"{stored.sentence}, MLflow run {run}{stored.signed}")
-    names = [check.name for check, before in zip(checks, stored.checks, strict=True) if check.passed != before.passed]
+        click.echo(f"{verdict.sentence}, MLflow run {run}{verdict.signed}")
+    names = [check.name for check, before in zip(checks, verdict.checks, strict=True) if check.passed != before.passed]
     if names:
         raise VerdictError(f"{', '.join(names)} of {name} {version} is decided otherwise than in MLflow run {run}")
 
@@ -99,7 +99,7 @@ class _StoredVerdict(NamedTuple):
 
 def _read_promotion(registry: "Registry", name: str, version: str, channel: str) -> _StoredVerdict:
     from tvmflow.bundle.signature import trusted_keys
-    from tvmflow.promotion import read_verdict
+    from tvmflow.promotion.verdicts import read_verdict
 
     last = read_verdict(registry, name, channel, version, trusted_keys())
     if last is None:
@@ -115,9 +115,9 @@ def _read_promotion(registry: "Registry", name: str, version: str, channel: str)
 
 def _read_choices(registry: "Registry", settings: "Settings", name: str, version: str) -> _StoredVerdict:
     from tasks.track import CHOICES
-    from tvmflow.documents import decode
+    from tvmflow.documents.encoding import decode
+    from tvmflow.documents.verdict import Choices
     from tvmflow.services import open_store_of
-    from tvmflow.verdict import Choices
 
     with open_store_of(settings, name) as store:
         run = store.get_release(name, version).mlflow_run_id
@@ -130,9 +130,9 @@ def _read_choices(registry: "Registry", settings: "Settings", name: str, version
 
 
 def _read_retuning(registry: "Registry", name: str, version: str) -> _StoredVerdict:
-    from tvmflow.documents import decode
-    from tvmflow.promotion import VERDICT
-    from tvmflow.verdict import RetuneVerdict
+    from tvmflow.documents.encoding import decode
+    from tvmflow.documents.verdict import RetuneVerdict
+    from tvmflow.promotion.verdicts import VERDICT
 
     runs = registry.find_runs({"tvmflow.kind": "retune", "tvmflow.name": name, "tvmflow.version": version})
     content = _fetch(registry, runs[0], VERDICT) if runs else None

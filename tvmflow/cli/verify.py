@@ -34,7 +34,7 @@ def verify_command(bundle: str, keys: tuple[Path, ...], timeout: float, source: 
     """
     from tvmflow.bundle import read_manifest, read_signer
     from tvmflow.bundle.signature import trusted_keys
-    from tvmflow.target import host
+    from tvmflow.hardware.target import host
     from tvmflow.verification import verify
 
     trusted = keys or trusted_keys()
@@ -83,12 +83,12 @@ def verify_command(bundle: str, keys: tuple[Path, ...], timeout: float, source: 
 
 def _show_signers(uri: str, trusted: Sequence[Path], *, as_json: bool) -> None:
     """Print who signed a release, its bundles and the channel that holds it. Raises StoreError and BundleError."""
-    from tvmflow import settings as machine
     from tvmflow.fetch import ReleaseAddress, cache_folder
     from tvmflow.services import open_store_of
+    from tvmflow.settings import Settings
     from tvmflow.store.signers import list_signers
 
-    settings, address = machine.load(), ReleaseAddress.parse(uri)
+    settings, address = Settings.load(), ReleaseAddress.parse(uri)
     with open_store_of(settings, address.name) as store:
         signers = list(list_signers(store, *address, cache_folder(settings), trusted))
     if as_json:

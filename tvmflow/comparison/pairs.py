@@ -48,16 +48,16 @@ class Pair(Record):
 
     @classmethod
     def of_turns(
-        cls, candidate: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]], reference: Sequence[float]
+        cls, candidate: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]], kernel_seconds: Sequence[float]
     ) -> "Pair":
         """Return the figures of two processes that ran alternately; a turn is several runs of one of them.
 
         `candidate` and `baseline` hold the seconds of the runs of each turn. The median of a turn counts as one run.
-        Turns with the same index were measured right after each other. `reference` holds the reference kernel's
+        Turns with the same index were measured right after each other. `kernel_seconds` holds the reference kernel's
         seconds.
         """
         first, second = (tuple(float(np.median(turn)) for turn in turns) for turns in (candidate, baseline))
-        return cls.of(Samples(candidate=first, baseline=second, reference=tuple(reference)))
+        return cls.of(Samples(candidate=first, baseline=second, reference=tuple(kernel_seconds)))
 
     @classmethod
     def of(cls, samples: Samples) -> "Pair":

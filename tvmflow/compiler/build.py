@@ -22,7 +22,6 @@ from tvm import relax
 from tvm.support import cc
 from tvm.tirx import PrimFunc
 
-from tvmflow import cores
 from tvmflow.arrays import Array
 from tvmflow.bundle import DIRECT_MAIN, PACK_WEIGHTS, Weights
 from tvmflow.compiler import outputs
@@ -44,8 +43,9 @@ from tvmflow.compiler.passes.views import ViewReshapes
 from tvmflow.compiler.schedules import ScheduleWarning, error_bounds, schedule, with_other_form
 from tvmflow.compiler.serialise import ir_text
 from tvmflow.errors import BuildError, MachineError, OptionError, TargetError
+from tvmflow.hardware import cores
+from tvmflow.hardware.target import Precision, Target, compute_capability, explain_missing_unit
 from tvmflow.runtime.profile import RULE
-from tvmflow.target import Precision, Target, compute_capability, explain_missing_unit
 
 # The worker threads of a library, in C: the linker compiles it and adds it to the library.
 _THREADS = Path(__file__).with_name("threads.c")

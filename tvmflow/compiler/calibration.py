@@ -14,8 +14,8 @@ import numpy as np
 import tvm
 from tvm.script import tirx as T
 
-from tvmflow.profiles import Cache, Memory, Profile, Vectors
-from tvmflow.target import Target, host, missing_features, resolve
+from tvmflow.hardware.profiles import Cache, Memory, Profile, Vectors
+from tvmflow.hardware.target import Target, host, missing_features, resolve
 
 # The target of the code that is measured, by the bits of its vectors.
 _LEVELS = {128: "x86-64-v2", 256: "x86-64-v3", 512: "x86-64-v4"}

@@ -16,10 +16,10 @@ from tvm.relax import vm_build
 from tvm.tirx import PrimFunc
 from tvm.tirx.build import codegen_build
 
-from tvmflow import cores
 from tvmflow.compiler.annotations import DIRECT
 from tvmflow.compiler.argument_checks import keep_checks_of_inputs
 from tvmflow.compiler.lowering import lower_functions
+from tvmflow.hardware import cores
 from tvmflow.reach import code_digest
 
 _CALL_CPACKED = tvm.ir.Op.get("tirx.tvm_call_cpacked")
@@ -35,7 +35,7 @@ PART = 16
 
 
 def code_target(options: Mapping[str, Any]) -> tvm.target.Target:
-    """Return TVM's target of these options (`tvmflow.target.Target.tvm`), with which code is generated for it.
+    """Return TVM's target of these options (`tvmflow.hardware.target.Target.tvm`), with which code is generated for it.
 
     On x86-64 loads from unrelated places stay single loads, unless the options say something of gathers. LLVM would
     join such loads to one instruction, which AMD's processors run slower than the loads.

@@ -10,7 +10,7 @@ the second-level cache.
 import math
 
 from tvmflow.compiler.machine import Machine
-from tvmflow.profiles import Memory
+from tvmflow.hardware.profiles import Memory
 
 # The share of a cache that data may fill so that it stays there beside what else is read: a part of the model, of every
 # cache with several ways.

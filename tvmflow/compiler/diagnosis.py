@@ -29,8 +29,8 @@ from tvmflow.compiler.operators.indices import RULE as CHECK_OF_INDICES
 from tvmflow.compiler.refusals import Refusal
 from tvmflow.compiler.schedules import is_elementwise, iterations_of
 from tvmflow.errors import BuildError
+from tvmflow.hardware.target import Precision, Target, explain_missing_unit
 from tvmflow.onnx_model.graph import has_graphs, node_name, operator_name
-from tvmflow.target import Precision, Target, explain_missing_unit
 
 Verdict = Literal["fast", "fallback", "folded", "refused", "unexamined"]
 # The fewest dimensions of what a convolution writes: items, channels and positions.

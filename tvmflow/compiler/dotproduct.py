@@ -17,7 +17,7 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV
 
 from tvmflow.compiler import intrinsics
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 
 @dataclass(frozen=True)

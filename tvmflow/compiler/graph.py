@@ -17,8 +17,8 @@ from tvmflow.compiler.passes.calls import bind_constant_arguments
 from tvmflow.compiler.passes.functions import relax_functions
 from tvmflow.compiler.size_checks import contradicts, known_sizes
 from tvmflow.errors import BuildError
+from tvmflow.hardware.target import Precision, Target
 from tvmflow.runtime.profile import estimate_operations
-from tvmflow.target import Precision, Target
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from tvmflow.profiles import Cache, Memory, Profile, Tiles, Vectors
-from tvmflow.target import Target, profile_of
+from tvmflow.hardware.profiles import Cache, Memory, Profile, Tiles, Vectors
+from tvmflow.hardware.target import Target, profile_of
 
 # The numbers of 32 bits in the narrowest vectors of every instruction set that this project compiles for: 128 bits.
 NARROWEST = 4
@@ -11,7 +11,7 @@ NARROWEST = 4
 
 @dataclass(frozen=True)
 class Machine:
-    """A processor as the schedules and the cost model see it; see `tvmflow.profiles` for the numbers.
+    """A processor as the schedules and the cost model see it; see `tvmflow.hardware.profiles` for the numbers.
 
     `arch` is `x86_64` or `aarch64`. `vectors` describes the vectors that the code uses. `cores` is the number of cores
     that work together. `region` is the cycles to start and to end a parallel region. `amx` names the dot products

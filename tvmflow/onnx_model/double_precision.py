@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from tvmflow import memory
 from tvmflow.arrays import Array
 from tvmflow.errors import ExportError
+from tvmflow.hardware import memory
 from tvmflow.onnx_model import external_data
 from tvmflow.onnx_model.number_types import replace_type
 from tvmflow.onnx_model.session import open_session, run_session
@@ -35,7 +35,7 @@ def compute(model: onnx.ModelProto, inputs: Mapping[str, Array]) -> dict[str, Ar
         external_data.save(double, path)
         return run_session(open_session(path, prints_errors=False, optimizes=False), wide, most_memory)
     # Each operator has errors of its own kinds for what it does not take.
-    with suppress(Exception), memory.limited(most_memory):
+    with suppress(Exception), memory.limit(most_memory):
         outputs = ReferenceEvaluator(double).run(None, wide)
         return dict(zip((value.name for value in double.graph.output), outputs, strict=True))
     return None

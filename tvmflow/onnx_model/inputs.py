@@ -90,9 +90,9 @@ def name_free_dimensions(graph: "onnx.GraphProto", *, zero_is_free: bool = False
     for name, axis, dimension in free:
         symbol = dimension.dim_param
         if re.search(r"\w", symbol) is None:
-            dimension.dim_param = _unused(f"{name}_{axis}", identifiers)
+            dimension.dim_param = _make_identifier(f"{name}_{axis}", identifiers)
         elif not symbol.isidentifier() and symbol not in renamed:
-            renamed[symbol] = _unused(symbol, identifiers)
+            renamed[symbol] = _make_identifier(symbol, identifiers)
     for value in _values(graph):
         for dimension in value.type.tensor_type.shape.dim:
             if dimension.dim_param in renamed:
@@ -105,7 +105,7 @@ def _values(graph: "onnx.GraphProto") -> "Iterator[onnx.ValueInfoProto]":
     yield from graph.value_info
 
 
-def _unused(name: str, identifiers: set[str]) -> str:
+def _make_identifier(name: str, identifiers: set[str]) -> str:
     """An identifier like `name` that is none of `identifiers`; it becomes one of them."""
     stem = re.sub(r"\W", "_", name)
     stem = stem if stem.isidentifier() else f"_{stem}"

@@ -69,8 +69,8 @@ def compute_in_float32(model: onnx.ModelProto) -> None:
     inputs = [value.name for value in graph.input if value.name not in weights and _is_of(value.type, half)]
     outputs = [value.name for value in graph.output if value.name not in inputs and _is_of(value.type, half)]
     _replace(graph, half, TensorProto.FLOAT, {*inputs, *outputs})
-    taken = {name for node in nodes_of(graph) for name in (*node.input, *node.output)} | weights
-    names = {name: _unused(f"{name}{_SUFFIX}", taken) for name in (*inputs, *outputs)}
+    used_names = {name for node in nodes_of(graph) for name in (*node.input, *node.output)} | weights
+    names = {name: _find_free_name(f"{name}{_SUFFIX}", used_names) for name in (*inputs, *outputs)}
     _rename(graph, names)
     nodes = [
         *(_cast(name, names[name], TensorProto.FLOAT) for name in inputs),
@@ -92,8 +92,8 @@ def _is_of(type_: onnx.TypeProto, kind: int) -> bool:
     return type_.tensor_type.elem_type == kind
 
 
-def _unused(name: str, taken: set[str]) -> str:
-    while name in taken:
+def _find_free_name(name: str, used_names: set[str]) -> str:
+    while name in used_names:
         name += "_"
     return name
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tvmflow import memory
 from tvmflow.arrays import NamedArrays
 from tvmflow.errors import ExportError
+from tvmflow.hardware import memory
 from tvmflow.onnx_model.external_data import save
 from tvmflow.usercode import describe
 
@@ -84,7 +84,7 @@ def _run_within(run: Callable[..., Any], most_memory: int) -> Any:
 
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-    with memory.limited(most_memory):
+    with memory.limit(most_memory):
         return run(options)
 
 
@@ -95,14 +95,14 @@ def compute_values(model: "onnx.ModelProto", inputs: Mapping[str, Any]) -> dict[
     """
     import onnx
 
-    whole = onnx.ModelProto()
-    whole.CopyFrom(model)
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
     present = {value.name for value in model.graph.output}
     results = dict.fromkeys(name for node in model.graph.node for name in node.output if name and name not in present)
-    whole.graph.output.extend(onnx.ValueInfoProto(name=name) for name in results)
+    copy.graph.output.extend(onnx.ValueInfoProto(name=name) for name in results)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        save(whole, path)
+        save(copy, path)
         session = open_session(path)
     values = {**run_session(session, dict(inputs)), **inputs}
     return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}

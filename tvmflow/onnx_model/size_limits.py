@@ -81,8 +81,8 @@ class SizeLimits:
         squeezes = [node for node in nodes if is_squeeze_without_axes(node)]
         shapes = self._infer({}) if squeezes else {}
         # The axes that a Squeeze removes or keeps, whatever their size.
-        self._removed: list[tuple[str, int]] = []
-        self._kept: list[tuple[str, int]] = []
+        self._removed_axes: list[tuple[str, int]] = []
+        self._kept_axes: list[tuple[str, int]] = []
         for node in squeezes:
             dims = [size or None for size in shapes.get(node.input[0], ())]
             axes = squeezed_axes(model, node, dims)
@@ -90,9 +90,9 @@ class SizeLimits:
                 continue
             for axis, size in enumerate(dims):
                 if axis in axes:
-                    self._removed.append((node.input[0], axis))
+                    self._removed_axes.append((node.input[0], axis))
                 elif size is None:
-                    self._kept.append((node.input[0], axis))
+                    self._kept_axes.append((node.input[0], axis))
 
     def explain(self, sizes: Mapping[str, int]) -> str | None:
         """Return why a bundle would not run at these sizes of the free dimensions; None if no reason is found."""
@@ -101,11 +101,11 @@ class SizeLimits:
             return "a pooling is larger than its data"
         if not self._features.fit(shapes):
             return "rows have other features than the model has weights for"
-        if any(_size(shapes, name, axis) > 1 for name, axis in self._removed):
+        if any(_size(shapes, name, axis) > 1 for name, axis in self._removed_axes):
             return "the file says that a dimension is one and leaves it out, which here is larger"
-        if any(_size(shapes, name, axis) == 1 for name, axis in self._kept):
+        if any(_size(shapes, name, axis) == 1 for name, axis in self._kept_axes):
             return "the file keeps a dimension that a Squeeze removes here, because it is one"
-        repeated = {pair for node in self._broadcasts for pair in _repeated(node, shapes)}
+        repeated = {pair for node in self._broadcasts for pair in _find_repeats(node, shapes)}
         if repeated:
             # One factor for all: a size that is the sum of two others stays that.
             factor = self._far_factor(sizes, shapes)
@@ -218,7 +218,7 @@ def _size(shapes: _Shapes, name: str, axis: int) -> int:
     return shape[axis] if -len(shape) <= axis < len(shape) else 0
 
 
-def _repeated(node: "onnx.NodeProto", shapes: _Shapes) -> list[tuple[str, int]]:
+def _find_repeats(node: "onnx.NodeProto", shapes: _Shapes) -> list[tuple[str, int]]:
     """The tensors and axes, counted from the last one, of size one that a broadcast repeats."""
     ranks = [len(shapes.get(name, ())) for name in node.input]
     # What the dimensions of operands that become one dimension have in common.

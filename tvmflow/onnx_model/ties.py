@@ -84,7 +84,7 @@ class Ties:
                 settled[name] = np.where(is_tie.reshape(answer.shape), answer, other)
         return settled
 
-    def undecided(
+    def find_undecided(
         self, inputs: Mapping[str, Array], outputs: Mapping[str, Array], bounds: Bounds
     ) -> dict[str, npt.NDArray[np.bool_]]:
         """Return, for each output that has some, which elements may be other ones within `bounds`, as masks by name.

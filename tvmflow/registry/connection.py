@@ -39,7 +39,7 @@ class Connection:
 
     def check(self) -> None:
         """Raise RegistryError within seconds when the server is down, refuses the credentials or is not MLflow."""
-        with self._explained("be opened"):
+        with self._explain_errors("be opened"):
             for uri, endpoint in zip(self.config.uris, _PROBE_ENDPOINTS, strict=False):
                 self._probe(uri, endpoint)
 
@@ -121,7 +121,7 @@ class Connection:
             )
 
     @contextmanager
-    def _explained(self, action: str) -> Iterator[None]:
+    def _explain_errors(self, action: str) -> Iterator[None]:
         """Turn errors of MLflow and of the libraries below it into one RegistryError; `action` follows "could not"."""
         prepare_environment()
         try:

@@ -50,7 +50,7 @@ def _migrate(file: str) -> None:
 
     # Nobody sees the file before it is complete and synced, so the many small transactions need no sync of their own.
     @sqlalchemy.event.listens_for(engine, "connect")
-    def _unsynced(connection: sqlite3.Connection, _record: Any) -> None:
+    def _turn_syncing_off(connection: sqlite3.Connection, _record: Any) -> None:
         connection.execute("PRAGMA synchronous = OFF")
 
     try:

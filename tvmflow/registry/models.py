@@ -62,7 +62,7 @@ class Models(Runs):
         URI. Raises BundleError for a file that is not a bundle, RegistryError when MLflow fails; a model that could not
         be stored completely stays in MLflow, marked as failed.
         """
-        with self._explained(f"log the model {name!r}"):
+        with self._explain_errors(f"log the model {name!r}"):
             from mlflow.models import Model
 
             from tvmflow.registry import flavor
@@ -70,21 +70,21 @@ class Models(Runs):
 
             signature = model_signature(inputs, outputs)
             new_model = self._new_logged_model(run_id, name, flavor.FLAVOR_NAME, metrics or {}, params or {})
-            with new_model as logged, tempfile.TemporaryDirectory() as folder:
+            with new_model as logged_model, tempfile.TemporaryDirectory() as folder:
                 flavor.save_model(
                     bundles,
                     folder,
                     signature=signature,
                     input_example=input_example or False,
                     mlflow_model=Model(
-                        artifact_path=logged.artifact_location,
+                        artifact_path=logged_model.artifact_location,
                         run_id=run_id,
-                        model_uuid=logged.model_id,
-                        model_id=logged.model_id,
+                        model_uuid=logged_model.model_id,
+                        model_id=logged_model.model_id,
                     ),
                 )
-                self._client().log_model_artifacts(logged.model_id, folder)
-            return LoggedModelRef(logged.model_id, f"models:/{logged.model_id}")
+                self._client().log_model_artifacts(logged_model.model_id, folder)
+            return LoggedModelRef(logged_model.model_id, f"models:/{logged_model.model_id}")
 
     def log_saved_model(
         self, run_id: str, name: str, folder: Path, metrics: Mapping[str, float], params: Mapping[str, object]
@@ -95,24 +95,24 @@ class Models(Runs):
         written into the folder's `MLmodel`. Returns the model's id and URI. Raises RegistryError when MLflow fails; a
         model that could not be stored completely stays in MLflow, marked as failed.
         """
-        with self._explained(f"log the model {name!r}"):
+        with self._explain_errors(f"log the model {name!r}"):
             from mlflow.models import Model
 
             saved_model = Model.load(str(folder))
             flavor = next((flavor for flavor in saved_model.flavors if flavor != "python_function"), None)
-            with self._new_logged_model(run_id, name, flavor, metrics, params) as logged:
-                saved_model.run_id, saved_model.model_id = run_id, logged.model_id
-                saved_model.artifact_path = logged.artifact_location
+            with self._new_logged_model(run_id, name, flavor, metrics, params) as logged_model:
+                saved_model.run_id, saved_model.model_id = run_id, logged_model.model_id
+                saved_model.artifact_path = logged_model.artifact_location
                 saved_model.save(str(folder / "MLmodel"))
-                self._client().log_model_artifacts(logged.model_id, str(folder))
-            return LoggedModelRef(logged.model_id, f"models:/{logged.model_id}")
+                self._client().log_model_artifacts(logged_model.model_id, str(folder))
+            return LoggedModelRef(logged_model.model_id, f"models:/{logged_model.model_id}")
 
     def resolve_source(self, uri: str) -> ModelSource:
         """Read the version of a registered model that `models:/NAME/VERSION` or `models:/NAME@ALIAS` names.
 
         Raises RegistryError for another URI, and for a version that does not exist or names no flavors.
         """
-        with self._explained(f"read {uri!r}"), tempfile.TemporaryDirectory() as folder:
+        with self._explain_errors(f"read {uri!r}"), tempfile.TemporaryDirectory() as folder:
             import yaml
 
             version, location = self._find_version(uri)
@@ -136,7 +136,7 @@ class Models(Runs):
         `uri` is `models:/NAME/VERSION` or `models:/NAME@ALIAS`. Raises RegistryError for another URI, for a version
         that does not exist, and when MLflow fails.
         """
-        with self._explained(f"download {uri!r}"):
+        with self._explain_errors(f"download {uri!r}"):
             return self._download(self._find_version(uri)[1], destination)
 
     @contextmanager
@@ -152,7 +152,7 @@ class Models(Runs):
         from mlflow.entities import LoggedModelOutput
 
         client = self._client()
-        logged = client.create_logged_model(
+        logged_model = client.create_logged_model(
             self._experiment(),
             name=name,
             source_run_id=run_id,
@@ -160,14 +160,14 @@ class Models(Runs):
             model_type=flavor,
         )
         try:
-            yield logged
-            client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=0)])
-            self._log_points(run_id, [(key, value, 0) for key, value in metrics.items()], logged.model_id)
+            yield logged_model
+            client.log_outputs(run_id, [LoggedModelOutput(logged_model.model_id, step=0)])
+            self._log_points(run_id, [(key, value, 0) for key, value in metrics.items()], logged_model.model_id)
         except BaseException:
             with suppress(Exception):
-                client.finalize_logged_model(logged.model_id, "FAILED")
+                client.finalize_logged_model(logged_model.model_id, "FAILED")
             raise
-        client.finalize_logged_model(logged.model_id, "READY")
+        client.finalize_logged_model(logged_model.model_id, "READY")
 
     def _find_version(self, uri: str) -> tuple[Any, str]:
         """A version of a registered model, and the address of its files."""

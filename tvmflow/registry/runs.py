@@ -37,7 +37,7 @@ class Runs(Connection):
         A run that a step opened under the same `key` before, and that is not deleted, is opened again; with None the
         run is new. Raises RegistryError.
         """
-        with self._explained(f"open the run {name!r}"):
+        with self._explain_errors(f"open the run {name!r}"):
             from mlflow.entities import Param
 
             client, experiment = self._client(), self._experiment()
@@ -68,7 +68,7 @@ class Runs(Connection):
 
     def read_start(self, run_id: str) -> datetime.datetime:
         """Return the time at which a run was opened first, in UTC. Raises RegistryError."""
-        with self._explained(f"read the run {run_id}"):
+        with self._explain_errors(f"read the run {run_id}"):
             milliseconds = self._client().get_run(run_id).info.start_time
         return datetime.datetime.fromtimestamp(milliseconds / 1000, datetime.UTC)
 
@@ -80,7 +80,7 @@ class Runs(Connection):
         opened for a promotion stays open, because it may wait for a person. Call this while no such step runs; a run
         that is just being written still ends with the status that its writer gives it. Raises RegistryError.
         """
-        with self._explained("end runs that nobody works on"):
+        with self._explain_errors("end runs that nobody works on"):
             client, experiment = self._client(), self._experiment()
             running = client.search_runs([experiment], f"attributes.status = 'RUNNING' and {_query(tags)}")
             abandoned = [str(run.info.run_id) for run in running if _is_written_at_once(run.data.tags)]
@@ -104,7 +104,7 @@ class Runs(Connection):
         `flow_run` is the id of the Prefect flow run that promotes. If it opened a run before it was suspended, that run
         is returned, with `tags` set on it. With None as `flow_run`, the run is new. Raises RegistryError.
         """
-        with self._explained(f"open the run {name!r}"):
+        with self._explain_errors(f"open the run {name!r}"):
             client = self._client()
             release = get_or_none(client.get_run, release_run)
             experiment = self._experiment() if release is None else str(release.info.experiment_id)
@@ -123,17 +123,17 @@ class Runs(Connection):
 
     def set_run_tag(self, run_id: str, key: str, value: str) -> None:
         """Set a tag of a run. Raises RegistryError."""
-        with self._explained(f"tag the run {run_id}"):
+        with self._explain_errors(f"tag the run {run_id}"):
             self._client().set_tag(run_id, key, value)
 
     def finish_run(self, run_id: str, status: RunStatus) -> None:
         """End a run with a status. Raises RegistryError."""
-        with self._explained(f"close the run {run_id}"):
+        with self._explain_errors(f"close the run {run_id}"):
             self._client().set_terminated(run_id, status)
 
     def run_exists(self, run_id: str) -> bool:
         """Whether the run exists and is not deleted. Raises RegistryError."""
-        with self._explained(f"read the run {run_id}"):
+        with self._explain_errors(f"read the run {run_id}"):
             run = get_or_none(self._client().get_run, run_id)
         return run is not None and run.info.lifecycle_stage == "active"
 
@@ -142,14 +142,14 @@ class Runs(Connection):
 
         Raises RegistryError.
         """
-        with self._explained("search its runs"):
+        with self._explain_errors("search its runs"):
             query = f"attributes.status = 'FINISHED' and {_query(tags)}"
             runs = self._client().search_runs([self._experiment()], query)
             return [str(run.info.run_id) for run in runs]
 
     def log_metrics(self, run_id: str, metrics: Mapping[str, float]) -> None:
         """Record metrics of a run by name. Raises RegistryError."""
-        with self._explained(f"record metrics of the run {run_id}"):
+        with self._explain_errors(f"record metrics of the run {run_id}"):
             self._log_points(run_id, [(key, value, 0) for key, value in metrics.items()])
 
     def log_curve(self, run_id: str, key: str, curve: Sequence[tuple[int, float]]) -> None:
@@ -158,7 +158,7 @@ class Runs(Connection):
         One call takes at most 1000 pairs. Raises RegistryError.
         """
         points = [(key, value, step) for step, value in curve if math.isfinite(value)]
-        with self._explained(f"record {key!r} of the run {run_id}"):
+        with self._explain_errors(f"record {key!r} of the run {run_id}"):
             self._log_points(run_id, points)
 
     def log_artifacts(self, run_id: str, files: Mapping[str, Path]) -> None:
@@ -169,7 +169,7 @@ class Runs(Connection):
         for path in files.values():
             if not path.is_file():
                 raise RegistryError(f"the artifact {str(path)!r} is not a file; run the step that writes it again")
-        with self._explained(f"store artifacts of the run {run_id}"), tempfile.TemporaryDirectory() as scratch:
+        with self._explain_errors(f"store artifacts of the run {run_id}"), tempfile.TemporaryDirectory() as scratch:
             for artifact_path, path in files.items():
                 place = PurePosixPath(artifact_path)
                 local = path
@@ -198,7 +198,7 @@ class Runs(Connection):
                 document = {"columns": list(rows[0]), "data": cells}
                 files[place].write_text(json.dumps(document))
             self.log_artifacts(run_id, files)
-        with self._explained(f"store tables of the run {run_id}"):
+        with self._explain_errors(f"store tables of the run {run_id}"):
             client = self._client()
             marks = json.loads(client.get_run(run_id).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
             marks += [mark for place in tables if (mark := {"path": place, "type": "table"}) not in marks]
@@ -209,7 +209,7 @@ class Runs(Connection):
 
         Raises RegistryError.
         """
-        with self._explained(f"read {artifact_path!r} of the run {run_id}"):
+        with self._explain_errors(f"read {artifact_path!r} of the run {run_id}"):
             client = self._client()
             if get_or_none(client.get_run, run_id) is None:
                 return None

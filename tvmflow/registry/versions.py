@@ -30,7 +30,7 @@ class Versions(Connection):
         The registered model is created when it is missing. A run has at most one version of a model: a second call sets
         its tags again and returns the same number. Raises RegistryError.
         """
-        with self._explained(f"register the model {name!r}"):
+        with self._explain_errors(f"register the model {name!r}"):
             client = self._client()
             self._create_registered_model(name)
             number = self.find_version(name, run_id)
@@ -47,7 +47,7 @@ class Versions(Connection):
 
     def find_version(self, name: str, run_id: str) -> str | None:
         """Return the version of a registered model that a run made, None if it made none. Raises RegistryError."""
-        with self._explained(f"look for the version of {name!r} that the run {run_id} made"):
+        with self._explain_errors(f"look for the version of {name!r} that the run {run_id} made"):
             versions = [
                 int(version.version)
                 for version in self._client().search_model_versions(f"run_id = {quote(run_id)}")
@@ -68,7 +68,7 @@ class Versions(Connection):
 
         Raises RegistryError.
         """
-        with self._explained(f"list the versions of {name!r}"):
+        with self._explain_errors(f"list the versions of {name!r}"):
             versions = self._client().search_model_versions(
                 f"name = {quote(name)}", max_results=limit, order_by=["version_number DESC"]
             )
@@ -91,23 +91,23 @@ class Versions(Connection):
 
     def version_exists(self, name: str, version: str) -> bool:
         """Whether the registered model has that version. Raises RegistryError."""
-        with self._explained(f"read version {version} of {name!r}"):
+        with self._explain_errors(f"read version {version} of {name!r}"):
             return get_or_none(self._client().get_model_version, name, version) is not None
 
     def get_version_tags(self, name: str, version: str) -> dict[str, str]:
         """Return the tags of a version; empty when the version does not exist. Raises RegistryError."""
-        with self._explained(f"read version {version} of {name!r}"):
+        with self._explain_errors(f"read version {version} of {name!r}"):
             model_version = get_or_none(self._client().get_model_version, name, version)
         return {} if model_version is None else dict(model_version.tags)
 
     def set_version_tag(self, name: str, version: str, key: str, value: str) -> None:
         """Set a tag of a version. Raises RegistryError."""
-        with self._explained(f"tag version {version} of {name!r}"):
+        with self._explain_errors(f"tag version {version} of {name!r}"):
             self._client().set_model_version_tag(name, version, key, value)
 
     def delete_version_tag(self, name: str, version: str, key: str) -> None:
         """Delete a tag of a version, if it has it. Raises RegistryError."""
-        with self._explained(f"tag version {version} of {name!r}"):
+        with self._explain_errors(f"tag version {version} of {name!r}"):
             self._client().delete_model_version_tag(name, version, key)
 
     def get_alias_version(self, name: str, alias: str) -> str | None:
@@ -115,25 +115,25 @@ class Versions(Connection):
 
         Raises RegistryError.
         """
-        with self._explained(f"read the alias {alias!r} of {name!r}"):
+        with self._explain_errors(f"read the alias {alias!r} of {name!r}"):
             model = get_or_none(self._client().get_registered_model, name)
         version = None if model is None else model.aliases.get(alias)
         return None if version is None else str(version)
 
     def list_aliases(self, name: str) -> dict[str, str]:
         """Return a registered model's versions by alias; empty when the model does not exist. Raises RegistryError."""
-        with self._explained(f"read the aliases of {name!r}"):
+        with self._explain_errors(f"read the aliases of {name!r}"):
             model = get_or_none(self._client().get_registered_model, name)
         return {} if model is None else {alias: str(version) for alias, version in model.aliases.items()}
 
     def set_alias(self, name: str, alias: str, version: str) -> None:
         """Point an alias at a version. Raises RegistryError."""
-        with self._explained(f"set the alias {alias!r} of {name!r}"):
+        with self._explain_errors(f"set the alias {alias!r} of {name!r}"):
             self._client().set_registered_model_alias(name, alias, version)
 
     def delete_alias(self, name: str, alias: str) -> None:
         """Delete an alias, if it exists. Raises RegistryError."""
-        with self._explained(f"delete the alias {alias!r} of {name!r}"):
+        with self._explain_errors(f"delete the alias {alias!r} of {name!r}"):
             self._client().delete_registered_model_alias(name, alias)
 
     def connect_webhook(self, name: str, url: str, secret: str) -> bool:
@@ -146,7 +146,7 @@ class Versions(Connection):
         if sqlite_file(uri) is not None:
             raise RegistryError(f"the registry {uri} has no server that could send webhooks; use an MLflow server")
         events = ["model_version_alias.created"]
-        with self._explained(f"create the webhook to {url}"):
+        with self._explain_errors(f"create the webhook to {url}"):
             client = self._client()
             token = None
             while True:

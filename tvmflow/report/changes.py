@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from tvmflow.comparison import Comparison, Conditions, Interval, Pair
-from tvmflow.figures import Concurrency, Point
-from tvmflow.release import Release, ReleaseTarget
+from tvmflow.documents.figures import Concurrency, Point
+from tvmflow.documents.release import Release, ReleaseTarget
 from tvmflow.workspace import Record
 
 Value = float | int | str | None

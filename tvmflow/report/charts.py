@@ -115,12 +115,12 @@ def points(
             names.append((*places[-1], name))
         texts.append(f"{name}: " + ", ".join(f"({x:.4g}, {y:.4g})" for x, y in values))
     # A name stands beside its last point, or below the names that are there.
-    taken: list[tuple[float, float]] = []
+    places_of_names: list[tuple[float, float]] = []
     for x, y, name in names:
         line = y - 8
-        while any(abs(line - other_y) < 13 and abs(x - other_x) < 200 for other_x, other_y in taken):
+        while any(abs(line - other_y) < 13 and abs(x - other_x) < 200 for other_x, other_y in places_of_names):
             line += 13
-        taken.append((x, line))
+        places_of_names.append((x, line))
         is_right = x > _NARROW * 0.5
         parts.append(_text(x - 8 if is_right else x + 8, line, name, "end" if is_right else "start"))
     return _picture(title, f"{across} across, {up} up. " + "; ".join(texts), height, parts, _NARROW)
@@ -222,17 +222,17 @@ def icicle(title: str, rows: Sequence[tuple[Sequence[str], float]], unit: str) -
         for index, (name, group) in enumerate(groups.items()):
             share = sum(value for _, value in group) / total
             width, top = share * _WIDTH, 4 + depth * _STEP
-            chosen = index % len(COLOURS) if depth == 0 else colour
+            colour_index = index % len(COLOURS) if depth == 0 else colour
             parts.append(f"<g><title>{escape(name)}: {share:.1%} {escape(unit)}</title>")
             size = f'width="{max(width - 1, 0.1):.2f}" height="22"'
-            parts.append(f'<rect x="{left:.2f}" y="{top}" {size} fill="{COLOURS[chosen]}"/>')
+            parts.append(f'<rect x="{left:.2f}" y="{top}" {size} fill="{COLOURS[colour_index]}"/>')
             short = _shorten(name.removeprefix(f"{outer}."), int(width / 7))
             if width > 24:
                 parts.append(f'<text class="on" x="{left + 4:.1f}" y="{top + 15}">{escape(short)}</text>')
             parts.append("</g>")
             if depth == 0:
                 texts.append(f"{name} {share:.1%}")
-            draw(group, depth + 1, left, name, chosen)
+            draw(group, depth + 1, left, name, colour_index)
             left += width
 
     draw(rows, 0, 0.0, "", 0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tvmflow.arrays import Array
-from tvmflow.release import Release
+from tvmflow.documents.release import Release
 from tvmflow.report.changes import figures
 from tvmflow.report.numbers import format_number
 from tvmflow.workspace import Record

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tvmflow.release import Blob
+from tvmflow.documents.release import Blob
 from tvmflow.report import charts, page
 from tvmflow.report.insight import Insight, Layer, Peaks
 from tvmflow.report.page import Markup

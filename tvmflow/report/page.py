@@ -131,21 +131,21 @@ def figure(caption: str, chart: str) -> Markup:
 _DATA = re.compile(r'(?<=<script type="application/json" id="data">).*?(?=</script>)', re.DOTALL)
 
 
-def read_data(written: str) -> Any:
+def read_data(html: str) -> Any:
     """Return the JSON document of a page that `write` wrote; None where there is none."""
-    document = _DATA.search(written)
+    document = _DATA.search(html)
     return None if document is None else json.loads(document[0])
 
 
-def replace_section(written: str, heading: str, parts: Sequence[Markup], data: Mapping[str, Any]) -> str:
+def replace_section(html: str, heading: str, parts: Sequence[Markup], data: Mapping[str, Any]) -> str:
     """Return a page that `write` wrote, with `parts` as the new content of the section called `heading`.
 
     The entries of `data` are added to the page's JSON document. A page without the section stays as it is.
     """
     start = _open_section(heading)
-    before, separator, rest = written.partition(start)
+    before, separator, rest = html.partition(start)
     if not separator:
-        return written
+        return html
     changed = f"{before}{start}{''.join(parts)}{rest[rest.index('</section>') :]}"
     return _DATA.sub(lambda document: _embed({**json.loads(document[0]), **data}), changed)
 

@@ -35,7 +35,7 @@ def draw_png(chart: str) -> bytes:
     )
 
 
-def find_charts(written: str) -> dict[str, str]:
-    """Return the SVG of each chart by its caption, in the order of the page; `written` is its HTML."""
-    figures = re.findall(r"<figure><figcaption>([^<]*)</figcaption><div[^>]*>(<svg.*?</svg>)", written, re.DOTALL)
+def find_charts(html: str) -> dict[str, str]:
+    """Return the SVG of each chart by its caption, in the order of the page; `html` is its HTML."""
+    figures = re.findall(r"<figure><figcaption>([^<]*)</figcaption><div[^>]*>(<svg.*?</svg>)", html, re.DOTALL)
     return {unescape(caption): chart for caption, chart in figures}

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from tvmflow.comparison import Interval
-from tvmflow.release import Release
+from tvmflow.documents.release import Release
+from tvmflow.documents.verdict import REBUILD, Answer, Check
 from tvmflow.report import page
 from tvmflow.report.page import Markup
-from tvmflow.verdict import REBUILD, Answer, Check
 from tvmflow.workspace import Record
 
 HEADING = "Trust"

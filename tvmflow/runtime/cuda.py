@@ -32,7 +32,7 @@ def load() -> None:
     """
     library.load()
     reason: OSError | None = None
-    for preloaded in (None, *_packaged()):
+    for preloaded in (None, *_find_in_packages()):
         try:
             if preloaded is not None:
                 ctypes.CDLL(str(preloaded), ctypes.RTLD_GLOBAL)
@@ -47,7 +47,7 @@ def load() -> None:
     )
 
 
-def _packaged() -> Iterator[Path]:
+def _find_in_packages() -> Iterator[Path]:
     """CUDA's runtime library in Python packages."""
     package = find_spec("nvidia")
     for root in package.submodule_search_locations or () if package is not None else ():

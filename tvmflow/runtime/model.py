@@ -1,10 +1,8 @@
 """A bundle loaded into this process: a model to call with arrays."""
 
 import io
-import math
 import operator
 import re
-import statistics
 import tempfile
 import threading
 import time
@@ -15,7 +13,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -33,21 +30,20 @@ from tvmflow.bundle import (
     extract,
 )
 from tvmflow.errors import BundleError, InputError
+from tvmflow.hardware.target import compute_capability
 from tvmflow.runtime import cuda, kept, library
 from tvmflow.runtime import threads as pools
+from tvmflow.runtime.alignment import ALIGNMENT, copy_aligned, find_address, make_aligned
+from tvmflow.runtime.inputs import InputCheck, to_one_line
+from tvmflow.runtime.timings import Timings
 from tvmflow.runtime.uri import locate
-from tvmflow.target import compute_capability
 
 if TYPE_CHECKING:
     from tvmflow.arrays import Array
 
-# Bytes; TVM's kAllocAlignment.
-_ALIGNMENT = 64
 # Bytes; up to this size, an input is copied into a tensor that exists, which is quicker than making a tensor of its
 # memory, and an output is copied, so that a small array does not hold a whole page of TVM's memory.
 _LARGEST_COPY = LARGEST_DIRECT_OUTPUT
-# DLPack's kDLCPU, kDLCUDAHost and kDLCUDAManaged: the memory that NumPy can read.
-_HOST_MEMORY = (1, 3, 13)
 # In TVM's error for arrays whose sizes are not those that the model relies on.
 _CONTRADICTION = "match_cast"
 # The two sizes in that error, as the virtual machine words it.
@@ -146,43 +142,6 @@ class _PerThread(threading.local):
         self.stages: dict[int, Array] = {}
 
 
-@dataclass(frozen=True)
-class Timings:
-    """The times of calls: `seconds` per run, one value per measurement, each the mean over `number` runs."""
-
-    seconds: tuple[float, ...]
-    number: int = 1
-
-    @property
-    def mean(self) -> float:
-        """The mean, in seconds."""
-        return statistics.fmean(self.seconds)
-
-    @property
-    def median(self) -> float:
-        """The median, in seconds."""
-        return statistics.median(self.seconds)
-
-    @property
-    def std(self) -> float:
-        """The standard deviation of the measurements, in seconds; 0 for a single one."""
-        return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
-
-    @property
-    def min(self) -> float:
-        """The smallest time, in seconds."""
-        return min(self.seconds)
-
-    @property
-    def max(self) -> float:
-        """The largest time, in seconds."""
-        return max(self.seconds)
-
-    def percentile(self, percent: float) -> float:
-        """Return the time, in seconds, below which `percent` per cent of the measurements lie."""
-        return float(np.percentile(self.seconds, percent))
-
-
 class CompiledModel:
     """A compiled model: call it with arrays in order or by name; it returns the outputs by name.
 
@@ -239,11 +198,10 @@ class CompiledModel:
         self._has_direct_main = self._on_cpu and self._library.implements_function(DIRECT_MAIN, query_imports=True)
         self._params = self._weights(folder)
         self._direct, self._constants = self._find_direct_main()
-        self._names = tuple(spec.name for spec in self.inputs)
+        self._input_check = InputCheck(manifest)
+        self._names = self._input_check.names
         self._dtypes = tuple(np.dtype(spec.dtype) for spec in self.inputs)
         self._output_names = tuple(spec.name for spec in self.outputs)
-        # The places of inputs that are looked up in tables, with their least and largest integer.
-        self._indices = tuple((self._names.index(name), *limits) for name, limits in manifest.indices.items())
         self._is_free = self._on_cpu and any(least != largest for least, largest in manifest.dimensions.values())
         kept.limit.leave_out()
 
@@ -299,11 +257,11 @@ class CompiledModel:
         arrays: Sequence[Any] = (*args, *map(kwargs.get, self._names[len(args) :])) if kwargs else args
         call = self._find_call(arrays) if len(args) + len(kwargs) == len(self._names) else None
         if call is None:
-            checked, sizes = self._check(self._name_inputs(args, kwargs))
+            checked, sizes = self._input_check.check(self._input_check.match(args, kwargs))
             arrays = tuple(checked.values())
             call = self._find_call(arrays) or self._prepare_call(arrays, sizes)
-        if self._indices:
-            self._check_indices(arrays)
+        if self._input_check.indices:
+            self._input_check.check_indices(arrays)
         if pools.are_mixed and self._uses_tvms_pool:
             pools.use_workers(self.threads)
         if isinstance(call, _DirectCall):
@@ -330,7 +288,7 @@ class CompiledModel:
         Their sizes contradict each other, or they lead to an index outside of the model's data.
         """
         if INDEX_ERROR in str(error):
-            reason = _one_line(error).partition(INDEX_ERROR)[2]
+            reason = to_one_line(error).partition(INDEX_ERROR)[2]
             raise InputError(f"the model does not run with these inputs: {reason}") from error
         if _CONTRADICTION not in str(error):
             return
@@ -339,7 +297,7 @@ class CompiledModel:
         if sizes is not None:
             reason = "two sizes that must be equal are {} and {}".format(*sizes.groups())
         else:
-            reason = _one_line(error).removeprefix(f"{_CONTRADICTION} error: ")
+            reason = to_one_line(error).removeprefix(f"{_CONTRADICTION} error: ")
         raise InputError(f"the model does not run with inputs of the shapes {shapes}: {reason}") from error
 
     def _run(self, call: _Call, arrays: Sequence[Any]) -> "dict[str, Array]":
@@ -428,14 +386,14 @@ class CompiledModel:
             call = self._prepare_function("main", arrays)
             shapes = [output.shape for output in self._run(call, arrays).values()]
         outputs = {
-            spec.name: _aligned_empty(shape, np.dtype(spec.dtype))
+            spec.name: make_aligned(shape, np.dtype(spec.dtype))
             for spec, shape in zip(self.outputs, shapes, strict=True)
         }
         # NumPy gives an empty array strides that a function of the library refuses.
         if any(array.nbytes > _LARGEST_COPY or not array.size for array in outputs.values()):
             return None
         large = tuple(place for place, array in enumerate(arrays) if array.nbytes > _LARGEST_COPY)
-        inputs = {place: _aligned_copy(array) for place, array in enumerate(arrays) if place not in large}
+        inputs = {place: copy_aligned(array) for place, array in enumerate(arrays) if place not in large}
         arguments = (
             *(self._from_dlpack(inputs[place]) if place in inputs else None for place in range(len(arrays))),
             *self._params,
@@ -456,7 +414,7 @@ class CompiledModel:
 
     def _copier(self, example: "Array") -> "Callable[[Array], Any]":
         """Make a tensor for arrays of the example's shape and dtype; return the function that copies one into it."""
-        buffer = _aligned_copy(example)
+        buffer = copy_aligned(example)
         tensor = self._from_dlpack(buffer)
 
         def copy(array: "Array") -> Any:
@@ -478,20 +436,20 @@ class CompiledModel:
 
             return runtime.tensor(array, self.device)
         # Libraries of former versions load whole vectors from memory that is aligned as TVM aligns its own.
-        alignment = array.itemsize if self.manifest.unaligned_inputs else _ALIGNMENT
-        is_usable = _address(array) % alignment == 0 and array.flags.writeable and array.flags.c_contiguous
-        return self._from_dlpack(array if is_usable else self._staged(array, place))
+        alignment = array.itemsize if self.manifest.unaligned_inputs else ALIGNMENT
+        is_usable = find_address(array) % alignment == 0 and array.flags.writeable and array.flags.c_contiguous
+        return self._from_dlpack(array if is_usable else self._copy_aligned(array, place))
 
-    def _staged(self, array: "Array", place: int | None) -> "Array":
+    def _copy_aligned(self, array: "Array", place: int | None) -> "Array":
         """A copy of an array in aligned memory: in new memory, or in that which this thread keeps for an input.
 
         New memory would cost more than the copy: the system clears each page of it at the first write.
         """
         if place is None:
-            return _aligned_copy(array)
+            return copy_aligned(array)
         stages = self._local.stages
         if place not in stages or stages[place].nbytes < array.nbytes:
-            stages[place] = _aligned_empty((array.nbytes,), np.dtype(np.uint8))
+            stages[place] = make_aligned((array.nbytes,), np.dtype(np.uint8))
         copy = stages[place][: array.nbytes].view(array.dtype).reshape(array.shape)
         copy[...] = array
         return copy
@@ -548,78 +506,9 @@ class CompiledModel:
         Raises InputError for an input that is missing, unknown, or of the wrong shape or dtype, and for integers beyond
         the table in which the model looks them up.
         """
-        arrays = self._check(inputs)[0]
-        self._check_indices(tuple(arrays.values()))
+        arrays = self._input_check.check(inputs)[0]
+        self._input_check.check_indices(tuple(arrays.values()))
         return arrays
-
-    def _check_indices(self, arrays: Sequence[Any]) -> None:
-        for place, least, largest in self._indices:
-            array = arrays[place]
-            if not array.size:
-                continue
-            for value in (array.min(), array.max()):
-                if not least <= value <= largest:
-                    raise InputError(
-                        f"input {self._names[place]!r} holds {value}; the model takes {least} to {largest}"
-                    )
-
-    def _check(self, inputs: "Mapping[str, npt.ArrayLike]") -> "tuple[dict[str, Array], dict[str, int]]":
-        """Return the inputs as `check_inputs` does, whatever they hold, and the size of each symbolic dimension."""
-        for name in inputs:
-            if name not in self._names:
-                raise InputError(f"model {self.manifest.name!r} has no input {name!r}; it takes {self._signature()}")
-        sizes: dict[str, int] = {}
-        arrays = {}
-        for spec in self.inputs:
-            if spec.name not in inputs:
-                raise InputError(f"input {spec.name!r} is missing; the model takes {self._signature()}")
-            array = _array_of(spec.name, inputs[spec.name])
-            if array.dtype.kind in "OSTU" and spec.name in self.manifest.labels:
-                array = label_places(array, self.manifest.labels[spec.name])
-            if array.dtype.name != spec.dtype:
-                # The name of a dtype of strings has their number of bits; that of objects does not say what they are.
-                is_named = array.dtype.kind not in "OSTU" or not array.size
-                own = array.dtype.name if is_named else type(array.item(0)).__name__
-                raise InputError(f"input {spec.name!r} is {own}, expected {spec.dtype}; convert it first")
-            self._check_shape(spec, array.shape, sizes)
-            # In native byte order as well, which the dtype's name does not tell. (np.ascontiguousarray would turn a
-            # scalar into a vector.)
-            arrays[spec.name] = np.asarray(array, dtype=spec.dtype, order="C")
-        return arrays, sizes
-
-    def _check_shape(self, spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
-        """Check an input's shape against the manifest, and against `sizes`, which gets its symbolic dimensions."""
-        expected = f"[{', '.join(map(str, spec.shape))}]"
-        if len(shape) != len(spec.shape):
-            raise InputError(f"input {spec.name!r} has shape {list(shape)}, expected {expected}")
-        for size, dimension in zip(shape, spec.shape, strict=True):
-            if isinstance(dimension, int):
-                if size != dimension:
-                    raise InputError(f"input {spec.name!r} has shape {list(shape)}, expected {expected}")
-                continue
-            low, high = self.manifest.dimensions.get(dimension, (1, None))
-            if size < low or (high is not None and size > high):
-                raise InputError(
-                    f"input {spec.name!r}: dimension {dimension!r} is {size}, "
-                    f"expected {low} to {'any' if high is None else high}"
-                )
-            if sizes.setdefault(dimension, size) != size:
-                raise InputError(
-                    f"input {spec.name!r}: dimension {dimension!r} is {size}, but {sizes[dimension]} in another input"
-                )
-
-    def _name_inputs(
-        self, args: "tuple[npt.ArrayLike, ...]", kwargs: "dict[str, npt.ArrayLike]"
-    ) -> "dict[str, npt.ArrayLike]":
-        if len(args) > len(self.inputs):
-            raise InputError(f"{len(args)} inputs are given; the model takes {self._signature()}")
-        positional = {spec.name: value for spec, value in zip(self.inputs, args, strict=False)}
-        for name in positional.keys() & kwargs.keys():
-            raise InputError(f"input {name!r} is given twice, in order and by name")
-        return {**positional, **kwargs}
-
-    def _signature(self) -> str:
-        return ", ".join(f"{spec.name} {spec.dtype}[{', '.join(map(str, spec.shape))}]" for spec in self.inputs)
 
     def benchmark(
         self,
@@ -658,7 +547,7 @@ class CompiledModel:
         checked. TVM's evaluator measures on the machine that runs the model, so that an RPC connection does not count.
         Raises InputError for wrong inputs, ValueError when the model is closed.
         """
-        arrays, sizes = self._check(inputs)
+        arrays, sizes = self._input_check.check(inputs)
         if self._uses_tvms_pool:
             self._start_pool()
         machine, name = self.machine, self._function_for(sizes)
@@ -715,9 +604,7 @@ class CompiledModel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -746,58 +633,3 @@ def _stateful(machine: Any, name: str) -> "Callable[..., Any]":
         return machine.get_outputs(name)
 
     return call
-
-
-def _array_of(name: str, value: Any) -> "Array":
-    """Return a value as an array: an array or a tensor with DLPack, neither of which is copied, or a list.
-
-    Raises InputError for a tensor on a GPU and for any other value.
-    """
-    if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack_device__"):
-        try:
-            kind, _ = value.__dlpack_device__()
-            if kind not in _HOST_MEMORY:
-                raise InputError(f"input {name!r} is in the memory of a device; copy it to the CPU first")
-            if getattr(value, "is_neg", bool)():
-                # PyTorch may keep numbers with the opposite sign, and DLPack says nothing of it.
-                value = value.resolve_neg()
-            return np.from_dlpack(value)
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise InputError(f"input {name!r} cannot be read as an array ({_one_line(error)})") from error
-    try:
-        return np.asarray(value)
-    except ValueError as error:
-        raise InputError(f"input {name!r} is not an array ({error}); give equally long rows") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")
-
-
-def _address(array: "Array") -> int:
-    """The address of an array's first byte."""
-    # Half the time of array.ctypes.data, which counts in a call of a few microseconds.
-    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
-
-
-def _aligned_copy(array: "Array") -> "Array":
-    """A copy whose memory is aligned as TVM aligns its own."""
-    copy = _aligned_empty(array.shape, array.dtype)
-    copy[...] = array
-    return copy
-
-
-def label_places(strings: "Array", labels: Sequence[str]) -> "Array":
-    """The place of each string in the labels, int64; -1 for one that is no label."""
-    places = {label: place for place, label in enumerate(labels)}
-    values = strings.ravel().tolist()
-    texts = (item.decode(errors="replace") if isinstance(item, bytes) else str(item) for item in values)
-    return np.array([places.get(text, -1) for text in texts], "int64").reshape(strings.shape)
-
-
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> "Array":
-    """An array without content whose memory is aligned as TVM aligns its own."""
-    size = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -_address(buffer) % _ALIGNMENT
-    return buffer[start : start + size].view(dtype).reshape(shape)

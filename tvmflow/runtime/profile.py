@@ -242,7 +242,7 @@ class _Recorder:
         """Begin a run: the next call is the first one of a run."""
         self._position = 0
 
-    def __call__(self, func: Any, name: str, before: bool, _returned: Any, *args: Any) -> int:
+    def __call__(self, func: Any, name: str, before: bool, _result: Any, *args: Any) -> int:
         if before:
             if self._position == len(self.calls):
                 tensors = tensors_of(args)
@@ -274,11 +274,11 @@ class _Tracer:
         # Linux numbers the clock of a thread's processor time so (clock_getcpuclockid).
         self._clocks = {f"thread {task}": ~task << 3 | 6 for task in others if task != caller}
         self._caller = f"thread {caller}, the caller"
-        self._allocated = 0
+        self._allocated_bytes = 0
         self._starts: list[tuple[float, dict[str, float]]] = []
         self._is_innermost = False
 
-    def __call__(self, func: Any, name: str, before: bool, _returned: Any, *args: Any) -> int:
+    def __call__(self, func: Any, name: str, before: bool, _result: Any, *args: Any) -> int:
         if before:
             self._is_innermost = True
             used_before = self._processor_seconds()
@@ -296,8 +296,8 @@ class _Tracer:
                 self.trace.add_slice(thread, str(name), start, seconds)
         self._is_innermost = False
         if name == _ALLOCATION:
-            self._allocated += int(np.prod(args[1]))
-            self.trace.add_count("allocated bytes", end, self._allocated)
+            self._allocated_bytes += int(np.prod(args[1]))
+            self.trace.add_count("allocated bytes", end, self._allocated_bytes)
         return 0
 
     def _processor_seconds(self) -> dict[str, float]:

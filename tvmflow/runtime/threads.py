@@ -14,9 +14,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from tvmflow import cores
 from tvmflow.errors import InputError
-from tvmflow.target import host
+from tvmflow.hardware import cores
+from tvmflow.hardware.target import host
 
 _COUNT = "TVM_NUM_THREADS"
 _SPIN = "TVM_THREAD_POOL_SPIN_COUNT"

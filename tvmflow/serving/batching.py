@@ -67,7 +67,7 @@ class Batcher:
         self._on_batch = on_batch
         self._dimensions: WeakKeyDictionary[CompiledModel, str | None] = WeakKeyDictionary()
         self._waiting: deque[_Request | Callable[[], object]] = deque()
-        self._changed = threading.Condition()
+        self._change = threading.Condition()
         self._is_hurried = False
         self._is_closed = False
         self._busy_since: float | None = None
@@ -83,11 +83,11 @@ class Batcher:
         if model not in self._dimensions:
             self._dimensions[model] = batch_dimension(model.manifest)
         request = _Request(model, arrays, self._dimensions[model])
-        with self._changed:
+        with self._change:
             if len(self._waiting) >= QUEUE_LIMIT:
                 raise OverloadedError
             self._waiting.append(request)
-            self._changed.notify()
+            self._change.notify()
         return request.result
 
     @property
@@ -100,7 +100,7 @@ class Batcher:
         """Take a request out of the queue, if it still waits; `result` is its future, which is cancelled."""
         if not result.cancel():
             return
-        with self._changed:
+        with self._change:
             self._waiting = deque(
                 item for item in self._waiting if not isinstance(item, _Request) or item.result is not result
             )
@@ -108,35 +108,35 @@ class Batcher:
     def call(self, function: Callable[[], T]) -> "Future[T]":
         """Queue a function, to run in the batcher's thread; return the future of its result."""
         result: Future[T] = Future()
-        with self._changed:
+        with self._change:
             self._waiting.append(lambda: _settle(result, function))
-            self._changed.notify()
+            self._change.notify()
         return result
 
     def hurry(self) -> None:
         """Start waiting requests at once: from now on no batch waits for more requests."""
-        with self._changed:
+        with self._change:
             self._is_hurried = True
-            self._changed.notify()
+            self._change.notify()
 
     def close(self, timeout: float | None = None) -> bool:
         """Run all that is queued and end the thread; return whether it has ended.
 
         Waits for that at most `timeout` seconds, None for as long as it takes.
         """
-        with self._changed:
+        with self._change:
             self._is_hurried = self._is_closed = True
-            self._changed.notify()
+            self._change.notify()
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._change:
                 while not self._waiting:
                     if self._is_closed:
                         return
-                    self._changed.wait()
+                    self._change.wait()
                 first = self._waiting.popleft()
                 batch = self._gather(first) if isinstance(first, _Request) else []
             self._busy_since = time.monotonic()
@@ -168,7 +168,7 @@ class Batcher:
             remaining = first.arrival + self._max_delay - time.monotonic()
             if room <= 0 or remaining <= 0 or self._is_hurried:
                 return batch
-            self._changed.wait(remaining)
+            self._change.wait(remaining)
 
     def _answer(self, batch: list[_Request]) -> None:
         """Run the requests of a batch together, and give each its rows of the outputs."""

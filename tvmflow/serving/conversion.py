@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from tvmflow.bundle import Manifest
-from tvmflow.launch import die_with_parent
+from tvmflow.processes.launch import die_with_parent
 from tvmflow.serving import protocol
 from tvmflow.serving.protocol import InferRequest, InferResponse
 

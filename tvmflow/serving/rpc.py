@@ -40,7 +40,7 @@ async def start_server(service: Service, host: str, port: int) -> tuple[Any, str
     endpoints = _Endpoints(service)
     handlers = {
         name: grpc.unary_unary_rpc_method_handler(
-            endpoints.guarded(method),
+            endpoints.guard(method),
             response_serializer=CLASSES[f"{name}Response"].SerializeToString,
         )
         for name, method in endpoints.methods().items()
@@ -70,7 +70,7 @@ class _Endpoints:
             "ModelInfer": self.model_infer,
         }
 
-    def guarded(self, method: Method) -> Method:
+    def guard(self, method: Method) -> Method:
         """Return the method with its errors turned into gRPC's status codes, and its answers counted."""
 
         async def call(body: bytes, context: Context) -> Any:

@@ -69,7 +69,7 @@ def serve(sources: Sequence[Source], options: Options, announce: Announce) -> No
     if len(set(names)) < len(names):
         raise SettingsError(f"two of the models have one name ({', '.join(names)}); serve each by a server of its own")
     metrics = Metrics()
-    with _bound(options.host, options.port) as listener:
+    with _bind_socket(options.host, options.port) as listener:
         models = [load(source, source.desired_version(), options.threads) for source in sources]
         batcher = Batcher(max_batch=options.max_batch, max_delay=options.max_delay, on_batch=metrics.batch_rows.observe)
         try:
@@ -149,10 +149,10 @@ class Watcher:
         # The version that was refused last, when it is tried again, and the pause after that attempt, in seconds.
         self._refused_version: str | None = None
         self._next_attempt, self._pause = 0.0, options.poll
-        self._paths = [self._served.path]
+        self._paths = [self._served_model.path]
 
     @property
-    def _served(self) -> ServedModel:
+    def _served_model(self) -> ServedModel:
         return self._service.models[self._source.name]
 
     def run(self, is_over: threading.Event) -> None:
@@ -177,7 +177,7 @@ class Watcher:
             self._service.metrics.failed_polls.inc()
             self._report(f"the channel cannot be read: {error}")
             return
-        if version == self._served.version:
+        if version == self._served_model.version:
             self._refused_version = None
             self._report(None)
             return
@@ -201,15 +201,15 @@ class Watcher:
             self._refuse(version, math.inf, f"version {version} is refused: {error}")
             return
         self._refused_version = None
-        _LOG.info("version %s takes over from %s", version, self._served.version)
-        swapped = threading.Event()
+        _LOG.info("version %s takes over from %s", version, self._served_model.version)
+        is_done = threading.Event()
 
         def swap() -> None:
             self._service.swap(following)
-            swapped.set()
+            is_done.set()
 
         self._loop.call_soon_threadsafe(swap)
-        swapped.wait()
+        is_done.wait()
         self._keep_two(following.path)
 
     def _refuse(self, version: str, pause: float, problem: str) -> None:
@@ -235,7 +235,7 @@ class Watcher:
         if problem is None:
             problems.pop(name, None)
         elif problem != problems.get(name):
-            _LOG.warning("%s; still serving %s", problem, self._served.version)
+            _LOG.warning("%s; still serving %s", problem, self._served_model.version)
             problems[name] = problem
 
 
@@ -272,7 +272,7 @@ def _warm(batcher: Batcher, model: ServedModel) -> None:
 
 
 @contextlib.contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
+def _bind_socket(host: str, port: int) -> Iterator[socket.socket]:
     """A socket bound to the address that does not listen yet: an address in use shows before a model is loaded.
 
     Raises SettingsError.

@@ -5,12 +5,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from tvmflow.hardware.target import Precision, Target, resolve
 from tvmflow.spec.channels import ChannelGates, ChannelSection, Retrain
 from tvmflow.spec.checks import Benchmark, Gates, Validate
 from tvmflow.spec.fields import NAME_RULE, Section, explain_channel, is_name, likely_name
 from tvmflow.spec.inputs import Dimension, Input
 from tvmflow.spec.model import ROUNDED_ERROR, Build, Export, Model, Train, Tune
-from tvmflow.target import Precision, Target, resolve
 
 # The `max_relative_error` of each reduced precision, where the release file sets no bound.
 _REDUCED_PRECISION_ERROR: dict[Precision, float] = {"bf16": 5e-2, "fp16": 5e-2, "int8": 5e-2}

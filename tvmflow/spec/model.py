@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from tvmflow.hardware.target import Precision
 from tvmflow.spec.fields import (
     Arguments,
     Fraction,
@@ -17,7 +18,6 @@ from tvmflow.spec.fields import (
     Section,
     check_function,
 )
-from tvmflow.target import Precision
 
 # The largest error over the largest number of an output, where activations have 8 or 16 bits and the release file sets
 # no bound: a last digit decides between two levels, and what follows differs by levels.

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from yaml.constructor import ConstructorError
 
 from tvmflow.errors import SpecError, TargetError
+from tvmflow.hardware.target import explain_missing_unit
 from tvmflow.spec.document import Spec
 from tvmflow.spec.messages import describe, printable
-from tvmflow.target import explain_missing_unit
 
 
 def load(path: Path) -> Spec:

@@ -3,8 +3,8 @@
 import yaml
 
 from tvmflow.errors import SpecError
+from tvmflow.hardware.target import presets
 from tvmflow.spec.fields import NAME_RULE, is_name
-from tvmflow.target import presets
 
 
 def template(name: str) -> str:

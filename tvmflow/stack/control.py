@@ -245,7 +245,7 @@ def _describe_user(port: int) -> str:
 
 def _start(plan: Plan, server: Server) -> None:
     """Start a server that outlives this process, and record it."""
-    reporter().started(TITLES[server.name], None)
+    reporter().begin(TITLES[server.name], None)
     log = _log(plan.state, server.name)
     if log.exists():
         # The log of the server that ended stays readable.
@@ -274,15 +274,15 @@ def _await_health(plan: Plan, name: str, start_time: float) -> None:
     while not _is_healthy(plan, name):
         seconds = time.monotonic() - start_time
         if not record.read(plan.state).servers[name].is_alive:
-            reporter().ended(TITLES[name], None, "failed", seconds)
+            reporter().end(TITLES[name], None, "failed", seconds)
             raise StackError(f"{TITLES[name]} ended while it was starting{_describe_log(plan, name)}")
         if seconds > _START_SECONDS:
-            reporter().ended(TITLES[name], None, "failed", seconds)
+            reporter().end(TITLES[name], None, "failed", seconds)
             raise StackError(
                 f"{TITLES[name]} was not ready within {_START_SECONDS:.0f} seconds{_describe_log(plan, name)}"
             )
         time.sleep(_POLL_SECONDS)
-    reporter().ended(TITLES[name], None, "ran", time.monotonic() - start_time)
+    reporter().end(TITLES[name], None, "ran", time.monotonic() - start_time)
 
 
 def _deploy(plan: Plan, models: Sequence[str]) -> None:
@@ -335,13 +335,13 @@ def _log(state: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def _reporting(step: str) -> Iterator[None]:
-    reporter().started(step, None)
+    reporter().begin(step, None)
     start_time, is_done = time.monotonic(), False
     try:
         yield
         is_done = True
     finally:
-        reporter().ended(step, None, "ran" if is_done else "failed", time.monotonic() - start_time)
+        reporter().end(step, None, "ran" if is_done else "failed", time.monotonic() - start_time)
 
 
 def _terminate(name: str, server: ServerProcess) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
-from tvmflow.documents import Document, decode, encode
+from tvmflow.documents.encoding import Document, decode, encode
 from tvmflow.errors import SettingsError, StoreError
 from tvmflow.files import exclusive, write_whole
 from tvmflow.workspace import Record

@@ -193,7 +193,7 @@ class Plan:
 
     def _s3_answers(self) -> bool:
         from tvmflow.store import StoreConfig
-        from tvmflow.store.client import connect, explained
+        from tvmflow.store.client import connect, explain_errors
 
         config = StoreConfig(
             BUCKET,
@@ -204,7 +204,7 @@ class Plan:
             attempts=1,
         )
         try:
-            with explained(config, "checking its health"):
+            with explain_errors(config, "checking its health"):
                 connect(config).list_objects_v2(Bucket=BUCKET, MaxKeys=1)
         except StoreError:
             return False

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from tvmflow.documents import Document, Reader
+from tvmflow.documents.encoding import Document, Reader
 from tvmflow.spec import Policy
 from tvmflow.store.statements import Claim, Envelope
 from tvmflow.workspace import Record

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Literal
 
 from tvmflow.bundle.signature import trusted_keys
-from tvmflow.documents import decode, encode
-from tvmflow.errors import SettingsError, StatementError, StoreError
+from tvmflow.documents.encoding import decode, encode
+from tvmflow.errors import StoreError
 from tvmflow.spec import Policy
 from tvmflow.spec.fields import explain_channel
 from tvmflow.store import leases
-from tvmflow.store.channel_document import Channel, ChannelClaim, Move, PolicyChange, Wish, WishEnd
+from tvmflow.store.channel_document import Channel, Move, PolicyChange, Wish, WishEnd
+from tvmflow.store.channel_statements import check_statement, find_remaining_time, sign_change, sign_statement
 from tvmflow.store.highest import Highest
 from tvmflow.store.keys import NAME, channel_key, require_name
 from tvmflow.store.releases import ReleaseStore
-from tvmflow.store.statements import Subject, check, peek, sign
 
 # Each failure to write means that somebody else has written.
 _TRIES = 100
@@ -86,49 +86,6 @@ def read_held(store: ReleaseStore, name: str, channel: str, trusted: Sequence[Pa
     return document, document.version
 
 
-def check_statement(store: ReleaseStore, document: Channel, trusted: Sequence[Path]) -> ChannelClaim | None:
-    """Check the statement on a channel, and return its claim.
-
-    One of the public keys in the files `trusted` must have signed the statement, and the statement must agree with the
-    channel and with the release that the channel holds; whether the release itself is signed is not checked. An empty
-    channel that this host has never seen in use needs no statement: the result is None. Raises StatementError when the
-    statement is missing, has expired, is about another channel, or is older than one that this host has seen, and when
-    the channel or its release was changed after the statement was signed.
-    """
-    highest = Highest.of(store.config, document.name, document.channel)
-    if document.signed_content == Channel(name="", channel="").signed_content and document.statement is None:
-        if highest.number > 0:
-            raise StatementError(f"The {document.label} is empty, and this host has seen it in use: do not trust it.")
-        return None
-    remedy = f"sign it with `tvmflow sign {_address(document)}`"
-    claim, digests = check(document.statement, ChannelClaim, trusted, f"The {document.label}", remedy)
-    if (claim.name, claim.channel) != (document.name, document.channel):
-        raise StatementError(
-            f"The {document.label} has the statement on {claim.name}@{claim.channel}: do not trust it."
-        )
-    if (claim.version, claim.policy, claim.held) != document.signed_content:
-        raise StatementError(f"The {document.label} was changed after it was signed: do not trust it.")
-    if _parse_time(claim.expires) < datetime.datetime.now(datetime.UTC):
-        raise StatementError(
-            f"The {document.label} has a statement that expired at {claim.expires}: `tvmflow reconcile` renews one in "
-            f"time, `tvmflow sign {_address(document)}` signs it again."
-        )
-    if claim.number < highest.number:
-        raise StatementError(
-            f"The {document.label} has number {claim.number}, and this host has seen number {highest.number}: somebody "
-            "has put an older one in its place."
-        )
-    if digests != _list_digests(store, document, ()):
-        raise StatementError(f"The {document.label} holds {claim.version}, which was changed since: do not trust it.")
-    highest.raise_to(claim.number)
-    return claim
-
-
-def read_claim(document: Channel) -> ChannelClaim | None:
-    """Return the claim of a channel's statement without checking it; None if it has none or one of another kind."""
-    return None if document.statement is None else peek(document.statement, ChannelClaim)
-
-
 def sign_channel(store: ReleaseStore, name: str, channel: str) -> Channel:
     """Sign a new statement on a channel as it is now, and return the channel.
 
@@ -137,7 +94,7 @@ def sign_channel(store: ReleaseStore, name: str, channel: str) -> Channel:
     release, SettingsError when no signing key is set or it cannot be read.
     """
     read(store, name, channel)
-    return _update(store, name, channel, lambda before: _sign(store, before, before))
+    return _update(store, name, channel, lambda before: sign_statement(store, before, before))
 
 
 def renew_statement(store: ReleaseStore, name: str, channel: str) -> bool:
@@ -155,9 +112,9 @@ def renew_statement(store: ReleaseStore, name: str, channel: str) -> bool:
     def change(current: Channel) -> Channel:
         claim = check_statement(store, current, trusted)
         rest = datetime.timedelta(days=store.config.statement_days / 2)
-        if claim is None or _parse_time(claim.expires) - datetime.datetime.now(datetime.UTC) > rest:
+        if claim is None or find_remaining_time(claim) > rest:
             return current
-        return _sign(store, current, current)
+        return sign_statement(store, current, current)
 
     return _update(store, name, channel, change).number > before.number
 
@@ -396,7 +353,7 @@ def _update(store: ReleaseStore, name: str, channel: str, change: Callable[[Chan
         if after is before:
             return before
         if after.signed_content != before.signed_content:
-            after = _sign_change(store, before, after)
+            after = sign_change(store, before, after)
         after = after.model_copy(update={"number": before.number + 1})
         content = encode(after)
         if store.objects.create(key, content) if tag is None else store.objects.replace(key, content, tag):
@@ -404,74 +361,6 @@ def _update(store: ReleaseStore, name: str, channel: str, change: Callable[[Chan
                 Highest.of(store.config, name, channel).raise_to(after.number)
             return after
     raise StoreError(f"{store.objects.uri(key)} is written by others all the time: try again later.")
-
-
-def _sign_change(store: ReleaseStore, before: Channel, after: Channel) -> Channel:
-    """The changed channel with a statement, where a key signs or signatures are demanded.
-
-    What nobody has signed, or another key, must not get a signature by the next change. So the statement on the channel
-    before must hold: by a trusted key, or by the key that signs where none is trusted. In that case a channel without
-    a statement is signed as it is, unless this host has seen it with one.
-    """
-    key, trusted = store.config.signing_key, trusted_keys()
-    if key is None:
-        if before.statement is not None or trusted:
-            raise StatementError(
-                f"The {before.label} needs a signature, and this machine has no key to sign its change: set "
-                "TVMFLOW_SIGNING_KEY, or change it where the key is."
-            )
-        return after
-    was_signed = before.statement is not None or Highest.of(store.config, before.name, before.channel).number > 0
-    if trusted or was_signed:
-        check_statement(store, before, trusted or (key,))
-    return _sign(store, before, after)
-
-
-def _sign(store: ReleaseStore, before: Channel, after: Channel) -> Channel:
-    """The channel with a statement on what it will be when it replaces `before`."""
-    key = store.config.signing_key
-    if key is None:
-        raise SettingsError("a channel is signed with the setting signing_key; set TVMFLOW_SIGNING_KEY")
-    expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=store.config.statement_days)
-    version, policy, earlier_versions = after.signed_content
-    claim = ChannelClaim(
-        name=after.name,
-        channel=after.channel,
-        version=version,
-        policy=policy,
-        held=earlier_versions,
-        number=before.number + 1,
-        expires=expires.isoformat(timespec="seconds"),
-    )
-    digests = _list_digests(store, after, trusted_keys())
-    subjects = [Subject(name=name, digest={"sha256": sha256}) for name, sha256 in digests.items()]
-    return _with(after, statement=sign(claim, subjects, key))
-
-
-def _list_digests(store: ReleaseStore, channel: Channel, trusted: Sequence[Path]) -> dict[str, str]:
-    """The SHA-256 of what a statement on a channel is about, by name: the release and its blobs, or the empty channel.
-
-    Raises StatementError when none of the keys in the files `trusted`, if there are any, has signed the release.
-    """
-    subjects: tuple[Subject, ...] = (Subject.of(channel_key(channel.name, channel.channel), b""),)
-    if channel.version is not None:
-        subjects = store.list_subjects(channel.name, channel.version, trusted)
-    return {subject.name: subject.digest["sha256"] for subject in subjects}
-
-
-def _address(channel: Channel) -> str:
-    return f"release://{channel.name}@{channel.channel}"
-
-
-def _parse_time(text: str) -> datetime.datetime:
-    """The time that a statement gives. Raises StatementError for a text that is no time with its zone."""
-    try:
-        time = datetime.datetime.fromisoformat(text)
-    except ValueError:
-        time = datetime.datetime.min
-    if time.tzinfo is None:
-        raise StatementError(f"A statement expires at {text!r}, which is no time: sign it again.")
-    return time
 
 
 def _with(channel: Channel, **changes: object) -> Channel:

@@ -55,7 +55,7 @@ def connect(config: StoreConfig) -> S3Client:
         # A proxy from the environment cannot reach this machine's own loopback address.
         proxies={} if _is_loopback(config.endpoint) else None,
     )
-    with explained(config, "preparing the connection"):
+    with explain_errors(config, "preparing the connection"):
         session = Session()
         session.register_component("data_loader", _service_models())
         client = session.create_client(
@@ -79,7 +79,7 @@ def _service_models() -> Loader:
 
 
 @contextlib.contextmanager
-def explained(config: StoreConfig, action: str) -> Iterator[None]:
+def explain_errors(config: StoreConfig, action: str) -> Iterator[None]:
     """Turn an error that botocore raises in the body into one StoreError; `action` completes "while ..."."""
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError

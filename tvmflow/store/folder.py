@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tvmflow.errors import StoreError
 from tvmflow.store.config import StoreConfig
-from tvmflow.store.objects import CHUNK_BYTES, Object, ObjectEntry, ObjectStore, locked
+from tvmflow.store.objects import CHUNK_BYTES, Object, ObjectEntry, ObjectStore, lock_file
 
 PARTIAL = ".partial-"
 """The beginning of the names of unfinished files, which lie beside the bucket."""
@@ -33,7 +33,7 @@ class FolderObjects(ObjectStore):
 
     def prepare(self) -> None:
         """Create the folder if it is missing. Raises StoreError."""
-        with self._explained("creating the folder"):
+        with self._explain_errors("creating the folder"):
             _make_folder(self._folder)
 
     def require_conditions(self) -> None:
@@ -43,7 +43,7 @@ class FolderObjects(ObjectStore):
         """Yield the objects whose keys begin with `prefix`, sorted by key. Raises StoreError."""
         start, full_prefix = len(self.full_key("")), self.full_key(prefix)
         top = self._folder / full_prefix.rpartition("/")[0]
-        with self._explained(f"listing {prefix}"):
+        with self._explain_errors(f"listing {prefix}"):
             keys = [
                 key
                 for folder, _, files in os.walk(top, onerror=_require_absence, followlinks=True)
@@ -57,7 +57,7 @@ class FolderObjects(ObjectStore):
 
     def read(self, key: str) -> Object | None:
         """Return an object, None if there is none; its tag is the SHA-256 of its content. Raises StoreError."""
-        with self._explained(f"reading {key}"):
+        with self._explain_errors(f"reading {key}"):
             try:
                 with self._path(key).open("rb") as file:
                     content, last_write = file.read(), _last_modified(os.fstat(file.fileno()))
@@ -71,14 +71,14 @@ class FolderObjects(ObjectStore):
         Raises StoreError when the object cannot be read, and whatever `consume` raises.
         """
         hasher = hashlib.sha256()
-        with self._explained(f"reading {key}"):
+        with self._explain_errors(f"reading {key}"):
             try:
                 file = self._path(key).open("rb")
             except (FileNotFoundError, NotADirectoryError):
                 return None
         with file:
             while True:
-                with self._explained(f"reading {key}"):
+                with self._explain_errors(f"reading {key}"):
                     chunk = file.read(CHUNK_BYTES)
                 if not chunk:
                     return hasher.hexdigest()
@@ -91,7 +91,7 @@ class FolderObjects(ObjectStore):
         An object that exists stays as it is: the result is True if it has the same content, else False. Raises
         StoreError when the folder cannot be read or written.
         """
-        with locked(self._lock):
+        with lock_file(self._lock):
             entry = self.read(key)
             if entry is None:
                 self._write(key, [content], f"writing {key}")
@@ -103,7 +103,7 @@ class FolderObjects(ObjectStore):
         An object that has changed or is gone stays as it is. Raises StoreError when the folder cannot be read or
         written.
         """
-        with locked(self._lock):
+        with lock_file(self._lock):
             entry = self.read(key)
             if entry is None or entry.tag != tag:
                 return False
@@ -124,7 +124,7 @@ class FolderObjects(ObjectStore):
     def delete(self, key: str, action: str) -> None:
         """Delete an object, if it exists; `action` completes "while ..." in the StoreError."""
         path = self._path(key)
-        with self._explained(action), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with self._explain_errors(action), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
             _sync(path.parent)
 
@@ -134,23 +134,23 @@ class FolderObjects(ObjectStore):
     def _write(self, key: str, parts: Iterable[bytes], action: str) -> None:
         """Write a file beside the bucket and rename it into place when it is on the disk."""
         path = self._path(key)
-        with self._explained(action):
+        with self._explain_errors(action):
             _make_folder(path.parent)
             descriptor, partial = tempfile.mkstemp(dir=self._folder.parent, prefix=PARTIAL)
         try:
             file = os.fdopen(descriptor, "wb")
             try:
                 for part in parts:
-                    with self._explained(action):
+                    with self._explain_errors(action):
                         file.write(part)
-                with self._explained(action):
+                with self._explain_errors(action):
                     file.flush()
                     os.fsync(file.fileno())
             finally:
                 # On a full disk, it would raise the error of the writing again.
                 with contextlib.suppress(OSError):
                     file.close()
-            with self._explained(action):
+            with self._explain_errors(action):
                 Path(partial).chmod(0o644)
                 Path(partial).replace(path)
                 _sync(path.parent)
@@ -159,7 +159,7 @@ class FolderObjects(ObjectStore):
             raise
 
     @contextlib.contextmanager
-    def _explained(self, action: str) -> Iterator[None]:
+    def _explain_errors(self, action: str) -> Iterator[None]:
         """Turn an OSError of the body into one StoreError; `action` completes "while ..."."""
         try:
             yield

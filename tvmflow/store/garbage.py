@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from tvmflow.bundle.signature import trusted_keys
-from tvmflow.documents import decode
+from tvmflow.documents.encoding import decode
+from tvmflow.documents.release import Release
 from tvmflow.errors import StoreError
-from tvmflow.release import Release
 from tvmflow.store import channels, leases
+from tvmflow.store.channel_statements import check_statement
 from tvmflow.store.keys import NAME, numeric_order, release_key
 from tvmflow.store.objects import ObjectEntry
 from tvmflow.store.releases import ReleaseStore
@@ -217,7 +218,7 @@ def _list_kept_versions(store: ReleaseStore, name: str, versions: Iterable[str])
     documents, trusted = channels.list_all(store, name), trusted_keys()
     try:
         for channel in documents if trusted else ():
-            channels.check_statement(store, channel, trusted)
+            check_statement(store, channel, trusted)
     except StoreError as error:
         _log.warning("every release of %s stays, because of a channel: %s", name, error)
         return set(versions)

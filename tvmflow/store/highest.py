@@ -9,7 +9,7 @@ from tvmflow.errors import StatementError, StoreError
 from tvmflow.files import write_whole
 from tvmflow.store.config import StoreConfig
 from tvmflow.store.keys import require_name
-from tvmflow.store.objects import locked
+from tvmflow.store.objects import lock_file
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Highest:
         """Keep a number unless a higher one is kept. Raises StoreError when the file cannot be written."""
         if self.path is None:
             return
-        with locked(self.path.with_name(f".{self.path.name}.lock")):
+        with lock_file(self.path.with_name(f".{self.path.name}.lock")):
             if number <= self.number:
                 return
             try:

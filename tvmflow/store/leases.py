@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from tvmflow.documents import Document, decode, encode
+from tvmflow.documents.encoding import Document, decode, encode
 from tvmflow.errors import StoreError
 from tvmflow.store.keys import require_name
 from tvmflow.store.releases import ReleaseStore

@@ -120,7 +120,7 @@ class ObjectStore(abc.ABC):
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def lock_file(path: Path) -> Iterator[None]:
     """Hold the lock of the file `path`, which is created, while the body runs; wait while another one holds it.
 
     The lock excludes all processes of this machine and all their threads. The kernel frees the lock of a process that

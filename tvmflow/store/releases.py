@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tvmflow.bundle.signature import trusted_keys
-from tvmflow.documents import decode, encode
+from tvmflow.documents.encoding import decode, encode
+from tvmflow.documents.release import Release
 from tvmflow.errors import StatementError, StoreError
-from tvmflow.release import Release
 from tvmflow.store.backends import open_objects
 from tvmflow.store.blobs import BlobStore, Progress
 from tvmflow.store.config import StoreConfig

@@ -9,8 +9,8 @@ from typing import Any, Self
 from tvmflow.bundle import missing_weights, read_manifest, sha256_file
 from tvmflow.bundle.manifest import check_machine
 from tvmflow.bundle.signature import trusted_keys
+from tvmflow.documents.release import Release
 from tvmflow.errors import BundleError
-from tvmflow.release import Release
 from tvmflow.runtime.selection import select_runnable
 from tvmflow.store.releases import ReleaseStore
 

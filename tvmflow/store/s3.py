@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tvmflow.errors import StoreError
-from tvmflow.store.client import code_of, connect, explained, is_busy, status_of
+from tvmflow.store.client import code_of, connect, explain_errors, is_busy, status_of
 from tvmflow.store.config import StoreConfig
-from tvmflow.store.objects import CHUNK_BYTES, Object, ObjectEntry, ObjectStore, locked
+from tvmflow.store.objects import CHUNK_BYTES, Object, ObjectEntry, ObjectStore, lock_file
 
 # The object with which conditional writes are tried, and its content, which is the same every time.
 _PROBE, _PROBE_CONTENT = "checks/conditions", b"tvmflow tries conditional writes here\n"
@@ -36,7 +36,7 @@ class S3Objects(ObjectStore):
         from botocore.exceptions import ClientError
 
         bucket = self.config.bucket
-        with explained(self.config, "listing the bucket"):
+        with explain_errors(self.config, "listing the bucket"):
             try:
                 # Unlike a HEAD request, whose answers have no body, a refused listing says why.
                 self.s3.list_objects_v2(Bucket=bucket, Prefix=self.full_key(""), MaxKeys=1)
@@ -44,7 +44,7 @@ class S3Objects(ObjectStore):
             except ClientError as error:
                 if code_of(error) != "NoSuchBucket":
                     raise
-        with explained(self.config, "creating the bucket"):
+        with explain_errors(self.config, "creating the bucket"):
             try:
                 if self.config.region == "us-east-1":
                     self.s3.create_bucket(Bucket=bucket)
@@ -64,7 +64,7 @@ class S3Objects(ObjectStore):
     def list_objects(self, prefix: str) -> Iterator[ObjectEntry]:
         """Yield the objects whose keys begin with `prefix`, in the server's order. Raises StoreError."""
         start = len(self.full_key(""))
-        with explained(self.config, f"listing {prefix}"):
+        with explain_errors(self.config, f"listing {prefix}"):
             pages = self.s3.get_paginator("list_objects_v2").paginate(
                 Bucket=self.config.bucket, Prefix=self.full_key(prefix)
             )
@@ -78,7 +78,7 @@ class S3Objects(ObjectStore):
 
         for attempt in range(1, _READS + 1):
             try:
-                with explained(self.config, f"reading {key}"):
+                with explain_errors(self.config, f"reading {key}"):
                     try:
                         answer = self.s3.get_object(Bucket=self.config.bucket, Key=self.full_key(key))
                     except self.s3.exceptions.NoSuchKey:
@@ -96,7 +96,7 @@ class S3Objects(ObjectStore):
         Raises StoreError.
         """
         hasher = hashlib.sha256()
-        with explained(self.config, f"reading {key}"):
+        with explain_errors(self.config, f"reading {key}"):
             try:
                 body = self.s3.get_object(Bucket=self.config.bucket, Key=self.full_key(key))["Body"]
             except self.s3.exceptions.NoSuchKey:
@@ -141,7 +141,7 @@ class S3Objects(ObjectStore):
 
     def put(self, key: str, content: bytes, action: str) -> None:
         """Write an object, or replace it; `action` completes "while ..." in the StoreError."""
-        with explained(self.config, action):
+        with explain_errors(self.config, action):
             self.s3.put_object(Bucket=self.config.bucket, Key=self.full_key(key), Body=content)
 
     def put_in_parts(self, key: str, parts: Iterable[bytes], action: str) -> None:
@@ -151,7 +151,7 @@ class S3Objects(ObjectStore):
         `parts` raises, nothing is written. `action` completes "while ..." in the StoreError.
         """
         bucket, full_key = self.config.bucket, self.full_key(key)
-        with explained(self.config, action):
+        with explain_errors(self.config, action):
             upload = self.s3.create_multipart_upload(Bucket=bucket, Key=full_key)["UploadId"]
             try:
                 uploaded_parts: list[Any] = []
@@ -171,13 +171,13 @@ class S3Objects(ObjectStore):
 
     def delete(self, key: str, action: str) -> None:
         """Delete an object, if it exists; `action` completes "while ..." in the StoreError."""
-        with explained(self.config, action), contextlib.suppress(self.s3.exceptions.NoSuchKey):
+        with explain_errors(self.config, action), contextlib.suppress(self.s3.exceptions.NoSuchKey):
             self.s3.delete_object(Bucket=self.config.bucket, Key=self.full_key(key))
 
     def _decide(self, key: str, content: bytes, tag: str | None) -> bool:
         """Write a document if the object still has the tag; with None, if there is no object yet."""
         if self.config.lock is not None:
-            with locked(self.config.lock):
+            with lock_file(self.config.lock):
                 entry = self.read(key)
                 if (None if entry is None else entry.tag) != tag:
                     return entry is not None and entry.content == content
@@ -194,7 +194,7 @@ class S3Objects(ObjectStore):
         from botocore.exceptions import ClientError
 
         options: Any = condition
-        with explained(self.config, f"writing {key}"):
+        with explain_errors(self.config, f"writing {key}"):
             try:
                 self.s3.put_object(
                     Bucket=self.config.bucket,

@@ -66,17 +66,17 @@ def _windows(input: Tensor, axis: int, count: int) -> Tensor:
 def _mean(input: Tensor, axis: int, count: int) -> Tensor:
     if count == 1:
         return input.mean(dim=axis, keepdim=True)
-    held = _windows(input, axis, count).to(input.dtype)
-    shares = held / held.sum(dim=1, keepdim=True)
+    windows = _windows(input, axis, count).to(input.dtype)
+    shares = windows / windows.sum(dim=1, keepdim=True)
     return (input.transpose(axis, -1) @ shares.mT).transpose(axis, -1)
 
 
 def _maximum(input: Tensor, axis: int, count: int) -> Tensor:
     if count == 1:
         return input.amax(dim=axis, keepdim=True)
-    held = _windows(input, axis, count)
+    windows = _windows(input, axis, count)
     elements = input.transpose(axis, -1).unsqueeze(-2)
-    return torch.where(held, elements, -torch.inf).amax(dim=-1).transpose(axis, -1)
+    return torch.where(windows, elements, -torch.inf).amax(dim=-1).transpose(axis, -1)
 
 
 def _whole(original: Callable[..., Any], reduce: Callable[..., Tensor], rank: int) -> Callable[..., Any]:
@@ -120,9 +120,9 @@ def _of_lines(original: Callable[..., Any]) -> Callable[..., Any]:
         if return_indices or not is_free(input.shape[-1]):
             return original(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
         # PyTorch takes a stride that is not given for the size of the window.
-        given = (kernel_size, kernel_size if stride in (None, []) else stride, padding, dilation)
+        sizes = (kernel_size, kernel_size if stride in (None, []) else stride, padding, dilation)
         window, step, border, distance = (
-            (row, *of_each(size, 1)) for row, size in zip((1, 1, 0, 1), given, strict=True)
+            (row, *of_each(size, 1)) for row, size in zip((1, 1, 0, 1), sizes, strict=True)
         )
         return functional.max_pool2d(input.unsqueeze(-2), window, step, border, distance, ceil_mode).squeeze(-2)
 

@@ -70,13 +70,13 @@ def _interpolate(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def function(
         input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *others: Any, **named: Any
     ) -> Tensor:
-        given = (input, size, scale_factor, mode, *others)
+        arguments = (input, size, scale_factor, mode, *others)
         if mode != "nearest" or size is None or scale_factor is not None:
-            return original(*given, **named)
+            return original(*arguments, **named)
         counts = of_each(size, input.dim() - 2)
         sizes = list(zip(input.shape[2:], counts, strict=True))
         if not any(is_free(length) or is_free(count) or _differ(length, count) for length, count in sizes):
-            return original(*given, **named)
+            return original(*arguments, **named)
         for axis, (length, count) in enumerate(sizes, 2):
             if not are_equal(length, count):
                 share = as_tensor(length).to(torch.float32) / as_tensor(count).to(torch.float32)

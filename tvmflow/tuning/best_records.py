@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 from tvmflow.tuning.record_store import RecordStore
 from tvmflow.tuning.records import Decision, Record
 from tvmflow.tuning.traces import apply, workload_key

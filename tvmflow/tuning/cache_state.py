@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 from tvmflow.tuning.candidates import Argument, Candidate
 
 # The elements and bytes of a step of the reader, a multiple of every vector.

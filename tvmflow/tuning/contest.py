@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 from tvmflow.tuning.candidates import Candidate, Library, arguments_of
 from tvmflow.tuning.costmodel import warm_up
 from tvmflow.tuning.measure import Measurer
@@ -152,7 +152,7 @@ class Contest:
         It is measured in turn with the best. Raises TrialError when it is wrong or fails.
         """
         workload = self.workload
-        self._measurer.check(library, self._expected())
+        self._measurer.check(library, self._build_reference())
         rivals = [self._best]
         if self._baseline is not None and self._baseline is not self._best:
             rivals.append(self._baseline)
@@ -182,7 +182,7 @@ class Contest:
         workload.is_tuned = True
         return True
 
-    def _expected(self) -> Library:
+    def _build_reference(self) -> Library:
         """The unscheduled function, whose results candidates must have. Raises TrialError when it does not run."""
         if self._reference is None:
             try:

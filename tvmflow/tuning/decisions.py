@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 from tvmflow.tuning.cache_state import weight_bytes
 from tvmflow.tuning.candidates import Candidate, Library, arguments_of
 from tvmflow.tuning.measure import Measurer, use_measurer
 from tvmflow.tuning.record_store import RecordStore
-from tvmflow.tuning.records import Decision, Effort, current_context, decisions_key, now
+from tvmflow.tuning.records import Decision, Effort, MeasuredDecision, current_context, decisions_key, now
 from tvmflow.tuning.traces import normalize, workload_key
 from tvmflow.tuning.worker_process import TrialError
 from tvmflow.tuning.workloads import why_not_measurable_here
@@ -79,20 +79,6 @@ class Function:
     scheduled: "PrimFunc"
     subject: str
     calls: int
-
-
-@dataclass(frozen=True)
-class MeasuredDecision:
-    """The fastest option of the decision `key`.
-
-    `seconds` and `default_seconds` are the time of all calls of its functions, with this option and with the default.
-    """
-
-    key: str
-    option: str
-    default: str
-    seconds: float
-    default_seconds: float
 
 
 @dataclass(frozen=True)

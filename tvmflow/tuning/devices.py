@@ -20,9 +20,9 @@ from typing import Literal
 import tvmflow
 from tvmflow.errors import SettingsError, StackError
 from tvmflow.files import exclusive
+from tvmflow.processes.supervisor import last_line, visible_environment
 from tvmflow.runtime.tracker import Address, Tracker
 from tvmflow.stack.record import birth
-from tvmflow.supervisor import last_line, visible_environment
 
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 120.0
@@ -156,7 +156,7 @@ def up(state: Path, config: DeviceConfig) -> Status:
             Tracker(Address.parse(config.tracker)).summary()
         _remove_status(state)
         with log_file(state, "supervisor").open("wb") as log:
-            # Not a `tvmflow.supervisor.ChildProcess`: it goes on when this process has ended.
+            # Not a `tvmflow.processes.supervisor.ChildProcess`: it goes on when this process has ended.
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tvmflow.tuning.devicesupervisor", str(state), json.dumps(asdict(config))],
                 stdin=subprocess.DEVNULL,

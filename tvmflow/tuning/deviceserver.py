@@ -15,10 +15,10 @@ import socket
 import sys
 import time
 
-from tvmflow.launch import die_with_parent
+from tvmflow.hardware.target import request_amx
+from tvmflow.processes.launch import die_with_parent
+from tvmflow.processes.supervisor import Channel, forbid_torch
 from tvmflow.runtime import library
-from tvmflow.supervisor import Channel, forbid_torch
-from tvmflow.target import request_amx
 
 _BACKLOG = 64
 # How soon a server looks again for a tracker that is away; TVM's own looks every five seconds.

@@ -20,10 +20,10 @@ import psutil
 
 from tvmflow.errors import RemoteError
 from tvmflow.files import write_whole
+from tvmflow.processes.supervisor import ChildProcess, describe_exit, visible_environment
 from tvmflow.runtime.threads import SPIN
 from tvmflow.runtime.tracker import Address, Tracker, is_answering
 from tvmflow.stack.record import birth
-from tvmflow.supervisor import ChildProcess, describe_exit, visible_environment
 from tvmflow.tuning.devices import (
     LOOK_SECONDS,
     LOOPBACK,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tvmflow.errors import InputError, TargetError
-from tvmflow.target import Target, host, missing_features, resolve
+from tvmflow.hardware.target import Target, host, missing_features, resolve
 from tvmflow.tuning.candidates import Candidate, arguments_of
 from tvmflow.tuning.measure import MeasurePool
 from tvmflow.tuning.record_store import RecordStore

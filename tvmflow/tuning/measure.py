@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
+from tvmflow.hardware.target import Target, host
 from tvmflow.runtime.threads import SPIN
-from tvmflow.target import Target, host
 from tvmflow.tuning.cache_state import bytes_to_move, bytes_to_read, make_reader
 from tvmflow.tuning.candidates import Argument, Candidate, Library
 from tvmflow.tuning.runner import Device, DeviceRunner, Devices, LocalRunner, Runner
@@ -161,9 +160,7 @@ class MeasurePool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tvmflow import compiler
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import is_of_stages, schedule, subject, variants
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 from tvmflow.tuning.best_records import best_digest, best_lines
 from tvmflow.tuning.budget import Budget
 from tvmflow.tuning.candidates import arguments_of

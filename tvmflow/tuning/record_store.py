@@ -36,7 +36,7 @@ from tvmflow.tuning.traces import workload_key
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
-    from tvmflow.target import Target
+    from tvmflow.hardware.target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class RecordStore:
 
     def replaced_files(self) -> dict[str, int]:
         """Return the names of the files that others replace, each with the size in bytes up to which it is replaced."""
-        return _replaced(self._load(None).values())
+        return _find_replaced_sizes(self._load(None).values())
 
     def prune(self, keep: int) -> Pruned:
         """Keep the fastest `keep` records of each workload that this TVM and search space can use, and drop the others.
@@ -346,7 +346,7 @@ def _digests(name: str, parsed: _Parsed) -> set[str]:
     return {context_of(entry).digest for _, entry in parsed.entries} if digest is None else {digest}
 
 
-def _replaced(files: Iterable[_Parsed]) -> dict[str, int]:
+def _find_replaced_sizes(files: Iterable[_Parsed]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for parsed in files:
         for name, size in parsed.replaces.items():
@@ -356,7 +356,7 @@ def _replaced(files: Iterable[_Parsed]) -> dict[str, int]:
 
 def _union(files: Mapping[str, _Parsed], replaced: Mapping[str, int] | None = None) -> Iterator[Entry]:
     """The entries of all files less the replaced ones; an entry that two files hold comes once."""
-    replaced = _replaced(files.values()) if replaced is None else replaced
+    replaced = _find_replaced_sizes(files.values()) if replaced is None else replaced
     earlier: set[Entry] = set()
     for name, parsed in files.items():
         entries = [entry for end, entry in parsed.entries if end > replaced.get(name, 0)]

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tvmflow.target import Target
+    from tvmflow.hardware.target import Target
 
 # Raise it when a change of the rules of `space.py` makes old traces fail to replay or no longer the best.
 SPACE_VERSION = "3"
@@ -99,7 +99,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Decision:
+class MeasuredDecision:
     """The fastest option of one of the compiler's decisions, as it was measured.
 
     `key` identifies the decision (`tvmflow.compiler.choices.Site.key`); `option` is the fastest option and `default`
@@ -111,6 +111,12 @@ class Decision:
     default: str
     seconds: float
     default_seconds: float
+
+
+@dataclass(frozen=True)
+class Decision(MeasuredDecision):
+    """A measured decision with the conditions under which it is valid, and the time at which it was recorded."""
+
     target: str
     tvm_version: str
     space_version: str

@@ -80,11 +80,11 @@ class Devices:
         self._lock = threading.Lock()
         self._busy = 0
         self._last_answer = 0.0
-        self._stopped = threading.Event()
+        self._stop = threading.Event()
 
     def stop(self) -> None:
         """Make `take` raise TrialError from now on, also in threads that wait in it."""
-        self._stopped.set()
+        self._stop.set()
 
     def take(self, since: float) -> Match:
         """Wait for a free device and return its match; the caller began to wait at `since`, in `time.monotonic`.
@@ -92,7 +92,7 @@ class Devices:
         Raises TrialError after `stop` or at the deadline, TuneError when no device has answered for `patience` seconds.
         """
         while True:
-            if self._stopped.is_set():
+            if self._stop.is_set():
                 raise TrialError("tuning has ended")
             if time.monotonic() >= self._deadline:
                 raise TrialError("the budget's time is over")
@@ -100,17 +100,17 @@ class Devices:
             try:
                 match = self._tracker.request(self.device.key, _WAIT_SECONDS)
             except RemoteError:
-                self._stopped.wait(_PAUSE_SECONDS)
+                self._stop.wait(_PAUSE_SECONDS)
                 continue
             if match is not None:
                 return match
 
-    def connected(self) -> None:
+    def note_connection(self) -> None:
         """Count one more device with an open session."""
         with self._lock:
             self._busy += 1
 
-    def disconnected(self) -> None:
+    def note_disconnection(self) -> None:
         """Count one device fewer with an open session, and record this moment as the last answer of a device."""
         with self._lock:
             self._busy -= 1
@@ -163,7 +163,7 @@ class DeviceRunner:
                 self._disconnect()
                 raise
             finally:
-                self._devices.disconnected()
+                self._devices.note_disconnection()
         raise AssertionError
 
     def _connect(self, remaining: Callable[[], float]) -> Match:
@@ -186,7 +186,7 @@ class DeviceRunner:
                     raise
                 logger.warning("the device at %s takes no session: %s", match.address, error)
                 continue
-            self._devices.connected()
+            self._devices.note_connection()
             return match
 
     def _disconnect(self) -> None:

@@ -217,7 +217,7 @@ class _MetaScheduleSearch(_BeyondRules):
         self._cost_model = cost_model
         self._database = ms.database.MemoryDatabase()
         self._workload = self._database.commit_workload(self._context.mod)
-        self._proposed: set[str] = set()
+        self._earlier_proposals: set[str] = set()
         self._numpy = _NumpySeed(seed)
         self._context.pre_tuning(sys.maxsize >> 32, batch, None, self._database, cost_model)
 
@@ -228,9 +228,9 @@ class _MetaScheduleSearch(_BeyondRules):
             if not candidates:
                 return []
             proposals = {proposal.trace: proposal for proposal in map(_to_proposal, candidates)}
-            new = [proposal for trace, proposal in proposals.items() if trace not in self._proposed]
+            new = [proposal for trace, proposal in proposals.items() if trace not in self._earlier_proposals]
             if new:
-                self._proposed.update(proposals)
+                self._earlier_proposals.update(proposals)
                 return new
             self._context.notify_runner_results(candidates, [runner_result(None) for _ in candidates])
         return []

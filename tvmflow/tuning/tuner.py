@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from tvmflow.errors import TuneError
-from tvmflow.target import Target, host
+from tvmflow.hardware.target import Target, host
 from tvmflow.tuning.budget import Budget
 from tvmflow.tuning.cache_state import weight_bytes
 from tvmflow.tuning.candidates import arguments_of

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tvmflow.hardware.target import request_amx
+from tvmflow.processes.supervisor import Channel, forbid_torch
 from tvmflow.runtime import library
-from tvmflow.supervisor import Channel, forbid_torch
-from tvmflow.target import request_amx
 from tvmflow.tuning.cache_state import warm_arguments
 
 # One timed sample lasts about this long, so that the clock and the first cache misses do not matter.
@@ -202,14 +202,14 @@ class _Remote(_Place):
         from tvm import rpc
 
         self._session = rpc.connect(host, port, match_key, session_timeout=seconds)
-        self._loaded: dict[str, Any] = {}
+        self._libraries: dict[str, Any] = {}
 
     def load(self, library: str) -> Any:
         """Send a library there once, because overwriting a loaded library crashes it; load it and return its module."""
-        if library not in self._loaded:
+        if library not in self._libraries:
             self._session.upload(library)
-            self._loaded[library] = self._session.load_module(Path(library).name)
-        return self._loaded[library]
+            self._libraries[library] = self._session.load_module(Path(library).name)
+        return self._libraries[library]
 
     def random(self, shape: list[int], dtype: str) -> Any:
         """Return a tensor of random values, made on the device unless they are indices: sending takes longer."""
@@ -243,7 +243,7 @@ class _Remote(_Place):
 
     def close(self) -> None:
         """Close the session; otherwise the server would wait until its last object is gone here."""
-        self._loaded.clear()
+        self._libraries.clear()
         with contextlib.suppress(Exception):
             self._session.get_function("CloseRPCConnection")()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmflow.errors import TuneError
-from tvmflow.supervisor import ChildProcess, last_line, visible_environment
+from tvmflow.processes.supervisor import ChildProcess, last_line, visible_environment
 from tvmflow.tuning import worker
 
 _START_SECONDS = 120.0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tvmflow.target import Target, host, missing_features
+from tvmflow.hardware.target import Target, host, missing_features
 from tvmflow.tuning.budget import Budget
 from tvmflow.tuning.candidates import arguments_of
 from tvmflow.tuning.forecast import Forecast, forecast_from_records
@@ -112,7 +112,7 @@ def load_workloads(
         workload = workloads[key] = Workload(
             task,
             key,
-            _adapted(own_records[-1], task) if own_records else None,
+            _adapt(own_records[-1], task) if own_records else None,
             own_efforts,
             measurements.get(key, []),
             forecast_from_records(own_efforts, own_records) if budget.counts_earlier_runs else Forecast(),
@@ -167,7 +167,7 @@ def _why_not_tunable(task: Task) -> str | None:
     return None
 
 
-def _adapted(record: Record, task: Task) -> Record | None:
+def _adapt(record: Record, task: Task) -> Record | None:
     try:
         return adapt_record(record, task.func)
     except Exception as error:  # TVM raises errors of many types for a trace that does not fit.

@@ -23,7 +23,7 @@ from tvm.support import cc
 from tvmflow import files
 from tvmflow.compiler.messages import shorten
 from tvmflow.errors import BuildError
-from tvmflow.target import host
+from tvmflow.hardware.target import host
 
 # TVM's symbol of the serialised modules in a library.
 _SYMBOL = "__tvm_ffi__library_bin"

@@ -14,7 +14,7 @@ from tvmflow.compiler.gpu.kernels import product_kernel
 from tvmflow.compiler.gpu.tiling import Gpu, gpu_of
 from tvmflow.compiler.operators.common import static
 from tvmflow.compiler.statements import is_one_of, uses
-from tvmflow.target import Target
+from tvmflow.hardware.target import Target
 
 # The threads of a block where each thread computes elements of its own.
 _THREADS = 256

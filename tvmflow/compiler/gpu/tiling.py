@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tvmflow.target import Target, compute_capability
+from tvmflow.hardware.target import Target, compute_capability
 
-_FILES = Path(__file__).parents[2] / "targets" / "gpus"
+_FILES = Path(__file__).parents[2] / "hardware" / "processors" / "gpus"
 # The registers of a thread beside those for sums, and the most that it can have.
 _REGISTERS, _MOST_REGISTERS = 96, 255
 

@@ -46,7 +46,7 @@ from tvmflow.compiler.passes.stored_weights import read_stored_weights
 from tvmflow.compiler.passes.strassen import StrassenProducts
 from tvmflow.compiler.passes.tables import tabulate_integers
 from tvmflow.compiler.passes.trees import lower_trees
-from tvmflow.target import Precision, Target
+from tvmflow.hardware.target import Precision, Target
 
 
 def canonicalize() -> list[tvm.transform.Pass]:

@@ -21,7 +21,7 @@ def light_bytes() -> int:
 
 
 @contextmanager
-def limited(count: int) -> Iterator[None]:
+def limit(count: int) -> Iterator[None]:
     """Let this process take `count` bytes more than it has; what would take more fails, and the process goes on.
 
     The limit is one of addresses: memory that is reserved and never written counts too.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pydantic import Field, PlainSerializer, field_validator, model_validator
 
 from tvmflow.comparison import Comparison, Extended, write_finite
-from tvmflow.target import Precision
+from tvmflow.hardware.target import Precision
 from tvmflow.workspace import Record
 
 Runner = Literal["tvm", "onnxruntime", "pytorch"]

@@ -1,7 +1,7 @@
 """Child processes under supervision: a session and a log for each, deadlines, and a clean end.
 
 A child dies with its parent. The processes that it started end with it, because all are one process group. The steps of
-a run (`tvmflow.process`), the tuner's workers, devices and the verification of bundles use this module.
+a run (`tvmflow.processes.children`), the tuner's workers, devices and the verification of bundles use this module.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-from tvmflow.launch import module_command
+from tvmflow.processes.launch import module_command
 
 # Seconds between checks that a silent child still runs, and between checks for the end of a child.
 _LOOK_SECONDS = 0.5

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from tvmflow import cores, profiles
 from tvmflow.errors import TargetError
-from tvmflow.profiles import Processor, Profile
+from tvmflow.hardware import cores, profiles
+from tvmflow.hardware.profiles import Processor, Profile
 
 # The micro-architecture levels of the x86-64 psABI, in the words of /proc/cpuinfo.
 _X86_64_V2 = ("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3")
@@ -178,7 +178,7 @@ def processor() -> str:
 
 @cache
 def host() -> Host:
-    """Return this machine: architecture, CPU features as the kernel reports them, cores (`tvmflow.cores.count`)."""
+    """Return this machine: architecture, CPU features as the kernel reports them, cores (`cores.count`)."""
     machine = platform.machine().lower()
     arch = _ARCH_NAMES.get(machine, machine)
     cpuinfo = ""

@@ -23,9 +23,16 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from tvmflow.errors import StepError, TvmflowError, from_data, to_data
-from tvmflow.imports import importing
-from tvmflow.launch import die_with_parent
-from tvmflow.supervisor import LARGEST_LOG, Channel, ChildProcess, LogLimitError, forbid_torch, visible_environment
+from tvmflow.processes.imports import importing
+from tvmflow.processes.launch import die_with_parent
+from tvmflow.processes.supervisor import (
+    LARGEST_LOG,
+    Channel,
+    ChildProcess,
+    LogLimitError,
+    forbid_torch,
+    visible_environment,
+)
 
 CHILD_VARIABLE = "TVMFLOW_CHILD"
 _FORK = "--fork"
@@ -50,13 +57,13 @@ class Child:
         """Start the child. Raises OSError when the process or its log cannot be created.
 
         `paths` come first in its module search path, `environment` is added to the visible variables of this process
-        (`tvmflow.supervisor.visible_environment`), and `torch=False` prevents it from importing torch.
+        (`tvmflow.processes.supervisor.visible_environment`), and `torch=False` prevents it from importing torch.
         """
         self.step = _step_name(function)
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         self._process = ChildProcess(
-            "tvmflow.process",
+            "tvmflow.processes.children",
             function,
             environment=_environment(paths, environment or {}, torch),
             log=log,
@@ -172,7 +179,7 @@ class _ForkServer:
     def __init__(self, imports: Sequence[str], log: Path, paths: Sequence[Path], torch: bool) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._process = ChildProcess(
-            "tvmflow.process",
+            "tvmflow.processes.children",
             _FORK,
             *imports,
             environment=_environment(paths, {}, torch),
@@ -260,19 +267,21 @@ def _exchange(
     except LogLimitError as error:
         process.close()
         end = f"printed more than {LARGEST_LOG >> 20} MB"
-        raise _ended(f"{step} {end} and was ended; its log is {process.current_log}: let it print less", end) from error
+        raise _make_error(
+            f"{step} {end} and was ended; its log is {process.current_log}: let it print less", end
+        ) from error
     except TimeoutError as error:
         process.close()
         end = f"took longer than {timeout / 60:.3g} minutes"
         advice = f"set TVMFLOW_STEP_TIMEOUT_MINUTES for more, its log is {process.log}"
-        raise _ended(f"{step} {end} and was ended; {advice}", end) from error
+        raise _make_error(f"{step} {end} and was ended; {advice}", end) from error
     except EOFError as error:
         end, description = process.name_end(), process.describe_end()
         process.close()
-        raise _ended(f"the process of {step} {description}; its log is {process.log}", end) from error
+        raise _make_error(f"the process of {step} {description}; its log is {process.log}", end) from error
 
 
-def _ended(message: str, end: str) -> StepError:
+def _make_error(message: str, end: str) -> StepError:
     error = StepError(message)
     error.end = end
     return error

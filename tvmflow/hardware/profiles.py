@@ -1,7 +1,7 @@
 """Profiles of processors: what a core computes, loads and stores per cycle, its caches, the memory, and the cores.
 
-Every number of a machine that the compiler reads comes from a profile. The files of `tvmflow/targets/` are the profiles
-that tvmflow ships; they name the source of every number. `docs/reference/machines.md` explains the fields.
+Every number of a machine that the compiler reads comes from a profile. The files of `tvmflow/hardware/processors/` are
+the profiles that tvmflow ships; they name the source of every number. `docs/reference/machines.md` explains the fields.
 """
 
 import hashlib
@@ -208,8 +208,8 @@ class Shipped:
 
 @cache
 def shipped() -> dict[str, Shipped]:
-    """Return the profiles of `tvmflow/targets/` by name, in the order of the names."""
-    folder = resources.files("tvmflow") / "targets"
+    """Return the profiles of `tvmflow/hardware/processors/` by name, in the order of the names."""
+    folder = resources.files("tvmflow.hardware") / "processors"
     files = sorted((item for item in folder.iterdir() if item.name.endswith(".toml")), key=lambda item: item.name)
     return {name: read(name, item.read_text()) for item in files for name in [item.name.removesuffix(".toml")]}
 
@@ -237,7 +237,7 @@ def read(name: str, text: str) -> Shipped:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise TargetError(
-            f"the profile {name!r} cannot be read ({reason}); compare it with those of tvmflow/targets"
+            f"the profile {name!r} cannot be read ({reason}); compare it with those of tvmflow/hardware/processors"
         ) from error
 
 

@@ -7,10 +7,10 @@ from pydantic import Field, JsonValue
 
 from tvmflow.bundle.manifest import TensorSpec
 from tvmflow.comparison import Interval
-from tvmflow.documents import Document, Message, Reader
-from tvmflow.figures import Measurements, Point, Validation
+from tvmflow.documents.encoding import Document, Message, Reader
+from tvmflow.documents.figures import Measurements, Point, Validation
+from tvmflow.documents.training import Training
 from tvmflow.spec import Policy
-from tvmflow.training import Training
 from tvmflow.workspace import Record
 
 

@@ -47,7 +47,7 @@ def _main() -> None:
     if kind == "local-module":
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 -- as the interpreter itself has it there
     # This package may have been imported from the parent's working folder.
-    sys.path.append(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120 -- pathlib takes time to import
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))  # noqa: PTH120 -- pathlib takes time to import
     sys.argv = command
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, JsonValue, PlainSerializer
 
 from tvmflow.comparison import Comparison, Interval, write_finite
-from tvmflow.documents import Document, Message, Reader
-from tvmflow.figures import Metric
-from tvmflow.release import TargetVerdict
+from tvmflow.documents.encoding import Document, Message, Reader
+from tvmflow.documents.figures import Metric
+from tvmflow.documents.release import TargetVerdict
+from tvmflow.documents.training import finite_json
 from tvmflow.spec import Policy
-from tvmflow.training import finite_json
 from tvmflow.workspace import Artifact, Record, Workspace
 
 REBUILD = "rebuild"

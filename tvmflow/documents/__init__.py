@@ -1,0 +1,1 @@
+"""Documents that outlive their writer: releases, verdicts and the figures in them."""

@@ -1,0 +1,1 @@
+"""The hardware: processors to build for, and what this machine has."""

@@ -1,0 +1,1 @@
+"""Processes of this project: how they are started, supervised and ended."""
