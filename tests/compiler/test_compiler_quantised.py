@@ -17,7 +17,7 @@ from support.machines import simple_target
 from support.models import join_models, joined_name
 from support.quantised import quantise, quantise_dynamically
 from tvmflow.arrays import Array
-from tvmflow.compiler import BuildOptions, build, import_onnx
+from tvmflow.compiler import BuildOptions, build, import_onnx, lower, workloads
 from tvmflow.compiler.dotproduct import PAIRS, integer_dot
 from tvmflow.onnx_model.graph import rounds_activations
 from tvmflow.target import Precision, Target, resolve
@@ -316,6 +316,16 @@ def test_pointwise_layers_of_images_of_any_size_quantise_their_results(
         (ours,), (theirs,) = run_built(model, normal(*shape)), onnxruntime_outputs(path, {"x": normal(*shape)}).values()
         assert np.abs(ours.astype("int32") - theirs.astype("int32")).max() <= 1
     assert [name for name, rule in model.schedules if rule == "dot_rows" and "quantize" in name]
+
+
+def test_convolutions_of_volumes_of_any_size_quantise_their_results(make_model: MakeModel) -> None:
+    """The volumes have a dimension more than the images that compute them."""
+    node = helper.make_node
+    weights = {"s": np.array(0.03, "float32"), "z": np.array(7, "uint8"), "w": normal(16, 4, 1, 1, 1) / 2}
+    nodes = [node("Conv", ["x", "w"], ["c"]), node("QuantizeLinear", ["c", "s", "z"], ["y"])]
+    path = make_model(nodes, [("x", ["n", 4, "d", "h", "w"])], [("y", None, TensorProto.UINT8)], weights)
+    names = [item.name for item in workloads(lower(import_onnx(path), simple_target()))]
+    assert "fused_conv2d_quantize" in names
 
 
 def test_both_branches_of_a_condition_quantise_the_same_tensor(make_model: MakeModel, run_built: RunBuilt) -> None:
