@@ -406,7 +406,11 @@ def test_quantised_operators_of_the_optimizer_equal_onnx_runtime(assert_all_same
         "QLinearWhere", {"c": a > b, "a": a, **scales, "b": b, "V": scale * 2, "Y": zero, "R": scale, "T": zero}
     )
     pool = _case("NhwcMaxPool", {"a": a}, kernel_shape=[2, 2], strides=[2, 2])
-    average = _case("QLinearGlobalAveragePool", {"a": a, **scales, "V": scale / 2, "Y": zero}, channels_last=1)
+    means = {"a": a, **scales, "V": scale / 2, "Y": zero}
+    average = _case("QLinearGlobalAveragePool", means, channels_last=1)
+    # The mean of the last window counts what is beyond the data, too.
+    windows = {"kernel_shape": [2, 3], "strides": [2, 2], "pads": [1, 0, 0, 0], "ceil_mode": 1, "count_include_pad": 1}
+    part = _case("QLinearAveragePool", means, **windows)
     weight = rng.integers(0, 256, (4, 12)).astype("uint8")
     attention = {
         "x": rng.integers(0, 256, (2, 5, 4)).astype("uint8"),
@@ -425,7 +429,9 @@ def test_quantised_operators_of_the_optimizer_equal_onnx_runtime(assert_all_same
         "QEmbedLayerNormalization", ids | tables | {"m": None} | scales | zeros, 2
     )
     embedded = (embed, infos, ["r0", ("r1", None, TensorProto.INT32)], weights), feeds
-    cases = [((nodes, infos, outputs, weights), feeds) for (nodes, infos, _, weights), feeds in (where, pool, average)]
+    cases = [
+        ((nodes, infos, outputs, weights), feeds) for (nodes, infos, _, weights), feeds in (where, pool, average, part)
+    ]
     assert_all_same([*cases, quantised, embedded])
 
 

@@ -17,7 +17,7 @@ from support.machines import simple_target
 from support.models import join_models, joined_name
 from support.quantised import quantise, quantise_dynamically
 from tvmflow.arrays import Array
-from tvmflow.compiler import BuildOptions, build, import_onnx, lower
+from tvmflow.compiler import BuildOptions, build, import_onnx, lower, workloads
 from tvmflow.compiler.dotproduct import PAIRS, integer_dot
 from tvmflow.errors import BuildError
 from tvmflow.hardware.target import Precision, Target, resolve
@@ -319,6 +319,16 @@ def test_pointwise_layers_of_images_of_any_size_quantise_their_results(
     assert [name for name, rule in model.schedules if rule == "dot_rows" and "quantize" in name]
 
 
+def test_convolutions_of_volumes_of_any_size_quantise_their_results(make_model: MakeModel) -> None:
+    """The volumes have a dimension more than the images that compute them."""
+    node = helper.make_node
+    weights = {"s": np.array(0.03, "float32"), "z": np.array(7, "uint8"), "w": normal(16, 4, 1, 1, 1) / 2}
+    nodes = [node("Conv", ["x", "w"], ["c"]), node("QuantizeLinear", ["c", "s", "z"], ["y"])]
+    path = make_model(nodes, [("x", ["n", 4, "d", "h", "w"])], [("y", None, TensorProto.UINT8)], weights)
+    names = [item.name for item in workloads(lower(import_onnx(path), simple_target()))]
+    assert "fused_conv2d_quantize" in names
+
+
 def test_both_branches_of_a_condition_quantise_the_same_tensor(make_model: MakeModel, run_built: RunBuilt) -> None:
     weights = {
         "w": np.random.default_rng(0).integers(-127, 128, (16, 12)).astype("int8"),
@@ -340,7 +350,9 @@ def test_both_branches_of_a_condition_quantise_the_same_tensor(make_model: MakeM
         np.testing.assert_array_equal(ours, (a.astype("int32") - 100) @ weights["w" if first else "v"].astype("int32"))
 
 
-def _activated(make_model: MakeModel, dtype: str, *activation: onnx.NodeProto, scales: str = "s") -> Path:
+def _activated(
+    make_model: MakeModel, dtype: str, *activation: onnx.NodeProto, scales: str = "s", lines: int | str = 9
+) -> Path:
     """A convolution, whose results x are quantised, dequantised to c and, after an activation y, quantised again."""
     node = helper.make_node
     zero = np.array(3, dtype)
@@ -348,18 +360,20 @@ def _activated(make_model: MakeModel, dtype: str, *activation: onnx.NodeProto, s
     weights |= {"many": np.linspace(0.02, 0.04, 16, dtype="float32"), "zeros": np.full(16, 3, dtype)}
     zeros = "z" if scales == "s" else "zeros"
     nodes = [
-        node("Conv", ["x", "w"], ["a"]),
+        node("Conv", ["x", "w"], ["a"], strides=[2, 1]),
         node("QuantizeLinear", ["a", scales, zeros], ["b"], axis=1),
         node("DequantizeLinear", ["b", scales, zeros], ["c"], axis=1),
         *activation,
         node("QuantizeLinear", ["d", "t", "z"], ["y"]),
     ]
     types = {"uint8": TensorProto.UINT8, "int8": TensorProto.INT8}
-    return make_model(nodes, [("x", [1, 4, 9, 9])], [("y", None, types[dtype])], weights)
+    return make_model(nodes, [("x", [1, 4, lines, 9])], [("y", None, types[dtype])], weights)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int8"])
-def test_a_slow_function_of_an_integer_is_one_table(dtype: str, make_model: MakeModel, run_built: RunBuilt) -> None:
+@pytest.mark.parametrize(("dtype", "lines"), [("uint8", 9), ("int8", "lines")], ids=["fixed", "free"])
+def test_a_slow_function_of_an_integer_is_one_table(
+    dtype: str, lines: int | str, make_model: MakeModel, run_built: RunBuilt
+) -> None:
     """SiLU as the static quantiser writes it, with the sigmoid quantised between."""
     node = helper.make_node
     between = [
@@ -368,7 +382,7 @@ def test_a_slow_function_of_an_integer_is_one_table(dtype: str, make_model: Make
         node("DequantizeLinear", ["f", "t", "z"], ["g"]),
         node("Mul", ["c", "g"], ["d"]),
     ]
-    path = _activated(make_model, dtype, *between)
+    path = _activated(make_model, dtype, *between, lines=lines)
     model = build(import_onnx(path), simple_target())
     x = normal(1, 4, 9, 9) * 3
     (ours,), (theirs,) = run_built(model, x), onnxruntime_outputs(path, {"x": x}).values()

@@ -109,6 +109,16 @@ def test_a_size_within_the_model_is_a_number_where_a_variant_gives_it(make_model
         np.testing.assert_allclose(run(built, function, x), x + np.rint(table[:length] * 4) / 4, rtol=1e-6)
 
 
+def test_what_is_written_for_any_size_is_fused_where_a_variant_gives_the_size(make_model, target: Target) -> None:  # type: ignore[no-untyped-def]
+    """The frames of a signal that is free are as many as a quotient of its length says."""
+    constants = {"step": np.array(2), "window": np.hanning(4).astype(np.float32)}
+    nodes = [helper.make_node("STFT", ["x", "step", "window"], ["y"])]
+    model: Path = make_model(nodes, [("x", ["batch", "samples", 1])], ["y"], constants)
+    lowered = lower(import_onnx(model), target, BuildOptions(variants=({"batch": 1, "samples": 9},)))
+    fused = [item.func for item in workloads(lowered) if item.name.startswith("fused_frames_multiply")]
+    assert [[int(size) for size in buffer.ty.shape] for buffer in fused[1].params] == [[1, 9], [4], [1, 3, 4]]
+
+
 @pytest.mark.parametrize(
     ("node", "shape", "sizes", "message"),
     [

@@ -377,6 +377,30 @@ def test_the_reference_does_not_round_what_it_multiplies_with_weights_of_4_bits(
     assert np.abs(run_session(open_session(path, exact=False), {"x": x})["y"] - exact).max() > 1e-2
 
 
+def test_the_reference_is_exact_where_layers_share_their_weights(tmp_path: Path) -> None:
+    """ONNX Runtime fails when it has to make unsigned weights of the same signed ones twice."""
+    rng = np.random.default_rng(0)
+    weights, x = rng.integers(-127, 128, (64, 64)).astype("int8"), rng.integers(0, 256, (8, 64)).astype("uint8")
+    scales = {"one": np.float32(1), "some": np.float32(0.01), "zero": np.uint8(0), "middle": np.int8(0)}
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w", "some", "middle"], ["d"]),
+        helper.make_node("DequantizeLinear", ["x", "one", "zero"], ["f"]),
+        *(helper.make_node("MatMul", ["f", "d"], [f"m{place}"]) for place in range(2)),
+        *(helper.make_node("QuantizeLinear", [f"m{place}", "one", "zero"], [f"y{place}"]) for place in range(2)),
+        *(
+            helper.make_node("QLinearMatMul", ["x", "one", "zero", "w", "some", "middle", "one", "zero"], [f"z{place}"])
+            for place in range(2)
+        ),
+    ]
+    outputs = [(name, None, TensorProto.UINT8) for name in ("y0", "y1", "z0", "z1")]
+    path = save_model(
+        tmp_path / "model.onnx", nodes, [("x", [8, 64], TensorProto.UINT8)], outputs, {"w": weights, **scales}
+    )
+    exact = np.clip(np.rint(x @ (weights.astype("float64") / 100)), 0, 255)
+    for result in run_session(open_session(path), {"x": x}).values():
+        np.testing.assert_allclose(result, exact, atol=1)
+
+
 def test_a_model_that_onnx_runtime_cannot_make_exact_is_loaded_all_the_same(tmp_path: Path) -> None:
     """With the option for exact sums, ONNX Runtime makes a QGemm of signed integers one that it does not have."""
     numbers = {"scale": np.array(0.01, "float32"), "zero": np.array(3, "int8"), "w": np.ones((4, 2), "int8")}

@@ -15,6 +15,7 @@ from tvmflow.compiler.operators.packing import runs_at_load
 from tvmflow.compiler.passes import lower_passes
 from tvmflow.compiler.passes.calls import bind_constant_arguments
 from tvmflow.compiler.passes.functions import relax_functions
+from tvmflow.compiler.passes.sizes import bind_constant_sizes
 from tvmflow.compiler.size_checks import contradicts, known_sizes
 from tvmflow.errors import BuildError
 from tvmflow.hardware.target import Precision, Target
@@ -57,6 +58,7 @@ def lower_module(
         name = variant_name(sizes)
         variant = relax.utils.copy_with_new_vars(_with_sizes(mod["main"], sizes)).with_attr("global_symbol", name)
         mod = tvm.IRModule({**dict(mod.functions_items()), tvm.ir.GlobalVar(name): variant}, attrs=mod.attrs)
+    mod = bind_constant_sizes(mod)
     size = sum(value.nbytes for value in imported.params.values())
     passes = lower_passes(target, choices, precision, fast, size, packs_at_load)
     with tvm.target.Target(target.tvm):

@@ -1,6 +1,7 @@
 """Sessions of ONNX Runtime, which computes what an ONNX model says."""
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from tvmflow.arrays import NamedArrays
 from tvmflow.errors import ExportError
 from tvmflow.hardware import memory
-from tvmflow.onnx_model.external_data import save
+from tvmflow.onnx_model.external_data import load, save
 from tvmflow.usercode import describe
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ def open_session(
 
     With `exact`, it computes what the file says, on every processor. ONNX Runtime's own defaults take less time: they
     add two products of 8-bit integers in 16 bits on x86 processors without VNNI, which cuts large sums off, and they
-    round to 8 bits what is multiplied with weights that the file stores in 4 bits before a DequantizeLinear. A model
-    that ONNX Runtime cannot load so, because it makes unsigned weights of signed ones and has no such operator, is
-    loaded with the defaults.
+    round to 8 bits what is multiplied with weights that the file stores in 4 bits before a DequantizeLinear. For the
+    exact sums it makes unsigned weights of signed ones. It cannot do that twice with the same weights, so each layer
+    gets its own copy of them then. A model for which it has no such operator is loaded with the defaults.
     """
     import onnxruntime
 
@@ -53,10 +54,64 @@ def open_session(
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         if exact:
-            return open_session(path, threads, prints_errors=prints_errors, optimizes=optimizes, exact=False)
+            return _open_without_sharing(path, options) or open_session(
+                path, threads, prints_errors=prints_errors, optimizes=optimizes, exact=False
+            )
         # The file may be a copy, whose place says nothing to a user.
         cause = describe(error).replace(f"Load model from {path} failed:", "").replace(str(path), path.name)
         raise ExportError(f"ONNX Runtime cannot load the model ({cause})") from error
+
+
+def _open_without_sharing(path: Path, options: "onnxruntime.SessionOptions") -> "onnxruntime.InferenceSession | None":
+    """Load an ONNX file in which no two nodes share 8-bit weights; None where they share none, or where that fails."""
+    import onnxruntime
+
+    try:
+        model = load(path)
+        if not _unshare_weights(model.graph):
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "model.onnx"
+            save(model, copy)
+            return onnxruntime.InferenceSession(str(copy), options, providers=["CPUExecutionProvider"])
+    except Exception:
+        return None
+
+
+def _unshare_weights(graph: "onnx.GraphProto") -> bool:
+    """Give each node its own copy of signed 8-bit weights, dequantised or not; whether two nodes shared any."""
+    import onnx
+
+    initializers = {item.name: item for item in graph.initializer}
+    weights = {name for name, item in initializers.items() if item.data_type == onnx.TensorProto.INT8}
+    dequantised = {
+        node.output[0]: node
+        for node in graph.node
+        if node.op_type == "DequantizeLinear" and node.input[0] in weights and initializers.keys() >= set(node.input)
+    }
+    uses: Counter[str] = Counter()
+
+    def own(name: str) -> str:
+        uses[name] += 1
+        return name if uses[name] == 1 else f"{name}:{uses[name]}"
+
+    nodes = []
+    for node in graph.node:
+        for place, name in enumerate(node.input):
+            if name in dequantised and (copy := own(name)) != name:
+                nodes.append(onnx.NodeProto())
+                nodes[-1].CopyFrom(dequantised[name])
+                nodes[-1].name, nodes[-1].output[0], node.input[place] = copy, copy, copy
+        nodes.append(node)
+    for node in nodes:
+        for place, name in enumerate(node.input):
+            if name in weights and (copy := own(name)) != name:
+                graph.initializer.add().CopyFrom(initializers[name])
+                graph.initializer[-1].name = node.input[place] = copy
+    ordered = onnx.GraphProto(node=nodes)
+    del graph.node[:]
+    graph.node.extend(ordered.node)
+    return max(uses.values(), default=0) > 1
 
 
 def run_session(

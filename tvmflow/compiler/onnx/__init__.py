@@ -211,7 +211,7 @@ _CONTRIBUTED: dict[str, Converter] = {
     "QEmbedLayerNormalization": contributed.convert_qembed_layer_norm,
     "QGemm": quantised.convert_qgemm,
     "QLinearAdd": quantised.convert_by_dequantizing("Add", (0, 3), 6),
-    "QLinearAveragePool": quantised.convert_by_dequantizing("AveragePool", (0,), 3),
+    "QLinearAveragePool": quantised.convert_qlinear_average_pool,
     "QLinearConcat": quantised.convert_qlinear_concat,
     "QLinearConv": quantised.convert_qlinear_conv,
     "QLinearGlobalAveragePool": quantised.convert_by_dequantizing("GlobalAveragePool", (0,), 3),

@@ -14,6 +14,7 @@ from tvm import relax
 from tvmflow.compiler.onnx.broadcasting import agree_in_product
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
+from tvmflow.compiler.onnx.vision import pads_for_last_windows
 
 # The attributes of a node that its counterpart on float32 tensors does not have.
 _OWN = ("tvm_custom", "channels_last", "opset")
@@ -38,6 +39,17 @@ def convert_by_dequantizing(operator: str, operands: Sequence[int], result: int)
         return _quantize(node, node.emit(channels_last(value)) if is_last else value, result)
 
     return convert
+
+
+def convert_qlinear_average_pool(node: Node) -> relax.Expr:
+    """Return the Relax expression of QLinearAveragePool: dequantise the operand, pool, quantise the result.
+
+    Where the padding counts, so does what the last window of ceil_mode has beyond it: each mean is of a whole window.
+    """
+    is_explicit = node.text("auto_pad", "NOTSET") == "NOTSET"
+    if is_explicit and node.attrs.get("count_include_pad", 0) and node.attrs.pop("ceil_mode", 0):
+        node.attrs["pads"] = pads_for_last_windows(node)
+    return convert_by_dequantizing("AveragePool", (0,), 3)(node)
 
 
 def convert_qlinear_conv(node: Node) -> relax.Expr:

@@ -60,7 +60,7 @@ def convert_padding(operator: str) -> Converter:
             if (operator == "LpPool" or is_free or (pools and any(_count_missing(node)))) and node.attrs.pop(
                 "ceil_mode", 0
             ):
-                _pad_for_last_windows(node)
+                _pad(node, pads_for_last_windows(node), counts_end=False)
             if pools:
                 _let_one_window_fit(node)
             return None
@@ -132,8 +132,8 @@ def _let_channels_agree(node: Node, inputs_axis: int) -> None:
         node.inputs[1] = node.with_sizes(node.inputs[1], [*weight[:inputs_axis], data[1], *weight[inputs_axis + 1 :]])
 
 
-def _pad_for_last_windows(node: Node) -> None:
-    """Pad the end of data so that all windows of ceil_mode fit, of which none begins beyond the data.
+def pads_for_last_windows(node: Node) -> list[int]:
+    """Return the padding of a pooling with which all windows of ceil_mode fit, of which none begins beyond the data.
 
     TVM's converter multiplies the means of LpPool by a whole window, and does not build windows of data of free size.
     """
@@ -142,7 +142,7 @@ def _pad_for_last_windows(node: Node) -> None:
     pads = list(node.attrs.get("pads", [0] * 2 * rank))
     for axis, taps in enumerate(node.attrs["kernel_shape"]):
         pads[rank + axis] = min((taps - 1) * dilations[axis], pads[rank + axis] + strides[axis] - 1)
-    _pad(node, pads, counts_end=False)
+    return pads
 
 
 def _pad(node: Node, pads: Sequence[int], counts_end: bool) -> None:

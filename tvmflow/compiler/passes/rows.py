@@ -26,6 +26,8 @@ from tvmflow.compiler.passes.rewrite import count_uses
 
 # The dimensions of the weights of a dense layer.
 _MATRIX = 2
+# Of these the axis of the channels is an attribute.
+_QUANTISATIONS = {"relax.quantize": relax.op.quantize, "relax.dequantize": relax.op.dequantize}
 _VIEWS = ("relax.reshape", "relax.squeeze", "relax.expand_dims")
 
 
@@ -76,7 +78,11 @@ class _Joining(PyExprMutator):  # type: ignore[misc]
             self._in_shape(item, shape) if _same_shape(item, op) else self._by_channel(item, len(shape))
             for item in call.args
         ]
-        return self._as_before(relax.Call(op.op, operands, op.attrs), op)
+        if called_operator(op) in _QUANTISATIONS:
+            changed = _QUANTISATIONS[called_operator(op)](*operands, axis=len(shape) - 1, out_dtype=op.attrs.out_dtype)
+        else:
+            changed = relax.Call(op.op, operands, op.attrs)
+        return self._as_before(changed, op)
 
     def _first_result(self, call: relax.Call, operands: Sequence[relax.Expr]) -> relax.Var | None:
         """The result of a layer, seen through a reshape, with which TVM would fuse an element-wise operator.
@@ -166,7 +172,7 @@ def _is_pointwise(call: relax.Call) -> bool:
 def _is_elementwise(call: relax.Call) -> bool:
     if not isinstance(getattr(call.ty, "shape", None), relax.ShapeExpr):
         return False
-    if called_operator(call) in ("relax.quantize", "relax.dequantize"):
+    if called_operator(call) in _QUANTISATIONS:
         # A scale for each channel is along the last dimension of a line, too.
         of_channels = int(call.attrs.axis) % max(call.ty.ndim, 1) == call.ty.ndim - 1
         return of_channels or all(static(size) == 1 for item in call.args[1:] for size in item.ty.shape.values)

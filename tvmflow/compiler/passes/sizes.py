@@ -18,7 +18,7 @@ from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.tirx import PrimFunc
 
-from tvmflow.compiler.passes.functions import relax_functions
+from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
 
 # Operators on sizes that no simplification sees through.
 _OPAQUE = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod, tirx.Min, tirx.Max)
@@ -81,6 +81,43 @@ class NameSizes:
             if variable not in callees:
                 functions[variable] = change.visit_expr(function) if isinstance(function, relax.Function) else function
         return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def bind_constant_sizes(mod: tvm.IRModule) -> tvm.IRModule:
+    """Return the module with a function of its own for each call_tir whose arguments make symbols of it numbers.
+
+    The model with numbers for its free sizes still calls the functions that the importer wrote for any size. TVM fuses
+    such a function only with others of the same symbols.
+    """
+    return rewrite_functions(_BindConstantSizes(mod), mod)
+
+
+@mutator
+class _BindConstantSizes(PyExprMutator):  # type: ignore[misc]
+    """Calls functions of which symbols are numbers."""
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        super().__init__(mod)
+        self._functions = mod
+
+    def visit_call_(self, op: relax.Call) -> relax.Expr:
+        """Change a call of a function of which the arguments make symbols numbers."""
+        call = super().visit_call_(op)
+        if not isinstance(call.op, tvm.ir.Op) or call.op.name != "relax.call_tir":
+            return call
+        variable, fields = call.args[0], list(call.args[1].fields)
+        function = self._functions[variable]
+        numbers: dict[tirx.Var, Any] = {}
+        for place, (param, ty) in enumerate(zip(function.params, _types(call), strict=True)):
+            dims = _dims(param)
+            pairs = [(param, fields[place])] if dims is None else zip(dims, ty.shape.values, strict=True)
+            numbers |= {dim: size for dim, size in pairs if isinstance(dim, tirx.Var) and isinstance(size, tirx.IntImm)}
+        if not numbers:
+            return call
+        params = [param for param in function.params if param not in numbers]
+        own = _with_variables(PrimFunc(params, function.body, function.ret_type, function.attrs), numbers)
+        tensors = relax.Tuple([field for field in fields if not isinstance(field, tirx.IntImm)])
+        return relax.Call(call.op, [self.builder_.add_func(own, variable.name_hint), tensors], call.attrs, call.ty_args)
 
 
 def _with_one_form(mod: tvm.IRModule) -> tvm.IRModule:
@@ -153,6 +190,13 @@ def _unique(name: str, names: Counter[str], names_in_use: set[str]) -> str:
 def _dims(variable: tirx.Var) -> list[Any] | None:
     """The dimensions of a function's tensor; None for a scalar."""
     return list(variable.ty.shape) if tirx.is_buffer_var(variable) else None
+
+
+def _types(call: relax.Call) -> list[Any]:
+    """The types of the arguments and of the results of a call_tir, in the order of the function's parameters."""
+    (result,) = call.ty_args
+    results = result.fields if isinstance(result, relax.TupleType) else [result]
+    return [*(field.ty for field in call.args[1].fields), *results]
 
 
 def _is_symbolic(function: PrimFunc) -> bool:
@@ -431,13 +475,11 @@ class _ChangeCalls(PyExprMutator):  # type: ignore[misc]
         if not call.args or call.args[0] not in self._callees:
             return call
         variable, callee = self._callees[call.args[0]]
-        fields = list(call.args[1].fields)
-        results = [call.ty_args[0]] if not isinstance(call.ty_args[0], relax.TupleType) else call.ty_args[0].fields
-        tensor_types = [*(field.ty for field in fields), *results]
+        fields, types = list(call.args[1].fields), _types(call)
 
         def value(name: tirx.Var) -> Any:
             place, axis = callee.variables[name]
-            return fields[place] if axis is None else tensor_types[place].shape.values[axis]
+            return fields[place] if axis is None else types[place].shape.values[axis]
 
         scalars = [
             tvm_ffi.structural_map(scalar, [(tirx.Var, value)]) if not isinstance(scalar, tirx.Var) else value(scalar)

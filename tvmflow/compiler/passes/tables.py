@@ -124,7 +124,8 @@ class _Chain:
         """The integer and the table of a look-up; None for other expressions."""
         if called_operator(value) != "relax.call_tir" or str(value.args[0].name_hint) not in self._lookups:
             return None
-        source, table = value.args[1].fields
+        # Sizes that are no dimensions of these two follow.
+        source, table = value.args[1].fields[:2]
         return source, numbers_of(table)
 
     def evaluate(self, expr: relax.Expr, source: relax.Expr, integers: Array) -> Array:
