@@ -60,8 +60,8 @@ def test_the_times_of_steps_stand_below_each_other_whatever_the_steps_are_called
     steps = [("export", None), ("build", "native"), ("integrity", "digits 1 to production"), ("gate", "[bold]" * 9)]
     with reporter.live():
         for step, target in steps:
-            reporter.started(step, target)
-            reporter.ended(step, target, "ran", 12.3)
+            reporter.begin(step, target)
+            reporter.end(step, target, "ran", 12.3)
     *lines, longest = output.getvalue().splitlines()
     assert {len(line) for line in lines} == {len(lines[0])}
     assert lines[-1].split() == ["✓", "integrity", "[digits", "1", "to", "production]", "12.3", "s"]
