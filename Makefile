@@ -16,7 +16,7 @@ WORKERS ?= $(shell n=$$(($$(nproc) + 1)); echo $$((n > 8 ? 8 : n)))
 TESTS := pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=40 --junit-xml=build/tests/junit.xml \
 	--record=build/tests/record.json $(if $(CI),--no-skips)
 
-.PHONY: setup demo test test-quick test-long durations mutants bench zoo check format docs reference clean
+.PHONY: setup demo test test-quick test-long durations mutants emulated bench zoo check format docs reference clean
 
 setup: .venv/ready
 
@@ -52,6 +52,10 @@ durations: setup
 # Faults put into the sources, and the share that the tests notice; MUTANTS="--all" or names of modules for others.
 mutants: setup
 	@python benchmarks/mutants.py $(MUTANTS)
+
+# What the compiler's tests build for AVX-512, in an emulated processor; EMULATED="norms --preset x86-64-v4" for a part.
+emulated: setup
+	@python benchmarks/emulated.py $(EMULATED)
 
 # OpenVINO is a peer of the benchmarks and nothing else: 60 MB that `make setup` leaves out.
 bench: setup
