@@ -310,7 +310,8 @@ def mark_shown(store: ReleaseStore, name: str, channel: str, version: str) -> Ch
 def require_version(store: ReleaseStore, name: str, channel: str, version: str) -> None:
     """Raise StoreError if the channel holds another version by now; the message says who moved it.
 
-    Raises StoreError and StatementError as `find_checked` does, too.
+    Raises StoreError for a damaged document too; StatementError for a statement that is missing, that has expired, that
+    is older than one that this host has seen, or that differs from the channel or its release.
     """
     document = find_checked(store, name, channel)
     if document.version != version:
