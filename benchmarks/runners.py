@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tvmflow.errors import InputError, TvmflowError
-from tvmflow.onnx_model.session import open_session, run_session
+from tvmflow.onnx_model.session import open_session, to_function
 from tvmflow.processes.children import Child, Emit
 from tvmflow.processes.launch import program_command
 from tvmflow.source import Source, load_module, run_module
@@ -257,8 +257,8 @@ def _tvmflow(job: RunnerJob) -> tuple[Run, str]:
 
 
 def _onnxruntime(job: RunnerJob) -> tuple[Run, str]:
-    session = open_session(job.onnx, job.threads, exact=False)
-    return (lambda inputs: run_session(session, dict(inputs))), ""
+    run = to_function(open_session(job.onnx, job.threads, exact=False))
+    return (lambda inputs: run(dict(inputs))), ""
 
 
 def _openvino(job: RunnerJob, precision: str | None) -> tuple[Run, str]:

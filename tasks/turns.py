@@ -21,7 +21,7 @@ from tvmflow import samples
 from tvmflow.arrays import NamedArrays
 from tvmflow.comparison import Pair
 from tvmflow.hardware.energy import joules_between, read_counters
-from tvmflow.onnx_model.session import open_session, run_session
+from tvmflow.onnx_model.session import open_session, to_function
 from tvmflow.processes.children import Child
 from tvmflow.workspace import Record
 
@@ -242,8 +242,7 @@ def load_bundle(job: TurnJob) -> Run:
 
 def load_onnxruntime(job: TurnJob) -> Run:
     """Load the ONNX file into ONNX Runtime, with all of its optimisations."""
-    session = open_session(job.onnx, job.threads, exact=False)
-    return lambda inputs: run_session(session, inputs)
+    return to_function(open_session(job.onnx, job.threads, exact=False))
 
 
 @lru_cache(maxsize=1)
