@@ -50,11 +50,14 @@ _OTHERS = {"amx", "architectures", "gpu", "guarded", "onnx_nodes", "splits", "th
 # short REP MOVSB, XSAVES, and AMX, which needs XSAVES.
 _HIDDEN = (308, 514, 515, 534, 580, 323, 600)
 _MEGABYTES = 2048
+_BIOS = Path("/usr/share/bochs/BIOS-bochs-latest")
+_VIDEO_BIOS = Path("/usr/share/vgabios/vgabios.bin")
+_BOOT_FILES = (Path("/usr/lib/ISOLINUX/isolinux.bin"), Path("/usr/lib/syslinux/modules/bios/ldlinux.c32"))
 _SETTINGS = """\
 display_library: nogui
 megs: {megabytes}
-romimage: file=/usr/share/bochs/BIOS-bochs-latest
-vgaromimage: file=/usr/share/vgabios/vgabios.bin
+romimage: file={bios}
+vgaromimage: file={video_bios}
 cpu: model={cpu}, count=1, ips=400000000, reset_on_triple_fault=0
 ata0-master: type=cdrom, path={folder}/guest.iso, status=inserted
 boot: cdrom
@@ -96,9 +99,11 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     kernel = options.kernel or _newest_kernel()
-    for tool in (options.bochs, "genisoimage", "cpio", "busybox"):
-        if shutil.which(tool) is None:
-            raise InputError(f"{tool} is not installed; install the packages that {Path(__file__).name} names")
+    tools = (options.bochs, "genisoimage", "cpio", "busybox")
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    missing += [str(path) for path in (kernel, _BIOS, _VIDEO_BIOS, *_BOOT_FILES) if not path.is_file()]
+    if missing:
+        raise InputError(f"{', '.join(missing)}: not found; install what {Path(__file__).name} names at its head")
     names = options.tests or sorted(
         path.stem.removeprefix("test_compiler_") for path in (ROOT / "tests/compiler").glob("test_compiler_*.py")
     )
@@ -190,8 +195,8 @@ def _make_image(folder: Path, records: Path, kernel: Path) -> None:
     init.chmod(0o755)
     disc = folder / "disc"
     (disc / "isolinux").mkdir(parents=True)
-    shutil.copy("/usr/lib/ISOLINUX/isolinux.bin", disc / "isolinux")
-    shutil.copy("/usr/lib/syslinux/modules/bios/ldlinux.c32", disc / "isolinux")
+    for path in _BOOT_FILES:
+        shutil.copy(path, disc / "isolinux")
     (disc / "isolinux/isolinux.cfg").write_text(_BOOT.format(hidden=",".join(map(str, _HIDDEN))))
     shutil.copy(kernel, disc / "vmlinuz")
     with (disc / "initrd").open("wb") as file:
@@ -233,7 +238,9 @@ def _libraries_of(file: Path) -> Iterator[Path]:
 
 def _emulate(folder: Path, bochs: str, cpu: str) -> int:
     """Start the image in Bochs and print the lines of its program; 1 for a difference or an early end, else 0."""
-    (folder / "settings").write_text(_SETTINGS.format(folder=folder, cpu=cpu, megabytes=_MEGABYTES))
+    (folder / "settings").write_text(
+        _SETTINGS.format(folder=folder, cpu=cpu, megabytes=_MEGABYTES, bios=_BIOS, video_bios=_VIDEO_BIOS)
+    )
     process = subprocess.Popen(
         [bochs, "-q", "-f", str(folder / "settings")],
         stdin=subprocess.DEVNULL,
