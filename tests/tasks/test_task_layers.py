@@ -11,7 +11,7 @@ from onnx import helper
 from support.models import make_model, value_info
 from tasks.layers import find_layers, measure_peaks
 from tvmflow.arrays import NamedArrays
-from tvmflow.compiler import BuildOptions, build, import_onnx
+from tvmflow.compiler import BuildOptions, Choices, build, import_onnx, lower
 from tvmflow.hardware.target import resolve
 from tvmflow.report.insight import Layer
 from tvmflow.runtime.profile import find_functions, measure_calls
@@ -42,8 +42,11 @@ def network() -> onnx.ModelProto:
     return make_model(nodes, [("x", [1, 3, 24, 24])], ["y"], arrays)
 
 
-def _scaled_layers(model: onnx.ModelProto, folder: Path, scale: float = 1.0) -> tuple[Layer, ...]:
-    """The layers of a build of `model`, whose weights are `scale` times those that ONNX Runtime sees."""
+def _scaled_layers(model: onnx.ModelProto, folder: Path, scale: float = 1.0, block: str = "apart") -> tuple[Layer, ...]:
+    """The layers of a build of `model`, whose second weights are `scale` times those that ONNX Runtime sees.
+
+    `block` says whether the two convolutions of its block are one function, "whole", or two, "apart".
+    """
     scaled = onnx.ModelProto()
     scaled.CopyFrom(model)
     for tensor in scaled.graph.initializer:
@@ -51,15 +54,22 @@ def _scaled_layers(model: onnx.ModelProto, folder: Path, scale: float = 1.0) -> 
             array = onnx.numpy_helper.to_array(tensor) * np.float32(scale)
             tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
     x = np.random.default_rng(1).normal(size=(1, 3, 24, 24)).astype("float32")
-    return _layers(scaled, model, {"x": x}, folder)
+    return _layers(scaled, model, {"x": x}, folder, block)
 
 
-def _layers(model: onnx.ModelProto, original: onnx.ModelProto, inputs: NamedArrays, folder: Path) -> tuple[Layer, ...]:
-    """The layers of a build of `model`, compared with `original`."""
+def _layers(
+    model: onnx.ModelProto, original: onnx.ModelProto, inputs: NamedArrays, folder: Path, block: str = "apart"
+) -> tuple[Layer, ...]:
+    """The layers of a build of `model`, compared with `original`; processors differ in whether a block is `block`."""
     import tvm
 
     onnx.save(model, folder / "model.onnx")
-    built = build(import_onnx(folder / "model.onnx"), resolve("native"), BuildOptions())
+    imported, target, choices = import_onnx(folder / "model.onnx"), resolve("native"), Choices()
+    lower(imported, target, BuildOptions(), choices)
+    blocks = {site.key: block for site in choices.sites.values() if site.kind == "block"}
+    if block == "whole" and not blocks:
+        pytest.skip("this CPU has no functions of two convolutions")
+    built = build(imported, target, BuildOptions(), choices=Choices(blocks))
     loaded = built.load()
     machine = loaded.machine
     run = partial(machine["main"], *map(tvm.runtime.tensor, inputs.values()), *loaded.weights)
@@ -108,6 +118,17 @@ def test_a_wrong_layer_shows_and_those_before_it_do_not(network: onnx.ModelProto
     assert before < 1e-5
     assert wrong is not None
     assert wrong > 1e-3
+
+
+def test_two_layers_in_one_function_are_one_layer_of_the_module_with_more_weights(
+    network: onnx.ModelProto, tmp_path: Path
+) -> None:
+    layers = _scaled_layers(network, tmp_path, block="whole")
+    (block,) = [layer for layer in layers if "/block/Add" in layer.nodes]
+    assert {"/block/first/Conv", "/block/relu/Relu", "/block/second/Conv"} < set(block.nodes)
+    assert block.scope == ("block", "first")
+    assert block.error is not None
+    assert block.error < 1e-5
 
 
 @pytest.mark.parametrize("length", [7, 40])
