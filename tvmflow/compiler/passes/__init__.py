@@ -36,6 +36,7 @@ from tvmflow.compiler.passes.layout import ChannelsLast
 from tvmflow.compiler.passes.loops import RunLoopsDirectly
 from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.packing import BindWeights, PackAtLoad
+from tvmflow.compiler.passes.parts import ComputeParts
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.repeats import multiply_by_one_copy
 from tvmflow.compiler.passes.rows import JoinRows
@@ -73,6 +74,7 @@ def canonicalize() -> list[tvm.transform.Pass]:
         simplify.convolve_in_two_dimensions(),
         branches.add_branches(),
         *tidy(),
+        ComputeParts(),
         JoinProducts(),
     ]
 

@@ -25,6 +25,9 @@ _ELEMENT_WISE, _BROADCAST, _INJECTIVE, _REDUCTION, _KERNEL, _OPAQUE = 0, 1, 2, 3
 # A function of its own takes longer than to load so many bytes one number after the other.
 _FEW_BYTES = 4096
 
+# The kernels that compute each element of their result by itself.
+_OF_PARTS = {"depthwise", "pooling"}
+
 # The most activations, one in the argument of the next, that one function computes.
 _MOST_NESTED = 2
 
@@ -111,25 +114,33 @@ class SeparateTransposes:
 
 @tvm.transform.module_pass(opt_level=0, name="SeparateRepeats")
 class SeparateRepeats:
-    """Keeps an operator that repeats a kernel's result along a dimension out of the kernel's function.
+    """Keeps an operator that repeats a kernel's result along a dimension, or cuts it, out of the kernel's function.
 
     A kernel is computed where its result is read. In squeeze-and-excitation a 1x1 convolution of one pixel scales a
-    whole image: fused with the product, the convolution would be computed again for each pixel.
+    whole image: fused with the product, the convolution would be computed again for each pixel. TVM takes a slice from
+    the first element on for element-wise, but most rules of kernels do not know a result of other sizes.
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module with `op_pattern` set to injective for functions that repeat a kernel's result."""
+        """Return the module with `op_pattern` set to injective for functions that repeat or cut a kernel's result."""
         for function in relax_functions(mod).values():
-            results: set[relax.Var] = set()
+            # The results of kernels, and the functions of these.
+            kernels: dict[relax.Var, tvm.ir.GlobalVar] = {}
             for binding in (binding for block in function.body.blocks for binding in block.bindings):
-                kind = _kind(mod, binding.value)
-                arguments = [] if kind is None else [item for item in binding.value.args[1] if item in results]
-                if kind in (_ELEMENT_WISE, _BROADCAST) and any(_repeats(item, binding.value) for item in arguments):
-                    variable = binding.value.args[0]
+                call, kind = binding.value, _kind(mod, binding.value)
+                arguments = [] if kind is None else [item for item in call.args[1] if item in kernels]
+                follows = kind in (_ELEMENT_WISE, _BROADCAST) and bool(arguments)
+                if follows and any(
+                    _repeats(item, call) or (_is_cut(item, call) and not _computes_parts(mod[kernels[item]]))
+                    for item in arguments
+                ):
+                    variable = call.args[0]
                     mod.update_func(variable, mod[variable].with_attr("op_pattern", _INJECTIVE))
-                elif kind == _KERNEL or (kind in (_ELEMENT_WISE, _BROADCAST) and arguments):
+                elif kind == _KERNEL:
+                    kernels[binding.var] = call.args[0]
+                elif follows:
                     # Operators after a kernel are fused with it, so their results are its results.
-                    results.add(binding.var)
+                    kernels[binding.var] = kernels[arguments[0]]
         return mod
 
 
@@ -281,6 +292,22 @@ def _kind(mod: tvm.IRModule, call: Any) -> int | None:
     function = mod[call.args[0]]
     kind = (function.attrs or {}).get("op_pattern") if isinstance(function, PrimFunc) else None
     return None if kind is None else int(kind)
+
+
+def _computes_parts(function: PrimFunc) -> bool:
+    """Whether the rules of a function's kernels compute only that part of the result that the function returns."""
+    return set(kernels_of(function)) <= _OF_PARTS
+
+
+def _is_cut(argument: relax.Expr, call: relax.Call) -> bool:
+    """Whether an element-wise call reads only a part of an argument."""
+    sizes, result = argument.ty.shape, call.ty.shape
+    if not isinstance(sizes, relax.ShapeExpr) or not isinstance(result, relax.ShapeExpr):
+        return False
+    return len(sizes.values) == len(result.values) and any(
+        static(size) != 1 and not tvm_ffi.structural_equal(size, kept)
+        for size, kept in zip(sizes.values, result.values, strict=True)
+    )
 
 
 def _repeats(argument: relax.Expr, call: relax.Call) -> bool:
