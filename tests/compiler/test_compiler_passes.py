@@ -877,6 +877,32 @@ def test_attention_over_keys_whose_number_is_free(make_model: Any, assert_same_a
     assert rule_counts(model)["attention"] == 1
 
 
+@pytest.mark.parametrize("places", [37, "n"], ids=["fixed", "free"])
+def test_attention_whose_channels_come_before_its_positions(
+    places: int | str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = """
+        a = Transpose(q; perm=[0,1,3,2])
+        b = MatMul(a, k)
+        c = Mul(b, scale)
+        s = Add(c, m)
+        d = Softmax(s; axis=-1)
+        t = Transpose(d; perm=[0,1,3,2])
+        y = MatMul(v, t)
+    """
+    inputs = {**dict.fromkeys("qkv", (2, 3, 16, places)), "m": (3, places, places)}
+    path = make_model(_nodes(nodes), list(inputs.items()), ["y"], {"scale": _number(0.25)})
+    feeds = [
+        {
+            name: normal(*(length if dim == places else dim for dim in dims), seed=seed)
+            for seed, (name, dims) in enumerate(inputs.items())
+        }
+        for length in ((37,) if places == 37 else (5, 40))
+    ]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert rule_counts(model)["attention"] == 1
+
+
 def test_attention_over_free_tokens_beside_fixed_ones(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = """
         z = Concat(x, i; axis=1)

@@ -104,6 +104,23 @@ def _attention(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     return relax.op.permute_dims(result, [0, 2, 1, 3])
 
 
+def _weights_first(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Write v^T p^T, which a model computes whose channels come before its positions, as the transpose of p v.
+
+    The weights p of the values v are the result of a softmax.
+    """
+    transposed, count = rewriter.call(call.args[1], "permute_dims"), rank(call) or 0
+    axes = [*range(count - 2), count - 1, count - 2]
+    if transposed is None or count not in (3, 4) or rank(call.args[0]) != count or _axes(transposed, count) != axes:
+        return None
+    is_read_once = rewriter.used_once(call.args[1]) and rewriter.used_once(transposed.args[0])
+    if not is_read_once or _softmax(rewriter, transposed.args[0])[0] is None:
+        return None
+    values = rewriter.emit(relax.op.permute_dims(call.args[0], axes))
+    product = rewriter.emit(relax.op.matmul(transposed.args[0], values, out_dtype=call.attrs.out_dtype))
+    return relax.op.permute_dims(product, axes)
+
+
 def _of_all_heads(rewriter: Rewriter, operand: relax.Expr, query: relax.Expr) -> relax.Expr:
     """Keys or values with the heads of the queries: one head that the products share is repeated by a broadcast."""
     own, whole = sizes(operand) or [], sizes(query) or []
@@ -221,7 +238,7 @@ def _positions_first(rewriter: Rewriter, operand: relax.Expr, transposed: bool) 
 
 def compose_attention() -> tvm.transform.Pass:
     """Return the pass that recognises scaled dot-product attention and writes it as `nn.attention`."""
-    return rewriting("ComposeAttention", {"matmul": (_attention,), "permute_dims": (_merge,)})
+    return rewriting("ComposeAttention", {"matmul": (_attention, _weights_first), "permute_dims": (_merge,)})
 
 
 @dataclass(frozen=True)
