@@ -790,6 +790,24 @@ def test_same_padding_of_free_sizes_equals_onnx_runtime(make_model: Any, assert_
     assert_same_as_onnxruntime(path, *_feeds((2, 3, 8), (2, 3, 9), (2, 3, 11), (2, 3, 2)))
 
 
+@pytest.mark.parametrize("size", [11, "n"], ids=["fixed", "free"])
+def test_same_padding_without_strides_is_part_of_the_convolution(
+    size: int | str, make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    nodes = [
+        _node("Conv", ["x", "w"], ["a"], auto_pad="SAME_UPPER"),
+        _node("Relu", ["a"], ["b"]),
+        _node("Conv", ["b", "d"], ["c"], auto_pad="SAME_LOWER", group=16),
+        _node("Relu", ["c"], ["e"]),
+        _node("Conv", ["e", "v"], ["y"], auto_pad="SAME_UPPER"),
+    ]
+    weights = {"w": normal(16, 5, 4, 3), "d": normal(16, 1, 4, 4, seed=1), "v": normal(8, 16, 3, 2, seed=2)}
+    path = make_model(nodes, [("x", [2, 5, size, size])], ["y"], weights)
+    sizes = (11,) if size == 11 else (5, 12)
+    model = assert_same_as_onnxruntime(path, *({"x": normal(2, 5, number, number)} for number in sizes))
+    assert not [name for name, _ in model.schedules if name.startswith("pad")]
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kernel", [(64, 16, 5), (32, 1, 3), (64, 4, 3)], ids=str)
 def test_convolutions_of_free_images_without_padding_are_tiled(

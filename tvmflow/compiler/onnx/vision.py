@@ -64,27 +64,26 @@ def convert_padding(operator: str) -> Converter:
             if pools:
                 _let_one_window_fit(node)
             return None
+        kernel = node.attrs.get("kernel_shape") or dims_of(node.inputs[1])[2:]  # type: ignore[index]
+        strides, dilations = (node.attrs.get(name, [1] * len(kernel)) for name in ("strides", "dilations"))
+        extents = [(taps - 1) * dilation + 1 for taps, dilation in zip(kernel, dilations, strict=True)]
         if not has_strides:
+            # As much for data of any size. TVM's converter pads by a function, which no pass folds into a convolution.
+            _pad_evenly(node, [extent - 1 for extent in extents])
             return None
         if dims is None:
             raise FreeSizeError(f"auto_pad {auto_pad} of an input of unknown shape")
-        kernel = node.attrs.get("kernel_shape") or dims_of(node.inputs[1])[2:]  # type: ignore[index]
-        strides, dilations = (node.attrs.get(name, [1] * len(kernel)) for name in ("strides", "dilations"))
         if all(isinstance(size, int) for size in dims[2:]):
-            extents = [(taps - 1) * dilation + 1 for taps, dilation in zip(kernel, dilations, strict=True)]
             # TVM's converter cuts data where the stride exceeds the window.
-            totals = [
-                max((-(-size // stride) - 1) * stride + extent - size, 0)
-                for size, stride, extent in zip(dims[2:], strides, extents, strict=True)
+            counts = [-(-size // stride) for size, stride in zip(dims[2:], strides, strict=True)]
+            ends = [
+                (count - 1) * stride + extent for count, stride, extent in zip(counts, strides, extents, strict=True)
             ]
-            halves, rests = [total // 2 for total in totals], [total - total // 2 for total in totals]
-            node.attrs["pads"] = [*halves, *rests] if auto_pad == "SAME_UPPER" else [*rests, *halves]
-            node.attrs["auto_pad"] = b"NOTSET"
+            _pad_evenly(node, [max(end - size, 0) for end, size in zip(ends, dims[2:], strict=True)])
             return None
         fill = const(-np.inf if operator == "MaxPool" else 0, dtype_of(data))
         padded, ones = data, node.emit(relax.op.ones(relax.ShapeExpr([1, 1, *dims[2:]]), dtype_of(data)))
-        for place, (size, taps, stride, dilation) in enumerate(zip(dims[2:], kernel, strides, dilations, strict=True)):
-            extent = (taps - 1) * dilation + 1
+        for place, (size, stride, extent) in enumerate(zip(dims[2:], strides, extents, strict=True)):
             widths, whole = _same_padding(node, size, extent, stride, auto_pad == "SAME_UPPER")
             padded, ones = (
                 _with_size(node, pad_axis(node, item, 2 + place, widths, fill), 2 + place, whole)
@@ -143,6 +142,14 @@ def pads_for_last_windows(node: Node) -> list[int]:
     for axis, taps in enumerate(node.attrs["kernel_shape"]):
         pads[rank + axis] = min((taps - 1) * dilations[axis], pads[rank + axis] + strides[axis] - 1)
     return pads
+
+
+def _pad_evenly(node: Node, totals: Sequence[int]) -> None:
+    """Set the padding of a node that has `auto_pad`: `totals` elements along each dimension, half of them before it."""
+    halves, rests = [total // 2 for total in totals], [total - total // 2 for total in totals]
+    is_upper = node.text("auto_pad", "NOTSET") == "SAME_UPPER"
+    node.attrs["pads"] = [*halves, *rests] if is_upper else [*rests, *halves]
+    node.attrs["auto_pad"] = b"NOTSET"
 
 
 def _pad(node: Node, pads: Sequence[int], counts_end: bool) -> None:
