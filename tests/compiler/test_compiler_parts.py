@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
-from onnx import NodeProto, helper
+from onnx import NodeProto, TensorProto, helper
 from tvm import relax
 
 from support.arrays import normal
 from support.builds import rule_counts
+from support.models import value_info
 from tvmflow.arrays import Array, NamedArrays
 from tvmflow.compiler import CompiledModel, import_onnx
 from tvmflow.compiler.passes import canonicalize
@@ -127,6 +128,7 @@ def _products(path: Path) -> list[list[int | None]]:
             shapes.append([int(size) if isinstance(size, tvm.tirx.IntImm) else None for size in expr.ty.shape.values])
 
     relax.analysis.post_order_visit(mod["main"], visit)
+    relax.analysis.well_formed(mod)
     return shapes
 
 
@@ -150,6 +152,26 @@ def test_an_input_of_the_layers_is_sliced_once(make_model: Any, assert_same_as_o
     assert _products(path) == [[2, 1, 16]]
     model = assert_same_as_onnxruntime(path, _feeds((2, _LENGTH, 16), _LENGTH))
     assert sum("strided_slice" in name for name, _ in model.schedules) <= 2
+
+
+def test_slices_before_and_after_a_branch_are_apart(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    branches = {
+        f"{name}_branch": helper.make_graph([helper.make_node(operator, ["p"], [name])], name, [], [value_info(name)])
+        for name, operator in (("then", "Neg"), ("else", "Exp"))
+    }
+    lines = [
+        ("MatMul", "x project", "h"),
+        ("Gather", "h zero", "p", {"axis": 1}),
+        ("If", "c", "q", branches),
+        ("MatMul", "x widen", "v"),
+        ("Gather", "v zero", "w", {"axis": 1}),
+        ("MatMul", "q widen", "u"),
+        ("Add", "u w", "y"),
+    ]
+    path = make_model(_nodes(lines), [("x", [2, _LENGTH, 16]), ("c", [], TensorProto.BOOL)], ["y"], _weights())
+    assert [2, _LENGTH, 16] not in _products(path)
+    feeds = ({"x": normal(2, _LENGTH, 16), "c": np.array(choice)} for choice in (True, False))
+    assert_same_as_onnxruntime(path, *feeds)
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,11 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
         self.parts: Mapping[relax.Var, _Part] = {}
         self._slices: dict[tuple[relax.Var, _Part], relax.Expr] = {}
 
+    def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
+        """Rewrite a block, outside of which its slices are not known."""
+        self._slices = {}
+        return super().visit_dataflow_block_(block)
+
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         """Bind a variable to its part if it has one, or to what was sliced."""
         part, call = self.parts.get(binding.var), binding.value
