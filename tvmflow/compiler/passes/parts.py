@@ -98,23 +98,23 @@ def _needs(block: relax.DataflowBlock) -> dict[relax.Var, _Need]:
     """What the operators of a block need of each variable."""
     needs: dict[relax.Var, _Need] = {}
 
-    def need(variable: relax.Var, part: _Need) -> None:
-        needs[variable] = part if needs.get(variable, part) == part else None
+    def add(variable: relax.Var, need: _Need) -> None:
+        needs[variable] = need if needs.get(variable, need) == need else None
 
     for binding in reversed(block.bindings):
         value = binding.value
         part = needs.get(binding.var) if isinstance(binding.var, relax.DataflowVar) else None
         operands = None if part is None else _operands(value, part)
-        selected = _selected(value)
-        if selected is not None and isinstance(value.args[0], relax.Var):
-            need(value.args[0], selected)
+        selection = _selection(value)
+        if selection is not None and isinstance(value.args[0], relax.Var):
+            add(value.args[0], selection)
         elif operands is not None:
-            for item, wanted in zip(value.args, operands, strict=True):
+            for item, need in zip(value.args, operands, strict=True):
                 if isinstance(item, relax.Var):
-                    need(item, wanted)
+                    add(item, need)
         else:
             for variable in _variables(value):
-                need(variable, None)
+                add(variable, None)
     return needs
 
 
@@ -130,20 +130,20 @@ def _variables(value: Any) -> Iterator[relax.Var]:
     yield from variables
 
 
-def _selected(value: Any) -> _Need:
+def _selection(value: Any) -> _Need:
     """The part of its operand that a slice, or the choice of one place, reads; None for other expressions.
 
     A slice along several dimensions, or with steps, and a large part are none.
     """
     name = called_operator(value)
-    part = _sliced(value) if name == "relax.strided_slice" else _taken(value) if name == "relax.take" else None
+    part = _slice_part(value) if name == "relax.strided_slice" else _take_part(value) if name == "relax.take" else None
     if part is None:
         return None
     size = static((sizes(value.args[0]) or [])[part.axis])
     return part if size is None or part.count <= _LARGEST_SHARE * size else None
 
 
-def _sliced(call: relax.Call) -> _Need:
+def _slice_part(call: relax.Call) -> _Need:
     dims, result = sizes(call.args[0]), sizes(call)
     if dims is None or result is None or not all(isinstance(item, relax.Tuple) for item in call.args[1:]):
         return None
@@ -164,7 +164,7 @@ def _sliced(call: relax.Call) -> _Need:
     return _Part(axis, max(first + (size or 0), 0) if first < 0 else first, count)
 
 
-def _taken(call: relax.Call) -> _Need:
+def _take_part(call: relax.Call) -> _Need:
     data, index = call.args
     dims = sizes(data)
     if dims is None or call.attrs.axis is None or not isinstance(index, tvm.ir.GenericConst):
@@ -269,13 +269,13 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         """Bind a variable to its part if it has one, or to what was sliced."""
         part, call = self.parts.get(binding.var), binding.value
-        selected = _selected(call)
+        selection = _selection(call)
         if part is not None:
             value = self._in_part(call, part)
-        elif selected is not None and call.args[0] in self.parts:
+        elif selection is not None and call.args[0] in self.parts:
             value = self.visit_expr(call.args[0])
             if len(sizes(call) or ()) < len(sizes(value) or ()):
-                value = relax.op.squeeze(value, [selected.axis])
+                value = relax.op.squeeze(value, [selection.axis])
         else:
             super().visit_var_binding_(binding)
             return
