@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -336,3 +337,21 @@ def test_a_softmax_over_any_dimension_equals_onnx_runtime(assert_all_same: Any, 
         nodes = [helper.make_node(operator, ["x"], [operator], axis=axis) for operator in operators]
         cases.append(((nodes, [("x", dims)], operators), {"x": x}))
     assert_all_same(cases)
+
+
+def test_a_softmax_over_a_size_that_is_a_multiple_less_a_number_takes_rows(
+    make_model: Callable[..., Path], assert_same_as_onnxruntime: Check
+) -> None:
+    """Nine tokens for each column, less the two that a convolution without padding takes: `9 * width - 2`."""
+    nodes = [
+        helper.make_node("Reshape", ["x", "shape"], ["tokens"]),
+        helper.make_node("Conv", ["tokens", "w"], ["a"]),
+        helper.make_node("Unsqueeze", ["a", "three"], ["left"]),
+        helper.make_node("Unsqueeze", ["a", "two"], ["right"]),
+        helper.make_node("Mul", ["left", "right"], ["scores"]),
+        helper.make_node("Softmax", ["scores"], ["y"]),
+    ]
+    weights = {"shape": np.array([0, 0, -1]), "three": np.array([3]), "two": np.array([2]), "w": normal(4, 4, 3)}
+    path = make_model(nodes, [("x", [1, 4, 9, "width"])], ["y"], weights)
+    model = assert_same_as_onnxruntime(path, *({"x": normal(1, 4, 9, width)} for width in (1, 5)))
+    assert rule_counts(model)["rowwise"] == 1

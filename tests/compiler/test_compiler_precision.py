@@ -151,6 +151,21 @@ def test_winograd_of_free_sizes_multiplies_in_bfloat16(
         assert np.abs(run_built(model, x)[0] - expected).max() <= 1e-2 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("depth", [31, 32])
+def test_pointwise_layers_of_several_images_of_free_size_multiply_in_bfloat16(
+    depth: int, make_model: MakeModel, run_built: RunBuilt, bf16: Target
+) -> None:
+    """Also where the number of images is known, so that the number of all pixels is a multiple of it."""
+    weights = {"w": normal(24, depth, 1, 1), "b": normal(24)}
+    path = make_model([helper.make_node("Conv", ["x", "w", "b"], ["y"])], [("x", [2, depth, "h", "w"])], ["y"], weights)
+    model = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
+    assert rule_counts(model)["dot_rows"] == 1
+    for shape in ((2, depth, 5, 3), (2, depth, 8, 1)):
+        x = normal(*shape)
+        expected = _onnxruntime(path, x=x)
+        assert np.abs(run_built(model, x)[0] - expected).max() <= 1e-2 * np.abs(expected).max()
+
+
 # channels, groups, kernel, stride, padding, dilation, size
 _NARROW = [
     (64, 16, 3, 1, 1, 1, 14),

@@ -20,7 +20,6 @@ from tvmflow.compiler.operators import depthwise, products
 from tvmflow.compiler.operators import winograd as winograd_stages
 from tvmflow.compiler.operators.common import (
     FOLLOWS,
-    JoinedRows,
     call_kernel,
     called_operator,
     constant,
@@ -34,7 +33,7 @@ from tvmflow.compiler.operators.common import (
 from tvmflow.compiler.operators.geometry import Geometry, is_channels_last, is_depthwise
 from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
 from tvmflow.compiler.operators.padding import PaddedImage, skipped_padding
-from tvmflow.compiler.operators.products import FEWEST_ROWS, filled_vectors, rows_product
+from tvmflow.compiler.operators.products import filled_vectors, rows_product
 
 # The transpose of NHWC images to NCHW.
 _CHANNELS_FIRST = [0, 3, 1, 2]
@@ -358,15 +357,13 @@ def pointwise_conv2d(
 ) -> te.Tensor:
     """Define a 1x1 convolution of NHWC data: the pixels of an image are the rows of a matrix product.
 
-    Where a size is symbolic, the pixels of a line are, because TVM cannot simplify divisions by symbolic sizes.
+    Where a size is symbolic, the pixels of a line are (`products.rows_of_pixels`).
     It has strides of 1 and no padding. `weight` comes from `pack_array`; the `decisions` choose the product's register
     tile. The result is NHWC with `channels` channels.
     """
     *outer, _ = data.shape
-    _, height, width = outer
     vectors, _, _, _, lanes = (int(dim) for dim in weight.shape)
-    is_by_line = static(height * width) is None and (static(width) is None or int(width) >= FEWEST_ROWS)
-    joined = JoinedRows(outer, [2] if is_by_line else [1, 2])
+    joined = products.rows_of_pixels(outer)
 
     def right(*index: Any) -> Any:
         return weight[index[-1] // lanes, 0, 0, index[-2], index[-1] % lanes]

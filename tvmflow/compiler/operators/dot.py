@@ -12,7 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from tvm import te, tirx, topi
+from tvm import te, tirx
 
 from tvmflow.arrays import Array
 from tvmflow.compiler import amx, tiles
@@ -29,6 +29,7 @@ from tvmflow.compiler.operators.common import (
 )
 from tvmflow.compiler.operators.geometry import Geometry
 from tvmflow.compiler.operators.padding import PaddedImage, skipped_padding
+from tvmflow.compiler.operators.products import rows_of_pixels
 
 
 def lanes_of(channels: int, groups: int, machine: Machine) -> int:
@@ -144,22 +145,16 @@ def conv2d(
 
 
 def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, machine: Machine) -> te.Tensor:
-    """Define a 1x1 convolution: the pixels of an image are the rows of a matrix product."""
-    batch, height, width, depth = data.shape
+    """Define a 1x1 convolution: the pixels of an image, or of a line, are the rows of a matrix product."""
+    *outer, _ = data.shape
     vectors, _, _, _, lanes, _ = (int(dim) for dim in weight.shape)
-    product = Product(
-        batch=[batch],
-        rows=topi.utils.simplify(height * width),
-        depth=int(depth),
-        channels=vectors * lanes,
-        lanes=lanes,
-        left=lambda n, m, k: data[n, m // width, m % width, k],
-        right=lambda n, ko, c, ki: weight[c // lanes, 0, 0, ko, c % lanes, ki],
-        shared=True,
-    )
-    result = _rows_product(product, machine, dot, pointwise=True)
-    shape = (batch, height, width, channels)
-    return te.compute(shape, lambda n, h, w, c: result[n, h * width + w, c], name="unpack")
+    joined = rows_of_pixels(outer)
+
+    def right(*index: Any) -> Any:
+        return weight[index[-2] // lanes, 0, 0, index[-3], index[-2] % lanes, index[-1]]
+
+    product = joined.product(data, right, vectors * lanes, lanes)
+    return joined.unpack(_rows_product(product, machine, dot, pointwise=True), channels)
 
 
 def dense(

@@ -213,6 +213,17 @@ def row_dimensions(sizes: Sequence[Any]) -> list[int]:
     return known_rows(sizes) or [max(place for place, size in enumerate(numbers) if size != 1)]
 
 
+def rows_of_pixels(outer: Sequence[Any]) -> JoinedRows:
+    """Choose which pixels of NHWC images, of which `outer` are the leading sizes, are the rows of a matrix product.
+
+    All pixels of an image are where their number is known. Otherwise those of a line are, unless the line has too few:
+    TVM cannot simplify divisions by symbolic sizes.
+    """
+    _, height, width = outer
+    is_by_line = static(height * width) is None and (static(width) is None or int(width) >= FEWEST_ROWS)
+    return JoinedRows(outer, [2] if is_by_line else [1, 2])
+
+
 def known_rows(sizes: Sequence[Any]) -> list[int]:
     """Return the places of the leading dimensions after the last symbolic one if they have a tile's rows, else none."""
     numbers = [static(size) for size in sizes]

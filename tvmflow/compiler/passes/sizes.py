@@ -18,6 +18,7 @@ from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.tirx import PrimFunc
 
+from tvmflow.compiler.operators.common import static
 from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
 
 # Operators on sizes that no simplification sees through.
@@ -218,9 +219,11 @@ class _SizeNames:
         self._numbers = count()
         self._analyzer = tvm.sym.Analyzer()
         self._quotients: list[tirx.FloorDiv] = []
+        self._dims: set[Any] = set()
 
     def add(self, dims: Sequence[Any]) -> None:
         """Name these dimensions, none of which is a number or a variable."""
+        self._dims |= {_key(dim) for dim in dims}
         if not self._products:
             # Nor may the expression depend on the function's other sizes, which the function that it is fused with
             # lacks.
@@ -242,14 +245,19 @@ class _SizeNames:
     def _name(self, dim: Any) -> None:
         """Make a variable of a dimension that is an expression, and a number larger or smaller, where that helps."""
         core, number = _split_last_number(dim)
+        if self._products and isinstance(dim, tirx.Sub) and isinstance(dim.a, tirx.Mul) and static(dim.b) is not None:
+            # Another dimension that is the product itself stays a multiple.
+            core, number = (dim, 0) if _key(dim.a) in self._dims else (dim.a, tirx.IntImm(dim.ty.dtype, -int(dim.b)))
         is_opaque = isinstance(core, _OPAQUE)
         if _key(core) in self.table:
             if is_opaque and _key(dim) not in self.table:
                 # By the variable of the other dimension it would get another expression in a function that is fused.
                 self.table[_key(dim)] = self._variable(dim)
-        elif is_opaque or (self._products and _is_alone(core, self._function)):
+        elif is_opaque or (
+            self._products and _is_alone(core, self._function, int(number) if _key(core) not in self._dims else 0)
+        ):
             size = self._variable(dim)
-            self.table[_key(core)] = size if isinstance(number, int) else size - number
+            self.table[_key(core)] = size - int(number)
             self.table[_key(dim)] = size
         elif self._products and _is_multiple(core, self._function) and _key(core.a) not in self.table:
             # Of a product of several sizes and a number, the sizes become one.
@@ -374,13 +382,16 @@ def _split_last_number(dim: Any) -> tuple[Any, Any]:
     return (dim.a, dim.b) if isinstance(dim, tirx.Add) and isinstance(dim.b, tirx.IntImm) else (dim, 0)
 
 
-def _is_alone(core: Any, function: PrimFunc) -> bool:
+def _is_alone(core: Any, function: PrimFunc, number: int = 0) -> bool:
     """Whether an expression is a product of sizes that a function reads in this product alone, better as a variable.
 
     TVM proves little of a quotient by or of such a product, so loops that run through one could not be tiled. A size
     times a number stays where the function divides it by nothing, or without remainder: that it is a multiple helps.
+    But no dimension is a multiple that is larger or smaller by a `number` which is none.
     """
-    if not isinstance(core, tirx.Mul) or (isinstance(core.b, tirx.IntImm) and not _is_divided(core, function)):
+    if not isinstance(core, tirx.Mul):
+        return False
+    if isinstance(core.b, tirx.IntImm) and number % int(core.b) == 0 and not _is_divided(core, function):
         return False
     key = _key(core)
     size = tirx.Var("size", core.ty)
