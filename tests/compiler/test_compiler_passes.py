@@ -1109,6 +1109,23 @@ def test_an_activation_of_one_number_may_be_in_the_argument_of_another(
     assert_same_as_onnxruntime(make_model(nodes, [("t0", [1])], ["t3", "t1"]), {"t0": normal(1)})
 
 
+@pytest.mark.parametrize(
+    ("shape", "is_apart"),
+    [(["n", 8, "h", "w"], True), ([2, 8, "h", 5], True), ([2, 8, 5, 5], False), (["n", 8, "t"], False)],
+    ids=str,
+)
+def test_a_sine_of_products_by_channel_of_free_images_is_a_function_of_its_own(
+    shape: list[Any], is_apart: bool, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    """The code of one function took half a minute: TVM substitutes the long indices of the factors many times."""
+    nodes = [helper.make_node("Mul", ["x", "scale"], ["a"]), helper.make_node("Sin", ["a"], ["y"])]
+    weights = {"scale": normal(8, *[1] * (len(shape) - 2))}
+    path = make_model(nodes, [("x", shape)], ["y"], weights)
+    feed = {"x": normal(*({"n": 2, "h": 7, "w": 5, "t": 6}.get(size, size) for size in shape))}
+    model = assert_same_as_onnxruntime(path, feed)
+    assert len(model.schedules) == (2 if is_apart else 1)
+
+
 @pytest.mark.parametrize(("shape", "is_stored"), [([40, 50, 64], True), (["n", 50, 64], True), ([2, 2, 64], False)])
 def test_what_other_functions_read_again_and_again_is_computed_once(
     shape: list[Any], is_stored: bool, make_model: Any, assert_same_as_onnxruntime: Callable[..., CompiledModel]

@@ -30,6 +30,8 @@ _OF_PARTS = {"depthwise", "pooling"}
 
 # The most activations, one in the argument of the next, that one function computes.
 _MOST_NESTED = 2
+# The most variables of an activation whose argument may have long indices.
+_MOST_BINDINGS = 4
 
 
 @tvm.transform.module_pass(opt_level=0, name="MarkFollowers")
@@ -225,35 +227,59 @@ class SeparateActivations:
 
     An activation such as `vectormath.tanh` binds its argument to a variable. TVM's code generator substitutes the
     argument for the variable wherever it simplifies, so the build time multiplies with each activation: it is a tenth
-    of a second for two and minutes for four.
+    of a second for two and minutes for four. It is half a minute for one sine, which binds many variables, of an
+    argument with long indices, as those of a factor for each channel of an image of free height and width.
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return the module in which a call of a third nested activation runs a copy of its function.
+        """Return the module in which a call of such an activation runs a copy of its function.
 
         The copy has the `op_pattern` of a kernel, so TVM does not fuse it with the functions before it.
         """
-        has_binding: dict[tvm.ir.GlobalVar, bool] = {}
+        bindings_of: dict[tvm.ir.GlobalVar, int] = {}
         separate: list[relax.Call] = []
         for function in relax_functions(mod).values():
             nested: dict[relax.Var, int] = {}
+            has_long_indices: set[relax.Var] = set()
             for binding in (binding for block in function.body.blocks for binding in block.bindings):
-                kind = _kind(mod, binding.value)
+                call, kind = binding.value, _kind(mod, binding.value)
                 if kind is None or kind > _KERNEL:
                     continue
-                callee = binding.value.args[0]
-                if callee not in has_binding:
-                    has_binding[callee] = _has_binding(mod[callee])
-                before = max((nested.get(item, 0) for item in binding.value.args[1] if kind != _KERNEL), default=0)
-                nested[binding.var] = before + has_binding[callee]
-                if nested[binding.var] > _MOST_NESTED:
-                    nested[binding.var] = int(has_binding[callee])
-                    separate.append(binding.value)
+                callee = call.args[0]
+                if callee not in bindings_of:
+                    bindings_of[callee] = _count_bindings(mod[callee])
+                fused = call.args[1] if kind != _KERNEL else ()
+                is_long = any(item in has_long_indices or _has_long_index(item, call) for item in fused)
+                nested[binding.var] = max((nested.get(item, 0) for item in fused), default=0) + bool(
+                    bindings_of[callee]
+                )
+                if nested[binding.var] > _MOST_NESTED or (is_long and bindings_of[callee] > _MOST_BINDINGS):
+                    nested[binding.var] = int(bool(bindings_of[callee]))
+                    separate.append(call)
+                elif is_long:
+                    has_long_indices.add(binding.var)
         return _Separation(mod, separate, _KERNEL).run() if separate else mod
 
 
-def _has_binding(function: PrimFunc) -> bool:
-    return tvm_ffi.structural_walk(function.body, (Let, tvm_ffi.VisitInterrupt)) is not None
+def _count_bindings(function: PrimFunc) -> int:
+    """The number of variables that the expressions of a function bind."""
+    variables: list[Any] = []
+    tvm_ffi.structural_walk(function.body, (Let, lambda binding: variables.append(binding.var)))
+    return len(variables)
+
+
+def _has_long_index(argument: relax.Expr, call: relax.Call) -> bool:
+    """Whether a call reads an argument again along several of its last dimensions, of which one is free.
+
+    Its index is then a quotient by a product of sizes.
+    """
+    sizes, result = argument.ty.shape, call.ty.shape
+    if not isinstance(sizes, relax.ShapeExpr) or not isinstance(result, relax.ShapeExpr):
+        return False
+    own = [static(size) for size in sizes.values]
+    behind = len(own) - max((place + 1 for place, size in enumerate(own) if size != 1), default=len(own))
+    last = [static(size) for size in result.values[len(result.values) - behind :] if static(size) != 1]
+    return len(last) > 1 and None in last
 
 
 @mutator
