@@ -77,6 +77,7 @@ _REASONS = {
     "winograd.INPUT_PIXELS": "shape: images that networks take",
     "passes.blocks._SURE": "error of the estimates, scope of tuning",
     "passes.fusion._ELEMENT_WISE": "TVM's kinds of functions",
+    "passes.fusion._MOST_BINDINGS": "size of the code",
     "passes.fusion._MOST_NESTED": "size of the code",
     "passes.int8._LARGEST": "range of the numbers",
     "passes.int8._SHIFT": "range of the numbers",
