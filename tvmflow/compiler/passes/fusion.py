@@ -15,6 +15,7 @@ from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import FOLLOWS, called_operator, static
 from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
 from tvmflow.compiler.passes.narrow import ROUNDING
+from tvmflow.compiler.passes.rewrite import sizes
 from tvmflow.compiler.schedules import kernels_of
 from tvmflow.compiler.schedules.common import walk
 from tvmflow.compiler.schedules.transposes import is_transpose
@@ -200,13 +201,13 @@ class StoreRepeats:
 
 def _count_elements(call: relax.Call) -> float:
     """The number of elements of a call's result; infinite where a size is symbolic."""
-    shape = call.ty.shape
-    return _count(shape.values) if isinstance(shape, relax.ShapeExpr) else math.inf
+    dims = sizes(call)
+    return math.inf if dims is None else _count(dims)
 
 
-def _count(sizes: Iterable[Any]) -> float:
+def _count(dims: Iterable[Any]) -> float:
     """The number of elements of a tensor of these sizes; infinite where one is symbolic."""
-    numbers = map(static, sizes)
+    numbers = map(static, dims)
     return math.prod(math.inf if size is None else size for size in numbers)
 
 
@@ -273,12 +274,12 @@ def _has_long_index(argument: relax.Expr, call: relax.Call) -> bool:
 
     Its index is then a quotient by a product of sizes.
     """
-    sizes, result = argument.ty.shape, call.ty.shape
-    if not isinstance(sizes, relax.ShapeExpr) or not isinstance(result, relax.ShapeExpr):
+    dims, result = sizes(argument), sizes(call)
+    if dims is None or result is None:
         return False
-    own = [static(size) for size in sizes.values]
+    own = [static(size) for size in dims]
     behind = len(own) - max((place + 1 for place, size in enumerate(own) if size != 1), default=len(own))
-    last = [static(size) for size in result.values[len(result.values) - behind :] if static(size) != 1]
+    last = [static(size) for size in result[len(result) - behind :] if static(size) != 1]
     return len(last) > 1 and None in last
 
 
@@ -327,22 +328,18 @@ def _computes_parts(function: PrimFunc) -> bool:
 
 def _is_cut(argument: relax.Expr, call: relax.Call) -> bool:
     """Whether an element-wise call reads only a part of an argument."""
-    sizes, result = argument.ty.shape, call.ty.shape
-    if not isinstance(sizes, relax.ShapeExpr) or not isinstance(result, relax.ShapeExpr):
+    dims, result = sizes(argument), sizes(call)
+    if dims is None or result is None or len(dims) != len(result):
         return False
-    return len(sizes.values) == len(result.values) and any(
-        static(size) != 1 and not tvm_ffi.structural_equal(size, kept)
-        for size, kept in zip(sizes.values, result.values, strict=True)
+    return any(
+        static(size) != 1 and not tvm_ffi.structural_equal(size, kept) for size, kept in zip(dims, result, strict=True)
     )
 
 
 def _repeats(argument: relax.Expr, call: relax.Call) -> bool:
     """Whether an element-wise call reads elements of an argument again along a dimension of its result."""
-    sizes, result = argument.ty.shape, call.ty.shape
-    if not isinstance(sizes, relax.ShapeExpr) or not isinstance(result, relax.ShapeExpr):
-        return False
-    missing = len(result.values) - len(sizes.values)
-    if missing < 0:
+    dims, result = sizes(argument), sizes(call)
+    if dims is None or result is None or len(dims) > len(result):
         return False  # Squeeze is element-wise too.
-    own = [1] * missing + [static(size) for size in sizes.values]
-    return any(size == 1 != static(whole) for size, whole in zip(own, result.values, strict=True))
+    own = [1] * (len(result) - len(dims)) + [static(size) for size in dims]
+    return any(size == 1 != static(whole) for size, whole in zip(own, result, strict=True))
