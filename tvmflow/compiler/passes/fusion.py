@@ -134,7 +134,7 @@ class SeparateRepeats:
                 arguments = [] if kind is None else [item for item in call.args[1] if item in kernels]
                 follows = kind in (_ELEMENT_WISE, _BROADCAST) and bool(arguments)
                 if follows and any(
-                    _repeats(item, call) or (_is_cut(item, call) and not _computes_parts(mod[kernels[item]]))
+                    _repeats(item, call) or (_is_cut(mod, item, call) and not _computes_parts(mod[kernels[item]]))
                     for item in arguments
                 ):
                     variable = call.args[0]
@@ -326,10 +326,10 @@ def _computes_parts(function: PrimFunc) -> bool:
     return set(kernels_of(function)) <= _OF_PARTS
 
 
-def _is_cut(argument: relax.Expr, call: relax.Call) -> bool:
-    """Whether an element-wise call reads only a part of an argument."""
+def _is_cut(mod: tvm.IRModule, argument: relax.Expr, call: relax.Call) -> bool:
+    """Whether an element-wise call reads only a part of an argument, and is no transpose that belongs to a kernel."""
     dims, result = sizes(argument), sizes(call)
-    if dims is None or result is None or len(dims) != len(result):
+    if dims is None or result is None or len(dims) != len(result) or FOLLOWS.keys() & dict(mod[call.args[0]].attrs):
         return False
     return any(
         static(size) != 1 and not tvm_ffi.structural_equal(size, kept) for size, kept in zip(dims, result, strict=True)
