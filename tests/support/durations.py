@@ -171,7 +171,7 @@ def _tables(phases: list[dict[str, Any]], fixtures: list[dict[str, Any]]) -> Ite
 def merge(records: Iterable[Path]) -> Record:
     """The costs of test functions (the mean over their parameters) and of fixtures, from records of whole files.
 
-    A file that no record has keeps what tests/durations.json says of it.
+    A file that no record has keeps what tests/durations.json says of it, if it still exists.
     """
     tests: dict[str, list[Cost]] = defaultdict(list)
     fixtures: dict[str, list[Cost]] = defaultdict(list)
@@ -189,7 +189,11 @@ def merge(records: Iterable[Path]) -> Record:
         for item in record["fixtures"]:
             fixtures[item["fixture"]].append(item)
     old = recorded()
-    others = {name: cost for name, cost in old["tests"].items() if file_of(name) not in seconds}
+    others = {
+        name: cost
+        for name, cost in old["tests"].items()
+        if file_of(name) not in seconds and (ROOT / file_of(name)).exists()
+    }
     files = {**old["files"], **{name: round(value, 1) for name, value in seconds.items()}}
     return {
         "files": {name: files[name] for name in sorted(files) if (ROOT / name).exists()},
