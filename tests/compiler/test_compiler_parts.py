@@ -55,6 +55,7 @@ def _weights() -> dict[str, Array]:
         "last": np.array(-1),
         "begin": np.array([0]),
         "second": np.array([1]),
+        "table": np.array([[0]]),
         "end": np.array([_LENGTH]),
         "few": np.array([3]),
         "most": np.array([6]),
@@ -81,6 +82,8 @@ CASES = [
     Case("the first row", [_FIRST], 1),
     Case("the first row of any length", [_FIRST], 1, ("b", "n", 16)),
     Case("the last row", [("Gather", "h last", "y", {"axis": 1})], 1),
+    Case("the first row as a line", [("Gather", "h begin", "y", {"axis": 1})], 1),
+    Case("the first row as a table", [("Gather", "h table", "y", {"axis": 1})], _LENGTH),
     Case("a slice", [("Slice", "h begin few axis", "y")], 3),
     Case("a slice from the second row", [("Slice", "h second few axis", "y")], 2),
     Case("a norm and a layer behind", [

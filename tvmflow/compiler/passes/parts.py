@@ -167,7 +167,7 @@ def _slice_part(call: relax.Call) -> _Need:
 def _take_part(call: relax.Call) -> _Need:
     data, index = call.args
     dims = sizes(data)
-    if dims is None or call.attrs.axis is None or not isinstance(index, tvm.ir.GenericConst):
+    if dims is None or call.attrs.axis is None or not isinstance(index, tvm.ir.GenericConst) or index.ty.ndim > 1:
         return None
     places = numbers_of(index)
     if places.size != 1 or int(places.reshape(-1)[0]) < 0:
