@@ -12,11 +12,10 @@ from onnx import NodeProto, TensorProto, helper
 from tvm import relax
 
 from support.arrays import normal
-from support.builds import rule_counts
+from support.builds import canonicalized, rule_counts
 from support.models import value_info
 from tvmflow.arrays import Array, NamedArrays
-from tvmflow.compiler import CompiledModel, import_onnx
-from tvmflow.compiler.passes import canonicalize
+from tvmflow.compiler import CompiledModel
 
 Check = Callable[..., CompiledModel]
 
@@ -62,7 +61,6 @@ def _weights() -> dict[str, Array]:
         "axis": np.array([1]),
         "columns": np.array([2]),
         "flat": np.array([-1, 4, 4]),
-        "whole": np.array([0, -1, 16]),
     }
 
 
@@ -118,12 +116,7 @@ CASES = [
 
 def _products(path: Path) -> list[list[int | None]]:
     """The shapes of the results of the matrix products in the canonical form of a model; None for a free size."""
-    imported = import_onnx(path)
-    variables = imported.mod["main"].params[len(imported.inputs) :]
-    values = (tvm.runtime.tensor(value) for value in imported.params.values())
-    mod = relax.transform.BindParams("main", dict(zip(variables, values, strict=True)))(imported.mod)
-    with tvm.transform.PassContext(opt_level=3):
-        mod = tvm.transform.Sequential([*canonicalize(), relax.transform.DeadCodeElimination()])(mod)
+    mod = canonicalized(path)
     shapes: list[list[int | None]] = []
 
     def visit(expr: Any) -> None:

@@ -15,11 +15,11 @@ from tvm import relax
 
 from support import scale
 from support.arrays import normal
-from support.builds import rule_counts
+from support.builds import canonicalized, rule_counts
 from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, build, import_onnx, list_passes
 from tvmflow.compiler.operators.common import constant
-from tvmflow.compiler.passes import canonicalize, lower_passes, pass_names
+from tvmflow.compiler.passes import lower_passes, pass_names
 from tvmflow.compiler.passes.constants import FoldConstantCalls
 from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.simplify import remove_identities
@@ -64,17 +64,6 @@ def _nodes(text: str) -> list[onnx.NodeProto]:
             )
         )  # fmt: skip
     return nodes
-
-
-def _canonicalized(path: Path, disabled: Sequence[str] = ()) -> tvm.IRModule:
-    """The model after our canonicalisation passes, without those disabled."""
-    imported = import_onnx(path)
-    variables = imported.mod["main"].params[len(imported.inputs) :]
-    values = (tvm.runtime.tensor(value) for value in imported.params.values())
-    mod = relax.transform.BindParams("main", dict(zip(variables, values, strict=True)))(imported.mod)
-    with tvm.transform.PassContext(opt_level=3, disabled_pass=list(disabled)):
-        mod = tvm.transform.Sequential(canonicalize())(mod)
-    return relax.transform.DeadCodeElimination()(mod)
 
 
 def _operators(mod: tvm.IRModule) -> set[str]:
@@ -638,7 +627,7 @@ def test_taps_that_meet_nothing_but_padding_are_removed(
     case = Case("dilated", "", f"y = Conv(x, w; {attributes})", (1, 4, 16, 16), weights={"w": normal(5, 4, 3, 3)})
     calls: list[relax.Call] = []
     relax.analysis.post_order_visit(
-        _canonicalized(_model([case], make_model))["main"],
+        canonicalized(_model([case], make_model))["main"],
         lambda expr: calls.append(expr) if isinstance(expr, relax.Call) else None,
     )
     (call,) = (call for call in calls if getattr(call.op, "name", "") == "relax.nn.conv2d")
@@ -658,7 +647,7 @@ def rewritten() -> dict[str, tvm.IRModule]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_pass_rewrites_its_operators(case: Case, make_model: Any, rewritten: dict[str, tvm.IRModule]) -> None:
-    rewritten[case.name] = _canonicalized(_model([case], make_model))
+    rewritten[case.name] = canonicalized(_model([case], make_model))
     operators = _operators(rewritten[case.name])
     assert operators >= set(case.present)
     assert operators.isdisjoint(case.absent)
@@ -671,8 +660,8 @@ def test_without_the_pass_the_model_stays_as_it_was(
     case: Case, make_model: Any, rewritten: dict[str, tvm.IRModule]
 ) -> None:
     path = _model([case], make_model)
-    usual = rewritten[case.name] if case.name in rewritten else _canonicalized(path)
-    assert not tvm_ffi.structural_equal(_canonicalized(path, [case.rewriter]), usual)
+    usual = rewritten[case.name] if case.name in rewritten else canonicalized(path)
+    assert not tvm_ffi.structural_equal(canonicalized(path, [case.rewriter]), usual)
 
 
 @pytest.mark.few(8)

@@ -11,12 +11,14 @@ import numpy as np
 import onnx
 import tvm
 import tvm_ffi
+from tvm import relax
 
 from support.models import join_models, joined_name
 from tvmflow.arrays import Array
 from tvmflow.bundle import DIRECT_MAIN, MAIN_CONSTANTS
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, LoadedModel, build, import_onnx
 from tvmflow.compiler.inspection import Inspection
+from tvmflow.compiler.passes import canonicalize
 from tvmflow.hardware.target import Target
 from tvmflow.onnx_model.session import open_session
 
@@ -40,6 +42,17 @@ class Preferring(Choices):
         """The value of `option`, or else of the cost model's first."""
         first = super().choose(kind, subject, options, parts, cycles)
         return options.get(self.option, first)
+
+
+def canonicalized(path: Path, disabled: Sequence[str] = ()) -> tvm.IRModule:
+    """A model with its weights bound, after the canonicalisation passes without those `disabled`."""
+    imported = import_onnx(path)
+    variables = imported.mod["main"].params[len(imported.inputs) :]
+    values = (tvm.runtime.tensor(value) for value in imported.params.values())
+    mod = relax.transform.BindParams("main", dict(zip(variables, values, strict=True)))(imported.mod)
+    with tvm.transform.PassContext(opt_level=3, disabled_pass=list(disabled)):
+        mod = tvm.transform.Sequential(canonicalize())(mod)
+    return relax.transform.DeadCodeElimination()(mod)
 
 
 def rule_counts(model: CompiledModel) -> Counter[str]:

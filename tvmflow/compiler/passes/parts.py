@@ -5,7 +5,7 @@ element-wise operators before it need not compute the other places.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvmflow.compiler.operators.common import called_operator, numbers_of, static
 from tvmflow.compiler.passes.functions import relax_functions
 from tvmflow.compiler.passes.layout import ELEMENTWISE
-from tvmflow.compiler.passes.rewrite import sizes
+from tvmflow.compiler.passes.rewrite import VIEWS, sizes
 
 # The dimensions of the weights of a dense layer.
 _MATRIX = 2
@@ -30,7 +30,6 @@ _ALONG = (
     *("relax.nn.softmax", "relax.nn.log_softmax", "relax.nn.prelu"),
     *("relax.quantize", "relax.dequantize"),
 )
-_VIEWS = ("relax.reshape", "relax.squeeze", "relax.expand_dims")
 # The operators that are worth computing for fewer rows. The others belong to a kernel before or after them.
 _WORTH_IT = ("relax.matmul", *_NORMS, "relax.nn.softmax", "relax.nn.log_softmax")
 
@@ -51,7 +50,7 @@ class _Part:
 
 # What the operators that read a tensor need of it: a part, or None for all of it.
 _Need = _Part | None
-# Returns what an operator needs of each of its operands for a part of its result; None where it needs all of them.
+# Returns what an operator needs of each operand for a part of its result; None where it needs each of them whole.
 _Rule = Callable[[relax.Call, _Part], "list[_Need] | None"]
 
 
@@ -113,21 +112,9 @@ def _needs(block: relax.DataflowBlock) -> dict[relax.Var, _Need]:
                 if isinstance(item, relax.Var):
                     add(item, need)
         else:
-            for variable in _variables(value):
+            for variable in relax.analysis.all_vars(value):
                 add(variable, None)
     return needs
-
-
-def _variables(value: Any) -> Iterator[relax.Var]:
-    """Yield the variables that an expression reads."""
-    variables: list[relax.Var] = []
-
-    def visit(expr: Any) -> None:
-        if isinstance(expr, relax.Var):
-            variables.append(expr)
-
-    relax.analysis.post_order_visit(value, visit)
-    yield from variables
 
 
 def _selection(value: Any) -> _Need:
@@ -176,7 +163,7 @@ def _take_part(call: relax.Call) -> _Need:
 
 
 def _operands(call: Any, part: _Part) -> list[_Need] | None:
-    """What an operator needs of each operand for a part of its result; None where it needs all of all of them."""
+    """What an operator needs of each operand for a part of its result; None where it needs each of them whole."""
     rule = _RULES.get(called_operator(call))
     if rule is None or sizes(call) is None:
         return None
@@ -227,10 +214,10 @@ def _permute(call: relax.Call, part: _Part) -> list[_Need] | None:
 
 def _reshape(call: relax.Call, part: _Part) -> list[_Need] | None:
     """A reshape keeps a dimension if as many elements lie behind it before and after."""
-    before, after = sizes(call.args[0]), sizes(call) or []
+    before, after = sizes(call.args[0]) or [], sizes(call) or []
     behind = _elements(after[part.axis + 1 :])
-    for axis, size in enumerate(before or ()):
-        is_same = behind is not None and _elements((before or [])[axis + 1 :]) == behind
+    for axis, size in enumerate(before):
+        is_same = behind is not None and _elements(before[axis + 1 :]) == behind
         if is_same and tvm_ffi.structural_equal(size, after[part.axis]):
             return [_Part(axis, part.first, part.count), *[None] * (len(call.args) - 1)]
     return None
@@ -246,7 +233,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(_NORMS, _norm),
     **dict.fromkeys(_ALONG, _along),
-    **dict.fromkeys(_VIEWS, _reshape),
+    **dict.fromkeys(VIEWS, _reshape),
     "relax.matmul": _matmul,
     "relax.permute_dims": _permute,
 }
@@ -279,10 +266,8 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
         else:
             super().visit_var_binding_(binding)
             return
-        variable = self.builder_.emit(value) if isinstance(binding.var, relax.DataflowVar) else None
-        if variable is None:
-            variable = self.builder_.emit_output(value)
-        self.set_var_remap(binding.var, variable)
+        emit = self.builder_.emit if isinstance(binding.var, relax.DataflowVar) else self.builder_.emit_output
+        self.set_var_remap(binding.var, emit(value))
 
     def _in_part(self, call: relax.Call, part: _Part) -> relax.Expr:
         """A call that computes a part of its result."""
@@ -290,7 +275,7 @@ class _Rewriter(PyExprMutator):  # type: ignore[misc]
             self.visit_expr(item) if need is None else self._part_of(item, need)
             for item, need in zip(call.args, _operands(call, part) or (), strict=True)
         ]
-        if called_operator(call) not in _VIEWS:
+        if called_operator(call) not in VIEWS:
             return relax.Call(call.op, arguments, call.attrs, call.ty_args)
         result = list(sizes(call) or ())
         result[part.axis] = tvm.tirx.IntImm("int64", part.count)

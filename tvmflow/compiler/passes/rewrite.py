@@ -28,6 +28,8 @@ _STEADY = {
     *("abs", "add", "astype", "broadcast_to", "clip", "concat", "divide", "expand_dims", "flip", "maximum", "minimum"),
     *("multiply", "negative", "permute_dims", "reshape", "squeeze", "strided_slice", "subtract", "take", "where"),
 }
+# The operators that only give a tensor another shape.
+VIEWS = ("relax.reshape", "relax.squeeze", "relax.expand_dims")
 # The most times that rules apply to one expression, and that a pass goes through a module.
 _MOST = 20
 # Numbers near one lose no digit that matters when a number up to this is added to them and subtracted again.

@@ -22,13 +22,12 @@ from tvmflow.compiler.operators.common import called_operator, static
 from tvmflow.compiler.operators.products import known_rows
 from tvmflow.compiler.passes.functions import rewrite_functions
 from tvmflow.compiler.passes.layout import ELEMENTWISE
-from tvmflow.compiler.passes.rewrite import count_uses
+from tvmflow.compiler.passes.rewrite import VIEWS, count_uses
 
 # The dimensions of the weights of a dense layer.
 _MATRIX = 2
 # Of these the axis of the channels is an attribute.
 _QUANTISATIONS = {"relax.quantize": relax.op.quantize, "relax.dequantize": relax.op.dequantize}
-_VIEWS = ("relax.reshape", "relax.squeeze", "relax.expand_dims")
 
 
 @tvm.transform.module_pass(opt_level=0, name="JoinRows")
@@ -101,7 +100,7 @@ class _Joining(PyExprMutator):  # type: ignore[misc]
     def _result_behind(self, tensor: relax.Expr) -> relax.Var | None:
         """The result of which a tensor is a view with the same channels; None for another tensor."""
         source, value = tensor, self._value_of(tensor)
-        while called_operator(value) in _VIEWS:
+        while called_operator(value) in VIEWS:
             source = value.args[0]
             value = self._value_of(source)
         is_result = source in self._results or _is_layer(value)
