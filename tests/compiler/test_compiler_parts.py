@@ -12,7 +12,7 @@ from onnx import NodeProto, TensorProto, helper
 from tvm import relax
 
 from support.arrays import normal
-from support.builds import canonicalized, rule_counts
+from support.builds import canonical_form, rule_counts
 from support.models import value_info
 from tvmflow.arrays import Array, NamedArrays
 from tvmflow.compiler import CompiledModel
@@ -116,7 +116,7 @@ CASES = [
 
 def _products(path: Path) -> list[list[int | None]]:
     """The shapes of the results of the matrix products in the canonical form of a model; None for a free size."""
-    mod = canonicalized(path)
+    mod = canonical_form(path)
     shapes: list[list[int | None]] = []
 
     def visit(expr: Any) -> None:

@@ -15,7 +15,7 @@ from tvm import relax
 
 from support import scale
 from support.arrays import normal
-from support.builds import canonicalized, rule_counts
+from support.builds import canonical_form, rule_counts
 from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, build, import_onnx, list_passes
 from tvmflow.compiler.operators.common import constant
@@ -627,7 +627,7 @@ def test_taps_that_meet_nothing_but_padding_are_removed(
     case = Case("dilated", "", f"y = Conv(x, w; {attributes})", (1, 4, 16, 16), weights={"w": normal(5, 4, 3, 3)})
     calls: list[relax.Call] = []
     relax.analysis.post_order_visit(
-        canonicalized(_model([case], make_model))["main"],
+        canonical_form(_model([case], make_model))["main"],
         lambda expr: calls.append(expr) if isinstance(expr, relax.Call) else None,
     )
     (call,) = (call for call in calls if getattr(call.op, "name", "") == "relax.nn.conv2d")
@@ -647,7 +647,7 @@ def rewritten() -> dict[str, tvm.IRModule]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_pass_rewrites_its_operators(case: Case, make_model: Any, rewritten: dict[str, tvm.IRModule]) -> None:
-    rewritten[case.name] = canonicalized(_model([case], make_model))
+    rewritten[case.name] = canonical_form(_model([case], make_model))
     operators = _operators(rewritten[case.name])
     assert operators >= set(case.present)
     assert operators.isdisjoint(case.absent)
@@ -660,8 +660,8 @@ def test_without_the_pass_the_model_stays_as_it_was(
     case: Case, make_model: Any, rewritten: dict[str, tvm.IRModule]
 ) -> None:
     path = _model([case], make_model)
-    usual = rewritten[case.name] if case.name in rewritten else canonicalized(path)
-    assert not tvm_ffi.structural_equal(canonicalized(path, [case.rewriter]), usual)
+    usual = rewritten[case.name] if case.name in rewritten else canonical_form(path)
+    assert not tvm_ffi.structural_equal(canonical_form(path, [case.rewriter]), usual)
 
 
 @pytest.mark.few(8)

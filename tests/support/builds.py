@@ -44,7 +44,7 @@ class Preferring(Choices):
         return options.get(self.option, first)
 
 
-def canonicalized(path: Path, disabled: Sequence[str] = ()) -> tvm.IRModule:
+def canonical_form(path: Path, disabled: Sequence[str] = ()) -> tvm.IRModule:
     """A model with its weights bound, after the canonicalisation passes without those `disabled`."""
     imported = import_onnx(path)
     variables = imported.mod["main"].params[len(imported.inputs) :]

@@ -109,15 +109,15 @@ def _weights_first(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
 
     The weights p of the values v are the result of a softmax.
     """
-    transposed, count = rewriter.call(call.args[1], "permute_dims"), rank(call) or 0
+    transpose, count = rewriter.call(call.args[1], "permute_dims"), rank(call) or 0
     axes = [*range(count - 2), count - 1, count - 2]
-    if transposed is None or count not in (3, 4) or rank(call.args[0]) != count or _axes(transposed, count) != axes:
+    if transpose is None or count not in (3, 4) or rank(call.args[0]) != count or _axes(transpose, count) != axes:
         return None
-    is_read_once = rewriter.used_once(call.args[1]) and rewriter.used_once(transposed.args[0])
-    if not is_read_once or _softmax(rewriter, transposed.args[0])[0] is None:
+    is_read_once = rewriter.used_once(call.args[1]) and rewriter.used_once(transpose.args[0])
+    if not is_read_once or _softmax(rewriter, transpose.args[0])[0] is None:
         return None
     values = rewriter.emit(relax.op.permute_dims(call.args[0], axes))
-    product = rewriter.emit(relax.op.matmul(transposed.args[0], values, out_dtype=call.attrs.out_dtype))
+    product = rewriter.emit(relax.op.matmul(transpose.args[0], values, out_dtype=call.attrs.out_dtype))
     return relax.op.permute_dims(product, axes)
 
 

@@ -241,7 +241,7 @@ class SeparateActivations:
         separate: list[relax.Call] = []
         for function in relax_functions(mod).values():
             nested: dict[relax.Var, int] = {}
-            has_long_indices: set[relax.Var] = set()
+            with_long_indices: set[relax.Var] = set()
             for binding in (binding for block in function.body.blocks for binding in block.bindings):
                 call, kind = binding.value, _kind(mod, binding.value)
                 if kind is None or kind > _KERNEL:
@@ -250,15 +250,14 @@ class SeparateActivations:
                 if callee not in bindings_of:
                     bindings_of[callee] = _count_bindings(mod[callee])
                 fused = call.args[1] if kind != _KERNEL else ()
-                is_long = any(item in has_long_indices or _has_long_index(item, call) for item in fused)
-                nested[binding.var] = max((nested.get(item, 0) for item in fused), default=0) + bool(
-                    bindings_of[callee]
-                )
+                is_long = any(item in with_long_indices or _has_long_index(item, call) for item in fused)
+                own = min(bindings_of[callee], 1)
+                nested[binding.var] = max((nested.get(item, 0) for item in fused), default=0) + own
                 if nested[binding.var] > _MOST_NESTED or (is_long and bindings_of[callee] > _MOST_BINDINGS):
-                    nested[binding.var] = int(bool(bindings_of[callee]))
+                    nested[binding.var] = own
                     separate.append(call)
                 elif is_long:
-                    has_long_indices.add(binding.var)
+                    with_long_indices.add(binding.var)
         return _Separation(mod, separate, _KERNEL).run() if separate else mod
 
 
