@@ -8,9 +8,11 @@ import pytest
 from onnx import TensorProto, helper
 
 from support.machines import on_two_cores
+from tvmflow.compiler import diagnosis as module
 from tvmflow.compiler import import_onnx, lower
 from tvmflow.compiler.build import rules_of
 from tvmflow.compiler.diagnosis import Diagnosis, OperatorDiagnosis, diagnose
+from tvmflow.compiler.importer import Imported
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.hardware.target import Target
 
@@ -50,6 +52,26 @@ def test_equal_nodes_are_one_row_with_the_rule_that_takes_them(diagnosis: Diagno
     (convolution,) = _rows(diagnosis)["Conv"]
     assert (convolution.verdict, convolution.nodes, convolution.node) == ("fast", 2, "first")
     assert convolution.rule in ("winograd", "conv2d")
+
+
+def test_nodes_that_differ_in_what_an_exporter_notes_are_lowered_once(
+    make_model: Any, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [np.random.default_rng(seed).normal(size=(64, 64)).astype("float32") for seed in range(4)]
+    nodes = [helper.make_node("MatMul", [f"x{place}", f"w{place}"], [f"x{place + 1}"]) for place in range(len(weights))]
+    for place, node in enumerate(nodes):
+        node.metadata_props.add(key="pkg.torch.onnx.stack_trace", value=f"line {place}")
+    path = make_model(nodes, [("x0", [8, 64])], ["x4"], {f"w{place}": weight for place, weight in enumerate(weights)})
+    lowered: list[Imported] = []
+
+    def record(imported: Imported, *arguments: Any) -> Any:
+        lowered.append(imported)
+        return lower(imported, *arguments)
+
+    monkeypatch.setattr(module, "lower", record)
+    (product,) = diagnose(path, target).operators
+    assert product.nodes == len(nodes)
+    assert {tuple(imported.params) for imported in lowered} == {("w0",)}
 
 
 def test_the_rules_are_those_that_the_whole_model_gets(make_model: Any) -> None:

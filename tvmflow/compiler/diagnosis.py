@@ -197,15 +197,15 @@ def _is_judged_alone(record: NodeRecord) -> bool:
 
 
 def _without_names(original: onnx.NodeProto) -> bytes:
-    """A node without the names of its own, its operands and its results."""
-    node = onnx.NodeProto()
-    node.CopyFrom(original)
-    node.ClearField("name")
-    node.ClearField("doc_string")
-    for names in (node.input, node.output):
-        present = ["x" if name else "" for name in names]
-        del names[:]
-        names.extend(present)
+    """What a node computes: without its name, those of its operands and results, and what exporters note about it."""
+    node = onnx.NodeProto(
+        op_type=original.op_type,
+        domain=original.domain,
+        overload=original.overload,
+        attribute=original.attribute,
+        input=["x" if name else "" for name in original.input],
+        output=["x" if name else "" for name in original.output],
+    )
     return bytes(node.SerializeToString(deterministic=True))
 
 
@@ -323,14 +323,15 @@ def _costs_together(
         # Functions that come with their schedule have no rule.
         rules = dict.fromkeys(functions, _OWN) | rules_of(others, target) | dict.fromkeys(elementwise, "fused")
     costs = []
-    for outputs in places:
-        if outputs is None:
+    for callees in _callees(lowered, places):
+        if callees is None:
             costs.append(_Cost("unexamined", "", _NOT_ALONE, "", 0.0, ()))
             continue
-        names = list(_functions_of(lowered, outputs))
+        names = [callee.name_hint for callee in callees if getattr(callee, "name_hint", None) in functions]
         cycles = {name: _cycles(functions[name], target, sizes) for name in names}
         if not names:
-            costs.append(_LIBRARY_COST if _calls_library(lowered, outputs) else _NO_COST)
+            calls_library = any(isinstance(callee, relax.ExternFunc) for callee in callees)
+            costs.append(_LIBRARY_COST if calls_library else _NO_COST)
             continue
         # Of an operator that looks up indices, their check is not the work.
         candidates = [name for name in names if rules[name] != CHECK_OF_INDICES] or names
@@ -376,12 +377,15 @@ def _lower_apart(
     builder = relax.BlockBuilder()
     fresh: list[relax.Var] = []
     operands: list[dict[str, relax.Expr]] = []
+    weights: dict[str, relax.Var] = {}
     defined = {symbol for variable in survey.inputs for symbol in _symbols_of(variable)}
     for kind in kinds:
         record, own = kind.records[0], {}
         for name, expr in record.inputs.items():
-            is_weight = isinstance(expr, relax.Var) and expr.name in survey.params
-            if is_weight or isinstance(expr, tvm.ir.GenericConst) or not isinstance(expr.ty, relax.TensorType):
+            if isinstance(expr, relax.Var) and expr.name in survey.params:
+                own[name] = weights[expr.name] = expr
+                continue
+            if isinstance(expr, tvm.ir.GenericConst) or not isinstance(expr.ty, relax.TensorType):
                 own[name] = expr
                 continue
             ty = _with_defined_symbols(expr.ty, defined)
@@ -391,10 +395,9 @@ def _lower_apart(
             own[name] = relax.Var(f"operand_{len(fresh)}", ty)
             fresh.append(own[name])
         operands.append(own)
-    weights = {name: (variable, value) for name, (variable, value) in survey.params.items()}
     places: list[list[int] | None] = []
     outputs: list[relax.Expr] = []
-    parameters = [*survey.inputs, *fresh, *(variable for variable, _ in weights.values())]
+    parameters = [*survey.inputs, *fresh, *weights.values()]
     try:
         with builder.function("main", params=parameters):
             with builder.dataflow():
@@ -412,7 +415,7 @@ def _lower_apart(
     except Exception as error:
         raise BuildError(f"a module of single nodes cannot be made: {shorten(error)}") from error
     specs = tuple(TensorSpec(variable.name, (), str(variable.ty.dtype)) for variable in (*survey.inputs, *fresh))
-    params = {name: value.numpy() for name, (_, value) in weights.items()}
+    params = {name: survey.params[name][1].numpy() for name in weights}
     return lower(Imported(mod, params, specs, ()), target, options), places
 
 
@@ -460,26 +463,25 @@ def _with_defined_symbols(ty: relax.TensorType, defined: set[tirx.Var]) -> relax
     return relax.TensorType(dims, ty.dtype)
 
 
-def _functions_of(lowered: tvm.IRModule, outputs: Iterable[int]) -> Iterator[str]:
-    """The names of the functions that compute these outputs of `main`."""
-    for callee in _callees_of(lowered, outputs):
-        if isinstance(callee, tvm.ir.GlobalVar) and isinstance(lowered[callee], PrimFunc):
-            yield str(callee.name_hint)
-
-
-def _calls_library(lowered: tvm.IRModule, outputs: Iterable[int]) -> bool:
-    """Whether a function that TVM did not compile computes one of these outputs of `main`."""
-    return any(isinstance(callee, relax.ExternFunc) for callee in _callees_of(lowered, outputs))
-
-
-def _callees_of(lowered: tvm.IRModule, outputs: Iterable[int]) -> Iterator[tvm.ir.GlobalVar | relax.ExternFunc]:
-    """The functions that are called for these outputs of `main`."""
+def _callees(
+    lowered: tvm.IRModule, places: Iterable[Sequence[int] | None]
+) -> Iterator[list[tvm.ir.GlobalVar | relax.ExternFunc] | None]:
+    """The functions that are called for the outputs of `main` at each of these places; None for None."""
     body = lowered["main"].body
     values = {binding.var: binding.value for block in body.blocks for binding in block.bindings}
     results: relax.Expr = body.body
     while results in values:
         results = values[results]
-    waiting = [results.fields[place] for place in outputs] if isinstance(results, relax.Tuple) else [results]
+    fields = list(results.fields) if isinstance(results, relax.Tuple) else [results]
+    for outputs in places:
+        yield None if outputs is None else list(_callees_of([fields[place] for place in outputs], values))
+
+
+def _callees_of(
+    outputs: Sequence[relax.Expr], values: Mapping[relax.Var, relax.Expr]
+) -> Iterator[tvm.ir.GlobalVar | relax.ExternFunc]:
+    """The functions that are called for these outputs of a function whose variables have these values."""
+    waiting = list(outputs)
     visited: set[relax.Var] = set()
     while waiting:
         expr = waiting.pop()
