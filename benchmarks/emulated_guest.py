@@ -66,9 +66,9 @@ def _run_all(folder: Path, name: str, items: list[tuple[dict[str, Any], Path]]) 
 
 def _compare(find: Any, run: dict[str, Any], arrays: Any, weights: Any) -> str:
     """Run a function; return how its outputs differ, nothing where they do not."""
-    packed = (
-        tuple(find("pack_weights")()) if run["packs"] else tuple(tvm_ffi.from_dlpack(weights[key]) for key in weights)
-    )
+    packed = tuple(tvm_ffi.from_dlpack(weights[key]) for key in weights)
+    if run["packs"]:
+        packed = tuple(find("pack_weights")(*packed))
     inputs = [tvm_ffi.from_dlpack(arrays[key]) for key in arrays if key.startswith("input")]
     result = find(run["function"])(*inputs, *packed)
     outputs = [result] if isinstance(result, tvm_ffi.Tensor) else list(result)

@@ -74,7 +74,7 @@ class _Recorded:
         run = {
             "library": self._library,
             "function": function,
-            "packs": self._model.weights == "unpacked",
+            "packs": self._model.weights in ("unpacked", "shared"),
             "precision": self._precision,
             "test": os.environ.get("PYTEST_CURRENT_TEST", "").removeprefix("tests/compiler/").removesuffix(" (call)"),
         }

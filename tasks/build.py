@@ -124,7 +124,7 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
         (folder / "pass_timings.json").write_text(json.dumps(dict(timings), indent=1))
         inspected = {**asdict(model.inspected), "decisions": _decisions(choices)}
         (folder / "inspected.json").write_text(json.dumps(inspected))
-        is_apart = model.weights == "apart"
+        is_apart = model.weights in ("apart", "shared")
         if is_apart:
             compiler.save_params(model.params, folder / "mod.params")
         rules = [rule for _, rule in model.schedules]

@@ -13,7 +13,7 @@ namespace tvmflow {
 namespace {
 
 // The newest format that this library reads; it reads the older ones too.
-constexpr int64_t kFormat = 2;
+constexpr int64_t kFormat = 3;
 
 TensorSpec ReadTensor(const Field& field) {
   TensorSpec spec;
@@ -122,10 +122,13 @@ Manifest ReadManifest(const Field& document) {
     }
   }
   for (const Field& item : document.At("variants").Items()) manifest.variants.push_back(ReadVariant(item, symbols));
-  manifest.weights_unpacked = document.At("format").Count() == 2;
-  const Field weights = document.At("weights");
-  manifest.weights_apart =
-      (manifest.weights_unpacked ? weights.Word({"unpacked"}) : weights.Word({"inside", "apart"})) == "apart";
+  const int64_t format = document.At("format").Count();
+  const Field place = document.At("weights");
+  const std::string& weights = format == 1   ? place.Word({"inside", "apart"})
+                               : format == 2 ? place.Word({"unpacked"})
+                                             : place.Word({"shared"});
+  manifest.weights_apart = weights == "apart" || weights == "shared";
+  manifest.weights_unpacked = weights == "unpacked" || weights == "shared";
   const Field versions = document.At("versions");
   for (const char* package : {"tvmflow", "llvm"}) versions.At(package).Text();
   manifest.tvm_version = versions.At("tvm").Text();

@@ -300,18 +300,24 @@ Model Model::Open(const std::string& bundle, int threads, const std::optional<Si
       model.weights_.push_back(model.ToDevice(tensor));
     }
   }
-  const auto tensors_of = [&](const std::string& name, const std::string& failure) {
+  const auto tensors_of = [&](const std::string& name, const std::vector<ffi::AnyView>& arguments,
+                              const std::string& failure) {
     const auto function = model.machine_.value()->GetFunction(name);
     if (!function.has_value()) throw Error("bundle '" + manifest.name + "' has no function '" + name + "'");
     return TranslateErrors("bundle '" + manifest.name + "': " + failure, [&] {
       std::vector<Tensor> tensors;
-      for (const ffi::Any& item : (*function)().cast<ffi::Array<ffi::Any>>()) tensors.push_back(item.cast<Tensor>());
+      ffi::Any result;
+      (*function).CallPacked(arguments.data(), static_cast<int32_t>(arguments.size()), &result);
+      for (const ffi::Any& item : result.cast<ffi::Array<ffi::Any>>()) tensors.push_back(item.cast<Tensor>());
       return tensors;
     });
   };
-  if (manifest.weights_unpacked) model.weights_ = tensors_of("pack_weights", "its weights cannot be packed");
+  if (manifest.weights_unpacked) {
+    const std::vector<ffi::AnyView> arguments(model.weights_.begin(), model.weights_.end());
+    model.weights_ = tensors_of("pack_weights", arguments, "its weights cannot be packed");
+  }
   if (OnCpu(model.device_)) model.direct_ = model.library_.value()->GetFunction("direct_main", true);
-  if (model.direct_.has_value()) model.constants_ = tensors_of("main_constants", "its constants cannot be read");
+  if (model.direct_.has_value()) model.constants_ = tensors_of("main_constants", {}, "its constants cannot be read");
   for (auto& [name, tensor] : ReadNpz(files.PathOf("sample.npz").string())) {
     constexpr std::string_view kPrefix = "input:";
     if (name.rfind(kPrefix, 0) == 0) model.sample_.emplace(name.substr(kPrefix.size()), std::move(tensor));

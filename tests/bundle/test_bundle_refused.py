@@ -200,7 +200,9 @@ def test_weights_apart_without_weights_are_refused(
     assert "weights" in refusal(write_archive(manifest_document, list(content.items())))
 
 
-@pytest.mark.parametrize(("number", "weights"), [(1, "unpacked"), (2, "inside"), (2, "apart")])
+@pytest.mark.parametrize(
+    ("number", "weights"), [(1, "unpacked"), (1, "shared"), (2, "inside"), (2, "shared"), (3, "apart")]
+)
 def test_weights_of_another_format_are_refused(
     manifest_document: Document,
     content: Content,

@@ -466,9 +466,8 @@ def test_weights_apart_give_what_weights_inside_give(
     weights = {"w": normal(18, 3, 3, 3), "d": normal(18 * 36, 21)}
     path = make_model(nodes, [("x", [1, 3, 8, 8])], ["y"], weights)
     model = assert_same_as_onnxruntime(path, {"x": normal(1, 3, 8, 8)}, options=BuildOptions(weights="apart"))
-    lanes = machine(target).lanes
-    channels, units = (-(-count // lanes) * lanes for count in (18, 21))
-    assert [value.size for value in model.params.values()] == [channels * 27, 648 * units]
+    # The library packs the matrix, and holds the few weights of the convolution.
+    assert [value.shape for value in model.params.values()] == [(648, 21)]
 
 
 def test_compiled_execution_gives_the_same(make_model: Any, assert_same_as_onnxruntime: Check) -> None:

@@ -98,15 +98,21 @@ def bundle_apart(compile_small: Compile) -> Path:
 
 
 @pytest.fixture(scope="session")
-def compile_convolution(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Compile a convolution for a target, whose weights the library packs when it is loaded."""
+def compile_convolution(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Compile a convolution for a target, whose weights, `inside` or `apart`, the library packs when it is loaded."""
     state = tmp_path_factory.mktemp("state")
     model = save_convolution(tmp_path_factory.mktemp("model") / "convolution.onnx")
 
-    def compile_model(target: str) -> Path:
-        document = {"name": "convolution", "model": {"onnx": str(model)}, "targets": [target]}
+    def compile_model(target: str, weights: str = "inside") -> Path:
+        document = {
+            "name": "convolution",
+            "model": {"onnx": str(model)},
+            "build": {"weights": weights},
+            "targets": [target],
+        }
         bundle = compile_by_steps(document, model.parent, state)
-        assert read_manifest(bundle).weights == "unpacked"
+        assert read_manifest(bundle).packs_at_load
+        assert read_manifest(bundle).has_weights_file == (weights == "apart")
         return bundle
 
     return compile_model

@@ -50,10 +50,11 @@ def test_outputs_are_bit_for_bit_those_of_python(
             np.testing.assert_array_equal(actual[key], array)
 
 
+@pytest.mark.parametrize("weights", ["inside", "apart"])
 def test_weights_that_the_library_packs_are_those_of_python(
-    runner: Runner, compile_convolution: Callable[[str], Path], run_in_python: InPython, tmp_path: Path
+    runner: Runner, compile_convolution: Callable[..., Path], run_in_python: InPython, tmp_path: Path, weights: str
 ) -> None:
-    bundle = compile_convolution("native")
+    bundle = compile_convolution("native", weights)
     arrays = {"image": np.random.default_rng(3).normal(size=(2, 32, 12, 12)).astype(np.float32)}
     expected = run_in_python(bundle, arrays)["y"]
     np.testing.assert_array_equal(runner.outputs(bundle, arrays, tmp_path)["y"], expected)

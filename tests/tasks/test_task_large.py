@@ -48,11 +48,14 @@ def test_a_large_model_gives_a_bundle_with_its_weights_apart(large: Path, tmp_pa
     expected = run_session(open_session(large), {"x": _INPUT})
     document = {"name": "large", "model": {"onnx": str(large)}, "targets": ["native"]}
     bundle = compile_by_steps(document, large.parent, tmp_path / "state")
-    assert read_manifest(bundle).weights == "apart"
+    assert read_manifest(bundle).weights == "shared"
     with runtime.load(bundle) as model:
         np.testing.assert_allclose(model(x=_INPUT)["y"], expected["y"], rtol=1e-4, atol=1e-5)
     with steps_in_this_process():
         assert {"ONNX file", "weights", "mod.params"} <= set(rebuild(bundle, large, ()))
+    elsewhere = compile_by_steps(document | {"targets": ["x86-64-v2"]}, large.parent, tmp_path / "state")
+    weights = {read_manifest(item).files["mod.params"].sha256 for item in (bundle, elsewhere)}
+    assert len(weights) == 1
 
 
 def test_a_large_model_is_written_with_one_file_beside_it(large: Path, tmp_path: Path) -> None:

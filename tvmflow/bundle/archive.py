@@ -198,7 +198,7 @@ def extract(bundle: Path, destination: Path, *, trusted: Sequence[Path] | None =
 def _check_files(manifest: Manifest, bundle: Path, destination: Path) -> None:
     """Raise BundleError unless a manifest names the files of a bundle, and they fit into the folder `destination`."""
     absent = set(_REQUIRED) - set(manifest.files)
-    if absent or (manifest.weights == "apart") != (WEIGHTS in manifest.files):
+    if absent or manifest.has_weights_file != (WEIGHTS in manifest.files):
         raise BundleError(f"bundle {str(bundle)!r} lacks {', '.join(sorted(absent)) or 'its weights'}; build it again")
     foreign = set(manifest.files) - set(MEMBERS)
     if foreign:

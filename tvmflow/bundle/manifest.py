@@ -11,16 +11,18 @@ from tvmflow.errors import BundleError
 from tvmflow.hardware.target import host, missing_features, request_amx
 
 # The newest format's number. It is raised whenever a reader of the number before could misread a new bundle.
-FORMAT = 2
+FORMAT = 3
 _DTYPES = frozenset(
     (
         *("bool", "bfloat16", "float16", "float32", "float64"),
         *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     )
 )
-# Where a bundle's weights are: packed in the library; packed in a file apart; or in the library as the model has them,
-# whose function `pack_weights` packs them.
-Weights = Literal["inside", "apart", "unpacked"]
+# Where a bundle's weights are: packed in the library; packed in a file apart; in the library as the model has them,
+# whose function `pack_weights` packs them; or as the model has them in a file apart, and packed by that function.
+Weights = Literal["inside", "apart", "unpacked", "shared"]
+# Those of each format.
+_PLACES: dict[int, tuple[Weights, ...]] = {1: ("inside", "apart"), 2: ("unpacked",), 3: ("shared",)}
 PACK_WEIGHTS = "pack_weights"
 # The functions of a library whose `main` runs without the virtual machine: its direct form, and what returns the
 # constants that the direct form takes (`compiler.direct`).
@@ -77,14 +79,15 @@ class Manifest:
     `dimensions` holds the smallest and the largest size of each symbolic dimension; a largest size of None means no
     limit. `weights` says where the packed weights come from that `main` and the variants use: `inside` means constants
     of the library; `apart` means the bundle's file `mod.params`; `unpacked` means that the library's function
-    `pack_weights` packs the weights that the library holds. With `apart` and `unpacked`, a call passes the packed
-    weights after the inputs. `threads` is the number of threads that the code was chosen for; `max_threads` is the most
-    threads to run on by default, None as many as there are cores. `fresh_outputs` is true where every call writes all
-    outputs to memory that nothing else uses, so that a caller may keep them without a copy. `indices` holds the least
-    and the largest integer of each input that the model looks up in a table, such as a vocabulary. `unaligned_inputs`
-    is true where the memory of inputs may begin at the address of any element. `labels` has the labels of inputs and
-    outputs that are the scores of labels, or the places of labels. `provenance` maps the inputs of the build to their
-    SHA-256, and `options` and `code` to the options and the digest of tvmflow's code.
+    `pack_weights` packs the weights that the library holds, and `shared` that it packs those of `mod.params`. With all
+    but `inside`, a call passes the packed weights after the inputs. `threads` is the number of threads that the code
+    was chosen for; `max_threads` is the most threads to run on by default, None as many as there are cores.
+    `fresh_outputs` is true where every call writes all outputs to memory that nothing else uses, so that a caller may
+    keep them without a copy. `indices` holds the least and the largest integer of each input that the model looks up in
+    a table, such as a vocabulary. `unaligned_inputs` is true where the memory of inputs may begin at the address of any
+    element. `labels` has the labels of inputs and outputs that are the scores of labels, or the places of labels.
+    `provenance` maps the inputs of the build to their SHA-256, and `options` and `code` to the options and the digest
+    of tvmflow's code.
     """
 
     name: str
@@ -110,7 +113,17 @@ class Manifest:
     @property
     def format(self) -> int:
         """The number of the oldest format that can express this manifest."""
-        return 2 if self.weights == "unpacked" else 1
+        return next(number for number, places in _PLACES.items() if self.weights in places)
+
+    @property
+    def has_weights_file(self) -> bool:
+        """Whether the weights are in `mod.params`."""
+        return self.weights in ("apart", "shared")
+
+    @property
+    def packs_at_load(self) -> bool:
+        """Whether the library has the function `pack_weights`, which returns the weights that calls pass."""
+        return self.weights in ("unpacked", "shared")
 
     def to_json(self) -> bytes:
         """Return canonical JSON: equal manifests give equal bytes. Raises ValueError for NaN or infinity.
@@ -259,8 +272,8 @@ def _read(document: dict[str, Any]) -> Manifest:
     )
 
 
-# A reader for every format ever written. The two differ in what `weights` may be.
-_READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _read, 2: _read}
+# A reader for every format ever written. They differ in what `weights` may be.
+_READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _read, 2: _read, 3: _read}
 
 
 def _integer(digits: str) -> int:
@@ -341,8 +354,7 @@ def _digest(value: object) -> str:
 
 
 def _weights(value: object, number: int) -> Weights:
-    places: dict[int, tuple[Weights, ...]] = {1: ("inside", "apart"), 2: ("unpacked",)}
-    for place in places[number]:
+    for place in _PLACES[number]:
         if value == place:
             return place
     raise ValueError(f"weights are {value!r}")

@@ -31,7 +31,7 @@ from tvmflow.compiler.codegen import code_target, compile_module
 from tvmflow.compiler.direct import add_direct_main
 from tvmflow.compiler.gpu.code import compile_kernels, packer
 from tvmflow.compiler.graph import lower_module, variant_name
-from tvmflow.compiler.hoisting import hoist_weights
+from tvmflow.compiler.hoisting import hoist_weights, share_weights, size_of_constants
 from tvmflow.compiler.importer import Imported
 from tvmflow.compiler.inspection import Inspected, Inspection, KeepIR, code_of
 from tvmflow.compiler.machine import machine
@@ -62,9 +62,9 @@ class BuildOptions:
     """Options of a build.
 
     `opt_level`, `required_passes`, `disabled_passes` and `config` are those of TVM's pass context. `exec_mode` is the
-    form of `main`: bytecode for the virtual machine, or compiled code. `weights="apart"` makes all packed weights
-    parameters of `main`, which follow the inputs. With "inside", only the weights that the library packs when it is
-    loaded are such parameters, and the library holds the others; more than a GiB of weights is apart nonetheless.
+    form of `main`: bytecode for the virtual machine, or compiled code. `weights` says where the weights are: "inside"
+    the library, or "apart" from it, as the model has them; more than a GiB of weights is apart nonetheless. Packed
+    weights that the library makes when it is loaded are parameters of `main`, which follow the inputs.
     `precision` is the type of the operands of convolutions and matrix products; `int8` is for quantised models.
     `fast_algorithms` allows the algorithms of Winograd and Strassen, which multiply less and round more. Each of
     `variants` maps names of symbolic dimensions to sizes, and adds a function with these sizes beside `main`.
@@ -163,9 +163,9 @@ class CompiledModel:
         """Load a model for this machine's CPU into this process, and pack its weights."""
         library = self._link() if self._calls_between_parts() else self.executable.jit()
         machine = relax.VirtualMachine(library, tvm.cpu())
-        weights = (
-            machine[PACK_WEIGHTS]() if self.weights == "unpacked" else map(tvm.runtime.tensor, self.params.values())
-        )
+        weights = tuple(map(tvm.runtime.tensor, self.params.values()))
+        if self.weights in ("unpacked", "shared"):
+            weights = machine[PACK_WEIGHTS](*weights)
         return LoadedModel(library, machine, tuple(weights))
 
     def _calls_between_parts(self) -> bool:
@@ -276,15 +276,22 @@ def lower(
 
 
 def _lowered(imported: Imported, target: Target, options: BuildOptions, choices: Choices | None) -> tvm.IRModule:
-    return lower_module(
+    lower_packing = partial(
+        lower_module,
         imported,
         target,
         choices or Choices(),
         variants=options.variants,
         precision=options.precision,
         fast=options.fast_algorithms,
-        packs_at_load=not _are_apart(imported, options),
     )
+    if not _are_apart(imported, options):
+        return lower_packing(packed_at_load="larger")
+    lowered = lower_packing(packed_at_load="all")
+    # What runs within loops, and what was computed of constants, is not packed at load.
+    if size_of_constants(lowered) > _MOST_WEIGHTS_INSIDE:
+        lowered = lower_packing(packed_at_load="none")
+    return lowered
 
 
 def build(
@@ -320,9 +327,9 @@ def build(
         if target.arch == "cuda":
             # Makes copies that are reshapes views. TVM does not look at functions that are scheduled by hand.
             lowered = relax.transform.RewriteDataflowReshape()(lowered)
-        bare, weights = hoist_weights(lowered)
-        apart = _are_apart(imported, options)
-        scheduled, schedules = _schedule(bare if apart else lowered, target, tuned)
+        place, lowered, params = _place_weights(lowered, _are_apart(imported, options))
+        bare, _ = hoist_weights(lowered)
+        scheduled, schedules = _schedule(lowered, target, tuned)
         if target.arch != "cuda":
             scheduled = add_direct_main(scheduled, len(imported.inputs))
         native = code_target(target.tvm)
@@ -350,10 +357,8 @@ def build(
     return CompiledModel(
         executable=executable,
         unscheduled=bare,
-        params=weights if apart else {},
-        weights="unpacked"
-        if any(item.name_hint == PACK_WEIGHTS for item in lowered.get_global_vars())
-        else ("apart" if apart else "inside"),
+        params=params,
+        weights=place,
         pass_timings=list(timings.items()),
         schedules=schedules,
         variants={variant_name(sizes): dict(sizes) for sizes in options.variants},
@@ -367,6 +372,16 @@ def build(
         has_direct_forms=any(DIRECT in (function.attrs or {}) for _, function in scheduled.functions_items()),
         kernels=compile_kernels(executable.mod, _cuda_arch(target), cache) if target.arch == "cuda" else {},
     )
+
+
+def _place_weights(lowered: tvm.IRModule, apart: bool) -> tuple[Weights, tvm.IRModule, dict[str, Array]]:
+    """Take the weights out of a lowered module if they are to be `apart`.
+
+    Returns where they are, the module, and those outside of it.
+    """
+    if any(variable.name_hint == PACK_WEIGHTS for variable in lowered.get_global_vars()):
+        return ("shared", *share_weights(lowered)) if apart else ("unpacked", lowered, {})
+    return ("apart", *hoist_weights(lowered)) if apart else ("inside", lowered, {})
 
 
 def _are_apart(imported: Imported, options: BuildOptions) -> bool:

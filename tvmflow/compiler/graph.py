@@ -15,6 +15,7 @@ from tvmflow.compiler.operators.packing import runs_at_load
 from tvmflow.compiler.passes import lower_passes
 from tvmflow.compiler.passes.calls import bind_constant_arguments
 from tvmflow.compiler.passes.functions import relax_functions
+from tvmflow.compiler.passes.packing import AtLoad
 from tvmflow.compiler.passes.sizes import bind_constant_sizes
 from tvmflow.compiler.size_checks import contradicts, known_sizes
 from tvmflow.errors import BuildError
@@ -43,14 +44,14 @@ def lower_module(
     variants: Sequence[Mapping[str, int]],
     precision: Precision,
     fast: bool,
-    packs_at_load: bool,
+    packed_at_load: AtLoad,
 ) -> tvm.IRModule:
     """Lower an imported model by `lower_passes` in the current pass context, and return the module.
 
     `choices` decides where the compiler has several options, and collects these decisions. Each of `variants` maps
     names of symbolic dimensions to sizes, and adds a function with these sizes beside `main`. `fast` allows algorithms
-    of fewer multiplications. `packs_at_load` lets the module have a function `pack_weights`, which packs weights when
-    the library is loaded (`passes.packing.PackAtLoad`).
+    of fewer multiplications. `packed_at_load` says which weights the module's function `pack_weights` packs when the
+    library is loaded (`passes.packing.PackAtLoad`); there is no such function where it packs none.
     """
     values = {variable: tvm.runtime.tensor(value) for variable, value in imported.weights().items()}
     mod = bind_constant_arguments(relax.transform.BindParams("main", values)(imported.mod))
@@ -60,7 +61,7 @@ def lower_module(
         mod = tvm.IRModule({**dict(mod.functions_items()), tvm.ir.GlobalVar(name): variant}, attrs=mod.attrs)
     mod = bind_constant_sizes(mod)
     size = sum(value.nbytes for value in imported.params.values())
-    passes = lower_passes(target, choices, precision, fast, size, packs_at_load)
+    passes = lower_passes(target, choices, precision, fast, size, packed_at_load)
     with tvm.target.Target(target.tvm):
         return tvm.transform.Sequential(passes, name="lower")(mod)
 

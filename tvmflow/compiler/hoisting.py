@@ -1,14 +1,18 @@
 """Takes weights out of a module: its large constants become parameters."""
 
+import hashlib
 import math
 from collections.abc import Container
 from itertools import count
+from typing import Any
 
+import numpy as np
 import tvm
 import tvm_ffi
 from tvm import relax
 
 from tvmflow.arrays import Array
+from tvmflow.bundle import PACK_WEIGHTS
 from tvmflow.compiler.operators.common import numbers_of
 from tvmflow.compiler.passes.calls import calls_of, change_calls
 from tvmflow.compiler.passes.constant_keys import ConstantKeys
@@ -59,6 +63,47 @@ def hoist_weights(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, Array]]:
         with_weights = {key: relax.utils.copy_with_new_vars(function) for key, function in with_weights.items()}
     others = {variable: func for variable, func in mod.functions_items() if variable not in functions}
     return tvm.IRModule({**others, **with_weights}, attrs=mod.attrs), values
+
+
+def share_weights(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, Array]]:
+    """Turn the large constants of `pack_weights` into its parameters, and leave the other functions as they are.
+
+    Returns the module, and the constants by parameter name in the order of the parameters. The order follows from
+    their content: modules for different targets that pack the same weights have the same parameters. Raises ValueError
+    if the module has no such function.
+    """
+    variable = mod.get_global_var(PACK_WEIGHTS)
+    alone, values = hoist_weights(tvm.IRModule({variable: mod[variable]}))
+    function = alone[variable]
+    params = dict(zip(values, function.params, strict=True))
+    order = sorted(values, key=lambda name: _digest(values[name]))
+    shared = relax.Function(
+        [params[name] for name in order], function.body, function.ret_ty, function.is_pure, function.attrs
+    )
+    others = {key: func for key, func in mod.functions_items() if key != variable}
+    weights = {f"weight_{place}": values[name] for place, name in enumerate(order)}
+    return tvm.IRModule({**others, variable: shared}, attrs=mod.attrs), weights
+
+
+def _digest(array: Array) -> str:
+    """A digest of an array's type, shape and numbers."""
+    digest = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
+    digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def size_of_constants(mod: tvm.IRModule) -> int:
+    """Return the bytes of all constants of a module's functions but those of `pack_weights`; equal ones count once."""
+    keys, sizes = ConstantKeys(), dict[int, int]()
+
+    def visit(node: Any) -> None:
+        if isinstance(node, tvm.ir.GenericConst) and isinstance(node.ty, relax.TensorType):
+            sizes[keys(node)] = numbers_of(node).nbytes
+
+    for variable, function in relax_functions(mod).items():
+        if variable.name_hint != PACK_WEIGHTS:
+            relax.analysis.post_order_visit(function, visit)
+    return sum(sizes.values())
 
 
 class _Hoister:

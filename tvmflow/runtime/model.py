@@ -319,13 +319,12 @@ class CompiledModel:
 
     def _weights(self, folder: Path) -> tuple[Any, ...]:
         """The packed weights, which `main` and the variants take after the inputs."""
-        if self.manifest.weights == "apart":
+        tensors: tuple[Any, ...] = ()
+        if self.manifest.has_weights_file:
             with (folder / "mod.params").open("rb") as stream:
                 arrays = _arrays(stream, "mod.params", self.manifest.name)
-            return tuple(map(self._to_tensor, arrays.values()))
-        if self.manifest.weights == "unpacked":
-            return tuple(self._functions()[PACK_WEIGHTS]())
-        return ()
+            tensors = tuple(map(self._to_tensor, arrays.values()))
+        return tuple(self._functions()[PACK_WEIGHTS](*tensors)) if self.manifest.packs_at_load else tensors
 
     def _find_direct_main(self) -> "tuple[Callable[..., Any] | None, tuple[Any, ...]]":
         """The direct form of `main` and the constants that it takes; None where the library has no such form."""
@@ -481,7 +480,7 @@ class CompiledModel:
     def _find_functions(self, find: "Callable[[str], Callable[..., Any]]") -> "dict[str, Callable[..., Any]]":
         """Look up `main`, the variants and what loading calls. Raises BundleError for a function that is not there."""
         names = ["main", *(item.function for item in self.manifest.variants)]
-        if self.manifest.weights == "unpacked":
+        if self.manifest.packs_at_load:
             names.append(PACK_WEIGHTS)
         if self._has_direct_main:
             names.append(MAIN_CONSTANTS)

@@ -124,8 +124,8 @@ class Build(Section):
     exec_mode: Literal["bytecode", "compiled"] = "bytecode"
     """How the virtual machine runs the model: interpreted bytecode or compiled code."""
     weights: Literal["inside", "apart"] = "inside"
-    """Where the weights are: in the library, or in a file of their own that targets and releases share. More than a GiB
-    is in such a file in any case."""
+    """Where the weights are: in the library, or in a file of their own that targets, precisions and releases share.
+    More than a GiB is in such a file in any case."""
     precision: Precision = "fp32"
     """The precision of convolutions and matrix products; all other operators stay in float32. See [reduced
     precision](../explanation/the-cpu-compiler.md#reduced-precision)."""

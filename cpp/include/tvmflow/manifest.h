@@ -59,7 +59,7 @@ struct Manifest {
   std::vector<Variant> variants;
   // Whether the weights are a file of their own, `mod.params`, and not part of the library.
   bool weights_apart;
-  // Whether the library holds weights that its function `pack_weights` packs, which is the format 2.
+  // Whether the library's function `pack_weights` packs weights: those that it holds, or those of `mod.params`.
   bool weights_unpacked = false;
   std::string tvm_version;
   std::string tvm_ffi_version;

@@ -99,7 +99,7 @@ def block(data: te.Tensor, *tensors: te.Tensor, block: Block, plan: Plan, machin
     """Define a block of convolutions on NHWC data, computed by `plan`; return the result after the last convolution.
 
     `tensors` are, for each convolution in order, its packed weights and the tensors that its epilogue reads. Dense
-    weights have the form of `convolution.pack_array`, for bfloat16 that of `dot.pack_conv2d`. `subject` names the block
+    weights have the form of `ConvolutionPacking`. `subject` names the block
     in the compiler's decisions (`compiler.choices`). The result is float32.
     """
     remaining = list(tensors)

@@ -144,26 +144,6 @@ def numbers_of(value: tvm.ir.GenericConst | tvm.runtime.Tensor) -> Array:
     return numbers
 
 
-def packed(
-    builder: relax.BlockBuilder,
-    weight: relax.Expr,
-    pack: Callable[[Array], Array],
-    shape: Sequence[int],
-    element: Callable[..., Any],
-) -> relax.Expr:
-    """Return weights in another form: a constant, by `pack`, if they are constant; else the result of a call.
-
-    `element(weight, *index)` returns an element of the other form, whose `shape` this is.
-    """
-    if isinstance(weight, tvm.ir.GenericConst):
-        return constant(pack(numbers_of(weight)))
-    return builder.emit_te(
-        lambda w: te.compute(shape, lambda *index: element(w, *index), name="pack_weight"),
-        weight,
-        primfunc_name_hint="pack",
-    )
-
-
 def called_operator(expr: Any) -> str:
     """Return the name of the operator that an expression calls, such as `relax.matmul`; empty for other expressions."""
     return getattr(expr.op, "name", "") if isinstance(expr, relax.Call) else ""

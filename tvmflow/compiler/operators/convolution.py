@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import tvm
 import tvm_ffi
-from tvm import relax, te, tirx, topi
+from tvm import relax, te, topi
 
-from tvmflow.arrays import Array
 from tvmflow.compiler import cost, tiles, winograd
 from tvmflow.compiler.annotations import AXES, DOT, KERNEL, LANES, LEAD, SHARED, SUBJECT, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices, Decisions, shape_text
@@ -22,16 +20,19 @@ from tvmflow.compiler.operators.common import (
     FOLLOWS,
     call_kernel,
     called_operator,
-    constant,
     is_float32,
-    numbers_of,
-    packed,
     static,
     typical_pixels,
     vector,
 )
 from tvmflow.compiler.operators.geometry import Geometry, is_channels_last, is_depthwise
-from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
+from tvmflow.compiler.operators.packing import (
+    ConvolutionPacking,
+    DepthwisePacking,
+    GroupsPacking,
+    WinogradPacking,
+    pack_weights,
+)
 from tvmflow.compiler.operators.padding import PaddedImage, skipped_padding
 from tvmflow.compiler.operators.products import filled_vectors, rows_product
 
@@ -56,14 +57,15 @@ def legalize(
     subject = subject_of(call)
     decisions = choices.about(subject)
     is_constant = isinstance(weight, tvm.ir.GenericConst)
-    name, packed_weight = "", None
+    narrow: tuple[str, DepthwisePacking | GroupsPacking] | None = None
     if channels is not None and is_depthwise(call):
-        name, packed_weight = "depthwise_conv2d", depthwise.pack(builder, weight, vector(channels, machine))
+        narrow = "depthwise_conv2d", DepthwisePacking(vector(channels, machine))
     elif is_constant and depthwise.is_narrow(out_channels, depth, groups, machine):
-        name, packed_weight = "grouped_conv2d", constant(depthwise.pack_groups(numbers_of(weight), machine.lanes))
-    if packed_weight is not None:
+        narrow = "grouped_conv2d", GroupsPacking(machine.lanes)
+    if narrow is not None:
+        name, packing = narrow
         compute = partial(depthwise.depthwise, geometry=geometry, machine=machine, subject=subject)
-        return call_kernel(builder, compute, data, packed_weight, name=name)
+        return call_kernel(builder, compute, data, pack_weights(builder, weight, packing), name=name)
     size = winograd_size(data, weight, groups, geometry, machine, decisions) if fast else None
     if size is not None:
         packed_weight = pack_weights(builder, weight, WinogradPacking(size, machine.lanes, geometry.strides[0]))
@@ -78,7 +80,7 @@ def legalize(
         lanes = math.gcd(per_group, machine.lanes)
     # The vectors of each group are full.
     vectors = _count_vectors(call, geometry, lanes, machine) if groups == 1 else out_channels // lanes
-    packed_weight = _pack(builder, weight, lanes, vectors)
+    packed_weight = pack_weights(builder, weight, ConvolutionPacking(lanes, vectors))
     if groups == 1 and geometry.is_pointwise:
         compute = partial(pointwise_conv2d, channels=out_channels, machine=machine, decisions=decisions)
     else:
@@ -279,28 +281,6 @@ def _count_vectors(call: relax.Call, geometry: Geometry, lanes: int, machine: Ma
     return filled_vectors(int(channels), lanes, rows, machine, math.prod(geometry.kernel))
 
 
-def _pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int, vectors: int) -> relax.Expr:
-    channels, per_group, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
-
-    def element(w: te.Tensor, j: Any, y: Any, x: Any, k: Any, v: Any) -> Any:
-        return tirx.if_then_else(j * lanes + v < channels, w[j * lanes + v, k, y, x], 0.0)
-
-    shape = (vectors, kernel_h, kernel_w, per_group, lanes)
-    return packed(builder, weight, partial(pack_array, lanes=lanes, vectors=vectors), shape, element)
-
-
-def pack_array(weight: Array, lanes: int, vectors: int | None = None) -> Array:
-    """Pack weights `[CO][CI][KH][KW]` into float32 `[CO/v][KH][KW][CI][v]`, with zeros after the last channel.
-
-    `vectors` is CO/v, by default as many as the channels need.
-    """
-    channels, per_group, kernel_h, kernel_w = weight.shape
-    vectors = vectors or -(-channels // lanes)
-    value = np.zeros((vectors * lanes, per_group, kernel_h, kernel_w), "float32")
-    value[:channels] = weight
-    return value.reshape(vectors, lanes, per_group, kernel_h, kernel_w).transpose(0, 3, 4, 2, 1)
-
-
 def conv2d(
     data: te.Tensor,
     weight: te.Tensor,
@@ -312,7 +292,7 @@ def conv2d(
     decisions: Decisions,
     axes: Sequence[int] | None = None,
 ) -> te.Tensor:
-    """Define a convolution of NHWC data with weights that `pack_array` packed.
+    """Define a convolution of NHWC data with weights in the layout of `ConvolutionPacking`.
 
     The output channels of a group must fill whole vectors. With `axes` the data has another layout, and its transpose
     by `axes` is NHWC; None means NHWC. The `decisions` choose the rows of the register tile. The result is NHWC with
@@ -358,8 +338,8 @@ def pointwise_conv2d(
     """Define a 1x1 convolution of NHWC data: the pixels of an image are the rows of a matrix product.
 
     Where a size is symbolic, the pixels of a line are (`products.rows_of_pixels`).
-    It has strides of 1 and no padding. `weight` comes from `pack_array`; the `decisions` choose the product's register
-    tile. The result is NHWC with `channels` channels.
+    It has strides of 1 and no padding. `weight` has the layout of `ConvolutionPacking`; the `decisions` choose the
+    product's register tile. The result is NHWC with `channels` channels.
     """
     *outer, _ = data.shape
     vectors, _, _, _, lanes = (int(dim) for dim in weight.shape)

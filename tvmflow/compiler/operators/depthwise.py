@@ -1,49 +1,20 @@
 """Depthwise convolution, and grouped convolution whose groups are narrower than a vector."""
 
 import math
-from functools import partial
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-from tvm import relax, te, tirx
+from tvm import te
 
-from tvmflow.arrays import Array
 from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.annotations import DOT, KERNEL, LANES, NARROW, SUBJECT, TILE
 from tvmflow.compiler.dotproduct import BF16
-from tvmflow.compiler.machine import NARROWEST, Machine
-from tvmflow.compiler.operators.common import packed, static
+from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators.common import static
 from tvmflow.compiler.operators.geometry import Geometry
 from tvmflow.compiler.operators.padding import PaddedImage, skipped_padding
 
 # The most lines of the result that one task computes as a strip, by default.
 MOST_LINES = 8
-
-
-def pack(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int) -> relax.Expr:
-    """Pack weights `[C][1][KH][KW]` into float32 `[KH][KW][C]`, and return the expression.
-
-    It is a constant if the weights are constant, else the variable of a call that packs them.
-    """
-    channels, _, kernel_h, kernel_w = (int(dim) for dim in weight.ty.shape.values)
-
-    def element(w: te.Tensor, y: Any, x: Any, c: Any) -> Any:
-        return tirx.if_then_else(c < channels, w[c, 0, y, x], 0.0)
-
-    shape = (kernel_h, kernel_w, _padded_channels(channels, lanes))
-    return packed(builder, weight, partial(pack_array, lanes=lanes), shape, element)
-
-
-def pack_array(weight: Array, lanes: int) -> Array:
-    """Pack an array `[C][1][KH][KW]` into float32 `[KH][KW][C]`, with zeros after the last channel.
-
-    Zeros fill up the last vector of `lanes` channels, unless exactly half of it is filled.
-    """
-    channels, _, kernel_h, kernel_w = weight.shape
-    value = np.zeros((kernel_h, kernel_w, _padded_channels(channels, lanes)), "float32")
-    value[:, :, :channels] = weight[:, 0].transpose(1, 2, 0)
-    return value
 
 
 def is_narrow(out_channels: int, depth: int, groups: int, machine: Machine) -> bool:
@@ -53,29 +24,6 @@ def is_narrow(out_channels: int, depth: int, groups: int, machine: Machine) -> b
     less than these. Each group must have `depth` output channels too.
     """
     return groups > 1 and out_channels == depth * groups and 1 < depth < machine.lanes and machine.lanes % depth == 0
-
-
-def pack_groups(weight: Array, lanes: int) -> Array:
-    """Pack weights `[C][G][KH][KW]` of groups of G channels into `[KH][KW][G][C]`, zeros after the last channel."""
-    channels, size, kernel_h, kernel_w = weight.shape
-    value = np.zeros((kernel_h, kernel_w, size, -(-channels // lanes) * lanes), "float32")
-    value[..., :channels] = weight.transpose(2, 3, 1, 0)
-    return value
-
-
-def pack_pairs(weight: Array, lanes: int) -> Array:
-    """Pack weights `[C][G][KH][KW]` of groups of G channels, G even, into bfloat16 `[KH][KW][G/2][C][2]`.
-
-    A bfloat16 is stored as uint16. Zeros stand after the last channel.
-    """
-    value = pack_groups(weight, lanes).astype(ml_dtypes.bfloat16).view(BF16.weight)
-    kernel_h, kernel_w, size, channels = value.shape
-    return value.reshape(kernel_h, kernel_w, size // 2, 2, channels).transpose(0, 1, 2, 4, 3)
-
-
-def _padded_channels(channels: int, lanes: int) -> int:
-    # Half a vector at the end is as fast as a whole vector; a shorter rest is not.
-    return channels if channels % max(lanes // 2, NARROWEST) == 0 else -(-channels // lanes) * lanes
 
 
 def depthwise(
@@ -88,8 +36,8 @@ def depthwise(
 ) -> te.Tensor:
     """Define a depthwise convolution of NHWC data, or a grouped convolution that `is_narrow` accepts.
 
-    `weight` has the layout `[KH][KW][C]` of `pack` for a depthwise convolution, and `[KH][KW][G][C]` of `pack_groups`
-    for a convolution with G channels in each group. It is `[KH][KW][G/2][C][2]` of `pack_pairs` where the data are
+    `weight` has the layout `[KH][KW][C]` of `DepthwisePacking` for a depthwise convolution, and `[KH][KW][G][C]` of
+    `GroupsPacking` for a convolution with G channels in each group. It is `[KH][KW][G/2][C][2]` where the data are
     bfloat16, stored as uint16, which such groups alone may be. `subject` names the convolution in the compiler's
     decisions (`compiler.choices`). The result is NHWC and float32.
     """

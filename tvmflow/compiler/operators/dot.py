@@ -10,11 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 from tvm import te, tirx
 
-from tvmflow.arrays import Array
 from tvmflow.compiler import amx, tiles
 from tvmflow.compiler.annotations import AMX, DOT, KERNEL, LANES, LEAD, SHARED, TILE
 from tvmflow.compiler.dotproduct import BF16, Dot, round_bf16
@@ -45,30 +42,6 @@ def lanes_of(channels: int, groups: int, machine: Machine) -> int:
     return lanes if lanes >= NARROWEST else 0
 
 
-def pack_conv2d(weight: Array, lanes: int, dot: Dot) -> Array:
-    """Pack weights `[CO][CI][KH][KW]`, float32 or int8, into `[CO/v][KH][KW][CI/g][v][g]` of type `dot.weight`.
-
-    v is `lanes` and g is `dot.group`. CO and CI are padded with zeros to multiples of them.
-    """
-    channels, depth, kernel_h, kernel_w = weight.shape
-    vectors, steps = -(-channels // lanes), -(-depth // dot.group)
-    value = np.zeros((vectors * lanes, steps * dot.group, kernel_h, kernel_w), dot.weight)
-    value[:channels, :depth] = _narrow(weight, dot)
-    return value.reshape(vectors, lanes, steps, dot.group, kernel_h, kernel_w).transpose(0, 4, 5, 2, 1, 3)
-
-
-def pack_dense(weight: Array, lanes: int, dot: Dot) -> Array:
-    """Pack weights `[K][N]`, float32 or int8, into `[N/v][K/g][v][g]` of type `dot.weight`.
-
-    v is `lanes` and g is `dot.group`. N and K are padded with zeros to multiples of them.
-    """
-    return pack_conv2d(weight.T[:, :, None, None], lanes, dot)[:, 0, 0]
-
-
-def _narrow(weight: Array, dot: Dot) -> Array:
-    return weight.astype(ml_dtypes.bfloat16).view("uint16") if dot is BF16 else weight.astype(dot.weight)
-
-
 def conv2d(
     data: te.Tensor,
     weight: te.Tensor,
@@ -80,7 +53,7 @@ def conv2d(
     machine: Machine,
     zero: Any = 0,
 ) -> te.Tensor:
-    """Define a convolution of NHWC data of type `dot.data` with weights from `pack_conv2d`.
+    """Define a convolution of NHWC data of type `dot.data` with weights of `ConvolutionPacking`.
 
     The padding has the value `zero`, a number or an expression. The result is NHWC with `channels` channels of type
     `dot.accumulator`.
@@ -160,7 +133,7 @@ def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, m
 def dense(
     data: te.Tensor, weight: te.Tensor, *, dot: Dot, units: int, rows: Sequence[int], machine: Machine
 ) -> te.Tensor:
-    """Multiply `data` of shape `[..., K]` and type `dot.data` by weights from `pack_dense` with `units` columns.
+    """Multiply `data` of shape `[..., K]` and type `dot.data` by weights of `MatrixPacking` with `units` columns.
 
     `rows` are the positions of the leading dimensions that are flattened into the rows of the product. The others stay
     dimensions of a batch. The result has the shape `[..., units]` and the type `dot.accumulator`.

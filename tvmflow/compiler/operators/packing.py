@@ -1,6 +1,6 @@
-"""Packs constant weights into forms that are larger than the weights: those of Winograd's and Strassen's algorithms.
+"""Packs weights into the forms that kernels read: vectors of channels, and the sums of Winograd and Strassen.
 
-A library need not hold such a form. It holds the weights themselves, and packs them once when it is loaded
+A library need not hold packed weights. It can take the weights themselves, and pack them once when it is loaded
 (`compiler.passes.packing`). Each packing is therefore defined twice: for arrays, and as a tensor expression, of which
 the library gets a function.
 """
@@ -9,23 +9,33 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
+import ml_dtypes
+import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
 from tvmflow.arrays import Array
 from tvmflow.compiler import winograd
 from tvmflow.compiler.annotations import KERNEL, PACKING
-from tvmflow.compiler.dotproduct import PAIRS
+from tvmflow.compiler.dotproduct import BF16, PAIRS, Dot, round_bf16
+from tvmflow.compiler.machine import NARROWEST
 from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.winograd import combine
 
+# The numbers of packed weights. Those of bfloat16 are stored as their bits, in uint16.
+Number = Literal["float32", "float16", "bfloat16", "int8", "int16"]
+
 
 class Packing(Protocol):
-    """A way to pack weights, called `name`. Its dataclass fields are integers, which a function's attribute stores."""
+    """A way to pack weights, called `name`. Its dataclass fields are integers and words, which an attribute stores.
+
+    `expands` says whether packed weights are larger than the weights by more than a few lanes of padding.
+    """
 
     name: ClassVar[str]
+    expands: ClassVar[bool]
 
     def pack(self, weight: Array) -> Array:
         """Return the packed weights."""
@@ -47,6 +57,7 @@ class WinogradPacking:
     """
 
     name: ClassVar[str] = "winograd"
+    expands: ClassVar[bool] = True
 
     size: int
     lanes: int
@@ -94,6 +105,33 @@ class IntegerWinogradPacking(WinogradPacking):
         return te.compute(shape, element, name="packed", attrs={KERNEL: "packing"})
 
 
+@dataclass(frozen=True)
+class NarrowWinogradPacking(WinogradPacking):
+    """Transforms weights for Winograd's algorithm with stride one into bfloat16 `[taps][CO/v][CI/2][v][2]`.
+
+    CI must be even.
+    """
+
+    name: ClassVar[str] = "narrow_winograd"
+
+    def pack(self, weight: Array) -> Array:
+        """Return the transformed weights."""
+        return winograd.narrow_kernel(weight, self.size, self.lanes)
+
+    def define(self, weight: te.Tensor) -> te.Tensor:
+        """Define the weights in Winograd's form, computed in float64: the columns of a kernel first, then its rows."""
+        matrix = winograd.transforms(self.size, self.stride)[1].tolist()
+        side, columns = len(matrix), _transformed_columns(weight, matrix, self.lanes, "float64")
+        (vectors, depth, *_), group = columns.shape, BF16.group
+
+        def element(t: Any, j: Any, k: Any, v: Any, g: Any) -> Any:
+            value = combine(matrix, t % side, lambda x: columns[j, k * group + g, t // side, x, v])
+            return round_bf16(value.astype("float32"))
+
+        shape = (side**2, vectors, depth // group, self.lanes, group)
+        return te.compute(shape, element, name="packed", attrs={KERNEL: "packing"})
+
+
 def _transformed_columns(weight: te.Tensor, matrix: Sequence[Sequence[float]], lanes: int, dtype: str) -> te.Tensor:
     """Define the kernels `[CO][CI][3][3]` with their columns multiplied by a matrix, in numbers of type `dtype`.
 
@@ -123,6 +161,7 @@ class StrassenPacking:
     """
 
     name: ClassVar[str] = "strassen"
+    expands: ClassVar[bool] = True
 
     lanes: int
 
@@ -151,6 +190,7 @@ class WideningPacking:
     """Converts packed weights of 8 bits to the 16 bits of which `dotproduct.PAIRS` multiplies pairs."""
 
     name: ClassVar[str] = "widening_integers"
+    expands: ClassVar[bool] = True
 
     def pack(self, weight: Array) -> Array:
         """Return the weights as int16."""
@@ -161,19 +201,229 @@ class WideningPacking:
         return te.compute(weight.shape, lambda *index: weight[index].astype(PAIRS.weight), name="packed")
 
 
-_WeightPacking = WinogradPacking | StrassenPacking | WideningPacking
+@dataclass(frozen=True)
+class MatrixPacking:
+    """Packs matrices `[..., K, N]` into vectors of columns: `[..., N/v, K, v]`, v = `lanes`, of type `number`.
+
+    With a `group` g above 1, each lane has g neighbouring rows: `[..., N/v, K/g, v, g]`, for dot products. `vectors` is
+    N/v. There are zeros after the last column and the last row.
+    """
+
+    name: ClassVar[str] = "matrix"
+    expands: ClassVar[bool] = False
+
+    lanes: int
+    vectors: int
+    group: int = 1
+    number: Number = "float32"
+
+    @classmethod
+    def of_dot(cls, columns: int, lanes: int, dot: Dot) -> "MatrixPacking":
+        """Return the packing of matrices of so many columns for dot products."""
+        return cls(lanes, -(-columns // lanes), dot.group, _number_of(dot))
+
+    def pack(self, weight: Array) -> Array:
+        """Return the packed matrices."""
+        *lead, depth, units = weight.shape
+        steps = -(-depth // self.group)
+        value = np.zeros((*lead, steps * self.group, self.vectors * self.lanes), _STORED[self.number])
+        value[..., :depth, :units] = _convert(weight, self.number)
+        value = value.reshape(*lead, steps, self.group, self.vectors, self.lanes)
+        packed = np.moveaxis(value, (-2, -4, -1, -3), (-4, -3, -2, -1))
+        return packed[..., 0] if self.group == 1 else packed
+
+    def define(self, weight: te.Tensor) -> te.Tensor:
+        """Define the packed matrices."""
+        *lead, depth, units = (int(size) for size in weight.shape)
+
+        def element(*place: Any) -> Any:
+            *outer, vector, step, lane = place[: len(lead) + 3]
+            within = place[-1] if self.group > 1 else 0
+            row, column = step * self.group + within, vector * self.lanes + lane
+            is_padding = depth % self.group or units != self.vectors * self.lanes
+            conditions = [row < depth, column < units] if is_padding else []
+            return _element(weight[(*outer, row, column)], self.number, conditions)
+
+        shape = (*lead, self.vectors, -(-depth // self.group), self.lanes, *([self.group] if self.group > 1 else []))
+        return te.compute(shape, element, name="packed")
+
+
+@dataclass(frozen=True)
+class ConvolutionPacking:
+    """Packs weights `[CO][CI][KH][KW]` into vectors of output channels: `[CO/v][KH][KW][CI][v]` of type `number`.
+
+    v is `lanes`. With a `group` g above 1, each lane has g neighbouring input channels: `[CO/v][KH][KW][CI/g][v][g]`,
+    for dot products. `vectors` is CO/v. There are zeros after the last output channel and the last input channel.
+    """
+
+    name: ClassVar[str] = "convolution"
+    expands: ClassVar[bool] = False
+
+    lanes: int
+    vectors: int
+    group: int = 1
+    number: Number = "float32"
+
+    @classmethod
+    def of_dot(cls, channels: int, lanes: int, dot: Dot) -> "ConvolutionPacking":
+        """Return the packing of weights of so many output channels for dot products."""
+        return cls(lanes, -(-channels // lanes), dot.group, _number_of(dot))
+
+    def pack(self, weight: Array) -> Array:
+        """Return the packed weights."""
+        channels, depth, kernel_h, kernel_w = weight.shape
+        steps = -(-depth // self.group)
+        size = (self.vectors * self.lanes, steps * self.group, kernel_h, kernel_w)
+        value = np.zeros(size, _STORED[self.number])
+        value[:channels, :depth] = _convert(weight, self.number)
+        value = value.reshape(self.vectors, self.lanes, steps, self.group, kernel_h, kernel_w)
+        packed = value.transpose(0, 4, 5, 2, 1, 3)
+        return packed[..., 0] if self.group == 1 else packed
+
+    def define(self, weight: te.Tensor) -> te.Tensor:
+        """Define the packed weights."""
+        channels, depth, kernel_h, kernel_w = (int(size) for size in weight.shape)
+        is_padding = depth % self.group or channels != self.vectors * self.lanes
+
+        def element(j: Any, y: Any, x: Any, k: Any, v: Any, *g: Any) -> Any:
+            channel, place = j * self.lanes + v, k * self.group + sum(g)
+            conditions = [channel < channels, place < depth] if is_padding else []
+            return _element(weight[channel, place, y, x], self.number, conditions)
+
+        shape = (self.vectors, kernel_h, kernel_w, -(-depth // self.group), self.lanes)
+        return te.compute((*shape, self.group) if self.group > 1 else shape, element, name="packed")
+
+
+@dataclass(frozen=True)
+class DepthwisePacking:
+    """Packs weights `[C][1][KH][KW]` into float32 `[KH][KW][C]`, with zeros after the last channel.
+
+    Zeros fill up the last vector of `lanes` channels, unless exactly half of it is filled.
+    """
+
+    name: ClassVar[str] = "depthwise"
+    expands: ClassVar[bool] = False
+
+    lanes: int
+
+    def _padded(self, channels: int) -> int:
+        # Half a vector at the end is as fast as a whole vector; a shorter rest is not.
+        half = max(self.lanes // 2, NARROWEST)
+        return channels if channels % half == 0 else -(-channels // self.lanes) * self.lanes
+
+    def pack(self, weight: Array) -> Array:
+        """Return the packed weights."""
+        channels, _, kernel_h, kernel_w = weight.shape
+        value = np.zeros((kernel_h, kernel_w, self._padded(channels)), "float32")
+        value[:, :, :channels] = weight[:, 0].transpose(1, 2, 0)
+        return value
+
+    def define(self, weight: te.Tensor) -> te.Tensor:
+        """Define the packed weights."""
+        channels, _, kernel_h, kernel_w = (int(size) for size in weight.shape)
+        padded = self._padded(channels)
+        return te.compute(
+            (kernel_h, kernel_w, padded),
+            lambda y, x, c: _element(weight[c, 0, y, x], "float32", [c < channels] if padded > channels else []),
+            name="packed",
+        )
+
+
+@dataclass(frozen=True)
+class GroupsPacking:
+    """Packs weights `[C][G][KH][KW]` of groups of G channels into float32 `[KH][KW][G][C]`, v = `lanes`.
+
+    With `pairs`, G is even, and the result is bfloat16 `[KH][KW][G/2][C][2]`. There are zeros after the last channel.
+    """
+
+    name: ClassVar[str] = "groups"
+    expands: ClassVar[bool] = False
+
+    lanes: int
+    pairs: bool = False
+
+    def pack(self, weight: Array) -> Array:
+        """Return the packed weights."""
+        channels, size, kernel_h, kernel_w = weight.shape
+        value = np.zeros((kernel_h, kernel_w, size, -(-channels // self.lanes) * self.lanes), "float32")
+        value[..., :channels] = weight.transpose(2, 3, 1, 0)
+        if not self.pairs:
+            return value
+        narrow = _convert(value, "bfloat16").reshape(kernel_h, kernel_w, size // 2, 2, -1)
+        return narrow.transpose(0, 1, 2, 4, 3)
+
+    def define(self, weight: te.Tensor) -> te.Tensor:
+        """Define the packed weights."""
+        channels, size, kernel_h, kernel_w = (int(dim) for dim in weight.shape)
+        padded = -(-channels // self.lanes) * self.lanes
+
+        def element(y: Any, x: Any, k: Any, c: Any, *g: Any) -> Any:
+            place = 2 * k + g[0] if g else k
+            conditions = [c < channels] if padded > channels else []
+            return _element(weight[c, place, y, x], "bfloat16" if self.pairs else "float32", conditions)
+
+        groups = (size // 2, padded, 2) if self.pairs else (size, padded)
+        return te.compute((kernel_h, kernel_w, *groups), element, name="packed")
+
+
+_STORED: dict[Number, str] = {
+    "float32": "float32", "float16": "float16", "bfloat16": BF16.weight, "int8": "int8", "int16": "int16",
+}  # fmt: skip
+
+
+def _number_of(dot: Dot) -> Number:
+    """The numbers of the weights of dot products."""
+    if dot is BF16:
+        return "bfloat16"
+    return "int16" if dot.weight == "int16" else "int8"
+
+
+def _convert(weight: Array, number: Number) -> Array:
+    return weight.astype(ml_dtypes.bfloat16).view(BF16.weight) if number == "bfloat16" else weight.astype(number)
+
+
+def _element(value: Any, number: Number, conditions: Sequence[Any]) -> Any:
+    """A weight as an expression of type `number` where all conditions hold, and zero elsewhere."""
+    element = round_bf16(value) if number == "bfloat16" else value.astype(number)
+    return tirx.if_then_else(tirx.all(*conditions), element, tirx.const(0, _STORED[number])) if conditions else element
+
+
+_WeightPacking = (
+    WinogradPacking
+    | StrassenPacking
+    | WideningPacking
+    | MatrixPacking
+    | ConvolutionPacking
+    | DepthwisePacking
+    | GroupsPacking
+)
 _PACKINGS: dict[str, type[_WeightPacking]] = {
-    packing.name: packing for packing in (WinogradPacking, IntegerWinogradPacking, StrassenPacking, WideningPacking)
+    packing.name: packing
+    for packing in (
+        WinogradPacking,
+        IntegerWinogradPacking,
+        NarrowWinogradPacking,
+        StrassenPacking,
+        WideningPacking,
+        MatrixPacking,
+        ConvolutionPacking,
+        DepthwisePacking,
+        GroupsPacking,
+    )
 }
 
 
-def pack_weights(builder: relax.BlockBuilder, weight: tvm.ir.GenericConst, packing: _WeightPacking) -> relax.Var:
-    """Emit the call that packs constant weights, and return the variable of its result."""
+def pack_weights(builder: relax.BlockBuilder, weight: relax.Expr, packing: _WeightPacking) -> relax.Var:
+    """Emit the call that packs weights, and return the variable of its result.
+
+    Constant weights are packed in advance, or when the library is loaded (`compiler.passes.packing`).
+    """
+    is_constant = isinstance(weight, tvm.ir.GenericConst)
     call = builder.call_te(
         packing.define,
         weight,
-        primfunc_name_hint=f"pack_{packing.name}",
-        primfunc_attrs={PACKING: json.dumps([packing.name, asdict(packing)])},
+        primfunc_name_hint=f"pack_{packing.name}" if is_constant else "pack",
+        primfunc_attrs={PACKING: json.dumps([packing.name, asdict(packing)])} if is_constant else None,
     )
     return builder.emit(call)
 

@@ -9,7 +9,6 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from tvmflow.arrays import Array
 from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.annotations import KERNEL, SUBJECT, TILE
 from tvmflow.compiler.choices import Choices, Decisions, shape_text
@@ -20,16 +19,14 @@ from tvmflow.compiler.operators.common import (
     Product,
     are_equal,
     call_kernel,
-    constant,
     divides,
     is_float32,
     numbers_of,
-    packed,
     round_up,
     static,
     vector,
 )
-from tvmflow.compiler.operators.packing import StrassenPacking, pack_weights
+from tvmflow.compiler.operators.packing import MatrixPacking, Number, StrassenPacking, pack_weights
 from tvmflow.compiler.operators.widening import float_of_half, halves_of
 
 # The fewest rows that fill a tile of their own.
@@ -53,9 +50,8 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
         lanes = vector(int(right_shape[1]), machine)
         rows = static(math.prod(left_shape[:-1]))
         vectors = filled_vectors(int(right_shape[1]), lanes, rows, machine)
-        packed_weight = _pack_halves(right, lanes, vectors, rows, machine)
-        if packed_weight is None:
-            packed_weight = _pack_dense(builder, right, lanes, vectors)
+        number: Number = _halves_of(right, rows, vectors, machine) or "float32"
+        packed_weight = pack_weights(builder, right, MatrixPacking(lanes, vectors, number=number))
         compute = partial(dense, units=int(right_shape[1]), machine=machine, decisions=decisions)
         return call_kernel(builder, compute, left, packed_weight, name="dense")
     batch = list(call.ty.shape.values)[:-2] if isinstance(call.ty.shape, relax.ShapeExpr) else []
@@ -67,7 +63,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
         lanes = vector(units, machine)
         vectors = filled_vectors(units, lanes, static(left_shape[-2]), machine)
         compute = partial(compute, packed_units=units)
-        right = constant(pack_array(numbers_of(right), lanes, vectors))
+        right = pack_weights(builder, right, MatrixPacking(lanes, vectors))
     return call_kernel(builder, compute, left, right, name="batch_matmul")
 
 
@@ -146,20 +142,10 @@ def filled_vectors(
     return tiles.filled(rows, vectors, machine, uses, is_packed=is_packed) if lanes == machine.lanes else vectors
 
 
-def _pack_dense(builder: relax.BlockBuilder, weight: relax.Expr, lanes: int, vectors: int) -> relax.Expr:
-    depth, units = (int(dim) for dim in weight.ty.shape.values)
+def _halves_of(weight: relax.Expr, rows: int | None, vectors: int, machine: Machine) -> Number | None:
+    """The type of 16 bits that has the numbers of constant weights.
 
-    def element(w: te.Tensor, j: Any, k: Any, v: Any) -> Any:
-        return tirx.if_then_else(j * lanes + v < units, w[k, j * lanes + v], 0.0)
-
-    shape = (vectors, depth, lanes)
-    return packed(builder, weight, partial(pack_array, lanes=lanes, vectors=vectors), shape, element)
-
-
-def _pack_halves(weight: relax.Expr, lanes: int, vectors: int, rows: int | None, machine: Machine) -> relax.Expr | None:
-    """Pack constant weights of float16 or bfloat16 numbers in two bytes each.
-
-    Returns None for other weights, and where those in float32 are faster. A symbolic number of rows counts as few.
+    None for other weights, and where those in float32 are faster. A symbolic number of rows counts as few.
     """
     if not isinstance(weight, tvm.ir.GenericConst):
         return None
@@ -168,19 +154,9 @@ def _pack_halves(weight: relax.Expr, lanes: int, vectors: int, rows: int | None,
     if not cost.widening_pays(count, 2 * count, passes * _CONVERTING, machine):
         return None
     stored = halves_of(numbers_of(weight), machine.converts_halves)
-    return None if stored is None else constant(pack_array(stored, lanes, vectors))
-
-
-def pack_array(weight: Array, lanes: int, vectors: int | None = None) -> Array:
-    """Pack weights `[..., K, N]` into `[..., N/v, K, v]` of the same type, with zeros after the last column.
-
-    `vectors` is N/v, by default as many as the columns need.
-    """
-    *lead, depth, units = weight.shape
-    vectors = vectors or -(-units // lanes)
-    value = np.zeros((*lead, depth, vectors * lanes), weight.dtype)
-    value[..., :units] = weight
-    return np.moveaxis(value.reshape(*lead, depth, vectors, lanes), -2, -3)
+    if stored is None:
+        return None
+    return "float16" if stored.dtype == np.float16 else "bfloat16"
 
 
 def dense(data: te.Tensor, weight: te.Tensor, *, units: int, machine: Machine, decisions: Decisions) -> te.Tensor:

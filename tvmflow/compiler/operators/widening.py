@@ -153,47 +153,23 @@ class BrainWeight(_BitsWeight):
 class TiedWeight(NarrowWeight):
     """The transpose `[K, N]` of a `table` `[N, K]` that the library holds anyway, as where a model ties its weights.
 
-    With `lanes`, the transpose is packed as `[N/v, K, v]`, v = `lanes`, with zeros after the last column; `vectors` is
-    N/v. The numbers have any type.
+    The numbers have any type.
     """
 
     table: Array
-    lanes: int | None = None
-    vectors: int = 0
 
     def widen(self, *parts: te.Tensor) -> te.Tensor:
         """Define the transpose as a tensor expression of the table."""
         (table,) = parts
-        units, depth = table.shape
-        lanes = self.lanes
-        if lanes is None:
-            return te.compute((depth, units), lambda k, n: table[n, k], name="widened")
-
-        def element(j: Any, k: Any, v: Any) -> Any:
-            unit = j * lanes + v
-            return tirx.if_then_else(unit < units, table[unit, k], tirx.const(0, table.dtype))
-
-        return te.compute((self.vectors, depth, lanes), element, name="widened")
+        return te.compute((table.shape[1], table.shape[0]), lambda k, n: table[n, k], name="widened")
 
 
 def tie(weight: Array, table: Array) -> TiedWeight | None:
-    """Return a weight as a form of a `table` of two dimensions; None where it is none of the forms of `TiedWeight`."""
-    units, depth = table.shape
-    if weight.dtype != table.dtype:
-        return None
-    if weight.shape == (depth, units):
-        lines, form = weight.T, TiedWeight(table)
-    elif weight.ndim == 3 and weight.shape[1] == depth and weight.shape[0] * weight.shape[2] >= units:
-        vectors, _, lanes = weight.shape
-        lines, form = np.moveaxis(weight, 1, 2), TiedWeight(table, lanes, vectors)
-        # The first column of each vector tells most other weights from the table.
-        if not np.array_equal(lines[: -(-units // lanes), 0], table[::lanes]):
-            return None
-        lines = lines.reshape(-1, depth)
-    else:
-        return None
-    is_same = np.array_equal(lines[:1], table[:1]) and np.array_equal(lines[:units], table)
-    return form if is_same and not lines[units:].any() else None
+    """Return a weight as the transpose of a `table` of two dimensions; None where it is not that."""
+    is_transpose = weight.dtype == table.dtype and weight.shape == table.shape[::-1]
+    # The first line tells most other weights from the table.
+    is_transpose = is_transpose and np.array_equal(weight.T[:1], table[:1]) and np.array_equal(weight.T, table)
+    return TiedWeight(table) if is_transpose else None
 
 
 def narrow(weight: Array) -> NarrowWeight | None:

@@ -35,7 +35,7 @@ from tvmflow.compiler.passes.kernels import refuse_kernels
 from tvmflow.compiler.passes.layout import ChannelsLast
 from tvmflow.compiler.passes.loops import RunLoopsDirectly
 from tvmflow.compiler.passes.order import BindSizesFirst
-from tvmflow.compiler.passes.packing import BindWeights, PackAtLoad
+from tvmflow.compiler.passes.packing import AtLoad, BindWeights, PackAtLoad
 from tvmflow.compiler.passes.parts import ComputeParts
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.repeats import multiply_by_one_copy
@@ -224,17 +224,17 @@ def lower_passes(
     precision: Precision = "fp32",
     fast: bool = True,
     weights: int = 0,
-    packs_at_load: bool = False,
+    packed_at_load: AtLoad = "none",
 ) -> list[tvm.transform.Pass]:
     """Return the passes that lower a Relax module with constant weights to calls of fused functions.
 
     `choices` decides between several ways to compute an operator. `fast` allows Winograd's and Strassen's algorithms.
-    `weights` is the size of the module's weights in bytes. With `packs_at_load`, the library packs large weights when
-    it is loaded instead of holding them packed.
+    `weights` is the size of the module's weights in bytes. `packed_at_load` says which of them the library packs when
+    it is loaded; on a GPU none.
     """
     if target.arch == "cuda":
         own = _gpu_passes(target, precision)
-        packs_at_load = False
+        packed_at_load = "none"
     else:
         own = _cpu_passes(target, choices, precision, fast, weights)
     return [
@@ -252,7 +252,7 @@ def lower_passes(
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         own.legalize,
-        PackAtLoad(packs_at_load),
+        PackAtLoad(packed_at_load),
         NameSizes(),
         relax.transform.AnnotateTIROpPattern(),
         MarkFollowers(),

@@ -14,15 +14,21 @@ from tvmflow.compiler.operators import convolution, depthwise, dot
 from tvmflow.compiler.operators.common import (
     call_kernel,
     called_operator,
-    constant,
     is_float32,
-    numbers_of,
     same_shape,
     static,
     vector,
 )
 from tvmflow.compiler.operators.geometry import Geometry, is_depthwise
-from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
+from tvmflow.compiler.operators.packing import (
+    ConvolutionPacking,
+    DepthwisePacking,
+    GroupsPacking,
+    MatrixPacking,
+    NarrowWinogradPacking,
+    WinogradPacking,
+    pack_weights,
+)
 from tvmflow.compiler.operators.products import row_dimensions
 from tvmflow.compiler.passes.narrow import ROUNDING, is_weighted, narrow_products
 
@@ -80,13 +86,12 @@ class _BFloat16:
     def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
         weight, machine, geometry = call.args[1], self._machine, Geometry.of(call)
         groups, channels = int(call.attrs.groups), int(weight.ty.shape.values[0])
-        value = numbers_of(weight)
         if is_depthwise(call):
-            packed_weight = constant(depthwise.pack_array(value, vector(groups, machine)))
+            packed_weight = pack_weights(builder, weight, DepthwisePacking(vector(groups, machine)))
             compute = _reading_bf16(depthwise.depthwise, geometry=geometry, machine=machine)
             return call_kernel(builder, compute, data, packed_weight, name="depthwise_conv2d")
         if depthwise.is_narrow(channels, int(weight.ty.shape.values[1]), groups, machine):
-            packed_weight = constant(depthwise.pack_pairs(value, machine.lanes))
+            packed_weight = pack_weights(builder, weight, GroupsPacking(machine.lanes, pairs=True))
             compute = partial(depthwise.depthwise, geometry=geometry, machine=machine)
             return call_kernel(builder, compute, data, packed_weight, name="grouped_conv2d_bf16")
         size = None
@@ -95,11 +100,8 @@ class _BFloat16:
         if size is not None:
             stride = geometry.strides[0]
             narrow = winograd.takes_narrow(BF16, size, stride, int(weight.ty.shape.values[1]))
-            packed_weight = (
-                constant(winograd.narrow_kernel(value, size, machine.lanes))
-                if narrow
-                else pack_weights(builder, weight, WinogradPacking(size, machine.lanes, stride))
-            )
+            kind = NarrowWinogradPacking if narrow else WinogradPacking
+            packed_weight = pack_weights(builder, weight, kind(size, machine.lanes, stride))
             compute = _reading_bf16(
                 convolution.winograd_conv2d,
                 dot=BF16 if narrow else None,
@@ -109,7 +111,8 @@ class _BFloat16:
             )
             name = "winograd_conv2d_bf16" if narrow else "winograd_conv2d"
             return call_kernel(builder, compute, data, packed_weight, name=name)
-        packed_weight = constant(dot.pack_conv2d(value, dot.lanes_of(channels, groups, machine), BF16))
+        lanes = dot.lanes_of(channels, groups, machine)
+        packed_weight = pack_weights(builder, weight, ConvolutionPacking.of_dot(channels, lanes, BF16))
         compute = partial(dot.conv2d, dot=BF16, channels=channels, groups=groups, geometry=geometry, machine=machine)
         return call_kernel(builder, compute, data, packed_weight, name="conv2d_bf16")
 
@@ -120,7 +123,7 @@ class _BFloat16:
             return call_kernel(builder, compute, left, right, name="batch_matmul_bf16")
         (data,), weight = operands, call.args[1]
         units = int(weight.ty.shape.values[1])
-        packed_weight = constant(dot.pack_dense(numbers_of(weight), vector(units, self._machine), BF16))
+        packed_weight = pack_weights(builder, weight, MatrixPacking.of_dot(units, vector(units, self._machine), BF16))
         rows = row_dimensions(data.ty.shape.values[:-1])
         compute = partial(dot.dense, dot=BF16, units=units, rows=rows, machine=self._machine)
         return call_kernel(builder, compute, data, packed_weight, name="dense_bf16")

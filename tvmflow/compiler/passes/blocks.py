@@ -16,7 +16,7 @@ from tvmflow.compiler import winograd
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import block_plans, blocks, convolution, depthwise, dot, elementwise
+from tvmflow.compiler.operators import block_plans, blocks, convolution, elementwise
 from tvmflow.compiler.operators.common import (
     call_kernel,
     called_operator,
@@ -27,7 +27,7 @@ from tvmflow.compiler.operators.common import (
     vector,
 )
 from tvmflow.compiler.operators.geometry import Geometry, has_constant_weights, is_depthwise
-from tvmflow.compiler.operators.packing import WinogradPacking, pack_weights
+from tvmflow.compiler.operators.packing import ConvolutionPacking, DepthwisePacking, WinogradPacking, pack_weights
 from tvmflow.compiler.passes.bf16 import round_operand
 from tvmflow.compiler.passes.functions import relax_functions
 from tvmflow.compiler.passes.strassen import takes_one_item
@@ -67,7 +67,7 @@ class _Unpacked:
     """Constant weights that a block reads in another form."""
 
     weight: tvm.ir.GenericConst
-    packing: WinogradPacking
+    packing: ConvolutionPacking | DepthwisePacking | WinogradPacking
 
 
 @dataclass(frozen=True)
@@ -361,11 +361,13 @@ def _pack(call: relax.Call, step: blocks.Convolution, options: _Options) -> rela
     weight, machine = call.args[1], options.machine
     if step.winograd is not None:
         return _Unpacked(weight, WinogradPacking(step.winograd, machine.lanes, step.geometry.strides[0]))
-    value = numbers_of(weight)
+    channels = int(weight.ty.shape.values[0])
     if step.depthwise:
-        return constant(depthwise.pack_array(value, machine.lanes))
-    lanes = vector(value.shape[0], machine)
-    return constant(dot.pack_conv2d(value, lanes, BF16) if options.bf16 else convolution.pack_array(value, lanes))
+        return _Unpacked(weight, DepthwisePacking(machine.lanes))
+    lanes = vector(channels, machine)
+    if options.bf16:
+        return _Unpacked(weight, ConvolutionPacking.of_dot(channels, lanes, BF16))
+    return _Unpacked(weight, ConvolutionPacking(lanes, -(-channels // lanes)))
 
 
 @dataclass(frozen=True)

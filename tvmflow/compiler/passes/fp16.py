@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-import numpy as np
 import tvm
 from tvm import relax, te
 
@@ -12,8 +12,9 @@ from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.dotproduct import Widened
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot, products
-from tvmflow.compiler.operators.common import call_kernel, constant, numbers_of, vector
+from tvmflow.compiler.operators.common import call_kernel, vector
 from tvmflow.compiler.operators.geometry import Geometry, is_depthwise
+from tvmflow.compiler.operators.packing import ConvolutionPacking, DepthwisePacking, MatrixPacking, pack_weights
 from tvmflow.compiler.passes.narrow import is_weighted, narrow_products
 
 
@@ -61,37 +62,39 @@ class _Float16(Float16):
         return [left] if dot.lanes_of(int(right.ty.shape.values[0]), int(call.attrs.groups), self._half) else []
 
     def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
-        value, groups, geometry = numbers_of(call.args[1]), int(call.attrs.groups), Geometry.of(call)
-        channels = value.shape[0]
+        weight, groups, geometry = call.args[1], int(call.attrs.groups), Geometry.of(call)
+        channels = int(weight.ty.shape.values[0])
         if is_depthwise(call):
-            packed_weight = constant(depthwise.pack_array(value, vector(groups, self._machine)))
+            packed_weight = pack_weights(builder, weight, DepthwisePacking(vector(groups, self._machine)))
             filtered = partial(depthwise.depthwise, geometry=geometry, machine=self._machine)
             return call_kernel(builder, _reading(filtered), data, packed_weight, name="depthwise_conv2d")
-        packed_weight = convolution.pack_array(value, dot.lanes_of(channels, groups, self._half))
+        lanes = dot.lanes_of(channels, groups, self._half)
+        packing = ConvolutionPacking(lanes, -(-channels // lanes), number="float16")
         decisions = self._choices.about(f"fp16 {convolution.subject_of(call)}")
-        common = {"channels": channels, "machine": self._half, "decisions": decisions}
+        common: dict[str, Any] = {"channels": channels, "machine": self._half, "decisions": decisions}
         compute: Callable[..., te.Tensor]
         if groups == 1 and geometry.is_pointwise:
             compute = partial(convolution.pointwise_conv2d, **common)
         else:
             compute = partial(convolution.conv2d, groups=groups, geometry=geometry, **common)
-        return self._call(builder, compute, data, packed_weight, "conv2d_fp16")
+        return self._call(builder, compute, data, pack_weights(builder, weight, packing), "conv2d_fp16")
 
     def matmul(self, builder: relax.BlockBuilder, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
-        (data,), weight = operands, numbers_of(call.args[1])
-        units = weight.shape[1]
-        packed_weight = products.pack_array(weight, vector(units, self._half))
-        subject = f"fp16 matmul {shape_text(data.ty.shape.values)} by {shape_text(weight.shape)}"
+        (data,), weight = operands, call.args[1]
+        units = int(weight.ty.shape.values[1])
+        lanes = vector(units, self._half)
+        packing = MatrixPacking(lanes, -(-units // lanes), number="float16")
+        subject = f"fp16 matmul {shape_text(data.ty.shape.values)} by {shape_text(weight.ty.shape.values)}"
         decisions = self._choices.about(subject)
         compute = partial(products.dense, units=units, machine=self._half, decisions=decisions)
-        return self._call(builder, compute, data, packed_weight, "dense_fp16")
+        return self._call(builder, compute, data, pack_weights(builder, weight, packing), "dense_fp16")
 
     def _call(
         self,
         builder: relax.BlockBuilder,
         operator: Callable[..., te.Tensor],
         data: relax.Expr,
-        weight: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]",
+        packed_weight: relax.Expr,
         name: str,
     ) -> relax.Expr:
         """Emit an operator on float16 whose result is float32."""
@@ -99,7 +102,6 @@ class _Float16(Float16):
         def compute(data: te.Tensor, weight: te.Tensor) -> te.Tensor:
             return cast(operator(data, weight), "float32")
 
-        packed_weight = constant(weight.astype("float16"))
         return call_kernel(builder, compute, data, packed_weight, name=name)
 
 

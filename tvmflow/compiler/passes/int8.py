@@ -23,7 +23,14 @@ from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot, products
 from tvmflow.compiler.operators.common import call_kernel, called_operator, constant, numbers_of, static, vector
 from tvmflow.compiler.operators.geometry import Geometry, is_channels_last, is_depthwise
-from tvmflow.compiler.operators.packing import IntegerWinogradPacking, WideningPacking, pack_weights
+from tvmflow.compiler.operators.packing import (
+    ConvolutionPacking,
+    DepthwisePacking,
+    IntegerWinogradPacking,
+    MatrixPacking,
+    WideningPacking,
+    pack_weights,
+)
 from tvmflow.compiler.operators.products import row_dimensions
 from tvmflow.compiler.passes.dimensions import ordinary_kernel
 from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
@@ -497,9 +504,8 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         # A computed zero point is an operand of the function, because the padding has its value.
         zeros = [zero] if number is None else []
         if is_depthwise(call):
-            packed_weight = depthwise.pack(
-                self.builder_, constant(weight.astype("float32")), vector(groups, self._machine)
-            )
+            wide = self.builder_.normalize(constant(weight.astype("float32")))
+            packed_weight = pack_weights(self.builder_, wide, DepthwisePacking(vector(groups, self._machine)))
 
             def compute(data: te.Tensor, weight: te.Tensor, *zeros: te.Tensor) -> te.Tensor:
                 centred = _Centred(data, zeros[0]() if zeros else number)
@@ -530,7 +536,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
                 zero=zeros[0]() if zeros else number or 0,
             )
 
-        packed_weight = self._packed(dot.pack_conv2d(weight, lanes, unit))
+        packed_weight = self._packed(ConvolutionPacking.of_dot(len(weight), lanes, unit).pack(weight))
         # Without padding, no result depends on what fills the last tile of a line.
         zeros = [zero] if number is None and any(geometry.padding) else []
         product = call_kernel(self.builder_, compute_dot, operand, packed_weight, *zeros, name="conv2d_int8")
@@ -581,7 +587,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         operand, zero = self._operand(data, zero, unit)
         weight = _with_ones((weight - offsets).T, offsets).T
         units = weight.shape[1]
-        packed_weight = self._packed(dot.pack_dense(weight, vector(units, self._machine), unit))
+        packed_weight = self._packed(MatrixPacking.of_dot(units, vector(units, self._machine), unit).pack(weight))
         rows = row_dimensions(data.ty.shape.values[:-1])
         compute = partial(dot.dense, dot=unit, units=units, rows=rows, machine=self._machine)
         product = call_kernel(self.builder_, compute, operand, packed_weight, name="dense_int8")

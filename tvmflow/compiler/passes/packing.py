@@ -1,12 +1,12 @@
-"""The passes that let a library pack its weights when it is loaded, so that it need not hold the packed ones.
+"""The passes that let a library pack weights when it is loaded, so that a bundle need not hold the packed ones.
 
-It also widens those of 8 or 16 bits that the model computes with in float32.
+The library also widens those of 8 or 16 bits that the model computes with in float32.
 """
 
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tvm
@@ -17,15 +17,17 @@ from tvmflow.arrays import Array
 from tvmflow.bundle import PACK_WEIGHTS
 from tvmflow.compiler.annotations import PACKING
 from tvmflow.compiler.operators.common import constant, numbers_of
-from tvmflow.compiler.operators.packing import packing_of, runs_at_load
+from tvmflow.compiler.operators.packing import Packing, packing_of, runs_at_load
 from tvmflow.compiler.operators.widening import NarrowWeight, narrow, tie
 from tvmflow.compiler.passes.calls import called_functions
 from tvmflow.compiler.passes.constant_keys import ConstantKeys
 from tvmflow.compiler.passes.functions import relax_functions
 
-# The fewest bytes by which packed weights must exceed the weights. Each call of the model passes the packed weights as
-# an argument, which costs more than a few pages of memory are worth.
+# The fewest bytes by which packed weights must exceed the weights, and the fewest of weights outside the library. Each
+# call of the model passes packed weights as an argument, which costs more than a few pages of memory are worth.
 _SMALLEST_GAIN = 1 << 14
+# Which weights a library packs when it is loaded: none, those that are smaller before, or all.
+AtLoad = Literal["none", "larger", "all"]
 # The attribute of `pack_weights` that holds its arguments between the two passes.
 _ARGUMENTS = "tvmflow.arguments"
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
@@ -37,28 +39,29 @@ class PackAtLoad:
 
     `pack_weights` takes the weights and returns a tuple of all packed weights, and of those that it widens. `main` and
     each variant get all of these as additional parameters, after their own. Some packings are not moved but evaluated,
-    so the packed weights become constants: those that make the weights less than 16 KiB larger, those in functions that
-    other functions call, and, without `at_load`, all. The weights stay parameters of `pack_weights` until `BindWeights`
-    makes them constants, because `FoldConstant`, which runs between the two passes, would evaluate the function.
+    so the packed weights become constants: those in functions that other functions call, those that save
+    less than 16 KiB where `at_load` is "larger", those of less than 16 KiB where it is "all", and every one
+    where it is "none". With "all", `pack_weights` also returns the other constants of 16 KiB or more, as they are, so
+    that its arguments are all large weights. The weights stay parameters of `pack_weights` until `BindWeights` makes
+    them constants, because `FoldConstant`, which runs between the two passes, would evaluate the function.
     """
 
-    def __init__(self, at_load: bool) -> None:
-        self._at_load = at_load
+    def __init__(self, at_load: AtLoad) -> None:
+        self._at_load: AtLoad = at_load
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module in which no Relax function but `pack_weights` packs weights.
 
-        A packing that makes the weights larger by 16 KiB or more is moved to `pack_weights`, which is added to the
-        module if any is moved. Another packing is replaced by its result.
+        That function is added to the module if any packing is moved to it.
         """
         functions = relax_functions(mod)
         called = called_functions(functions)
         packings = _Packings(mod)
-        if self._at_load:
+        if self._at_load != "none":
             functions_at_load = [function for variable, function in functions.items() if variable not in called]
             packings.tables = _tables(mod, functions_at_load, packings.key)
         for variable, function in functions.items():
-            packings.at_load = self._at_load and variable not in called
+            packings.at_load = "none" if variable in called else self._at_load
             packings.builder_.update_func(variable, packings.visit_expr(function))
         mod = packings.builder_.get()
         if not packings.calls:
@@ -97,19 +100,20 @@ class BindWeights:
 
 @mutator
 class _Packings(PyExprMutator):  # type: ignore[misc]
-    """Replaces packings by variables, or by constants where `at_load` is false.
+    """Replaces packings by variables, or by constants where `at_load` is "none".
 
-    `calls` has the packing's function, None for weights that are only widened, and the weights for each variable. Equal
+    `calls` has the packing's function, None for weights that are not packed, and the weights for each variable. Equal
     packings of equal weights are one variable, also in several functions. `tables` are constants of two dimensions that
-    the library holds: weights that are the transpose of one are made of it.
+    the library holds: weights that are the transpose of one are made of it, and `tables_of` has the keys of both.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
         super().__init__(mod)
-        self.at_load = False
+        self.at_load: AtLoad = "none"
         self.tables: list[tvm.ir.GenericConst] = []
         self.calls: dict[relax.Var, tuple[tvm.ir.GlobalVar | None, tvm.ir.GenericConst]] = {}
         self.key = ConstantKeys()
+        self.tables_of: dict[int, int] = {}
         self._variables: dict[tuple[tvm.ir.GlobalVar | None, int], relax.Var] = {}
         self._forms: dict[int, NarrowWeight | None] = {}
 
@@ -124,28 +128,42 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
             return
         weight = call.args[1][0]
         value = numbers_of(weight)
-        if self.at_load and _bytes(call.ty) - value.nbytes >= _SMALLEST_GAIN:
+        if self._packs_at_load(packing, weight, call.ty):
             self.set_var_remap(binding.var, self._variable(call.args[0], weight, call.ty))
         else:
             packed = self.builder_.normalize(constant(packing.pack(value)))
             self.set_var_remap(binding.var, self.builder_.emit(packed))
 
+    def _packs_at_load(self, packing: Packing, weight: tvm.ir.GenericConst, ty: relax.TensorType) -> bool:
+        """Whether the library packs a weight, to a tensor of type `ty`, when it is loaded."""
+        if self.at_load == "larger":
+            form = self.form(weight)
+            stored = _bytes(weight.ty) if form is None else self._stored(weight, form)
+            return (packing.expands or form is not None) and _bytes(ty) - stored >= _SMALLEST_GAIN
+        return self.at_load == "all" and _bytes(weight.ty) >= _SMALLEST_GAIN
+
+    def _stored(self, weight: tvm.ir.GenericConst, form: NarrowWeight) -> int:
+        """The bytes that the library holds for weights alone: none for those of a table."""
+        return 0 if self.key(weight) in self.tables_of else sum(part.nbytes for part in form.parts)
+
     def visit_call_(self, op: relax.Call) -> relax.Expr:
-        """Replace the constants of a call that can be widened when the library is loaded."""
+        """Replace the constants of a call that can be widened when the library is loaded, or all large ones."""
         call = super().visit_call_(op)
         # Of constants alone, the result becomes a constant.
-        if not self.at_load or call.op != _CALL_TIR or all(map(_is_constant, call.args[1].fields)):
+        if self.at_load == "none" or call.op != _CALL_TIR or all(map(_is_constant, call.args[1].fields)):
             return call
-        fields = [self._widen_at_load(field) if _is_constant(field) else field for field in call.args[1].fields]
+        fields = [self._move(field) if _is_constant(field) else field for field in call.args[1].fields]
         if all(one.same_as(other) for one, other in zip(fields, call.args[1].fields, strict=True)):
             return call
         return relax.Call(call.op, [call.args[0], relax.Tuple(fields), *call.args[2:]], call.attrs, call.ty_args)
 
-    def _widen_at_load(self, weight: tvm.ir.GenericConst) -> relax.Expr:
-        """Widen a constant when the library is loaded, and return its variable; return other constants themselves."""
-        # What has two dimensions is a table itself.
-        form = (self._tie(weight) if weight.ty.ndim > 2 else None) or _narrow(weight)
-        if form is None:
+    def _move(self, weight: tvm.ir.GenericConst) -> relax.Expr:
+        """Widen a constant when the library is loaded, and return its variable; return other constants themselves.
+
+        With "all", a large constant that is not widened has a variable, too.
+        """
+        form = _narrow(weight)
+        if form is None and (self.at_load == "larger" or _bytes(weight.ty) < _SMALLEST_GAIN):
             return weight
         self._forms[self.key(weight)] = form
         return self._variable(None, weight, weight.ty)
@@ -156,8 +174,10 @@ class _Packings(PyExprMutator):  # type: ignore[misc]
         if value is None:
             return None
         for table in self.tables:
-            form = tie(value, numbers_of(table))
-            if form is not None and _narrow(table) is None:
+            # A table in fewer bytes is whole in `pack_weights` alone.
+            form = tie(value, numbers_of(table)) if self.at_load == "all" or _narrow(table) is None else None
+            if form is not None:
+                self.tables_of[self.key(weight)] = self.key(table)
                 return form
         return None
 
@@ -225,9 +245,9 @@ def _widen(builder: relax.BlockBuilder, form: NarrowWeight, parts: list[relax.Va
 
 
 def _pack_functions(packings: _Packings) -> tvm.IRModule:
-    """The function that returns all packed weights, and those that it widens them by.
+    """The function that returns all weights of `calls`, packed or not.
 
-    Its parameters are the weights, and its attribute their values.
+    Its parameters are the weights in the form in which they are stored, and its attribute their values.
     """
     params: list[relax.Var] = []
     values: list[Any] = []
@@ -239,18 +259,20 @@ def _pack_functions(packings: _Packings) -> tvm.IRModule:
 
     weights = {packings.key(weight): weight for _, weight in packings.calls.values()}
     forms = {key: packings.form(weight) for key, weight in weights.items()}
-    operands: dict[int, list[relax.Var]] = {}
+    parts: dict[int, list[relax.Var]] = {}
     for key, weight in weights.items():
         form = forms[key]
-        parts = [weight.value] if form is None else [tvm.runtime.tensor(part) for part in form.parts]
-        operands[key] = [add(part) for part in parts]
+        if packings.tables_of.get(key) not in weights:
+            arrays = [weight.value] if form is None else [tvm.runtime.tensor(part) for part in form.parts]
+            parts[key] = [add(array) for array in arrays]
+    whole: dict[int, relax.Var] = {}
     builder = relax.BlockBuilder()
     with builder.function(PACK_WEIGHTS, params, attrs={_ARGUMENTS: values}):
         with builder.dataflow():
-            whole = {
-                key: parts[0] if form is None else _widen(builder, form, parts)
-                for (key, parts), form in zip(operands.items(), forms.values(), strict=True)
-            }
+            # Tables come first.
+            for key in sorted(weights, key=lambda key: key not in parts):
+                form, operands = forms[key], parts.get(key) or [whole[packings.tables_of[key]]]
+                whole[key] = operands[0] if form is None else _widen(builder, form, operands)
             packed = [
                 whole[packings.key(weight)]
                 if variable is None
