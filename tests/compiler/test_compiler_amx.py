@@ -149,7 +149,8 @@ def test_a_convolution_of_any_batch_and_height_has_tiles(
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
-    ("shape", "units"), [((49, 64), 32), ((1, 128, 384), 80), ((197, 48), 48), ((2, 7, 64), 70), ((5, 4, 95), 64)]
+    ("shape", "units"),
+    [((49, 64), 32), ((1, 128, 384), 80), ((197, 48), 48), ((2, 7, 64), 70), ((5, 4, 95), 64), ((16, 1, 64), 32)],
 )
 def test_dense_layers_equal_those_of_rounded_operands(
     shape: tuple[int, ...], units: int, make_model: MakeModel, run_built: RunBuilt, target: Target

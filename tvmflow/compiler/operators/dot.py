@@ -173,7 +173,8 @@ def dense(
         return weight[index[-2] // lanes, index[-3], index[-2] % lanes, index[-1]]
 
     product = joined.product(data, right, vectors * lanes, lanes, rows)
-    in_line = sum(static(outer[place]) != 1 for place in rows) < 2
+    # The description of AMX's kernel has no dimension between the rows and the depth.
+    in_line = len(outer) - 1 in rows and all(static(outer[place]) == 1 for place in rows[:-1])
     return joined.unpack(_rows_product(product, machine, dot, in_line=in_line), units)
 
 
@@ -229,10 +230,10 @@ def _rows_product(
     """Define a product by dot products of g numbers, computed in whole register tiles.
 
     The element of the right operand is `right(*batch_index, k / g, channel, k % g)`. `in_line` is true where the rows
-    are one dimension of the left operand. `pointwise` is true where the right operand is packed as the weights of a 1x1
-    convolution. The product has whole tiles of rows and a depth of whole groups. Where its rows are no such multiple,
-    the last row is repeated. Where its depth is none, the left operand is copied, with zeros after its depth; AMX's
-    tiles need a copy in both cases.
+    are the last dimension of the left operand before its depth. `pointwise` is true where the right operand is packed
+    as the weights of a 1x1 convolution. The product has whole tiles of rows and a depth of whole groups. Where its rows
+    are no such multiple, the last row is repeated. Where its depth is none, the left operand is copied, with zeros
+    after its depth; AMX's tiles need a copy in both cases.
     """
     batch, rows, depth, lanes = product.batch, product.rows, int(product.depth), product.lanes
     group, steps = dot.group, -(-depth // dot.group)
