@@ -91,8 +91,8 @@ def conv2d(
     (_, stride_w), (dilation_h, dilation_w) = geometry.strides, geometry.dilation
     rows = 0
     if dot.name in machine.amx and (groups, lanes) == (1, amx.LANES) and (kernel_w == 1 or dilation_w == 1):
-        rows = amx.choose_rows(static(out_w), kernel_w * steps, vectors, machine)
-    if not rows and groups == 1 and geometry.is_pointwise:
+        rows = amx.choose_rows(static(out_w), kernel_w * steps, vectors, machine, lines=kernel_h)
+    if groups == 1 and geometry.is_pointwise and not (rows and _is_by_line(out_h, out_w, rows, weight, machine)):
         return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
     per_group = vectors // groups
     row_bytes = 4 // group * stride_w * int(in_c)
@@ -142,6 +142,23 @@ def conv2d(
         },
     )
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
+
+
+def _is_by_line(height: Any, width: Any, rows: int, weight: te.Tensor, machine: Machine) -> bool:
+    """Whether AMX's kernels compute a 1x1 convolution line by line, `rows` pixels at a time, or all pixels as one line.
+
+    All pixels together fill tiles better, but are copied first. The result has `height` lines of `width` pixels, and
+    `weight` is packed. Lines of a free width are one line, as others of free sizes are (`passes.rows`).
+    """
+    if static(height) is None or static(width) is None:
+        return static(width) is not None
+    vectors, steps = int(weight.shape[0]), int(weight.shape[3])
+    pixels = int(height) * int(width)
+    joined = amx.choose_rows(pixels, steps, vectors, machine, is_copied=True)
+    if not joined:
+        return True
+    of_line = amx.cycles(int(width), rows, steps, vectors, machine)
+    return int(height) * of_line <= amx.cycles(pixels, joined, steps, vectors, machine, is_copied=True)
 
 
 def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, machine: Machine) -> te.Tensor:
@@ -238,7 +255,9 @@ def _rows_product(
     batch, rows, depth, lanes = product.batch, product.rows, int(product.depth), product.lanes
     group, steps = dot.group, -(-depth // dot.group)
     by_amx = product.shared and dot.name in machine.amx and lanes == amx.LANES
-    tile = amx.choose_rows(static(rows), steps, product.vectors or 1, machine) if by_amx else 0
+    tile = 0
+    if by_amx:
+        tile = amx.choose_rows(static(rows), steps, product.vectors or 1, machine, is_copied=not in_line)
     # Packed weights of a convolution have dimensions for taps, which the description of AMX's kernel must have too.
     by_tiles: dict[str, Any] = {AMX: [steps, *([1, 1, 1, 1] if pointwise else [])]} if tile else {}
     reserving = tiles.reserve_register(dot, machine)
