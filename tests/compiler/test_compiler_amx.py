@@ -334,6 +334,43 @@ def test_short_products_are_dot_products() -> None:
     assert amx.choose_rows(112, 3 * 8, 1, processor, lines=3) > 0
 
 
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("kind", ["convolution", "strided", "dense"])
+def test_depths_that_no_tiles_divide_are_filled(
+    kind: str, make_model: MakeModel, run_built: RunBuilt, target: Target
+) -> None:
+    # Of 152 numbers, 76 pairs, tiles would have 4.
+    shape, size = ([2, 49, 152], (152, 64)) if kind == "dense" else ([1, 152, 14, 15], (64, 152, 1, 1))
+    if kind == "dense":
+        operator = helper.make_node("MatMul", ["x", "w"], ["c"])
+    else:
+        operator = helper.make_node("Conv", ["x", "w"], ["c"], strides=[2 if kind == "strided" else 1] * 2)
+    weight, x = normal(*size), normal(*shape)
+    model = build(
+        import_onnx(make_model([operator], [("x", shape)], ["c"], {"w": weight})),
+        target,
+        BuildOptions(precision="bf16"),
+    )
+    assert model.ir_text.count(AMX) == 1
+    rounded = make_model([operator], [("x", shape)], ["c"], {"w": _rounded(weight)}, name="rounded.onnx")
+    expected = _onnxruntime(rounded, _rounded(x))
+    (actual,) = run_built(model, x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max()))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_quantised_layer_of_a_filled_depth_equals_onnx_runtime(
+    make_model: MakeModel, run_built: RunBuilt, target: Target
+) -> None:
+    # Of 136 numbers, 34 groups of four, tiles would have 2.
+    weight = np.random.default_rng(3).integers(-127, 128, (136, 48)).astype("int8")
+    path = _quantised(make_model, helper.make_node("MatMul", ["x_wide", "w_wide"], ["c"]), weight, [64, 136])
+    model = build(import_onnx(path), target, BuildOptions(precision="int8"))
+    assert model.ir_text.count(AMX) == 1
+    x = normal(64, 136)
+    assert np.round(np.abs(run_built(model, x)[0] - _onnxruntime(path, x)) / 0.4).max() <= 1
+
+
 def test_all_pixels_of_a_small_image_fill_tiles_together(make_model: MakeModel, target: Target) -> None:
     heights = {}
     for size in (7, 28):

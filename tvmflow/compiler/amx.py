@@ -136,6 +136,23 @@ def cycles(
     return total + cost.move_cycles(size, size, size, machine) / vectors
 
 
+def fill_depth(rows: int | None, groups: int, vectors: int, machine: Machine, *, lines: int = 1) -> int:
+    """Choose the groups of a pixel, or of a row of a matrix product, that reads `groups` groups: as many or a few more.
+
+    Zeros fill the others. That takes less time where no good number of groups for a tile divides `groups`. The other
+    parameters are those of `choose_rows`, for a result that reads one pixel of each line.
+    """
+    candidates = [count for count in range(groups, groups + ROWS) if _step(count) >= _FEWEST_GROUPS]
+    filled = min(candidates, key=lambda count: (count > groups, count // _step(count), count))
+    if filled == groups:
+        return groups
+    height = choose_rows(rows, filled, vectors, machine, lines=lines, is_copied=True)
+    if not height:
+        return groups
+    by_tiles = cycles(rows, height, filled, vectors, machine, lines=lines, is_copied=True)
+    return filled if by_tiles <= tiles.cycles(rows, lines * groups, vectors, machine) else groups
+
+
 def choose_vectors(rows: int, vectors: int) -> int:
     """Choose how many of a result's `vectors` a kernel of `rows` rows computes at a time.
 

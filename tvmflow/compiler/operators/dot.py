@@ -45,24 +45,59 @@ def lanes_of(channels: int, groups: int, machine: Machine) -> int:
     return lanes if lanes >= NARROWEST else 0
 
 
-def pack_conv2d(weight: Array, lanes: int, dot: Dot) -> Array:
+def steps_of_conv2d(
+    data: Sequence[Any], weight: Array, groups: int, geometry: Geometry, lanes: int, dot: Dot, machine: Machine
+) -> int:
+    """Return how many groups of `dot.group` input channels the packed weights of a convolution have.
+
+    `data` is the shape of the NHWC data, and `weight` is OIHW. There are as many as the input channels need, or a few
+    more of zeros where AMX takes less time then.
+    """
+    _, in_h, in_w, _ = data
+    out_h, out_w = geometry.result_size(in_h, in_w)
+    pixels = static(out_h * out_w) if geometry.is_pointwise else static(out_w)
+    steps = -(-int(weight.shape[1]) // dot.group)
+    if groups > 1 or geometry.kernel[1] > 1:
+        return steps
+    return _filled(pixels, steps, len(weight), lanes, dot, machine, lines=geometry.kernel[0])
+
+
+def steps_of_dense(data: Sequence[Any], weight: Array, rows: Sequence[int], dot: Dot, machine: Machine) -> int:
+    """Return how many groups of `dot.group` numbers of the depth the packed weights of a dense layer have.
+
+    `data` is the shape of the data, `weight` is `[K][N]`, and `rows` are those of `dense`. There are as many as K
+    needs, or a few more of zeros where AMX takes less time then.
+    """
+    depth, units = weight.shape
+    joined = static(math.prod(data[place] for place in rows))
+    return _filled(joined, -(-depth // dot.group), units, vector(units, machine), dot, machine)
+
+
+def _filled(rows: int | None, steps: int, channels: int, lanes: int, dot: Dot, machine: Machine, lines: int = 1) -> int:
+    if dot.name not in machine.amx or lanes != amx.LANES:
+        return steps
+    return amx.fill_depth(rows, steps, -(-channels // lanes), machine, lines=lines)
+
+
+def pack_conv2d(weight: Array, lanes: int, dot: Dot, steps: int | None = None) -> Array:
     """Pack weights `[CO][CI][KH][KW]`, float32 or int8, into `[CO/v][KH][KW][CI/g][v][g]` of type `dot.weight`.
 
-    v is `lanes` and g is `dot.group`. CO and CI are padded with zeros to multiples of them.
+    v is `lanes` and g is `dot.group`. CO and CI are padded with zeros to multiples of them, CI to `steps` groups; None
+    means as few as it needs.
     """
     channels, depth, kernel_h, kernel_w = weight.shape
-    vectors, steps = -(-channels // lanes), -(-depth // dot.group)
+    vectors, steps = -(-channels // lanes), steps or -(-depth // dot.group)
     value = np.zeros((vectors * lanes, steps * dot.group, kernel_h, kernel_w), dot.weight)
     value[:channels, :depth] = _narrow(weight, dot)
     return value.reshape(vectors, lanes, steps, dot.group, kernel_h, kernel_w).transpose(0, 4, 5, 2, 1, 3)
 
 
-def pack_dense(weight: Array, lanes: int, dot: Dot) -> Array:
+def pack_dense(weight: Array, lanes: int, dot: Dot, steps: int | None = None) -> Array:
     """Pack weights `[K][N]`, float32 or int8, into `[N/v][K/g][v][g]` of type `dot.weight`.
 
     v is `lanes` and g is `dot.group`. N and K are padded with zeros to multiples of them.
     """
-    return pack_conv2d(weight.T[:, :, None, None], lanes, dot)[:, 0, 0]
+    return pack_conv2d(weight.T[:, :, None, None], lanes, dot, steps)[:, 0, 0]
 
 
 def _narrow(weight: Array, dot: Dot) -> Array:
@@ -105,7 +140,7 @@ def conv2d(
         tile,
         # AMX's kernel steps over the lines between those that it reads.
         gathered_from=math.inf if rows else 2,
-        channels=round_up(int(in_c), group) if groups == 1 else int(in_c),
+        channels=steps * group if groups == 1 else int(in_c),
         value=zero,
     )
     y, ki = te.reduce_axis((0, kernel_h), "y"), te.reduce_axis((0, group), "ki")
@@ -164,14 +199,14 @@ def _is_by_line(height: Any, width: Any, rows: int, weight: te.Tensor, machine: 
 def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, machine: Machine) -> te.Tensor:
     """Define a 1x1 convolution: the pixels of an image, or of a line, are the rows of a matrix product."""
     *outer, _ = data.shape
-    vectors, _, _, _, lanes, _ = (int(dim) for dim in weight.shape)
+    vectors, _, _, steps, lanes, _ = (int(dim) for dim in weight.shape)
     joined = rows_of_pixels(outer)
 
     def right(*index: Any) -> Any:
         return weight[index[-2] // lanes, 0, 0, index[-3], index[-2] % lanes, index[-1]]
 
     product = joined.product(data, right, vectors * lanes, lanes)
-    return joined.unpack(_rows_product(product, machine, dot, pointwise=True), channels)
+    return joined.unpack(_rows_product(product, machine, dot, steps, pointwise=True), channels)
 
 
 def dense(
@@ -183,7 +218,7 @@ def dense(
     dimensions of a batch. The result has the shape `[..., units]` and the type `dot.accumulator`.
     """
     *outer, _ = data.shape
-    vectors, _, lanes, _ = (int(dim) for dim in weight.shape)
+    vectors, steps, lanes, _ = (int(dim) for dim in weight.shape)
     joined = JoinedRows(outer, rows)
 
     def right(*index: Any) -> Any:
@@ -192,7 +227,7 @@ def dense(
     product = joined.product(data, right, vectors * lanes, lanes, rows)
     # The description of AMX's kernel has no dimension between the rows and the depth.
     in_line = len(outer) - 1 in rows and all(static(outer[place]) == 1 for place in rows[:-1])
-    return joined.unpack(_rows_product(product, machine, dot, in_line=in_line), units)
+    return joined.unpack(_rows_product(product, machine, dot, steps, in_line=in_line), units)
 
 
 def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.Tensor:
@@ -225,7 +260,7 @@ def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.T
         right=lambda *index: packed_columns[index],
         shared=False,
     )
-    result = _rows_product(product, machine, dot)
+    result = _rows_product(product, machine, dot, steps)
     return te.compute((*batch, rows, units), lambda *index: result[index], name="unpack")
 
 
@@ -242,36 +277,37 @@ def stage(shape: Sequence[Any], element: Callable[..., Any], name: str, bf16: bo
 
 
 def _rows_product(
-    product: Product, machine: Machine, dot: Dot, *, in_line: bool = False, pointwise: bool = False
+    product: Product, machine: Machine, dot: Dot, steps: int, *, in_line: bool = False, pointwise: bool = False
 ) -> te.Tensor:
     """Define a product by dot products of g numbers, computed in whole register tiles.
 
-    The element of the right operand is `right(*batch_index, k / g, channel, k % g)`. `in_line` is true where the rows
-    are the last dimension of the left operand before its depth. `pointwise` is true where the right operand is packed
-    as the weights of a 1x1 convolution. The product has whole tiles of rows and a depth of whole groups. Where its rows
-    are no such multiple, the last row is repeated. Where its depth is none, the left operand is copied, with zeros
-    after its depth; AMX's tiles need a copy in both cases.
+    The element of the right operand is `right(*batch_index, k / g, channel, k % g)`, and its depth is `steps` groups of
+    g. `in_line` is true where the rows are the last dimension of the left operand before its depth. `pointwise` is true
+    where the right operand is packed as the weights of a 1x1 convolution. The product has whole tiles of rows. Where
+    its rows are no such multiple, the last row is repeated. Where its depth is less than the groups, the left operand
+    is copied, with zeros after its depth; AMX's tiles need a copy in both cases.
     """
     batch, rows, depth, lanes = product.batch, product.rows, int(product.depth), product.lanes
-    group, steps = dot.group, -(-depth // dot.group)
+    group = dot.group
+    is_filled = steps * group != depth
     by_amx = product.shared and dot.name in machine.amx and lanes == amx.LANES
     tile = 0
     if by_amx:
-        tile = amx.choose_rows(static(rows), steps, product.vectors or 1, machine, is_copied=not in_line)
+        tile = amx.choose_rows(static(rows), steps, product.vectors or 1, machine, is_copied=is_filled or not in_line)
     # Packed weights of a convolution have dimensions for taps, which the description of AMX's kernel must have too.
     by_tiles: dict[str, Any] = {AMX: [steps, *([1, 1, 1, 1] if pointwise else [])]} if tile else {}
     reserving = tiles.reserve_register(dot, machine)
     tile = tile or tiles.choose(static(rows), product.vectors or 2, reserving, 4 // group * depth).rows
     source = product.left
     tiled_rows = rows if divides(tile, rows) else round_up(rows, tile)
-    if not divides(tile, rows) and not depth % group and not by_tiles:
+    if not divides(tile, rows) and not is_filled and not by_tiles:
         source = product.last_row_repeated
-    elif not divides(tile, rows) or depth % group or (by_tiles and not in_line):
+    elif not divides(tile, rows) or is_filled or (by_tiles and not in_line):
 
         def value(*index: Any) -> Any:
             *lead, m, k = index
             element = product.last_row_repeated(*lead, m, tirx.min(k, depth - 1))
-            return tirx.if_then_else(k < depth, element, tirx.const(0, dot.data)) if depth % group else element
+            return tirx.if_then_else(k < depth, element, tirx.const(0, dot.data)) if is_filled else element
 
         panel = te.compute((*batch, tiled_rows, steps * group), value, name="panel")
 

@@ -109,7 +109,9 @@ class _BFloat16:
             )
             name = "winograd_conv2d_bf16" if narrow else "winograd_conv2d"
             return call_kernel(builder, compute, data, packed_weight, name=name)
-        packed_weight = constant(dot.pack_conv2d(value, dot.lanes_of(channels, groups, machine), BF16))
+        lanes, shape = dot.lanes_of(channels, groups, machine), call.args[0].ty.shape.values
+        steps = dot.steps_of_conv2d(shape, value, groups, geometry, lanes, BF16, machine)
+        packed_weight = constant(dot.pack_conv2d(value, lanes, BF16, steps))
         compute = partial(dot.conv2d, dot=BF16, channels=channels, groups=groups, geometry=geometry, machine=machine)
         return call_kernel(builder, compute, data, packed_weight, name="conv2d_bf16")
 
@@ -120,8 +122,9 @@ class _BFloat16:
             return call_kernel(builder, compute, left, right, name="batch_matmul_bf16")
         (data,), weight = operands, call.args[1]
         units = int(weight.ty.shape.values[1])
-        packed_weight = constant(dot.pack_dense(numbers_of(weight), vector(units, self._machine), BF16))
         rows = row_dimensions(data.ty.shape.values[:-1])
+        steps = dot.steps_of_dense(data.ty.shape.values, numbers_of(weight), rows, BF16, self._machine)
+        packed_weight = constant(dot.pack_dense(numbers_of(weight), vector(units, self._machine), BF16, steps))
         compute = partial(dot.dense, dot=BF16, units=units, rows=rows, machine=self._machine)
         return call_kernel(builder, compute, data, packed_weight, name="dense_bf16")
 
