@@ -359,6 +359,20 @@ def test_depths_that_no_tiles_divide_are_filled(
 
 
 @pytest.mark.usefixtures("emulated")
+def test_wide_groups_of_channels_have_tiles(make_model: MakeModel, run_built: RunBuilt, target: Target) -> None:
+    weight, x = normal(96, 32, 3, 3), normal(2, 64, 9, 14)
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], group=2, pads=[1] * 4), helper.make_node("Relu", ["c"], ["y"])]
+    path = make_model(nodes, [("x", [2, 64, 9, 14])], ["y"], {"w": weight})
+    model = build(import_onnx(path), target, BuildOptions(precision="bf16"))
+    # Both groups call one function.
+    assert rule_counts(model)["dot_conv2d"] == model.ir_text.count(AMX) == 1
+    rounded = make_model(nodes, [("x", [2, 64, 9, 14])], ["y"], {"w": _rounded(weight)}, name="rounded.onnx")
+    expected = _onnxruntime(rounded, _rounded(x))
+    (actual,) = run_built(model, x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max()))
+
+
+@pytest.mark.usefixtures("emulated")
 def test_a_quantised_layer_of_a_filled_depth_equals_onnx_runtime(
     make_model: MakeModel, run_built: RunBuilt, target: Target
 ) -> None:
