@@ -118,9 +118,10 @@ def cycles(
 ) -> float:
     """Return the cycles for one vector of results of a product by kernels of `height` rows, on a machine with AMX.
 
-    For a symbolic number of rows, None, they are those of one kernel. The other parameters are those of `choose_rows`.
-    The estimate takes the left operand from the first-level cache and the right one from the second-level cache. Rows
-    that do not fill whole kernels are copied first, once for all vectors.
+    The product has `rows` rows; None means a symbolic number, for which the cycles are those of one kernel. `depth` is
+    `Kernel.depth`, `lines` is the number of lines that a row of results reads, and `vectors` is the number of vectors
+    of results. The estimate takes the left operand from the first-level cache and the right one from the second-level
+    cache. Rows that do not fill whole kernels are copied first, once for all vectors; others are where `is_copied`.
     """
     costs = machine.tiles
     if costs is None:
@@ -139,8 +140,9 @@ def cycles(
 def fill_depth(rows: int | None, groups: int, vectors: int, machine: Machine, *, lines: int = 1) -> int:
     """Choose the groups of a pixel, or of a row of a matrix product, that reads `groups` groups: as many or a few more.
 
-    Zeros fill the others. That takes less time where no good number of groups for a tile divides `groups`. The other
-    parameters are those of `choose_rows`, for a result that reads one pixel of each line.
+    Zeros fill the others. That takes less time where no good number of groups for a tile divides `groups`. The product
+    has `rows` rows (None: symbolic) and `vectors` vectors of results, and a row of results reads one pixel of each of
+    `lines` lines.
     """
     candidates = [count for count in range(groups, groups + ROWS) if _step(count) >= _FEWEST_GROUPS]
     filled = min(candidates, key=lambda count: (count > groups, count // _step(count), count))

@@ -65,8 +65,8 @@ def steps_of_conv2d(
 def steps_of_dense(data: Sequence[Any], weight: Array, rows: Sequence[int], dot: Dot, machine: Machine) -> int:
     """Return how many groups of `dot.group` numbers of the depth the packed weights of a dense layer have.
 
-    `data` is the shape of the data, `weight` is `[K][N]`, and `rows` are those of `dense`. There are as many as K
-    needs, or a few more of zeros where AMX takes less time then.
+    `data` is the shape of the data, `weight` is `[K][N]`, and `rows` are the positions of the dimensions that are
+    flattened into rows. There are as many as K needs, or a few more of zeros where AMX takes less time then.
     """
     depth, units = weight.shape
     joined = static(math.prod(data[place] for place in rows))
@@ -95,7 +95,8 @@ def pack_conv2d(weight: Array, lanes: int, dot: Dot, steps: int | None = None) -
 def pack_dense(weight: Array, lanes: int, dot: Dot, steps: int | None = None) -> Array:
     """Pack weights `[K][N]`, float32 or int8, into `[N/v][K/g][v][g]` of type `dot.weight`.
 
-    v is `lanes` and g is `dot.group`. N and K are padded with zeros to multiples of them.
+    v is `lanes` and g is `dot.group`. N and K are padded with zeros to multiples of them, K to `steps` groups; None
+    means as few as it needs.
     """
     return pack_conv2d(weight.T[:, :, None, None], lanes, dot, steps)[:, 0, 0]
 
