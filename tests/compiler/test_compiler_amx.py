@@ -20,6 +20,7 @@ from support.builds import rule_counts
 from support.models import join_models, joined_name
 from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, CompiledModel, amx, build, import_onnx, lower, workloads
+from tvmflow.compiler.annotations import AMX, TILE
 from tvmflow.compiler.dotproduct import BF16, INT8
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import variants
@@ -147,9 +148,47 @@ def test_a_convolution_of_any_batch_and_height_has_tiles(
         )
 
 
+# The shapes of an input of free sizes, of the weights of a convolution or a dense layer, and two inputs.
+_FREE = [
+    (["batch", 64, "high", "wide"], (48, 64, 3, 3), (1, 64, 5, 7), (2, 64, 6, 33)),
+    (["batch", 128, "high", "wide"], (48, 128, 1, 1), (1, 128, 1, 3), (3, 128, 5, 9)),
+    (["batch", 256, 7, 7], (64, 256, 1, 1), (1, 256, 7, 7), (3, 256, 7, 7)),
+    (["batch", "length", 128], (128, 64), (1, 1, 128), (3, 21, 128)),
+    (["length", 1, 96], (96, 64), (1, 1, 96), (33, 1, 96)),
+]
+
+
+@pytest.mark.usefixtures("emulated")
+def test_layers_of_free_sizes_have_tiles(
+    make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path
+) -> None:
+    models, rounded = [], []
+    for place, (shape, size, *_) in enumerate(_FREE):
+        weight = normal(*size)
+        operator = "MatMul" if len(size) == 2 else "Conv"
+        pads = {"pads": [size[-1] // 2] * 4} if operator == "Conv" else {}
+        nodes = [helper.make_node(operator, ["x", "w"], ["c"], **pads)]
+        for several, value in ((models, weight), (rounded, _rounded(weight))):
+            several.append(onnx.load(make_model(nodes, [("x", shape)], ["c"], {"w": value}, name=f"m{place}.onnx")))
+    path = tmp_path / "joined.onnx"
+    onnx.save(join_models(models), path)
+    model = build(import_onnx(path), target, BuildOptions(precision="bf16"))
+    # The assembly lacks functions that an earlier build left in the cache.
+    assert model.ir_text.count(AMX) == len(_FREE)
+    onnx.save(join_models(rounded), path)
+    for turn in (2, 3):
+        inputs = [normal(*case[turn]) for case in _FREE]
+        feed = {joined_name(place, "x"): _rounded(x) for place, x in enumerate(inputs)}
+        expected = onnxruntime_outputs(path, feed).items()
+        for actual, (name, value) in zip(run_built(model, *inputs), expected, strict=True):
+            atol = 2e-6 * float(np.abs(value).max())
+            np.testing.assert_allclose(actual, value, rtol=1e-5, atol=atol, err_msg=name)
+
+
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
-    ("shape", "units"), [((49, 64), 32), ((1, 128, 384), 80), ((197, 48), 48), ((2, 7, 64), 70), ((5, 4, 95), 64)]
+    ("shape", "units"),
+    [((49, 64), 32), ((1, 128, 384), 80), ((197, 48), 48), ((2, 7, 256), 64), ((5, 8, 95), 64), ((16, 1, 64), 32)],
 )
 def test_dense_layers_equal_those_of_rounded_operands(
     shape: tuple[int, ...], units: int, make_model: MakeModel, run_built: RunBuilt, target: Target
@@ -180,10 +219,10 @@ def test_a_network_is_within_the_bound_of_bfloat16(make_model: MakeModel, run_bu
         helper.make_node("Gemm", ["i", "w3"], ["y"]),
     ]
     weights = {
-        "w0": normal(32, 3, 7, 7) / 12,
-        "w1": normal(32, 32, 3, 3) / 17,
-        "w2": normal(64, 32, 1, 1) / 6,
-        "w3": normal(64, 16) / 8,
+        "w0": normal(64, 3, 7, 7) / 12,
+        "w1": normal(64, 64, 3, 3) / 24,
+        "w2": normal(512, 64, 1, 1) / 8,
+        "w3": normal(512, 64) / 22,
     }
     path = make_model(nodes, [("x", [4, 3, 32, 32])], ["y"], weights)
     model, x = build(import_onnx(path), target, BuildOptions(precision="bf16")), normal(4, 3, 32, 32)
@@ -278,12 +317,83 @@ def test_the_sizes_of_a_kernels_tiles_fit_the_registers(dot: Any) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "depth", "tile"),
-    [(28, 64, 28), (56, 64, 28), (112, 64, 28), (7, 64, 7), (128, 64, 32), (3, 64, 0), (None, 64, 0), (28, 17, 0)],
+    [(28, 64, 28), (56, 64, 28), (112, 64, 28), (7, 64, 7), (128, 64, 32), (3, 64, 0), (28, 17, 0)],
 )
-def test_the_rows_of_tiles_divide_those_of_the_product_where_that_is_good(
-    rows: int | None, depth: int, tile: int
-) -> None:
+def test_the_rows_of_tiles_divide_those_of_the_product_where_that_is_good(rows: int, depth: int, tile: int) -> None:
     assert amx.choose_rows(rows, depth, 16, machine(resolve("x86-64-v4-amx"))) == tile
+
+
+def test_a_kernel_of_free_rows_fills_one_tile() -> None:
+    assert amx.choose_rows(None, 64, 16, machine(resolve("x86-64-v4-amx"))) == amx.ROWS
+
+
+def test_short_products_are_dot_products() -> None:
+    # The configuration of the tiles takes longer than the product.
+    processor = machine(resolve("x86-64-v4-amx"))
+    assert amx.choose_rows(112, 8, 1, processor) == amx.choose_rows(None, 8, 1, processor) == 0
+    assert amx.choose_rows(112, 3 * 8, 1, processor, lines=3) > 0
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("kind", ["convolution", "strided", "dense"])
+def test_depths_that_no_tiles_divide_are_filled(
+    kind: str, make_model: MakeModel, run_built: RunBuilt, target: Target
+) -> None:
+    # Of 152 numbers, 76 pairs, tiles would have 4.
+    shape, size = ([2, 49, 152], (152, 64)) if kind == "dense" else ([1, 152, 14, 15], (64, 152, 1, 1))
+    if kind == "dense":
+        operator = helper.make_node("MatMul", ["x", "w"], ["c"])
+    else:
+        operator = helper.make_node("Conv", ["x", "w"], ["c"], strides=[2 if kind == "strided" else 1] * 2)
+    weight, x = normal(*size), normal(*shape)
+    model = build(
+        import_onnx(make_model([operator], [("x", shape)], ["c"], {"w": weight})),
+        target,
+        BuildOptions(precision="bf16"),
+    )
+    assert model.ir_text.count(AMX) == 1
+    rounded = make_model([operator], [("x", shape)], ["c"], {"w": _rounded(weight)}, name="rounded.onnx")
+    expected = _onnxruntime(rounded, _rounded(x))
+    (actual,) = run_built(model, x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max()))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_wide_groups_of_channels_have_tiles(make_model: MakeModel, run_built: RunBuilt, target: Target) -> None:
+    weight, x = normal(96, 32, 3, 3), normal(2, 64, 9, 14)
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], group=2, pads=[1] * 4), helper.make_node("Relu", ["c"], ["y"])]
+    path = make_model(nodes, [("x", [2, 64, 9, 14])], ["y"], {"w": weight})
+    model = build(import_onnx(path), target, BuildOptions(precision="bf16"))
+    # Both groups call one function.
+    assert rule_counts(model)["dot_conv2d"] == model.ir_text.count(AMX) == 1
+    rounded = make_model(nodes, [("x", [2, 64, 9, 14])], ["y"], {"w": _rounded(weight)}, name="rounded.onnx")
+    expected = _onnxruntime(rounded, _rounded(x))
+    (actual,) = run_built(model, x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max()))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_quantised_layer_of_a_filled_depth_equals_onnx_runtime(
+    make_model: MakeModel, run_built: RunBuilt, target: Target
+) -> None:
+    # Of 136 numbers, 34 groups of four, tiles would have 2.
+    weight = np.random.default_rng(3).integers(-127, 128, (136, 48)).astype("int8")
+    path = _quantised(make_model, helper.make_node("MatMul", ["x_wide", "w_wide"], ["c"]), weight, [64, 136])
+    model = build(import_onnx(path), target, BuildOptions(precision="int8"))
+    assert model.ir_text.count(AMX) == 1
+    x = normal(64, 136)
+    assert np.round(np.abs(run_built(model, x)[0] - _onnxruntime(path, x)) / 0.4).max() <= 1
+
+
+def test_all_pixels_of_a_small_image_fill_tiles_together(make_model: MakeModel, target: Target) -> None:
+    heights = {}
+    for size in (7, 28):
+        nodes = [helper.make_node("Conv", ["x", "w"], ["c"])]
+        path = make_model(nodes, [("x", [1, 256, size, size])], ["c"], {"w": normal(64, 256, 1, 1)})
+        model = build(import_onnx(path), target, BuildOptions(precision="bf16"))
+        (heights[size],) = map(int, re.findall(rf'"{TILE}": (\d+)', model.ir_text))
+    # By lines, tiles would have 7 rows.
+    assert heights == {7: 28, 28: 28}
 
 
 def test_rows_that_nothing_divides_are_spread_evenly() -> None:

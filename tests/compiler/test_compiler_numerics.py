@@ -157,6 +157,18 @@ def test_narrow_groups_equal_onnx_runtime(batch: int | str, assert_all_same: Che
     assert rule_counts(assert_all_same(cases))["depthwise"] == len(narrow) > 0
 
 
+def test_narrow_groups_of_any_height_equal_onnx_runtime(assert_all_same: Check, target: Target) -> None:
+    cases = []
+    forms = [(64, 32, 3, 2), (24, 6, 3, 1), (40, 5, 1, 1)]
+    for channels, groups, kernel, stride in forms:
+        nodes = [_conv(groups, kernel, stride, kernel // 2, 1), helper.make_node("Relu", ["c"], ["y"])]
+        weights = {"w": normal(channels, channels // groups, kernel, kernel), "b": normal(channels)}
+        feeds = [{"x": normal(1, channels, *size)} for size in ((5, 30), (14, 17))]
+        cases.append(((nodes, [("x", [1, channels, "high", "wide"])], ["y"], weights), *feeds))
+    narrow = [channels for channels, groups, *_ in forms if channels // groups < machine(target).lanes]
+    assert rule_counts(assert_all_same(cases))["depthwise"] == len(narrow) > 0
+
+
 # channels, kernel, stride, padding, dilation, size
 _DEPTHWISE = [
     (32, 3, 1, 1, 1, 14),

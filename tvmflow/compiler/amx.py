@@ -11,7 +11,7 @@ from functools import cache
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV
 
-from tvmflow.compiler import cost, intrinsics
+from tvmflow.compiler import cost, intrinsics, tiles
 from tvmflow.compiler.dotproduct import DOTS, WIDE, Dot
 from tvmflow.compiler.machine import Machine
 
@@ -86,30 +86,73 @@ class Kernel:
         return [self.rows // count + (place < self.rows % count) for place in range(count)]
 
 
-def choose_rows(rows: int | None, depth: int, vectors: int, machine: Machine) -> int:
+def choose_rows(
+    rows: int | None, depth: int, vectors: int, machine: Machine, *, lines: int = 1, is_copied: bool = False
+) -> int:
     """Choose the rows of a kernel, 1 to 32, for a product of `rows` rows; return 0 where AMX is not to be used.
 
-    `rows` is None where it is symbolic. `depth` is `Kernel.depth`, and `vectors` is the number of vectors of results.
-    The estimate takes the left operand from the first-level cache and the right one from the second-level cache.
-    Returns 0 without AMX, for a symbolic number of rows or fewer than 4, and for a depth that no number from 8 to 16
-    divides: dot-product instructions are better there.
+    `rows` is None where it is symbolic: the kernel has the rows of one tile then. `depth` is `Kernel.depth`, `lines` is
+    the number of lines that a row of results reads, and `vectors` is the number of vectors of results. `is_copied` is
+    true where the left operand is copied in any case. Returns 0 without AMX, for fewer than 4 rows, for a depth that no
+    number from 8 to 16 divides, and where dot-product instructions take less time.
+    """
+    if machine.tiles is None or (rows is not None and rows < _FEWEST_ROWS) or _step(depth) < _FEWEST_GROUPS:
+        return 0
+
+    def estimate(height: int) -> float:
+        return cycles(rows, height, depth, vectors, machine, lines=lines, is_copied=is_copied)
+
+    best = min(range(min(rows, 2 * ROWS), 0, -1), key=estimate) if rows is not None else ROWS
+    return best if estimate(best) <= tiles.cycles(rows, lines * depth, vectors, machine) else 0
+
+
+def cycles(
+    rows: int | None,
+    height: int,
+    depth: int,
+    vectors: int,
+    machine: Machine,
+    *,
+    lines: int = 1,
+    is_copied: bool = False,
+) -> float:
+    """Return the cycles for one vector of results of a product by kernels of `height` rows, on a machine with AMX.
+
+    The product has `rows` rows; None means a symbolic number, for which the cycles are those of one kernel. `depth` is
+    `Kernel.depth`, `lines` is the number of lines that a row of results reads, and `vectors` is the number of vectors
+    of results. The estimate takes the left operand from the first-level cache and the right one from the second-level
+    cache. Rows that do not fill whole kernels are copied first, once for all vectors; others are where `is_copied`.
     """
     costs = machine.tiles
-    if costs is None or rows is None or rows < _FEWEST_ROWS or _step(depth) < _FEWEST_GROUPS:
-        return 0
-    steps, size = depth // _step(depth), 4 * rows * depth
-    # Rows that do not fill whole tiles are copied first, once for all vectors.
-    copying = cost.move_cycles(size, size, size, machine) / vectors
+    if costs is None:
+        raise ValueError("a machine without AMX has no cycles of its kernels")
+    tiles_high, width = -(-height // ROWS), choose_vectors(height, vectors)
+    loading = costs.load_first * tiles_high + costs.load_second * width
+    steps = lines * depth // _step(depth)
+    each = max(height * width * costs.multiply / ROWS, loading) * steps + costs.start
+    total = -(-(rows or height) // height) * each / width
+    if rows is not None and not rows % height and not is_copied:
+        return total
+    size = 4 * (rows or height) * depth
+    return total + cost.move_cycles(size, size, size, machine) / vectors
 
-    def cycles(height: int) -> float:
-        """Cycles for one vector of results."""
-        parts = -(-height // ROWS)
-        width = _RESULTS // parts
-        multiplying = height * width * costs.multiply / ROWS
-        each = max(multiplying, costs.load_first * parts + costs.load_second * width) * steps + costs.start
-        return -(-rows // height) * each / width + (copying if rows % height else 0.0)
 
-    return min(range(min(rows, 2 * ROWS), 0, -1), key=cycles)
+def fill_depth(rows: int | None, groups: int, vectors: int, machine: Machine, *, lines: int = 1) -> int:
+    """Choose the groups of a pixel, or of a row of a matrix product, that reads `groups` groups: as many or a few more.
+
+    Zeros fill the others. That takes less time where no good number of groups for a tile divides `groups`. The product
+    has `rows` rows (None: symbolic) and `vectors` vectors of results, and a row of results reads one pixel of each of
+    `lines` lines.
+    """
+    candidates = [count for count in range(groups, groups + ROWS) if _step(count) >= _FEWEST_GROUPS]
+    filled = min(candidates, key=lambda count: (count > groups, count // _step(count), count))
+    if filled == groups:
+        return groups
+    height = choose_rows(rows, filled, vectors, machine, lines=lines, is_copied=True)
+    if not height:
+        return groups
+    by_tiles = cycles(rows, height, filled, vectors, machine, lines=lines, is_copied=True)
+    return filled if by_tiles <= tiles.cycles(rows, lines * groups, vectors, machine) else groups
 
 
 def choose_vectors(rows: int, vectors: int) -> int:

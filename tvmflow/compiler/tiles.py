@@ -126,6 +126,16 @@ def step(tile: Tile, machine: Machine) -> float:
     return max(cost.step(tile.rows, tile.vectors, machine), weights)
 
 
+def cycles(rows: int | None, depth: int, vectors: int, machine: Machine) -> float:
+    """Return the cycles for one vector of results of a product by the fastest register tiles.
+
+    The product has `rows` rows, `depth` steps of its reduction and `vectors` vectors of channels. For a symbolic number
+    of rows, None, they are those of one tile.
+    """
+    tile = choose(rows, vectors, machine)
+    return -(-(rows or tile.rows) // tile.rows) * depth * step(tile, machine) / tile.vectors
+
+
 def most_pixels(machine: Machine) -> int:
     """Return the most pixels whose sums, a vector each, stay in registers while a depthwise convolution adds its taps.
 

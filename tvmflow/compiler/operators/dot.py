@@ -42,6 +42,40 @@ def lanes_of(channels: int, groups: int, machine: Machine) -> int:
     return lanes if lanes >= NARROWEST else 0
 
 
+def steps_of_conv2d(
+    data: Sequence[Any], weight: Sequence[int], groups: int, geometry: Geometry, lanes: int, dot: Dot, machine: Machine
+) -> int:
+    """Return how many groups of `dot.group` input channels the packed weights of a convolution have.
+
+    `data` is the shape of the NHWC data, and `weight` that of the OIHW weights. There are as many as the input
+    channels need, or a few more of zeros where AMX takes less time then.
+    """
+    _, in_h, in_w, _ = data
+    out_h, out_w = geometry.result_size(in_h, in_w)
+    pixels = static(out_h * out_w) if geometry.is_pointwise else static(out_w)
+    steps = -(-weight[1] // dot.group)
+    if groups > 1 or geometry.kernel[1] > 1:
+        return steps
+    return _filled(pixels, steps, weight[0], lanes, dot, machine, lines=geometry.kernel[0])
+
+
+def steps_of_dense(data: Sequence[Any], weight: Sequence[int], rows: Sequence[int], dot: Dot, machine: Machine) -> int:
+    """Return how many groups of `dot.group` numbers of the depth the packed weights of a dense layer have.
+
+    `data` is the shape of the data, `weight` is K and N, and `rows` are the positions of the dimensions that are
+    flattened into rows. There are as many as K needs, or a few more of zeros where AMX takes less time then.
+    """
+    depth, units = weight
+    joined = static(math.prod(data[place] for place in rows))
+    return _filled(joined, -(-depth // dot.group), units, vector(units, machine), dot, machine)
+
+
+def _filled(rows: int | None, steps: int, channels: int, lanes: int, dot: Dot, machine: Machine, lines: int = 1) -> int:
+    if dot.name not in machine.amx or lanes != amx.LANES:
+        return steps
+    return amx.fill_depth(rows, steps, -(-channels // lanes), machine, lines=lines)
+
+
 def conv2d(
     data: te.Tensor,
     weight: te.Tensor,
@@ -64,8 +98,8 @@ def conv2d(
     (_, stride_w), (dilation_h, dilation_w) = geometry.strides, geometry.dilation
     rows = 0
     if dot.name in machine.amx and (groups, lanes) == (1, amx.LANES) and (kernel_w == 1 or dilation_w == 1):
-        rows = amx.choose_rows(static(out_w), kernel_w * steps, vectors, machine)
-    if not rows and groups == 1 and geometry.is_pointwise:
+        rows = amx.choose_rows(static(out_w), kernel_w * steps, vectors, machine, lines=kernel_h)
+    if groups == 1 and geometry.is_pointwise and not (rows and _is_by_line(out_h, out_w, rows, weight, machine)):
         return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
     per_group = vectors // groups
     row_bytes = 4 // group * stride_w * int(in_c)
@@ -78,7 +112,7 @@ def conv2d(
         tile,
         # AMX's kernel steps over the lines between those that it reads.
         gathered_from=math.inf if rows else 2,
-        channels=round_up(int(in_c), group) if groups == 1 else int(in_c),
+        channels=steps * group if groups == 1 else int(in_c),
         value=zero,
     )
     y, ki = te.reduce_axis((0, kernel_h), "y"), te.reduce_axis((0, group), "ki")
@@ -117,17 +151,34 @@ def conv2d(
     return te.compute((batch, out_h, out_w, channels), lambda n, h, w, c: product[n, h, w, c], name="unpack")
 
 
+def _is_by_line(height: Any, width: Any, rows: int, weight: te.Tensor, machine: Machine) -> bool:
+    """Whether AMX's kernels compute a 1x1 convolution line by line, `rows` pixels at a time, or all pixels as one line.
+
+    All pixels together fill tiles better, but are copied first. The result has `height` lines of `width` pixels, and
+    `weight` is packed. Lines of a free width are one line, as others of free sizes are (`passes.rows`).
+    """
+    if static(height) is None or static(width) is None:
+        return static(width) is not None
+    vectors, steps = int(weight.shape[0]), int(weight.shape[3])
+    pixels = int(height) * int(width)
+    joined = amx.choose_rows(pixels, steps, vectors, machine, is_copied=True)
+    if not joined:
+        return True
+    of_line = amx.cycles(int(width), rows, steps, vectors, machine)
+    return int(height) * of_line <= amx.cycles(pixels, joined, steps, vectors, machine, is_copied=True)
+
+
 def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, machine: Machine) -> te.Tensor:
     """Define a 1x1 convolution: the pixels of an image, or of a line, are the rows of a matrix product."""
     *outer, _ = data.shape
-    vectors, _, _, _, lanes, _ = (int(dim) for dim in weight.shape)
+    vectors, _, _, steps, lanes, _ = (int(dim) for dim in weight.shape)
     joined = rows_of_pixels(outer)
 
     def right(*index: Any) -> Any:
         return weight[index[-2] // lanes, 0, 0, index[-3], index[-2] % lanes, index[-1]]
 
     product = joined.product(data, right, vectors * lanes, lanes)
-    return joined.unpack(_rows_product(product, machine, dot, pointwise=True), channels)
+    return joined.unpack(_rows_product(product, machine, dot, steps, pointwise=True), channels)
 
 
 def dense(
@@ -139,15 +190,16 @@ def dense(
     dimensions of a batch. The result has the shape `[..., units]` and the type `dot.accumulator`.
     """
     *outer, _ = data.shape
-    vectors, _, lanes, _ = (int(dim) for dim in weight.shape)
+    vectors, steps, lanes, _ = (int(dim) for dim in weight.shape)
     joined = JoinedRows(outer, rows)
 
     def right(*index: Any) -> Any:
         return weight[index[-2] // lanes, index[-3], index[-2] % lanes, index[-1]]
 
     product = joined.product(data, right, vectors * lanes, lanes, rows)
-    in_line = sum(static(outer[place]) != 1 for place in rows) < 2
-    return joined.unpack(_rows_product(product, machine, dot, in_line=in_line), units)
+    # The description of AMX's kernel has no dimension between the rows and the depth.
+    in_line = len(outer) - 1 in rows and all(static(outer[place]) == 1 for place in rows[:-1])
+    return joined.unpack(_rows_product(product, machine, dot, steps, in_line=in_line), units)
 
 
 def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.Tensor:
@@ -180,7 +232,7 @@ def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.T
         right=lambda *index: packed_columns[index],
         shared=False,
     )
-    result = _rows_product(product, machine, dot)
+    result = _rows_product(product, machine, dot, steps)
     return te.compute((*batch, rows, units), lambda *index: result[index], name="unpack")
 
 
@@ -197,34 +249,37 @@ def stage(shape: Sequence[Any], element: Callable[..., Any], name: str, bf16: bo
 
 
 def _rows_product(
-    product: Product, machine: Machine, dot: Dot, *, in_line: bool = False, pointwise: bool = False
+    product: Product, machine: Machine, dot: Dot, steps: int, *, in_line: bool = False, pointwise: bool = False
 ) -> te.Tensor:
     """Define a product by dot products of g numbers, computed in whole register tiles.
 
-    The element of the right operand is `right(*batch_index, k / g, channel, k % g)`. `in_line` is true where the rows
-    are one dimension of the left operand. `pointwise` is true where the right operand is packed as the weights of a 1x1
-    convolution. The product has whole tiles of rows and a depth of whole groups. Where its rows are no such multiple,
-    the last row is repeated. Where its depth is none, the left operand is copied, with zeros after its depth; AMX's
-    tiles need a copy in both cases.
+    The element of the right operand is `right(*batch_index, k / g, channel, k % g)`, and its depth is `steps` groups of
+    g. `in_line` is true where the rows are the last dimension of the left operand before its depth. `pointwise` is true
+    where the right operand is packed as the weights of a 1x1 convolution. The product has whole tiles of rows. Where
+    its rows are no such multiple, the last row is repeated. Where its depth is less than the groups, the left operand
+    is copied, with zeros after its depth; AMX's tiles need a copy in both cases.
     """
     batch, rows, depth, lanes = product.batch, product.rows, int(product.depth), product.lanes
-    group, steps = dot.group, -(-depth // dot.group)
+    group = dot.group
+    is_filled = steps * group != depth
     by_amx = product.shared and dot.name in machine.amx and lanes == amx.LANES
-    tile = amx.choose_rows(static(rows), steps, product.vectors or 1, machine) if by_amx else 0
+    tile = 0
+    if by_amx:
+        tile = amx.choose_rows(static(rows), steps, product.vectors or 1, machine, is_copied=is_filled or not in_line)
     # Packed weights of a convolution have dimensions for taps, which the description of AMX's kernel must have too.
     by_tiles: dict[str, Any] = {AMX: [steps, *([1, 1, 1, 1] if pointwise else [])]} if tile else {}
     reserving = tiles.reserve_register(dot, machine)
     tile = tile or tiles.choose(static(rows), product.vectors or 2, reserving, 4 // group * depth).rows
     source = product.left
     tiled_rows = rows if divides(tile, rows) else round_up(rows, tile)
-    if not divides(tile, rows) and not depth % group and not by_tiles:
+    if not divides(tile, rows) and not is_filled and not by_tiles:
         source = product.last_row_repeated
-    elif not divides(tile, rows) or depth % group or (by_tiles and not in_line):
+    elif not divides(tile, rows) or is_filled or (by_tiles and not in_line):
 
         def value(*index: Any) -> Any:
             *lead, m, k = index
             element = product.last_row_repeated(*lead, m, tirx.min(k, depth - 1))
-            return tirx.if_then_else(k < depth, element, tirx.const(0, dot.data)) if depth % group else element
+            return tirx.if_then_else(k < depth, element, tirx.const(0, dot.data)) if is_filled else element
 
         panel = te.compute((*batch, tiled_rows, steps * group), value, name="panel")
 

@@ -206,7 +206,7 @@ class MatrixPacking:
     """Packs matrices `[..., K, N]` into vectors of columns: `[..., N/v, K, v]`, v = `lanes`, of type `number`.
 
     With a `group` g above 1, each lane has g neighbouring rows: `[..., N/v, K/g, v, g]`, for dot products. `vectors` is
-    N/v. There are zeros after the last column and the last row.
+    N/v and `steps` K/g; 0 means as few as K needs. There are zeros after the last column and the last row.
     """
 
     name: ClassVar[str] = "matrix"
@@ -216,16 +216,17 @@ class MatrixPacking:
     vectors: int
     group: int = 1
     number: Number = "float32"
+    steps: int = 0
 
     @classmethod
-    def of_dot(cls, columns: int, lanes: int, dot: Dot) -> "MatrixPacking":
+    def of_dot(cls, columns: int, lanes: int, dot: Dot, steps: int = 0) -> "MatrixPacking":
         """Return the packing of matrices of so many columns for dot products."""
-        return cls(lanes, -(-columns // lanes), dot.group, _number_of(dot))
+        return cls(lanes, -(-columns // lanes), dot.group, _number_of(dot), steps)
 
     def pack(self, weight: Array) -> Array:
         """Return the packed matrices."""
         *lead, depth, units = weight.shape
-        steps = -(-depth // self.group)
+        steps = self.steps or -(-depth // self.group)
         value = np.zeros((*lead, steps * self.group, self.vectors * self.lanes), _STORED[self.number])
         value[..., :depth, :units] = _convert(weight, self.number)
         value = value.reshape(*lead, steps, self.group, self.vectors, self.lanes)
@@ -235,16 +236,17 @@ class MatrixPacking:
     def define(self, weight: te.Tensor) -> te.Tensor:
         """Define the packed matrices."""
         *lead, depth, units = (int(size) for size in weight.shape)
+        steps = self.steps or -(-depth // self.group)
 
         def element(*place: Any) -> Any:
             *outer, vector, step, lane = place[: len(lead) + 3]
             within = place[-1] if self.group > 1 else 0
             row, column = step * self.group + within, vector * self.lanes + lane
-            is_padding = depth % self.group or units != self.vectors * self.lanes
+            is_padding = depth != steps * self.group or units != self.vectors * self.lanes
             conditions = [row < depth, column < units] if is_padding else []
             return _element(weight[(*outer, row, column)], self.number, conditions)
 
-        shape = (*lead, self.vectors, -(-depth // self.group), self.lanes, *([self.group] if self.group > 1 else []))
+        shape = (*lead, self.vectors, steps, self.lanes, *([self.group] if self.group > 1 else []))
         return te.compute(shape, element, name="packed")
 
 
@@ -253,7 +255,8 @@ class ConvolutionPacking:
     """Packs weights `[CO][CI][KH][KW]` into vectors of output channels: `[CO/v][KH][KW][CI][v]` of type `number`.
 
     v is `lanes`. With a `group` g above 1, each lane has g neighbouring input channels: `[CO/v][KH][KW][CI/g][v][g]`,
-    for dot products. `vectors` is CO/v. There are zeros after the last output channel and the last input channel.
+    for dot products. `vectors` is CO/v and `steps` CI/g; 0 means as few as CI needs. There are zeros after
+    the last output channel and the last input channel.
     """
 
     name: ClassVar[str] = "convolution"
@@ -263,16 +266,17 @@ class ConvolutionPacking:
     vectors: int
     group: int = 1
     number: Number = "float32"
+    steps: int = 0
 
     @classmethod
-    def of_dot(cls, channels: int, lanes: int, dot: Dot) -> "ConvolutionPacking":
+    def of_dot(cls, channels: int, lanes: int, dot: Dot, steps: int = 0) -> "ConvolutionPacking":
         """Return the packing of weights of so many output channels for dot products."""
-        return cls(lanes, -(-channels // lanes), dot.group, _number_of(dot))
+        return cls(lanes, -(-channels // lanes), dot.group, _number_of(dot), steps)
 
     def pack(self, weight: Array) -> Array:
         """Return the packed weights."""
         channels, depth, kernel_h, kernel_w = weight.shape
-        steps = -(-depth // self.group)
+        steps = self.steps or -(-depth // self.group)
         size = (self.vectors * self.lanes, steps * self.group, kernel_h, kernel_w)
         value = np.zeros(size, _STORED[self.number])
         value[:channels, :depth] = _convert(weight, self.number)
@@ -283,14 +287,15 @@ class ConvolutionPacking:
     def define(self, weight: te.Tensor) -> te.Tensor:
         """Define the packed weights."""
         channels, depth, kernel_h, kernel_w = (int(size) for size in weight.shape)
-        is_padding = depth % self.group or channels != self.vectors * self.lanes
+        steps = self.steps or -(-depth // self.group)
+        is_padding = depth != steps * self.group or channels != self.vectors * self.lanes
 
         def element(j: Any, y: Any, x: Any, k: Any, v: Any, *g: Any) -> Any:
             channel, place = j * self.lanes + v, k * self.group + sum(g)
             conditions = [channel < channels, place < depth] if is_padding else []
             return _element(weight[channel, place, y, x], self.number, conditions)
 
-        shape = (self.vectors, kernel_h, kernel_w, -(-depth // self.group), self.lanes)
+        shape = (self.vectors, kernel_h, kernel_w, steps, self.lanes)
         return te.compute((*shape, self.group) if self.group > 1 else shape, element, name="packed")
 
 

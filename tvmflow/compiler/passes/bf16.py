@@ -85,12 +85,13 @@ class _BFloat16:
 
     def conv2d(self, builder: relax.BlockBuilder, call: relax.Call, data: relax.Expr) -> relax.Expr:
         weight, machine, geometry = call.args[1], self._machine, Geometry.of(call)
-        groups, channels = int(call.attrs.groups), int(weight.ty.shape.values[0])
+        size_of_weight = [int(dim) for dim in weight.ty.shape.values]
+        groups, channels, depth = int(call.attrs.groups), *size_of_weight[:2]
         if is_depthwise(call):
             packed_weight = pack_weights(builder, weight, DepthwisePacking(vector(groups, machine)))
             compute = _reading_bf16(depthwise.depthwise, geometry=geometry, machine=machine)
             return call_kernel(builder, compute, data, packed_weight, name="depthwise_conv2d")
-        if depthwise.is_narrow(channels, int(weight.ty.shape.values[1]), groups, machine):
+        if depthwise.is_narrow(channels, depth, groups, machine):
             packed_weight = pack_weights(builder, weight, GroupsPacking(machine.lanes, pairs=True))
             compute = partial(depthwise.depthwise, geometry=geometry, machine=machine)
             return call_kernel(builder, compute, data, packed_weight, name="grouped_conv2d_bf16")
@@ -99,7 +100,7 @@ class _BFloat16:
             size = convolution.winograd_size(call.args[0], weight, groups, geometry, machine, dot=BF16)
         if size is not None:
             stride = geometry.strides[0]
-            narrow = winograd.takes_narrow(BF16, size, stride, int(weight.ty.shape.values[1]))
+            narrow = winograd.takes_narrow(BF16, size, stride, depth)
             kind = NarrowWinogradPacking if narrow else WinogradPacking
             packed_weight = pack_weights(builder, weight, kind(size, machine.lanes, stride))
             compute = _reading_bf16(
@@ -111,8 +112,9 @@ class _BFloat16:
             )
             name = "winograd_conv2d_bf16" if narrow else "winograd_conv2d"
             return call_kernel(builder, compute, data, packed_weight, name=name)
-        lanes = dot.lanes_of(channels, groups, machine)
-        packed_weight = pack_weights(builder, weight, ConvolutionPacking.of_dot(channels, lanes, BF16))
+        lanes, shape = dot.lanes_of(channels, groups, machine), call.args[0].ty.shape.values
+        steps = dot.steps_of_conv2d(shape, size_of_weight, groups, geometry, lanes, BF16, machine)
+        packed_weight = pack_weights(builder, weight, ConvolutionPacking.of_dot(channels, lanes, BF16, steps))
         compute = partial(dot.conv2d, dot=BF16, channels=channels, groups=groups, geometry=geometry, machine=machine)
         return call_kernel(builder, compute, data, packed_weight, name="conv2d_bf16")
 
@@ -123,8 +125,12 @@ class _BFloat16:
             return call_kernel(builder, compute, left, right, name="batch_matmul_bf16")
         (data,), weight = operands, call.args[1]
         units = int(weight.ty.shape.values[1])
-        packed_weight = pack_weights(builder, weight, MatrixPacking.of_dot(units, vector(units, self._machine), BF16))
         rows = row_dimensions(data.ty.shape.values[:-1])
+        steps = dot.steps_of_dense(
+            data.ty.shape.values, list(map(int, weight.ty.shape.values)), rows, BF16, self._machine
+        )
+        packing = MatrixPacking.of_dot(units, vector(units, self._machine), BF16, steps)
+        packed_weight = pack_weights(builder, weight, packing)
         compute = partial(dot.dense, dot=BF16, units=units, rows=rows, machine=self._machine)
         return call_kernel(builder, compute, data, packed_weight, name="dense_bf16")
 

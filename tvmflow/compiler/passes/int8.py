@@ -536,7 +536,9 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
                 zero=zeros[0]() if zeros else number or 0,
             )
 
-        packed_weight = self._packed(ConvolutionPacking.of_dot(len(weight), lanes, unit).pack(weight))
+        shape = data.ty.shape.values
+        steps = dot.steps_of_conv2d(shape, weight.shape, groups, geometry, lanes, unit, self._machine)
+        packed_weight = self._packed(ConvolutionPacking.of_dot(len(weight), lanes, unit, steps).pack(weight))
         # Without padding, no result depends on what fills the last tile of a line.
         zeros = [zero] if number is None and any(geometry.padding) else []
         product = call_kernel(self.builder_, compute_dot, operand, packed_weight, *zeros, name="conv2d_int8")
@@ -587,8 +589,10 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         operand, zero = self._operand(data, zero, unit)
         weight = _with_ones((weight - offsets).T, offsets).T
         units = weight.shape[1]
-        packed_weight = self._packed(MatrixPacking.of_dot(units, vector(units, self._machine), unit).pack(weight))
         rows = row_dimensions(data.ty.shape.values[:-1])
+        steps = dot.steps_of_dense(data.ty.shape.values, weight.shape, rows, unit, self._machine)
+        packing = MatrixPacking.of_dot(units, vector(units, self._machine), unit, steps)
+        packed_weight = self._packed(packing.pack(weight))
         compute = partial(dot.dense, dot=unit, units=units, rows=rows, machine=self._machine)
         product = call_kernel(self.builder_, compute, operand, packed_weight, name="dense_int8")
         return self._correct(product, zero, weight.sum(axis=0), offsets)

@@ -37,8 +37,8 @@ def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     far, near = sch.split(w, [None, pixels])
     outer, pieces, lane = remainder.split(sch, c, 1, lanes)
     height, kernel_h = (common.extent(sch, loop) for loop in (h, sch.get_loops(product)[4]))
-    # TVM finds no instruction for pairs of channels in a strip that may end beyond the image.
-    options = {"1": 1} if height is None and DOT in annotations else _rank_lines(height, machine)
+    # TVM finds no instruction for the channels of a group in a strip that may end beyond the image.
+    options = {"1": 1} if height is None and NARROW in annotations else _rank_lines(height, machine)
     lines = choices.choose("lines", "", options)
     strip_of, line = sch.split(h, [None, lines])
     part, outer = common.split_for_cores(sch, [n, strip_of], outer, machine)
