@@ -38,6 +38,7 @@ MakeModel = Any
     [
         (WinogradPacking(2, 8, 1), (32, 5, 3, 3)),
         (WinogradPacking(4, 4, 1), (21, 8, 3, 3)),
+        (WinogradPacking(4, 8, 1, 3), (48, 5, 3, 3)),
         (WinogradPacking(2, 8, 2), (9, 3, 3, 3)),
         (WinogradPacking(3, 8, 2), (16, 3, 3, 3)),
         (WinogradPacking(4, 16, 2), (20, 7, 3, 3)),

@@ -66,7 +66,8 @@ def legalize(
         return call_kernel(builder, compute, data, packed_weight, name=name)
     size = winograd_size(data, weight, groups, geometry, machine, decisions) if fast else None
     if size is not None:
-        packed_weight = pack_weights(builder, weight, WinogradPacking(size, machine.lanes, geometry.strides[0]))
+        lanes = winograd.lanes_of(out_channels, groups, machine)
+        packed_weight = pack_weights(builder, weight, WinogradPacking(size, lanes, geometry.strides[0], groups))
         compute = partial(
             winograd_conv2d, channels=out_channels, geometry=geometry, machine=machine, decisions=decisions
         )
@@ -214,22 +215,24 @@ def winograd_size(
 
     `weight` has the layout `[CO][CI/groups][KH][KW]`. The `decisions` about the convolution choose among the sizes that
     apply. Without decisions the cost model chooses. An unknown height or width counts as `typical_pixels`. `dot` is
-    the dot-product instruction of the direct convolution; None in float32. No size but those `allowed` is chosen.
+    the dot-product instruction of the direct convolution; None in float32. With such an instruction, convolutions of
+    several groups are direct. No size but those `allowed` is chosen.
     """
-    out_channels, channels, *_ = (int(dim) for dim in weight.ty.shape.values)
+    out_channels, depth, *_ = (int(dim) for dim in weight.ty.shape.values)
+    channels = depth * groups
     dims = data.ty.shape.values[1:3]
     height, width = map(typical_pixels, dims)
     stride, across = geometry.strides
-    if (geometry.kernel, across, geometry.dilation, groups) != ((3, 3), stride, (1, 1), 1):
+    if (geometry.kernel, across, geometry.dilation) != ((3, 3), stride, (1, 1)):
         return None
-    if not isinstance(weight, tvm.ir.GenericConst):
+    if not isinstance(weight, tvm.ir.GenericConst) or (groups > 1 and dot is not None):
         return None
     high, wide = geometry.result_size(height, width)
     # Where a size is unknown, a line of output tiles is filled up to whole register tiles, of which the last has half
     # the rows in float32 where these are enough (`schedules.tails`).
     least = winograd.UNKNOWN_ROWS // 2 if dot is None else winograd.UNKNOWN_ROWS
     rows = 1 if all(static(dim) is not None for dim in dims) else least
-    shape = winograd.Shape(high, wide, channels, out_channels, stride, dot, rows)
+    shape = winograd.Shape(high, wide, channels, out_channels, stride, dot, rows, groups)
     ranked = winograd.rank_sizes(shape, machine)
     sizes = [size for size in ranked if size is None or allowed is None or size in allowed]
     if decisions is None:

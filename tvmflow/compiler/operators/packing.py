@@ -16,7 +16,7 @@ from tvm import relax, te, tirx
 
 from tvmflow.arrays import Array
 from tvmflow.compiler import winograd
-from tvmflow.compiler.annotations import KERNEL, PACKING
+from tvmflow.compiler.annotations import GROUPS, KERNEL, PACKING
 from tvmflow.compiler.dotproduct import PAIRS
 from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.winograd import combine
@@ -40,10 +40,9 @@ class Packing(Protocol):
 
 @dataclass(frozen=True)
 class WinogradPacking:
-    """Transforms weights `[CO][CI][3][3]` for Winograd's algorithm into float32 `[taps][CO/v][CI][v]`, v = `lanes`.
+    """Transforms weights for Winograd's algorithm into float32, as `winograd.transform_kernel` does.
 
-    `size` is the side of the output tiles in pixels, `stride` is the convolution's. There are zeros after the last
-    channel.
+    `size` is the side of the output tiles in pixels; `stride` and `groups` are the convolution's.
     """
 
     name: ClassVar[str] = "winograd"
@@ -51,22 +50,25 @@ class WinogradPacking:
     size: int
     lanes: int
     stride: int
+    groups: int = 1
 
     def pack(self, weight: Array) -> Array:
         """Return the transformed weights."""
-        return winograd.transform_kernel(weight, self.size, self.lanes, self.stride)
+        return winograd.transform_kernel(weight, self.size, self.lanes, self.stride, self.groups)
 
     def define(self, weight: te.Tensor) -> te.Tensor:
         """Define the weights in Winograd's form, computed in float64: the columns of a kernel first, then its rows."""
         matrix = winograd.transforms(self.size, self.stride)[1].tolist()
         side, columns = len(matrix), _transformed_columns(weight, matrix, self.lanes, "float64")
         vectors, depth, *_ = columns.shape
-        return te.compute(
-            (side**2, vectors, depth, self.lanes),
-            lambda t, j, k, v: combine(matrix, t % side, lambda x: columns[j, k, t // side, x, v]).astype("float32"),
-            name="packed",
-            attrs={KERNEL: "packing"},
-        )
+        per_group, taps = int(vectors) // self.groups, side**2
+
+        def element(t: Any, j: Any, k: Any, v: Any) -> Any:
+            vector, line = t // taps * per_group + j, t % taps // side
+            return combine(matrix, t % side, lambda x: columns[vector, k, line, x, v]).astype("float32")
+
+        shape = (self.groups * taps, per_group, depth, self.lanes)
+        return te.compute(shape, element, name="packed", attrs={KERNEL: "packing", GROUPS: self.groups})
 
 
 @dataclass(frozen=True)
