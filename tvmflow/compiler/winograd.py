@@ -335,12 +335,13 @@ def integer_kernel(weight: Array, size: int, lanes: int, stride: int = 1) -> Arr
     return _group_channels((factor**2 * transform_kernel(weight, size, lanes, stride)).astype(PAIRS.weight), PAIRS)
 
 
-def narrow_kernel(weight: Array, size: int, lanes: int) -> Array:
-    """Return the weights of `transform_kernel` with stride one as bits of bfloat16, `[taps][CO/v][CI/2][v][2]`.
+def narrow_kernel(weight: Array, size: int, lanes: int, groups: int = 1) -> Array:
+    """Return the weights of `transform_kernel` with stride one as bits of bfloat16.
 
-    The bits are uint16. CI must be even.
+    Their form is `[groups*taps][CO/groups/v][CI/2][v][2]`, and the bits are uint16. CI must be even.
     """
-    return _group_channels(transform_kernel(weight, size, lanes).astype(ml_dtypes.bfloat16).view("uint16"), BF16)
+    transformed = transform_kernel(weight, size, lanes, groups=groups)
+    return _group_channels(transformed.astype(ml_dtypes.bfloat16).view("uint16"), BF16)
 
 
 def _group_channels(wide: Array, dot: Dot) -> Array:

@@ -93,12 +93,12 @@ class _BFloat16:
         if self._winograd and BF16.name not in machine.amx:
             size = convolution.winograd_size(call.args[0], weight, groups, geometry, machine, dot=BF16)
         if size is not None:
-            stride = geometry.strides[0]
+            stride, lanes = geometry.strides[0], winograd.lanes_of(channels, groups, machine)
             narrow = winograd.takes_narrow(BF16, size, stride, int(weight.ty.shape.values[1]))
             packed_weight = (
-                constant(winograd.narrow_kernel(value, size, machine.lanes))
+                constant(winograd.narrow_kernel(value, size, lanes, groups))
                 if narrow
-                else pack_weights(builder, weight, WinogradPacking(size, machine.lanes, stride))
+                else pack_weights(builder, weight, WinogradPacking(size, lanes, stride, groups))
             )
             compute = _reading_bf16(
                 convolution.winograd_conv2d,
