@@ -113,11 +113,15 @@ def _depthwise(model: Drawn) -> None:
 
 
 def _winograd(model: Drawn) -> None:
-    channels, out = model.integer(8, 40), model.integer(8, 40)
-    stride = model.choice(1, 2)
+    groups, stride = model.choice(1, 2, 9), model.choice(1, 2)
+    channels, out = (groups * model.integer(8, 40) for _ in range(2))
+    if groups > 1:
+        # Groups whose output channels fill no vectors of any machine are direct.
+        out = groups * 8 * model.integer(1, 4)
     model.decisions = {"algorithm": f"winograd {model.choice(2, 4)}", "block": "apart"}
     x = model.input(model.integer(1, 2), channels, model.integer(4, 20), model.integer(4, 20))
-    model.conv(x, channels, out, 3, pads=[model.integer(0, 2) for _ in range(4)], strides=[stride] * 2)
+    pads = [model.integer(0, 2) for _ in range(4)]
+    model.conv(x, channels, out, 3, group=groups, pads=pads, strides=[stride] * 2)
 
 
 def _strassen(model: Drawn) -> None:
@@ -367,18 +371,25 @@ def test_a_triangle_of_a_free_width_stays_within_its_buffers(upper: int, tmp_pat
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("stride", "precision", "level"),
-    [(stride, *case) for stride in scale.choose(normal=[2], long=[1, 2]) for case in PRECISIONS_AND_LEVELS],
+    ("stride", "groups", "precision", "level"),
+    [
+        (stride, groups, *case)
+        for stride, groups in scale.choose(normal=[(2, 1), (1, 3)], long=[(1, 1), (2, 1), (1, 3), (2, 3)])
+        for case in PRECISIONS_AND_LEVELS
+        # In bfloat16, groups of free sizes are direct.
+        if groups == 1 or case[0] == "fp32"
+    ],
 )
 def test_winograd_of_free_sizes_stays_within_its_buffers(
-    stride: int, precision: Precision, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stride: int, groups: int, precision: Precision, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In bfloat16, output tiles of two multiply narrow numbers.
     monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [4 if precision == "fp32" else 2])
     model, target = Drawn(np.random.default_rng(stride)), _target(precision, level)
-    x = model.input(0, 32, 0, 0)
-    model.inputs = [(x, ["n", 32, "h", "w"])]
-    model.conv(x, 32, 48, 3, strides=[stride] * 2, pads=[1, 0, 2, 1])
+    channels = 32 if groups == 1 else 36
+    x = model.input(0, channels, 0, 0)
+    model.inputs = [(x, ["n", channels, "h", "w"])]
+    model.conv(x, channels, 48, 3, group=groups, strides=[stride] * 2, pads=[1, 0, 2, 1])
     onnx.save(model.proto(), tmp_path / "model.onnx")
     lowered = lower(import_onnx(tmp_path / "model.onnx"), target, BuildOptions(precision=precision))
     (func,) = (item.func for item in workloads(lowered) if "winograd" in item.name)

@@ -119,14 +119,19 @@ def test_bfloat16_convolutions_equal_those_of_rounded_operands(
 
 
 @pytest.mark.parametrize(
-    ("channels", "size", "rule"),
-    [(96, 14, "dot_winograd"), (45, 56, "winograd"), *scale.choose(normal=[], long=[(128, 28, "dot_winograd")])],
+    ("channels", "size", "groups", "rule"),
+    [
+        (96, 14, 1, "dot_winograd"),
+        (45, 56, 1, "winograd"),
+        (192, 28, 2, "dot_winograd"),
+        *scale.choose(normal=[], long=[(128, 28, 1, "dot_winograd")]),
+    ],
 )
 def test_winograd_rounds_little_more_than_the_direct_way(
-    channels: int, size: int, rule: str, make_model: MakeModel, run_built: RunBuilt, bf16: Target
+    channels: int, size: int, groups: int, rule: str, make_model: MakeModel, run_built: RunBuilt, bf16: Target
 ) -> None:
-    weights = {"w": normal(64, channels, 3, 3), "b": normal(64)}
-    path = make_model([_conv(1, 3, 1, 1, 1)], [("x", [1, channels, size, size])], ["c"], weights)
+    weights = {"w": normal(64, channels // groups, 3, 3), "b": normal(64)}
+    path = make_model([_conv(groups, 3, 1, 1, 1)], [("x", [1, channels, size, size])], ["c"], weights)
     imported, x = import_onnx(path), normal(1, channels, size, size)
     expected = _onnxruntime(path, x=x)
     errors = []
@@ -149,6 +154,14 @@ def test_winograd_of_free_sizes_multiplies_in_bfloat16(
         x = normal(*shape)
         expected = _onnxruntime(path, x=x)
         assert np.abs(run_built(model, x)[0] - expected).max() <= 1e-2 * np.abs(expected).max()
+
+
+def test_groups_of_free_sizes_are_direct_in_bfloat16(make_model: MakeModel, bf16: Target) -> None:
+    weights = {"w": normal(192, 96, 3, 3), "b": normal(192)}
+    for size, is_fast in ((28, True), ("h", False)):
+        path = make_model([_conv(2, 3, 1, 1, 1)], [("x", [1, 192, size, 28])], ["c"], weights)
+        names = [item.name for item in workloads(lower(import_onnx(path), bf16, BuildOptions(precision="bf16")))]
+        assert any("winograd" in name for name in names) is is_fast
 
 
 @pytest.mark.parametrize("depth", [31, 32])

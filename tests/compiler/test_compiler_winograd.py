@@ -1,6 +1,7 @@
 """Winograd's convolution beside ONNX Runtime, and the rule that says when it pays."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from tvm import tirx
 
 from support import scale
 from support.arrays import normal
-from support.builds import rule_counts
+from support.builds import Preferring, rule_counts
 from support.machines import AVX2, AVX512, on_two_cores
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.annotations import WINOGRAD
@@ -27,14 +28,14 @@ def _convolution(make_model: Any, case: tuple[int, ...], stride: int = 1) -> Any
     return make_model(*_case(case, [1], stride)[0])
 
 
-def _case(case: tuple[int, ...], batches: list[int], stride: int = 1) -> tuple[Any, ...]:
+def _case(case: tuple[int, ...], batches: list[int], stride: int = 1, groups: int = 1) -> tuple[Any, ...]:
     """A convolution and ReLU for a batch, or for any of several, and what to run it on."""
     channels, out, height, width, *pads = case
     nodes = [
-        helper.make_node("Conv", ["x", "w", "b"], ["c"], pads=pads, strides=[stride, stride]),
+        helper.make_node("Conv", ["x", "w", "b"], ["c"], pads=pads, strides=[stride, stride], group=groups),
         helper.make_node("Relu", ["c"], ["y"]),
     ]
-    weights = {"w": normal(out, channels, 3, 3), "b": normal(out)}
+    weights = {"w": normal(out, channels // groups, 3, 3), "b": normal(out)}
     batch = "batch" if len(batches) > 1 else batches[0]
     feeds = [{"x": normal(count, channels, height, width)} for count in batches]
     return (nodes, [("x", [batch, channels, height, width])], ["y"], weights), *feeds
@@ -81,6 +82,35 @@ def test_winograd_of_free_sizes_equals_onnx_runtime(
             {"x": normal(count, channels, h if height == "h" else height, w if width == "w" else width)}
             for count, h, w in ((1, 3, 3), (2, 9, 14), (1, 21, 40))
         ]
+        cases.append(((nodes, [("x", ["n", channels, height, width])], outputs, weights), *feeds))
+    assert rule_counts(assert_all_same(cases))["winograd"] == len(cases)
+
+
+# Groups, channels in and out of a group, height and width ("h", "w": free), stride. Groups of 24 and 40 channels fill
+# halves of a vector of 16. The weights of 288 channels exceed the second-level cache: all groups go through each stage
+# together.
+_GROUPED_CASES = [
+    (9, 48, 48, 14, 14, 1),
+    (9, 16, 24, 9, 13, 1),
+    (3, 20, 32, 15, 8, 2),
+    (10, 24, 40, "h", "w", 1),
+    (2, 288, 288, 8, 8, 1),
+    (2, 17, 16, "h", "w", 2),
+]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("size", scale.choose(normal=[4], long=[2, 4]))
+def test_winograd_of_groups_equals_onnx_runtime(
+    size: int, assert_all_same: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [size])
+    cases = []
+    for groups, depth, per_group, height, width, stride in _GROUPED_CASES[: scale.count(normal=4, long=6)]:
+        channels, out, is_free = groups * depth, groups * per_group, height == "h"
+        (nodes, _, outputs, weights), *_ = _case((channels, out, 8, 8, 1, 0, 1, 2), [1], stride, groups)
+        sizes = [(1, 5, 3), (2, 9, 22)] if is_free else [(1, height, width), (3, height, width)]
+        feeds = [{"x": normal(count, channels, high, wide)} for count, high, wide in sizes]
         cases.append(((nodes, [("x", ["n", channels, height, width])], outputs, weights), *feeds))
     assert rule_counts(assert_all_same(cases))["winograd"] == len(cases)
 
@@ -157,9 +187,10 @@ def test_residuals_fuse_into_winograd(make_model: Any, assert_same_as_onnxruntim
     assert rule_counts(model) == {"winograd": 2, "fallback": 2}  # the two others are the layout changes at both ends
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("name", ["x86-64-v2", "x86-64-v3", "aarch64-cortex-a72"])
-def test_other_processors_get_winograd(name: str, make_model: Any) -> None:
-    imported = import_onnx(_convolution(make_model, (64, 64, 28, 28, 1, 1, 1, 1)))
+def test_other_processors_get_winograd(name: str, groups: int, make_model: Any) -> None:
+    imported = import_onnx(make_model(*_case((64, 64, 28, 28, 1, 1, 1, 1), [1], groups=groups)[0]))
     assert any("winograd" in item.name for item in workloads(lower(imported, resolve(name))))
 
 
@@ -175,6 +206,43 @@ def test_taps_that_would_share_one_set_of_the_cache_are_moved_apart(
     (func,) = (item.func for item in workloads(lower(imported, target)) if "winograd" in item.name)
     # A line of 16 tiles with 64 channels of float32 is as long as a way of the cache, and one of 14 tiles is not.
     assert ("buffer_dim_align" in schedule(func, AVX512)[0].script()) is is_moved
+
+
+@pytest.mark.parametrize(
+    ("groups", "depth", "per_group", "is_fast"),
+    [
+        (9, 48, 48, True),
+        (32, 16, 16, True),
+        (14, 24, 24, True),
+        (32, 8, 16, True),
+        (32, 4, 4, False),
+        (9, 48, 36, False),
+    ],
+)
+def test_groups_that_fill_vectors_or_halves_use_winograd(
+    groups: int, depth: int, per_group: int, is_fast: bool
+) -> None:
+    shape = winograd.Shape(14, 14, groups * depth, groups * per_group, groups=groups)
+    ranked = winograd.rank_sizes(shape, AVX512)
+    assert (ranked[0] is not None) is is_fast
+    assert set(ranked) == ({None, 2, 4} if is_fast else {None})
+
+
+def test_groups_cost_as_much_as_so_many_convolutions() -> None:
+    one = winograd.Shape(28, 28, 48, 48)
+    for size in (None, 2, 4):
+        cycles = winograd.cycles(size, replace(one, channels=144, out_channels=144, groups=3), AVX512)
+        assert cycles == pytest.approx(3 * winograd.cycles(size, one, AVX512))
+
+
+def test_the_weights_of_a_group_are_fetched_while_the_group_before_is_computed(make_model: Any) -> None:
+    # In an image of 7 by 7 pixels the tasks of a group are too few to hide the fetch.
+    for pixels, is_fetched in ((28, True), (7, False)):
+        case = _case((432, 432, pixels, pixels, 1, 1, 1, 1), [1], groups=9)[0]
+        choices = Preferring(option="winograd 2")
+        lowered = lower(import_onnx(make_model(*case)), on_two_cores("x86-64-v4"), choices=choices)
+        (func,) = (item.func for item in workloads(lowered) if "winograd" in item.name)
+        assert ("T.prefetch(" in schedule(func, AVX512)[0].script()) is is_fetched
 
 
 @pytest.mark.parametrize("machine", [AVX512, AVX2], ids=["avx512", "avx2"])
@@ -260,22 +328,30 @@ def test_a_build_says_what_is_computed_by_winograd_and_its_bound(make_model: Any
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("size", "stride"),
-    scale.choose(normal=[(4, 1), (3, 2)], long=[(2, 1), (4, 1), (2, 2), (3, 2), (4, 2)]),
+    ("size", "stride", "groups"),
+    scale.choose(
+        normal=[(4, 1, 1), (3, 2, 2)],
+        long=[(2, 1, 1), (4, 1, 1), (4, 1, 2), (2, 2, 1), (3, 2, 1), (3, 2, 2), (4, 2, 1)],
+    ),
 )
 def test_errors_are_below_the_bound_that_is_known_before(
-    size: int, stride: int, make_model: Any, target: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
+    size: int, stride: int, groups: int, make_model: Any, target: Any, run_built: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(winograd, "rank_sizes", lambda *_: [size])
-    x, weight = normal(1, 40, 12, 12), normal(24, 40, 3, 3)
-    nodes = [helper.make_node("Conv", ["x", "w"], ["y"], strides=[stride, stride])]
+    depth, out = 40 // groups, 16 * groups
+    x, weight = normal(1, 40, 12, 12), normal(out, depth, 3, 3)
+    nodes = [helper.make_node("Conv", ["x", "w"], ["y"], strides=[stride, stride], group=groups)]
     model = build(import_onnx(make_model(nodes, [("x", x.shape)], ["y"], {"w": weight})), target)
     assert rule_counts(model)["winograd"] == 1
     windows = np.lib.stride_tricks.sliding_window_view(x.astype("float64"), (3, 3), axis=(2, 3))
-    exact = np.einsum("nchwyx,ocyx->nohw", windows[:, :, ::stride, ::stride], weight)
+    windows = windows[:, :, ::stride, ::stride]
+    windows = windows.reshape(groups, depth, *windows.shape[2:])
+    exact = np.einsum("gchwyx,gocyx->gohw", windows, weight.reshape(groups, -1, depth, 3, 3))
+    exact = exact.reshape(1, out, *exact.shape[2:])
     largest = np.abs(x).max() * np.abs(weight).sum(axis=(1, 2, 3)).max()
     error = np.abs(run_built(model, x)[0] - exact).max() / largest
-    assert 0 < error < winograd.error_bound(size, stride, 40)
+    assert 0 < error < winograd.error_bound(size, stride, depth)
+    assert model.algorithms["winograd"].bound == winograd.error_bound(size, stride, depth)
 
 
 def test_a_size_within_a_network_counts_as_it_is_for_a_typical_input() -> None:

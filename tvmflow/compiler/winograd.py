@@ -53,7 +53,7 @@ class Shape:
     """A 3x3 convolution as the cost model sees it, whose result has `height` by `width` pixels.
 
     `dot` is the dot-product instruction that a direct convolution uses, None in float32. Lines of output tiles are
-    filled up to a multiple of `rows`.
+    filled up to a multiple of `rows`. The channels are those of all `groups`, which are computed one after another.
     """
 
     height: int
@@ -63,6 +63,12 @@ class Shape:
     stride: int = 1
     dot: Dot | None = None
     rows: int = 1
+    groups: int = 1
+
+    @property
+    def depth(self) -> int:
+        """Return the input channels of a group."""
+        return self.channels // self.groups
 
     @property
     def sizes(self) -> list[int]:
@@ -74,21 +80,34 @@ class Shape:
 
         `size` is that of the output tiles; None is the direct convolution.
         """
-        if self.dot is None or (size is not None and not takes_narrow(self.dot, size, self.stride, self.channels)):
+        if self.dot is None or (size is not None and not takes_narrow(self.dot, size, self.stride, self.depth)):
             return 1
         return self.dot.group
+
+    def lanes(self, machine: Machine) -> int:
+        """Return the lanes of the result's vectors, of which each belongs to one group."""
+        return lanes_of(self.out_channels, self.groups, machine)
+
+
+def lanes_of(channels: int, groups: int, machine: Machine) -> int:
+    """Return the lanes of the vectors for the `channels` of a tensor, of which each belongs to one of `groups` groups.
+
+    Without groups (`groups` is 1), zeros may fill the last vector.
+    """
+    return machine.lanes if groups == 1 else math.gcd(channels // groups, machine.lanes)
 
 
 def rank_sizes(shape: Shape, machine: Machine) -> list[int | None]:
     """Rank the sizes of output tiles for a convolution, the fastest first.
 
     None in the list is the direct convolution. It is the only entry for outputs of fewer than 2 pixels in a line or
-    column, for channels that fill less than half of a vector, for strides other than 1 and 2, and for an odd number of
-    integers. The rank counts a core's cycles per image: for the products, for the transforms, and for reading weights
-    that the core's own cache does not hold.
+    column, for channels that fill less than half of a vector, for groups whose output channels do not fill whole
+    vectors or halves, for strides other than 1 and 2, and for an odd number of integers. The rank counts a core's
+    cycles per image: for the products, for the transforms, and for reading weights that the core's own cache does not
+    hold.
     """
     # Transforms of vectors that are mostly empty cost more than the products save.
-    has_few_channels = min(shape.channels, shape.out_channels) < machine.fewest_lanes
+    has_few_channels = min(shape.channels, shape.out_channels, shape.lanes(machine)) < machine.fewest_lanes
     if has_few_channels or min(shape.height, shape.width) < 2:
         return [None]
     costs = {size: cycles(size, shape, machine) for size in (None, *shape.sizes)}
@@ -100,37 +119,51 @@ def cycles(size: int | None, shape: Shape, machine: Machine) -> float:
 
     Winograd's products use the dot-product instruction only where `takes_narrow`.
     """
-    height, width, channels, stride = shape.height, shape.width, shape.channels, shape.stride
-    vectors = -(-shape.out_channels // machine.lanes)
+    height, width, groups, stride = shape.height, shape.width, shape.groups, shape.stride
+    # All numbers but the sums at the end are those of one group.
+    lanes = shape.lanes(machine)
+    vectors = -(-(shape.out_channels // groups) // lanes)
     if size is None:
-        depth = 9 * channels / shape.group(size)
+        depth = 9 * shape.depth / shape.group(size)
         tile = tiles.choose(width, vectors, machine, uses=9)
         results = math.ceil(width / tile.rows) * tile.rows * height * vectors
-        weights = 4 * depth * vectors * machine.lanes
-        accumulators = tile.rows * tile.vectors
-        return cost.results(results, depth, accumulators, machine) + cost.weight_read_cycles(weights, machine)
+        weights = 4 * depth * vectors * lanes
+        products = cost.results(results, depth, tile.rows * tile.vectors, machine)
+        reading = _weight_read_cycles(weights, groups, height, products / height, machine)
+        return groups * products + reading
     high, wide = -(-height // size), -(-width // (size * shape.rows)) * shape.rows
     taps = side_of(size, stride) ** 2
-    steps = channels // shape.group(size)
-    tile = choose_tile(high, wide, taps, steps, vectors, machine)
-    weights = 4 * taps * steps * vectors * machine.lanes
+    steps = shape.depth // shape.group(size)
+    tile = choose_tile(high, wide, taps, steps, vectors, lanes, machine)
+    weights = 4 * taps * steps * vectors * lanes
     products = cost.results(taps * high * wide * vectors, steps, tile.rows * tile.vectors, machine)
     inputs, _, outputs = (np.count_nonzero(matrix) for matrix in transforms(size, stride))
-    side, vectors_in = side_of(size, stride), -(-channels // machine.lanes)
+    side, vectors_in = side_of(size, stride), -(-shape.depth // lanes_of(shape.channels, groups, machine))
     # Of both dimensions, the first is transformed for each column, the second for each line that remains.
     operations = high * wide * (vectors_in * 2 * side * inputs + vectors * (side + size) * outputs)
-    tile_bytes = 4 * taps * (steps + vectors * machine.lanes)
+    tile_bytes = 4 * taps * (steps + vectors * lanes)
     # Each of a tile's elements is written once and read once on both sides. The tiles of a task stay in the core's
     # caches between the stages where the weights do; otherwise all tiles pass from core to core.
-    size_of_all = high * wide * tile_bytes
+    size_of_all = groups * high * wide * tile_bytes
+    reading = cost.weight_read_cycles(groups * weights, machine)
     if weights <= machine.own_cache:
-        moving = cost.move_cycles(
-            size_of_all, size_of_all, tiles_of_task(wide, tile.rows, tile_bytes, machine) * tile_bytes, machine
-        )
+        count = tiles_of_task(wide, tile.rows, tile_bytes, machine)
+        moving = cost.move_cycles(size_of_all, size_of_all, count * tile_bytes, machine)
+        computing = taps * count * vectors * steps / machine.vectors.multiply_adds
+        reading = _weight_read_cycles(weights, groups, high * wide // count, computing, machine)
     else:
         moving = cost.exchange_cycles(size_of_all, machine)
-    transforming = max(operations / machine.vectors.multiply_adds, moving)
-    return products + cost.weight_read_cycles(weights, machine) + transforming
+    transforming = max(groups * operations / machine.vectors.multiply_adds, moving)
+    return groups * products + reading + transforming
+
+
+def _weight_read_cycles(size: float, groups: int, tasks: int, computing: float, machine: Machine) -> float:
+    """The cycles of a core to read the weights of all groups, `size` bytes each.
+
+    Those of the next group are fetched while a group's tasks compute, for `computing` cycles each, if these hide it.
+    """
+    is_hidden = tasks >= cost.tasks_to_fetch(size, computing, machine)
+    return cost.weight_read_cycles(groups * size, machine) / (groups if is_hidden else 1)
 
 
 def tiles_of_task(columns: int, rows: int, tile_bytes: int, machine: Machine) -> int:
@@ -197,24 +230,29 @@ def side_of(size: int, stride: int) -> int:
     return stride * (size - 1) + 3
 
 
-def choose_tile(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> tiles.Tile:
+def choose_tile(
+    high: int, wide: int, taps: int, channels: int, vectors: int, lanes: int, machine: Machine
+) -> tiles.Tile:
     """Choose the register tile of the products for images of `high` by `wide` output tiles.
 
-    `taps` are the elements of an input tile, `channels` is the depth of a product, and `vectors` the vectors of output
-    channels. The tile's rows divide one line of output tiles if the line is long, or if the weights stay in the cache,
-    so that a line can go through all stages at once. Otherwise they divide the number of output tiles of an image.
+    `taps` are the elements of an input tile, `channels` is the depth of a product, and `vectors` the vectors, of
+    `lanes` lanes, of a group's output channels. The tile's rows divide one line of output tiles if the line is long, or
+    if a group's weights stay in the cache, so that a line can go through all stages at once. Otherwise they divide the
+    number of output tiles of an image.
     """
-    return rank_tiles(high, wide, taps, channels, vectors, machine)[0]
+    return rank_tiles(high, wide, taps, channels, vectors, lanes, machine)[0]
 
 
-def rank_tiles(high: int, wide: int, taps: int, channels: int, vectors: int, machine: Machine) -> list[tiles.Tile]:
+def rank_tiles(
+    high: int, wide: int, taps: int, channels: int, vectors: int, lanes: int, machine: Machine
+) -> list[tiles.Tile]:
     """Rank the register tiles of the products: first the one that `choose_tile` returns, then others worth measuring.
 
     Images have `high` by `wide` output tiles. `taps` are the elements of an input tile, `channels` is the depth of a
-    product, and `vectors` the vectors of output channels.
+    product, and `vectors` the vectors, of `lanes` lanes, of a group's output channels.
     """
     line, lines = (tiles.rank(rows, vectors, machine, 4 * channels, exact=True) for rows in (wide, high * wide))
-    in_cache = 4 * taps * channels * vectors * machine.lanes <= machine.own_cache
+    in_cache = 4 * taps * channels * vectors * lanes <= machine.own_cache
     enough = cost.in_flight(machine)
     in_lines = wide >= _LONG_LINE or (in_cache and line[0].rows * line[0].vectors >= enough)
     first, second = (line, lines) if in_lines else (lines, line)
@@ -268,11 +306,12 @@ def _interpolate(points: Sequence[float], size: int, taps: int) -> tuple[_Matrix
     return inputs, kernel, output
 
 
-def transform_kernel(weight: Array, size: int, lanes: int, stride: int = 1) -> Array:
-    """Transform weights `[CO][CI][3][3]` and pack them into float32 `[taps][CO/v][CI][v]`.
+def transform_kernel(weight: Array, size: int, lanes: int, stride: int = 1, groups: int = 1) -> Array:
+    """Transform weights `[CO][CI][3][3]` and pack them into float32 `[groups*taps][CO/groups/v][CI][v]`.
 
-    `taps` are the elements of an input tile, `size` is the size of the output tiles, and `lanes` is v. Zeros fill the
-    last vector of output channels.
+    `taps` are the elements of an input tile, `size` is the size of the output tiles, and `lanes` is v. CI are the input
+    channels of a group. Zeros fill the last vector of output channels, if there is one group; the channels of several
+    fill whole vectors. The weights of a group stand side by side.
     """
     out_channels, channels = weight.shape[:2]
     kernel = transforms(size, stride)[1]
@@ -280,7 +319,8 @@ def transform_kernel(weight: Array, size: int, lanes: int, stride: int = 1) -> A
     vectors = -(-out_channels // lanes)
     value = np.zeros((kernel.shape[0] ** 2, channels, vectors * lanes), "float32")
     value[:, :, :out_channels] = transformed.reshape(-1, channels, out_channels)
-    return value.reshape(-1, channels, vectors, lanes).transpose(0, 2, 1, 3)
+    packed = value.reshape(-1, channels, groups, vectors // groups, lanes).transpose(2, 0, 3, 1, 4)
+    return packed.reshape(-1, vectors // groups, channels, lanes)
 
 
 def integer_kernel(weight: Array, size: int, lanes: int, stride: int = 1) -> Array:
@@ -295,12 +335,13 @@ def integer_kernel(weight: Array, size: int, lanes: int, stride: int = 1) -> Arr
     return _group_channels((factor**2 * transform_kernel(weight, size, lanes, stride)).astype(PAIRS.weight), PAIRS)
 
 
-def narrow_kernel(weight: Array, size: int, lanes: int) -> Array:
-    """Return the weights of `transform_kernel` with stride one as bits of bfloat16, `[taps][CO/v][CI/2][v][2]`.
+def narrow_kernel(weight: Array, size: int, lanes: int, groups: int = 1) -> Array:
+    """Return the weights of `transform_kernel` with stride one as bits of bfloat16.
 
-    The bits are uint16. CI must be even.
+    Their form is `[groups*taps][CO/groups/v][CI/2][v][2]`, and the bits are uint16. CI must be even.
     """
-    return _group_channels(transform_kernel(weight, size, lanes).astype(ml_dtypes.bfloat16).view("uint16"), BF16)
+    transformed = transform_kernel(weight, size, lanes, groups=groups)
+    return _group_channels(transformed.astype(ml_dtypes.bfloat16).view("uint16"), BF16)
 
 
 def _group_channels(wide: Array, dot: Dot) -> Array:

@@ -12,7 +12,7 @@ from tvm import relax, te, topi
 from tvmflow.compiler import cost, tiles, winograd
 from tvmflow.compiler.annotations import AXES, DOT, KERNEL, LANES, LEAD, SHARED, SUBJECT, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices, Decisions, shape_text
-from tvmflow.compiler.dotproduct import Dot
+from tvmflow.compiler.dotproduct import PAIRS, Dot
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import depthwise, products
 from tvmflow.compiler.operators import winograd as winograd_stages
@@ -68,7 +68,8 @@ def legalize(
         return call_kernel(builder, compute, data, pack_weights(builder, weight, packing), name=name)
     size = winograd_size(data, weight, groups, geometry, machine, decisions) if fast else None
     if size is not None:
-        packed_weight = pack_weights(builder, weight, WinogradPacking(size, machine.lanes, geometry.strides[0]))
+        lanes = winograd.lanes_of(out_channels, groups, machine)
+        packed_weight = pack_weights(builder, weight, WinogradPacking(size, lanes, geometry.strides[0], groups))
         compute = partial(
             winograd_conv2d, channels=out_channels, geometry=geometry, machine=machine, decisions=decisions
         )
@@ -216,22 +217,28 @@ def winograd_size(
 
     `weight` has the layout `[CO][CI/groups][KH][KW]`. The `decisions` about the convolution choose among the sizes that
     apply. Without decisions the cost model chooses. An unknown height or width counts as `typical_pixels`. `dot` is
-    the dot-product instruction of the direct convolution; None in float32. No size but those `allowed` is chosen.
+    the dot-product instruction of the direct convolution; None in float32. With it, convolutions in several groups are
+    direct where they multiply integers, or where a size is unknown: all groups would go through each stage together. No
+    size but those `allowed` is chosen.
     """
-    out_channels, channels, *_ = (int(dim) for dim in weight.ty.shape.values)
+    out_channels, depth, *_ = (int(dim) for dim in weight.ty.shape.values)
+    channels = depth * groups
     dims = data.ty.shape.values[1:3]
     height, width = map(typical_pixels, dims)
     stride, across = geometry.strides
-    if (geometry.kernel, across, geometry.dilation, groups) != ((3, 3), stride, (1, 1), 1):
+    if (geometry.kernel, across, geometry.dilation) != ((3, 3), stride, (1, 1)):
         return None
+    is_known = all(static(dim) is not None for dim in dims)
     if not isinstance(weight, tvm.ir.GenericConst):
+        return None
+    if groups > 1 and dot is not None and (dot is PAIRS or not is_known):
         return None
     high, wide = geometry.result_size(height, width)
     # Where a size is unknown, a line of output tiles is filled up to whole register tiles, of which the last has half
     # the rows in float32 where these are enough (`schedules.tails`).
     least = winograd.UNKNOWN_ROWS // 2 if dot is None else winograd.UNKNOWN_ROWS
-    rows = 1 if all(static(dim) is not None for dim in dims) else least
-    shape = winograd.Shape(high, wide, channels, out_channels, stride, dot, rows)
+    rows = 1 if is_known else least
+    shape = winograd.Shape(high, wide, channels, out_channels, stride, dot, rows, groups)
     ranked = winograd.rank_sizes(shape, machine)
     sizes = [size for size in ranked if size is None or allowed is None or size in allowed]
     if decisions is None:

@@ -7,7 +7,7 @@ the library gets a function.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -18,7 +18,7 @@ from tvm import relax, te, tirx
 
 from tvmflow.arrays import Array
 from tvmflow.compiler import winograd
-from tvmflow.compiler.annotations import KERNEL, PACKING
+from tvmflow.compiler.annotations import GROUPS, KERNEL, PACKING
 from tvmflow.compiler.dotproduct import BF16, PAIRS, Dot, round_bf16
 from tvmflow.compiler.machine import NARROWEST
 from tvmflow.compiler.operators import strassen
@@ -50,10 +50,9 @@ class Packing(Protocol):
 
 @dataclass(frozen=True)
 class WinogradPacking:
-    """Transforms weights `[CO][CI][3][3]` for Winograd's algorithm into float32 `[taps][CO/v][CI][v]`, v = `lanes`.
+    """Transforms weights for Winograd's algorithm into float32, as `winograd.transform_kernel` does.
 
-    `size` is the side of the output tiles in pixels, `stride` is the convolution's. There are zeros after the last
-    channel.
+    `size` is the side of the output tiles in pixels; `stride` and `groups` are the convolution's.
     """
 
     name: ClassVar[str] = "winograd"
@@ -62,22 +61,29 @@ class WinogradPacking:
     size: int
     lanes: int
     stride: int
+    groups: int = 1
 
     def pack(self, weight: Array) -> Array:
         """Return the transformed weights."""
-        return winograd.transform_kernel(weight, self.size, self.lanes, self.stride)
+        return winograd.transform_kernel(weight, self.size, self.lanes, self.stride, self.groups)
 
     def define(self, weight: te.Tensor) -> te.Tensor:
         """Define the weights in Winograd's form, computed in float64: the columns of a kernel first, then its rows."""
+        shape, element = self._wide(weight)
+        return te.compute(shape, element, name="packed", attrs={KERNEL: "packing", GROUPS: self.groups})
+
+    def _wide(self, weight: te.Tensor) -> tuple[tuple[int, int, int, int], Callable[..., Any]]:
+        """The shape and the elements, in float32, of `winograd.transform_kernel`."""
         matrix = winograd.transforms(self.size, self.stride)[1].tolist()
         side, columns = len(matrix), _transformed_columns(weight, matrix, self.lanes, "float64")
-        vectors, depth, *_ = columns.shape
-        return te.compute(
-            (side**2, vectors, depth, self.lanes),
-            lambda t, j, k, v: combine(matrix, t % side, lambda x: columns[j, k, t // side, x, v]).astype("float32"),
-            name="packed",
-            attrs={KERNEL: "packing"},
-        )
+        vectors, depth, *_ = (int(size) for size in columns.shape)
+        per_group, taps = vectors // self.groups, side**2
+
+        def element(t: Any, j: Any, k: Any, v: Any) -> Any:
+            vector, line = t // taps * per_group + j, t % taps // side
+            return combine(matrix, t % side, lambda x: columns[vector, k, line, x, v]).astype("float32")
+
+        return (self.groups * taps, per_group, depth, self.lanes), element
 
 
 @dataclass(frozen=True)
@@ -107,29 +113,24 @@ class IntegerWinogradPacking(WinogradPacking):
 
 @dataclass(frozen=True)
 class NarrowWinogradPacking(WinogradPacking):
-    """Transforms weights for Winograd's algorithm with stride one into bfloat16 `[taps][CO/v][CI/2][v][2]`.
-
-    CI must be even.
-    """
+    """Transforms weights for Winograd's algorithm with stride one into bfloat16, as `winograd.narrow_kernel` does."""
 
     name: ClassVar[str] = "narrow_winograd"
 
     def pack(self, weight: Array) -> Array:
         """Return the transformed weights."""
-        return winograd.narrow_kernel(weight, self.size, self.lanes)
+        return winograd.narrow_kernel(weight, self.size, self.lanes, self.groups)
 
     def define(self, weight: te.Tensor) -> te.Tensor:
         """Define the weights in Winograd's form, computed in float64: the columns of a kernel first, then its rows."""
-        matrix = winograd.transforms(self.size, self.stride)[1].tolist()
-        side, columns = len(matrix), _transformed_columns(weight, matrix, self.lanes, "float64")
-        (vectors, depth, *_), group = columns.shape, BF16.group
+        (forms, vectors, depth, lanes), element = self._wide(weight)
+        pairs = BF16.group
 
-        def element(t: Any, j: Any, k: Any, v: Any, g: Any) -> Any:
-            value = combine(matrix, t % side, lambda x: columns[j, k * group + g, t // side, x, v])
-            return round_bf16(value.astype("float32"))
+        def narrow(t: Any, j: Any, k: Any, v: Any, g: Any) -> Any:
+            return round_bf16(element(t, j, k * pairs + g, v))
 
-        shape = (side**2, vectors, depth // group, self.lanes, group)
-        return te.compute(shape, element, name="packed", attrs={KERNEL: "packing"})
+        shape = (forms, vectors, depth // pairs, lanes, pairs)
+        return te.compute(shape, narrow, name="packed", attrs={KERNEL: "packing", GROUPS: self.groups})
 
 
 def _transformed_columns(weight: te.Tensor, matrix: Sequence[Sequence[float]], lanes: int, dtype: str) -> te.Tensor:

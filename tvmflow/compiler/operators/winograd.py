@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from tvm import te, tirx, topi
 
 from tvmflow.compiler import tiles, winograd
+from tvmflow.compiler.annotations import GROUPS
 from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.dotproduct import BF16, Dot, round_bf16
 from tvmflow.compiler.machine import Machine
@@ -33,7 +34,7 @@ def conv2d(
     from `narrow_kernel`, where the data are float32, or `integer_kernel`, where they are int16: these transform int16,
     and the result is int32. The output tiles are the rows of a matrix product. `annotations(rows, lanes, size)` returns
     the annotations of the product from the rows of its register tile, its lanes and the side of the output tiles in
-    pixels.
+    pixels. The convolution has as many groups as the channels of a group, which are the weights', go into the data's.
 
     With `rows` the register tile has that many rows, and the product keeps the dimensions of the images: batch, lines
     and columns of output tiles. `rows` must divide the number of output tiles in a line. Without padding, the batch may
@@ -42,7 +43,10 @@ def conv2d(
     batch, lines, groups of `rows` output tiles of a line, and the tiles of a group.
     """
     *batch, in_h, in_w, depth = data.shape
-    taps, vectors, steps, lanes, *_ = (int(dim) for dim in weight.shape)
+    forms, vectors, steps, lanes, *_ = (int(dim) for dim in weight.shape)
+    group_depth = steps if dot is None else steps * dot.group
+    groups = int(depth) // group_depth
+    taps = forms // groups
     side, stride = math.isqrt(taps), geometry.strides[0]
     size = (side - 3) // stride + 1
     top, left, *_ = geometry.padding
@@ -58,7 +62,7 @@ def conv2d(
         if is_free:
             ranked = tiles.rank(static(wide), vectors, machine, 4 * steps, unknown=winograd.UNKNOWN_ROWS)
         else:
-            ranked = winograd.rank_tiles(int(high), int(wide), taps, steps, vectors, machine)
+            ranked = winograd.rank_tiles(int(high), int(wide), taps, steps, vectors, lanes, machine)
         rows = ranked[0].rows
         if decisions is not None:
             rows = tiles.choose_rows(ranked, decisions.choices.about(f"winograd {size} of {decisions.subject}"))
@@ -88,19 +92,23 @@ def conv2d(
 
     def term(a: Any, b: Any, *index: Any) -> Any:
         *place, c = index
-        value = transformed[(a, b, *place, k if dot is None else k * dot.group + within[0])]
-        kernel = weight[(a * side + b, c // lanes, k, c % lanes, *within)]
+        channel, tap, vector = k if dot is None else k * dot.group + within[0], a * side + b, c // lanes
+        if groups > 1:
+            group, vector = c // (vectors * lanes), vector % vectors
+            channel, tap = group * group_depth + channel, group * taps + tap
+        value = transformed[(a, b, *place, channel)]
+        kernel = weight[(tap, vector, k, c % lanes, *within)]
         return value * kernel if dot is None else dot.product(value, kernel)
 
     product = te.compute(
-        (side, side, *grid.sizes, vectors * lanes),
+        (side, side, *grid.sizes, groups * vectors * lanes),
         lambda *index: te.sum(term(*index), axis=[k, *within]),
         name="product",
-        attrs=annotations(rows, lanes, size),
+        attrs={**annotations(rows, lanes, size), GROUPS: groups},
     )
     # The dimensions of tiles come first. In the product's order, MetaSchedule would mistake this stage for its copy.
     back = te.compute(
-        (*grid.sizes, size, side, vectors * lanes),
+        (*grid.sizes, size, side, groups * vectors * lanes),
         lambda *index: combine(outputs, index[-3], lambda i: product[(i, index[-2], *index[:-3], index[-1])]),
         name="output_vertical",
     )

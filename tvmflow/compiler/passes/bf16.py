@@ -99,10 +99,10 @@ class _BFloat16:
         if self._winograd and BF16.name not in machine.amx:
             size = convolution.winograd_size(call.args[0], weight, groups, geometry, machine, dot=BF16)
         if size is not None:
-            stride = geometry.strides[0]
+            stride, lanes = geometry.strides[0], winograd.lanes_of(channels, groups, machine)
             narrow = winograd.takes_narrow(BF16, size, stride, depth)
             kind = NarrowWinogradPacking if narrow else WinogradPacking
-            packed_weight = pack_weights(builder, weight, kind(size, machine.lanes, stride))
+            packed_weight = pack_weights(builder, weight, kind(size, lanes, stride, groups))
             compute = _reading_bf16(
                 convolution.winograd_conv2d,
                 dot=BF16 if narrow else None,

@@ -10,7 +10,7 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from tvmflow.compiler import cost
-from tvmflow.compiler.annotations import DOT, LANES, TILE, WINOGRAD
+from tvmflow.compiler.annotations import DOT, GROUPS, LANES, TILE, WINOGRAD
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import DOTS, Dot, tensorize
 from tvmflow.compiler.machine import Machine
@@ -21,9 +21,9 @@ from tvmflow.compiler.winograd import error_bound, tiles_of_task
 def apply(sch: Schedule, machine: Machine, choices: Choices) -> bool:
     """Schedule a 3x3 convolution by Winograd's algorithm; return False for other functions.
 
-    Where the transformed weights fit a core's cache, one core takes a line of tiles, or as many of them as its cache
-    holds, through all stages, and they stay in its cache. Otherwise every stage is a parallel loop of its own, so that
-    one core reads each weight once.
+    Where the transformed weights of a group of channels fit a core's cache, one core takes a line of tiles, or as many
+    of them as its cache holds, through all stages for a group, and they stay in its cache. Otherwise every stage is a
+    parallel loop of its own, so that one core reads each weight once.
     `choices` may name the other of these two orders.
     """
     return _apply(sch, machine, choices, "winograd")
@@ -70,8 +70,9 @@ class _Form:
 
     `rows` and `lanes` are those of the product's register tile, `size` is the side of an output tile in pixels and
     `side` that of an input tile. `places` are the sizes of the dimensions of the output tiles, of which there is one,
-    or four: images, lines, groups of tiles in a line, and tiles of a group. Each of the `channels` of a product is a
-    sum of `steps` terms, with the dot-product instruction `dot` of groups of them.
+    or four: images, lines, groups of tiles in a line, and tiles of a group. The convolution has `groups` groups of
+    `channels` output channels. Each is a sum of `steps` terms, with the dot-product instruction `dot` of groups of
+    them.
     """
 
     product: SBlockRV
@@ -81,6 +82,7 @@ class _Form:
     size: int
     side: int
     places: tuple[tirx.Expr, ...]
+    groups: int
     channels: int
     steps: int
 
@@ -88,11 +90,17 @@ class _Form:
     def of(cls, sch: Schedule, product: SBlockRV) -> "_Form":
         """Read the form from the product's annotations and loops: two of taps, the places, channels, and the sum's."""
         annotations = sch.get(product).annotations
-        rows, lanes, size = (int(annotations[name]) for name in (TILE, LANES, WINOGRAD))
+        rows, lanes, size, groups = (int(annotations[name]) for name in (TILE, LANES, WINOGRAD, GROUPS))
         sizes = [variable.dom.extent for variable in sch.get(product).iter_vars]
         dot = DOTS[str(annotations[DOT])] if DOT in annotations else None
         _, side, *places, channels, steps = sizes if dot is None else sizes[:-1]
-        return cls(product, dot, rows, lanes, size, int(side), tuple(places), int(channels), int(steps))
+        depth = int(channels) // groups
+        return cls(product, dot, rows, lanes, size, int(side), tuple(places), groups, depth, int(steps))
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of a group's weights in float32."""
+        return 4 * self.side**2 * self.channels * self.steps
 
     @property
     def is_flat(self) -> bool:
@@ -115,7 +123,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     result = sch.cache_write(product, 0, "global")
     if form.is_flat and whole:
         columns = tiles_of_task(columns, form.rows, 4 * form.side**2 * (form.steps + form.channels), machine)
-    task = _schedule_output(sch, form, out, back, columns, machine)
+    task = _schedule_output(sch, form, out, back, columns, whole, machine)
     if whole:
         sch.compute_at(result, task, preserve_unit_loops=True)
     near, outermost, lane = _schedule_product(sch, form, result, whole, machine, choices)
@@ -135,7 +143,7 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     if form.dot is None:
         # The output tiles from one tap to the next: those of a group, of a line or of all images.
         in_groups = whole and not form.is_flat
-        count = form.rows if in_groups else columns if whole else _count(form.places)
+        count = form.rows if in_groups else columns if whole else form.groups * _count(form.places)
         for stage, depth in ((transformed, form.steps), (result, form.channels)):
             if in_groups:
                 sch.transform_layout(stage, ("write", 0), _taps_within_groups)
@@ -143,6 +151,11 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     for pad in common.find_blocks(sch, "pad"):
         sch.compute_at(pad, task, preserve_unit_loops=True)
         common.vectorize_inner(sch, pad, machine)
+    if whole and form.groups > 1:
+        # A line of unknown length has one group of output tiles at least.
+        products = form.side**2 * (columns or form.rows) * form.channels * form.steps
+        computing = products / form.lanes / machine.vectors.multiply_adds
+        prefetch.fetch_next_weights(sch, task, form.groups, form.weight_bytes, computing, machine)
     if form.dot is not None:
         # This comes last, because no stage can be moved to a block that an instruction has replaced.
         tensorize(sch, machine.arch, form.dot, form.lanes, outermost, lane)
@@ -159,17 +172,18 @@ def _rank_stages(form: _Form, columns: int, machine: Machine) -> dict[str, bool]
     has_condition = not form.is_flat and form.dot is not None and not isinstance(form.places[-2], tirx.IntImm)
     if has_condition or (form.is_flat and columns % form.rows):
         del stages["together"]
-    if 4 * form.side**2 * form.channels * form.steps > machine.own_cache:
+    if form.weight_bytes > machine.own_cache:
         stages = dict(reversed(stages.items()))
     return stages
 
 
 def _schedule_output(
-    sch: Schedule, form: _Form, out: SBlockRV, back: SBlockRV, columns: int, machine: Machine
+    sch: Schedule, form: _Form, out: SBlockRV, back: SBlockRV, columns: int, whole: bool, machine: Machine
 ) -> LoopRV:
     """Write the output in parallel, by `columns` tiles of a line, or by lines where their length is free.
 
-    Returns the parallel loop.
+    Where a core goes through all stages (`whole`), it does so for one group of channels, and the tasks of a group
+    follow each other, so that its weights stay in the core's cache. Returns the parallel loop.
     """
     n, h, w, c = sch.get_loops(out)
     high, h = sch.split(h, [None, form.size])
@@ -180,8 +194,12 @@ def _schedule_output(
     else:
         *far, w = sch.split(w, [None, form.rows, form.size])
     outer, pieces, lane = remainder.split(sch, c, 1, form.lanes)
-    sch.reorder(n, high, *parts, *far, outer, h, w, pieces, lane)
-    task = sch.fuse(n, high, *parts)
+    around = [n, high, *parts]
+    if whole and form.groups > 1:
+        group, outer = sch.split(outer, [form.groups, None])
+        around.insert(0, group)
+    sch.reorder(*around, *far, outer, h, w, pieces, lane)
+    task = sch.fuse(*around)
     common.parallel(sch, task, machine)
     if not form.is_flat:
         tails.mark_tiles(sch, far[-1], form.size)
