@@ -55,6 +55,42 @@ def test_a_transposed_convolution_of_symbolic_batch_and_size_equals_onnx_runtime
     assert_same_as_onnxruntime(path, {"x": normal(1, 3, 5, 8)}, {"x": normal(3, 3, 6, 4)})
 
 
+# kernel, stride, padding, output padding
+_CUT = [(3, 2, 1, 0), (4, 3, 1, 0), (3, 2, 0, 0), (7, 4, 3, 1), (5, 3, 1, 1), (2, 2, 1, 0)]
+
+
+def test_a_transposed_convolution_of_free_size_whose_result_is_no_multiple_of_it_is_split(
+    assert_all_same: Check,
+) -> None:
+    cases = []
+    for kernel, stride, pad, more in _CUT[:: scale.count(normal=3, long=1)]:
+        geometry = {"strides": [stride] * 2, "pads": [pad] * 4, "output_padding": [more] * 2}
+        nodes = [
+            helper.make_node("ConvTranspose", ["x", "w", "b"], ["a"], **geometry),
+            helper.make_node("Relu", ["a"], ["c"]),
+            helper.make_node("Conv", ["c", "v"], ["y"], pads=[1] * 4),
+        ]
+        weights = {"w": normal(20, 19, kernel, kernel), "b": normal(19), "v": normal(5, 19, 3, 3)}
+        feeds = [{"x": normal(*size)} for size in ((1, 20, 9, 7), (3, 20, 2, 5))]
+        cases.append(((nodes, [("x", ["n", 20, "h", "w"])], ["y"], weights), *feeds))
+    model = assert_all_same(cases)
+    assert not [name for name, rule in model.schedules if "conv2d" in name and rule == "fallback"]
+
+
+def test_an_activation_of_joined_images_that_are_cut_is_a_function_of_its_own(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    """The code of one function took minutes: TVM substitutes the long indices of all parts many times."""
+    nodes = [
+        helper.make_node("ConvTranspose", ["x", "w"], ["a"], strides=[2, 2], pads=[1] * 4),
+        helper.make_node("Add", ["a", "b"], ["c"]),
+        helper.make_node("Sigmoid", ["c"], ["y"]),
+    ]
+    path = make_model(nodes, [("x", ["n", 8, "h", "w"])], ["y"], {"w": normal(8, 8, 3, 3), "b": normal(1, 8, 1, 1)})
+    model = assert_same_as_onnxruntime(path, {"x": normal(1, 8, 5, 6)}, {"x": normal(2, 8, 1, 3)})
+    assert [name for name, _ in model.schedules if name.startswith("sigmoid")]
+
+
 def test_a_transposed_convolution_of_one_dimension_equals_onnx_runtime(
     make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:

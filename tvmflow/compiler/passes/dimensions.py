@@ -152,8 +152,6 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
     whole_size = all(
         analyzer.can_prove_equal((dims[2 + axis] + extra[axis]) * strides[axis], image[axis]) for axis in (0, 1)
     )
-    if not whole_size and not all(isinstance(size, tvm.tirx.IntImm) for size in dims[2:]):
-        return None  # TVM knows no shape for a slice of a symbolic size.
     kernel = ordinary_kernel(weight, groups)
     channels = kernel.shape[0]
     alike = groups == 1 and all(len({(len(taps), first) for taps, first, _ in axis}) == 1 for axis in phases)
@@ -186,7 +184,7 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
         whole = rewriter.emit(relax.op.reshape(apart, [batch, channels, high, wide]))
     if whole_size:
         return whole
-    return relax.op.strided_slice(whole, [2, 3], [0, 0], image)
+    return relax.op.strided_slice(whole, [2, 3], [0, 0], image, assume_inbound=True)
 
 
 def _overhang(kernel: int, stride: int, dilation: int, padding: Sequence[int], more: int) -> int:

@@ -12,7 +12,7 @@ from tvm.s_tir import renew_defs
 from tvm.tirx import Let, PrimFunc
 
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import FOLLOWS, called_operator, static
+from tvmflow.compiler.operators.common import FOLLOWS, are_equal, called_operator, static
 from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
 from tvmflow.compiler.passes.narrow import ROUNDING
 from tvmflow.compiler.passes.rewrite import sizes
@@ -229,7 +229,8 @@ class SeparateActivations:
     An activation such as `vectormath.tanh` binds its argument to a variable. TVM's code generator substitutes the
     argument for the variable wherever it simplifies, so the build time multiplies with each activation: it is a tenth
     of a second for two and minutes for four. It is half a minute for one sine, which binds many variables, of an
-    argument with long indices, as those of a factor for each channel of an image of free height and width.
+    argument with long indices, as those of a factor for each channel of an image of free height and width. It is
+    minutes for one activation of joined tensors that are cut to another free size, as a transposed convolution ends.
     """
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
@@ -242,6 +243,8 @@ class SeparateActivations:
         for function in relax_functions(mod).values():
             nested: dict[relax.Var, int] = {}
             with_long_indices: set[relax.Var] = set()
+            joined: set[relax.Var] = set()
+            cut: set[relax.Var] = set()
             for binding in (binding for block in function.body.blocks for binding in block.bindings):
                 call, kind = binding.value, _kind(mod, binding.value)
                 if kind is None or kind > _KERNEL:
@@ -251,14 +254,28 @@ class SeparateActivations:
                     bindings_of[callee] = _count_bindings(mod[callee])
                 fused = call.args[1] if kind != _KERNEL else ()
                 is_long = any(item in with_long_indices or _has_long_index(item, call) for item in fused)
+                is_joined = (kind == _INJECTIVE and len(fused) > 1) or any(item in joined for item in fused)
+                is_cut = any(item in cut for item in fused) or (is_joined and _is_cut_to_free_size(call, kind))
                 own = min(bindings_of[callee], 1)
                 nested[binding.var] = max((nested.get(item, 0) for item in fused), default=0) + own
-                if nested[binding.var] > _MOST_NESTED or (is_long and bindings_of[callee] > _MOST_BINDINGS):
+                is_slow = (is_long and bindings_of[callee] > _MOST_BINDINGS) or (is_cut and bindings_of[callee])
+                if nested[binding.var] > _MOST_NESTED or is_slow:
                     nested[binding.var] = own
                     separate.append(call)
-                elif is_long:
-                    with_long_indices.add(binding.var)
+                    continue
+                for is_so, variables in ((is_long, with_long_indices), (is_joined, joined), (is_cut, cut)):
+                    if is_so:
+                        variables.add(binding.var)
         return _Separation(mod, separate, _KERNEL).run() if separate else mod
+
+
+def _is_cut_to_free_size(call: relax.Call, kind: int) -> bool:
+    """Whether a call takes a part of its operand whose size along some axis is free, and another one than before."""
+    operands = call.args[1].fields
+    before, after = sizes(operands[0]) if kind == _INJECTIVE and operands else None, sizes(call)
+    if before is None or after is None or len(before) != len(after):
+        return False
+    return any(static(size) is None and not are_equal(size, other) for size, other in zip(after, before, strict=True))
 
 
 def _count_bindings(function: PrimFunc) -> int:
