@@ -848,3 +848,22 @@ def test_repeated_elements_are_read_backwards_and_from_any_place(assert_all_same
             model = [[*nodes, part, again], [("x", [batch, 4])], ["part", "y"], dict(weights)]
             cases.append((model, {"x": normal(4, 4)}))
     assert_all_same(cases)
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "rounding", "sizes"),
+    [("half_pixel", "round_prefer_floor", (16, 28)), ("asymmetric", "floor", (20, 12))],
+)
+def test_nearest_neighbours_at_ties_are_those_of_onnx_runtime_in_every_function(
+    coordinates: str, rounding: str, sizes: tuple[int, int], make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    """A place between two neighbours took the other one where the resize was part of a larger function."""
+    resize = {"mode": "nearest", "coordinate_transformation_mode": coordinates, "nearest_mode": rounding}
+    nodes = [
+        helper.make_node("Resize", ["x", "", "", "sizes"], ["r"], **resize),
+        helper.make_node("Conv", ["r", "w"], ["y"]),
+    ]
+    before, after = sizes
+    weights = {"sizes": np.array([1, 8, 3, after]), "w": normal(16, 8, 1, 1)}
+    path = make_model(nodes, [("x", [1, 8, 3, before])], ["y"], weights)
+    assert_same_as_onnxruntime(path, {"x": normal(1, 8, 3, before)})

@@ -67,7 +67,11 @@ def convert_resize(node: Node) -> relax.Expr | None:
     mode = node.text("mode", "nearest")
     # TVM multiplies by the quotient of the sizes, which moves what lies between two neighbours to either of them.
     has_quotients = is_symbolic and results is not None and coordinates != "asymmetric"
-    has_ties = mode == "nearest" and (coordinates == "align_corners" or has_quotients)
+    has_ties = mode == "nearest" and (
+        coordinates == "align_corners"
+        or has_quotients
+        or any(_is_between_neighbours(node, step, coordinates) for step in steps if not step.is_free)
+    )
     # TVM divides by the distance of the corners of the result.
     lengths = {axis: shape[axis] for axis in axes if axis > 1} | {step.axis: step.result for step in steps}
     is_thin = coordinates == "align_corners" and not all(node.evaluator.holds(size > 1) for size in lengths.values())
@@ -127,6 +131,21 @@ def convert_upsample(node: Node) -> relax.Expr:
     attributes: dict[str, Any] = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
     return node.apply("Resize", node.inputs[0], None, scales, mode=node.text("mode", "nearest"), **attributes)
 
+
+def _is_between_neighbours(node: Node, step: _Step, coordinates: str) -> bool:
+    """Whether rounding its scale could move a place of an axis of known size from one neighbour to the other."""
+    quotient = Fraction(step.size, step.result)
+    if quotient.denominator & (quotient.denominator - 1) == 0 or coordinates == "tf_crop_and_resize":
+        return False  # The scale, as TVM has it, is exact.
+    places = source_places(step.size, step.result, step.scale, coordinates, (0.0, 1.0), "float64")
+    border = 0.5 if node.text("nearest_mode", "round_prefer_floor").startswith("round") else 0.0
+    # The first place of `asymmetric` is 0 whatever the scale.
+    distances = np.abs(places - border - np.rint(places - border))[1 if coordinates == "asymmetric" else 0 :]
+    return bool(distances.min(initial=1.0) < step.size * _ROUNDING_OF_PLACES)
+
+
+# The error of a place that a run computes in float32, over the size of the axis.
+_ROUNDING_OF_PLACES = 2.0**-21
 
 _COORDINATES_OF_TVM = {
     *("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel", "tf_half_pixel_for_nn"),
