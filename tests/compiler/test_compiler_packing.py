@@ -204,9 +204,10 @@ def test_models_for_all_targets_and_precisions_share_their_weights(make_model: M
     np.testing.assert_array_equal(shared.load().run(x)[0], inside.load().run(x)[0])
 
 
-def test_main_and_its_variants_share_packed_weights(make_model: MakeModel, target: Target) -> None:
+@pytest.mark.parametrize("place", ["inside", "apart"])
+def test_main_and_its_variants_share_packed_weights(make_model: MakeModel, target: Target, place: Any) -> None:
     imported, _ = _images(make_model, "batch")
-    model = build(imported, target, BuildOptions(variants=({"batch": 2},)))
+    model = build(imported, target, BuildOptions(weights=place, variants=({"batch": 2},)))
     loaded = model.load()
     assert len(loaded.weights) == 1
     x = normal(2, 48, 16, 16)
@@ -449,9 +450,28 @@ def test_a_library_holds_tied_weights_once(
     assert table.nbytes < (tmp_path / "model.so").stat().st_size < 1.2 * table.nbytes
 
 
+def test_tied_weights_of_16_bits_are_held_once_in_16_bits(
+    make_model: MakeModel, target: Target, tmp_path: Path
+) -> None:
+    table = normal(6001, 64).astype(ml_dtypes.bfloat16).astype("float32")
+    nodes = [
+        helper.make_node("Gather", ["table", "words"], ["x"]),
+        helper.make_node("Transpose", ["table"], ["scores"], perm=[1, 0]),
+        helper.make_node("MatMul", ["x", "scores"], ["y"]),
+    ]
+    path = make_model(nodes, [("words", ["n"], TensorProto.INT64)], ["y"], {"table": table})
+    inside, apart = (build(import_onnx(path), target, BuildOptions(weights=place)) for place in ("inside", "apart"))
+    assert [(value.itemsize, value.shape) for value in apart.params.values()] == [(2, table.shape)]
+    inside.export(tmp_path / "model.so")
+    assert (tmp_path / "model.so").stat().st_size < 0.7 * table.nbytes
+    words = np.random.default_rng(0).integers(0, 6001, 9)
+    np.testing.assert_array_equal(apart.load().run(words)[0], inside.load().run(words)[0])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint16"])
 def test_a_tied_weight_is_a_form_of_its_table(dtype: str) -> None:
-    table = (100 * normal(21, 6)).astype("int16").astype(dtype)
+    numbers = (100 * normal(21, 6)).astype("int16").astype("float32")
+    table = numbers.astype(ml_dtypes.bfloat16).view("uint16") if dtype == "uint16" else numbers.astype(dtype)
     transpose = np.ascontiguousarray(table.T)
     form = tie(transpose, table)
     assert form is not None
@@ -460,6 +480,15 @@ def test_a_tied_weight_is_a_form_of_its_table(dtype: str) -> None:
     result = tvm.runtime.tensor(np.full_like(transpose, 99))
     library["main"](*map(tvm.runtime.tensor, form.parts), result)
     np.testing.assert_array_equal(result.numpy(), transpose)
+    if dtype != "float32":
+        wide = transpose.astype("float32") if dtype == "float16" else (transpose.astype("uint32") << 16).view("float32")
+        form = tie(wide, table)
+        assert form is not None
+        library = tvm.compile(te.create_prim_func([place, form.widen(place)]), target="llvm")
+        result = tvm.runtime.tensor(np.full_like(wide, 99))
+        library["main"](*map(tvm.runtime.tensor, form.parts), result)
+        np.testing.assert_array_equal(result.numpy(), wide)
+        assert tie(wide + 1, table) is None
     for place_of_change in ((0, 0), (-1, -1)):
         changed = transpose.copy()
         changed[place_of_change] += 1

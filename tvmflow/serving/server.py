@@ -174,8 +174,8 @@ class Watcher:
         try:
             version = self._source.desired_version()
         except TvmflowError as error:
-            self._service.metrics.failed_polls.inc()
             self._report(f"the channel cannot be read: {error}")
+            self._service.metrics.failed_polls.inc()
             return
         if version == self._served_model.version:
             self._refused_version = None
@@ -190,8 +190,8 @@ class Watcher:
             _warm(self._service.batcher, following)
         except StoreError as error:
             # The next poll tries again.
-            self._service.metrics.failed_polls.inc()
             self._report(f"version {version} cannot be fetched: {error}")
+            self._service.metrics.failed_polls.inc()
             return
         except (UncheckedBundleError, OSError, MemoryError) as error:
             self._refuse(version, self._pause, f"version {version} cannot be checked now, and will be again: {error}")
@@ -215,8 +215,9 @@ class Watcher:
     def _refuse(self, version: str, pause: float, problem: str) -> None:
         """Refuse a version for so many seconds."""
         self._refused_version, self._next_attempt = version, time.monotonic() + pause
-        self._service.metrics.failed_swaps.inc()
+        # Who sees the count rise finds the problem.
         self._report(problem)
+        self._service.metrics.failed_swaps.inc()
 
     def _keep_two(self, path: Path | None) -> None:
         """Remove the bundles that this server fetched, but for the last two: a rollback finds its bundle here.

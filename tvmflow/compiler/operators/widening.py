@@ -153,23 +153,40 @@ class BrainWeight(_BitsWeight):
 class TiedWeight(NarrowWeight):
     """The transpose `[K, N]` of a `table` `[N, K]` that the library holds anyway, as where a model ties its weights.
 
-    The numbers have any type.
+    The numbers have any type. With `widens`, the table has 16 bits for each float32, as `float_of_half` reads them.
     """
 
     table: Array
+    widens: bool = False
 
     def widen(self, *parts: te.Tensor) -> te.Tensor:
         """Define the transpose as a tensor expression of the table."""
         (table,) = parts
-        return te.compute((table.shape[1], table.shape[0]), lambda k, n: table[n, k], name="widened")
+
+        def element(k: Any, n: Any) -> Any:
+            return float_of_half(table[n, k]) if self.widens else table[n, k]
+
+        return te.compute((table.shape[1], table.shape[0]), element, name="widened")
 
 
 def tie(weight: Array, table: Array) -> TiedWeight | None:
     """Return a weight as the transpose of a `table` of two dimensions; None where it is not that."""
-    is_transpose = weight.dtype == table.dtype and weight.shape == table.shape[::-1]
+    widens = weight.dtype == np.float32 and table.dtype in (np.float16, np.uint16)
+    if weight.shape != table.shape[::-1] or not (widens or weight.dtype == table.dtype):
+        return None
     # The first line tells most other weights from the table.
-    is_transpose = is_transpose and np.array_equal(weight.T[:1], table[:1]) and np.array_equal(weight.T, table)
-    return TiedWeight(table) if is_transpose else None
+    for count in (1, len(table)):
+        lines = table[:count]
+        if widens:
+            lines = lines.astype("float32") if lines.dtype == np.float16 else _floats_of_bits(lines)
+        if not np.array_equal(weight.T[:count], lines):
+            return None
+    return TiedWeight(table, widens)
+
+
+def _floats_of_bits(bits: Array) -> Array:
+    """The float32 numbers whose upper halves these bits are."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrow(weight: Array) -> NarrowWeight | None:

@@ -104,7 +104,7 @@ def conv2d(
         (side, side, *grid.sizes, groups * vectors * lanes),
         lambda *index: te.sum(term(*index), axis=[k, *within]),
         name="product",
-        attrs={**annotations(rows, lanes, size), GROUPS: groups},
+        attrs={**annotations(rows, lanes, size), **({GROUPS: groups} if groups > 1 else {})},
     )
     # The dimensions of tiles come first. In the product's order, MetaSchedule would mistake this stage for its copy.
     back = te.compute(

@@ -26,7 +26,7 @@ from tvmflow.compiler.passes.functions import relax_functions
 # The fewest bytes by which packed weights must exceed the weights, and the fewest of weights outside the library. Each
 # call of the model passes packed weights as an argument, which costs more than a few pages of memory are worth.
 _SMALLEST_GAIN = 1 << 14
-# Which weights a library packs when it is loaded: none, those that are smaller before, or all.
+# Which weights a library packs when it is loaded: none, those that are larger when they are packed, or all.
 AtLoad = Literal["none", "larger", "all"]
 # The attribute of `pack_weights` that holds its arguments between the two passes.
 _ARGUMENTS = "tvmflow.arguments"
@@ -39,11 +39,11 @@ class PackAtLoad:
 
     `pack_weights` takes the weights and returns a tuple of all packed weights, and of those that it widens. `main` and
     each variant get all of these as additional parameters, after their own. Some packings are not moved but evaluated,
-    so the packed weights become constants: those in functions that other functions call, those that save
-    less than 16 KiB where `at_load` is "larger", those of less than 16 KiB where it is "all", and every one
-    where it is "none". With "all", `pack_weights` also returns the other constants of 16 KiB or more, as they are, so
-    that its arguments are all large weights. The weights stay parameters of `pack_weights` until `BindWeights` makes
-    them constants, because `FoldConstant`, which runs between the two passes, would evaluate the function.
+    so the packed weights become constants: those in functions that other functions call, those that save less than
+    16 KiB where `at_load` is "larger", those of less than 16 KiB where it is "all", and every one where it is "none".
+    With "all", `pack_weights` also returns the other constants of 16 KiB or more, as they are, so that its arguments
+    are all large weights. The weights stay parameters of `pack_weights` until `BindWeights` makes them constants,
+    because `FoldConstant`, which runs between the two passes, would evaluate the function.
     """
 
     def __init__(self, at_load: AtLoad) -> None:

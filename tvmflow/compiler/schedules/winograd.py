@@ -90,7 +90,8 @@ class _Form:
     def of(cls, sch: Schedule, product: SBlockRV) -> "_Form":
         """Read the form from the product's annotations and loops: two of taps, the places, channels, and the sum's."""
         annotations = sch.get(product).annotations
-        rows, lanes, size, groups = (int(annotations[name]) for name in (TILE, LANES, WINOGRAD, GROUPS))
+        rows, lanes, size = (int(annotations[name]) for name in (TILE, LANES, WINOGRAD))
+        groups = int(annotations.get(GROUPS, 1))
         sizes = [variable.dom.extent for variable in sch.get(product).iter_vars]
         dot = DOTS[str(annotations[DOT])] if DOT in annotations else None
         _, side, *places, channels, steps = sizes if dot is None else sizes[:-1]
