@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tvmflow.arrays import Array
+from tvmflow.bundle import PACKED_AT_LOAD
 from tvmflow.hardware import target as targets
 from tvmflow.hardware.target import Target
 
@@ -74,7 +75,7 @@ class _Recorded:
         run = {
             "library": self._library,
             "function": function,
-            "packs": self._model.weights in ("unpacked", "shared"),
+            "packs": self._model.weights in PACKED_AT_LOAD,
             "precision": self._precision,
             "test": os.environ.get("PYTEST_CURRENT_TEST", "").removeprefix("tests/compiler/").removesuffix(" (call)"),
         }

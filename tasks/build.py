@@ -8,7 +8,7 @@ from tasks.options import as_options, variants
 from tasks.relax_import import ImportResult, load_imported
 from tasks.step import ChildStep, TargetJob
 from tasks.tune import TuneResult
-from tvmflow.bundle import Weights
+from tvmflow.bundle import WEIGHTS_IN_FILE, Weights
 from tvmflow.documents.figures import Algorithm
 from tvmflow.hardware.target import Target
 from tvmflow.processes.children import Emit
@@ -124,7 +124,7 @@ def work(job: BuildJob, emit: Emit) -> BuildResult:
         (folder / "pass_timings.json").write_text(json.dumps(dict(timings), indent=1))
         inspected = {**asdict(model.inspected), "decisions": _decisions(choices)}
         (folder / "inspected.json").write_text(json.dumps(inspected))
-        is_apart = model.weights in ("apart", "shared")
+        is_apart = model.weights in WEIGHTS_IN_FILE
         if is_apart:
             compiler.save_params(model.params, folder / "mod.params")
         rules = [rule for _, rule in model.schedules]

@@ -21,6 +21,9 @@ _DTYPES = frozenset(
 # Where a bundle's weights are: packed in the library; packed in a file apart; in the library as the model has them,
 # whose function `pack_weights` packs them; or as the model has them in a file apart, and packed by that function.
 Weights = Literal["inside", "apart", "unpacked", "shared"]
+# Those of which `mod.params` has the weights, and those whose library packs weights when it is loaded.
+WEIGHTS_IN_FILE: tuple[Weights, ...] = ("apart", "shared")
+PACKED_AT_LOAD: tuple[Weights, ...] = ("unpacked", "shared")
 # Those of each format.
 _PLACES: dict[int, tuple[Weights, ...]] = {1: ("inside", "apart"), 2: ("unpacked",), 3: ("shared",)}
 PACK_WEIGHTS = "pack_weights"
@@ -118,12 +121,12 @@ class Manifest:
     @property
     def has_weights_file(self) -> bool:
         """Whether the weights are in `mod.params`."""
-        return self.weights in ("apart", "shared")
+        return self.weights in WEIGHTS_IN_FILE
 
     @property
     def packs_at_load(self) -> bool:
         """Whether the library has the function `pack_weights`, which returns the weights that calls pass."""
-        return self.weights in ("unpacked", "shared")
+        return self.weights in PACKED_AT_LOAD
 
     def to_json(self) -> bytes:
         """Return canonical JSON: equal manifests give equal bytes. Raises ValueError for NaN or infinity.

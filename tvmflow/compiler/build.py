@@ -23,7 +23,7 @@ from tvm.support import cc
 from tvm.tirx import PrimFunc
 
 from tvmflow.arrays import Array
-from tvmflow.bundle import DIRECT_MAIN, PACK_WEIGHTS, Weights
+from tvmflow.bundle import DIRECT_MAIN, PACK_WEIGHTS, PACKED_AT_LOAD, Weights
 from tvmflow.compiler import outputs
 from tvmflow.compiler.annotations import DIRECT
 from tvmflow.compiler.choices import Choices
@@ -164,7 +164,7 @@ class CompiledModel:
         library = self._link() if self._calls_between_parts() else self.executable.jit()
         machine = relax.VirtualMachine(library, tvm.cpu())
         weights = tuple(map(tvm.runtime.tensor, self.params.values()))
-        if self.weights in ("unpacked", "shared"):
+        if self.weights in PACKED_AT_LOAD:
             weights = machine[PACK_WEIGHTS](*weights)
         return LoadedModel(library, machine, tuple(weights))
 

@@ -77,12 +77,12 @@ def share_weights(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, Array]]:
     function = alone[variable]
     params = dict(zip(values, function.params, strict=True))
     order = sorted(values, key=lambda name: _digest(values[name]))
-    shared = relax.Function(
+    with_params = relax.Function(
         [params[name] for name in order], function.body, function.ret_ty, function.is_pure, function.attrs
     )
     others = {key: func for key, func in mod.functions_items() if key != variable}
     weights = {f"weight_{place}": values[name] for place, name in enumerate(order)}
-    return tvm.IRModule({**others, variable: shared}, attrs=mod.attrs), weights
+    return tvm.IRModule({**others, variable: with_params}, attrs=mod.attrs), weights
 
 
 def _digest(array: Array) -> str:

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import ml_dtypes
 import numpy as np
@@ -203,14 +203,14 @@ class WideningPacking:
 
 
 @dataclass(frozen=True)
-class MatrixPacking:
-    """Packs matrices `[..., K, N]` into vectors of columns: `[..., N/v, K, v]`, v = `lanes`, of type `number`.
+class _VectorPacking:
+    """Packs weights into vectors of `lanes` output channels of type `number`.
 
-    With a `group` g above 1, each lane has g neighbouring rows: `[..., N/v, K/g, v, g]`, for dot products. `vectors` is
-    N/v and `steps` K/g; 0 means as few as K needs. There are zeros after the last column and the last row.
+    There are `vectors` vectors. With a `group` above 1, each lane has so many neighbouring input channels, for dot
+    products. `steps` is the number of groups of input channels; 0 means as few as these need. There are zeros after the
+    last output channel and the last input channel.
     """
 
-    name: ClassVar[str] = "matrix"
     expands: ClassVar[bool] = False
 
     lanes: int
@@ -220,14 +220,32 @@ class MatrixPacking:
     steps: int = 0
 
     @classmethod
-    def of_dot(cls, columns: int, lanes: int, dot: Dot, steps: int = 0) -> "MatrixPacking":
-        """Return the packing of matrices of so many columns for dot products."""
-        return cls(lanes, -(-columns // lanes), dot.group, _number_of(dot), steps)
+    def of_dot(cls, channels: int, lanes: int, dot: Dot, steps: int = 0) -> Self:
+        """Return the packing of so many output channels for dot products."""
+        return cls(lanes, -(-channels // lanes), dot.group, _number_of(dot), steps)
+
+    def _count_steps(self, depth: int) -> int:
+        return self.steps or -(-depth // self.group)
+
+    def _guard(self, depth: int, channels: int, place: Any, channel: Any) -> list[Any]:
+        """The conditions for a weight at these places of `depth` input and `channels` output channels to be there."""
+        is_full = depth == self._count_steps(depth) * self.group and channels == self.vectors * self.lanes
+        return [] if is_full else [place < depth, channel < channels]
+
+
+@dataclass(frozen=True)
+class MatrixPacking(_VectorPacking):
+    """Packs matrices `[..., K, N]` into `[..., N/v, K, v]`, or `[..., N/v, K/g, v, g]` in groups of g.
+
+    v is `lanes`; a column is an output channel, and a row an input channel.
+    """
+
+    name: ClassVar[str] = "matrix"
 
     def pack(self, weight: Array) -> Array:
         """Return the packed matrices."""
         *lead, depth, units = weight.shape
-        steps = self.steps or -(-depth // self.group)
+        steps = self._count_steps(depth)
         value = np.zeros((*lead, steps * self.group, self.vectors * self.lanes), _STORED[self.number])
         value[..., :depth, :units] = _convert(weight, self.number)
         value = value.reshape(*lead, steps, self.group, self.vectors, self.lanes)
@@ -237,47 +255,29 @@ class MatrixPacking:
     def define(self, weight: te.Tensor) -> te.Tensor:
         """Define the packed matrices."""
         *lead, depth, units = (int(size) for size in weight.shape)
-        steps = self.steps or -(-depth // self.group)
 
         def element(*place: Any) -> Any:
             *outer, vector, step, lane = place[: len(lead) + 3]
-            within = place[-1] if self.group > 1 else 0
-            row, column = step * self.group + within, vector * self.lanes + lane
-            is_padding = depth != steps * self.group or units != self.vectors * self.lanes
-            conditions = [row < depth, column < units] if is_padding else []
-            return _element(weight[(*outer, row, column)], self.number, conditions)
+            row, column = step * self.group + sum(place[len(lead) + 3 :]), vector * self.lanes + lane
+            return _element(weight[(*outer, row, column)], self.number, self._guard(depth, units, row, column))
 
-        shape = (*lead, self.vectors, steps, self.lanes, *([self.group] if self.group > 1 else []))
-        return te.compute(shape, element, name="packed")
+        shape = (*lead, self.vectors, self._count_steps(depth), self.lanes)
+        return te.compute((*shape, self.group) if self.group > 1 else shape, element, name="packed")
 
 
 @dataclass(frozen=True)
-class ConvolutionPacking:
-    """Packs weights `[CO][CI][KH][KW]` into vectors of output channels: `[CO/v][KH][KW][CI][v]` of type `number`.
+class ConvolutionPacking(_VectorPacking):
+    """Packs weights `[CO][CI][KH][KW]` into `[CO/v][KH][KW][CI][v]`, or `[CO/v][KH][KW][CI/g][v][g]` in groups of g.
 
-    v is `lanes`. With a `group` g above 1, each lane has g neighbouring input channels: `[CO/v][KH][KW][CI/g][v][g]`,
-    for dot products. `vectors` is CO/v and `steps` CI/g; 0 means as few as CI needs. There are zeros after
-    the last output channel and the last input channel.
+    v is `lanes`.
     """
 
     name: ClassVar[str] = "convolution"
-    expands: ClassVar[bool] = False
-
-    lanes: int
-    vectors: int
-    group: int = 1
-    number: Number = "float32"
-    steps: int = 0
-
-    @classmethod
-    def of_dot(cls, channels: int, lanes: int, dot: Dot, steps: int = 0) -> "ConvolutionPacking":
-        """Return the packing of weights of so many output channels for dot products."""
-        return cls(lanes, -(-channels // lanes), dot.group, _number_of(dot), steps)
 
     def pack(self, weight: Array) -> Array:
         """Return the packed weights."""
         channels, depth, kernel_h, kernel_w = weight.shape
-        steps = self.steps or -(-depth // self.group)
+        steps = self._count_steps(depth)
         size = (self.vectors * self.lanes, steps * self.group, kernel_h, kernel_w)
         value = np.zeros(size, _STORED[self.number])
         value[:channels, :depth] = _convert(weight, self.number)
@@ -288,15 +288,13 @@ class ConvolutionPacking:
     def define(self, weight: te.Tensor) -> te.Tensor:
         """Define the packed weights."""
         channels, depth, kernel_h, kernel_w = (int(size) for size in weight.shape)
-        steps = self.steps or -(-depth // self.group)
-        is_padding = depth != steps * self.group or channels != self.vectors * self.lanes
 
         def element(j: Any, y: Any, x: Any, k: Any, v: Any, *g: Any) -> Any:
             channel, place = j * self.lanes + v, k * self.group + sum(g)
-            conditions = [channel < channels, place < depth] if is_padding else []
+            conditions = self._guard(depth, channels, place, channel)
             return _element(weight[channel, place, y, x], self.number, conditions)
 
-        shape = (self.vectors, kernel_h, kernel_w, steps, self.lanes)
+        shape = (self.vectors, kernel_h, kernel_w, self._count_steps(depth), self.lanes)
         return te.compute((*shape, self.group) if self.group > 1 else shape, element, name="packed")
 
 
@@ -337,9 +335,10 @@ class DepthwisePacking:
 
 @dataclass(frozen=True)
 class GroupsPacking:
-    """Packs weights `[C][G][KH][KW]` of groups of G channels into float32 `[KH][KW][G][C]`, v = `lanes`.
+    """Packs weights `[C][G][KH][KW]` of groups of G channels into float32 `[KH][KW][G][C]`.
 
-    With `pairs`, G is even, and the result is bfloat16 `[KH][KW][G/2][C][2]`. There are zeros after the last channel.
+    With `pairs`, G is even, and the result is bfloat16 `[KH][KW][G/2][C][2]`. Zeros after the last channel fill up the
+    last vector of `lanes` channels.
     """
 
     name: ClassVar[str] = "groups"

@@ -243,8 +243,8 @@ class SeparateActivations:
         for function in relax_functions(mod).values():
             nested: dict[relax.Var, int] = {}
             with_long_indices: set[relax.Var] = set()
-            joined: set[relax.Var] = set()
-            cut: set[relax.Var] = set()
+            joins: set[relax.Var] = set()
+            cuts: set[relax.Var] = set()
             for binding in (binding for block in function.body.blocks for binding in block.bindings):
                 call, kind = binding.value, _kind(mod, binding.value)
                 if kind is None or kind > _KERNEL:
@@ -254,8 +254,8 @@ class SeparateActivations:
                     bindings_of[callee] = _count_bindings(mod[callee])
                 fused = call.args[1] if kind != _KERNEL else ()
                 is_long = any(item in with_long_indices or _has_long_index(item, call) for item in fused)
-                is_joined = (kind == _INJECTIVE and len(fused) > 1) or any(item in joined for item in fused)
-                is_cut = any(item in cut for item in fused) or (is_joined and _is_cut_to_free_size(call, kind))
+                is_joined = (kind == _INJECTIVE and len(fused) > 1) or any(item in joins for item in fused)
+                is_cut = any(item in cuts for item in fused) or (is_joined and _is_cut_to_free_size(call, kind))
                 own = min(bindings_of[callee], 1)
                 nested[binding.var] = max((nested.get(item, 0) for item in fused), default=0) + own
                 is_slow = (is_long and bindings_of[callee] > _MOST_BINDINGS) or (is_cut and bindings_of[callee])
@@ -263,8 +263,8 @@ class SeparateActivations:
                     nested[binding.var] = own
                     separate.append(call)
                     continue
-                for is_so, variables in ((is_long, with_long_indices), (is_joined, joined), (is_cut, cut)):
-                    if is_so:
+                for holds, variables in ((is_long, with_long_indices), (is_joined, joins), (is_cut, cuts)):
+                    if holds:
                         variables.add(binding.var)
         return _Separation(mod, separate, _KERNEL).run() if separate else mod
 
