@@ -1,5 +1,5 @@
 // AMX by software, for processors without it: the instructions that the compiler's kernels use, as Intel's manual
-// describes them (volume 2: LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS, TDPBUSD). What would raise a fault aborts.
+// describes them (volume 2: LDTILECFG, TILEZERO, TILELOADD, TILESTORED, TDPBF16PS, TDPBUSD). What would raise a fault aborts.
 
 #include <cstdint>
 #include <cstdio>
@@ -79,6 +79,11 @@ void emulated_ldtilecfg(const uint8_t* configuration) {
 }
 
 void emulated_tilerelease() { state = State{}; }
+
+void emulated_tilezero(int8_t tile) {
+  Tile& to = Configured(tile);
+  std::memset(to.data, 0, sizeof to.data);
+}
 
 void emulated_tileloadd64(int8_t tile, const uint8_t* base, int64_t stride) {
   Tile& to = Configured(tile);

@@ -5,6 +5,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -307,12 +308,14 @@ def test_without_narrow_numbers_nothing_of_it_is_used(make_model: MakeModel) -> 
 @pytest.mark.parametrize("dot", [BF16, INT8], ids=lambda dot: dot.name)
 def test_the_sizes_of_a_kernels_tiles_fit_the_registers(dot: Any) -> None:
     for rows in range(1, 33):
-        for groups in (8, 9, 16, 48):
-            kernel = amx.Kernel(rows, amx.choose_vectors(rows, 12), groups)
-            assert sum(kernel.heights) == rows
+        for vectors, groups in ((1, 8), (12, 8), (5, 9), (7, 16), (13, 48)):
+            kernel = amx.Kernel(rows, vectors, groups)
+            assert (sum(kernel.heights), sum(kernel.widths)) == (rows, vectors)
             assert max(kernel.heights) <= amx.ROWS
-            assert len(kernel.heights) * kernel.vectors <= 4
-            assert amx.write_code(dot, kernel).count("call void") >= 8
+            assert len(kernel.heights) * max(kernel.widths) <= 4
+            instruction = "tdpbf16ps" if dot is BF16 else "tdpbusd"
+            count = amx.write_code(dot, kernel).count(f"call void @llvm.x86.{instruction}")
+            assert count == len(kernel.heights) * sum(set(kernel.widths))
 
 
 @pytest.mark.parametrize(
@@ -394,6 +397,22 @@ def test_all_pixels_of_a_small_image_fill_tiles_together(make_model: MakeModel, 
         (heights[size],) = map(int, re.findall(rf'"{TILE}": (\d+)', model.ir_text))
     # By lines, tiles would have 7 rows.
     assert heights == {7: 28, 28: 28}
+
+
+@pytest.mark.usefixtures("emulated")
+def test_one_call_computes_several_vectors(make_model: MakeModel, target: Target) -> None:
+    # Tiles hold the results of two vectors of 28 pixels. Of five, they hold two, two and one.
+    for units, vectors in ((192, 12), (80, 5)):
+        nodes = [helper.make_node("Conv", ["x", "w"], ["c"])]
+        path = make_model(nodes, [("x", [1, 64, 28, 28])], ["c"], {"w": normal(units, 64, 1, 1)})
+        (kernel,) = _kernels(build(import_onnx(path), target, BuildOptions(precision="bf16")))
+        assert kernel.removeprefix("tvmflow_amx_bf16_").split("_")[:2] == ["28", str(vectors)]
+
+
+def test_calls_are_even_shares_for_all_cores() -> None:
+    kernel, processor = amx.Kernel(28, 1, 32), machine(resolve("x86-64-v4-amx"))
+    counts = [amx.choose_vectors(kernel, 12, 1, replace(processor, cores=cores)) for cores in (1, 4, 12)]
+    assert counts == [12, 3, 1]
 
 
 def test_rows_that_nothing_divides_are_spread_evenly() -> None:

@@ -14,6 +14,7 @@ from tvm.s_tir.schedule import LoopRV
 from tvmflow.compiler import cost, intrinsics, tiles
 from tvmflow.compiler.dotproduct import DOTS, WIDE, Dot
 from tvmflow.compiler.machine import Machine
+from tvmflow.hardware.profiles import Tiles
 
 # The rows and the 32-bit lanes of a tile.
 ROWS = LANES = 16
@@ -23,6 +24,8 @@ _FEWEST_ROWS, _FEWEST_GROUPS = ROWS // 4, ROWS // 2
 _RESULTS, _LEFT, _RIGHT = 4, 4, 6
 
 _NAMES = "tvmflow.amx."
+# In a name, before the numbers: the loops that set results to zero.
+_START = "start"
 # The prefix of LLVM's intrinsics. A test replaces it by the prefix of functions that do the same on any processor.
 INTRINSICS = "llvm.x86."
 _MULTIPLY = {"bf16": "tdpbf16ps", "int8": "tdpbusd"}
@@ -46,6 +49,21 @@ _MEANING = """\
                 vi, vc, {reduced} = T.axis.remap("SS{kinds}", [i, c, {loops}])
                 C[vi, vc] = C[vi, vc] + {left_value} * {right_value}
 """
+_NOTHING = """\
+@T.prim_func(s_tir=True)
+def main(c: T.handle) -> None:
+    row = T.int64()
+    C = T.match_buffer(c, ({rows}, {channels}), "{accumulator}", offset_factor=1, strides=[row, 1])
+    with T.sblock("root"):
+        T.reads()
+        T.writes(C[0:{rows}, 0:{channels}])
+"""
+_ZERO = """\
+        for i, c in T.grid({rows}, {channels}):
+            with T.sblock("update"):
+                vi, vc = T.axis.remap("SS", [i, c])
+                C[vi, vc] = T.{accumulator}(0)
+"""
 _CALL = """\
         T.evaluate(T.call_extern("void", "{name}", C.access_ptr("rw"), T.Cast("int64", row) * T.int64(4),
             A.access_ptr("r"), T.Cast("int64", {pixel}) * T.int64({bytes}), T.Cast("int64", {line}) * T.int64({bytes}),
@@ -60,7 +78,8 @@ class Kernel:
     A group is the 2 bf16 or 4 int8 numbers that one lane multiplies at a time (`Dot.group`). For each row of results, a
     convolution reads `taps_h` lines that are `dilation` lines apart, and `taps_w` neighbouring pixels of each line. A
     pixel has `groups` groups, and the pixels of neighbouring rows are `stride` apart. A matrix product reads one row of
-    `groups` groups for each row of results; its `taps_h` and `taps_w` are 0.
+    `groups` groups for each row of results; its `taps_h` and `taps_w` are 0. Where `adds` is 1, the kernel adds to the
+    results, which are those of a part of the depth; where it is 0, it writes them.
     """
 
     rows: int
@@ -70,6 +89,7 @@ class Kernel:
     taps_w: int = 0
     stride: int = 1
     dilation: int = 1
+    adds: int = 0
 
     @property
     def depth(self) -> int:
@@ -84,6 +104,11 @@ class Kernel:
         """The number of rows in each of the one or two tiles that hold the kernel's rows, from the top."""
         count = -(-self.rows // ROWS)
         return [self.rows // count + (place < self.rows % count) for place in range(count)]
+
+    @property
+    def widths(self) -> list[int]:
+        """How many of the vectors the tiles hold the results of at a time, as even as possible, in descending order."""
+        return _widths(self.rows, self.vectors)
 
 
 def choose_rows(
@@ -123,18 +148,27 @@ def cycles(
     of results. The estimate takes the left operand from the first-level cache and the right one from the second-level
     cache. Rows that do not fill whole kernels are copied first, once for all vectors; others are where `is_copied`.
     """
-    costs = machine.tiles
-    if costs is None:
-        raise ValueError("a machine without AMX has no cycles of its kernels")
-    tiles_high, width = -(-height // ROWS), choose_vectors(height, vectors)
-    loading = costs.load_first * tiles_high + costs.load_second * width
-    steps = lines * depth // _step(depth)
-    each = max(height * width * costs.multiply / ROWS, loading) * steps + costs.start
-    total = -(-(rows or height) // height) * each / width
+    parts = [
+        _multiplying(height, depth, width, machine, lines) + _costs(machine).start for width in _widths(height, vectors)
+    ]
+    total = -(-(rows or height) // height) * sum(parts) / vectors
     if rows is not None and not rows % height and not is_copied:
         return total
     size = 4 * (rows or height) * depth
     return total + cost.move_cycles(size, size, size, machine) / vectors
+
+
+def _costs(machine: Machine) -> Tiles:
+    if machine.tiles is None:
+        raise ValueError("a machine without AMX has no cycles of its kernels")
+    return machine.tiles
+
+
+def _multiplying(height: int, depth: int, width: int, machine: Machine, lines: int) -> float:
+    """The cycles to load the operands of `height` rows by `width` vectors of results, and to multiply them."""
+    costs = _costs(machine)
+    loading = costs.load_first * -(-height // ROWS) + costs.load_second * width
+    return max(height * width * costs.multiply / ROWS, loading) * (lines * depth // _step(depth))
 
 
 def fill_depth(rows: int | None, groups: int, vectors: int, machine: Machine, *, lines: int = 1) -> int:
@@ -155,13 +189,30 @@ def fill_depth(rows: int | None, groups: int, vectors: int, machine: Machine, *,
     return filled if by_tiles <= tiles.cycles(rows, lines * groups, vectors, machine) else groups
 
 
-def choose_vectors(rows: int, vectors: int) -> int:
-    """Choose how many of a result's `vectors` a kernel of `rows` rows computes at a time.
+def _widths(rows: int, vectors: int) -> list[int]:
+    """The numbers of vectors of a kernel's results that tiles hold at a time, of `vectors` in all.
 
-    It is a divisor of `vectors`: at most 4 if the rows fit one tile, at most 2 if they need two.
+    Each is at most 4 if the `rows` fit one tile, at most 2 if they need two. They differ by one at most.
     """
-    most = _RESULTS // -(-rows // ROWS)
-    return next(count for count in range(most, 0, -1) if vectors % count == 0)
+    count = -(-vectors // (_RESULTS // -(-rows // ROWS)))
+    return [vectors // count + (place < vectors % count) for place in range(count)]
+
+
+def choose_vectors(kernel: Kernel, vectors: int, tasks: int, machine: Machine) -> int:
+    """Choose how many of a result's `vectors` one call of a kernel computes; those of the kernel itself do not count.
+
+    The number divides `vectors`. More of them share the configuration of the tiles, as long as the results of a call
+    fill at most half of the first-level cache, and the calls are even shares for all cores. `tasks` is the number of
+    calls where each computes all vectors, or one where it is unknown.
+    """
+    lines, most = max(1, kernel.taps_h), max(_RESULTS, machine.first.size // (2 * 4 * LANES * kernel.rows))
+
+    def estimate(count: int) -> float:
+        widths = _widths(kernel.rows, count)
+        multiplying = sum(_multiplying(kernel.rows, kernel.depth, width, machine, lines) for width in widths)
+        return (_costs(machine).start + multiplying) / count / cost.evenness(tasks * vectors // count, machine)
+
+    return min((count for count in range(1, min(vectors, most) + 1) if vectors % count == 0), key=estimate)
 
 
 def _step(depth: int) -> int:
@@ -169,15 +220,20 @@ def _step(depth: int) -> int:
     return max(count for count in range(1, ROWS + 1) if depth % count == 0)
 
 
-def tensorize(sch: Schedule, dot: Dot, kernel: Kernel, task: LoopRV, row: LoopRV) -> None:
+def tensorize(sch: Schedule, dot: Dot, kernel: Kernel, task: LoopRV, row: LoopRV, start: LoopRV | None = None) -> None:
     """Replace a product's loop `row`, and the loops over channels and depth inside it, by a call of a kernel.
 
-    Attaches the kernel's code to `task`, a loop around `row`. Raises TVM's ScheduleError if the loops do not compute
-    the product that `dot` and `kernel` describe.
+    Attaches the kernel's code to `task`, a loop around `row`. `start` is the loop over rows that sets the results to
+    zero, with a loop over channels inside it; it is removed, as the kernel does that. None leaves it, for a kernel that
+    adds. Raises TVM's ScheduleError if the loops do not compute the product that `dot` and `kernel` describe.
     """
     name = _NAMES + ".".join([dot.name, *map(str, astuple(kernel))])
-    register(name)
     sch.annotate(task, "pragma_import_llvm", write_code(dot, kernel))
+    if start is not None:
+        nothing = _NAMES + ".".join([_START, dot.name, str(kernel.rows), str(kernel.vectors * LANES)])
+        register(nothing)
+        sch.tensorize(start, nothing)
+    register(name)
     sch.tensorize(row, name)
 
 
@@ -190,6 +246,11 @@ def register(name: str) -> None:
     if not name.startswith(_NAMES):
         return
     kind, *numbers = name.removeprefix(_NAMES).split(".")
+    if kind == _START:
+        dot, rows, channels = numbers
+        sizes = {"rows": rows, "channels": channels, "accumulator": DOTS[dot].accumulator}
+        intrinsics.define(name, _NOTHING.format(**sizes), _ZERO.format(**sizes), "        T.evaluate(0)\n")
+        return
     words = _words(DOTS[kind], Kernel(*map(int, numbers)))
     intrinsics.define(name, _DESCRIPTION.format(**words), _MEANING.format(**words), _CALL.format(**words))
 
@@ -248,14 +309,16 @@ def _words(dot: Dot, kernel: Kernel) -> dict[str, object]:
 
 
 def write_code(dot: Dot, kernel: Kernel) -> str:
-    """Return LLVM IR for the function of a kernel, which adds the products to the results.
+    """Return LLVM IR for the function of a kernel.
 
     The function's parameters, in order: the results, the bytes from one row of results to the next, the left operand,
-    the bytes from one row of it to the next, the bytes from one of its lines to the next, and the right operand.
+    the bytes from one row of it to the next, the bytes from one of its lines to the next, and the right operand. The
+    tiles are configured once. They hold the results of a few vectors over the whole depth, then those of the next ones.
     """
     multiply, symbol = _MULTIPLY[dot.name], _symbol(dot, kernel)
-    heights, step = kernel.heights, _step(kernel.depth)
+    heights, step, widths = kernel.heights, _step(kernel.depth), kernel.widths
     steps = kernel.depth // step
+    size = 4 * LANES * kernel.depth * max(1, kernel.taps_h)
     starts = [sum(heights[:place]) for place in range(len(heights))]
     lines: list[str] = []
 
@@ -269,41 +332,61 @@ def write_code(dot: Dot, kernel: Kernel) -> str:
     def intrinsic(name: str, arguments: str) -> None:
         lines.append(f"  call void @{INTRINSICS}{name}({arguments})")
 
-    def results(name: str) -> None:
+    def move_results(name: str, width: int) -> None:
         for place, start in enumerate(starts):
-            row = move_pointer("%c", value(f"mul i64 %c_row, {start}"))
-            for vector in range(kernel.vectors):
-                tile = place * kernel.vectors + vector
-                intrinsic(name, f"i8 {tile}, ptr {move_pointer(row, str(4 * LANES * vector))}, i64 %c_row")
+            row = move_pointer(f"%results_{width}", value(f"mul i64 %c_row, {start}"))
+            for vector in range(width):
+                target = move_pointer(row, str(4 * LANES * vector))
+                intrinsic(name, f"i8 {place * widths[0] + vector}, ptr {target}, i64 %c_row")
 
     intrinsic("ldtilecfg", f"ptr @{symbol}_tiles")
-    results("tileloadd64")
     below = [value(f"mul i64 %a_row, {start}") for start in starts]
-    lines += ["  br label %loop", "loop:", "  %t = phi i64 [0, %entry], [%next, %loop]"]
-    line = value(f"mul i64 {value(f'udiv i64 %t, {steps}')}, {kernel.dilation}")
-    within = value(f"mul i64 {value(f'urem i64 %t, {steps}')}, {4 * step}")
-    left = move_pointer(move_pointer("%a", value(f"mul i64 {line}, %a_line")), within)
-    right = move_pointer("%b", value(f"mul i64 %t, {4 * LANES * step}"))
-    for place, offset in enumerate(below):
-        intrinsic("tileloadd64", f"i8 {_LEFT + place}, ptr {move_pointer(left, offset)}, i64 %a_row")
-    for vector in range(kernel.vectors):
-        size = 4 * LANES * kernel.depth * max(1, kernel.taps_h)
-        tile = _RIGHT + vector % 2
-        intrinsic("tileloadd64", f"i8 {tile}, ptr {move_pointer(right, str(size * vector))}, i64 {4 * LANES}")
-        for place in range(len(heights)):
-            intrinsic(multiply, f"i8 {place * kernel.vectors + vector}, i8 {_LEFT + place}, i8 {tile}")
-    lines += [
-        "  %next = add i64 %t, 1",
-        f"  %more = icmp ult i64 %next, {steps * max(1, kernel.taps_h)}",
-        "  br i1 %more, label %loop, label %end",
-        "end:",
-    ]
-    results("tilestored64")
+    before, first = "entry", 0
+    for width in sorted(set(widths), reverse=True):
+        end = first + width * widths.count(width)
+        lines += [f"  br label %vectors_{width}", f"vectors_{width}:"]
+        lines.append(f"  %first_{width} = phi i64 [{first}, %{before}], [%next_{width}, %end_{width}]")
+        beside = value(f"mul i64 %first_{width}, {4 * LANES}")
+        lines.append(f"  %results_{width} = getelementptr i8, ptr %c, i64 {beside}")
+        weights = move_pointer("%b", value(f"mul i64 %first_{width}, {size}"))
+        if kernel.adds:
+            move_results("tileloadd64", width)
+        else:
+            for tile in range(len(heights) * widths[0]):
+                intrinsic("tilezero", f"i8 {tile}")
+        lines += [f"  br label %loop_{width}", f"loop_{width}:"]
+        lines.append(f"  %t_{width} = phi i64 [0, %vectors_{width}], [%next_t_{width}, %loop_{width}]")
+        line = value(f"mul i64 {value(f'udiv i64 %t_{width}, {steps}')}, {kernel.dilation}")
+        within = value(f"mul i64 {value(f'urem i64 %t_{width}, {steps}')}, {4 * step}")
+        left = move_pointer(move_pointer("%a", value(f"mul i64 {line}, %a_line")), within)
+        right = move_pointer(weights, value(f"mul i64 %t_{width}, {4 * LANES * step}"))
+        for place, offset in enumerate(below):
+            intrinsic("tileloadd64", f"i8 {_LEFT + place}, ptr {move_pointer(left, offset)}, i64 %a_row")
+        for vector in range(width):
+            tile = _RIGHT + vector % 2
+            intrinsic("tileloadd64", f"i8 {tile}, ptr {move_pointer(right, str(size * vector))}, i64 {4 * LANES}")
+            for place in range(len(heights)):
+                intrinsic(multiply, f"i8 {place * widths[0] + vector}, i8 {_LEFT + place}, i8 {tile}")
+        lines += [
+            f"  %next_t_{width} = add i64 %t_{width}, 1",
+            f"  %more_t_{width} = icmp ult i64 %next_t_{width}, {steps * max(1, kernel.taps_h)}",
+            f"  br i1 %more_t_{width}, label %loop_{width}, label %end_{width}",
+            f"end_{width}:",
+        ]
+        move_results("tilestored64", width)
+        lines += [
+            f"  %next_{width} = add i64 %first_{width}, {width}",
+            f"  %more_{width} = icmp ult i64 %next_{width}, {end}",
+            f"  br i1 %more_{width}, label %vectors_{width}, label %done_{width}",
+            f"done_{width}:",
+        ]
+        before, first = f"done_{width}", end
     intrinsic("tilerelease", "")
     declarations = "\n".join(
         f"declare void @{INTRINSICS}{name}({arguments})"
         for name, arguments in (
             ("ldtilecfg", "ptr"),
+            ("tilezero", "i8"),
             ("tileloadd64", "i8, ptr, i64"),
             ("tilestored64", "i8, ptr, i64"),
             (multiply, "i8, i8, i8"),
@@ -313,7 +396,7 @@ def write_code(dot: Dot, kernel: Kernel) -> str:
     head = (
         f"define linkonce_odr void @{symbol}(ptr %c, i64 %c_row, ptr %a, i64 %a_row, i64 %a_line, ptr %b) noinline {{"
     )
-    tiles = "".join(f"\\{byte:02X}" for byte in _configuration(heights, kernel.vectors, step))
+    tiles = "".join(f"\\{byte:02X}" for byte in _configuration(heights, widths[0], step))
     sizes = f'@{symbol}_tiles = linkonce_odr constant [64 x i8] c"{tiles}", align 64'
     return "\n".join([sizes, declarations, head, "entry:", *lines, "  ret void", "}", ""])
 

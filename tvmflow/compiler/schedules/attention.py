@@ -1,6 +1,7 @@
 """The schedule for attention: strip by strip of queries, both products in register tiles with softmax between them."""
 
 import math
+from collections.abc import Sequence
 
 from tvm import te, tirx
 from tvm.s_tir import SBlockRealize, Schedule
@@ -72,10 +73,11 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
         _tile(sch, scores, math.prod(strip), key_vectors, lanes)
     for name in _COPIES:
         for block in common.find_blocks(sch, name):
-            if by_pairs and name in ("keys", "values"):
+            places = (3, 4, 5) if by_pairs else (3, 4)
+            if name == "keys" and transposes.fits_packing(sch, block, places):
+                _pack_keys(sch, block, places, machine)
+            elif by_pairs and name in ("keys", "values"):
                 _pack_pairs(sch, block, machine)
-            elif name == "keys" and transposes.fits_packing(sch, block, (3, 4)):
-                _pack_keys(sch, block, machine)
             else:
                 common.parallel_vectorized(sch, block, machine)
     use_dot_products(sch, machine)
@@ -129,16 +131,19 @@ def _single_query(sch: Schedule, products: SBlockRV, loops: list[LoopRV], keys: 
             registers.keep_in_registers(sch, own[-4:])
 
 
-def _pack_keys(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+def _pack_keys(sch: Schedule, block: SBlockRV, places: Sequence[int], machine: Machine) -> None:
     """Copy the keys of a head side by side, by shuffles of tiles: each line of the cache is read once."""
-    batch, head, tile, channel, key = sch.get_loops(block)
+    batch, head, tile, channel, key, *pair = sch.get_loops(block)
     width = math.gcd(common.extent(sch, channel) or 1, machine.lanes)
     (channel, near), (key, lane) = sch.split(channel, [None, width]), sch.split(key, [None, machine.lanes])
-    sch.reorder(batch, head, tile, key, channel, near, lane)
+    sch.reorder(batch, head, tile, key, channel, near, lane, *pair)
     common.parallel(sch, sch.fuse(batch, head, tile), machine)
-    sch.vectorize(lane)
     if width >= NARROWEST:
-        transposes.mark_packing(sch, (3, 4), near)
+        transposes.mark_packing(sch, places, near)
+    if pair:
+        sch.unroll(*pair)
+    else:
+        sch.vectorize(lane)
 
 
 def _pack_pairs(sch: Schedule, block: SBlockRV, machine: Machine) -> None:

@@ -3,6 +3,8 @@
 With dot-product instructions, a product has the same register tile as in `products`.
 """
 
+from dataclasses import replace
+
 from tvm import tirx
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
@@ -57,6 +59,7 @@ def _by_amx(sch: Schedule, machine: Machine, choices: Choices, kind: str, produc
     """Schedule a product for AMX: one call multiplies the whole depth of one or a few of its tiles."""
     annotations = sch.get(product).annotations
     rows = kind == "dot_rows"
+    kernel = amx.Kernel(int(annotations[TILE]), 1, *(int(item) for item in annotations[AMX]))
     tiling = products.tile_product(
         sch,
         machine,
@@ -65,17 +68,15 @@ def _by_amx(sch: Schedule, machine: Machine, choices: Choices, kind: str, produc
         lead_dimensions=rows,
         reduced=2 if rows or annotations[AMX][1] == 1 else 3,
         grouped=1,
-        choose_vectors=amx.choose_vectors,
+        choose_vectors=lambda vectors, tasks: amx.choose_vectors(kernel, vectors, tasks, machine),
     )
     if tiling is None:
         return False
     row, vector, lane = tiling.tile.loops
-    vectors = common.extent(sch, vector) or 1
-    kernel = amx.Kernel(int(annotations[TILE]), vectors, *(int(item) for item in annotations[AMX]))
-    start = sch.decompose_reduction(product, row)
-    registers.keep_in_registers(sch, list(sch.get_loops(start))[-2:])
+    kernel = replace(kernel, vectors=common.extent(sch, vector) or 1)
     sch.fuse(vector, lane)
-    amx.tensorize(sch, DOTS[str(annotations[DOT])], kernel, tiling.task, row)
+    start, _ = list(sch.get_loops(sch.decompose_reduction(product, row)))[-2:]
+    amx.tensorize(sch, DOTS[str(annotations[DOT])], kernel, tiling.task, row, start)
     registers.keep_in_registers(sch, tiling.result_tile.loops[1:])
     return True
 

@@ -78,9 +78,10 @@ def tile_product(
     Where each core reads a part of the weights once, the padded input has a parallel loop before that one, as copies of
     operands have; else it is computed in the loop over tiles. The product has `reduced` reductions, the last `grouped`
     of which run within one 32-bit element of the weights. With `lead_dimensions` the result is
-    `[*batch, rows, channels]`, else an image. `choose_vectors` takes the rows of a tile and the number of vectors of
-    channels of the whole result, and returns the number of vectors of a tile. By default the `choices` and the
-    registers decide about it. Returns None for a function without such a product.
+    `[*batch, rows, channels]`, else an image. `choose_vectors` takes the number of vectors of
+    channels of the whole result, and that of the tiles one above the other that cover all rows of it (one where it is
+    unknown), and returns the number of vectors of a tile. By default the `choices` and the registers decide about it.
+    Returns None for a function without such a product.
     """
     product = common.find_kernel(sch, kind)
     if product is None:
@@ -97,13 +98,13 @@ def tile_product(
         common.join_dimensions(sch, out, [int(place) for place in annotations.get(ROWS, range(lead_count, last))])
     loops = list(sch.get_loops(out))
     lead, channel = loops[:lead_count], loops[-1]
+    extents = [common.extent(sch, loop) for loop in loops[:-1]]
+    above = [*extents[:-1], -(-(extents[-1] or 0) // rows)] if lead_dimensions else extents[:-1]
+    tasks = math.prod(size or 0 for size in above)
     if choose_vectors is None:
-        extents = [common.extent(sch, loop) for loop in loops[:-1]]
-        above = [*extents[:-1], -(-(extents[-1] or 0) // rows)] if lead_dimensions else extents[:-1]
-        tasks = math.prod(size or 0 for size in above)
         count = registers.choose_vectors(rows, vectors, machine, choices, tasks or None)
     else:
-        count = choose_vectors(rows, vectors or 1)
+        count = choose_vectors(vectors or 1, tasks or 1)
     outer, pieces, lane = remainder.split(sch, channel, count, lanes)
     far, near = sch.split(loops[-2], [None, rows])
     weights = [static(size) or 1 for size in sizes[-reduced : len(sizes) - grouped]]

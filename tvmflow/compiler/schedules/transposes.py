@@ -1,4 +1,6 @@
-"""Transposes tiles of 32-bit numbers by shuffles of vectors. Plain loops would load the numbers one by one.
+"""Transposes tiles of 32-bit numbers, or of pairs of 16-bit ones, by shuffles of vectors.
+
+Plain loops would load the numbers one by one.
 
 A schedule marks the loops over a tile by an annotation. `expand` replaces them by a call of a function written in LLVM
 IR, which LLVM inlines.
@@ -37,7 +39,10 @@ _TRANSPOSE = "tvmflow.transpose"
 # The same for a block that packs an operand: it has zeros beyond the operand's end along the result's last dimension.
 _PACK = "tvmflow.pack_transposed"
 _TYPES = ("float32", "int32", "uint32")
+_HALVES = ("int16", "uint16")
 _SERIAL = ForKind.SERIAL
+# The bytes of a number, or of a pair.
+_BYTES = 4
 
 
 def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
@@ -62,22 +67,28 @@ def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
 
 
 def fits_packing(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
-    """Whether shuffles can replace a block that copies 32-bit numbers of a tensor, or zeros beyond its end.
+    """Whether shuffles can replace a block that copies numbers of a tensor, or zeros beyond its end.
 
     `places` are the positions of two of the block's iteration variables. The first one is the source's last index, the
-    second one the result's, and each is, alone or with an offset, one other index of the other tensor.
+    second one the result's, and each is, alone or with an offset, one other index of the other tensor. The numbers have
+    32 bits; or they have 16, and the variable at a third place, the result's last index, numbers those of a pair.
     """
     store, variables = sch.get(block).body, [item.var for item in sch.get(block).iter_vars]
     load = _source(store.value) if isinstance(store, tirx.BufferStore) else None
-    if load is None or str(load.source.dtype) not in _TYPES:
+    if load is None or str(load.source.dtype) not in (_TYPES if len(places) == 2 else _HALVES):
         return False
-    near, lane = (variables[place] for place in places)
+    near, lane, *pair = (variables[place] for place in places)
+    source, result = list(load.indices), list(store.indices)
+    if pair:
+        if not result.pop().same_as(pair[0]):
+            return False
+        source[-1] = substitute(source[-1] - near - pair[0], {})
     return (
-        load.indices[-1].same_as(near)
-        and store.indices[-1].same_as(lane)
+        (bool(pair) or source[-1].same_as(near))
+        and result[-1].same_as(lane)
         and all(
             [_is_offset_of(index, item) for index in indices if uses(index, item)] == [True]
-            for indices in (store.indices, load.indices)
+            for indices in (result, source)
             for item in (near, lane)
         )
     )
@@ -128,10 +139,10 @@ def mark(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
 
 
 def mark_packing(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
-    """Mark the two innermost loops of a block that packs an operand, so that `expand` replaces them by shuffles.
+    """Mark two loops of a block that packs an operand, the innermost ones, so that `expand` replaces them by shuffles.
 
     The loops and `places` are as for `mark` (`fits_packing`); the loops' extents divide the dimensions of the result. A
-    tile beyond the end of the operand is written number by number.
+    tile beyond the end of the operand is written number by number. A loop over the numbers of a pair is inside both.
     """
     sch.annotate(near, _PACK, list(places))
 
@@ -160,12 +171,14 @@ class _Tile:
 
     def __init__(self, loop: For, code: dict[str, str], mark: str) -> None:
         self._loop, self._lane, self._code = without_annotation(loop, mark), loop.body, code
-        self._realize = self._lane.body
+        # The loops over the numbers of a pair, if there are pairs.
+        self._pair = [self._lane.body] if isinstance(self._lane.body, For) else []
+        self._realize = (self._pair or [self._lane])[-1].body
         variables = list(self._realize.block.iter_vars)
-        across = [variables[int(place)] for place in loop.annotations[mark]]
+        across = [variables[int(place)] for place in loop.annotations[mark]][:2]
         self._axes, self._extents = [item.var for item in across], [item.dom.extent for item in across]
         self._lengths = [int(loop.extent), int(self._lane.extent)]
-        first = {loop.loop_var: loop.min, self._lane.loop_var: self._lane.min}
+        first = {item.loop_var: item.min for item in (loop, self._lane, *self._pair)}
         self._starts = {
             item.var: substitute(value, first) for item, value in zip(variables, self._realize.iter_values, strict=True)
         }
@@ -214,12 +227,15 @@ class _Tile:
         def write(values: dict[tirx.Var, Any], number: Any) -> Any:
             return tirx.BufferStore(store.buffer, number, [substitute(index, values) for index in store.indices])
 
-        (near, lane), places = loops(self._loop, self._lane)
+        def nest(order: Sequence[For], statement: Any) -> Any:
+            return reduce(lambda inner, loop: with_loop_body(loop, inner), reversed(order), statement)
+
+        (near, lane, *pair), places = loops(self._loop, self._lane, *self._pair)
         vector = For(lane.loop_var, lane.min, lane.extent, ForKind.VECTORIZED, write(places, zero))
-        clear = with_loop_body(near, vector)
-        (lane, near), places = loops(self._lane, self._loop)
+        clear = nest([near, *pair], vector)
+        (lane, *inner), places = loops(self._lane, self._loop, *self._pair)
         source = tirx.BufferLoad(element.source, [substitute(index, places) for index in element.indices])
-        copy = run_if(substitute(condition, places), with_loop_body(near, write(places, source)))
+        copy = run_if(substitute(condition, places), nest(inner, write(places, source)))
         return SeqStmt([clear, with_loop_body(lane, copy)])
 
     def _holds(self, lengths: list[int]) -> Any:
@@ -252,7 +268,7 @@ class _Tile:
             (load.source, load.indices, self._axes[1]),
         ):
             start = [substitute(index, values) for index in indices]
-            row = _product(tensor.shape[_axis(indices, across) + 1 :])
+            row = _product(tensor.shape[_axis(indices, across) + 1 :]) * (_BYTES // (1 + len(self._pair)))
             operands += [tirx.address_of(tirx.BufferLoad(tensor, start)), row]
         return tirx.Evaluate(tirx.call_extern("void", name, *operands))
 
@@ -285,7 +301,7 @@ def _product(sizes: Any) -> Any:
 def _write_code(name: str, rows: int, columns: int) -> str:
     """Return LLVM IR for a function that writes a tile of `rows` by `columns` numbers transposed.
 
-    Its parameters are the result, the numbers from one row of it to the next, the source, and the same of the source.
+    Its parameters are the result, the bytes from one row of it to the next, the source, and the same of the source.
     All numbers of the tile one after the other have an index, row times `columns` plus column. A shuffle of the first
     half of the vectors with the second one takes the index's first bit to its end, so as many shuffles as a row's
     number has bits exchange rows and columns.
@@ -298,14 +314,14 @@ def _write_code(name: str, rows: int, columns: int) -> str:
 
     def row(pointer: str, number: int, offset: int = 0) -> str:
         place = value(f"mul i64 %{pointer}_row, {number}")
-        return value(f"getelementptr i32, ptr %{pointer}, i64 {value(f'add i64 {place}, {offset}')}")
+        return value(f"getelementptr i8, ptr %{pointer}, i64 {value(f'add i64 {place}, {_BYTES * offset}')}")
 
     def shuffle(one: str, other: str, places: list[int]) -> str:
         mask = ", ".join(f"i32 {place}" for place in places)
         kind = f"<{columns} x i32>"
         return value(f"shufflevector {kind} {one}, {kind} {other}, <{len(places)} x i32> <{mask}>")
 
-    vectors = [value(f"load <{columns} x i32>, ptr {row('from', number)}, align 4") for number in range(rows)]
+    vectors = [value(f"load <{columns} x i32>, ptr {row('from', number)}, align 2") for number in range(rows)]
     pairs = [place + half * columns for place in range(columns) for half in (0, 1)]
     for _ in range(rows.bit_length() - 1):
         halves = zip(vectors[: rows // 2], vectors[rows // 2 :], strict=True)
@@ -315,6 +331,6 @@ def _write_code(name: str, rows: int, columns: int) -> str:
         for start in range(0, columns, piece):
             target = row("to", *divmod(number * columns + start, rows))
             part = vector if piece == columns else shuffle(vector, vector, list(range(start, start + piece)))
-            lines.append(f"  store <{piece} x i32> {part}, ptr {target}, align 4")
+            lines.append(f"  store <{piece} x i32> {part}, ptr {target}, align 2")
     head = f"define linkonce_odr void @{name}(ptr %to, i64 %to_row, ptr %from, i64 %from_row) alwaysinline {{"
     return "\n".join([head, *lines, "  ret void", "}", ""])
