@@ -314,7 +314,7 @@ def test_the_sizes_of_a_kernels_tiles_fit_the_registers(dot: Any) -> None:
             assert max(kernel.heights) <= amx.ROWS
             assert len(kernel.heights) * max(kernel.widths) <= 4
             instruction = "tdpbf16ps" if dot is BF16 else "tdpbusd"
-            count = amx.write_code(dot, kernel).count(f"call void @llvm.x86.{instruction}")
+            count = amx.write_code(dot, [kernel]).count(f"call void @llvm.x86.{instruction}")
             assert count == len(kernel.heights) * sum(set(kernel.widths))
 
 

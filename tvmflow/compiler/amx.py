@@ -5,6 +5,7 @@ TDPBF16PS and TDPBUSD. Their right operand has the layout of packed weights for 
 (`tvmflow.compiler.dotproduct`): groups of numbers, 16 lanes.
 """
 
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from functools import cache
 
@@ -164,6 +165,15 @@ def _costs(machine: Machine) -> Tiles:
     return machine.tiles
 
 
+def cycles_of_call(rows: int, depth: int, vectors: int, machine: Machine, *, lines: int = 1) -> float:
+    """Return the cycles of a call of a kernel for `rows` rows, 32 at most, and `vectors` vectors of results.
+
+    `depth` is `Kernel.depth`, and `lines` is the number of lines that a row of results reads. `machine` has AMX.
+    """
+    parts = (_multiplying(rows, depth, width, machine, lines) for width in _widths(rows, vectors))
+    return _costs(machine).start + sum(parts)
+
+
 def _multiplying(height: int, depth: int, width: int, machine: Machine, lines: int) -> float:
     """The cycles to load the operands of `height` rows by `width` vectors of results, and to multiply them."""
     costs = _costs(machine)
@@ -178,8 +188,7 @@ def fill_depth(rows: int | None, groups: int, vectors: int, machine: Machine, *,
     has `rows` rows (None: symbolic) and `vectors` vectors of results, and a row of results reads one pixel of each of
     `lines` lines.
     """
-    candidates = [count for count in range(groups, groups + ROWS) if _step(count) >= _FEWEST_GROUPS]
-    filled = min(candidates, key=lambda count: (count > groups, count // _step(count), count))
+    filled = fill(groups)
     if filled == groups:
         return groups
     height = choose_rows(rows, filled, vectors, machine, lines=lines, is_copied=True)
@@ -198,6 +207,12 @@ def _widths(rows: int, vectors: int) -> list[int]:
     return [vectors // count + (place < vectors % count) for place in range(count)]
 
 
+def fill(groups: int) -> int:
+    """Return the number of groups, `groups` or a few more, that a number of 8 to 16 divides: the groups of a tile."""
+    candidates = [count for count in range(groups, groups + ROWS) if _step(count) >= _FEWEST_GROUPS]
+    return min(candidates, key=lambda count: (count > groups, count // _step(count), count))
+
+
 def choose_vectors(kernel: Kernel, vectors: int, tasks: int, machine: Machine) -> int:
     """Choose how many of a result's `vectors` one call of a kernel computes; those of the kernel itself do not count.
 
@@ -208,9 +223,8 @@ def choose_vectors(kernel: Kernel, vectors: int, tasks: int, machine: Machine) -
     lines, most = max(1, kernel.taps_h), max(_RESULTS, machine.first.size // (2 * 4 * LANES * kernel.rows))
 
     def estimate(count: int) -> float:
-        widths = _widths(kernel.rows, count)
-        multiplying = sum(_multiplying(kernel.rows, kernel.depth, width, machine, lines) for width in widths)
-        return (_costs(machine).start + multiplying) / count / cost.evenness(tasks * vectors // count, machine)
+        each = cycles_of_call(kernel.rows, kernel.depth, count, machine, lines=lines) / count
+        return each / cost.evenness(tasks * vectors // count, machine)
 
     return min((count for count in range(1, min(vectors, most) + 1) if vectors % count == 0), key=estimate)
 
@@ -220,15 +234,19 @@ def _step(depth: int) -> int:
     return max(count for count in range(1, ROWS + 1) if depth % count == 0)
 
 
-def tensorize(sch: Schedule, dot: Dot, kernel: Kernel, task: LoopRV, row: LoopRV, start: LoopRV | None = None) -> None:
+def attach(sch: Schedule, dot: Dot, kernels: Iterable[Kernel], task: LoopRV) -> None:
+    """Attach the code of kernels to `task`, a loop around all calls of them."""
+    sch.annotate(task, "pragma_import_llvm", write_code(dot, kernels))
+
+
+def tensorize(sch: Schedule, dot: Dot, kernel: Kernel, row: LoopRV, start: LoopRV | None = None) -> None:
     """Replace a product's loop `row`, and the loops over channels and depth inside it, by a call of a kernel.
 
-    Attaches the kernel's code to `task`, a loop around `row`. `start` is the loop over rows that sets the results to
-    zero, with a loop over channels inside it; it is removed, as the kernel does that. None leaves it, for a kernel that
-    adds. Raises TVM's ScheduleError if the loops do not compute the product that `dot` and `kernel` describe.
+    `attach` attaches the kernel's code. `start` is the loop over rows that sets the results to zero, with a loop over
+    channels inside it; it is removed, as the kernel does that. None leaves it, for a kernel that adds. Raises TVM's
+    ScheduleError if the loops do not compute the product that `dot` and `kernel` describe.
     """
     name = _NAMES + ".".join([dot.name, *map(str, astuple(kernel))])
-    sch.annotate(task, "pragma_import_llvm", write_code(dot, kernel))
     if start is not None:
         nothing = _NAMES + ".".join([_START, dot.name, str(kernel.rows), str(kernel.vectors * LANES)])
         register(nothing)
@@ -308,13 +326,28 @@ def _words(dot: Dot, kernel: Kernel) -> dict[str, object]:
     }
 
 
-def write_code(dot: Dot, kernel: Kernel) -> str:
-    """Return LLVM IR for the function of a kernel.
+def write_code(dot: Dot, kernels: Iterable[Kernel]) -> str:
+    """Return LLVM IR for the functions of kernels, each once.
 
-    The function's parameters, in order: the results, the bytes from one row of results to the next, the left operand,
+    A function's parameters, in order: the results, the bytes from one row of results to the next, the left operand,
     the bytes from one row of it to the next, the bytes from one of its lines to the next, and the right operand. The
     tiles are configured once. They hold the results of a few vectors over the whole depth, then those of the next ones.
     """
+    declarations = "\n".join(
+        f"declare void @{INTRINSICS}{name}({arguments})"
+        for name, arguments in (
+            ("ldtilecfg", "ptr"),
+            ("tilezero", "i8"),
+            ("tileloadd64", "i8, ptr, i64"),
+            ("tilestored64", "i8, ptr, i64"),
+            (_MULTIPLY[dot.name], "i8, i8, i8"),
+            ("tilerelease", ""),
+        )
+    )
+    return "\n".join([declarations, *(_function(dot, kernel) for kernel in dict.fromkeys(kernels))])
+
+
+def _function(dot: Dot, kernel: Kernel) -> str:
     multiply, symbol = _MULTIPLY[dot.name], _symbol(dot, kernel)
     heights, step, widths = kernel.heights, _step(kernel.depth), kernel.widths
     steps = kernel.depth // step
@@ -382,23 +415,12 @@ def write_code(dot: Dot, kernel: Kernel) -> str:
         ]
         before, first = f"done_{width}", end
     intrinsic("tilerelease", "")
-    declarations = "\n".join(
-        f"declare void @{INTRINSICS}{name}({arguments})"
-        for name, arguments in (
-            ("ldtilecfg", "ptr"),
-            ("tilezero", "i8"),
-            ("tileloadd64", "i8, ptr, i64"),
-            ("tilestored64", "i8, ptr, i64"),
-            (multiply, "i8, i8, i8"),
-            ("tilerelease", ""),
-        )
-    )
     head = (
         f"define linkonce_odr void @{symbol}(ptr %c, i64 %c_row, ptr %a, i64 %a_row, i64 %a_line, ptr %b) noinline {{"
     )
     tiles = "".join(f"\\{byte:02X}" for byte in _configuration(heights, widths[0], step))
     sizes = f'@{symbol}_tiles = linkonce_odr constant [64 x i8] c"{tiles}", align 64'
-    return "\n".join([sizes, declarations, head, "entry:", *lines, "  ret void", "}", ""])
+    return "\n".join([sizes, head, "entry:", *lines, "  ret void", "}", ""])
 
 
 def _configuration(heights: list[int], vectors: int, step: int) -> bytes:

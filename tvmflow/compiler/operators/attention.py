@@ -10,8 +10,8 @@ from typing import Any
 
 from tvm import te, tirx, topi
 
-from tvmflow.compiler import cost, tiles, vectormath
-from tvmflow.compiler.annotations import DOT, KERNEL, LANES, TILE, VECTORS
+from tvmflow.compiler import amx, cost, tiles, vectormath
+from tvmflow.compiler.annotations import AMX, DOT, KERNEL, LANES, TILE, VECTORS
 from tvmflow.compiler.dotproduct import BF16, round_bf16
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators import dot
@@ -23,6 +23,11 @@ ZERO_FOR_NAN, ZERO_WITHOUT_KEYS = "zero for NaN", "zero without keys"
 _PARTIAL = 1.05
 # The strips of queries from which on values are copied: the copy takes half as long as a strip.
 _MANY_STRIPS = 8
+# The keys whose products AMX computes in one call where their number is unknown: a tile of a second product has half of
+# them in pairs, and two tiles share a call.
+_KEYS_OF_CALL = 4 * amx.LANES
+# How many tiles' worth of keys may be added to these where their number is known, so that tiles divide them well.
+_MORE_KEYS = 4
 # For each dimension of a tensor: the dimension of an operand that runs along it, or None, the step and the start.
 Places = tuple[tuple[int | None, int, int], ...]
 # The element of a tensor by batch, position, head and channel.
@@ -84,6 +89,53 @@ def choose(positions: int | None, group: int, keys: int | None, channels: int, m
 
 
 @dataclass(frozen=True)
+class TiledStrip:
+    """The queries that attention computes at a time by AMX, those of neighbouring `positions` of one head.
+
+    A call of a kernel multiplies the queries by `keys` keys, filled up by keys whose scores do not count, and sums so
+    many values. A query has `groups` pairs of channels, filled up with zeros.
+    """
+
+    positions: int
+    keys: int
+    groups: int
+
+
+def choose_tiled(positions: int | None, keys: int | None, channels: int, machine: Machine) -> TiledStrip | None:
+    """Choose the strips in which AMX computes attention in bfloat16; None where dot products are faster or do it alone.
+
+    `positions` and `keys` are None where they are symbolic; `channels` is the size of a head.
+    """
+    if BF16.name not in machine.amx or machine.lanes != amx.LANES:
+        return None
+    values, depth = -(-channels // amx.LANES), -(-channels // BF16.group)
+    fewest = int(round_up(keys or _KEYS_OF_CALL, amx.LANES))
+
+    def estimate(strip: TiledStrip) -> float:
+        rows, vectors = strip.positions, strip.keys // amx.LANES
+        scores = amx.cycles_of_call(rows, strip.groups, vectors, machine)
+        sums = amx.cycles_of_call(rows, strip.keys // BF16.group, values, machine)
+        size = 4 * rows * strip.groups
+        return -(-(positions or rows) // rows) * (scores + sums + cost.move_cycles(size, size, size, machine))
+
+    heights = [amx.ROWS] if positions is None else range(1, min(positions, 2 * amx.ROWS) + 1)
+    sizes = [fewest + more * amx.LANES for more in range(_MORE_KEYS if keys else 1)]
+    strips = [
+        TiledStrip(height, size, amx.fill(depth))
+        for size in sizes
+        for height in heights
+        if amx.fill(size // BF16.group) == size // BF16.group
+    ]
+    best = min(strips, key=lambda strip: (round(estimate(strip)), strip.positions, strip.keys))
+    vectors = -(-(keys or _KEYS_OF_CALL) // machine.lanes)
+    by_dots = sum(
+        wide * tiles.cycles(positions or best.positions, size, wide, machine)
+        for size, wide in ((depth, vectors), (vectors * machine.lanes // BF16.group, values))
+    )
+    return best if estimate(best) <= by_dots else None
+
+
+@dataclass(frozen=True)
 class Plan:
     """Scaled dot-product attention (Vaswani et al., 2017) in a function, and where its operands lie.
 
@@ -134,7 +186,7 @@ class Plan:
         Where heads share keys, the dimension of the heads is two: those of the keys, and the heads of each. The
         tensors are float32. With `bf16` they are that or bfloat16, stored as uint16: tensors of float32 are rounded
         first, and the exponentials that weigh the values are rounded, too; both products are dot products of pairs,
-        whose sums are float32. The number of channels must be even then. The mask is added to the
+        whose sums are float32, or AMX's. The number of channels must be even then. The mask is added to the
         scaled scores and has the shape `[batch or 1, heads or 1, queries or 1, keys]`. `shape` is that of the queries
         and `keys` the number of keys, by default as the tensors have them.
 
@@ -155,8 +207,11 @@ class Plan:
             partial(element_of, operands[number], places)
             for number, places in zip(self.numbers, self.places, strict=True)
         )
+        tiled = choose_tiled(static(shape[1]), static(keys), self.channels, machine) if bf16 else None
         if is_single:
             stages: _Stages = _SingleQueries(shape, keys, self.group, machine)
+        elif tiled is not None:
+            stages = _TiledStages(shape, keys, self.group, machine, tiled)
         else:
             stages = _Stages(shape, keys, self.group, machine, bf16, are_apart=self.places[2][-2][0] != 1)
         exponential, total = stages.softmax(stages.scores(query, key), mask[0] if mask else None, self.scale)
@@ -166,7 +221,7 @@ class Plan:
         mixed = stages.mixed(exponential, value)
 
         def result(b: Any, s: Any, h: Any, g: Any, c: Any) -> Any:
-            row = (b, h, s, g)
+            row = (b, h, g, s)
             element = mixed[(*row, c)] * inverse[row]
             if self.zeros is None:
                 return element
@@ -210,7 +265,7 @@ def _rounded(tensor: te.Tensor) -> te.Tensor:
 class _Stages:
     """The stages of attention, as `Plan` describes it: their sizes, and the tiles of both products.
 
-    A row of the products is a query, by batch, head of keys, position and head among those that share keys. The
+    A row of the products is a query, by batch, head of keys, head among those that share keys, and position. The
     positions are filled up to whole strips, the keys of the scores to whole tiles. In bfloat16 the innermost dimension
     of an operand's panel is the pair of numbers that a lane multiplies at a time. Values that `are_apart`, because
     those of other heads lie between them, are copied side by side where many strips read them.
@@ -229,9 +284,10 @@ class _Stages:
         self._keys, self._group, self._depth, self._bf16 = keys, group, int(channels), bf16
         self._lanes, self._value_lanes = machine.lanes, vector(self._depth, machine)
         self._strip = self._choose_strip(machine)
+        # The scores have a number of keys that this one divides.
         self._key_tile = self._strip.keys * self._lanes
-        self._row_sizes = [batch, heads // group, round_up(self._positions, self._strip.positions)]
-        self._row_sizes.append(tirx.IntImm("int64", group))
+        self._row_sizes = [batch, heads // group, tirx.IntImm("int64", group)]
+        self._row_sizes.append(round_up(self._positions, self._strip.positions))
         self._score_sizes = (*self._row_sizes, round_up(keys, self._key_tile))
         self._is_whole = divides(self._strip.positions, self._positions)
         queries = static(self._positions)
@@ -264,21 +320,21 @@ class _Stages:
         sizes = (batch, heads, tiles_of_keys, self._depth // self._numbers, tile, *self._pair)
         key_panel = te.compute(sizes, packed_key, name="keys")
 
-        def source(b: Any, h: Any, s: Any, g: Any, d: Any) -> Any:
+        def source(b: Any, h: Any, g: Any, s: Any, d: Any) -> Any:
             return query(b, self._inside(s), h * self._group + g, d)
 
         if not self._is_whole:
             panel = te.compute((*self._row_sizes, self._depth), source, name="panel")
 
-            def source(b: Any, h: Any, s: Any, g: Any, d: Any) -> Any:
-                return panel[b, h, s, g, d]
+            def source(b: Any, h: Any, g: Any, s: Any, d: Any) -> Any:
+                return panel[b, h, g, s, d]
 
         d, within = self._axes(self._depth // self._numbers, "d")
         return te.compute(
             self._score_sizes,
-            lambda b, h, s, g, t: te.sum(
+            lambda b, h, g, s, t: te.sum(
                 self._multiply(
-                    source(b, h, s, g, self._place(d, within)), key_panel[(b, h, t // tile, d, t % tile, *within)]
+                    source(b, h, g, s, self._place(d, within)), key_panel[(b, h, t // tile, d, t % tile, *within)]
                 ),
                 axis=[d, *within],
             ),
@@ -322,8 +378,8 @@ class _Stages:
         t, within = self._axes(parts(self._keys, self._numbers) if self._bf16 else self._keys, "t")
         return te.compute(
             (*self._row_sizes, depth),
-            lambda b, h, s, g, c: te.sum(
-                self._multiply(exponential[b, h, s, g, self._place(t, within)], values(b, t, h, c, *within)),
+            lambda b, h, g, s, c: te.sum(
+                self._multiply(exponential[b, h, g, s, self._place(t, within)], values(b, t, h, c, *within)),
                 axis=[t, *within],
             ),
             name="mixed",
@@ -384,12 +440,96 @@ class _Stages:
             )
         single = [static(size) == 1 for size in mask.shape]
 
-        def element(b: Any, h: Any, s: Any, g: Any, t: Any) -> Any:
+        def element(b: Any, h: Any, g: Any, s: Any, t: Any) -> Any:
             places = (b, h * self._group + g, self._inside(s))
             place = [0 if one else at for one, at in zip(single, places, strict=False)]
-            return scaled(b, h, s, g, t) + sum_with_mask[(*place, t)]
+            return scaled(b, h, g, s, t) + sum_with_mask[(*place, t)]
 
         return element
+
+
+class _TiledStages(_Stages):
+    """The stages of attention whose products AMX computes, in bfloat16: each call of a kernel for a strip of queries.
+
+    The queries of a strip are copied side by side.
+    """
+
+    def __init__(self, shape: Sequence[Any], keys: Any, group: int, machine: Machine, strip: TiledStrip) -> None:
+        self._tiled = strip
+        super().__init__(shape, keys, group, machine, bf16=True)
+        self._value_lanes = amx.LANES
+
+    def _choose_strip(self, machine: Machine) -> Strip:
+        values = -(-self._depth // amx.LANES)
+        return Strip(self._tiled.positions, 1, self._tiled.keys // amx.LANES, values)
+
+    def scores(self, query: Element, key: Element) -> te.Tensor:
+        """The products of queries and keys, by row and key; `softmax` scales them."""
+        batch, heads = self._row_sizes[:2]
+        lanes, groups, zero = amx.LANES, self._tiled.groups, self._zero
+        is_filled, has_more = groups * self._numbers != self._depth, not divides(self._key_tile, self._keys)
+
+        def element(of: Element, b: Any, at: Any, h: Any, d: Any, condition: Any = None) -> Any:
+            """An element of queries or keys, zero beyond their channels, and where the condition does not hold."""
+            conditions = [item for item in (condition, d < self._depth if is_filled else None) if item is not None]
+            value = of(b, at, h, tirx.min(d, self._depth - 1) if is_filled else d)
+            return tirx.if_then_else(tirx.all(*conditions), value, zero) if conditions else value
+
+        def packed_key(b: Any, h: Any, far: Any, d: Any, near: Any, g: Any) -> Any:
+            t = far * lanes + near
+            return element(key, b, t, h, self._place(d, [g]), t < self._keys if has_more else None)
+
+        vectors = topi.utils.simplify(self._score_sizes[-1] // lanes)
+        key_panel = te.compute((batch, heads, vectors, groups, lanes, self._numbers), packed_key, name="keys")
+
+        def copied(b: Any, h: Any, g: Any, s: Any, d: Any) -> Any:
+            return element(query, b, self._inside(s), h * self._group + g, d)
+
+        panel = te.compute((*self._row_sizes, groups * self._numbers), copied, name="panel")
+        d, (within,) = self._axes(groups, "d")
+        return te.compute(
+            self._score_sizes,
+            lambda b, h, g, s, t: te.sum(
+                BF16.product(
+                    panel[b, h, g, s, self._place(d, [within])], key_panel[b, h, t // lanes, d, t % lanes, within]
+                ),
+                axis=[d, within],
+            ),
+            name="scores",
+            attrs={**self._annotations("attention"), DOT: BF16.name, AMX: [groups]},
+        )
+
+    def mixed(self, exponential: te.Tensor, value: Element) -> te.Tensor:
+        """The sums of the values, each times the exponential of its score, by row and channel."""
+        batch, heads = self._row_sizes[:2]
+        lanes, steps, vectors = amx.LANES, self._tiled.keys // self._numbers, self._strip.values
+        calls = topi.utils.simplify(self._score_sizes[-1] // self._tiled.keys)
+
+        has_more, is_filled = not divides(self._key_tile, self._keys), self._depth % lanes > 0
+
+        def packed_value(b: Any, h: Any, call: Any, far: Any, step: Any, near: Any, g: Any) -> Any:
+            place, c = self._place(call * steps + step, [g]), far * lanes + near
+            ends = [*([place < self._keys] if has_more else []), *([c < self._depth] if is_filled else [])]
+            element = value(b, place, h, c)
+            return tirx.if_then_else(tirx.all(*ends), element, self._zero) if ends else element
+
+        sizes = (batch, heads, calls, vectors, steps, lanes, self._numbers)
+        panel = te.compute(sizes, packed_value, name="values")
+        is_single = static(calls) == 1
+        call = 0 if is_single else te.reduce_axis((0, calls), "call")
+        t, (within,) = self._axes(steps, "t")
+        return te.compute(
+            (*self._row_sizes, vectors * lanes),
+            lambda b, h, g, s, c: te.sum(
+                BF16.product(
+                    exponential[b, h, g, s, self._place(call * steps + t, [within])],
+                    panel[b, h, call, c // lanes, t, c % lanes, within],
+                ),
+                axis=[t, within] if is_single else [call, t, within],
+            ),
+            name="mixed",
+            attrs={LANES: lanes, DOT: BF16.name, AMX: [steps]},
+        )
 
 
 def takes_single_queries(channels: int, machine: Machine) -> bool:
@@ -417,7 +557,7 @@ class _SingleQueries(_Stages):
         lanes = math.gcd(self._depth, self._lanes)
         d = te.reduce_axis((0, self._depth // lanes), "d")
 
-        def product(b: Any, h: Any, s: Any, g: Any, t: Any, lane: Any) -> Any:
+        def product(b: Any, h: Any, g: Any, s: Any, t: Any, lane: Any) -> Any:
             channel = d * lanes + lane
             place = t if divides(self._key_tile, self._keys) else tirx.min(t, self._keys - 1)
             return te.sum(query(b, s, h * self._group + g, channel) * key(b, place, h, channel), axis=d)

@@ -8,8 +8,10 @@ from tvm.s_tir import SBlockRealize, Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.tirx import PrimFunc
 
-from tvmflow.compiler.annotations import DOT, LANES, SINGLE_QUERY, TILE, VECTORS
+from tvmflow.compiler import amx
+from tvmflow.compiler.annotations import AMX, DOT, LANES, SINGLE_QUERY, TILE, VECTORS
 from tvmflow.compiler.choices import Choices
+from tvmflow.compiler.dotproduct import BF16
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.attention import Plan
 from tvmflow.compiler.schedules import common, prefetch, registers, remainder, tails, transposes
@@ -42,15 +44,16 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
     )
     width = common.extent(sch, channel) or 0
     value_lanes = min(lanes, (common.extent(sch, sch.get_loops(mixed)[4]) or 0) // value_vectors)
-    by_pairs = DOT in annotations
+    by_pairs, by_amx = DOT in annotations, AMX in annotations
     outer, pieces, lane = remainder.split(sch, channel, value_vectors, value_lanes)
     sch.reorder(batch, shared, position, head, outer, near, beside, pieces, lane)
     task = sch.fuse(batch, shared, position, head)
     common.parallel(sch, task, machine)
     sch.compute_at(mixed, outer, preserve_unit_loops=True)
-    registers.keep_in_registers(sch, [near, beside, pieces, lane])
+    registers.keep_in_registers(sch, [pieces, lane] if by_amx else [near, beside, pieces, lane])
     tails.mark_whole(sch, near, always=True)
-    _tile(sch, mixed, math.prod(strip), value_vectors, value_lanes)
+    if not by_amx:
+        _tile(sch, mixed, math.prod(strip), value_vectors, value_lanes)
 
     for name in ("inverse", "sum_row", "exponential", "max_row"):
         (block,) = common.find_blocks(sch, name)
@@ -61,26 +64,39 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
             (lanes_of,) = common.find_blocks(sch, name.replace("row", "lanes"))
             _reduce_row(sch, block, lanes_of)
     sch.compute_at(logits, task, preserve_unit_loops=True)
-    near, beside, wide = list(sch.get_loops(logits))[-3:]
+    beside, near, wide = list(sch.get_loops(logits))[-3:]
     if products is not None:
         prefetch.fetch_ahead(sch, sch.get_loops(mixed)[-4], 4 * value_vectors * value_lanes)
         _single_query(sch, products, [near, beside, wide], max(lanes // (2 * math.prod(strip)), 1))
     else:
         outer, pieces, lane = sch.split(wide, [None, key_vectors, lanes])
-        sch.reorder(outer, near, beside, pieces, lane)
+        sch.reorder(outer, beside, near, pieces, lane)
         sch.compute_at(scores, outer, preserve_unit_loops=True)
-        registers.keep_in_registers(sch, [near, beside, pieces, lane])
+    if by_amx:
+        sch.vectorize(lane)
+        (panel,) = common.find_blocks(sch, "panel")
+        sch.compute_at(panel, task, preserve_unit_loops=True)
+        common.vectorize_inner(sch, panel, machine)
+    elif products is None:
+        registers.keep_in_registers(sch, [beside, near, pieces, lane])
         _tile(sch, scores, math.prod(strip), key_vectors, lanes)
     for name in _COPIES:
         for block in common.find_blocks(sch, name):
             places = (3, 4, 5) if by_pairs else (3, 4)
             if name == "keys" and transposes.fits_packing(sch, block, places):
                 _pack_keys(sch, block, places, machine)
+            elif by_amx and name == "panel":
+                continue
+            elif by_amx and name == "values" and transposes.fits_packing(sch, block, (5, 6)):
+                _pack_values(sch, block, machine)
             elif by_pairs and name in ("keys", "values"):
                 _pack_pairs(sch, block, machine)
             else:
                 common.parallel_vectorized(sch, block, machine)
-    use_dot_products(sch, machine)
+    if by_amx:
+        _use_amx(sch, [scores, mixed], task)
+    else:
+        use_dot_products(sch, machine)
     return width > 0
 
 
@@ -125,8 +141,8 @@ def _single_query(sch: Schedule, products: SBlockRV, loops: list[LoopRV], keys: 
         sch.compute_at(block, outer, preserve_unit_loops=True)
         own = list(sch.get_loops(block))
         if sch.get(block).name_hint == sch.get(products).name_hint:
-            *_, near, beside, key, lane, step = own
-            registers.accumulate(sch, block, [near, beside, key, lane], [step])
+            *_, beside, near, key, lane, step = own
+            registers.accumulate(sch, block, [beside, near, key, lane], [step])
         else:
             registers.keep_in_registers(sch, own[-4:])
 
@@ -146,6 +162,15 @@ def _pack_keys(sch: Schedule, block: SBlockRV, places: Sequence[int], machine: M
         sch.vectorize(lane)
 
 
+def _pack_values(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+    """Copy the values of two neighbouring keys side by side, by shuffles of both."""
+    *outer, far, step, near, pair = sch.get_loops(block)
+    sch.reorder(*outer, step, far, near, pair)
+    common.parallel(sch, sch.fuse(*outer, step), machine)
+    transposes.mark_packing(sch, (5, 6), near)
+    sch.vectorize(pair)
+
+
 def _pack_pairs(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Copy pairs of numbers of keys or values side by side, a row of the panel for each task."""
     *outer, _, group = sch.get_loops(block)
@@ -157,9 +182,36 @@ def _tile(sch: Schedule, product: SBlockRV, rows: int, vectors: int, lanes: int)
     """Keep a product's innermost loops in registers while it accumulates."""
     loops = list(sch.get_loops(product))
     group = [loops.pop()] if DOT in sch.get(product).annotations else []
-    near, beside, wide, reduced = loops[-4:]
-    tile = registers.split_tile(sch, sch.fuse(near, beside), wide, rows, vectors, lanes)
+    beside, near, wide, reduced = loops[-4:]
+    tile = registers.split_tile(sch, sch.fuse(beside, near), wide, rows, vectors, lanes)
     registers.accumulate(sch, product, tile.loops, [reduced], group)
+
+
+def _use_amx(sch: Schedule, products: Sequence[SBlockRV], task: LoopRV) -> None:
+    """Compute each product of a strip of queries by a call of AMX's kernel, or by several that add to each other.
+
+    That comes last: such a call is a block for TVM, in which it finds no other one.
+    """
+    kernels = []
+    for product in products:
+        *_, row, column = [loop for loop, kind in _loops_of(sch, product) if kind != tirx.IterVar.CommReduce]
+        *call, _, _ = [loop for loop, kind in _loops_of(sch, product) if kind == tirx.IterVar.CommReduce]
+        sch.reorder(*call, row, column)
+        rows, columns = (common.extent(sch, loop) or 1 for loop in (row, column))
+        (groups,) = (int(item) for item in sch.get(product).annotations[AMX])
+        kernel = amx.Kernel(rows, columns // amx.LANES, groups, adds=len(call))
+        kernels.append(kernel)
+        start, lane = list(sch.get_loops(sch.decompose_reduction(product, (call or [row])[0])))[-2:]
+        if call:
+            sch.vectorize(sch.split(lane, [None, amx.LANES])[1])
+        amx.tensorize(sch, BF16, kernel, row, None if call else start)
+    amx.attach(sch, BF16, kernels, task)
+
+
+def _loops_of(sch: Schedule, block: SBlockRV) -> list[tuple[LoopRV, int]]:
+    """The innermost loops around a block, one for each of its iteration variables, and the kinds of these."""
+    kinds = [item.iter_type for item in sch.get(block).iter_vars]
+    return list(zip(list(sch.get_loops(block))[-len(kinds) :], kinds, strict=True))
 
 
 def _reduce_row(sch: Schedule, row: SBlockRV, in_lanes: SBlockRV) -> None:

@@ -76,7 +76,9 @@ def _by_amx(sch: Schedule, machine: Machine, choices: Choices, kind: str, produc
     kernel = replace(kernel, vectors=common.extent(sch, vector) or 1)
     sch.fuse(vector, lane)
     start, _ = list(sch.get_loops(sch.decompose_reduction(product, row)))[-2:]
-    amx.tensorize(sch, DOTS[str(annotations[DOT])], kernel, tiling.task, row, start)
+    dot = DOTS[str(annotations[DOT])]
+    amx.attach(sch, dot, [kernel], tiling.task)
+    amx.tensorize(sch, dot, kernel, row, start)
     registers.keep_in_registers(sch, tiling.result_tile.loops[1:])
     return True
 

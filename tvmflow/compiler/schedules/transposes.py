@@ -1,4 +1,4 @@
-"""Transposes tiles of 32-bit numbers, or of pairs of 16-bit ones, by shuffles of vectors.
+"""Transposes tiles of 32-bit or 16-bit numbers, or of pairs of the latter, by shuffles of vectors.
 
 Plain loops would load the numbers one by one.
 
@@ -8,6 +8,7 @@ IR, which LLVM inlines.
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import mul
 from typing import Any
@@ -22,6 +23,7 @@ from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
 from tvmflow.compiler import intrinsics
 from tvmflow.compiler.machine import NARROWEST
+from tvmflow.compiler.operators.common import static
 from tvmflow.compiler.schedules.common import substitute
 from tvmflow.compiler.statements import (
     is_choice,
@@ -41,8 +43,6 @@ _PACK = "tvmflow.pack_transposed"
 _TYPES = ("float32", "int32", "uint32")
 _HALVES = ("int16", "uint16")
 _SERIAL = ForKind.SERIAL
-# The bytes of a number, or of a pair.
-_BYTES = 4
 
 
 def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
@@ -69,13 +69,14 @@ def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
 def fits_packing(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
     """Whether shuffles can replace a block that copies numbers of a tensor, or zeros beyond its end.
 
-    `places` are the positions of two of the block's iteration variables. The first one is the source's last index, the
-    second one the result's, and each is, alone or with an offset, one other index of the other tensor. The numbers have
-    32 bits; or they have 16, and the variable at a third place, the result's last index, numbers those of a pair.
+    `places` are the positions of two of the block's iteration variables. The first one is, alone or with an offset, the
+    source's last index, the second one is the result's, and each is so one other index of the other tensor. The numbers
+    have 16 or 32 bits. A variable at a third place, the result's last index, numbers the two 16-bit numbers of a pair,
+    which is moved as one of 32.
     """
     store, variables = sch.get(block).body, [item.var for item in sch.get(block).iter_vars]
     load = _source(store.value) if isinstance(store, tirx.BufferStore) else None
-    if load is None or str(load.source.dtype) not in (_TYPES if len(places) == 2 else _HALVES):
+    if load is None or str(load.source.dtype) not in (_HALVES if len(places) == 3 else (*_HALVES, *_TYPES)):
         return False
     near, lane, *pair = (variables[place] for place in places)
     source, result = list(load.indices), list(store.indices)
@@ -84,7 +85,7 @@ def fits_packing(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
             return False
         source[-1] = substitute(source[-1] - near - pair[0], {})
     return (
-        (bool(pair) or source[-1].same_as(near))
+        _is_offset_of(source[-1], near)
         and result[-1].same_as(lane)
         and all(
             [_is_offset_of(index, item) for index in indices if uses(index, item)] == [True]
@@ -207,13 +208,14 @@ class _Tile:
         whole = self._shuffle(self._lengths)
         if isinstance(value, TensorLoad):
             return whole
-        _, lane = self._axes
-        last = {**self._starts, lane: self._starts[lane] + self._lane.extent - 1}
+        ends = zip(self._axes, (self._loop.extent, self._lane.extent), strict=True)
+        last = {**self._starts, **{axis: self._starts[axis] + extent - 1 for axis, extent in ends}}
         return run_either(substitute(value.args[0], last), whole, self._pack_part(value))
 
     def _pack_part(self, value: Any) -> Any:
         """Set the tile to zero, and copy what lies before the operand's end; `value` is a condition with an element."""
         condition, element, zero = value.args
+        is_of_row = uses(condition, self._axes[0])
         iter_vars, store = self._realize.block.iter_vars, self._realize.block.body
 
         def loops(*order: For) -> tuple[list[For], dict[tirx.Var, Any]]:
@@ -235,7 +237,11 @@ class _Tile:
         clear = nest([near, *pair], vector)
         (lane, *inner), places = loops(self._lane, self._loop, *self._pair)
         source = tirx.BufferLoad(element.source, [substitute(index, places) for index in element.indices])
-        copy = run_if(substitute(condition, places), nest(inner, write(places, source)))
+        holds = substitute(condition, places)
+        if is_of_row:
+            copy = nest(inner, run_if(holds, write(places, source)))
+        else:
+            copy = run_if(holds, nest(inner, write(places, source)))
         return SeqStmt([clear, with_loop_body(lane, copy)])
 
     def _holds(self, lengths: list[int]) -> Any:
@@ -254,23 +260,26 @@ class _Tile:
     def _shuffle(self, lengths: list[int], offsets: Sequence[Any] = (0, 0)) -> Any:
         """Transpose a tile of these lengths that begins `offsets` after this one, or earlier at a dimension's end."""
         columns, rows = lengths
-        name = f"tvmflow_transpose_{rows}x{columns}"
-        self._code[name] = _write_code(name, rows, columns)
         values = dict(self._starts)
         # The last tile begins earlier in both tensors, of which the source may be the larger one.
         for axis, extent, length, offset in zip(self._axes, self._extents, lengths, offsets, strict=True):
             values[axis] = substitute(tirx.min(values[axis] + offset, extent - length), {})
         store = self._realize.block.body
         load: Any = _source(store.value)
-        operands = []
+        bits = tvm.DataType(str(load.source.dtype)).bits
+        operands, apart = [], []
         for tensor, indices, across in (
             (store.buffer, store.indices, self._axes[0]),
             (load.source, load.indices, self._axes[1]),
         ):
             start = [substitute(index, values) for index in indices]
-            row = _product(tensor.shape[_axis(indices, across) + 1 :]) * (_BYTES // (1 + len(self._pair)))
-            operands += [tirx.address_of(tirx.BufferLoad(tensor, start)), row]
-        return tirx.Evaluate(tirx.call_extern("void", name, *operands))
+            apart.append(_product(tensor.shape[_axis(indices, across) + 1 :]) * (bits // 8))
+            operands += [tirx.address_of(tirx.BufferLoad(tensor, start)), apart[-1]]
+        if self._pair:
+            bits *= 2
+        code = _TileCode(rows, columns, bits, static(apart[0]) == rows * bits // 8)
+        self._code[code.name] = code.text
+        return tirx.Evaluate(tirx.call_extern("void", code.name, *operands))
 
     def _write_plainly(self) -> Any:
         """Copy the tile's numbers one by one, up to the ends of both dimensions."""
@@ -286,7 +295,7 @@ def find_tile(statement: tirx.Evaluate) -> tuple[int, int] | None:
     """Return the rows and columns of the tile that a statement of `expand` transposes; None for other statements."""
     call = statement.value
     name = str(getattr(call.args[0], "value", "")) if isinstance(call, tvm.ir.Call) and len(call.args) else ""
-    match = re.fullmatch(r"tvmflow_transpose_(\d+)x(\d+)", name)
+    match = re.fullmatch(r"tvmflow_transpose_(\d+)x(\d+)_\w+", name)
     return (int(match[1]), int(match[2])) if match else None
 
 
@@ -298,39 +307,56 @@ def _product(sizes: Any) -> Any:
     return reduce(mul, sizes, tirx.IntImm("int64", 1))
 
 
-def _write_code(name: str, rows: int, columns: int) -> str:
-    """Return LLVM IR for a function that writes a tile of `rows` by `columns` numbers transposed.
+@dataclass(frozen=True)
+class _TileCode:
+    """LLVM IR for a function that writes a tile of `rows` by `columns` numbers of so many `bits` transposed.
 
-    Its parameters are the result, the bytes from one row of it to the next, the source, and the same of the source.
-    All numbers of the tile one after the other have an index, row times `columns` plus column. A shuffle of the first
-    half of the vectors with the second one takes the index's first bit to its end, so as many shuffles as a row's
-    number has bits exchange rows and columns.
+    Its parameters are the result, the bytes from one row of it to the next, the source, and the same of the source. The
+    rows of a result that `is_whole` lie side by side.
     """
-    lines: list[str] = []
 
-    def value(text: str) -> str:
-        lines.append(f"  %v{len(lines)} = {text}")
-        return f"%v{len(lines) - 1}"
+    rows: int
+    columns: int
+    bits: int
+    is_whole: bool
 
-    def row(pointer: str, number: int, offset: int = 0) -> str:
-        place = value(f"mul i64 %{pointer}_row, {number}")
-        return value(f"getelementptr i8, ptr %{pointer}, i64 {value(f'add i64 {place}, {_BYTES * offset}')}")
+    @property
+    def name(self) -> str:
+        return f"tvmflow_transpose_{self.rows}x{self.columns}_{self.bits}" + ("_whole" if self.is_whole else "")
 
-    def shuffle(one: str, other: str, places: list[int]) -> str:
-        mask = ", ".join(f"i32 {place}" for place in places)
-        kind = f"<{columns} x i32>"
-        return value(f"shufflevector {kind} {one}, {kind} {other}, <{len(places)} x i32> <{mask}>")
+    @property
+    def text(self) -> str:
+        """The function's definition.
 
-    vectors = [value(f"load <{columns} x i32>, ptr {row('from', number)}, align 2") for number in range(rows)]
-    pairs = [place + half * columns for place in range(columns) for half in (0, 1)]
-    for _ in range(rows.bit_length() - 1):
-        halves = zip(vectors[: rows // 2], vectors[rows // 2 :], strict=True)
-        vectors = [shuffle(*two, part) for two in halves for part in (pairs[:columns], pairs[columns:])]
-    piece = min(rows, columns)
-    for number, vector in enumerate(vectors):
-        for start in range(0, columns, piece):
-            target = row("to", *divmod(number * columns + start, rows))
-            part = vector if piece == columns else shuffle(vector, vector, list(range(start, start + piece)))
-            lines.append(f"  store <{piece} x i32> {part}, ptr {target}, align 2")
-    head = f"define linkonce_odr void @{name}(ptr %to, i64 %to_row, ptr %from, i64 %from_row) alwaysinline {{"
-    return "\n".join([head, *lines, "  ret void", "}", ""])
+        All numbers of the tile one after the other have an index, row times `columns` plus column. A shuffle of the
+        first half of the vectors with the second one takes the index's first bit to its end, so as many shuffles as a
+        row's number has bits exchange rows and columns.
+        """
+        rows, columns, kind, lines = self.rows, self.columns, f"i{self.bits}", list[str]()
+
+        def value(text: str) -> str:
+            lines.append(f"  %v{len(lines)} = {text}")
+            return f"%v{len(lines) - 1}"
+
+        def row(pointer: str, number: int, offset: int = 0) -> str:
+            place = value(f"mul i64 %{pointer}_row, {number}")
+            place = value(f"add i64 {place}, {self.bits // 8 * offset}")
+            return value(f"getelementptr i8, ptr %{pointer}, i64 {place}")
+
+        def shuffle(one: str, other: str, places: list[int]) -> str:
+            mask, vector = ", ".join(f"i32 {place}" for place in places), f"<{columns} x {kind}>"
+            return value(f"shufflevector {vector} {one}, {vector} {other}, <{len(places)} x i32> <{mask}>")
+
+        vectors = [value(f"load <{columns} x {kind}>, ptr {row('from', number)}, align 2") for number in range(rows)]
+        pairs = [place + half * columns for place in range(columns) for half in (0, 1)]
+        for _ in range(rows.bit_length() - 1):
+            halves = zip(vectors[: rows // 2], vectors[rows // 2 :], strict=True)
+            vectors = [shuffle(*two, part) for two in halves for part in (pairs[:columns], pairs[columns:])]
+        piece = columns if self.is_whole else min(rows, columns)
+        for number, vector in enumerate(vectors):
+            for start in range(0, columns, piece):
+                target = row("to", *divmod(number * columns + start, rows))
+                part = vector if piece == columns else shuffle(vector, vector, list(range(start, start + piece)))
+                lines.append(f"  store <{piece} x {kind}> {part}, ptr {target}, align 2")
+        head = f"define linkonce_odr void @{self.name}(ptr %to, i64 %to_row, ptr %from, i64 %from_row) alwaysinline {{"
+        return "\n".join([head, *lines, "  ret void", "}", ""])
