@@ -24,7 +24,7 @@ from tvmflow.compiler import BuildOptions, CompiledModel, amx, build, import_onn
 from tvmflow.compiler.annotations import AMX, TILE
 from tvmflow.compiler.dotproduct import BF16, INT8
 from tvmflow.compiler.machine import machine
-from tvmflow.compiler.schedules import variants
+from tvmflow.compiler.schedules import schedule, variants
 from tvmflow.hardware.target import Precision, Target, host, resolve
 from tvmflow.tuning.traces import normalize, replay, trace_of
 
@@ -280,8 +280,8 @@ def test_every_schedule_of_a_kernel_is_replayed_with_it(
     path = _convolution(_CONVOLUTIONS[0], make_model, normal(64, 64, 3, 3), normal(64), "model.onnx")
     items = workloads(lower(import_onnx(path), target, BuildOptions(precision="bf16")))
     (func,) = (normalize(item.func) for item in items if "conv2d" in item.name)
-    for schedule in variants(func, machine(target)):
-        assert "tvmflow_amx_bf16" in replay(trace_of(schedule), func).script()
+    for variant in variants(func, machine(target)):
+        assert "tvmflow_amx_bf16" in replay(trace_of(variant), func).script()
 
 
 @pytest.mark.parametrize(("precision", "instruction"), [("bf16", "tdpbf16ps"), ("int8", "tdpbusd")])
@@ -397,6 +397,94 @@ def test_all_pixels_of_a_small_image_fill_tiles_together(make_model: MakeModel, 
         (heights[size],) = map(int, re.findall(rf'"{TILE}": (\d+)', model.ir_text))
     # By lines, tiles would have 7 rows.
     assert heights == {7: 28, 28: 28}
+
+
+def _attention(queries: Any, keys: Any, channels: int, group: int, make: MakeModel, masked: bool, name: str) -> Path:
+    """Attention of four heads, of which `group` share keys, with a mask where it is `masked`."""
+    heads = 4 // group
+    inputs = [("q", [2, queries, 4, channels]), *((operand, [2, keys, heads, channels]) for operand in "kv")]
+    sizes = {"one": np.array([1, 1, group, 1, 1]), "two": np.array([2]), "heads": np.array([2, 4, -1, channels])}
+    nodes = [helper.make_node("Transpose", [item], [f"{item}0"], perm=[0, 2, 1, 3]) for item in "qkv"]
+    for operand in "kv":
+        nodes += [
+            helper.make_node("Unsqueeze", [f"{operand}0", "two"], [f"{operand}1"]),
+            helper.make_node("Expand", [f"{operand}1", "one"], [f"{operand}2"]),
+            helper.make_node("Reshape", [f"{operand}2", "heads"], [f"{operand}3"]),
+        ]
+    nodes += [
+        helper.make_node("Transpose", ["k3"], ["keys"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["q0", "keys"], ["scores"]),
+        helper.make_node("Add" if masked else "Identity", ["scores", "mask"][: 1 + masked], ["masked"]),
+        helper.make_node("Softmax", ["masked"], ["weights"], axis=-1),
+        helper.make_node("MatMul", ["weights", "v3"], ["mixed"]),
+        helper.make_node("Transpose", ["mixed"], ["y"], perm=[0, 2, 1, 3]),
+    ]
+    inputs += [("mask", [1, 1, queries, keys])] if masked else []
+    return make(nodes, inputs, ["y"], sizes, name=name)
+
+
+# Queries, keys, channels, heads that share keys; a mask; for free sizes a second number of queries and of keys.
+_ATTENTION = [
+    ((29, 29, 64, 1), False, None),
+    ((20, 75, 26, 2), True, None),
+    ((64, 48, 40, 4), False, None),
+    (("new", "all", 32, 1), True, ((5, 3), (33, 130))),
+    (("all", "all", 24, 1), False, ((7, 7), (70, 70))),
+]
+
+
+@pytest.mark.usefixtures("emulated")
+def test_attention_has_tiles_and_equals_that_by_dot_products(
+    make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path
+) -> None:
+    cases = _ATTENTION[:: scale.count(normal=2, long=1)]
+    models = [
+        onnx.load(_attention(*sizes, make_model, masked, f"model{place}.onnx"))
+        for place, (sizes, masked, _) in enumerate(cases)
+    ]
+    path = tmp_path / "joined.onnx"
+    onnx.save(join_models(models), path)
+    model = build(import_onnx(path), target, BuildOptions(precision="bf16"))
+    assert model.ir_text.count(AMX) == 2 * len(cases)
+    for turn in (0, 1):
+        feed = {}
+        for place, ((queries, keys, channels, group), masked, free) in enumerate(cases):
+            new, every = (queries, keys) if free is None else free[turn]
+            arrays = [normal(2, new, 4, channels), *(normal(2, every, 4 // group, channels, seed=at) for at in (1, 2))]
+            hidden = np.random.default_rng(3).random((1, 1, new, every)) < 0.3
+            arrays += [np.where(hidden, -np.inf, 0).astype("float32")] if masked else []
+            feed |= {joined_name(place, name): x for name, x in zip(["q", "k", "v", "mask"], arrays, strict=False)}
+        expected = onnxruntime_outputs(path, feed).values()
+        for actual, value in zip(run_built(model, *feed.values()), expected, strict=True):
+            # A query all of whose keys are hidden has NaN.
+            assert (np.isnan(actual) == np.isnan(value)).all()
+            assert np.nanmax(np.abs(actual - value)) < 1.5e-2 * np.nanmax(np.abs(value))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_products_of_activations_have_tiles(
+    make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path
+) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    shapes = [((2, 3, 29, 64), (2, 3, 64, 50)), ((4, 40, 77), (4, 77, 32)), ((2, 48, 96), (2, 96, 80))]
+    models = [
+        onnx.load(make_model(nodes, [("x", list(left)), ("w", list(right))], ["y"], name=f"model{place}.onnx"))
+        for place, (left, right) in enumerate(shapes)
+    ]
+    path = tmp_path / "joined.onnx"
+    onnx.save(join_models(models), path)
+    imported, options = import_onnx(path), BuildOptions(precision="bf16")
+    model = build(imported, target, options)
+    assert model.ir_text.count(AMX) == len(shapes)
+    scheduled = [schedule(item.func, machine(target))[0] for item in workloads(lower(imported, target, options))]
+    assert sum("tvmflow_transpose_2x16_16_whole" in function.script() for function in scheduled) == len(shapes)
+    operands = [normal(*shape) for both in shapes for shape in both]
+    names = [joined_name(place, name) for place in range(len(shapes)) for name in ("x", "w")]
+    feed = dict(zip(names, map(_rounded, operands), strict=True))
+    expected = onnxruntime_outputs(path, feed).items()
+    for actual, (name, value) in zip(run_built(model, *operands), expected, strict=True):
+        atol = 2e-6 * float(np.abs(value).max())
+        np.testing.assert_allclose(actual, value, rtol=1e-5, atol=atol, err_msg=name)
 
 
 @pytest.mark.usefixtures("emulated")

@@ -18,7 +18,7 @@ from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, workloads
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import schedule
-from tvmflow.hardware.target import Target, resolve
+from tvmflow.hardware.target import Precision, Target, resolve
 from tvmflow.onnx_model.session import open_session
 
 Check = Callable[..., CompiledModel]
@@ -131,17 +131,27 @@ def test_attention_of_one_known_query_packs_no_keys(
     assert "single" in model.ir_text
 
 
+def _scheduled_attention(new: int, precision: Precision, make: Any, target: Target) -> str:
+    """The schedule of attention of a number of new queries to 37 keys."""
+    inputs = [("q", [1, 2, new, 32]), ("k", [1, 2, 37, 32]), ("v", [1, 2, 37, 32])]
+    lowered = lower(import_onnx(make(_PLAIN, inputs, ["y"])), target, BuildOptions(precision=precision))
+    (func,) = (item.func for item in workloads(lowered) if "attention" in item.name)
+    scheduled, rule = schedule(func, machine(target))
+    assert rule == "attention"
+    return str(scheduled.script())
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("new", "is_used"), [(1, "T.prefetch"), (20, "tvmflow_transpose")])
 def test_keys_of_one_query_are_fetched_ahead_and_those_of_many_packed_by_shuffles(
     new: int, is_used: str, make_model: Any, target: Target
 ) -> None:
-    inputs = [("q", [1, 2, new, 32]), ("k", [1, 2, 37, 32]), ("v", [1, 2, 37, 32])]
-    lowered = lower(import_onnx(make_model(_PLAIN, inputs, ["y"])), target)
-    (func,) = (item.func for item in workloads(lowered) if "attention" in item.name)
-    scheduled, rule = schedule(func, machine(target))
-    assert rule == "attention"
-    assert [name for name in ("T.prefetch", "tvmflow_transpose") if name in scheduled.script()] == [is_used]
+    script = _scheduled_attention(new, "fp32", make_model, target)
+    assert [name for name in ("T.prefetch", "tvmflow_transpose") if name in script] == [is_used]
+
+
+def test_pairs_of_keys_in_bfloat16_are_packed_by_shuffles(make_model: Any) -> None:
+    assert "tvmflow_transpose_16x16_32" in _scheduled_attention(20, "bf16", make_model, resolve("x86-64-v4-bf16"))
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from tvmflow.compiler.operators.common import (
     JoinedRows,
     Product,
     divides,
+    parts,
     round_up,
     static,
     vector,
@@ -212,27 +213,29 @@ def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.T
     units = right.shape[-1]
     columns = static(units)
     lanes = machine.lanes if columns is None else vector(columns, machine)
-    steps, size = -(-int(depth) // dot.group), int(depth)
+    size = int(depth)
+    steps = _filled(static(rows), -(-size // dot.group), columns or lanes, lanes, dot, machine)
 
     def interleaved(*index: Any) -> Any:
-        *lead, ko, c, ki = index
-        k = ko * dot.group + ki
-        # Clamp the index: vector code reads first and selects afterwards, so the read must be in bounds in any case.
-        value = right[(*lead, tirx.min(k, size - 1), tirx.min(c, units - 1))]
-        return tirx.if_then_else(tirx.all(k < size, c < units), value, tirx.const(0, dot.weight))
+        *lead, far, ko, near, ki = index
+        k, c = ko * dot.group + ki, far * lanes + near
+        ends = [*([k < size] if steps * dot.group != size else []), *([] if divides(lanes, units) else [c < units])]
+        value = right[(*lead, k, c)]
+        return tirx.if_then_else(tirx.all(*ends), value, tirx.const(0, dot.weight)) if ends else value
 
-    packed_columns = te.compute((*batch, steps, round_up(units, lanes), dot.group), interleaved, name="pack")
+    vectors = parts(units, lanes)
+    packed_columns = te.compute((*batch, vectors, steps, lanes, dot.group), interleaved, name="pack_pairs")
     product = Product(
         batch=batch,
         rows=rows,
         depth=size,
-        channels=packed_columns.shape[-2],
+        channels=round_up(units, lanes),
         lanes=lanes,
         left=lambda *index: left[index],
-        right=lambda *index: packed_columns[index],
+        right=lambda *index: packed_columns[(*index[:-3], index[-2] // lanes, index[-3], index[-2] % lanes, index[-1])],
         shared=False,
     )
-    result = _rows_product(product, machine, dot, steps)
+    result = _rows_product(product, machine, dot, steps, in_line=True)
     return te.compute((*batch, rows, units), lambda *index: result[index], name="unpack")
 
 
@@ -262,7 +265,7 @@ def _rows_product(
     batch, rows, depth, lanes = product.batch, product.rows, int(product.depth), product.lanes
     group = dot.group
     is_filled = steps * group != depth
-    by_amx = product.shared and dot.name in machine.amx and lanes == amx.LANES
+    by_amx = dot.name in machine.amx and lanes == amx.LANES
     tile = 0
     if by_amx:
         tile = amx.choose_rows(static(rows), steps, product.vectors or 1, machine, is_copied=is_filled or not in_line)

@@ -13,7 +13,7 @@ from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import static, typical_pixels
-from tvmflow.compiler.schedules import common, prefetch, registers, remainder, tails
+from tvmflow.compiler.schedules import common, prefetch, registers, remainder, tails, transposes
 from tvmflow.compiler.schedules.registers import RegisterTile
 
 # The cycles of a tile of which two divisions of 64-bit integers are a twentieth.
@@ -173,6 +173,14 @@ def _schedule_copies(sch: Schedule, task: LoopRV | None, machine: Machine) -> No
         for block in common.find_blocks(sch, name):
             common.parallel(sch, common.fuse(sch, list(sch.get_loops(block))[:-1]), machine)
             common.vectorize_padded(sch, block, machine)
+    for block in common.find_blocks(sch, "pack_pairs"):
+        *batch, vector, step, near, pair = sch.get_loops(block)
+        sch.reorder(*batch, step, vector, near, pair)
+        common.parallel(sch, common.fuse(sch, [*batch, step]), machine)
+        sch.unroll(pair)
+        places = [len(batch) + 2, len(batch) + 3]
+        if transposes.fits_packing(sch, block, places):
+            transposes.mark_packing(sch, places, near)
     # The rows of each tile stand side by side.
     for block in common.find_blocks(sch, "packed_rows"):
         *outer, k, row = sch.get_loops(block)
