@@ -254,15 +254,15 @@ def _quantised(make_model: MakeModel, operator: onnx.NodeProto, weight: Array, s
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("kind", ["convolution", "strided", "dense"])
+@pytest.mark.parametrize("kind", ["convolution", "strided", "grouped", "dense"])
 def test_quantised_models_equal_onnx_runtime(
     kind: str, make_model: MakeModel, run_built: RunBuilt, target: Target
 ) -> None:
-    shape = [64, 96] if kind == "dense" else [1, 64, 9, 18]
-    size = (96, 48) if kind == "dense" else (48, 64, 3, 3)
+    shape, groups = [64, 96] if kind == "dense" else [1, 64, 9, 18], 2 if kind == "grouped" else 1
+    size = (96, 48) if kind == "dense" else (48 * groups, 64 // groups, 3, 3)
     weight = np.random.default_rng(3).integers(-127, 128, size).astype("int8")
     stride = 2 if kind == "strided" else 1
-    conv = helper.make_node("Conv", ["x_wide", "w_wide"], ["c"], pads=[1] * 4, strides=[stride] * 2)
+    conv = helper.make_node("Conv", ["x_wide", "w_wide"], ["c"], pads=[1] * 4, strides=[stride] * 2, group=groups)
     operator = helper.make_node("MatMul", ["x_wide", "w_wide"], ["c"]) if kind == "dense" else conv
     path = _quantised(make_model, operator, weight, shape)
     model = build(import_onnx(path), target, BuildOptions(precision="int8"))
@@ -361,18 +361,34 @@ def test_depths_that_no_tiles_divide_are_filled(
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max()))
 
 
+# groups, channels of a group in and out, kernel, stride, dilation
+_APART = [(2, 32, 48, 3, 1, 1), (12, 16, 16, 3, 2, 1), (3, 48, 48, 1, 1, 1), (1, 32, 48, 3, 1, 2), (4, 24, 32, 5, 1, 3)]
+
+
 @pytest.mark.usefixtures("emulated")
-def test_wide_groups_of_channels_have_tiles(make_model: MakeModel, run_built: RunBuilt, target: Target) -> None:
-    weight, x = normal(96, 32, 3, 3), normal(2, 64, 9, 14)
-    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], group=2, pads=[1] * 4), helper.make_node("Relu", ["c"], ["y"])]
-    path = make_model(nodes, [("x", [2, 64, 9, 14])], ["y"], {"w": weight})
+def test_convolutions_whose_taps_are_apart_have_tiles(
+    make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path
+) -> None:
+    models, rounded = [], []
+    for place, (groups, inputs, outputs, kernel, stride, dilation) in enumerate(_APART):
+        weight = normal(groups * outputs, inputs, kernel, kernel)
+        node = _conv(kernel, stride, kernel // 2 * dilation, dilation)
+        node.attribute.append(helper.make_attribute("group", groups))
+        for several, value in ((models, weight), (rounded, _rounded(weight))):
+            values = {"w": value, "b": normal(groups * outputs)}
+            shape = [("x", [2, groups * inputs, 9, 28])]
+            several.append(onnx.load(make_model([node], shape, ["c"], values, name=f"m{place}.onnx")))
+    path = tmp_path / "joined.onnx"
+    onnx.save(join_models(models), path)
     model = build(import_onnx(path), target, BuildOptions(precision="bf16"))
-    # Both groups call one function.
-    assert rule_counts(model)["dot_conv2d"] == model.ir_text.count(AMX) == 1
-    rounded = make_model(nodes, [("x", [2, 64, 9, 14])], ["y"], {"w": _rounded(weight)}, name="rounded.onnx")
-    expected = _onnxruntime(rounded, _rounded(x))
-    (actual,) = run_built(model, x)
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max()))
+    assert rule_counts(model)["dot_conv2d"] + rule_counts(model)["dot_rows"] == len(_APART)
+    assert model.ir_text.count(AMX) == len(_APART)
+    onnx.save(join_models(rounded), path)
+    inputs = [normal(2, groups * channels, 9, 28) for groups, channels, *_ in _APART]
+    feed = {joined_name(place, "x"): _rounded(x) for place, x in enumerate(inputs)}
+    for actual, (name, value) in zip(run_built(model, *inputs), onnxruntime_outputs(path, feed).items(), strict=True):
+        atol = 2e-6 * float(np.abs(value).max())
+        np.testing.assert_allclose(actual, value, rtol=1e-5, atol=atol, err_msg=name)
 
 
 @pytest.mark.usefixtures("emulated")

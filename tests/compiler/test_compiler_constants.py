@@ -76,7 +76,6 @@ _REASONS = {
     "operators.trees._STEPS": "operations: checks beside steps",
     "operators.block_plans._FILLED": "share of wasted work",
     "winograd.INPUT_PIXELS": "shape: images that networks take",
-    "passes.dimensions._MOST_GROUPS": "size of the code, share of the time to start functions",
     "passes.blocks._SURE": "error of the estimates, scope of tuning",
     "passes.fusion._ELEMENT_WISE": "TVM's kinds of functions",
     "passes.fusion._MOST_BINDINGS": "size of the code",

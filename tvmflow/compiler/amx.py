@@ -77,8 +77,10 @@ class Kernel:
     """The geometry of a kernel that computes `rows` rows of `vectors` vectors of 16 results each.
 
     A group is the 2 bf16 or 4 int8 numbers that one lane multiplies at a time (`Dot.group`). For each row of results, a
-    convolution reads `taps_h` lines that are `dilation` lines apart, and `taps_w` neighbouring pixels of each line. A
-    pixel has `groups` groups, and the pixels of neighbouring rows are `stride` apart. A matrix product reads one row of
+    convolution reads `taps_h` lines that are `dilation` lines apart, and `taps_w` pixels of each line. The kernel reads
+    `groups` groups of a pixel, and the pixels of neighbouring rows are `stride` apart. The taps are `spread` pixels
+    apart; where it is 0, they are neighbours of which the kernel reads all channels, and which it multiplies as one
+    row. A matrix product reads one row of
     `groups` groups for each row of results; its `taps_h` and `taps_w` are 0. Where `adds` is 1, the kernel adds to the
     results, which are those of a part of the depth; where it is 0, it writes them.
     """
@@ -90,15 +92,18 @@ class Kernel:
     taps_w: int = 0
     stride: int = 1
     dilation: int = 1
+    spread: int = 0
     adds: int = 0
 
     @property
     def depth(self) -> int:
-        """The number of neighbouring groups that a row of results reads from one line: those of `taps_w` pixels.
+        """The number of neighbouring groups that a row of results reads at a time: those of a pixel, or of `taps_w`."""
+        return self.groups * (1 if self.spread else max(1, self.taps_w))
 
-        For a matrix product it is `groups`.
-        """
-        return self.groups * max(1, self.taps_w)
+    @property
+    def pieces(self) -> int:
+        """The number of times that a row of results reads so many groups: of each line, or of each pixel of each."""
+        return max(1, self.taps_h) * (self.taps_w if self.spread else 1)
 
     @property
     def heights(self) -> list[int]:
@@ -220,10 +225,10 @@ def choose_vectors(kernel: Kernel, vectors: int, tasks: int, machine: Machine) -
     fill at most half of the first-level cache, and the calls are even shares for all cores. `tasks` is the number of
     calls where each computes all vectors, or one where it is unknown.
     """
-    lines, most = max(1, kernel.taps_h), max(_RESULTS, machine.first.size // (2 * 4 * LANES * kernel.rows))
+    most = max(_RESULTS, machine.first.size // (2 * 4 * LANES * kernel.rows))
 
     def estimate(count: int) -> float:
-        each = cycles_of_call(kernel.rows, kernel.depth, count, machine, lines=lines) / count
+        each = cycles_of_call(kernel.rows, kernel.depth, count, machine, lines=kernel.pieces) / count
         return each / cost.evenness(tasks * vectors // count, machine)
 
     return min((count for count in range(1, min(vectors, most) + 1) if vectors % count == 0), key=estimate)
@@ -285,18 +290,22 @@ def _words(dot: Dot, kernel: Kernel) -> dict[str, object]:
     left: tuple[int, ...]
     right: tuple[int, ...]
     if kernel.taps_h:
-        y, x, k = "0", "0", "vk"
+        y, x, k, apart = "0", "0", "vk", kernel.spread or 1
+        if kernel.taps_w > 1 and kernel.spread:
+            x, reduced = "vx", {"vx": kernel.taps_w, **reduced}
+        elif kernel.taps_w > 1:
+            x, k = f"vk // {groups}", f"vk % {groups}"
         if kernel.taps_h > 1:
             y, reduced = "vy", {"vy": kernel.taps_h, **reduced}
-        if kernel.taps_w > 1:
-            x, k = f"vk // {groups}", f"vk % {groups}"
         high = (kernel.taps_h - 1) * kernel.dilation + 1
-        wide = (kernel.rows - 1) * kernel.stride + kernel.taps_w
-        left, left_strides = (high, wide, groups * size), f"[line, {groups * size}, 1]"
-        left_index = f"{y} * {kernel.dilation}, vi * {kernel.stride} + {x}, {k} * {size} + vg"
+        wide = (kernel.rows - 1) * kernel.stride + (kernel.taps_w - 1) * apart + 1
+        pixel = "pixel" if kernel.spread else str(groups * size)
+        left, left_strides = (high, wide, groups * size), f"[line, {pixel}, 1]"
+        left_index = f"{y} * {kernel.dilation}, vi * {kernel.stride} + {x} * {apart}, {k} * {size} + vg"
         right = (kernel.vectors, kernel.taps_h, kernel.taps_w, groups, LANES, size)
         right_index = f"vc // {LANES}, {y}, {x}, {k}, vc % {LANES}, vg"
     else:
+        pixel = "pixel"
         left, left_strides, left_index = (kernel.rows, groups * size), "[pixel, 1]", f"vi, vk * {size} + vg"
         right = (kernel.vectors, groups, LANES, size)
         right_index = f"vc // {LANES}, vk, vc % {LANES}, vg"
@@ -320,7 +329,7 @@ def _words(dot: Dot, kernel: Kernel) -> dict[str, object]:
         "left_value": widened.format(value=f"A[{left_index}]"),
         "right_value": widened.format(value=f"B[{right_index}]"),
         # From one row of the left operand to the next, and from one line of taps to the next.
-        "pixel": kernel.stride * groups * size if kernel.taps_h else "pixel",
+        "pixel": f"{pixel} * T.int64({kernel.stride})" if kernel.taps_h else pixel,
         "line": "line" if kernel.taps_h else 0,
         "bytes": 4 // size,
     }
@@ -351,7 +360,8 @@ def _function(dot: Dot, kernel: Kernel) -> str:
     multiply, symbol = _MULTIPLY[dot.name], _symbol(dot, kernel)
     heights, step, widths = kernel.heights, _step(kernel.depth), kernel.widths
     steps = kernel.depth // step
-    size = 4 * LANES * kernel.depth * max(1, kernel.taps_h)
+    size = 4 * LANES * kernel.depth * kernel.pieces
+    taps = kernel.taps_w if kernel.spread else 1
     starts = [sum(heights[:place]) for place in range(len(heights))]
     lines: list[str] = []
 
@@ -374,6 +384,7 @@ def _function(dot: Dot, kernel: Kernel) -> str:
 
     intrinsic("ldtilecfg", f"ptr @{symbol}_tiles")
     below = [value(f"mul i64 %a_row, {start}") for start in starts]
+    tap = value(f"mul i64 {value(f'udiv i64 %a_row, {kernel.stride}')}, {kernel.spread}")
     before, first = "entry", 0
     for width in sorted(set(widths), reverse=True):
         end = first + width * widths.count(width)
@@ -389,9 +400,12 @@ def _function(dot: Dot, kernel: Kernel) -> str:
                 intrinsic("tilezero", f"i8 {tile}")
         lines += [f"  br label %loop_{width}", f"loop_{width}:"]
         lines.append(f"  %t_{width} = phi i64 [0, %vectors_{width}], [%next_t_{width}, %loop_{width}]")
-        line = value(f"mul i64 {value(f'udiv i64 %t_{width}, {steps}')}, {kernel.dilation}")
+        line = value(f"mul i64 {value(f'udiv i64 %t_{width}, {steps * taps}')}, {kernel.dilation}")
         within = value(f"mul i64 {value(f'urem i64 %t_{width}, {steps}')}, {4 * step}")
         left = move_pointer(move_pointer("%a", value(f"mul i64 {line}, %a_line")), within)
+        if kernel.spread:
+            number = value(f"urem i64 {value(f'udiv i64 %t_{width}, {steps}')}, {taps}")
+            left = move_pointer(left, value(f"mul i64 {number}, {tap}"))
         right = move_pointer(weights, value(f"mul i64 %t_{width}, {4 * LANES * step}"))
         for place, offset in enumerate(below):
             intrinsic("tileloadd64", f"i8 {_LEFT + place}, ptr {move_pointer(left, offset)}, i64 %a_row")
@@ -402,7 +416,7 @@ def _function(dot: Dot, kernel: Kernel) -> str:
                 intrinsic(multiply, f"i8 {place * widths[0] + vector}, i8 {_LEFT + place}, i8 {tile}")
         lines += [
             f"  %next_t_{width} = add i64 %t_{width}, 1",
-            f"  %more_t_{width} = icmp ult i64 %next_t_{width}, {steps * max(1, kernel.taps_h)}",
+            f"  %more_t_{width} = icmp ult i64 %next_t_{width}, {steps * kernel.pieces}",
             f"  br i1 %more_t_{width}, label %loop_{width}, label %end_{width}",
             f"end_{width}:",
         ]

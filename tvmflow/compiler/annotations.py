@@ -41,7 +41,7 @@ VECTORS = "tvmflow.vectors"
 AXES = "tvmflow.axes"
 # For a norm over groups of channels, where the channels are not the last dimension: the channels in a group.
 GROUP = "tvmflow.group"
-# The groups of a convolution by Winograd's algorithm, and of its packed weights; without it there is one.
+# The groups of a convolution by Winograd's algorithm, with its packed weights, or by AMX; without it there is one.
 GROUPS = "tvmflow.groups"
 # For a convolution whose groups are narrower than a vector: the channels of a group, and the stride and the dilation
 # along its lines.

@@ -13,7 +13,7 @@ from typing import Any
 from tvm import te, tirx
 
 from tvmflow.compiler import amx, tiles
-from tvmflow.compiler.annotations import AMX, DOT, KERNEL, LANES, LEAD, SHARED, TILE
+from tvmflow.compiler.annotations import AMX, DOT, GROUPS, KERNEL, LANES, LEAD, SHARED, TILE
 from tvmflow.compiler.dotproduct import BF16, Dot, round_bf16
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import (
@@ -97,12 +97,14 @@ def conv2d(
     vectors, kernel_h, kernel_w, steps, lanes, group = (int(dim) for dim in weight.shape)
     out_h, out_w = geometry.result_size(in_h, in_w)
     (_, stride_w), (dilation_h, dilation_w) = geometry.strides, geometry.dilation
-    rows = 0
-    if dot.name in machine.amx and (groups, lanes) == (1, amx.LANES) and (kernel_w == 1 or dilation_w == 1):
-        rows = amx.choose_rows(static(out_w), kernel_w * steps, vectors, machine, lines=kernel_h)
+    per_group, rows = vectors // groups, 0
+    # Neighbouring pixels of which all channels are read are contiguous in memory: one reduction covers them.
+    spread = dilation_w if kernel_w > 1 and (groups > 1 or dilation_w > 1) else 1 if groups > 1 else 0
+    if dot.name in machine.amx and lanes == amx.LANES:
+        depth_at_once, pieces = (steps, kernel_h * kernel_w) if spread else (kernel_w * steps, kernel_h)
+        rows = amx.choose_rows(static(out_w), depth_at_once, per_group, machine, lines=pieces)
     if groups == 1 and geometry.is_pointwise and not (rows and _is_by_line(out_h, out_w, rows, weight, machine)):
         return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
-    per_group = vectors // groups
     row_bytes = 4 // group * stride_w * int(in_c)
     reserving = tiles.reserve_register(dot, machine)
     tile = rows or tiles.choose(static(out_w), per_group, reserving, row_bytes, uses=kernel_h * kernel_w).rows
@@ -118,10 +120,12 @@ def conv2d(
     )
     y, ki = te.reduce_axis((0, kernel_h), "y"), te.reduce_axis((0, group), "ki")
     line, taps = (y, [y]) if kernel_h > 1 or not rows else (0, [])
-    if rows:
-        # Neighbouring pixels are contiguous in memory, so one reduction covers them.
+    if rows and not spread:
         k = te.reduce_axis((0, kernel_w * steps), "k")
         pixel, step, within = (k // steps, k % steps, [k]) if kernel_w > 1 else (0, k, [k])
+    elif rows and kernel_w == 1:
+        step = te.reduce_axis((0, steps), "ko")
+        pixel, within = 0, [step]
     else:
         x, ko = te.reduce_axis((0, kernel_w), "x"), te.reduce_axis((0, steps), "ko")
         pixel, step, within = x, ko, [x, ko]
@@ -145,7 +149,7 @@ def conv2d(
             LEAD: 1,
             SHARED: 1,
             # AMX's kernel runs over all taps. Other values than zero, those of integers, are no padding to leave out.
-            **({AMX: [steps, kernel_h, kernel_w, stride_w, dilation_h]} if rows else {}),
+            **({AMX: [steps, kernel_h, kernel_w, stride_w, dilation_h, spread], GROUPS: groups} if rows else {}),
             **(skipped_padding(geometry) if dot is BF16 and not rows else {}),
         },
     )

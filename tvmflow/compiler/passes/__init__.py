@@ -7,11 +7,11 @@ import tvm
 from tvm import relax
 
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.dotproduct import BF16, PAIRS, integer_dot
+from tvmflow.compiler.dotproduct import PAIRS, integer_dot
 from tvmflow.compiler.gpu.passes import UseTensorCores, lower_attention
 from tvmflow.compiler.gpu.passes import legalizations as gpu_legalizations
 from tvmflow.compiler.gpu.tiling import gpu_of
-from tvmflow.compiler.machine import NARROWEST, Machine, machine
+from tvmflow.compiler.machine import NARROWEST, machine
 from tvmflow.compiler.operators import legalizations
 from tvmflow.compiler.passes import attention, branches, dimensions, folding, patterns, simplify
 from tvmflow.compiler.passes.bf16 import RoundProducts
@@ -89,16 +89,15 @@ def tidy() -> list[tvm.transform.Pass]:
     ]
 
 
-def layout(lanes: int, tiled: Machine | None = None) -> list[tvm.transform.Pass]:
+def layout(lanes: int) -> list[tvm.transform.Pass]:
     """Return the passes that rewrite convolutions and pooling to two dimensions with the channels last.
 
-    `lanes` is the number of float32 channels in a vector register. `tiled` is the machine whose AMX computes layers in
-    bfloat16, None without that.
+    `lanes` is the number of float32 channels in a vector register.
     """
     return [
         dimensions.in_two_dimensions(),
         dimensions.split_transposed(),
-        dimensions.split_groups(lanes, tiled),
+        dimensions.split_groups(lanes),
         ChannelsLast(lanes),
         simplify.transpose_before_resizing(),
     ]
@@ -171,7 +170,6 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
     cpu = machine(target).for_weights(weights)
     # Integer operators such as ConvInteger compute in integers in every precision; AMX serves `precision` only.
     unit = integer_dot(target)
-    tiled = cpu if precision == "bf16" and BF16.name in cpu.amx else None
     # The products of pairs of bytes are of SSSE3.
     byte_unit = unit if unit is not PAIRS or "ssse3" in target.features else None
     narrow: dict[Precision, list[tvm.transform.Pass]] = {
@@ -187,7 +185,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
             lower_block_products(cpu, byte_unit, widens=precision == "fp32"),
         ],
         integers=[IntegerArithmetic(cpu, unit, is_required=precision == "int8")] if unit else [],
-        layout=[attention.compose_attention(), CheckSizesAlone(), *layout(cpu.lanes, tiled)],
+        layout=[attention.compose_attention(), CheckSizesAlone(), *layout(cpu.lanes)],
         products=[
             attention.lower_attention(cpu, precision == "bf16"),
             # In bfloat16 and float16, both operands of a product over a batch must have all of the batch.

@@ -9,9 +9,6 @@ import tvm
 from tvm import relax
 
 from tvmflow.arrays import Array
-from tvmflow.compiler import amx, cost, tiles
-from tvmflow.compiler.dotproduct import BF16
-from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import constant, static
 from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rewriting, sizes
 
@@ -81,25 +78,22 @@ def _transposed_1d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     return relax.op.squeeze(rewriter.emit(image), [2])
 
 
-def split_groups(lanes: int, tiled: Machine | None = None) -> tvm.transform.Pass:
+def split_groups(lanes: int) -> tvm.transform.Pass:
     """Return the pass that replaces a grouped convolution by one ordinary convolution for each group.
 
     It changes float32 convolutions in NCHW with constant weights and two to eight groups. The output channels of a
-    group must be at least `lanes`, the number of channels in a vector register, and not a multiple of it. They may be a
-    multiple where AMX computes the convolution of a group in bfloat16, on the machine `tiled`; None has no AMX.
+    group must be at least `lanes`, the number of channels in a vector register, and not a multiple of it.
     """
-    return rewriting("SplitGroups", {"nn.conv2d": (partial(_split_groups, lanes=lanes, tiled=tiled),)})
+    return rewriting("SplitGroups", {"nn.conv2d": (partial(_split_groups, lanes=lanes),)})
 
 
-def _split_groups(rewriter: Rewriter, call: relax.Call, lanes: int, tiled: Machine | None) -> relax.Expr | None:
+def _split_groups(rewriter: Rewriter, call: relax.Call, lanes: int) -> relax.Expr | None:
     attrs, weight = call.attrs, rewriter.constant(call.args[1])
     groups = int(attrs.groups)
     if weight is None or not 1 < groups <= _MOST_GROUPS or attrs.data_layout != "NCHW" or dtype(call) != "float32":
         return None
     (outputs, inputs), shared = weight.shape[:2], {"strides": attrs.strides, "padding": attrs.padding}
-    if outputs // groups < lanes:
-        return None
-    if outputs // groups % lanes == 0 and (tiled is None or not _has_tiles(call, weight, tiled)):
+    if outputs // groups < lanes or outputs // groups % lanes == 0:
         return None
     parts = []
     for group, kernel in enumerate(np.split(weight, groups)):
@@ -107,22 +101,6 @@ def _split_groups(rewriter: Rewriter, call: relax.Call, lanes: int, tiled: Machi
         part = relax.op.nn.conv2d(rewriter.emit(data), constant(kernel), dilation=attrs.dilation, **shared)
         parts.append(rewriter.emit(part))
     return relax.op.concat(parts, 1)
-
-
-def _has_tiles(call: relax.Call, weight: Array, machine: Machine) -> bool:
-    """Whether AMX computes the convolution of one group in bfloat16, and gains more than its slices cost."""
-    outputs, inputs, lines, pixels = weight.shape
-    if call.ty.shape is None or (pixels > 1 and int(call.attrs.dilation[1]) > 1):
-        return False
-    width, channels = static(call.ty.shape.values[3]), outputs // int(call.attrs.groups)
-    depth, vectors = pixels * -(-inputs // BF16.group), channels // amx.LANES
-    rows = amx.choose_rows(width, depth, vectors, machine, lines=lines)
-    if not rows:
-        return False
-    size = 4 * (width or rows) * (inputs + channels)
-    moving = cost.move_cycles(size, size, size, machine) / vectors
-    by_tiles = amx.cycles(width, rows, depth, vectors, machine, lines=lines) + moving
-    return bool(by_tiles <= tiles.cycles(width, lines * depth, vectors, machine))
 
 
 def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:

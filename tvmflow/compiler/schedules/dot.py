@@ -10,7 +10,7 @@ from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import SBlockRV
 
 from tvmflow.compiler import amx, tiles
-from tvmflow.compiler.annotations import AMX, DOT, LANES, PADDING, TILE
+from tvmflow.compiler.annotations import AMX, DOT, GROUPS, LANES, PADDING, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import DOTS, tensorize
 from tvmflow.compiler.machine import Machine
@@ -60,15 +60,17 @@ def _by_amx(sch: Schedule, machine: Machine, choices: Choices, kind: str, produc
     annotations = sch.get(product).annotations
     rows = kind == "dot_rows"
     kernel = amx.Kernel(int(annotations[TILE]), 1, *(int(item) for item in annotations[AMX]))
+    groups = int(annotations.get(GROUPS, 1))
+    reduced = sum(item.iter_type == tirx.IterVar.CommReduce for item in sch.get(product).iter_vars)
     tiling = products.tile_product(
         sch,
         machine,
         choices,
         kind,
         lead_dimensions=rows,
-        reduced=2 if rows or annotations[AMX][1] == 1 else 3,
+        reduced=reduced,
         grouped=1,
-        choose_vectors=lambda vectors, tasks: amx.choose_vectors(kernel, vectors, tasks, machine),
+        choose_vectors=lambda vectors, tasks: amx.choose_vectors(kernel, vectors // groups, tasks * groups, machine),
     )
     if tiling is None:
         return False
