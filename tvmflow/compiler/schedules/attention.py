@@ -63,30 +63,26 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
         elif name != "inverse":
             (lanes_of,) = common.find_blocks(sch, name.replace("row", "lanes"))
             _reduce_row(sch, block, lanes_of)
-    sch.compute_at(logits, task, preserve_unit_loops=True)
-    beside, near, wide = list(sch.get_loops(logits))[-3:]
-    if products is not None:
-        prefetch.fetch_ahead(sch, sch.get_loops(mixed)[-4], 4 * value_vectors * value_lanes)
-        _single_query(sch, products, [near, beside, wide], max(lanes // (2 * math.prod(strip)), 1))
-    else:
-        outer, pieces, lane = sch.split(wide, [None, key_vectors, lanes])
-        sch.reorder(outer, beside, near, pieces, lane)
-        sch.compute_at(scores, outer, preserve_unit_loops=True)
     if by_amx:
-        sch.vectorize(lane)
-        (panel,) = common.find_blocks(sch, "panel")
-        sch.compute_at(panel, task, preserve_unit_loops=True)
-        common.vectorize_inner(sch, panel, machine)
-    elif products is None:
-        registers.keep_in_registers(sch, [beside, near, pieces, lane])
-        _tile(sch, scores, math.prod(strip), key_vectors, lanes)
+        _score_by_amx(sch, scores, logits, task, machine)
+    else:
+        sch.compute_at(logits, task, preserve_unit_loops=True)
+        beside, near, wide = list(sch.get_loops(logits))[-3:]
+        if products is not None:
+            prefetch.fetch_ahead(sch, sch.get_loops(mixed)[-4], 4 * value_vectors * value_lanes)
+            _single_query(sch, products, [near, beside, wide], max(lanes // (2 * math.prod(strip)), 1))
+        else:
+            outer, pieces, lane = sch.split(wide, [None, key_vectors, lanes])
+            sch.reorder(outer, beside, near, pieces, lane)
+            sch.compute_at(scores, outer, preserve_unit_loops=True)
+            registers.keep_in_registers(sch, [beside, near, pieces, lane])
+            _tile(sch, scores, math.prod(strip), key_vectors, lanes)
     for name in _COPIES:
-        for block in common.find_blocks(sch, name):
+        # AMX's strips copy their own queries.
+        for block in () if by_amx and name == "panel" else common.find_blocks(sch, name):
             places = (3, 4, 5) if by_pairs else (3, 4)
             if name == "keys" and transposes.fits_packing(sch, block, places):
                 _pack_keys(sch, block, places, machine)
-            elif by_amx and name == "panel":
-                continue
             elif by_amx and name == "values" and transposes.fits_packing(sch, block, (5, 6)):
                 _pack_values(sch, block, machine)
             elif by_pairs and name in ("keys", "values"):
@@ -94,7 +90,7 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
             else:
                 common.parallel_vectorized(sch, block, machine)
     if by_amx:
-        _use_amx(sch, [scores, mixed], task)
+        _use_amx(sch, [scores, mixed], key_vectors * lanes, task)
     else:
         use_dot_products(sch, machine)
     return width > 0
@@ -187,8 +183,17 @@ def _tile(sch: Schedule, product: SBlockRV, rows: int, vectors: int, lanes: int)
     registers.accumulate(sch, product, tile.loops, [reduced], group)
 
 
-def _use_amx(sch: Schedule, products: Sequence[SBlockRV], task: LoopRV) -> None:
-    """Compute each product of a strip of queries by a call of AMX's kernel, or by several that add to each other.
+def _score_by_amx(sch: Schedule, scores: SBlockRV, logits: SBlockRV, task: LoopRV, machine: Machine) -> None:
+    """Compute all scores of a strip, after a copy of its queries. Their readers scale and mask them."""
+    sch.compute_inline(logits)
+    sch.compute_at(scores, task, preserve_unit_loops=True)
+    (panel,) = common.find_blocks(sch, "panel")
+    sch.compute_at(panel, task, preserve_unit_loops=True)
+    common.vectorize_inner(sch, panel, machine)
+
+
+def _use_amx(sch: Schedule, products: Sequence[SBlockRV], keys: int, task: LoopRV) -> None:
+    """Compute each product of a strip of queries by a call of AMX's kernel, or by one for each `keys` keys.
 
     That comes last: such a call is a block for TVM, in which it finds no other one.
     """
@@ -196,6 +201,9 @@ def _use_amx(sch: Schedule, products: Sequence[SBlockRV], task: LoopRV) -> None:
     for product in products:
         *_, row, column = [loop for loop, kind in _loops_of(sch, product) if kind != tirx.IterVar.CommReduce]
         *call, _, _ = [loop for loop, kind in _loops_of(sch, product) if kind == tirx.IterVar.CommReduce]
+        if common.extent(sch, column) is None:
+            outer, column = sch.split(column, [None, keys])
+            sch.reorder(outer, row, column)
         sch.reorder(*call, row, column)
         rows, columns = (common.extent(sch, loop) or 1 for loop in (row, column))
         (groups,) = (int(item) for item in sch.get(product).annotations[AMX])
