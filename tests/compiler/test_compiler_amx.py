@@ -334,7 +334,7 @@ def test_short_products_are_dot_products() -> None:
     # The configuration of the tiles takes longer than the product.
     processor = machine(resolve("x86-64-v4-amx"))
     assert amx.choose_rows(112, 8, 1, processor) == amx.choose_rows(None, 8, 1, processor) == 0
-    assert amx.choose_rows(112, 3 * 8, 1, processor, lines=3) > 0
+    assert amx.choose_rows(112, 3 * 8, 1, processor, pieces=3) > 0
 
 
 @pytest.mark.usefixtures("emulated")

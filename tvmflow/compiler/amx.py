@@ -80,9 +80,9 @@ class Kernel:
     convolution reads `taps_h` lines that are `dilation` lines apart, and `taps_w` pixels of each line. The kernel reads
     `groups` groups of a pixel, and the pixels of neighbouring rows are `stride` apart. The taps are `spread` pixels
     apart; where it is 0, they are neighbours of which the kernel reads all channels, and which it multiplies as one
-    row. A matrix product reads one row of
-    `groups` groups for each row of results; its `taps_h` and `taps_w` are 0. Where `adds` is 1, the kernel adds to the
-    results, which are those of a part of the depth; where it is 0, it writes them.
+    row. A matrix product reads one row of `groups` groups for each row of results; its `taps_h` and `taps_w` are 0.
+    Where `adds` is 1, the kernel adds to the results, which are those of a part of the depth; where it is 0, it writes
+    them.
     """
 
     rows: int
@@ -118,12 +118,12 @@ class Kernel:
 
 
 def choose_rows(
-    rows: int | None, depth: int, vectors: int, machine: Machine, *, lines: int = 1, is_copied: bool = False
+    rows: int | None, depth: int, vectors: int, machine: Machine, *, pieces: int = 1, is_copied: bool = False
 ) -> int:
     """Choose the rows of a kernel, 1 to 32, for a product of `rows` rows; return 0 where AMX is not to be used.
 
-    `rows` is None where it is symbolic: the kernel has the rows of one tile then. `depth` is `Kernel.depth`, `lines` is
-    the number of lines that a row of results reads, and `vectors` is the number of vectors of results. `is_copied` is
+    `rows` is None where it is symbolic: the kernel has the rows of one tile then. `depth` is `Kernel.depth`, `pieces`
+    is `Kernel.pieces`, and `vectors` is the number of vectors of results. `is_copied` is
     true where the left operand is copied in any case. Returns 0 without AMX, for fewer than 4 rows, for a depth that no
     number from 8 to 16 divides, and where dot-product instructions take less time.
     """
@@ -131,10 +131,10 @@ def choose_rows(
         return 0
 
     def estimate(height: int) -> float:
-        return cycles(rows, height, depth, vectors, machine, lines=lines, is_copied=is_copied)
+        return cycles(rows, height, depth, vectors, machine, pieces=pieces, is_copied=is_copied)
 
     best = min(range(min(rows, 2 * ROWS), 0, -1), key=estimate) if rows is not None else ROWS
-    return best if estimate(best) <= tiles.cycles(rows, lines * depth, vectors, machine) else 0
+    return best if estimate(best) <= tiles.cycles(rows, pieces * depth, vectors, machine) else 0
 
 
 def cycles(
@@ -144,18 +144,19 @@ def cycles(
     vectors: int,
     machine: Machine,
     *,
-    lines: int = 1,
+    pieces: int = 1,
     is_copied: bool = False,
 ) -> float:
     """Return the cycles for one vector of results of a product by kernels of `height` rows, on a machine with AMX.
 
     The product has `rows` rows; None means a symbolic number, for which the cycles are those of one kernel. `depth` is
-    `Kernel.depth`, `lines` is the number of lines that a row of results reads, and `vectors` is the number of vectors
-    of results. The estimate takes the left operand from the first-level cache and the right one from the second-level
-    cache. Rows that do not fill whole kernels are copied first, once for all vectors; others are where `is_copied`.
+    `Kernel.depth`, `pieces` is `Kernel.pieces`, and `vectors` is the number of vectors of results. The estimate takes
+    the left operand from the first-level cache and the right one from the second-level cache. Rows that do not fill
+    whole kernels are copied first, once for all vectors; others are where `is_copied`.
     """
     parts = [
-        _multiplying(height, depth, width, machine, lines) + _costs(machine).start for width in _widths(height, vectors)
+        _multiplying(height, depth, width, machine, pieces) + _costs(machine).start
+        for width in _widths(height, vectors)
     ]
     total = -(-(rows or height) // height) * sum(parts) / vectors
     if rows is not None and not rows % height and not is_copied:
@@ -170,37 +171,36 @@ def _costs(machine: Machine) -> Tiles:
     return machine.tiles
 
 
-def cycles_of_call(rows: int, depth: int, vectors: int, machine: Machine, *, lines: int = 1) -> float:
+def cycles_of_call(rows: int, depth: int, vectors: int, machine: Machine, *, pieces: int = 1) -> float:
     """Return the cycles of a call of a kernel for `rows` rows, 32 at most, and `vectors` vectors of results.
 
-    `depth` is `Kernel.depth`, and `lines` is the number of lines that a row of results reads. `machine` has AMX.
+    `depth` is `Kernel.depth`, and `pieces` is `Kernel.pieces`. `machine` has AMX.
     """
-    parts = (_multiplying(rows, depth, width, machine, lines) for width in _widths(rows, vectors))
+    parts = (_multiplying(rows, depth, width, machine, pieces) for width in _widths(rows, vectors))
     return _costs(machine).start + sum(parts)
 
 
-def _multiplying(height: int, depth: int, width: int, machine: Machine, lines: int) -> float:
+def _multiplying(height: int, depth: int, width: int, machine: Machine, pieces: int) -> float:
     """The cycles to load the operands of `height` rows by `width` vectors of results, and to multiply them."""
     costs = _costs(machine)
     loading = costs.load_first * -(-height // ROWS) + costs.load_second * width
-    return max(height * width * costs.multiply / ROWS, loading) * (lines * depth // _step(depth))
+    return max(height * width * costs.multiply / ROWS, loading) * (pieces * depth // _step(depth))
 
 
-def fill_depth(rows: int | None, groups: int, vectors: int, machine: Machine, *, lines: int = 1) -> int:
+def fill_depth(rows: int | None, groups: int, vectors: int, machine: Machine, *, pieces: int = 1) -> int:
     """Choose the groups of a pixel, or of a row of a matrix product, that reads `groups` groups: as many or a few more.
 
     Zeros fill the others. That takes less time where no good number of groups for a tile divides `groups`. The product
-    has `rows` rows (None: symbolic) and `vectors` vectors of results, and a row of results reads one pixel of each of
-    `lines` lines.
+    has `rows` rows (None: symbolic) and `vectors` vectors of results, and a row of results reads `pieces` pixels.
     """
     filled = fill(groups)
     if filled == groups:
         return groups
-    height = choose_rows(rows, filled, vectors, machine, lines=lines, is_copied=True)
+    height = choose_rows(rows, filled, vectors, machine, pieces=pieces, is_copied=True)
     if not height:
         return groups
-    by_tiles = cycles(rows, height, filled, vectors, machine, lines=lines, is_copied=True)
-    return filled if by_tiles <= tiles.cycles(rows, lines * groups, vectors, machine) else groups
+    by_tiles = cycles(rows, height, filled, vectors, machine, pieces=pieces, is_copied=True)
+    return filled if by_tiles <= tiles.cycles(rows, pieces * groups, vectors, machine) else groups
 
 
 def _widths(rows: int, vectors: int) -> list[int]:
@@ -228,7 +228,7 @@ def choose_vectors(kernel: Kernel, vectors: int, tasks: int, machine: Machine) -
     most = max(_RESULTS, machine.first.size // (2 * 4 * LANES * kernel.rows))
 
     def estimate(count: int) -> float:
-        each = cycles_of_call(kernel.rows, kernel.depth, count, machine, lines=kernel.pieces) / count
+        each = cycles_of_call(kernel.rows, kernel.depth, count, machine, pieces=kernel.pieces) / count
         return each / cost.evenness(tasks * vectors // count, machine)
 
     return min((count for count in range(1, min(vectors, most) + 1) if vectors % count == 0), key=estimate)

@@ -57,7 +57,7 @@ def steps_of_conv2d(
     steps = -(-weight[1] // dot.group)
     if groups > 1 or geometry.kernel[1] > 1:
         return steps
-    return _filled(pixels, steps, weight[0], lanes, dot, machine, lines=geometry.kernel[0])
+    return _filled(pixels, steps, weight[0], lanes, dot, machine, pieces=geometry.kernel[0])
 
 
 def steps_of_dense(data: Sequence[Any], weight: Sequence[int], rows: Sequence[int], dot: Dot, machine: Machine) -> int:
@@ -71,10 +71,12 @@ def steps_of_dense(data: Sequence[Any], weight: Sequence[int], rows: Sequence[in
     return _filled(joined, -(-depth // dot.group), units, vector(units, machine), dot, machine)
 
 
-def _filled(rows: int | None, steps: int, channels: int, lanes: int, dot: Dot, machine: Machine, lines: int = 1) -> int:
+def _filled(
+    rows: int | None, steps: int, channels: int, lanes: int, dot: Dot, machine: Machine, pieces: int = 1
+) -> int:
     if dot.name not in machine.amx or lanes != amx.LANES:
         return steps
-    return amx.fill_depth(rows, steps, -(-channels // lanes), machine, lines=lines)
+    return amx.fill_depth(rows, steps, -(-channels // lanes), machine, pieces=pieces)
 
 
 def conv2d(
@@ -99,10 +101,10 @@ def conv2d(
     (_, stride_w), (dilation_h, dilation_w) = geometry.strides, geometry.dilation
     per_group, rows = vectors // groups, 0
     # Neighbouring pixels of which all channels are read are contiguous in memory: one reduction covers them.
-    spread = dilation_w if kernel_w > 1 and (groups > 1 or dilation_w > 1) else 1 if groups > 1 else 0
+    spread = dilation_w if groups > 1 or (kernel_w > 1 and dilation_w > 1) else 0
     if dot.name in machine.amx and lanes == amx.LANES:
         depth_at_once, pieces = (steps, kernel_h * kernel_w) if spread else (kernel_w * steps, kernel_h)
-        rows = amx.choose_rows(static(out_w), depth_at_once, per_group, machine, lines=pieces)
+        rows = amx.choose_rows(static(out_w), depth_at_once, per_group, machine, pieces=pieces)
     if groups == 1 and geometry.is_pointwise and not (rows and _is_by_line(out_h, out_w, rows, weight, machine)):
         return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
     row_bytes = 4 // group * stride_w * int(in_c)
