@@ -1,6 +1,8 @@
 """Small ONNX models, and comparisons of built models with ONNX Runtime."""
 
+import ctypes
 import os
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from support import builds, scale
 from support.machines import best_target, on_two_cores, require_level
 from support.models import save_model
 from tvmflow.arrays import Array
-from tvmflow.compiler import BuildOptions, Choices, CompiledModel
+from tvmflow.compiler import BuildOptions, Choices, CompiledModel, amx
 from tvmflow.compiler.inspection import Inspection
 from tvmflow.hardware.target import Target, host, resolve
 
@@ -73,6 +75,33 @@ def target(request: pytest.FixtureRequest) -> Target:
 def bf16() -> Target:
     """AVX-512 with dot products of bfloat16, without AMX, which `test_compiler_amx.py` is about."""
     return _or_skip("x86-64-v4-bf16")
+
+
+@pytest.fixture(scope="session")
+def amx_target() -> Target:
+    """This machine with AMX, but with no instruction beside it that it lacks."""
+    if "avx512f" not in host().features:
+        pytest.skip("this CPU has no AVX-512")
+    mine = [name for name in ("avx512_vnni", "avx512_bf16") if name in host().features]
+    attributes = ["+amx-tile", "+amx-bf16", "+amx-int8", *(f"+{name.replace('_', '')}" for name in mine)]
+    return resolve({"kind": "llvm", "mcpu": "x86-64-v4", "mattr": attributes, "num-cores": 2})
+
+
+@pytest.fixture(scope="session")
+def amx_software(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library whose functions do what AMX's instructions do."""
+    library = tmp_path_factory.mktemp("amx") / "amx.so"
+    source = Path(__file__).with_name("amx.cc")
+    subprocess.run(["g++", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)  # noqa: S607
+    return library
+
+
+@pytest.fixture
+def emulated_amx(amx_software: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """AMX's kernels call the functions of this library, which libraries that are loaded from now on find."""
+    ctypes.CDLL(str(amx_software), ctypes.RTLD_GLOBAL)
+    monkeypatch.setattr(amx, "INTRINSICS", "emulated_")
+    return amx_software
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,7 @@
 """AMX: kernels of whole tiles, on any processor: their instructions are done by `amx.cc`, which aborts on a fault."""
 
-import ctypes
 import platform
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from tvmflow.compiler.annotations import AMX, TILE
 from tvmflow.compiler.dotproduct import BF16, INT8
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.schedules import schedule, variants
-from tvmflow.hardware.target import Precision, Target, host, resolve
+from tvmflow.hardware.target import Precision, Target, resolve
 from tvmflow.tuning.traces import normalize, replay, trace_of
 
 RunBuilt = Callable[..., list[Array]]
@@ -35,28 +33,8 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x
 
 
 @pytest.fixture(scope="session")
-def software(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Functions that do what AMX's instructions do, found by every library that is loaded after them."""
-    library = tmp_path_factory.mktemp("amx") / "amx.so"
-    source = Path(__file__).with_name("amx.cc")
-    subprocess.run(["g++", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)  # noqa: S607
-    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
-
-
-@pytest.fixture
-def emulated(software: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels call these functions."""
-    monkeypatch.setattr(amx, "INTRINSICS", "emulated_")
-
-
-@pytest.fixture(scope="session")
-def target() -> Target:
-    """This machine with AMX, but with no instruction beside it that it lacks."""
-    if "avx512f" not in host().features:
-        pytest.skip("this CPU has no AVX-512")
-    mine = [name for name in ("avx512_vnni", "avx512_bf16") if name in host().features]
-    attributes = ["+amx-tile", "+amx-bf16", "+amx-int8", *(f"+{name.replace('_', '')}" for name in mine)]
-    return resolve({"kind": "llvm", "mcpu": "x86-64-v4", "mattr": attributes, "num-cores": 2})
+def target(amx_target: Target) -> Target:
+    return amx_target
 
 
 def _rounded(value: Array) -> Array:
@@ -103,7 +81,7 @@ def _convolution(case: tuple[int, ...], make_model: MakeModel, weight: Array, bi
     return make_model(nodes, [("x", [2, channels, height, width])], ["y"], {"w": weight, "b": bias}, name=name)
 
 
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated_amx")
 @pytest.mark.parametrize("by_tiles", [True, False], ids=["tiles", "dot products"])
 def test_convolutions_equal_those_of_rounded_operands(
     by_tiles: bool, make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path
@@ -128,7 +106,7 @@ def test_convolutions_equal_those_of_rounded_operands(
     assert rules["dot_conv2d"] + rules["dot_rows"] == len(inputs)
 
 
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated_amx")
 def test_a_convolution_of_any_batch_and_height_has_tiles(
     make_model: MakeModel, run_built: RunBuilt, target: Target
 ) -> None:
@@ -159,7 +137,7 @@ _FREE = [
 ]
 
 
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated_amx")
 def test_layers_of_free_sizes_have_tiles(
     make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path
 ) -> None:
@@ -186,7 +164,7 @@ def test_layers_of_free_sizes_have_tiles(
             np.testing.assert_allclose(actual, value, rtol=1e-5, atol=atol, err_msg=name)
 
 
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated_amx")
 @pytest.mark.parametrize(
     ("shape", "units"),
     [((49, 64), 32), ((1, 128, 384), 80), ((197, 48), 48), ((2, 7, 256), 64), ((5, 8, 95), 64), ((16, 1, 64), 32)],
@@ -205,7 +183,7 @@ def test_dense_layers_equal_those_of_rounded_operands(
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * float(np.abs(expected).max()))
 
 
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated_amx")
 def test_a_network_is_within_the_bound_of_bfloat16(make_model: MakeModel, run_built: RunBuilt, target: Target) -> None:
     nodes = [
         helper.make_node("Conv", ["x", "w0"], ["a"], pads=[3] * 4, strides=[2, 2]),
@@ -253,7 +231,7 @@ def _quantised(make_model: MakeModel, operator: onnx.NodeProto, weight: Array, s
     return make_model(nodes, [("x", shape)], ["y"], constants)
 
 
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated_amx")
 @pytest.mark.parametrize("kind", ["convolution", "strided", "grouped", "dense"])
 def test_quantised_models_equal_onnx_runtime(
     kind: str, make_model: MakeModel, run_built: RunBuilt, target: Target
@@ -273,7 +251,7 @@ def test_quantised_models_equal_onnx_runtime(
     assert (distance > 0).mean() <= 0.01
 
 
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated_amx")
 def test_every_schedule_of_a_kernel_is_replayed_with_it(
     make_model: MakeModel, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +315,7 @@ def test_short_products_are_dot_products() -> None:
     assert amx.choose_rows(112, 3 * 8, 1, processor, pieces=3) > 0
 
 
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated_amx")
 @pytest.mark.parametrize("kind", ["convolution", "strided", "dense"])
 def test_depths_that_no_tiles_divide_are_filled(
     kind: str, make_model: MakeModel, run_built: RunBuilt, target: Target
@@ -365,7 +343,7 @@ def test_depths_that_no_tiles_divide_are_filled(
 _APART = [(2, 32, 48, 3, 1, 1), (12, 16, 16, 3, 2, 1), (3, 48, 48, 1, 1, 1), (1, 32, 48, 3, 1, 2), (4, 24, 32, 5, 1, 3)]
 
 
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated_amx")
 def test_convolutions_whose_taps_are_apart_have_tiles(
     make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path
 ) -> None:
@@ -391,7 +369,7 @@ def test_convolutions_whose_taps_are_apart_have_tiles(
         np.testing.assert_allclose(actual, value, rtol=1e-5, atol=atol, err_msg=name)
 
 
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated_amx")
 def test_a_quantised_layer_of_a_filled_depth_equals_onnx_runtime(
     make_model: MakeModel, run_built: RunBuilt, target: Target
 ) -> None:
@@ -449,7 +427,7 @@ _ATTENTION = [
 ]
 
 
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated_amx")
 def test_attention_has_tiles_and_equals_that_by_dot_products(
     make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path
 ) -> None:
@@ -477,7 +455,7 @@ def test_attention_has_tiles_and_equals_that_by_dot_products(
             assert np.nanmax(np.abs(actual - value)) < 1.5e-2 * np.nanmax(np.abs(value))
 
 
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated_amx")
 def test_products_of_activations_have_tiles(
     make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path
 ) -> None:
@@ -503,7 +481,7 @@ def test_products_of_activations_have_tiles(
         np.testing.assert_allclose(actual, value, rtol=1e-5, atol=atol, err_msg=name)
 
 
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("emulated_amx")
 def test_one_call_computes_several_vectors(make_model: MakeModel, target: Target) -> None:
     # Tiles hold the results of two vectors of 28 pixels. Of five, they hold two, two and one.
     for units, vectors in ((192, 12), (80, 5)):

@@ -11,7 +11,7 @@ _ROOT = Path(tvmflow.compiler.__file__).parent
 # By module and name: why a number is the same for every processor.
 _REASONS = {
     "amx.ROWS": "instruction set: AMX's tiles",
-    "amx._FEWEST_ROWS": "instruction set: AMX's tiles",
+    "amx.FEWEST_ROWS": "instruction set: AMX's tiles",
     "amx._RESULTS": "instruction set: AMX's registers",
     "build._LEAST_CAPABILITY": "instruction set: copies to shared memory in the background",
     "build._MOST_WEIGHTS_INSIDE": "reach of the code: 2 GiB",

@@ -17,11 +17,12 @@ from support.guarded import assert_within_buffers
 from support.machines import require_level, runnable_levels
 from support.models import make_model
 from tvmflow.arrays import Array
-from tvmflow.compiler import BuildOptions, import_onnx, lower, winograd, workloads
+from tvmflow.compiler import BuildOptions, amx, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.machine import Machine, machine
 from tvmflow.compiler.operators.packing import packing_of
 from tvmflow.compiler.schedules import complete, guards, schedule, variants
+from tvmflow.hardware.profiles import Tiles
 from tvmflow.hardware.target import Precision, Target, resolve
 
 # So many schedules of a function are computed at most, and one of them is drawn.
@@ -430,20 +431,63 @@ def test_blocks_of_free_sizes_stay_within_their_buffers(
     assert_within_buffers(functions, target, {"n": 1, "h": 2, "w": 3}, {"n": 3, "h": 9, "w": 37})
 
 
+def _products_of_bfloat16(model: Drawn) -> None:
+    """Convolutions, dense layers and products of activations, some of which AMX computes."""
+    model.precision = "bf16"
+    model.choice(_convolutions, _products)(model)
+
+
+@pytest.fixture
+def cheap_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost model takes AMX for every product that its kernels can compute."""
+    monkeypatch.setattr(amx, "_costs", lambda _: Tiles(multiply=1, load_first=0, load_second=0, start=0))
+
+
+@pytest.mark.few(2)
+@pytest.mark.usefixtures("cheap_tiles")
+@pytest.mark.parametrize("draw", [_products_of_bfloat16, _bfloat16_attention])
+def test_kernels_of_amx_stay_within_their_buffers(
+    draw: Callable[[Drawn], None], tmp_path: Path, amx_target: Target, emulated_amx: Path
+) -> None:
+    functions: dict[str, tirx.PrimFunc] = {}
+    for seed in range(scale.count(normal=4, long=48)):
+        model = Drawn(np.random.default_rng(seed))
+        draw(model)
+        drawn = _functions(model, amx_target, tmp_path)
+        functions |= {name: func for name, func in drawn.items() if "tvmflow_amx" in func.script()}
+    assert functions
+    assert_within_buffers(functions, amx_target, preload=emulated_amx)
+
+
+@pytest.mark.usefixtures("cheap_tiles")
+def test_attention_of_free_sizes_by_amx_stays_within_its_buffers(
+    tmp_path: Path, amx_target: Target, emulated_amx: Path
+) -> None:
+    function, sizes = _free_attention("bf16", amx_target, tmp_path)
+    assert "tvmflow_amx" in function.script()
+    assert_within_buffers({"attention": function}, amx_target, *sizes, preload=emulated_amx)
+
+
 @pytest.mark.parametrize(("precision", "level"), PRECISIONS_AND_LEVELS)
 def test_attention_of_free_sizes_stays_within_its_buffers(precision: Precision, level: str, tmp_path: Path) -> None:
-    model, target = Drawn(np.random.default_rng(0)), _target(precision, level)
+    target = _target(precision, level)
+    function, sizes = _free_attention(precision, target, tmp_path)
+    assert_within_buffers({"attention": function}, target, *sizes)
+
+
+def _free_attention(precision: Precision, target: Target, folder: Path) -> tuple[tirx.PrimFunc, list[dict[str, int]]]:
+    """The schedule of attention of free sizes, and sizes for it."""
+    model = Drawn(np.random.default_rng(0))
     query, key, value, mask = (model.input(0) for _ in range(4))
     shapes = (["n", 2, "rows", 24], ["n", 2, 24, "keys"], ["n", 2, "keys", 24], ["n", 1, "rows", "keys"])
     model.inputs = list(zip((query, key, value, mask), shapes, strict=True))
     scores = model.node("Add", model.node("MatMul", query, key), mask)
     model.node("MatMul", model.node("Softmax", scores, axis=-1), value)
-    onnx.save(model.proto(), tmp_path / "model.onnx")
-    lowered = lower(import_onnx(tmp_path / "model.onnx"), target, BuildOptions(precision=precision))
+    onnx.save(model.proto(), folder / "model.onnx")
+    lowered = lower(import_onnx(folder / "model.onnx"), target, BuildOptions(precision=precision))
     (func,) = (item.func for item in workloads(lowered) if "attention" in item.name)
-    function = schedule(func, _always_parallel(target, 16))[0]
-    sizes = ({"n": 1, "rows": 1, "keys": 3}, {"n": 2, "rows": 5, "keys": 70})
-    assert_within_buffers({"attention": function}, target, *sizes)
+    sizes = [{"n": 1, "rows": 1, "keys": 3}, {"n": 2, "rows": 5, "keys": 70}]
+    return schedule(func, _always_parallel(target, 16))[0], sizes
 
 
 @pytest.mark.few(1)

@@ -12,8 +12,10 @@ from support.arrays import normal
 from support.builds import Preferring, rule_counts
 from support.items import POISON, Parts, images, tokens
 from support.models import save_model
-from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower
+from tvmflow.compiler import BuildOptions, CompiledModel, amx, build, import_onnx, lower
+from tvmflow.compiler.annotations import AMX
 from tvmflow.compiler.choices import Choices
+from tvmflow.hardware.profiles import Tiles
 from tvmflow.hardware.target import Precision, Target
 
 _ITEMS = 4
@@ -123,7 +125,27 @@ def test_items_are_apart_in_other_precisions(
     precision: Precision, parts: Callable[[], Parts], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     target: Target = request.getfixturevalue(precision)
-    model = parts()
+    _assert_apart_in(precision, parts(), target, tmp_path)
+
+
+@pytest.mark.usefixtures("emulated_amx")
+@pytest.mark.parametrize(
+    ("precision", "parts"), [("bf16", images), ("bf16", tokens), ("int8", _integers)], ids=["bf16", "tokens", "int8"]
+)
+def test_items_are_apart_where_amx_computes(
+    precision: Precision,
+    parts: Callable[[], Parts],
+    tmp_path: Path,
+    amx_target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The cost model takes AMX for every product that its kernels can compute.
+    monkeypatch.setattr(amx, "_costs", lambda _: Tiles(multiply=1, load_first=0, load_second=0, start=0))
+    assert AMX in _assert_apart_in(precision, parts(), amx_target, tmp_path).ir_text
+
+
+def _assert_apart_in(precision: Precision, model: Parts, target: Target, tmp_path: Path) -> CompiledModel:
+    """Build a model in a reduced precision, with all its blocks, and assert that its items are apart."""
     imported, options, choices = _import(model, _ITEMS, tmp_path), BuildOptions(precision=precision), Choices()
     lower(imported, target, options, choices)
     whole = {site.key: "whole" for site in choices.sites.values() if site.kind == "block"}
@@ -131,3 +153,4 @@ def test_items_are_apart_in_other_precisions(
     assert rule_counts(compiled_model).keys() & {"dot_conv2d", "dot_rows", "dot_winograd"}
     assert rule_counts(compiled_model)["block"] == len(whole)
     _assert_items_apart(compiled_model, "main", model[1])
+    return compiled_model

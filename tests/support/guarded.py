@@ -36,11 +36,16 @@ _UNTOUCHED = 0xFF  # As float32 and as bfloat16 this byte repeated is NaN.
 
 
 def assert_within_buffers(
-    functions: "Mapping[str, PrimFunc]", target: "Target", *sizes: Mapping[str, int], seed: int = 0
+    functions: "Mapping[str, PrimFunc]",
+    target: "Target",
+    *sizes: Mapping[str, int],
+    seed: int = 0,
+    preload: Path | None = None,
 ) -> None:
     """Compile scheduled functions for a target that this machine runs, and run them on guarded buffers on two threads.
 
-    Each of `sizes` are those of symbolic dimensions, by name; the functions run once for each. Raises AssertionError
+    Each of `sizes` are those of symbolic dimensions, by name; the functions run once for each. `preload` is a library
+    whose functions they call, None for none. Raises AssertionError
     that names the first function, and its sizes, which reads or writes outside its buffers, or which leaves an element
     of a floating-point result unwritten or not a number.
     """
@@ -61,7 +66,12 @@ def assert_within_buffers(
         (Path(folder) / "calls.json").write_text(json.dumps({"seed": seed, "calls": calls}))
         child = subprocess.run(
             [sys.executable, str(Path(__file__).resolve()), folder],
-            env={**os.environ, "TVM_NUM_THREADS": "2", "TVM_USE_RUNTIME_LIB": "1"},
+            env={
+                **os.environ,
+                "TVM_NUM_THREADS": "2",
+                "TVM_USE_RUNTIME_LIB": "1",
+                **({} if preload is None else {"LD_PRELOAD": str(preload)}),
+            },
             capture_output=True,
             text=True,
             timeout=300,

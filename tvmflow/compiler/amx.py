@@ -20,7 +20,7 @@ from tvmflow.hardware.profiles import Tiles
 # The rows and the 32-bit lanes of a tile.
 ROWS = LANES = 16
 # A product of fewer rows fills less than a quarter of a tile, steps of fewer groups less than half of one.
-_FEWEST_ROWS, _FEWEST_GROUPS = ROWS // 4, ROWS // 2
+FEWEST_ROWS, _FEWEST_GROUPS = ROWS // 4, ROWS // 2
 # The number of tile registers that hold results, then the first register of the left and of the right operand.
 _RESULTS, _LEFT, _RIGHT = 4, 4, 6
 
@@ -127,7 +127,7 @@ def choose_rows(
     true where the left operand is copied in any case. Returns 0 without AMX, for fewer than 4 rows, for a depth that no
     number from 8 to 16 divides, and where dot-product instructions take less time.
     """
-    if machine.tiles is None or (rows is not None and rows < _FEWEST_ROWS) or _step(depth) < _FEWEST_GROUPS:
+    if machine.tiles is None or (rows is not None and rows < FEWEST_ROWS) or _step(depth) < _FEWEST_GROUPS:
         return 0
 
     def estimate(height: int) -> float:

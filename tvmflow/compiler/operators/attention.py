@@ -108,6 +108,8 @@ def choose_tiled(positions: int | None, keys: int | None, channels: int, machine
     """
     if BF16.name not in machine.amx or machine.lanes != amx.LANES:
         return None
+    if positions is not None and positions < amx.FEWEST_ROWS:
+        return None
     values, depth = -(-channels // amx.LANES), -(-channels // BF16.group)
     fewest = int(round_up(keys or _KEYS_OF_CALL, amx.LANES))
 
@@ -118,7 +120,7 @@ def choose_tiled(positions: int | None, keys: int | None, channels: int, machine
         size = 4 * rows * strip.groups
         return -(-(positions or rows) // rows) * (scores + sums + cost.move_cycles(size, size, size, machine))
 
-    heights = [amx.ROWS] if positions is None else range(1, min(positions, 2 * amx.ROWS) + 1)
+    heights = [amx.ROWS] if positions is None else range(amx.FEWEST_ROWS, min(positions, 2 * amx.ROWS) + 1)
     sizes = [fewest + more * amx.LANES for more in range(_MORE_KEYS if keys else 1)]
     strips = [
         TiledStrip(height, size, amx.fill(depth))
