@@ -18,7 +18,7 @@ from tvmflow.compiler.passes.bf16 import RoundProducts
 from tvmflow.compiler.passes.block_products import lower_block_products
 from tvmflow.compiler.passes.blocks import FuseBlocks
 from tvmflow.compiler.passes.checks import CheckSizesAlone
-from tvmflow.compiler.passes.constants import FoldConstantCalls
+from tvmflow.compiler.passes.constants import FoldConstantCalls, ShareResults
 from tvmflow.compiler.passes.fp16 import HalveProducts
 from tvmflow.compiler.passes.fusion import (
     FuseRoundings,
@@ -56,7 +56,7 @@ def canonicalize() -> list[tvm.transform.Pass]:
         relax.transform.CanonicalizeBindings(),
         simplify.evaluate_constants(),
         simplify.remove_identities(),
-        relax.transform.EliminateCommonSubexpr(),
+        ShareResults(),
         simplify.multiply_instead(),
         patterns.compose_gelu(),
         patterns.compose_silu(),
@@ -124,6 +124,7 @@ def pass_names() -> list[str]:
         "SeparateRepeats",
         "SeparateSizes",
         "SeparateTransposes",
+        "ShareResults",
         "StoreRepeats",
         "LowerAttention",
         "LowerRecurrence",
@@ -249,7 +250,7 @@ def lower_passes(
         *own.layout,
         *tidy(),
         relax.transform.CanonicalizeBindings(),
-        relax.transform.EliminateCommonSubexpr(),
+        ShareResults(),
         *own.products,
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
