@@ -957,3 +957,17 @@ def test_convolutions_of_free_volumes_are_not_transposed_between_each_other(
     model = assert_same_as_onnxruntime(path, *feeds)
     # Those of the input and of the output.
     assert sum("transpose" in name for name, _ in model.schedules) <= 3
+
+
+@pytest.mark.parametrize("end", [-1, 1000])
+def test_a_layer_of_a_crop_of_free_size_that_ends_the_model_keeps_its_rule(
+    end: int, make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    """The output's size is checked, and TVM puts the call into the check: passes did not see the convolution."""
+    nodes = [_node("Slice", ["x", "one", "end", "two"], ["a"]), _node("Conv", ["a", "w"], ["y"], pads=[1] * 4)]
+    weights = {"one": np.array([1]), "end": np.array([end]), "two": np.array([2])}
+    weights["w"] = np.random.default_rng(0).standard_normal((16, 16, 3, 3)).astype("float32")
+    path = make_model(nodes, [("x", ["n", 16, "h", 20])], ["y"], weights)
+    feeds = [{"x": np.random.default_rng(size).random((2, 16, size, 20), "float32")} for size in (3, 9, 20)]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert {rule for name, rule in model.schedules if "conv2d" in name} <= {"conv2d", "winograd"}
