@@ -348,19 +348,19 @@ def _by_results(function: PrimFunc, arguments: int) -> PrimFunc:
 
 
 def _by_sums(function: PrimFunc) -> PrimFunc:
-    """A function that has variables for dimensions that are the sum of a scalar and a number.
+    """A function that has variables for dimensions that are a scalar and a number more or less.
 
     The tokens of a text, put beside the 256 of an image, are `length + 256`. TVM writes four times that as
     `length * 4 + 1024`, and then proves nothing of a loop that runs through several such dimensions. The scalar stays a
     parameter, which the function reads no more.
     """
     dims = [dim for param in function.params for dim in _dims(param) or ()]
+    analyzer = tvm.sym.Analyzer()
     new: dict[tirx.Var, Any] = {}
     for scalar in (param for param in function.params if not tirx.is_buffer_var(param)):
-        read = [dim for dim in dims if scalar in _variables([dim])]
-        sums = [_split_last_number(dim) for dim in read]
-        if sums and all(core.same_as(scalar) and isinstance(number, tirx.IntImm) for core, number in sums):
-            number, _ = Counter(int(number) for _, number in sums).most_common(1)[0]
+        numbers = [analyzer.simplify(dim - scalar) for dim in dims if scalar in _variables([dim])]
+        if numbers and all(isinstance(number, tirx.IntImm) for number in numbers):
+            number, _ = Counter(map(int, numbers)).most_common(1)[0]
             new[scalar] = tirx.Var(f"sum{len(new)}", scalar.ty) - number
     if not new:
         return function
