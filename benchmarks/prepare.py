@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from catalogue import Model, find
@@ -20,7 +20,7 @@ from pydantic import Field
 from tvmflow import samples
 from tvmflow import spec as release_file
 from tvmflow.arrays import Array
-from tvmflow.bundle import Manifest, installed_versions, pack, sha256_file
+from tvmflow.bundle import WEIGHTS_IN_FILE, Manifest, installed_versions, pack, sha256_file
 from tvmflow.errors import ExportError
 from tvmflow.hardware.target import Precision, Target, resolve
 from tvmflow.processes import children
@@ -67,6 +67,7 @@ class BuildJob(Record):
     target: Target
     trials: int = 0
     precision: Precision = "fp32"
+    weights: Literal["inside", "apart"] = "inside"
     state: Path
     output: Path
 
@@ -147,13 +148,21 @@ def source(model: Model) -> Source:
 
 
 def build(
-    name: str, onnx: Path, sample: Path, target: Target, state: Path, trials: int = 0, precision: Precision = "fp32"
+    name: str,
+    onnx: Path,
+    sample: Path,
+    target: Target,
+    state: Path,
+    trials: int = 0,
+    precision: Precision = "fp32",
+    weights: Literal["inside", "apart"] = "inside",
 ) -> Path:
     """Return the bundle of an ONNX file for `target`, which must be this machine.
 
-    It is built once for each version of the compiler's code; older bundles of the same `name` are removed.
+    It is built once for each version of the compiler's code; older bundles of the same `name` are removed. `weights`
+    are those of `build.weights` in a release file.
     """
-    key = [sha256_file(onnx), target.canonical, trials, precision, code_digest("tasks.package")]
+    key = [sha256_file(onnx), target.canonical, trials, precision, weights, code_digest("tasks.package")]
     job = BuildJob(
         name=name,
         onnx=onnx,
@@ -161,6 +170,7 @@ def build(
         target=target,
         trials=trials,
         precision=precision,
+        weights=weights,
         state=state,
         output=state / f"{name}-{_digest(key)}.tar.gz",
     )
@@ -213,7 +223,8 @@ def build_bundle(job: BuildJob) -> "CompiledModel":
 
     imported = compiler.import_onnx(job.onnx, job.shapes or None)
     tuned = _tuned(imported, job) if job.trials else None
-    model = compiler.build(imported, job.target, compiler.BuildOptions(precision=job.precision), tuned)
+    options = compiler.BuildOptions(precision=job.precision, weights=job.weights)
+    model = compiler.build(imported, job.target, options, tuned)
     manifest = Manifest(
         name=job.name,
         target=job.target.name,
@@ -233,6 +244,9 @@ def build_bundle(job: BuildJob) -> "CompiledModel":
         model.export(files["mod.so"])
         files["mod.json"].write_text(model.ir_json)
         shutil.copyfile(job.sample, files["sample.npz"])
+        if model.weights in WEIGHTS_IN_FILE:
+            files["mod.params"] = Path(folder) / "mod.params"
+            compiler.save_params(model.params, files["mod.params"])
         pack(job.output, manifest, files)
     return model
 

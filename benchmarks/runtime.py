@@ -4,7 +4,8 @@ Each figure is the median over the rounds. In a round each of the two runs in a 
 ratio is ours over ONNX Runtime's, so below one ours is less.
 
 import       the runtime and NumPy: TVM's runtime library here, the package onnxruntime there
-load         our bundle is unpacked and each of its files checked against its digest; ONNX Runtime optimises its graph
+load         our bundle is unpacked and each of its files checked against its digest; with `--weights apart` its library
+             packs them; ONNX Runtime optimises its graph and packs weights
 first call   threads start and memory is taken
 steady call  the least of many, NumPy arrays in and out, checked
 memory       the most that the process ever held
@@ -157,6 +158,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("model", nargs="?", default="digits", metavar="MODEL", help=f"of {', '.join(MODELS)} (digits)")
     parser.add_argument("--batch", type=positive, default=1, help="size of the first dimension of every input (1)")
+    parser.add_argument("--weights", choices=("inside", "apart"), default="inside", help="`build.weights` (inside)")
     parser.add_argument("--rounds", type=positive, default=7, help="processes of each (7)")
     parser.add_argument("--calls", type=positive, default=2000, help="steady calls of a process (2000)")
     return parser.parse_args(arguments)
@@ -172,7 +174,8 @@ def main() -> int:
         status.update(f"{model.name}: export and build")
         sample = prepare.sample(model, arguments.batch, state)
         onnx = prepare.export(model, arguments.batch, state)
-        bundle = prepare.build(model.name, onnx, sample, prepare.native(arguments.threads), state)
+        target = prepare.native(arguments.threads)
+        bundle = prepare.build(model.name, onnx, sample, target, state, weights=arguments.weights)
         paths: dict[Name, Path] = {"tvmflow": bundle, "onnxruntime": onnx}
         # The first of each only brings the files into memory.
         for number in range(arguments.rounds + 1):

@@ -91,7 +91,12 @@ def find_dimensions(
                 is_large = _elements(inputs, fixed | larger) > _MOST_ELEMENTS
                 return is_large or time.monotonic() > end or runs_beside(larger)
 
-            fixed_names = _of_one_size([name for name in names if least[name] == typical[name]], typical, may_run)
+            rigid = [
+                name
+                for name in names
+                if least[name] == typical[name] and not runs_beside(least | {name: least[name] + 1})
+            ]
+            fixed_names = _of_one_size(rigid, typical, may_run)
             return {
                 name: Dimension(
                     min=least[name], max=least[name] if name in fixed_names else None, measure=(typical[name],)
@@ -108,10 +113,20 @@ def _elements(inputs: Sequence[Input], sizes: Mapping[str, int]) -> int:
 def _enlarge(
     inputs: Sequence[Input], fixed: Sizes, sizes: Sizes, names: Sequence[str], runs: Runs, end: float
 ) -> Sizes:
-    """Return `sizes` with those of `names` doubled together, as often as the limits allow and the model runs."""
-    while names and max(sizes[name] for name in names) * 2 <= _LARGEST_MEASURED and time.monotonic() < end:
-        larger = sizes | {name: 2 * sizes[name] for name in names}
-        if _elements(inputs, fixed | larger) > _MOST_MEASURED_ELEMENTS or not runs(fixed | larger):
+    """Return `sizes` with those of `names` doubled together, as often as the limits allow and the model runs.
+
+    The largest of these sizes is tried first: most models run there, and a large one takes long for each size.
+    """
+    doubled = [sizes]
+    while names and max(doubled[-1][name] for name in names) * 2 <= _LARGEST_MEASURED:
+        larger = sizes | {name: 2 * doubled[-1][name] for name in names}
+        if _elements(inputs, fixed | larger) > _MOST_MEASURED_ELEMENTS:
+            break
+        doubled.append(larger)
+    if len(doubled) > 1 and time.monotonic() < end and runs(fixed | doubled[-1]):
+        return doubled[-1]
+    for larger in doubled[1:-1]:
+        if time.monotonic() >= end or not runs(fixed | larger):
             break
         sizes = larger
     return sizes

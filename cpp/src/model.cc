@@ -409,6 +409,12 @@ Tensor Model::ToDevice(const Tensor& tensor) const {
 }
 
 std::vector<Tensor> Model::Run(const std::vector<Tensor>& inputs) {
+  if (is_running_->exchange(true)) {
+    throw Error("another thread runs model '" + manifest_.name + "'; give each thread a model of its own");
+  }
+  // Calls one after the other may come from several threads: the next one sees what this one has stored.
+  const auto end = [](std::atomic<bool>* is_running) { is_running->store(false); };
+  const std::unique_ptr<std::atomic<bool>, decltype(end)> running(is_running_.get(), end);
   std::map<std::string, int64_t> sizes;
   const ffi::Function& function = FunctionFor(inputs, sizes);
   return TranslateErrors("model '" + manifest_.name + "' failed", [&] {

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+from onnx import helper
 
+from support.models import save_model
 from support.processes import refusal
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -15,9 +18,11 @@ Import = Callable[[str], ModuleType]
 
 
 @pytest.mark.long
-def test_a_model_is_measured_in_processes_of_its_own(command: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["inside", "apart"])
+def test_a_model_is_measured_in_processes_of_its_own(weights: str, command: Command, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    process = command("runtime", "--threads", "1", "--rounds", "1", "--calls", "5", "--json", str(figures))
+    options = ("--threads", "1", "--rounds", "1", "--calls", "5", "--weights", weights)
+    process = command("runtime", *options, "--json", str(figures))
     assert process.returncode == 0, process.stderr
     document = json.loads(figures.read_text())
     for cost in document["costs"].values():
@@ -47,6 +52,29 @@ def test_medians_are_compared(module: Import) -> None:
         "m", 1, {"tvmflow": [cost(1), cost(9), cost(3)], "onnxruntime": [cost(2), cost(1), cost(90)]}
     )
     assert (document.costs["tvmflow"].load, document.ratios.load) == (3, 1.5)
+
+
+def test_a_bundle_with_its_weights_apart_is_measured(module: Import, tmp_path: Path) -> None:
+    from tvmflow.bundle import read_manifest
+
+    prepare = module("prepare")
+    weights = {"w": np.random.default_rng(0).normal(size=(64, 64)).astype("float32")}
+    onnx = save_model(
+        tmp_path / "m.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", [1, 64])], ["y"], weights
+    )
+    sample = prepare.save(tmp_path / "sample.npz", {"x": np.ones((1, 64), "float32")})
+    job = prepare.BuildJob(
+        name="m",
+        onnx=onnx,
+        sample=sample,
+        target=prepare.native(1),
+        weights="apart",
+        state=tmp_path,
+        output=tmp_path / "m.tar.gz",
+    )
+    prepare.build_bundle(job)
+    assert read_manifest(job.output).weights == "shared"
+    assert module("runtime").measure("tvmflow", job.output, sample, 1, 1).load > 0
 
 
 def test_a_model_that_is_unknown_is_one_sentence(call: Command) -> None:

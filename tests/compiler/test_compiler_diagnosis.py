@@ -13,6 +13,8 @@ from tvmflow.compiler import import_onnx, lower
 from tvmflow.compiler.build import rules_of
 from tvmflow.compiler.diagnosis import Diagnosis, OperatorDiagnosis, diagnose
 from tvmflow.compiler.importer import Imported
+from tvmflow.compiler.operators.common import tensor_of
+from tvmflow.compiler.operators.packing import MatrixPacking
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
 from tvmflow.hardware.target import Target
 
@@ -221,3 +223,23 @@ def test_a_damaged_file_is_an_error_rather_than_a_diagnosis(tmp_path: Path, targ
     path.write_bytes(b"no model")
     with pytest.raises(ModelImportError, match=r"model\.onnx"):
         diagnose(path, target)
+
+
+def test_no_weight_is_packed_and_none_is_copied_for_each_lowering(
+    make_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = np.random.default_rng(0).normal(size=(256, 512)).astype("float32")
+    nodes = [helper.make_node("Transpose", ["w"], ["v"]), helper.make_node("MatMul", ["x", "v"], ["y"])]
+    path = make_model(nodes, [("x", ["n", 512])], ["y"], {"w": weight})
+    places: set[int] = set()
+
+    def record(imported: Imported, *arguments: Any) -> Any:
+        places.update(value.ctypes.data for value in imported.params.values())
+        assert all(tensor_of(value).data_ptr() in places for value in imported.params.values())
+        return lower(imported, *arguments)
+
+    monkeypatch.setattr(module, "lower", record)
+    monkeypatch.delattr(MatrixPacking, "pack")
+    diagnosis = diagnose(path, on_two_cores("x86-64-v4-bf16"))
+    assert [coverage.share for coverage in diagnosis.coverage] == [pytest.approx(1.0), 0.0]
+    assert len(places) == 1

@@ -957,3 +957,29 @@ def test_convolutions_of_free_volumes_are_not_transposed_between_each_other(
     model = assert_same_as_onnxruntime(path, *feeds)
     # Those of the input and of the output.
     assert sum("transpose" in name for name, _ in model.schedules) <= 3
+
+
+@pytest.mark.parametrize("end", [-1, 1000])
+def test_a_layer_of_a_crop_of_free_size_that_ends_the_model_keeps_its_rule(
+    end: int, make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    """The output's size is checked, and TVM puts the call into the check: passes did not see the convolution."""
+    nodes = [_node("Slice", ["x", "one", "end", "two"], ["a"]), _node("Conv", ["a", "w"], ["y"], pads=[1] * 4)]
+    weights = {"one": np.array([1]), "end": np.array([end]), "two": np.array([2])}
+    weights["w"] = np.random.default_rng(0).standard_normal((16, 16, 3, 3)).astype("float32")
+    path = make_model(nodes, [("x", ["n", 16, "h", 20])], ["y"], weights)
+    feeds = [{"x": np.random.default_rng(size).random((2, 16, size, 20), "float32")} for size in (3, 9, 20)]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert {rule for name, rule in model.schedules if "conv2d" in name} <= {"conv2d", "winograd"}
+
+
+def test_a_softmax_behind_a_slice_of_free_length_goes_row_by_row(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    """Its rows are `length - 1`, of a length that is no dimension of the function."""
+    nodes = [_node("Slice", ["x", "one", "end", "two"], ["a"]), _node("Softmax", ["a"], ["y"], axis=-1)]
+    weights = {"one": np.array([1]), "end": np.array([2**62]), "two": np.array([2])}
+    path = make_model(nodes, [("x", ["n", 2, "length", 16])], ["y"], weights)
+    feeds = [{"x": np.random.default_rng(size).random((2, 2, size, 16), "float32")} for size in (2, 9, 40)]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert [rule for name, rule in model.schedules if "softmax" in name] == ["rowwise"]

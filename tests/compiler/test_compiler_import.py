@@ -313,3 +313,10 @@ def test_types_that_tvm_computes_wrongly_are_refused_by_name(make_model: Any) ->
     node = helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT8E5M2)
     with pytest.raises(ModelImportError, match=r"FLOAT8E5M2"):
         import_onnx(make_model([node], [("x", [3])], ["y"]))
+
+
+def test_tvms_converters_read_weights(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
+    """As that of Concat does, here of the first token of an image."""
+    nodes = [helper.make_node("Concat", ["token", "x"], ["y"], axis=1)]
+    path = make_model(nodes, [("x", [1, 4, 32])], ["y"], {"token": np.ones((1, 1, 32), "float32")})
+    assert_same_as_onnxruntime(path, {"x": np.zeros((1, 4, 32), "float32")})

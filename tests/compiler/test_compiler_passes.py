@@ -20,7 +20,7 @@ from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, build, import_onnx, list_passes
 from tvmflow.compiler.operators.common import constant
 from tvmflow.compiler.passes import lower_passes, pass_names
-from tvmflow.compiler.passes.constants import FoldConstantCalls
+from tvmflow.compiler.passes.constants import FoldConstantCalls, ShareResults
 from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.simplify import remove_identities
 from tvmflow.hardware.target import resolve
@@ -1208,3 +1208,34 @@ def test_a_part_without_elements_is_not_joined() -> None:
         builder.emit_func_output(y)
     mod = tvm.transform.Sequential([remove_identities(), remove_identities()])(builder.get())
     assert "concat" not in mod["main"].script()
+
+
+def test_repetitions_are_removed_without_a_look_at_large_constants() -> None:
+    """TVM hashes every number of a constant that it sees: seconds for a GB."""
+    builder, x = relax.BlockBuilder(), relax.Var("x", relax.TensorType((4, 64), "float32"))
+    weights = [constant(normal(64, 64)) for _ in range(2)]
+    others = [constant(normal(64, 64, seed=1))]
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            products = [builder.emit(relax.op.matmul(x, weight)) for weight in (*weights, *others)]
+            output = builder.emit_output(relax.Tuple(products))
+        builder.emit_func_output(output)
+    sizes: list[int] = []
+
+    @tvm.ir.instrument.pass_instrument
+    class Record:
+        def run_before_pass(self, mod: tvm.IRModule, info: tvm.transform.PassInfo) -> None:
+            if info.name == "EliminateCommonSubexpr":
+                for function in mod.functions.values():
+                    relax.analysis.post_order_visit(function, self.visit)
+
+        def visit(self, node: Any) -> None:
+            if isinstance(node, tvm.ir.GenericConst):
+                sizes.append(node.value.numpy().size)
+
+    with tvm.transform.PassContext(opt_level=3, instruments=[Record()]):
+        mod = ShareResults()(builder.get())
+    bindings = mod["main"].body.blocks[0].bindings
+    assert [isinstance(binding.value, relax.Call) for binding in bindings] == [True, False, True, False]
+    assert [str(param.name) for param in mod["main"].params] == ["x"]
+    assert not sizes

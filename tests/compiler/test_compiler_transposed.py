@@ -1,15 +1,17 @@
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from onnx import helper
+from tvm.tirx import IntImm, Var
 
 from support import scale
-from support.arrays import normal
+from support.arrays import normal, onnxruntime_outputs
 from support.builds import rule_counts
-from tvmflow.compiler import CompiledModel, import_onnx, lower, workloads
-from tvmflow.hardware.target import Target
+from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower, workloads
+from tvmflow.hardware.target import Target, explain_missing_unit
 
 Check = Callable[..., CompiledModel]
 
@@ -203,6 +205,46 @@ def test_a_convolution_of_an_image_that_was_enlarged_from_a_free_size_is_tiled(
     (rule,) = (rule for name, rule in model.schedules if name.startswith("fused") and "conv2d" in name)
     # With the narrowest vectors, Winograd's algorithm is faster.
     assert rule in (["rows"] if size == 1 else ["conv2d", "winograd"])
+
+
+def test_a_signal_of_one_less_than_twice_its_free_length_is_joined_by_the_general_schedule(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    """TVM generates no code for a parallel loop over `n * (length * 2 - 1)` rows."""
+    nodes = [
+        helper.make_node("ConvTranspose", ["x", "w"], ["a"], strides=[2], pads=[1, 1]),
+        helper.make_node("Tanh", ["a"], ["y"]),
+    ]
+    path = make_model(nodes, [("x", ["n", 12, "length"])], ["y"], {"w": normal(12, 16, 3)})
+    model = assert_same_as_onnxruntime(path, {"x": normal(2, 12, 7)}, {"x": normal(1, 12, 40)})
+    assert "none" not in {rule for _, rule in model.schedules}
+
+
+def test_layers_behind_such_an_image_have_sizes_of_their_own(make_model: Any, native: Target) -> None:
+    """Their numbers of tiles, such as `(w - 1) // 8 + 1` for `w * 2 - 1` columns, are those of a whole size."""
+    nodes = [
+        helper.make_node("ConvTranspose", ["x", "t"], ["a"], strides=[2, 2], pads=[1] * 4),
+        helper.make_node("Conv", ["a", "v"], ["b"], pads=[1] * 4, group=16),
+        helper.make_node("Conv", ["b", "w"], ["c"]),
+        helper.make_node("Conv", ["c", "u"], ["d"], pads=[1] * 4),
+        helper.make_node("Sigmoid", ["d"], ["y"]),
+    ]
+    weights = {name: normal(16, 16, size, size) / 16 for name, size in (("t", 3), ("w", 1), ("u", 3))}
+    path = make_model(nodes, [("x", ["n", 16, "h", "w"])], ["y"], weights | {"v": normal(16, 1, 3, 3)})
+    imported = import_onnx(path)
+    lowered = lower(imported, native).functions_items()
+    layers = [func for variable, func in lowered if re.search("block|conv2d_.*sigmoid", variable.name_hint)]
+    assert len(layers) == 2
+    for function in layers:
+        assert all(isinstance(dim, IntImm | Var) for param in function.params for dim in param.ty.shape)
+    feeds = {"x": normal(2, 16, 9, 13)}, {"x": normal(1, 16, 1, 8)}
+    for precision, error in {"fp32": 1e-5, "bf16": 0.05}.items():
+        if explain_missing_unit(native, precision) is None:
+            model = build(imported, native, BuildOptions(precision=precision))
+            assert not {"fallback", "none"} & {rule for name, rule in model.schedules if "block" in name}
+            for feed in feeds:
+                (expected,) = onnxruntime_outputs(path, feed).values()
+                np.testing.assert_allclose(model.load().run(feed["x"])[0], expected, atol=error * expected.max())
 
 
 # channels in and out, kernel, strides, padding, dilation

@@ -152,3 +152,12 @@ def test_sizes_with_a_step_are_not_taken_for_single_ones() -> None:
     ranges = find_dimensions(inputs, {}, runs)
     assert ranges is not None
     assert {item.max for item in ranges.values()} == {None}
+
+
+def test_a_model_that_runs_at_all_sizes_is_run_at_few() -> None:
+    tried: list[Sizes] = []
+    inputs = (Input(name="ids", shape=("batch", "length")),)
+    ranges = find_dimensions(inputs, {}, lambda sizes: tried.append(sizes) is None)
+    assert ranges == {"batch": Dimension(min=1, measure=(1,)), "length": Dimension(min=1, measure=(256,))}
+    assert len(tried) <= 4
+    assert sum(sizes["batch"] * sizes["length"] > 2 for sizes in tried) == 1

@@ -237,6 +237,14 @@ def test_an_input_may_begin_at_the_address_of_any_element(program: Runner, tmp_p
     assert process.stderr == "input 'x' is not contiguous memory of the CPU, aligned to 4 bytes\n"
 
 
+def test_a_second_thread_that_runs_a_model_is_refused(program: Runner, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "sums.onnx", [helper.make_node("Add", ["x", "x"], ["y"])], [("x", [1, 8])], ["y"])
+    document = {"name": "sums", "model": {"onnx": str(model)}, "targets": ["native"]}
+    process = program("threads", compile_by_steps(document, tmp_path, tmp_path / "state"))
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "another thread runs model 'sums'; give each thread a model of its own\n"
+
+
 def test_an_input_is_aligned_for_a_bundle_that_needs_it(program: Runner) -> None:
     assert not read_manifest(ORIGINAL_FILE).unaligned_inputs
     process = program("run", ORIGINAL_FILE, 4)

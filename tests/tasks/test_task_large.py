@@ -86,3 +86,16 @@ def test_a_large_model_without_one_of_its_files_is_refused(large: Path) -> None:
     (large.parent / "more" / "w.bin").unlink()
     with pytest.raises(ExportError, match=r"'more/w.bin' with its weight 'w' is missing beside the model"):
         read_onnx(large)
+
+
+def test_the_weights_of_a_large_model_stay_in_their_files(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one that protobuf could write: each of ONNX's functions would copy them."""
+    monkeypatch.undo()
+    whole = external_data.load(large)
+    monkeypatch.setattr(external_data, "_MOST_READ", 20_000)
+    apart = external_data.load(large)
+    assert apart.ByteSize() * 10 < whole.ByteSize()
+    for tensor, original in zip(apart.graph.initializer, whole.graph.initializer, strict=True):
+        np.testing.assert_array_equal(external_data.array_of(tensor), external_data.array_of(original))
+    assert external_data.save(apart, large.parent / "one.onnx") is None
+    assert (large.parent / "one.onnx").read_bytes() == whole.SerializeToString(deterministic=True)

@@ -11,7 +11,7 @@ import struct
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
@@ -421,12 +421,36 @@ def _copy_weights(bundle: Path, entry: FileEntry, path: Path) -> None:
 
 
 def _write_checked(content: Iterator[bytes], entry: FileEntry, path: Path, bundle: Path) -> None:
-    """Write a new file; remove it and raise BundleError if its bytes have not the manifest's digest."""
+    """Write a new file; remove it and raise BundleError if its bytes have not the manifest's digest.
+
+    Of a large file, a chunk is hashed and written while the next one is unpacked.
+    """
     digest = hashlib.sha256()
     with path.open("xb") as output:
-        for chunk in content:
+
+        def take(chunk: bytes) -> None:
             digest.update(chunk)
             output.write(chunk)
+
+        if entry.size <= _CHUNK:
+            for chunk in content:
+                take(chunk)
+        else:
+            _take_beside(content, take)
     if digest.hexdigest() != entry.sha256:
         path.unlink()
         raise BundleError(f"bundle {str(bundle)!r}: {path.name} is not what its manifest says; fetch it again")
+
+
+def _take_beside(content: Iterator[bytes], take: Callable[[bytes], None]) -> None:
+    """Call `take` with each chunk in order, in a thread of its own, while the next chunk is made."""
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+    pending: Future[None] | None = None
+    with ThreadPoolExecutor(1) as pool:
+        for chunk in content:
+            if pending is not None:
+                pending.result()
+            pending = pool.submit(take, chunk)
+    if pending is not None:
+        pending.result()

@@ -26,12 +26,12 @@ def find_inputs(path: Path, model: "onnx.ModelProto") -> "tuple[tuple[Input, ...
 
     items = declared_inputs(model)
     with tempfile.TemporaryDirectory() as folder:
-        session = None if model.functions else open_session(path, prints_errors=False)
+        session = None if model.functions else open_session(path, prints_errors=False, packs=False)
         if session is None or any(item.type == "tensor(string)" for item in session.get_inputs()):
             # `model` defines functions that the file lacks, or has numbers in the place of its strings.
             path = Path(folder) / "model.onnx"
             save(model, path)
-            session = open_session(path, prints_errors=False)
+            session = open_session(path, prints_errors=False, packs=False)
 
     limits = SizeLimits(model)
     for inputs in sample_candidates(items):

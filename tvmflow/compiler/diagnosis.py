@@ -16,6 +16,7 @@ from tvm import relax, tirx
 from tvm.s_tir import SBlock
 from tvm.tirx import PrimFunc
 
+from tvmflow.arrays import Array
 from tvmflow.bundle import TensorSpec
 from tvmflow.compiler.annotations import DOT, OPERATIONS
 from tvmflow.compiler.build import BuildOptions, lower, rules_of
@@ -25,6 +26,7 @@ from tvmflow.compiler.importer import Imported, Survey, survey_onnx
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import Converter
+from tvmflow.compiler.operators.common import align
 from tvmflow.compiler.operators.indices import RULE as CHECK_OF_INDICES
 from tvmflow.compiler.refusals import Refusal
 from tvmflow.compiler.schedules import is_elementwise, iterations_of
@@ -126,7 +128,8 @@ def diagnose(
     survey = survey_onnx(path, shapes, operators=operators)
     sizes = {name: (sizes or {}).get(name, 1) for name in survey.free}
     kinds = _kinds(survey)
-    options = BuildOptions(precision=precision)
+    survey = replace(survey, params=_shared_weights(survey, kinds))
+    options = _options(precision)
     costs = _costs_of_all(survey, kinds, target, options, sizes)
     total = sum(cost.cycles * len(kind.records) for kind, cost in zip(kinds, costs, strict=True))
     rows = [
@@ -167,6 +170,19 @@ class _Kind:
     @property
     def node(self) -> onnx.NodeProto:
         return self.records[0].node
+
+
+def _options(precision: Precision) -> BuildOptions:
+    """Options with which no weight is packed to find the rules: the library would do that."""
+    return BuildOptions(precision=precision, weights="apart")
+
+
+def _shared_weights(survey: Survey, kinds: Sequence[_Kind]) -> dict[str, tuple[relax.Var, Array]]:
+    """The survey's weights, with those that kinds read in a form that each lowering reads without a copy."""
+    read = {expr.name for kind in kinds for expr in kind.records[0].inputs.values() if isinstance(expr, relax.Var)}
+    return {
+        name: (variable, align(value) if name in read else value) for name, (variable, value) in survey.params.items()
+    }
 
 
 def _kinds(survey: Survey) -> list[_Kind]:
@@ -415,7 +431,7 @@ def _lower_apart(
     except Exception as error:
         raise BuildError(f"a module of single nodes cannot be made: {shorten(error)}") from error
     specs = tuple(TensorSpec(variable.name, (), str(variable.ty.dtype)) for variable in (*survey.inputs, *fresh))
-    params = {name: survey.params[name][1].numpy() for name in weights}
+    params = {name: survey.params[name][1] for name in weights}
     return lower(Imported(mod, params, specs, ()), target, options), places
 
 
@@ -584,16 +600,12 @@ def _coverage(
             yield Coverage(narrow, None, missing)
         elif narrow == "int8" and not _is_quantised(survey):
             yield Coverage(narrow, 0.0, "the model holds no 8-bit integers; quantise it first")
-        elif survey.imported is None:
+        elif survey.refusals:
             yield Coverage(narrow, None, "nothing can be said while nodes are refused")
         elif narrow == "int8":
-            yield _coverage_of_whole(survey.imported, target, narrow, sizes)
+            yield _coverage_of_whole(survey.finish(), target, narrow, sizes)
         else:
-            narrowed = (
-                costs
-                if precision == narrow
-                else _costs_of_all(survey, kinds, target, BuildOptions(precision=narrow), {})
-            )
+            narrowed = costs if precision == narrow else _costs_of_all(survey, kinds, target, _options(narrow), {})
             covered = sum(
                 cost.cycles * len(kind.records)
                 for kind, cost, other in zip(kinds, costs, narrowed, strict=True)

@@ -11,6 +11,7 @@ from tvm.tirx import PrimFunc
 
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.importer import Imported
+from tvmflow.compiler.operators.common import tensor_of
 from tvmflow.compiler.operators.packing import runs_at_load
 from tvmflow.compiler.passes import lower_passes
 from tvmflow.compiler.passes.calls import bind_constant_arguments
@@ -53,7 +54,7 @@ def lower_module(
     of fewer multiplications. `packed_at_load` says which weights the module's function `pack_weights` packs when the
     library is loaded (`passes.packing.PackAtLoad`); there is no such function where it packs none.
     """
-    values = {variable: tvm.runtime.tensor(value) for variable, value in imported.weights().items()}
+    values = {variable: tensor_of(value) for variable, value in imported.weights().items()}
     mod = bind_constant_arguments(relax.transform.BindParams("main", values)(imported.mod))
     for sizes in variants:
         name = variant_name(sizes)

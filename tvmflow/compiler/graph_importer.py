@@ -40,7 +40,7 @@ from tvmflow.compiler.onnx.folding import computes_weights, evaluate_constants, 
 from tvmflow.compiler.onnx.outlining import Value
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, Quotient, SizeEvaluator, Sizes, materialise
 from tvmflow.compiler.onnx.values import dims_of
-from tvmflow.compiler.operators.common import numbers_of
+from tvmflow.compiler.operators.common import numbers_of, tensor_of
 from tvmflow.compiler.refusals import (
     COMPUTED_SIZES,
     ONE_TYPE,
@@ -75,6 +75,21 @@ class NodeRecord:
     refusal: Refusal | None = None
 
 
+class _Tensors(dict[str, Any]):
+    """Weights for TVM's converters: a tensor is made of an array when a converter reads it."""
+
+    def __init__(self, weights: Mapping[str, tuple[relax.Var, Array]]) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
+    def __getitem__(self, name: str) -> tuple[relax.Var, tvm.runtime.Tensor]:
+        variable, value = self._weights[name]
+        return variable, tensor_of(value)
+
+
 class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     """TVM's importer with our converters; weights become parameters, and constant operands are evaluated.
 
@@ -93,6 +108,9 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         smallest: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__({}, None, keep_params_in_input=True)
+        # The variable and the value of each weight, by name; `_params` shows them to TVM's converters.
+        self._weights: dict[str, tuple[relax.Var, Array]] = {}
+        self._params = _Tensors(self._weights)
         self._own = own
         self.bb: relax.BlockBuilder
         self._nodes: dict[str, relax.Expr]
@@ -145,7 +163,7 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         if self._has_undone:
             main = _without_calls_of_others(main, self._functions)
         variables = set(relax.analysis.free_vars(main))
-        weights = [variable for variable, _ in self._params.values() if variable in variables]
+        weights = [variable for variable, _ in self._weights.values() if variable in variables]
         main = relax.Function([*inputs, *weights], main.body, main.ret_ty, attrs=main.attrs)
         others = {variable: func for variable, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)}
         return tvm.IRModule({mod.get_global_var("main"): main, **others, **self._functions}, attrs=mod.attrs)
@@ -161,13 +179,13 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _weight(self, name: str, array: Array) -> relax.Var:
         """The parameter for a weight; graphs of branches may have different weights of one name."""
-        while name in self._params:
-            variable, value = self._params[name]
-            if str(value.dtype) == str(array.dtype) and np.array_equal(numbers_of(value), array, equal_nan=True):
+        while name in self._weights:
+            variable, value = self._weights[name]
+            if value.dtype == array.dtype and np.array_equal(value, array, equal_nan=True):
                 return variable
             name = f"{name}_"
         variable = self._new_var(name, shape=array.shape, dtype=str(array.dtype))
-        self._params[name] = (variable, tvm.runtime.tensor(np.asarray(array, order="C")))
+        self._weights[name] = (variable, array)
         return variable
 
     # -- What control flow needs; see `outlining.Importer` -------------------------------------------------------------
@@ -273,9 +291,9 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         weights = {tensor.name for tensor in self.graph.initializer}
         return tuple(value for name, value in self._inputs.items() if name not in weights)
 
-    def params(self) -> Mapping[str, tuple[relax.Var, Any]]:
-        """Return the variable and the value of each weight, by name."""
-        return dict(self._params)
+    def params(self) -> Mapping[str, tuple[relax.Var, Array]]:
+        """Return the variable and the value of each weight, which nobody may change, by name."""
+        return dict(self._weights)
 
     def convert_alone(
         self, builder: relax.BlockBuilder, node: onnx.NodeProto, operands: Mapping[str, relax.Expr]
@@ -508,13 +526,13 @@ class GraphImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _constant(self, expr: relax.Expr) -> Array | None:
         """The value of a constant expression or a weight; None for others."""
-        if isinstance(expr, relax.Var) and expr.name in self._params:
-            return numbers_of(self._params[expr.name][1])
+        if isinstance(expr, relax.Var) and expr.name in self._weights:
+            return self._weights[expr.name][1]
         return self._value_at_import(expr)
 
     def _is_constant(self, expr: relax.Expr) -> bool:
         """Whether an expression is a weight or a constant."""
-        return isinstance(expr, tvm.ir.GenericConst) or (isinstance(expr, relax.Var) and expr.name in self._params)
+        return isinstance(expr, tvm.ir.GenericConst) or (isinstance(expr, relax.Var) and expr.name in self._weights)
 
     def _fold(self, node: onnx.NodeProto) -> bool:
         """Evaluate a node of constant operands, as models compute shapes and indices; return whether this was done."""

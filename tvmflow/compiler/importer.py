@@ -5,22 +5,20 @@ import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnx
 import tvm
 from tvm import relax
 
-from tvmflow.arrays import Array
+from tvmflow.arrays import Array, in_order
 from tvmflow.bundle import TensorSpec
 from tvmflow.compiler.graph_importer import GraphImporter, NodeRecord
 from tvmflow.compiler.graph_preparation import apply_shapes, constants_to_initializers, expand_functions, load_model
 from tvmflow.compiler.hoisting import hoist_weights
 from tvmflow.compiler.messages import shorten
 from tvmflow.compiler.onnx import Converter, is_static
-from tvmflow.compiler.operators.common import numbers_of
 from tvmflow.compiler.operators.widening import tie
 from tvmflow.compiler.refusals import (
     Refusal,
@@ -57,7 +55,7 @@ class Imported:
 
     def weights(self) -> dict[relax.Var, Array]:
         """Return all weights by the parameters of `main`."""
-        transposes = {name: np.ascontiguousarray(self.params[table].T) for name, table in self.transposes.items()}
+        transposes = {name: in_order(self.params[table].T) for name, table in self.transposes.items()}
         values = {**self.params, **transposes}
         return {variable: values[variable.name] for variable in self.mod["main"].params[len(self.inputs) :]}
 
@@ -67,10 +65,10 @@ class Survey:
     """The result of an import that goes on after a node that it refuses: all refusals, and how each node was imported.
 
     `label` names the file in messages. `free` are the free dimensions, each with the inputs and axes that have it.
-    `imported` is the model, None where something is refused. `inputs` are the variables of the inputs, and `params` the
-    variable and the value of each weight, by name. `convert` converts nodes again: it takes a block builder, a node and
-    its operands by name, and returns the results by name. `is_operator_error` is true where a refused operator has no
-    converter or has a form that is not supported.
+    `finish` returns the model; where something is refused, there is none. `inputs` are the variables of the inputs, and
+    `params` the variable and the value of each weight, by name. `convert` converts nodes again: it takes a block
+    builder, a node and its operands by name, and returns the results by name. `is_operator_error` is true where a
+    refused operator has no converter or has a form that is not supported.
     """
 
     label: str
@@ -78,9 +76,9 @@ class Survey:
     nodes: tuple[NodeRecord, ...]
     free: Mapping[str, tuple[tuple[str, int], ...]]
     opset: int
-    imported: Imported | None
+    finish: Callable[[], Imported] = field(repr=False)
     inputs: tuple[relax.Var, ...]
-    params: Mapping[str, tuple[relax.Var, Any]]
+    params: Mapping[str, tuple[relax.Var, Array]]
     convert: Callable[[relax.BlockBuilder, onnx.NodeProto, Mapping[str, relax.Expr]], dict[str, relax.Expr]] = field(
         repr=False
     )
@@ -105,10 +103,10 @@ def import_onnx(
     is refused.
     """
     survey = survey_onnx(path, shapes, label, operators)
-    if survey.imported is None:
+    if survey.refusals:
         kind = UnsupportedOperatorError if survey.is_operator_error else ModelImportError
         raise kind(f"{survey.label}: {describe_refusals(survey.refusals)}")
-    return survey.imported
+    return survey.finish()
 
 
 def survey_onnx(
@@ -167,7 +165,7 @@ def survey_onnx(
         nodes=tuple(importer.records),
         free={name: tuple(places) for name, places in free.items()},
         opset=opset,
-        imported=None if importer.refusals or mod is None else _imported(mod, importer, inputs),
+        finish=partial(_imported, mod, importer, inputs),
         inputs=importer.input_variables(),
         params=importer.params(),
         convert=importer.convert_alone,
@@ -191,7 +189,7 @@ def _imported(mod: tvm.IRModule, importer: "GraphImporter", inputs: Sequence[onn
     """The importer's module, with its weights apart: those of the file, then the constants that the importer made."""
     names = [variable.name for variable in mod["main"].params][len(inputs) :]
     mod, constants = hoist_weights(mod)
-    params = {name: numbers_of(importer.params()[name][1]) for name in names} | constants
+    params = {name: in_order(importer.params()[name][1]) for name in names} | constants
     transposes = _transposes(params)
     main = mod["main"]
     input_types = [variable.ty for variable in main.params[: len(inputs)]]

@@ -1,6 +1,6 @@
 """The files beside an ONNX file in which it keeps its weights, and what to do where one is missing or damaged.
 
-Protobuf writes no message above 2 GB. Of a larger model, weights stay in such files while it is in memory.
+Protobuf writes no message above 2 GB. Of a model that is large, weights stay in such files while it is in memory.
 """
 
 import hashlib
@@ -9,6 +9,8 @@ import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from tvmflow.bundle import sha256_file
 from tvmflow.onnx_model.file_formats import explain_format
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 # Bytes of an ONNX file; protobuf's limit.
 LARGEST_FILE = (1 << 31) - 1
+# Bytes of a model above which weights stay in their files: each of ONNX's functions copies a model that it takes.
+_MOST_READ = 1 << 28
 # Tensors of fewer elements may be shapes and axes, which ONNX's inference of shapes reads: they are read at once.
 _FEWEST_APART = 1024
 # Bytes; a weight begins at a whole page of its data file, from where ONNX Runtime maps it.
@@ -34,7 +38,7 @@ _LOCATION = "location"
 def load(path: Path) -> "onnx.ModelProto":
     """Read an ONNX file with the weights that it keeps in files beside it.
 
-    Weights of a model above protobuf's limit stay in their files: `array_of` reads them, `without_weights` makes a
+    Large weights of a large model stay in their files: `array_of` reads them, `without_weights` makes a
     model that ONNX's own functions take, and `save` writes them anew. Raises FileNotFoundError where there is no ONNX
     file, and errors of protobuf and of ONNX, which share no base class, where it is damaged or lacks a data file.
     """
@@ -43,7 +47,7 @@ def load(path: Path) -> "onnx.ModelProto":
     model = onnx.load(str(path), load_external_data=False)
     tensors = [tensor for tensor in _tensors(model) if tensor.data_location == onnx.TensorProto.EXTERNAL]
     folder = str(path.parent)
-    if path.stat().st_size + sum(map(_size_of, tensors)) > LARGEST_FILE:
+    if path.stat().st_size + sum(map(_size_of, tensors)) > min(LARGEST_FILE, _MOST_READ):
         reason = explain_data(path)
         if reason is not None:
             raise ValueError(reason)
@@ -60,10 +64,18 @@ def load(path: Path) -> "onnx.ModelProto":
 
 
 def array_of(tensor: "onnx.TensorProto") -> "Array":
-    """Return the elements of a tensor of a model that `load` read."""
+    """Return the elements of a tensor of a model that `load` read.
+
+    Those of a weight in a file are that file's, which nobody may change: memory has what is read of them.
+    """
     import onnx
 
-    return onnx.numpy_helper.to_array(tensor, _entries(tensor).get(_FOLDER, ""))
+    entries, dtype = _entries(tensor), onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    folder, size = entries.get(_FOLDER), math.prod(tensor.dims) * dtype.itemsize
+    if folder is None or entries.get("length") != str(size):  # Numbers of four bits are not in memory as in a file.
+        return onnx.numpy_helper.to_array(tensor, folder or "")
+    file, offset = Path(folder) / entries[_LOCATION], int(entries.get("offset") or 0)
+    return np.memmap(file, dtype, "c", offset, tuple(tensor.dims)).view(np.ndarray)
 
 
 def array_inside(weights: "Mapping[str, onnx.TensorProto]", name: str) -> "Array | None":

@@ -31,11 +31,13 @@ def open_session(
     prints_errors: bool = True,
     optimizes: bool = True,
     exact: bool = True,
+    packs: bool = True,
 ) -> "onnxruntime.InferenceSession":
     """Load an ONNX file with ONNX Runtime on the CPU. Raises ExportError when ONNX Runtime cannot load it.
 
     `threads` is the number of threads of an operator, by default ONNX Runtime's choice. With `prints_errors`, ONNX
     Runtime itself prints the error of a run that fails. Without `optimizes` it runs the graph as the file has it.
+    Without `packs` it is loaded sooner and runs slower: weights stay as the file has them, and each run packs them.
 
     With `exact`, it computes what the file says, on every processor. ONNX Runtime's own defaults take less time: they
     add two products of 8-bit integers in 16 bits on x86 processors without VNNI, which cuts large sums off, and they
@@ -49,6 +51,8 @@ def open_session(
     options.log_severity_level = 3 if prints_errors else 4
     if not optimizes:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if not packs:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     if exact:
         options.add_session_config_entry("session.x64quantprecision", "1")
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
@@ -59,7 +63,7 @@ def open_session(
     except Exception as error:
         if exact:
             return _open_without_sharing(path, options) or open_session(
-                path, threads, prints_errors=prints_errors, optimizes=optimizes, exact=False
+                path, threads, prints_errors=prints_errors, optimizes=optimizes, exact=False, packs=packs
             )
         # The file may be a copy, whose place says nothing to a user.
         cause = describe(error).replace(f"Load model from {path} failed:", "").replace(str(path), path.name)

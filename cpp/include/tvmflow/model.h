@@ -5,6 +5,7 @@
 #include <tvm/ffi/extra/module.h>
 #include <tvm/ffi/function.h>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <optional>
@@ -20,7 +21,7 @@ namespace tvmflow {
 
 class Threads;
 
-// A compiled model. Only one thread at a time may call it: give each thread a model of its own.
+// A compiled model. Only one thread at a time may run it or a copy of it: give each thread a model of its own.
 class Model {
  public:
   // Verifies a bundle, a `.tar.gz` or a folder into which one was unpacked, and loads its library.
@@ -51,7 +52,7 @@ class Model {
   // calls, other blocks for each size of the inputs, is given back to the system when it is more than 256 MiB and twice
   // what the largest call needed. Throws Error for an input that CheckInputs refuses, whose memory is not contiguous or not
   // aligned to an element (to 64 bytes where the manifest's `unaligned_inputs` is false), or whose integers are beyond the
-  // table in which the model looks them up.
+  // table in which the model looks them up, and while another thread is in Run.
   std::vector<Tensor> Run(const std::vector<Tensor>& inputs);
 
  private:
@@ -71,6 +72,8 @@ class Model {
   // The direct form of `main`, if the library has one, and the constants that it takes between weights and outputs.
   tvm::ffi::Optional<tvm::ffi::Function> direct_;
   std::vector<Tensor> constants_;
+  // Shared by copies, which have one virtual machine.
+  std::shared_ptr<std::atomic<bool>> is_running_ = std::make_shared<std::atomic<bool>>(false);
   // Destroyed first: no thread may run when the library is unloaded.
   std::shared_ptr<Threads> threads_;
 };

@@ -1,6 +1,7 @@
 // `program run BUNDLE [OFFSET]` runs a bundle with one input of 8 numbers on 0 to 7, whose address is OFFSET bytes beyond
 // a multiple of 64, and prints the outputs. `program sizes BUNDLE` runs a bundle with one input of 8 columns at 60 numbers
-// of rows from 16000 on, and prints by how many MiB the process grew. `program verify` reads the paths of bundles, one a
+// of rows from 16000 on, and prints by how many MiB the process grew. `program threads BUNDLE` runs a bundle with one input
+// of 8 numbers on two threads until one is refused, a minute at most, prints why, and runs it once more. `program verify` reads the paths of bundles, one a
 // line, and prints for each `intact` or why it is refused; behind tabs a line may have the address of a release and the
 // file of its statement.
 #include <tvmflow/model.h>
@@ -8,6 +9,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -15,6 +18,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <thread>
 
 // Memory of a caller, which is not the library's to free.
 struct Memory {
@@ -57,6 +61,26 @@ int main(int argc, char** argv) {
       }
       std::cout << (ResidentPages() - before) * sysconf(_SC_PAGESIZE) / (1 << 20) << std::endl;
       return 0;
+    }
+    if (argv[1] == std::string("threads")) {
+      const auto end = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+      std::atomic<bool> is_refused{false};
+      std::string reason;
+      const auto run = [&] {
+        tvmflow::Tensor input = tvmflow::Allocate({1, 8}, {kDLFloat, 32, 1});
+        std::fill_n(static_cast<float*>(input.data_ptr()), 8, 1.0f);
+        try {
+          while (!is_refused && std::chrono::steady_clock::now() < end) model.Run({input});
+        } catch (const tvmflow::Error& error) {
+          if (!is_refused.exchange(true)) reason = error.what();
+        }
+      };
+      std::thread other(run);
+      run();
+      other.join();
+      is_refused = true;
+      std::cout << reason << std::endl;
+      return model.Run({tvmflow::Allocate({1, 8}, {kDLFloat, 32, 1})}).size() == 1 ? 0 : 1;
     }
     alignas(64) char memory[128];
     char* start = memory + (argc > 3 ? std::atoi(argv[3]) : 0);

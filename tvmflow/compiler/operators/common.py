@@ -10,7 +10,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 
-from tvmflow.arrays import Array
+from tvmflow.arrays import Array, in_order
 from tvmflow.compiler import winograd
 from tvmflow.compiler.annotations import LANES, LEAD, ROWS, SHARED
 from tvmflow.compiler.machine import NARROWEST, Machine
@@ -128,6 +128,25 @@ def vector(channels: int, machine: Machine) -> int:
 def constant(value: Array) -> relax.Expr:
     """Return an array as a constant of the program."""
     return relax.const(tvm.runtime.tensor(np.asarray(value, order="C")))
+
+
+def tensor_of(value: Array) -> tvm.runtime.Tensor:
+    """Return an array, which nobody may change, as a tensor on the CPU.
+
+    It is no copy where the array begins at a vector and NumPy lets its memory be shared.
+    """
+    try:
+        return tvm.runtime.from_dlpack(value)
+    except (BufferError, RuntimeError):
+        return tvm.runtime.tensor(in_order(value))
+
+
+def align(value: Array) -> Array:
+    """Return an array as `tensor_of` takes it without a copy; itself, where NumPy shares no memory of its type."""
+    try:
+        return np.from_dlpack(tensor_of(value))
+    except (BufferError, RuntimeError):
+        return value
 
 
 def numbers_of(value: tvm.ir.GenericConst | tvm.runtime.Tensor) -> Array:

@@ -17,8 +17,8 @@ from tvmflow.compiler.passes import attention, branches, dimensions, folding, pa
 from tvmflow.compiler.passes.bf16 import RoundProducts
 from tvmflow.compiler.passes.block_products import lower_block_products
 from tvmflow.compiler.passes.blocks import FuseBlocks
-from tvmflow.compiler.passes.checks import CheckSizesAlone
-from tvmflow.compiler.passes.constants import FoldConstantCalls
+from tvmflow.compiler.passes.checks import BindChecked, CheckSizesAlone
+from tvmflow.compiler.passes.constants import FoldConstantCalls, ShareResults
 from tvmflow.compiler.passes.fp16 import HalveProducts
 from tvmflow.compiler.passes.fusion import (
     FuseRoundings,
@@ -53,10 +53,10 @@ from tvmflow.hardware.target import Precision, Target
 def canonicalize() -> list[tvm.transform.Pass]:
     """Return the passes that rewrite the many forms in which exporters write an operator to one form."""
     return [
-        relax.transform.CanonicalizeBindings(),
+        *_bind(),
         simplify.evaluate_constants(),
         simplify.remove_identities(),
-        relax.transform.EliminateCommonSubexpr(),
+        ShareResults(),
         simplify.multiply_instead(),
         patterns.compose_gelu(),
         patterns.compose_silu(),
@@ -77,6 +77,11 @@ def canonicalize() -> list[tvm.transform.Pass]:
         ComputeParts(),
         JoinProducts(),
     ]
+
+
+def _bind() -> list[tvm.transform.Pass]:
+    """The passes that remove variables for the same value, but keep one for each call."""
+    return [relax.transform.CanonicalizeBindings(), BindChecked()]
 
 
 def tidy() -> list[tvm.transform.Pass]:
@@ -107,6 +112,7 @@ def pass_names() -> list[str]:
     """Return the names of this project's passes, sorted, in the form that TVM's pass context takes."""
     ours = [*canonicalize(), *layout(NARROWEST)]
     others = {
+        "BindChecked",
         "BindSizesFirst",
         "CheckSizesAlone",
         "ComposeAttention",
@@ -123,6 +129,7 @@ def pass_names() -> list[str]:
         "SeparateRepeats",
         "SeparateSizes",
         "SeparateTransposes",
+        "ShareResults",
         "StoreRepeats",
         "LowerAttention",
         "LowerRecurrence",
@@ -242,12 +249,12 @@ def lower_passes(
         *own.integers,
         *canonicalize(),
         relax.transform.DecomposeOpsForInference(),
-        relax.transform.CanonicalizeBindings(),
+        *_bind(),
         FoldConstantCalls(),
         *own.layout,
         *tidy(),
-        relax.transform.CanonicalizeBindings(),
-        relax.transform.EliminateCommonSubexpr(),
+        *_bind(),
+        ShareResults(),
         *own.products,
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),

@@ -1,4 +1,4 @@
-"""Keeps checks of sizes without their tensors, where these are computed for them alone or are constants."""
+"""Keeps checks of sizes apart from calls, and without tensors that are computed for them alone or are constants."""
 
 import tvm
 from tvm import relax
@@ -25,6 +25,41 @@ class CheckSizesAlone:
         if unread or any(_checks_constants(function) for function in functions):
             return rewrite_functions(_Checks(mod, unread), mod)
         return mod
+
+
+@relax.transform.function_pass(opt_level=0, name="BindChecked")
+class BindChecked:
+    """Binds each call whose result is checked to a variable, which the check reads.
+
+    TVM's `CanonicalizeBindings` puts the call into the check, where passes that rewrite bound calls do not see it.
+    """
+
+    def transform_function(
+        self, function: relax.Function, _mod: tvm.IRModule, _context: tvm.transform.PassContext
+    ) -> relax.Function:
+        """Return the function with such variables."""
+        blocks = function.body.blocks if isinstance(function.body, relax.SeqExpr) else []
+        if not any(map(_checks_call, [binding for block in blocks for binding in block.bindings])):
+            return function
+        blocks = [type(block)(_with_bound_calls(block)) for block in blocks]
+        body = relax.SeqExpr(blocks, function.body.body)
+        return relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
+
+
+def _checks_call(binding: relax.Binding) -> bool:
+    return isinstance(binding, relax.MatchCast) and isinstance(binding.value, relax.Call)
+
+
+def _with_bound_calls(block: relax.BindingBlock) -> list[relax.Binding]:
+    """The bindings of a block, with a binding for each call in a check."""
+    bindings: list[relax.Binding] = []
+    for binding in block.bindings:
+        if _checks_call(binding):
+            kind = relax.DataflowVar if isinstance(block, relax.DataflowBlock) else relax.Var
+            bindings.append(relax.VarBinding(kind("checked", binding.value.ty), binding.value))
+            binding = relax.MatchCast(binding.var, bindings[-1].var, binding.ty)
+        bindings.append(binding)
+    return bindings
 
 
 def _checks_constants(function: relax.Function) -> bool:

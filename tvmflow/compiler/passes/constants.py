@@ -1,13 +1,19 @@
-"""Evaluates the operators whose operands are constants."""
+"""Evaluates the operators whose operands are constants, and compares large constants in little time."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import relax
 
 from tvmflow.compiler.operators.common import static
+from tvmflow.compiler.passes.constant_keys import ConstantKeys
 from tvmflow.compiler.statements import replace_variables
+
+# Constants of so many elements are compared by a sample first.
+_SMALLEST_HIDDEN = 1024
 
 
 @relax.transform.function_pass(opt_level=0, name="FoldConstantCalls")
@@ -30,6 +36,39 @@ class FoldConstantCalls:
                         calls[binding.var] = binding.value
         constants = _evaluated(calls) if calls else {}
         return _with_constants(function, constants) if constants else function
+
+
+@relax.transform.function_pass(opt_level=0, name="ShareResults")
+class ShareResults:
+    """Lets TVM's `EliminateCommonSubexpr` compute once what a function computes twice.
+
+    TVM hashes every number of each constant that an operator reads, which takes seconds for a GB. So it gets a
+    parameter in the place of each large one.
+    """
+
+    def transform_function(
+        self, function: relax.Function, mod: tvm.IRModule, _context: tvm.transform.PassContext
+    ) -> relax.Function:
+        """Return the function without these repetitions."""
+        key = ConstantKeys()
+        variables: dict[int, relax.Var] = {}
+        constants: dict[relax.Var, tvm.ir.GenericConst] = {}
+
+        def replace(constant: tvm.ir.GenericConst) -> relax.Expr:
+            if not isinstance(constant.ty, relax.TensorType) or math.prod(constant.value.shape) < _SMALLEST_HIDDEN:
+                return constant
+            variable = variables.setdefault(key(constant), relax.Var(f"constant_{len(variables)}", constant.ty))
+            constants.setdefault(variable, constant)
+            return variable
+
+        body = tvm_ffi.structural_map(function.body, (tvm.ir.GenericConst, replace))
+        params = [*function.params, *constants]
+        changed = relax.Function(params, body, function.ret_ty, function.is_pure, function.attrs)
+        variable = tvm.ir.GlobalVar("function")
+        others = {other: func for other, func in mod.functions_items() if isinstance(func, tvm.tirx.PrimFunc)}
+        passes = tvm.transform.Sequential([relax.transform.EliminateCommonSubexpr()])
+        changed = passes(tvm.IRModule({**others, variable: changed}))[variable]
+        return changed.bind_params(constants) if constants else changed
 
 
 def _is_constant_call(value: relax.Expr, known: Mapping[relax.Var, Any]) -> bool:

@@ -263,6 +263,14 @@ class _SizeNames:
             # Of a product of several sizes and a number, the sizes become one.
             size = self._variable(core.a)
             self.table[_key(core.a)], self.scalars[size] = size, core.a
+        elif (
+            self._products
+            and not core.same_as(dim)
+            and _key(core) not in self._dims
+            and not _is_in_quotient(core, self._function)
+        ):
+            # The function reads the product's factors elsewhere, but derives no size from this one.
+            self.table[_key(dim)] = self._variable(dim)
 
     def _name_parts(self, dims: Sequence[Any]) -> None:
         """Make variables of the opaque parts of dimensions, and give each dimension one form."""
@@ -288,7 +296,7 @@ def _rewritten(function: PrimFunc, call: relax.Call, products: bool) -> _Callee:
     """A function with names of its own for the sizes of its tensors."""
     arguments = len(call.args[1].fields)
     if products:
-        function = _by_sums(_by_results(function, arguments))
+        function = _by_whole_sizes(_by_sums(_by_results(function, arguments)))
     shapes = [_dims(param) for param in function.params]
     variables: dict[tirx.Var, tuple[int, int | None]] = {}
     for place, (param, shape) in enumerate(zip(function.params, shapes, strict=True)):
@@ -340,19 +348,19 @@ def _by_results(function: PrimFunc, arguments: int) -> PrimFunc:
 
 
 def _by_sums(function: PrimFunc) -> PrimFunc:
-    """A function that has variables for dimensions that are the sum of a scalar and a number.
+    """A function that has variables for dimensions that are a scalar and a number more or less.
 
     The tokens of a text, put beside the 256 of an image, are `length + 256`. TVM writes four times that as
     `length * 4 + 1024`, and then proves nothing of a loop that runs through several such dimensions. The scalar stays a
     parameter, which the function reads no more.
     """
     dims = [dim for param in function.params for dim in _dims(param) or ()]
+    analyzer = tvm.sym.Analyzer()
     new: dict[tirx.Var, Any] = {}
     for scalar in (param for param in function.params if not tirx.is_buffer_var(param)):
-        read = [dim for dim in dims if scalar in _variables([dim])]
-        sums = [_split_last_number(dim) for dim in read]
-        if sums and all(core.same_as(scalar) and isinstance(number, tirx.IntImm) for core, number in sums):
-            number, _ = Counter(int(number) for _, number in sums).most_common(1)[0]
+        numbers = [analyzer.simplify(dim - scalar) for dim in dims if scalar in _variables([dim])]
+        if numbers and all(isinstance(number, tirx.IntImm) for number in numbers):
+            number, _ = Counter(map(int, numbers)).most_common(1)[0]
             new[scalar] = tirx.Var(f"sum{len(new)}", scalar.ty) - number
     if not new:
         return function
@@ -361,6 +369,61 @@ def _by_sums(function: PrimFunc) -> PrimFunc:
     params = iter(mapped.params)
     whole = [next(params) if tirx.is_buffer_var(param) else param for param in function.params]
     return PrimFunc(whole, mapped.body, mapped.ret_type, mapped.attrs)
+
+
+def _by_whole_sizes(function: PrimFunc) -> PrimFunc:
+    """A function that has variables for dimensions such as `w * 2 - 1` where it reads `w` in no other dimension.
+
+    Its quotients of `w`, as the number `(w + 3) // 4` of tiles of 8 columns, become those of the dimension. Where `w`
+    is a scalar, that stays a parameter, which the function reads no more.
+    """
+    dims = [dim for param in function.params for dim in _dims(param) or ()]
+    for dim in dict.fromkeys(map(_key, dims)):
+        variables = _variables([dim.key])
+        others = [other for other in dims if _key(other) != dim]
+        if len(variables) == 1 and variables[0] not in _variables(others):
+            function = _by_whole_size(function, dim.key, variables[0])
+    return function
+
+
+def _by_whole_size(function: PrimFunc, dim: Any, part: tirx.Var) -> PrimFunc:
+    """A function that has a variable for `dim`, a multiple of `part` and a number that is none; itself for others."""
+    analyzer = tvm.sym.Analyzer()
+    number = analyzer.simplify(tvm_ffi.structural_map(dim, [(tirx.Var, lambda _: tirx.IntImm(part.ty.dtype, 0))]))
+    factor = analyzer.simplify(tvm_ffi.structural_map(dim, [(tirx.Var, lambda _: part + 1)]) - dim)
+    if not isinstance(number, tirx.IntImm) or not isinstance(factor, tirx.IntImm) or int(number) % int(factor) == 0:
+        return function
+    size = tirx.Var(f"whole_{part.name}", dim.ty)
+    quotient = tirx.floordiv(size - int(number), int(factor))
+
+    def replace(expr: Any) -> Any:
+        if not str(expr.ty).startswith("int") or part not in _variables([expr]):
+            return expr
+        more = analyzer.simplify(expr - dim)
+        if isinstance(more, tirx.IntImm):
+            return size + int(more) if int(more) else size
+        if not isinstance(expr, _OPAQUE):
+            return expr
+        parts = [tvm_ffi.structural_map(item, [(_COMPOUND, replace)], order="pre") for item in (expr.a, expr.b)]
+        whole = [
+            tvm_ffi.structural_map(item, [(tirx.Var, lambda own: quotient if own.same_as(part) else own)])
+            for item in parts
+        ]
+        return analyzer.simplify(type(expr)(*whole))
+
+    mapped = tvm_ffi.structural_map(function, [(_COMPOUND, replace)], order="pre")
+    key, is_whole = (
+        _key(quotient),
+        part not in _variables([*(_dims(param) or [] for param in mapped.params), mapped.body]),
+    )
+
+    def visit(expr: Any) -> tvm_ffi.WalkResult:
+        nonlocal is_whole
+        is_whole = is_whole and _key(expr) != key
+        return tvm_ffi.WalkResult.ADVANCE
+
+    tvm_ffi.structural_walk(mapped.body, [(tirx.FloorDiv, visit)])
+    return mapped if is_whole else function
 
 
 def _with_variables(function: PrimFunc, new: Mapping[tirx.Var, Any]) -> PrimFunc:
@@ -418,6 +481,19 @@ def _is_divided(core: Any, function: PrimFunc) -> bool:
         return tvm_ffi.WalkResult.ADVANCE
 
     tvm_ffi.structural_walk(function.body, [(tirx.FloorDiv, visit)])
+    return has_any
+
+
+def _is_in_quotient(core: Any, function: PrimFunc) -> bool:
+    """Whether a function divides what it computes of an expression's variables."""
+    variables, has_any = {*_variables([core])}, False
+
+    def visit(quotient: Any) -> tvm_ffi.WalkResult:
+        nonlocal has_any
+        has_any = has_any or bool(variables & {*_variables([quotient])})
+        return tvm_ffi.WalkResult.ADVANCE
+
+    tvm_ffi.structural_walk(function.body, [((tirx.FloorDiv, tirx.FloorMod), visit)])
     return has_any
 
 
