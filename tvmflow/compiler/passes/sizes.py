@@ -340,20 +340,24 @@ def _by_results(function: PrimFunc, arguments: int) -> PrimFunc:
 
 
 def _by_sums(function: PrimFunc) -> PrimFunc:
-    """A function that has variables for dimensions that are the sum of a scalar and a number.
+    """A function that has variables for dimensions that are the sum of a scalar and of other sizes or a number.
 
-    The tokens of a text, put beside the 256 of an image, are `length + 256`. TVM writes four times that as
-    `length * 4 + 1024`, and then proves nothing of a loop that runs through several such dimensions. The scalar stays a
-    parameter, which the function reads no more.
+    The tokens of a text, put beside the 256 of an image, are `length + 256`, and beside the tokens before them, `length
+    + past`. TVM writes four times that as `length * 4 + 1024`, and then proves nothing of a loop that runs through
+    several such dimensions. The scalar stays a parameter, which the function reads no more.
     """
     dims = [dim for param in function.params for dim in _dims(param) or ()]
+    analyzer = tvm.sym.Analyzer()
     new: dict[tirx.Var, Any] = {}
     for scalar in (param for param in function.params if not tirx.is_buffer_var(param)):
         read = [dim for dim in dims if scalar in _variables([dim])]
-        sums = [_split_last_number(dim) for dim in read]
-        if sums and all(core.same_as(scalar) and isinstance(number, tirx.IntImm) for core, number in sums):
-            number, _ = Counter(int(number) for _, number in sums).most_common(1)[0]
-            new[scalar] = tirx.Var(f"sum{len(new)}", scalar.ty) - number
+        rests = Counter(_key(analyzer.simplify(dim - scalar)) for dim in read)
+        if not rests:
+            continue
+        rest = rests.most_common(1)[0][0].key
+        differences = [analyzer.simplify(other.key - rest) for other in rests]
+        if all(isinstance(item, tirx.IntImm) for item in differences) and not {scalar, *new} & {*_variables([rest])}:
+            new[scalar] = tirx.Var(f"sum{len(new)}", scalar.ty) - rest
     if not new:
         return function
     tensors = [param for param in function.params if tirx.is_buffer_var(param)]
