@@ -938,6 +938,34 @@ def test_scores_over_tokens_beside_those_of_a_cache_have_one_size(
     assert not [size for size in sizes if not isinstance(size, tirx.Var | tirx.IntImm)]
 
 
+def test_pixels_of_several_images_of_free_size_have_one_size(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = """
+        p = MaxPool(x; kernel_shape=[1,1], strides=[2,2])
+        q = MaxPool(p; kernel_shape=[1,1], strides=[2,2])
+        a = Reshape(p, flat)
+        b = Reshape(q, flat)
+        c = Concat(a, b; axis=2)
+        t = Transpose(c; perm=[0,2,1])
+        f = MatMul(t, u)
+        g = Reshape(f, heads)
+        d = Softmax(g; axis=-1)
+        v = Cos(d)
+        e = Mul(d, v)
+        y = ReduceSum(e, last; keepdims=0)
+    """
+    weights = {"flat": np.array([0, 0, -1]), "last": np.array([-1])}
+    weights |= {"heads": np.array([0, 0, 4, 16]), "u": normal(64, 64)}
+    inputs = [("x", ["n", 64, "h", "w"])]
+    path = make_model(_nodes(nodes), inputs, ["y"], weights)
+    feeds = [{"x": normal(n, 64, 5, columns)} for n, columns in ((1, 4), (2, 7))]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    rules = {name: rule for name, rule in model.schedules if "softmax" in name or "sum" in name}
+    assert rules
+    assert "fallback" not in rules.values(), rules
+
+
 def test_tokens_masked_with_minus_infinity_have_no_weight(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
     nodes = "a = Transpose(k; perm=[0,1,3,2])\n b = MatMul(q, a)\n c = Add(m, b)\n d = Softmax(c)\n y = MatMul(d, v)"
     inputs = {"q": (1, 2, 9, 16), "k": (1, 2, 9, 16), "v": (1, 2, 9, 16), "m": (9, 9)}

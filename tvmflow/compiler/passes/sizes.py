@@ -48,9 +48,9 @@ class NameSizes:
 
     A variable that is a dimension of a tensor gets its value from the tensor. Other variables become scalar parameters.
     The order of these parameters, and the numbers in the functions' names, follow the order of the calls; TVM's own
-    order of a function's sizes depends on memory addresses. With `products`, a product of sizes whose factors the
-    function reads nowhere else becomes a variable too. Functions that TVM is still to fuse must keep such products,
-    because they must have the same expressions for the same sizes.
+    order of a function's sizes depends on memory addresses. With `products`, a product or sum of sizes that the
+    function reads nowhere else becomes a variable too. Functions that TVM is still to fuse must keep these, because
+    they must have the same expressions for the same sizes.
     """
 
     def __init__(self, products: bool = False) -> None:
@@ -387,20 +387,23 @@ def _split_last_number(dim: Any) -> tuple[Any, Any]:
 
 
 def _is_alone(core: Any, function: PrimFunc, number: int = 0) -> bool:
-    """Whether an expression is a product of sizes that a function reads in this product alone, better as a variable.
+    """Whether an expression is a product or a sum of sizes that a function reads in it alone, better as a variable.
 
-    TVM proves little of a quotient by or of such a product, so loops that run through one could not be tiled. A size
-    times a number stays where the function divides it by nothing, or without remainder: that it is a multiple helps.
-    But no dimension is a multiple that is larger or smaller by a `number` which is none.
+    TVM proves little of a quotient by or of such an expression, so loops that run through one could not be tiled. The
+    pixels of several images of free sizes, one image after another, are a sum of products. A size times a number stays
+    where the function divides it by nothing, or without remainder: that it is a multiple helps. But no dimension is a
+    multiple that is larger or smaller by a `number` which is none. Nor is a difference to a number a variable.
     """
-    if not isinstance(core, tirx.Mul):
+    if not isinstance(core, tirx.Mul | tirx.Add | tirx.Sub):
+        return False
+    if isinstance(core.b, tirx.IntImm) and not isinstance(core, tirx.Mul):
         return False
     if isinstance(core.b, tirx.IntImm) and number % int(core.b) == 0 and not _is_divided(core, function):
         return False
     key = _key(core)
     size = tirx.Var("size", core.ty)
     mapped = tvm_ffi.structural_map(
-        function, [(tirx.Mul, lambda expr: size if _key(expr) == key else expr)], order="pre"
+        function, [(type(core), lambda expr: size if _key(expr) == key else expr)], order="pre"
     )
     dims = [_dims(param) or [] for param in mapped.params]
     return not {*_variables([core])} & {*_variables([*dims, mapped.body])}
