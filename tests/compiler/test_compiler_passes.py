@@ -11,7 +11,7 @@ import pytest
 import tvm
 import tvm_ffi
 from onnx import helper
-from tvm import relax
+from tvm import relax, tirx
 
 from support import scale
 from support.arrays import normal
@@ -909,6 +909,61 @@ def test_attention_over_free_tokens_beside_fixed_ones(make_model: Any, assert_sa
     feeds = [{"x": normal(n, length, 32), "i": normal(n, 21, 32, seed=1)} for n, length in ((1, 3), (2, 16))]
     model = assert_same_as_onnxruntime(path, *feeds)
     assert rule_counts(model)["attention"] == 1
+
+
+def test_scores_over_tokens_beside_those_of_a_cache_have_one_size(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = "z = Concat(past, k; axis=3)\n b = MatMul(q, z)\n t = Tanh(b)\n y = Add(t, m)"
+    inputs = [
+        ("past", ["n", 2, 16, "before"]),
+        ("k", ["n", 2, 16, "length"]),
+        ("q", ["n", 2, "length", 16]),
+        ("m", ["n", 1, "length", "before + length"]),
+    ]
+    path = make_model(_nodes(nodes), inputs, ["y"], {})
+    feeds = [
+        {
+            "past": normal(2, 2, 16, before),
+            "k": normal(2, 2, 16, length),
+            "q": normal(2, 2, length, 16),
+            "m": normal(2, 1, length, before + length),
+        }
+        for before, length in ((5, 1), (3, 19))
+    ]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    functions = tvm.ir.load_json(model.ir_json).functions_items()
+    product = next(function for variable, function in functions if "matmul" in str(variable.name_hint))
+    sizes = [size for param in product.params if tirx.is_buffer_var(param) for size in param.ty.shape]
+    assert not [size for size in sizes if not isinstance(size, tirx.Var | tirx.IntImm)]
+
+
+def test_pixels_of_several_images_of_free_size_have_one_size(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = """
+        p = MaxPool(x; kernel_shape=[1,1], strides=[2,2])
+        q = MaxPool(p; kernel_shape=[1,1], strides=[2,2])
+        a = Reshape(p, flat)
+        b = Reshape(q, flat)
+        c = Concat(a, b; axis=2)
+        t = Transpose(c; perm=[0,2,1])
+        f = MatMul(t, u)
+        g = Reshape(f, heads)
+        d = Softmax(g; axis=-1)
+        v = Cos(d)
+        e = Mul(d, v)
+        y = ReduceSum(e, last; keepdims=0)
+    """
+    weights = {"flat": np.array([0, 0, -1]), "last": np.array([-1])}
+    weights |= {"heads": np.array([0, 0, 4, 16]), "u": normal(64, 64)}
+    inputs = [("x", ["n", 64, "h", "w"])]
+    path = make_model(_nodes(nodes), inputs, ["y"], weights)
+    feeds = [{"x": normal(n, 64, 5, columns)} for n, columns in ((1, 4), (2, 7))]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    rules = {name: rule for name, rule in model.schedules if "softmax" in name or "sum" in name}
+    assert rules
+    assert "fallback" not in rules.values(), rules
 
 
 def test_tokens_masked_with_minus_infinity_have_no_weight(make_model: Any, assert_same_as_onnxruntime: Check) -> None:

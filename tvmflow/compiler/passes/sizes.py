@@ -48,9 +48,9 @@ class NameSizes:
 
     A variable that is a dimension of a tensor gets its value from the tensor. Other variables become scalar parameters.
     The order of these parameters, and the numbers in the functions' names, follow the order of the calls; TVM's own
-    order of a function's sizes depends on memory addresses. With `products`, a product of sizes whose factors the
-    function reads nowhere else becomes a variable too. Functions that TVM is still to fuse must keep such products,
-    because they must have the same expressions for the same sizes.
+    order of a function's sizes depends on memory addresses. With `products`, a product or sum of sizes that the
+    function reads nowhere else becomes a variable too. Functions that TVM is still to fuse must keep these, because
+    they must have the same expressions for the same sizes.
     """
 
     def __init__(self, products: bool = False) -> None:
@@ -348,20 +348,24 @@ def _by_results(function: PrimFunc, arguments: int) -> PrimFunc:
 
 
 def _by_sums(function: PrimFunc) -> PrimFunc:
-    """A function that has variables for dimensions that are a scalar and a number more or less.
+    """A function that has variables for dimensions that are the sum of a scalar and of other sizes or a number.
 
-    The tokens of a text, put beside the 256 of an image, are `length + 256`. TVM writes four times that as
-    `length * 4 + 1024`, and then proves nothing of a loop that runs through several such dimensions. The scalar stays a
-    parameter, which the function reads no more.
+    The tokens of a text, put beside the 256 of an image, are `length + 256`, and beside the tokens before them, `length
+    + past`. TVM writes four times that as `length * 4 + 1024`, and then proves nothing of a loop that runs through
+    several such dimensions. The scalar stays a parameter, which the function reads no more.
     """
     dims = [dim for param in function.params for dim in _dims(param) or ()]
     analyzer = tvm.sym.Analyzer()
     new: dict[tirx.Var, Any] = {}
     for scalar in (param for param in function.params if not tirx.is_buffer_var(param)):
-        numbers = [analyzer.simplify(dim - scalar) for dim in dims if scalar in _variables([dim])]
-        if numbers and all(isinstance(number, tirx.IntImm) for number in numbers):
-            number, _ = Counter(map(int, numbers)).most_common(1)[0]
-            new[scalar] = tirx.Var(f"sum{len(new)}", scalar.ty) - number
+        read = [dim for dim in dims if scalar in _variables([dim])]
+        rests = Counter(_key(analyzer.simplify(dim - scalar)) for dim in read)
+        if not rests:
+            continue
+        rest = rests.most_common(1)[0][0].key
+        differences = [analyzer.simplify(other.key - rest) for other in rests]
+        if all(isinstance(item, tirx.IntImm) for item in differences) and not {scalar, *new} & {*_variables([rest])}:
+            new[scalar] = tirx.Var(f"sum{len(new)}", scalar.ty) - rest
     if not new:
         return function
     tensors = [param for param in function.params if tirx.is_buffer_var(param)]
@@ -446,20 +450,23 @@ def _split_last_number(dim: Any) -> tuple[Any, Any]:
 
 
 def _is_alone(core: Any, function: PrimFunc, number: int = 0) -> bool:
-    """Whether an expression is a product of sizes that a function reads in this product alone, better as a variable.
+    """Whether an expression is a product or a sum of sizes that a function reads in it alone, better as a variable.
 
-    TVM proves little of a quotient by or of such a product, so loops that run through one could not be tiled. A size
-    times a number stays where the function divides it by nothing, or without remainder: that it is a multiple helps.
-    But no dimension is a multiple that is larger or smaller by a `number` which is none.
+    TVM proves little of a quotient by or of such an expression, so loops that run through one could not be tiled. The
+    pixels of several images of free sizes, one image after another, are a sum of products. A size times a number stays
+    where the function divides it by nothing, or without remainder: that it is a multiple helps. But no dimension is a
+    multiple that is larger or smaller by a `number` which is none. Nor is a difference to a number a variable.
     """
-    if not isinstance(core, tirx.Mul):
+    if not isinstance(core, tirx.Mul | tirx.Add | tirx.Sub):
+        return False
+    if isinstance(core.b, tirx.IntImm) and not isinstance(core, tirx.Mul):
         return False
     if isinstance(core.b, tirx.IntImm) and number % int(core.b) == 0 and not _is_divided(core, function):
         return False
     key = _key(core)
     size = tirx.Var("size", core.ty)
     mapped = tvm_ffi.structural_map(
-        function, [(tirx.Mul, lambda expr: size if _key(expr) == key else expr)], order="pre"
+        function, [(type(core), lambda expr: size if _key(expr) == key else expr)], order="pre"
     )
     dims = [_dims(param) or [] for param in mapped.params]
     return not {*_variables([core])} & {*_variables([*dims, mapped.body])}
