@@ -54,6 +54,7 @@ _REASONS = {
     "operators.products.FEWEST_ROWS": "shape: known beside symbolic sizes",
     "operators.cell_tiles._MOST_PADDING": "share of wasted work",
     "operators.attention._MANY_STRIPS": "amortisation: strips of queries that share a copy of the values",
+    "passes.bf16._SHALLOW": "precision: too few products for dot products to save time",
     "operators.attention._MORE_KEYS": "shape: keys up to the next number that whole tiles divide",
     "operators.attention._PARTIAL": "code: conditions of the last strip, and a copy of the queries",
     "operators.resize._MOST_TAPS": "size of the code",

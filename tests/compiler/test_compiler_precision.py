@@ -245,6 +245,22 @@ def test_bfloat16_dense_layers_equal_those_of_rounded_operands(
     assert rule_counts(model)["dot_rows"] == len(_DENSE)
 
 
+def test_layers_of_few_numbers_keep_them(make_model: MakeModel, run_built: RunBuilt, bf16: Target) -> None:
+    # Positions as sines of coordinates, as the prompts of a segmenter have them.
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("Sin", ["a"], ["y"]),
+        helper.make_node("Conv", ["points", "v"], ["z"]),
+    ]
+    weights = {"w": 20 * normal(2, 64), "v": normal(32, 3, 1)}
+    x, points = normal(7, 2), normal(1, 3, 20)
+    path = make_model(nodes, [("x", [7, 2]), ("points", [1, 3, 20])], ["y", "z"], weights)
+    model = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
+    expected = open_session(path, threads=1).run(None, {"x": x, "points": points})
+    for actual, value in zip(run_built(model, x, points), expected, strict=True):
+        np.testing.assert_allclose(actual, value, rtol=1e-4, atol=1e-4)
+
+
 # The shape of a dense layer's input, and its units.
 _DENSE = [((1, 5), 3), ((7, 33), 70), ((49, 64), 32), ((2, 3, 31), 17), ((13, 130), 1)]
 
@@ -324,9 +340,10 @@ def test_roundings_are_within_the_functions_before_them(
 
 def test_not_a_number_and_infinity_survive_rounding(make_model: MakeModel, run_built: RunBuilt, bf16: Target) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
-    path = make_model(nodes, [("x", [5, 1])], ["y"], {"w": np.ones((1, 4), "float32")})
-    x = np.array([[np.nan], [np.inf], [-np.inf], [3.4e38], [1.0]], "float32")
-    x[0].view("uint32")[:] = 0x7FFFFFFF  # the payload that rounding would carry over
+    path = make_model(nodes, [("x", [5, 8])], ["y"], {"w": np.ones((8, 4), "float32")})
+    x = np.zeros((5, 8), "float32")
+    x[:, 0] = [np.nan, np.inf, -np.inf, 3.4e38, 1.0]
+    x[0, :1].view("uint32")[:] = 0x7FFFFFFF  # the payload that rounding would carry over
     model = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
     np.testing.assert_array_equal(run_built(model, x)[0][:, 0], np.array([np.nan, np.inf, -np.inf, np.inf, 1], "f"))
 

@@ -1,5 +1,6 @@
 """Computes products in bfloat16, for releases with that precision."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,6 +33,10 @@ from tvmflow.compiler.operators.packing import (
 from tvmflow.compiler.operators.products import row_dimensions
 from tvmflow.compiler.passes.narrow import ROUNDING, is_weighted, narrow_products
 
+# Dot products of so few numbers save no time, and their operands, often coordinates whose sines follow, would lose
+# small differences.
+_SHALLOW = 4
+
 
 @tvm.transform.module_pass(opt_level=0, name="RoundProducts")
 class RoundProducts:
@@ -40,8 +45,9 @@ class RoundProducts:
     Every reader of a rounded operand reads the bfloat16 value from memory. Depthwise convolutions round their input
     too, but compute in float32. A convolution by Winograd's algorithm, which `winograd` allows, computes in float32
     where rounding its transformed input would lose too much precision. Convolutions whose groups have an odd number of
-    channels, or fill neither vectors nor an even part of one, and all other operators, stay in float32. Blocks
-    (`FuseBlocks`) and attention (`lower_attention`) have rounded their operands before this pass.
+    channels, or fill neither vectors nor an even part of one, layers whose results are sums of a few products, and all
+    other operators, stay in float32. Blocks (`FuseBlocks`) and attention (`lower_attention`) have rounded their
+    operands before this pass.
     """
 
     def __init__(self, machine: Machine, winograd: bool) -> None:
@@ -68,6 +74,8 @@ class _BFloat16:
     def operands(self, call: relax.Call) -> list[relax.Expr]:
         if is_weighted(call):
             left, right = call.args
+            if _is_shallow(call):
+                return []
             if call.op.name == "relax.matmul" or is_depthwise(call):
                 return [left]
             groups, (out_channels, depth) = int(call.attrs.groups), (int(dim) for dim in right.ty.shape.values[:2])
@@ -142,6 +150,14 @@ class _BFloat16:
             return te.compute(x.shape, lambda *index: BF16.widen(x[index]), name="widen")
 
         return builder.call_te(compute, value, primfunc_name_hint="widen")
+
+
+def _is_shallow(call: relax.Call) -> bool:
+    """Whether each result of a dense layer, or of a convolution that is not depthwise, is the sum of a few products."""
+    sizes = [int(dim) for dim in call.args[1].ty.shape.values]
+    if call.op.name == "relax.matmul":
+        return sizes[-2] <= _SHALLOW
+    return not is_depthwise(call) and math.prod(sizes[1:]) <= _SHALLOW
 
 
 def _reading_bf16(operator: Callable[..., te.Tensor], **arguments: Any) -> Callable[..., te.Tensor]:
