@@ -450,7 +450,7 @@ def test_kernels_of_amx_stay_within_their_buffers(
     draw: Callable[[Drawn], None], tmp_path: Path, amx_target: Target, emulated_amx: Path
 ) -> None:
     functions: dict[str, tirx.PrimFunc] = {}
-    for seed in range(scale.count(normal=4, long=48)):
+    for seed in range(scale.count(normal=2, long=48)):
         model = Drawn(np.random.default_rng(seed))
         draw(model)
         drawn = _functions(model, amx_target, tmp_path)
