@@ -22,6 +22,7 @@ from support.models import save_model
 from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, Choices, CompiledModel, amx
 from tvmflow.compiler.inspection import Inspection
+from tvmflow.hardware.profiles import Tiles
 from tvmflow.hardware.target import Target, host, resolve
 
 # Files whose tests are about what operators and passes mean: how well LLVM optimises the code is nothing to them, and
@@ -102,6 +103,12 @@ def emulated_amx(amx_software: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ctypes.CDLL(str(amx_software), ctypes.RTLD_GLOBAL)
     monkeypatch.setattr(amx, "INTRINSICS", "emulated_")
     return amx_software
+
+
+@pytest.fixture
+def cheap_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost model takes AMX for every product that its kernels can compute."""
+    monkeypatch.setattr(amx, "_costs", lambda _: Tiles(multiply=1, load_first=0, load_second=0, start=0))
 
 
 @pytest.fixture(scope="session")

@@ -17,12 +17,11 @@ from support.guarded import assert_within_buffers
 from support.machines import require_level, runnable_levels
 from support.models import make_model
 from tvmflow.arrays import Array
-from tvmflow.compiler import BuildOptions, amx, import_onnx, lower, winograd, workloads
+from tvmflow.compiler import BuildOptions, import_onnx, lower, winograd, workloads
 from tvmflow.compiler.choices import Choices, shape_text
 from tvmflow.compiler.machine import Machine, machine
 from tvmflow.compiler.operators.packing import packing_of
 from tvmflow.compiler.schedules import complete, guards, schedule, variants
-from tvmflow.hardware.profiles import Tiles
 from tvmflow.hardware.target import Precision, Target, resolve
 
 # So many schedules of a function are computed at most, and one of them is drawn.
@@ -435,12 +434,6 @@ def _products_of_bfloat16(model: Drawn) -> None:
     """Convolutions, dense layers and products of activations, some of which AMX computes."""
     model.precision = "bf16"
     model.choice(_convolutions, _products)(model)
-
-
-@pytest.fixture
-def cheap_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost model takes AMX for every product that its kernels can compute."""
-    monkeypatch.setattr(amx, "_costs", lambda _: Tiles(multiply=1, load_first=0, load_second=0, start=0))
 
 
 @pytest.mark.few(2)

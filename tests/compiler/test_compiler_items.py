@@ -12,10 +12,9 @@ from support.arrays import normal
 from support.builds import Preferring, rule_counts
 from support.items import POISON, Parts, images, tokens
 from support.models import save_model
-from tvmflow.compiler import BuildOptions, CompiledModel, amx, build, import_onnx, lower
+from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower
 from tvmflow.compiler.annotations import AMX
 from tvmflow.compiler.choices import Choices
-from tvmflow.hardware.profiles import Tiles
 from tvmflow.hardware.target import Precision, Target
 
 _ITEMS = 4
@@ -128,7 +127,7 @@ def test_items_are_apart_in_other_precisions(
     _assert_apart_in(precision, parts(), target, tmp_path)
 
 
-@pytest.mark.usefixtures("emulated_amx")
+@pytest.mark.usefixtures("emulated_amx", "cheap_tiles")
 @pytest.mark.parametrize(
     ("precision", "parts"), [("bf16", images), ("bf16", tokens), ("int8", _integers)], ids=["bf16", "tokens", "int8"]
 )
@@ -137,10 +136,7 @@ def test_items_are_apart_where_amx_computes(
     parts: Callable[[], Parts],
     tmp_path: Path,
     amx_target: Target,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The cost model takes AMX for every product that its kernels can compute.
-    monkeypatch.setattr(amx, "_costs", lambda _: Tiles(multiply=1, load_first=0, load_second=0, start=0))
     assert AMX in _assert_apart_in(precision, parts(), amx_target, tmp_path).ir_text
 
 

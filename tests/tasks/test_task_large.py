@@ -28,6 +28,7 @@ _INPUT = np.linspace(-1, 1, 2 * 64, dtype="float32").reshape(2, 64)
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model of two products whose weights are in two files, one of them in a folder of its own."""
     monkeypatch.setattr(external_data, "LARGEST_FILE", 20_000)
+    monkeypatch.setattr(external_data, "_MOST_READ", 20_000)
     monkeypatch.setattr(import_module("tvmflow.compiler.build"), "_MOST_WEIGHTS_INSIDE", 20_000)
     monkeypatch.setenv("TVMFLOW_HOME", str(tmp_path / "state"))
     random = np.random.default_rng(0)

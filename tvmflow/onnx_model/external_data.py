@@ -47,7 +47,7 @@ def load(path: Path) -> "onnx.ModelProto":
     model = onnx.load(str(path), load_external_data=False)
     tensors = [tensor for tensor in _tensors(model) if tensor.data_location == onnx.TensorProto.EXTERNAL]
     folder = str(path.parent)
-    if path.stat().st_size + sum(map(_size_of, tensors)) > min(LARGEST_FILE, _MOST_READ):
+    if path.stat().st_size + sum(map(_size_of, tensors)) > _MOST_READ:
         reason = explain_data(path)
         if reason is not None:
             raise ValueError(reason)

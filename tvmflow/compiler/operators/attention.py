@@ -307,20 +307,8 @@ class _Stages:
 
     def scores(self, query: Element, key: Element) -> te.Tensor:
         """The products of queries and keys, by row and key; `softmax` scales them."""
-        batch, heads = self._row_sizes[:2]
         tile = self._key_tile
-
-        def packed_key(b: Any, h: Any, far: Any, d: Any, near: Any, *within: Any) -> Any:
-            t = far * tile + near
-            element = key(b, t, h, self._place(d, within))
-            if divides(tile, self._keys):
-                return element
-            return tirx.if_then_else(t < self._keys, element, self._zero)
-
-        # The keys of a tile lie together.
-        tiles_of_keys = topi.utils.simplify(self._score_sizes[-1] // tile)
-        sizes = (batch, heads, tiles_of_keys, self._depth // self._numbers, tile, *self._pair)
-        key_panel = te.compute(sizes, packed_key, name="keys")
+        key_panel = self._key_panel(key, tile, self._depth // self._numbers)
 
         def source(b: Any, h: Any, g: Any, s: Any, d: Any) -> Any:
             return query(b, self._inside(s), h * self._group + g, d)
@@ -343,6 +331,32 @@ class _Stages:
             name="scores",
             attrs={**self._annotations("attention"), **self._dot},
         )
+
+    def _key_panel(self, key: Element, tile: int, steps: int) -> te.Tensor:
+        """The keys `tile` by `tile`, those of a tile together: `[batch, head, tile, step, key, pair]`.
+
+        A key has `steps` steps of a sum. Beyond the last key and its last channel there are zeros.
+        """
+        has_more = not divides(self._key_tile, self._keys)
+
+        def packed_key(b: Any, h: Any, far: Any, d: Any, near: Any, *within: Any) -> Any:
+            t = far * tile + near
+            channel = self._place(d, within)
+            return self._filled(key, b, t, h, channel, steps, t < self._keys if has_more else None)
+
+        batch, heads = self._row_sizes[:2]
+        sizes = (batch, heads, topi.utils.simplify(self._score_sizes[-1] // tile), steps, tile, *self._pair)
+        return te.compute(sizes, packed_key, name="keys")
+
+    def _filled(self, of: Element, b: Any, at: Any, h: Any, d: Any, steps: int, exists: Any = None) -> Any:
+        """An element of queries or keys that have so many steps of a sum, zero beyond their last channel.
+
+        It is zero where it does not exist, too; None for `exists` means that it does.
+        """
+        is_filled = steps * self._numbers != self._depth
+        conditions = [item for item in (exists, d < self._depth if is_filled else None) if item is not None]
+        value = of(b, at, h, tirx.min(d, self._depth - 1) if is_filled else d)
+        return tirx.if_then_else(tirx.all(*conditions), value, self._zero) if conditions else value
 
     def _annotations(self, kernel: str) -> dict[str, Any]:
         return {
@@ -467,25 +481,11 @@ class _TiledStages(_Stages):
 
     def scores(self, query: Element, key: Element) -> te.Tensor:
         """The products of queries and keys, by row and key; `softmax` scales them."""
-        batch, heads = self._row_sizes[:2]
-        lanes, groups, zero = amx.LANES, self._tiled.groups, self._zero
-        is_filled, has_more = groups * self._numbers != self._depth, not divides(self._key_tile, self._keys)
-
-        def element(of: Element, b: Any, at: Any, h: Any, d: Any, condition: Any = None) -> Any:
-            """An element of queries or keys, zero beyond their channels, and where the condition does not hold."""
-            conditions = [item for item in (condition, d < self._depth if is_filled else None) if item is not None]
-            value = of(b, at, h, tirx.min(d, self._depth - 1) if is_filled else d)
-            return tirx.if_then_else(tirx.all(*conditions), value, zero) if conditions else value
-
-        def packed_key(b: Any, h: Any, far: Any, d: Any, near: Any, g: Any) -> Any:
-            t = far * lanes + near
-            return element(key, b, t, h, self._place(d, [g]), t < self._keys if has_more else None)
-
-        vectors = topi.utils.simplify(self._score_sizes[-1] // lanes)
-        key_panel = te.compute((batch, heads, vectors, groups, lanes, self._numbers), packed_key, name="keys")
+        lanes, groups = amx.LANES, self._tiled.groups
+        key_panel = self._key_panel(key, lanes, groups)
 
         def copied(b: Any, h: Any, g: Any, s: Any, d: Any) -> Any:
-            return element(query, b, self._inside(s), h * self._group + g, d)
+            return self._filled(query, b, self._inside(s), h * self._group + g, d, groups)
 
         panel = te.compute((*self._row_sizes, groups * self._numbers), copied, name="panel")
         d, (within,) = self._axes(groups, "d")

@@ -7,7 +7,7 @@ its length. With a variable for each size, equal layers at different depths have
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -416,18 +416,10 @@ def _by_whole_size(function: PrimFunc, dim: Any, part: tirx.Var) -> PrimFunc:
         return analyzer.simplify(type(expr)(*whole))
 
     mapped = tvm_ffi.structural_map(function, [(_COMPOUND, replace)], order="pre")
-    key, is_whole = (
-        _key(quotient),
-        part not in _variables([*(_dims(param) or [] for param in mapped.params), mapped.body]),
-    )
-
-    def visit(expr: Any) -> tvm_ffi.WalkResult:
-        nonlocal is_whole
-        is_whole = is_whole and _key(expr) != key
-        return tvm_ffi.WalkResult.ADVANCE
-
-    tvm_ffi.structural_walk(mapped.body, [(tirx.FloorDiv, visit)])
-    return mapped if is_whole else function
+    key = _key(quotient)
+    if part in _variables([*(_dims(param) or [] for param in mapped.params), mapped.body]):
+        return function
+    return function if _has_quotient(mapped, lambda expr: _key(expr) == key) else mapped
 
 
 def _with_variables(function: PrimFunc, new: Mapping[tirx.Var, Any]) -> PrimFunc:
@@ -480,27 +472,27 @@ def _is_multiple(core: Any, function: PrimFunc) -> bool:
 
 def _is_divided(core: Any, function: PrimFunc) -> bool:
     """Whether a function divides an expression, or a sum of it and others, and rounds the quotient."""
-    key, has_any = _key(core), False
-
-    def visit(quotient: tirx.FloorDiv) -> tvm_ffi.WalkResult:
-        nonlocal has_any
-        has_any = has_any or any(_key(part) == key for part in _terms(quotient.a))
-        return tvm_ffi.WalkResult.ADVANCE
-
-    tvm_ffi.structural_walk(function.body, [(tirx.FloorDiv, visit)])
-    return has_any
+    key = _key(core)
+    return _has_quotient(function, lambda quotient: any(_key(part) == key for part in _terms(quotient.a)))
 
 
 def _is_in_quotient(core: Any, function: PrimFunc) -> bool:
     """Whether a function divides what it computes of an expression's variables."""
-    variables, has_any = {*_variables([core])}, False
+    variables = {*_variables([core])}
+    kinds = (tirx.FloorDiv, tirx.FloorMod)
+    return _has_quotient(function, lambda quotient: bool(variables & {*_variables([quotient])}), kinds)
+
+
+def _has_quotient(function: PrimFunc, holds: Callable[[Any], bool], kinds: tuple[type, ...] = (tirx.FloorDiv,)) -> bool:
+    """Whether a condition holds for any quotient that a function computes, or any expression of these `kinds`."""
+    has_any = False
 
     def visit(quotient: Any) -> tvm_ffi.WalkResult:
         nonlocal has_any
-        has_any = has_any or bool(variables & {*_variables([quotient])})
+        has_any = has_any or holds(quotient)
         return tvm_ffi.WalkResult.ADVANCE
 
-    tvm_ffi.structural_walk(function.body, [((tirx.FloorDiv, tirx.FloorMod), visit)])
+    tvm_ffi.structural_walk(function.body, [(kinds, visit)])
     return has_any
 
 

@@ -83,8 +83,8 @@ def apply(sch: Schedule, machine: Machine, _choices: Choices) -> bool:
             places = (3, 4, 5) if by_pairs else (3, 4)
             if name == "keys" and transposes.fits_packing(sch, block, places):
                 _pack_keys(sch, block, places, machine)
-            elif by_amx and name == "values" and transposes.fits_packing(sch, block, (5, 6)):
-                _pack_values(sch, block, machine)
+            elif by_amx and name == "values":
+                transposes.pack_pairs(sch, block, machine)
             elif by_pairs and name in ("keys", "values"):
                 _pack_pairs(sch, block, machine)
             else:
@@ -156,15 +156,6 @@ def _pack_keys(sch: Schedule, block: SBlockRV, places: Sequence[int], machine: M
         sch.unroll(*pair)
     else:
         sch.vectorize(lane)
-
-
-def _pack_values(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Copy the values of two neighbouring keys side by side, by shuffles of both."""
-    *outer, far, step, near, pair = sch.get_loops(block)
-    sch.reorder(*outer, step, far, near, pair)
-    common.parallel(sch, sch.fuse(*outer, step), machine)
-    transposes.mark_packing(sch, (5, 6), near)
-    sch.vectorize(pair)
 
 
 def _pack_pairs(sch: Schedule, block: SBlockRV, machine: Machine) -> None:

@@ -174,13 +174,7 @@ def _schedule_copies(sch: Schedule, task: LoopRV | None, machine: Machine) -> No
             common.parallel(sch, common.fuse(sch, list(sch.get_loops(block))[:-1]), machine)
             common.vectorize_padded(sch, block, machine)
     for block in common.find_blocks(sch, "pack_pairs"):
-        *batch, vector, step, near, pair = sch.get_loops(block)
-        sch.reorder(*batch, step, vector, near, pair)
-        common.parallel(sch, common.fuse(sch, [*batch, step]), machine)
-        sch.unroll(pair)
-        places = [len(batch) + 2, len(batch) + 3]
-        if transposes.fits_packing(sch, block, places):
-            transposes.mark_packing(sch, places, near)
+        transposes.pack_pairs(sch, block, machine)
     # The rows of each tile stand side by side.
     for block in common.find_blocks(sch, "packed_rows"):
         *outer, k, row = sch.get_loops(block)

@@ -22,8 +22,9 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
 from tvmflow.compiler import intrinsics
-from tvmflow.compiler.machine import NARROWEST
+from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import static
+from tvmflow.compiler.schedules import common
 from tvmflow.compiler.schedules.common import substitute
 from tvmflow.compiler.statements import (
     is_choice,
@@ -146,6 +147,20 @@ def mark_packing(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
     tile beyond the end of the operand is written number by number. A loop over the numbers of a pair is inside both.
     """
     sch.annotate(near, _PACK, list(places))
+
+
+def pack_pairs(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+    """Schedule a block that puts the numbers of two neighbouring rows side by side: `[..., vector, pair, lane, 2]`.
+
+    Shuffles do it where they can replace the block (`fits_packing`).
+    """
+    *outer, vector, step, lane, pair = sch.get_loops(block)
+    places = [len(outer) + 2, len(outer) + 3]
+    sch.reorder(*outer, step, vector, lane, pair)
+    common.parallel(sch, common.fuse(sch, [*outer, step]), machine)
+    sch.unroll(pair)
+    if fits_packing(sch, block, places):
+        mark_packing(sch, places, lane)
 
 
 def expand(func: PrimFunc) -> PrimFunc:
