@@ -296,7 +296,7 @@ every number.
 
 - `native` has the profile of this machine's processor, which CPUID or ARM's MIDR names. For an unknown processor it is
   that of the psABI level, with the caches that the kernel tells. `TVMFLOW_PROFILE` names a file to use instead.
-- A preset, such as `x86-64-v3` or `aarch64-cortex-a72`, has the profile of the same name.
+- A preset, such as `x86-64-v3`, `zen4` or `aarch64-cortex-a72`, has the profile of the same name.
 - A full TVM target has the profile that its `model` names, else the one of its `mcpu`, else that of its psABI level.
 
 So `{kind: llvm, mcpu: x86-64-v4, model: zen4}` runs on every processor with AVX-512 and is chosen for Zen 4. Name and

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from tvmflow.errors import TargetError
-from tvmflow.hardware.target import host, missing_features, presets, resolve
+from tvmflow.hardware.profiles import Processor, shipped
+from tvmflow.hardware.target import Host, host, missing_features, presets, resolve
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
@@ -66,6 +67,30 @@ def test_a_cpu_by_name_needs_the_features_that_llvm_uses_on_it() -> None:
     assert set(resolve("x86-64-v4").features) - {"lahf_lm"} <= features
     assert {"avx512_bf16", "avx512_vnni", "avx512_vbmi2", "vaes", "sse4a"} <= features
     assert not {"amx_tile", "avx512_fp16"} & features
+
+
+@pytest.mark.parametrize("name", sorted(name for name, item in shipped().items() if item.level))
+def test_a_processor_by_the_name_of_its_profile_is_what_it_is_to_itself(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item, cores = shipped()[name], host().cores
+    target = resolve(name)
+    assert target.profile is item.profile
+    # LLVM's list of what the oldest of these processors has beyond its level, where a bundle's code can use it.
+    of_llvm = set(resolve(f"llvm -mcpu={item.mcpu[0]} -mtriple=x86_64-linux-gnu").features) & _extensions()
+    assert set(item.extensions) == of_llvm
+    # On the processor itself, the target is the machine's own.
+    table = item.processors[0]
+    processor = Processor(table["vendor"], table.get("family", 0), table["models"][0], table.get("steppings", [0])[0])
+    machine = Host("x86_64", frozenset(target.features), cores, processor)
+    monkeypatch.setattr("tvmflow.hardware.target.host", lambda: machine)
+    monkeypatch.setattr("tvmflow.hardware.target.request_amx", lambda: True)
+    monkeypatch.delenv("TVMFLOW_PROFILE", raising=False)
+    assert resolve("native").canonical == target.canonical
+
+
+def _extensions() -> set[str]:
+    return {feature for item in shipped().values() for feature in item.extensions}
 
 
 @pytest.mark.parametrize(

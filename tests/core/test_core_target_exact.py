@@ -30,6 +30,7 @@ AMX = BF16 | {"amx_bf16", "amx_int8", "amx_tile"}
 ARM_V8_2 = {"asimd", "asimddp", "asimdhp", "asimdrdm", "atomics"}
 ARM_V8_4 = ARM_V8_2 | {"asimdfhm", "bf16", "fcma", "i8mm"}
 WIDE = "-prefer-256-bit"
+RAPIDS = ("+avx512vnni", "+avx512bf16", "+avx512fp16", "+avxvnni", "+amx-tile", "+amx-bf16", "+amx-int8")
 Become = Callable[..., None]
 
 
@@ -85,6 +86,16 @@ PRESETS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "aarch64-neoverse-v2": (arm("neoverse-v2", "+dotprod", "+fullfp16", "+bf16", "+i8mm", "-sve"), ARM_V8_4),
     "cuda-sm80": (cuda("sm_80"), set()),
     "cuda-sm90": (cuda("sm_90"), set()),
+    "zen2": (x86("x86-64-v3"), V3),
+    "zen3": (x86("x86-64-v3"), V3),
+    "alder-lake": (x86("x86-64-v3", "+avxvnni"), V3 | {"avx_vnni"}),
+    "skylake-x": (x86("x86-64-v4", WIDE), V4),
+    "cascade-lake": (x86("x86-64-v4", "+avx512vnni", WIDE), V4 | VNNI),
+    "ice-lake-sp": (x86("x86-64-v4", "+avx512vnni", WIDE), V4 | VNNI),
+    "zen4": (x86("x86-64-v4", "+avx512vnni", "+avx512bf16", WIDE), V4 | BF16),
+    "zen5": (x86("x86-64-v4", "+avx512vnni", "+avx512bf16", "+avxvnni", WIDE), V4 | BF16 | {"avx_vnni"}),
+    "sapphire-rapids": (x86("x86-64-v4", *RAPIDS, WIDE), V4 | AMX | {"avx512_fp16", "avx_vnni"}),
+    "granite-rapids": (x86("x86-64-v4", *RAPIDS, WIDE), V4 | AMX | {"avx512_fp16", "avx_vnni"}),
 }
 
 

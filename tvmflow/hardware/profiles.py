@@ -186,13 +186,17 @@ class Shipped:
     """A profile's file: the profile, the processors that it is for, and the sources of its numbers.
 
     `processors` are the tables of the file: vendor, family, models and perhaps the first and last stepping. `mcpu` are
-    LLVM's names of these processors. `sources` maps the name of a source to its description, and `sources_of` maps the
-    path of a number, such as `first.size`, to the name of its source.
+    LLVM's names of these processors. `level` is the psABI level that all of them have, None on ARM and for the profile
+    of a level itself; `extensions` are their features beyond it, in the words of /proc/cpuinfo. `sources` maps the name
+    of a source to its description, and `sources_of` maps the path of a number, such as `first.size`, to the name of its
+    source.
     """
 
     profile: Profile
     processors: tuple[Mapping[str, Any], ...]
     mcpu: tuple[str, ...]
+    level: str | None
+    extensions: tuple[str, ...]
     sources: Mapping[str, str]
     sources_of: Mapping[str, str]
 
@@ -224,6 +228,7 @@ def read(name: str, text: str) -> Shipped:
         document = tomllib.loads(text)
         sources = dict(document.pop("sources"))
         processors, mcpu = tuple(document.pop("processors", ())), tuple(document.pop("mcpu", ()))
+        level, extensions = document.pop("level", None), tuple(document.pop("extensions", ()))
         sources_of: dict[str, str] = {}
         for path, table in _tables(document):
             for source, keys in table.pop("sources").items():
@@ -233,7 +238,8 @@ def read(name: str, text: str) -> Shipped:
             bare = [key for key in table if f"{path}.{key}" not in sources_of]
             if bare:
                 raise ValueError(f"{path}.{bare[0]} has no source")
-        return Shipped(_profile({"name": name, **document}), processors, mcpu, sources, sources_of)
+        profile = _profile({"name": name, **document})
+        return Shipped(profile, processors, mcpu, level, extensions, sources, sources_of)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise TargetError(

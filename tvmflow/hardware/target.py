@@ -237,7 +237,7 @@ def compute_capability(tvm: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def presets() -> dict[str, str]:
-    """Return a line of description for each named target, by name."""
+    """Return a line of description for each named target, by name; those of processors have the names of profiles."""
     return {
         "native": "the machine that builds",
         "x86-64-v2": "x86-64 with SSE4.2: any server of the last 15 years",
@@ -254,6 +254,7 @@ def presets() -> dict[str, str]:
         "aarch64-neoverse-v2": "AWS Graviton4 and NVIDIA Grace, also with dot products of bfloat16",
         "cuda-sm80": "NVIDIA Ampere",
         "cuda-sm90": "NVIDIA Hopper",
+        **{name: item.profile.title for name, item in profiles.shipped().items() if item.level},
     }
 
 
@@ -278,6 +279,10 @@ def resolve(text: str | Mapping[str, Any]) -> Target:
         # AMX came with this processor.
         model = "sapphire-rapids" if "amx_tile" in _EXTENDED[name] else "x86-64-v4"
         return _x86(name, "x86-64-v4", _EXTENDED[name], host().cores, profiles.named(model))
+    shipped = profiles.shipped().get(name)
+    if shipped and shipped.level:
+        extensions = tuple(extension for extension in _EXTENSIONS if extension in shipped.extensions)
+        return _x86(name, shipped.level, extensions, host().cores, shipped.profile)
     if gpu := _GPU.fullmatch(name):
         return _cuda(name, f"sm_{gpu[1]}")
     if name in presets():

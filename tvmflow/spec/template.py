@@ -1,10 +1,15 @@
 """The release file that `tvmflow init` writes: every key with a comment."""
 
+from textwrap import wrap
+
 import yaml
 
 from tvmflow.errors import SpecError
 from tvmflow.hardware.target import presets
 from tvmflow.spec.fields import NAME_RULE, is_name
+
+# Where a comment goes on that does not fit a line.
+_NEXT_LINE = "\n" + 32 * " " + "# "
 
 
 def template(name: str) -> str:
@@ -13,7 +18,7 @@ def template(name: str) -> str:
         raise SpecError(f"name {name!r} {NAME_RULE}; give another")
     # Quoted where YAML would read a number, a date or a truth value.
     line = yaml.safe_dump({"name": name}).strip()
-    return _TEMPLATE.format(line=line, name=name, presets=" | ".join(presets()))
+    return _TEMPLATE.format(line=line, name=name, presets=_NEXT_LINE.join(wrap(" | ".join(presets()), 87)))
 
 
 _TEMPLATE = """\
