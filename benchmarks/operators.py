@@ -460,6 +460,20 @@ CASES: tuple[Case, ...] = (
         helper.make_node("TopK", ["x", "k"], ["y", "places"]),
         k=np.array([5], "int64"),
     ),
+    _unary(
+        "selection",
+        "300 of a row",
+        (1, 8400),
+        helper.make_node("TopK", ["x", "k"], ["y", "places"]),
+        k=np.array([300], "int64"),
+    ),
+    _unary(
+        "selection",
+        "20 of rows",
+        (1024, 1024),
+        helper.make_node("TopK", ["x", "k"], ["y", "places"]),
+        k=np.array([20], "int64"),
+    ),
     _unary("elementwise", "silu", _IMAGE, _node("Sigmoid", "x", "s"), _node("Mul", "x s")),
     _unary("elementwise", "hard-swish", _IMAGE, _node("HardSwish")),
     _unary(

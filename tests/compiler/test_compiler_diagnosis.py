@@ -37,12 +37,13 @@ def picture_network(tmp_path_factory: pytest.TempPathFactory) -> Path:
         helper.make_node("Relu", ["a"], ["b"]),
         helper.make_node("Conv", ["b", "w"], ["c"], pads=[1, 1, 1, 1]),
         helper.make_node("Shape", ["w"], ["s"]),
-        helper.make_node("TopK", ["c", "k"], ["d", "i"], axis=1),
+        # Integers are sorted: no rule selects them.
+        helper.make_node("Cast", ["c"], ["t"], to=TensorProto.INT32),
+        helper.make_node("TopK", ["t", "k"], ["d", "i"], axis=1),
     ]
     path = tmp_path_factory.mktemp("diagnosis") / "model.onnx"
-    # So many of the channels are sorted, not selected.
     weights = {"w": weight, "k": np.array([30], "int64")}
-    return save_model(path, nodes, [("x", ["batch", 32, 28, 28])], ["d", "s"], weights)
+    return save_model(path, nodes, [("x", ["batch", 32, 28, 28])], [("d", None, TensorProto.INT32), "s"], weights)
 
 
 @pytest.fixture(scope="module")

@@ -148,3 +148,11 @@ def test_sums_over_the_pixels_of_images_of_any_size_equal_onnx_runtime(
     feeds = [{"x": generator.normal(size=size).astype("float32") + 1} for size in sizes]
     model = assert_same_as_onnxruntime(path, *feeds)
     assert rule_counts(model)["reduction"] == 2
+
+
+def test_the_sums_of_rows_of_free_length_are_in_registers(make_model: Any, target: Target) -> None:
+    path = make_model([_reduce("ReduceMean")], [("x", [64, "n"])], ["ReduceMean"], _AXES)
+    model = build(import_onnx(path), target, inspect=Inspection(code=("asm",)))
+    assert "mean_compute" in model.inspected.code["asm"]
+    # A row would take memory from the runtime and give it back.
+    assert "BackendAllocWorkspace" not in model.inspected.code["asm"]

@@ -1,4 +1,4 @@
-"""TopK of a few elements selects them, and sorts all where that takes fewer steps; ArgMax selects one."""
+"""TopK selects the first elements, a few by inserting and more by collecting; ArgMax selects one."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from support.builds import rule_counts
 from support.models import save_model
 from tvmflow.compiler import build, import_onnx
 from tvmflow.compiler.inspection import Inspection
+from tvmflow.hardware.target import resolve
 
 Shape = tuple[int, ...]
 
@@ -52,21 +53,66 @@ def test_lines_of_free_number_have_no_branch_for_each_element(make_model: Any, t
     assert "if_then_else" not in model.inspected.code["tir"]
 
 
-def test_many_of_the_elements_are_sorted(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
-    arguments, feed = _case((2, 100), 90, 1, 1)
-    assert "selection" not in rule_counts(assert_same_as_onnxruntime(make_model(*arguments), feed))
+def test_many_elements_are_those_of_onnx_runtime(assert_all_same: Any) -> None:
+    random = normal(2, 1500)
+    rising = np.sort(random, axis=1)
+    cases = [
+        # More than a vector, more than a sorted block, and several blocks, the last of them not whole.
+        *(_case((2, 1500), k, 1, 1, array) for k in (17, 130, 700) for array in (random, rising)),
+        *(_case((2, 1500), k, 1, largest) for k in (40, 300) for largest in (0, 1)),
+        # All elements, of fewer than a vector more than are asked for, and of lines whose elements are apart.
+        _case((3, 100), 100, 1, 1),
+        _case((3, 45), 40, 1, 0),
+        _case((90, 3), 33, 0, 1),
+    ]
+    # Those of the same numbers share a function.
+    assert rule_counts(assert_all_same(cases))["selection"] == len(cases) - 3
 
 
+def test_many_elements_of_free_sizes_are_those_of_onnx_runtime(assert_all_same: Any) -> None:
+    cases = [
+        _case((2, 900), 50, 1, 1, free=True),
+        _case((2, 50), 50, 1, 1, free=True),
+        _case((400, 3), 30, 0, 0, free=True),
+    ]
+    # The first two share a function.
+    assert rule_counts(assert_all_same(cases))["selection"] == len(cases) - 1
+
+
+@pytest.mark.parametrize("preset", ["x86-64-v2", "x86-64-v3"])
+@pytest.mark.parametrize("k", [3, 30, 200])
+def test_the_first_elements_by_narrower_vectors_are_the_same(
+    tmp_path: Any, run_built: Any, preset: str, k: int
+) -> None:
+    x = np.round(3 * normal(2, 333))
+    arguments, _ = _case((2, 333), k, 1, 1, x)
+    model = build(import_onnx(save_model(tmp_path / "model.onnx", *arguments)), resolve(preset))
+    values, places = run_built(model, x)
+    expected = np.argsort(-x, axis=1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(places, expected)
+    np.testing.assert_array_equal(values, np.take_along_axis(x, expected, 1))
+
+
+def test_a_few_numbers_of_a_line_are_on_the_stack(make_model: Any, target: Any) -> None:
+    arguments, _ = _case((64, 100), 5, 1, 1)
+    model = build(import_onnx(make_model(*arguments)), target, inspect=Inspection(code=("asm",)))
+    # The rows of TopK run in a function of the thread pool.
+    assert "BackendParallelLaunch" in model.inspected.code["asm"]
+    assert "BackendAllocWorkspace" not in model.inspected.code["asm"]
+
+
+@pytest.mark.parametrize("k", [5, 38])
 @pytest.mark.parametrize("largest", [0, 1])
 def test_not_a_number_counts_as_the_largest_and_zeros_are_equal(
-    tmp_path: Any, target: Any, run_built: Any, largest: int
+    tmp_path: Any, target: Any, run_built: Any, k: int, largest: int
 ) -> None:
     x = np.zeros((1, 40), "float32")
     x[0, :6] = [-0.0, 0.0, np.inf, np.nan, -np.inf, -np.nan]
-    arguments, _ = _case((1, 40), 5, 1, largest)
+    arguments, _ = _case((1, 40), k, 1, largest)
     model = build(import_onnx(save_model(tmp_path / "model.onnx", *arguments)), target)
     values, places = run_built(model, x)
-    expected = [3, 5, 2, 0, 1] if largest else [4, 0, 1, 6, 7]
+    others = [0, 1, *range(6, 40)]
+    expected = ([3, 5, 2, *others] if largest else [4, *others, 2])[:k]
     assert places[0].tolist() == expected
     np.testing.assert_array_equal(values[0], x[0, expected])
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
+from tvm.script.ir_builder import tirx as T
 
 from tvmflow.arrays import Array, in_order
 from tvmflow.compiler import winograd
@@ -105,6 +106,15 @@ def size_parameter(size: Any, name: str) -> Any:
 def buffer(name: str, shape: Sequence[Any], dtype: str = "float32") -> Any:
     """Create a TIR buffer, without a layout, to be a parameter of a function; the caller adds it to the function."""
     return tirx.decl_buffer(shape, dtype, name, layout=None)
+
+
+def registers(shape: Sequence[int], dtype: str = "float32") -> Any:
+    """Allocate a few numbers or vectors, float32 by default, that LLVM keeps in registers or on the stack.
+
+    TVM does so for up to 1 KiB of the scope `global` alone. What is larger, or of the scope `local`, it takes from the
+    runtime's memory and gives back, each time that the code comes by.
+    """
+    return T.alloc_buffer(shape, dtype, scope="global", layout=None)
 
 
 def run(count: int) -> Any:

@@ -18,7 +18,7 @@ from tvm.script.ir_builder import tirx as T
 from tvmflow.compiler import cost, extensions
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import buffer, reduced_axes, size_parameter, static
+from tvmflow.compiler.operators.common import buffer, reduced_axes, registers, size_parameter, static
 
 # The most parts of a row for each core: with more than one, a core that other programs delay does fewer of them.
 _PARTS = 2
@@ -131,7 +131,7 @@ class _Kernel:
         whole = tirx.floordiv(self._depth, lanes)
         with T.serial(0, whole - first) as place:
             self._add(total, 0, self._vector(row, first + place))
-        last = T.alloc_buffer((1,), "float32", scope="local", layout=None)
+        last = registers((1,))
         numbers = [total[0, lane] for lane in range(lanes)]
         while len(numbers) > 1:
             half = len(numbers) // 2
@@ -155,7 +155,7 @@ class _Kernel:
     def _vectors(self, count: int) -> Iterator[Any]:
         """Allocate `count` vectors, each number of which is the result of no elements."""
         lanes = self._machine.lanes
-        vectors = T.alloc_buffer((count, lanes), "float32", scope="local", layout=None)
+        vectors = registers((count, lanes))
         for place in range(count):
             with T.vectorized(0, lanes) as lane:
                 T.buffer_store(vectors, self._identity[()], [place, lane])

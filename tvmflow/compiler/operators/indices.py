@@ -16,7 +16,7 @@ from tvmflow.bundle import INDEX_ERROR
 from tvmflow.compiler import extensions
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import buffer, parts, size_parameter, static
+from tvmflow.compiler.operators.common import buffer, parts, registers, size_parameter, static
 
 # The name of the kernel that checks them, in the place of a schedule rule.
 RULE = "indices"
@@ -113,7 +113,7 @@ class _Kernel:
             )
             is_alone = self._machine.cores == 1 or static(tasks) == 1
             with (T.serial if is_alone else T.parallel)(0, tasks) as task:
-                wrong = T.alloc_buffer((1,), self._dtype, scope="local", layout=None)
+                wrong = registers((1,), self._dtype)
                 T.buffer_store(wrong, self._zero[()], [0])
                 first = task * size
                 with T.serial(0, tirx.min(rows - first, tirx.IntImm("int64", size))) as row:

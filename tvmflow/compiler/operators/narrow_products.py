@@ -22,7 +22,7 @@ from tvmflow.arrays import Array
 from tvmflow.compiler import cost, extensions
 from tvmflow.compiler.annotations import KERNEL, OPERATIONS
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import buffer, constant, size_parameter, static, vector
+from tvmflow.compiler.operators.common import buffer, constant, registers, size_parameter, static, vector
 from tvmflow.compiler.operators.widening import BlockWeight
 
 # The bits of a word, which holds several numbers of a column, and how many of them are summed apart: every second one.
@@ -346,8 +346,3 @@ def zeros(shape: Sequence[int], dtype: str = "float32") -> Any:
 def folded(combine: Callable[[Any, Any], Any], vector: Any, lanes: int) -> Any:
     """Return one number of all lanes of a vector."""
     return reduce(combine, (vector[lane] for lane in range(lanes)))
-
-
-def registers(shape: Sequence[int], dtype: str = "float32") -> Any:
-    """Allocate a few numbers or vectors, float32 by default, that LLVM keeps in registers."""
-    return T.alloc_buffer(shape, dtype, scope="local", layout=None)

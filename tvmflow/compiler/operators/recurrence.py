@@ -22,7 +22,7 @@ from tvmflow.compiler.dotproduct import INT8, add_dot_int8
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.cell_tiles import parts_of_batch, tiles
 from tvmflow.compiler.operators.cells import ACTIVATIONS, ZERO, Cell
-from tvmflow.compiler.operators.common import TO_READ, buffer, prefetch, run, size_parameter, static
+from tvmflow.compiler.operators.common import TO_READ, buffer, prefetch, registers, run, size_parameter, static
 from tvmflow.compiler.vectormath import let
 
 
@@ -34,7 +34,7 @@ def _stored(index: Any, dtype: str = "int64") -> Any:
     """
     if isinstance(index, int | tirx.IntImm):
         return index
-    variable = T.alloc_buffer((1,), dtype, scope="local", layout=None)
+    variable = registers((1,), dtype)
     T.buffer_store(variable, index, [0])
     return variable[0]
 
@@ -196,7 +196,7 @@ class Recurrence:
         lengths = self._optional.get("lengths")
         if lengths is None:
             return self._steps
-        longest = T.alloc_buffer((1,), "int32", scope="local", layout=None)
+        longest = registers((1,), "int32")
         T.buffer_store(longest, tirx.const(0, "int32"), [0])
         with T.serial(0, end - begin) as row:
             T.buffer_store(longest, tirx.max(longest[0], lengths[begin + row]), [0])
@@ -225,7 +225,7 @@ class Recurrence:
         if self._levels is None:
             return
         lanes, blocks = self.tiles.lanes, self.tiles.units // self.tiles.lanes
-        ends = T.alloc_buffer((2, lanes), "float32", scope="local", layout=None)
+        ends = registers((2, lanes))
         chooses = (tirx.min, tirx.max)
         for which in range(2):
             with T.vectorized(0, lanes) as lane:
@@ -419,7 +419,7 @@ class Recurrence:
         """Store the products of integers with a tile's weights, as float32, in the `places` of `sums`."""
         lanes, group, (weights,) = self.tiles.lanes, INT8.group, self._weights
         shape = tuple(int(size) for size in sums.shape)
-        totals = T.alloc_buffer(shape, INT8.accumulator, scope="local", layout=None)
+        totals = registers(shape, INT8.accumulator)
         for place in places:
             with T.vectorized(0, lanes) as lane:
                 T.buffer_store(totals, tirx.const(0, INT8.accumulator), [*place, lane])

@@ -15,7 +15,7 @@ from tvmflow.compiler import extensions
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.interpolation import cubic_weights
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import buffer, is_float32, size_parameter, static
+from tvmflow.compiler.operators.common import buffer, is_float32, registers, size_parameter, static
 from tvmflow.compiler.vectormath import let
 
 # The pixels along an axis that a sample consists of, counted from the one before its point.
@@ -96,11 +96,11 @@ class _Kernel:
                 # Of each pixel of a sample its place, its weight, and -1 where it is in the image, else 0: along each
                 # axis, then in the image.
                 lines, tables = (
-                    [_local(count * block, dtype) for dtype in ("int32", "float32", "int32")]
+                    [registers((count * block,), dtype) for dtype in ("int32", "float32", "int32")]
                     for count in (2 * len(self._taps), len(self._taps) ** 2)
                 )
                 # Of each axis the pixel before a point, and the distance from it.
-                numbers, distances = (_local(2 * block, dtype) for dtype in ("int32", "float32"))
+                numbers, distances = (registers((2 * block,), dtype) for dtype in ("int32", "float32"))
                 with T.serial(0, _VECTORS) as vector, T.vectorized(0, lanes) as lane:
                     # Points after the last one are the last one.
                     point = tirx.min(first + vector * lanes + lane, points - 1)
@@ -213,7 +213,3 @@ class _Kernel:
         if self._padding != "zeros":
             return value
         return tirx.reinterpret("float32", tirx.bitwise_and(tirx.reinterpret("int32", value), mask))
-
-
-def _local(size: int, dtype: str) -> Any:
-    return T.alloc_buffer((size,), dtype, scope="local", layout=None)

@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 from tvmflow.compiler import extensions
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import buffer, parts, size_parameter, static
+from tvmflow.compiler.operators.common import buffer, parts, registers, size_parameter, static
 
 
 def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
@@ -52,7 +52,7 @@ def _function(shape: Sequence[Any], axis: int, is_exclusive: bool, machine: Mach
         with (T.parallel if machine.cores > 1 else T.serial)(0, before * pieces) as task:
             first = tirx.floormod(task, pieces) * lanes
             start = tirx.floordiv(task, pieces) * sizes[axis] * after + first
-            sums = T.alloc_buffer((lanes,), "float32", scope="local", layout=None)
+            sums = registers((lanes,))
 
             def step(place: Any, lane: Any) -> None:
                 at = start + place * after + lane

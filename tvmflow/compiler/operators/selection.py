@@ -1,12 +1,17 @@
-"""The first few of the sorted elements along a dimension: ONNX's TopK.
+"""The first of the sorted elements along a dimension: ONNX's TopK.
 
-TVM sorts all elements. Here a pass over the elements keeps the first ones in order; most elements are only compared
-with the last of these.
+TVM sorts all elements. Here one pass over the elements inserts each into the first ones so far, if these are few.
+Otherwise it collects the elements that may be among the first ones. When about twice as many are collected as are asked
+for, the first ones of these remain, and what comes after all of them is not collected any more. So the time for an
+element does not depend on how many are asked for, whatever their order; only the first ones are sorted.
 """
 
 import math
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tvm import relax, tirx, topi
@@ -16,24 +21,29 @@ from tvm.script.ir_builder import tirx as T
 from tvmflow.compiler import extensions
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import buffer, size_parameter, static
+from tvmflow.compiler.operators.common import buffer, registers, round_up, size_parameter, static
 from tvmflow.compiler.vectormath import is_nan, let
 
 _INT32 = tirx.max_value("int32").value
+# A key below that of any element.
+_LEAST = -_INT32 - 1
+# Vectors of elements that are collected beyond those asked for before the first ones are chosen, at least.
+_SPARE = 8
+# Vectors of a block whose elements are sorted by counting.
+_BLOCK = 8
 
 
 def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
     """Define the values and places of the `k` largest or smallest float32 numbers along an axis.
 
-    Equal numbers keep their order, and NaN counts as the largest number. Returns None for other types, for unknown
-    shapes, and where sorting all numbers takes fewer steps. TVM dispatches sorts before it legalises, so this is no
-    definition for `LegalizeOps`.
+    Equal numbers keep their order, and NaN counts as the largest number. Returns None for other types and for unknown
+    shapes. TVM dispatches sorts before it legalises, so this is no definition for `LegalizeOps`.
     """
     (data,), attrs = call.args, call.attrs
     if str(data.ty.dtype) != "float32" or not isinstance(data.ty.shape, relax.ShapeExpr) or not data.ty.ndim:
         return None
     shape, axis, count = list(data.ty.shape.values), int(attrs.axis) % data.ty.ndim, int(attrs.k)
-    if str(attrs.ret_type) != "both" or str(attrs.dtype) != "int64" or not _is_short(count, static(shape[axis])):
+    if str(attrs.ret_type) != "both" or str(attrs.dtype) != "int64" or not 0 < count <= _size(shape[axis]):
         return None
     kernel = _Kernel(shape, axis, count, largest=bool(attrs.largest), machine=machine)
     function = extensions.emit_function(builder, kernel.function(), "top_k")
@@ -61,17 +71,16 @@ def lower_place(builder: relax.BlockBuilder, call: relax.Call, machine: Machine,
     return relax.call_tir(variable, [data, relax.const(np.float32(0.0))], call.ty)
 
 
-def _is_short(count: int, size: int | None) -> bool:
-    """Whether `count` of `size` elements in random order are selected in fewer steps than all are sorted.
+class _Collection(NamedTuple):
+    """Buffers of the keys and places of the elements of a line that may be among the first ones, in their order.
 
-    The element at place i is one of the first ones with a probability of count / i, and then passes half of them. Of an
-    unknown number of elements, twice as many as are selected are assumed.
+    `number` has their number, and `least` a key: elements that follow are collected if their keys are above it.
     """
-    size = 2 * count if size is None else size
-    if not 0 < count <= size:
-        return False
-    moves = count * count / 2 * (1 + math.log(size / count))
-    return size + moves <= size * math.log2(max(size, 2))
+
+    keys: Any
+    order: Any
+    number: Any
+    least: Any
 
 
 class _Kernel:
@@ -116,51 +125,209 @@ class _Kernel:
             with (T.serial if is_alone else T.parallel)(0, self._lines) as line:
                 outer, inner = tirx.floordiv(line, self._inner), tirx.floormod(line, self._inner)
                 self._begin = outer * self._size * self._inner + inner
-                # The keys of the first elements and their places, in order, after a key that none exceeds.
-                self._keys = T.alloc_buffer((self._count + 1,), "int32", scope="local", layout=None)
-                self._order = T.alloc_buffer((self._count + 1,), "int64", scope="local", layout=None)
-                self._gap, self._candidate = (
-                    T.alloc_buffer((1,), "int32", scope="local", layout=None) for _ in range(2)
-                )
-                with T.serial(0, self._count + 1) as place:
-                    T.buffer_store(self._keys, tirx.Select(place == 0, _int(_INT32), _int(-_INT32 - 1)), [place])
-                    T.buffer_store(self._order, tirx.const(0, "int64"), [place])
-                self._select()
+                order = self._inserted() if self._count <= self._machine.lanes else self._collected()
                 first = outer * self._count * self._inner + inner
                 with T.serial(0, self._count) as place:
-                    own = self._order[place + 1]
+                    own = _long(order[place])
                     for result in values:
                         T.buffer_store(result, self._element(own), [first + place * self._inner])
                     T.buffer_store(places, own, [first + place * self._inner])
         return tirx.PrimFunc([self._data, self._zero, *results], builder.get().body).with_attr(KERNEL, "selection")
 
-    def _select(self) -> None:
-        """Insert all elements of a line; of vectors whose elements all come after the chosen ones, none."""
-        lanes = self._machine.lanes
-        vectors = tirx.floordiv(self._size, lanes) if static(self._inner) == 1 else tirx.const(0, "int64")
-        largest = T.alloc_buffer((lanes,), "int32", scope="local", layout=None)
-        with T.serial(0, vectors) as vector:
-            with T.vectorized(0, lanes) as lane:
-                T.buffer_store(largest, self._key(self._element(vector * lanes + lane)), [lane])
-            highest = reduce(tirx.max, (largest[lane] for lane in range(lanes)))
-            with T.If(highest > self._keys[self._count]), T.Then(), T.serial(0, lanes) as lane:
-                self._insert(vector * lanes + lane)
-        with T.serial(vectors * lanes, self._size) as place:
-            self._insert(place)
+    def _inserted(self) -> Any:
+        """Insert the elements of a line into the first ones; return the places of these in order, in a buffer."""
+        count = self._count
+        # The keys of the first elements, after one that none exceeds, and their places.
+        keys, order, rank = _integers(count + 1), _integers(count), _integers(1)
+        T.buffer_store(keys, _int(_INT32), [0])
+        with T.serial(0, count) as place:
+            T.buffer_store(keys, _int(_LEAST), [place + 1])
+            T.buffer_store(order, _int(0), [place])
+        with (
+            self._vectors() as (start, following),
+            self._if_one_is_above(following, keys[count]),
+            T.serial(0, self._machine.lanes) as lane,
+            T.If(following[lane] > keys[count]),
+            T.Then(),
+        ):
+            T.buffer_store(rank, _int(count - 1), [0])
+            if count > 1:
+                with T.While(keys[rank[0]] < following[lane]):
+                    T.buffer_store(keys, keys[rank[0]], [rank[0] + 1])
+                    T.buffer_store(order, order[rank[0] - 1], [rank[0]])
+                    T.buffer_store(rank, rank[0] - 1, [0])
+            T.buffer_store(keys, following[lane], [rank[0] + 1])
+            T.buffer_store(order, tirx.Cast("int32", start + lane), [rank[0]])
+        return order
 
-    def _insert(self, place: Any) -> None:
-        """Insert the element at a place of the line into the chosen ones, unless it comes after all of them."""
-        keys, order, gap = self._keys, self._order, self._gap
-        T.buffer_store(self._candidate, self._key(self._element(place)), [0])
-        key = self._candidate[0]
-        with T.If(key > keys[self._count]), T.Then():
-            T.buffer_store(gap, _int(self._count), [0])
-            with T.While(keys[gap[0] - 1] < key):
-                T.buffer_store(keys, keys[gap[0] - 1], [gap[0]])
-                T.buffer_store(order, order[gap[0] - 1], [gap[0]])
-                T.buffer_store(gap, gap[0] - 1, [0])
-            T.buffer_store(keys, key, [gap[0]])
-            T.buffer_store(order, place, [gap[0]])
+    def _collected(self) -> Any:
+        """Collect the first elements of a line and sort them; return their places in order, in a buffer."""
+        lanes, count = self._machine.lanes, self._count
+        room = round_up(count + max(count, _SPARE * lanes), lanes)
+        collection = _Collection(*(_integers(room) for _ in range(2)), *(_integers(1) for _ in range(2)))
+        keys, order, number, least = collection
+        T.buffer_store(number, _int(0), [0])
+        T.buffer_store(least, _int(_LEAST), [0])
+        with self._vectors() as (start, following):
+            with self._if_one_is_above(following, least[0]), T.serial(0, lanes) as lane:
+                T.buffer_store(keys, following[lane], [number[0]])
+                T.buffer_store(order, tirx.Cast("int32", start + lane), [number[0]])
+                T.buffer_store(number, number[0] + tirx.Cast("int32", following[lane] > least[0]), [0])
+            # There is room for all of the next vector. At the end, the first elements remain.
+            most = tirx.Select(start + lanes < self._size, _int(room - 2 * lanes), _int(count))
+            with T.If(number[0] > most), T.Then():
+                self._keep(collection)
+        # Of fewer elements than are asked for, which a size known at run can have, the first one fills the rest.
+        with T.serial(0, tirx.max(_int(round_up(count, lanes)) - number[0], 0)) as place:
+            T.buffer_store(keys, _int(_LEAST), [number[0] + place])
+            T.buffer_store(order, _int(0), [number[0] + place])
+        return self._sorted(keys, order, count)
+
+    @contextmanager
+    def _vectors(self) -> Iterator[tuple[Any, Any]]:
+        """Loop over the vectors of a line: the place of the first element, and a buffer of keys.
+
+        Behind the end of the line are the smallest keys.
+        """
+        lanes = self._machine.lanes
+        keys = _integers(lanes)
+        with T.serial(0, tirx.floordiv(self._size + (lanes - 1), lanes)) as vector:
+            start = vector * lanes
+            # The elements of a line may be apart.
+            with T.If(start + lanes <= self._size if static(self._inner) == 1 else tirx.const(False, "bool")):
+                with T.Then(), T.vectorized(0, lanes) as lane:
+                    T.buffer_store(keys, self._key(self._element(start + lane)), [lane])
+                with T.Else():
+                    with T.vectorized(0, lanes) as lane:
+                        T.buffer_store(keys, _int(_LEAST), [lane])
+                    with T.serial(0, tirx.min(self._size - start, lanes)) as lane:
+                        T.buffer_store(keys, self._key(self._element(start + lane)), [lane])
+            yield start, keys
+
+    def _keep(self, collection: _Collection) -> None:
+        """Keep the first elements of a collection, in the order of their places.
+
+        The key of the last of them is found by halving the range of keys.
+        """
+        keys, order, number, least = collection
+        low, high, above, ties, kept = (_integers(1) for _ in range(5))
+        count, lanes = self._count, self._machine.lanes
+        sums, vectors = _integers(lanes), tirx.floordiv(number[0] + (lanes - 1), _int(lanes))
+        with T.vectorized(0, lanes) as lane:
+            T.buffer_store(keys, _int(_LEAST), [number[0] + tirx.Cast("int32", lane)])
+
+        def add(is_counted: Callable[[Any], Any]) -> None:
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(sums, _int(0), [lane])
+            with T.serial(0, vectors) as vector, T.vectorized(0, lanes) as lane:
+                key = keys[vector * lanes + tirx.Cast("int32", lane)]
+                T.buffer_store(sums, sums[lane] + tirx.Cast("int32", is_counted(key)), [lane])
+            T.buffer_store(above, self._reduced(operator.add, sums), [0])
+
+        T.buffer_store(low, least[0], [0])
+        T.buffer_store(high, _int(_INT32), [0])
+        with T.While(low[0] < high[0]):
+            # Half of the sum, rounded up, without the sum itself.
+            T.buffer_store(kept, (low[0] | high[0]) - ((low[0] ^ high[0]) >> 1), [0])
+            add(lambda key: key >= kept[0])
+            with T.If(above[0] >= _int(count)):
+                with T.Then():
+                    T.buffer_store(low, kept[0], [0])
+                    with T.If(above[0] == _int(count)), T.Then():
+                        T.buffer_store(high, kept[0], [0])
+                with T.Else():
+                    T.buffer_store(high, kept[0] - 1, [0])
+        add(lambda key: key > low[0])
+        # Of the elements whose key is the last one, so many are among the first.
+        T.buffer_store(ties, _int(count) - above[0], [0])
+        T.buffer_store(kept, _int(0), [0])
+        with T.serial(0, number[0]) as place:
+            T.buffer_store(high, keys[place], [0])
+            T.buffer_store(keys, high[0], [kept[0]])
+            T.buffer_store(order, order[place], [kept[0]])
+            is_tie = tirx.Cast("int32", high[0] == low[0]) & tirx.Cast("int32", ties[0] > 0)
+            T.buffer_store(above, is_tie, [0])
+            T.buffer_store(ties, ties[0] - above[0], [0])
+            T.buffer_store(kept, kept[0] + (tirx.Cast("int32", high[0] > low[0]) | above[0]), [0])
+        T.buffer_store(number, _int(count), [0])
+        T.buffer_store(least, low[0], [0])
+
+    @contextmanager
+    def _if_one_is_above(self, keys: Any, least: Any) -> Iterator[None]:
+        """Where one of a vector of keys is above `least`."""
+        with T.If(self._reduced(tirx.max, keys) > least), T.Then():
+            yield
+
+    def _reduced(self, combine: Callable[[Any, Any], Any], vector: Any) -> Any:
+        """The numbers of a vector, combined."""
+        return reduce(combine, (vector[lane] for lane in range(self._machine.lanes)))
+
+    def _sorted(self, keys: Any, order: Any, count: int) -> Any:
+        """Sort `count` elements, of which equal ones are in the order of their places; return the buffer of places.
+
+        The place of an element in a block is the number of elements of the block before it. Sorted blocks are merged.
+        Up to a whole vector, the smallest keys follow.
+        """
+        lanes = self._machine.lanes
+        width = _BLOCK * lanes
+        # A merge reads one element behind each of its two runs.
+        room = round_up(count, lanes) + lanes
+        source, target = (_integers(room), _integers(room)), (keys, order)
+        ranks = _integers(lanes)
+
+        def is_before(one: Any, other: Any) -> Any:
+            return (keys[one] > keys[other]) | ((keys[one] == keys[other]) & (one < other))
+
+        for start in range(0, count, width):
+            end = min(start + width, count)
+            with T.serial(0, -(-(end - start) // lanes)) as vector:
+                first = start + vector * lanes
+                with T.vectorized(0, lanes) as lane:
+                    T.buffer_store(ranks, _int(start), [lane])
+                # Of equal elements, those of the vectors before come first, and those of the vectors behind last.
+                for begin, number, precedes in (
+                    (start, first - start, lambda other, place: keys[other] >= keys[place]),
+                    (first, lanes, is_before),
+                    (first + lanes, end - first - lanes, lambda other, place: keys[other] > keys[place]),
+                ):
+                    with T.serial(0, number) as other, T.vectorized(0, lanes) as lane:
+                        counted = tirx.Cast("int32", precedes(begin + other, first + lane))
+                        T.buffer_store(ranks, ranks[lane] + counted, [lane])
+                # After the last merge, nothing reads the keys: TVM fails on a buffer without a reader.
+                for to, item in list(zip(source, target, strict=True))[width >= count :]:
+                    with T.serial(0, lanes) as lane:
+                        T.buffer_store(to, item[first + lane], [ranks[lane]])
+        while width < count:
+            for start in range(0, count, 2 * width):
+                self._merge(source, target, start, min(start + width, count), min(start + 2 * width, count))
+            source, target, width = target, source, 2 * width
+        return source[1]
+
+    def _merge(self, source: Any, target: Any, start: int, middle: int, end: int) -> None:
+        """Merge the sorted elements from `start` to `middle` with those from there to `end`, which are not more.
+
+        The first half comes from the beginnings of both, and at the same time the other half from their ends: neither
+        half needs more than the elements up to `middle`.
+        """
+        keys = source[0]
+        low = [_integers(1) for _ in range(3)]
+        high = [_integers(1) for _ in range(3)]
+        for variable, value in zip((*low[:2], *high[:2]), (start, middle, middle - 1, end - 1), strict=True):
+            T.buffer_store(variable, _int(value), [0])
+        half = (end - start) // 2
+        with T.serial(0, end - start - half) as step:
+            for (one, other, is_one), is_end, place in ((low, False, start + step), (high, True, end - 1 - step)):
+                if is_end:
+                    is_first = (other[0] < middle) | (keys[one[0]] < keys[other[0]])
+                else:
+                    is_first = (other[0] >= end) | (keys[one[0]] >= keys[other[0]])
+                T.buffer_store(is_one, tirx.Cast("int32", is_first), [0])
+                chosen = tirx.Select(is_one[0] != 0, one[0], other[0])
+                for to, item in zip(target, source, strict=True):
+                    T.buffer_store(to, item[chosen], [place])
+                move = -1 if is_end else 1
+                T.buffer_store(one, one[0] + move * is_one[0], [0])
+                T.buffer_store(other, other[0] + move * (1 - is_one[0]), [0])
 
     def _element(self, place: Any) -> Any:
         return self._x[self._begin + place * self._inner]
@@ -179,5 +346,19 @@ class _Kernel:
         return let(value, evaluate)
 
 
+def _size(size: Any) -> int:
+    """The size of a dimension, the largest one if it is free."""
+    number = static(size)
+    return _INT32 if number is None else number
+
+
+def _integers(size: int) -> Any:
+    return registers((size,), "int32")
+
+
 def _int(value: int) -> Any:
     return tirx.const(value, "int32")
+
+
+def _long(value: Any) -> Any:
+    return tirx.Cast("int64", value)

@@ -19,7 +19,7 @@ from tvm.script.ir_builder import tirx as T
 from tvmflow.compiler import cost, extensions, vectormath
 from tvmflow.compiler.annotations import KERNEL, OPERATIONS
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import buffer, size_parameter, static
+from tvmflow.compiler.operators.common import buffer, registers, size_parameter, static
 
 # The paths that are followed at a time: their places take half of the 16 general-purpose registers of x86-64.
 _PATHS = 8
@@ -269,7 +269,7 @@ class Trees:
     def _follow(self, starts: Sequence[tuple[Any, Any]], depth: Any) -> list[Any]:
         """Follow the paths of (row, root), of at most `depth` steps, to their leaves; return the places of these."""
         count = len(starts)
-        places = T.alloc_buffer((count,), "int32", scope="local", layout=None)
+        places = registers((count,), "int32")
         for path, (_, root) in enumerate(starts):
             T.buffer_store(places, root, [path])
 
@@ -281,8 +281,8 @@ class Trees:
             with T.serial(0, depth):
                 step()
             return [places[path] for path in range(count)]
-        before = T.alloc_buffer((count,), "int32", scope="local", layout=None)
-        steps = T.alloc_buffer((1,), "int32", scope="local", layout=None)
+        before = registers((count,), "int32")
+        steps = registers((1,), "int32")
         T.buffer_store(steps, 0, [0])
         with T.While(steps[0] < depth):
             for _ in range(_STEPS - 1):
