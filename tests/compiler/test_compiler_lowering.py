@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
+from onnx import helper
 from tvm import s_tir, te, tirx
 from tvm.tirx.build import codegen_build
 
-from tvmflow.compiler import vectormath
+from tvmflow.compiler import build, import_onnx, vectormath
+from tvmflow.compiler.inspection import Inspection
 from tvmflow.compiler.lowering import FixBufferSizes, TakeKnownBranches, lower_functions
 from tvmflow.compiler.statements import replace_variables
+from tvmflow.hardware.target import resolve
 
 
 def _count(node: Any, kind: Any) -> int:
@@ -114,3 +117,12 @@ def _allocated(mod: tvm.IRModule) -> list[tirx.Var]:
     buffers: list[tirx.Var] = []
     tvm_ffi.structural_walk(mod["main"].body, (s_tir.SBlock, lambda block: buffers.extend(block.alloc_buffers)))
     return buffers
+
+
+def test_the_results_of_a_large_tile_are_not_in_memory_of_the_runtime(make_model: Any) -> None:
+    # Of AVX-512's 32 registers a tile has more than 16, which are 1 KiB.
+    weight = np.random.default_rng(0).normal(size=(64, 256)).astype("float32")
+    path = make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", [96, 64])], ["y"], {"w": weight})
+    model = build(import_onnx(path), resolve("x86-64-v4"), inspect=Inspection(code=("asm",)))
+    assert "zmm16" in model.inspected.code["asm"]
+    assert "BackendAllocWorkspace" not in model.inspected.code["asm"]

@@ -3,8 +3,9 @@
 The passes of TVM are those of its own pipeline, without those for GPUs.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import tvm
 import tvm_ffi
@@ -15,9 +16,13 @@ from tvmflow.compiler.argument_checks import DropChecks, take_unaligned
 from tvmflow.compiler.borders import split_lines
 from tvmflow.compiler.divisions import lower_divisions
 from tvmflow.compiler.flattening import FlattenBuffers
+from tvmflow.compiler.operators.common import static
 from tvmflow.compiler.quotients import unify_quotients
 from tvmflow.compiler.short_loops import run_short_loops_alone
 from tvmflow.compiler.statements import is_choice, map_functions, replace_variables, summands
+
+# The bytes of a buffer that is surely small beside the stack of a thread.
+_STACK_BYTES = 4096
 
 
 def lower_functions(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
@@ -25,7 +30,7 @@ def lower_functions(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.I
     functions = map_functions(unify_quotients(functions), _with_factored_sizes)
     lowered = _pipeline()(tirx.transform.BindTarget(target.with_host(target))(functions))
     builtins = tvm.transform.Sequential([tirx.transform.LowerTVMBuiltin(), tirx.transform.LowerIntrin()])
-    lowered = map_functions(lowered, take_unaligned)
+    lowered = map_functions(map_functions(lowered, take_unaligned), _with_small_buffers_on_stack)
     return split_lines(run_short_loops_alone(builtins(lower_divisions(lowered))))
 
 
@@ -92,6 +97,30 @@ def _with_factored_sizes(function: PrimFunc) -> PrimFunc:
     params = [buffers.get(param, param) for param in function.params]
     body = replace_variables(function.body, buffers)
     return PrimFunc(params, body, function.ret_type, function.attrs)
+
+
+def _with_small_buffers_on_stack(function: PrimFunc) -> PrimFunc:
+    """Return the function with buffers of up to `_STACK_BYTES` on the stack, where LLVM can keep them in registers.
+
+    TVM does so below 1 KiB, which the results of a tile exceed, and for the scope `global` alone. Memory for any other
+    buffer comes from the runtime and goes back to it, each time that the code comes by.
+    """
+
+    def keep(statement: tirx.AllocBuffer) -> tirx.AllocBuffer:
+        size = _bytes_of(statement.buffer)
+        if size is None or size > _STACK_BYTES:
+            return statement
+        annotations = {**statement.annotations, "disable_lower_builtin": tirx.const(True, "bool")}
+        return tirx.AllocBuffer(statement.buffer, annotations)
+
+    return function.with_body(tvm_ffi.structural_map(function.body, (tirx.AllocBuffer, keep)))
+
+
+def _bytes_of(buffer: Any) -> int | None:
+    """The size of a buffer in bytes; None for one of a free size."""
+    sizes = [static(size) for size in buffer.shape]
+    number = tvm_ffi.dtype(str(buffer.dtype))
+    return None if None in sizes else math.prod(cast("list[int]", sizes)) * number.bits * number.lanes // 8
 
 
 def _factored(dim: Any) -> Any:

@@ -109,12 +109,8 @@ def buffer(name: str, shape: Sequence[Any], dtype: str = "float32") -> Any:
 
 
 def registers(shape: Sequence[int], dtype: str = "float32") -> Any:
-    """Allocate a few numbers or vectors, float32 by default, that LLVM keeps in registers or on the stack.
-
-    TVM does so for up to 1 KiB of the scope `global` alone. What is larger, or of the scope `local`, it takes from the
-    runtime's memory and gives back, each time that the code comes by.
-    """
-    return T.alloc_buffer(shape, dtype, scope="global", layout=None)
+    """Allocate a few numbers or vectors, float32 by default, that LLVM keeps in registers or on the stack."""
+    return T.alloc_buffer(shape, dtype, scope="local", layout=None)
 
 
 def run(count: int) -> Any:
