@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -13,7 +14,6 @@ from tvmflow.compiler.onnx.indexing import pad_axis
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.pooling import convert_max_pool_with_places
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
-from tvmflow.compiler.size_checks import cast_to
 
 # The opset in which the regions of RoiAlign got their offset.
 _HALF_PIXELS = 16
@@ -80,19 +80,17 @@ def convert_padding(operator: str) -> Converter:
             ]
             _pad_evenly(node, [max(end - size, 0) for end, size in zip(ends, dims[2:], strict=True)])
             return None
-        fill = const(-np.inf if operator == "MaxPool" else 0, dtype_of(data))
-        padded, ones = data, node.emit(relax.op.ones(relax.ShapeExpr([1, 1, *dims[2:]]), dtype_of(data)))
-        for place, (size, stride, extent) in enumerate(zip(dims[2:], strides, extents, strict=True)):
-            widths, whole = _same_padding(node, size, extent, stride, auto_pad == "SAME_UPPER")
-            padded, ones = (
-                _with_size(node, pad_axis(node, item, 2 + place, widths, fill), 2 + place, whole)
-                for item in (padded, ones)
-            )
-        node.inputs[0] = padded
+        axes = [
+            _same_padding(node, size, extent, stride, auto_pad == "SAME_UPPER")
+            for size, stride, extent in zip(dims[2:], strides, extents, strict=True)
+        ]
+        node.inputs[0] = padded = _pad_to_windows(node, data, axes, -np.inf if operator == "MaxPool" else 0.0)
         node.attrs["auto_pad"] = b"NOTSET"
         if operator != "AveragePool" or node.attrs.get("count_include_pad", 0):
             return None
         # Of each window only the elements within the data count.
+        ones = node.emit(relax.op.ones(relax.ShapeExpr([1, 1, *dims[2:]]), dtype_of(data)))
+        ones = _pad_to_windows(node, ones, axes, 0.0)
         attributes = {name: value for name, value in node.attrs.items() if name not in ("tvm_custom", "auto_pad")}
         means, shares = (node.apply(operator, item, **attributes) for item in (padded, ones))
         return relax.op.divide(means, shares)
@@ -197,21 +195,47 @@ def _let_one_window_fit(node: Node) -> None:
         _pad(node, [a + b for a, b in zip(pads, [0] * len(missing) + missing, strict=True)], counts_end=node.opset < 19)
 
 
-def _same_padding(node: Node, size: Any, extent: int, stride: int, upper: bool) -> tuple[tuple[Any, Any], Any]:
-    """The widths before and after a dimension that give `ceil(size / stride)` windows of `extent`, and the sum."""
+@dataclass(frozen=True)
+class _SamePadding:
+    """The padding of a dimension of free size: `before` elements, and `whole` ones with the data and what follows.
+
+    No size has more than `most_before` and `most_after` elements before and after it.
+    """
+
+    before: Any
+    whole: Any
+    most_before: int
+    most_after: int
+
+
+def _same_padding(node: Node, size: Any, extent: int, stride: int, upper: bool) -> _SamePadding:
+    """The padding that gives `ceil(size / stride)` windows of `extent`."""
     evaluator = node.evaluator
     windows = evaluator.divide(evaluator.add(size, stride - 1), stride)
     missing = evaluator.add(evaluator.multiply(windows, stride), evaluator.negate(size))
     total = evaluator.greatest(evaluator.add(missing, extent - stride), 0)
-    less, more = (evaluator.divide(evaluator.add(total, odd), 2) for odd in (0, 1))
+    before = evaluator.divide(evaluator.add(total, 0 if upper else 1), 2)
     whole = evaluator.add(evaluator.multiply(evaluator.add(windows, -1), stride), extent)
-    return ((less, more) if upper else (more, less)), whole if extent >= stride else evaluator.add(size, total)
+    halves = ((extent - 1) // 2, extent // 2)
+    return _SamePadding(
+        before, whole if extent >= stride else evaluator.add(size, total), *(halves if upper else reversed(halves))
+    )
 
 
-def _with_size(node: Node, data: relax.Expr, axis: int, size: Any) -> relax.Expr:
-    """The data with another expression for a dimension."""
-    dims = dims_of(data) or []
-    return cast_to(node.builder, data, [*dims[:axis], size, *dims[axis + 1 :]])
+def _pad_to_windows(node: Node, data: relax.Expr, axes: Sequence[_SamePadding], fill: float) -> relax.Expr:
+    """The data with the padding of its spatial dimensions.
+
+    It is padded by the most elements that any size needs, and sliced: one function does both, and copies the data once.
+    """
+    widths = [0] * 4 + [width for axis in axes for width in (axis.most_before, axis.most_after)]
+    if any(widths):
+        data = node.emit(relax.op.nn.pad(data, widths, pad_value=fill))
+    evaluator = node.evaluator
+    begins = [evaluator.add(axis.most_before, evaluator.negate(axis.before)) for axis in axes]
+    ends = [evaluator.add(begin, axis.whole) for begin, axis in zip(begins, axes, strict=True)]
+    places = list(range(2, 2 + len(axes)))
+    part = node.emit(relax.op.strided_slice(data, places, begins, ends, assume_inbound=True))
+    return node.with_sizes(part, [*(dims_of(data) or [])[:2], *(axis.whole for axis in axes)])
 
 
 def convert_conv_transpose(node: Node) -> relax.Expr | None:
