@@ -80,3 +80,19 @@ def test_the_place_of_the_first_element_is_that_of_onnx_runtime(assert_all_same:
         outputs = [("y", None, TensorProto.INT64)]
         cases.append((([node], [("x", dims)], outputs), {"x": np.round(2 * normal(*shape))}))
     assert rule_counts(assert_all_same(cases))["selection"] == len(cases)
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
+@pytest.mark.parametrize("operator", ["ArgMax", "ArgMin"])
+def test_places_in_short_lines_are_found_without_a_branch_for_each_element(
+    operator: str, free: bool, make_model: Any, target: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    # The classes of pixels, as a network that divides images into parts has them.
+    node = helper.make_node(operator, ["x"], ["y"], axis=-1, keepdims=0)
+    dims = ["n", "high", "wide", 21] if free else [2, 9, 7, 21]
+    path = make_model([node], [("x", dims)], [("y", None, TensorProto.INT64)])
+    feeds = [{"x": np.round(2 * normal(*shape, 21))} for shape in ((2, 9, 7), (1, 1, 1), (1, 4, 4))[: 3 if free else 1]]
+    assert rule_counts(assert_same_as_onnxruntime(path, *feeds))["selection"] == 1
+    code = build(import_onnx(path), target, inspect=Inspection(code=("tir",))).inspected.code["tir"]
+    assert "while " not in code
+    assert "if " not in code.replace(" if ", "")

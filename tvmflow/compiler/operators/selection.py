@@ -5,6 +5,7 @@ with the last of these.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -113,26 +114,67 @@ class _Kernel:
                 for item, size in zip((self._data, *results), sizes, strict=True)
             )
             is_alone = self._machine.cores == 1 or static(self._lines) == 1
-            with (T.serial if is_alone else T.parallel)(0, self._lines) as line:
-                outer, inner = tirx.floordiv(line, self._inner), tirx.floormod(line, self._inner)
-                self._begin = outer * self._size * self._inner + inner
-                # The keys of the first elements and their places, in order, after a key that none exceeds.
-                self._keys = T.alloc_buffer((self._count + 1,), "int32", scope="local", layout=None)
-                self._order = T.alloc_buffer((self._count + 1,), "int64", scope="local", layout=None)
-                self._gap, self._candidate = (
-                    T.alloc_buffer((1,), "int32", scope="local", layout=None) for _ in range(2)
-                )
-                with T.serial(0, self._count + 1) as place:
-                    T.buffer_store(self._keys, tirx.Select(place == 0, _int(_INT32), _int(-_INT32 - 1)), [place])
-                    T.buffer_store(self._order, tirx.const(0, "int64"), [place])
-                self._select()
-                first = outer * self._count * self._inner + inner
-                with T.serial(0, self._count) as place:
-                    own = self._order[place + 1]
-                    for result in values:
-                        T.buffer_store(result, self._element(own), [first + place * self._inner])
-                    T.buffer_store(places, own, [first + place * self._inner])
+            loop = T.serial if is_alone else T.parallel
+            if values or not self._are_short_lines():
+                self._write_lines(values, places, loop)
+            else:
+                self._write_places(places, loop)
         return tirx.PrimFunc([self._data, self._zero, *results], builder.get().body).with_attr(KERNEL, "selection")
+
+    def _write_lines(self, values: Sequence[Any], places: Any, loop: Any) -> None:
+        """Write the chosen elements of each line."""
+        with loop(0, self._lines) as line:
+            outer, inner = tirx.floordiv(line, self._inner), tirx.floormod(line, self._inner)
+            self._begin = outer * self._size * self._inner + inner
+            # The keys of the first elements and their places, in order, after a key that none exceeds.
+            self._keys = T.alloc_buffer((self._count + 1,), "int32", scope="local", layout=None)
+            self._order = T.alloc_buffer((self._count + 1,), "int64", scope="local", layout=None)
+            self._gap, self._candidate = (T.alloc_buffer((1,), "int32", scope="local", layout=None) for _ in range(2))
+            with T.serial(0, self._count + 1) as place:
+                T.buffer_store(self._keys, tirx.Select(place == 0, _int(_INT32), _int(-_INT32 - 1)), [place])
+                T.buffer_store(self._order, tirx.const(0, "int64"), [place])
+            self._select()
+            first = outer * self._count * self._inner + inner
+            with T.serial(0, self._count) as place:
+                own = self._order[place + 1]
+                for result in values:
+                    T.buffer_store(result, self._element(own), [first + place * self._inner])
+                T.buffer_store(places, own, [first + place * self._inner])
+
+    def _are_short_lines(self) -> bool:
+        """Whether a vector for each of the line's elements takes fewer steps than to look for one within the line."""
+        size, lanes = static(self._size), self._machine.lanes
+        return static(self._inner) == 1 and size is not None and size < lanes * lanes
+
+    def _write_places(self, places: Any, loop: Any) -> None:
+        """Write the place of the first element of each line; a vector has an element of each of several lines.
+
+        No step depends on the numbers: in lines of random order, a branch for each element is often predicted wrongly.
+        """
+        lanes = self._machine.lanes
+        vectors = tirx.floordiv(self._lines, lanes)
+        with loop(0, vectors) as vector:
+            self._write_place_of_lines(places, vector * lanes, lanes)
+        with T.serial(vectors * lanes, self._lines) as line:
+            self._write_place_of_lines(places, line, 1)
+
+    def _write_place_of_lines(self, places: Any, first: Any, lanes: int) -> None:
+        """Write the places of as many lines, of which one is the `first`."""
+        keys, candidates, order = (T.alloc_buffer((lanes,), "int32", scope="local", layout=None) for _ in range(3))
+
+        def store(target: Any, value: Callable[[Any], Any]) -> None:
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(target, value(lane), [lane])
+
+        store(keys, lambda _: _int(-_INT32 - 1))
+        store(order, lambda _: _int(0))
+        with T.serial(0, self._size) as place:
+            store(candidates, lambda lane: self._key(self._x[(first + lane) * self._size + place]))
+            number = place.astype("int32")
+            store(order, lambda lane: tirx.Select(candidates[lane] > keys[lane], number, order[lane]))
+            store(keys, lambda lane: tirx.max(candidates[lane], keys[lane]))
+        with T.vectorized(0, lanes) as lane:
+            T.buffer_store(places, order[lane].astype("int64"), [first + lane])
 
     def _select(self) -> None:
         """Insert all elements of a line; of vectors whose elements all come after the chosen ones, none."""
