@@ -790,6 +790,30 @@ def test_same_padding_of_free_sizes_equals_onnx_runtime(make_model: Any, assert_
     assert_same_as_onnxruntime(path, *_feeds((2, 3, 8), (2, 3, 9), (2, 3, 11), (2, 3, 2)))
 
 
+def test_same_padding_with_strides_of_free_images_copies_them_once(
+    make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    # Such layers, with the channels last, are those of TensorFlow's exporters.
+    forms: list[tuple[str, dict[str, Any]]] = [
+        ("Conv", {"strides": [2, 2], "auto_pad": "SAME_UPPER", "group": 8}),
+        ("MaxPool", {"strides": [2, 3], "auto_pad": "SAME_UPPER", "kernel_shape": [4, 3]}),
+        ("Conv", {"strides": [3, 2], "auto_pad": "SAME_LOWER"}),
+    ]
+    nodes = [_node("Transpose", ["x"], ["x0"], perm=[0, 3, 1, 2]), _node("Conv", ["x0", "w"], ["w0"])]
+    nodes.append(_node("Relu", ["w0"], ["a"]))
+    for place, (operator, form) in enumerate(forms):
+        operands = [f"k{place}"] if operator == "Conv" else []
+        nodes.append(_node(operator, ["a", *operands], [f"b{place}"], **form))
+        nodes.append(_node("Transpose", [f"b{place}"], [f"y{place}"], perm=[0, 2, 3, 1]))
+    weights = {"w": normal(8, 3, 1, 1), "k0": normal(8, 1, 3, 3, seed=1), "k2": normal(4, 8, 3, 5, seed=2)}
+    path = make_model(nodes, [("x", ["n", "high", "wide", 3])], ["y0", "y1", "y2"], weights)
+    feeds = [{"x": normal(*shape, 3)} for shape in ((1, 8, 9), (2, 11, 10), (1, 3, 2))]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    names = [name for name, _ in model.schedules]
+    assert not [name for name in names if "concat" in name or "slice" in name], names
+    assert len([name for name in names if name.startswith("pad")]) == len(forms)
+
+
 @pytest.mark.parametrize("size", [11, "n"], ids=["fixed", "free"])
 def test_same_padding_without_strides_is_part_of_the_convolution(
     size: int | str, make_model: Any, assert_same_as_onnxruntime: Any

@@ -165,6 +165,27 @@ def test_limits_and_thresholds_of_suppression_may_be_inputs(make_model: Any, ass
     assert_same_as_onnxruntime(path, *feeds)
 
 
+@pytest.mark.parametrize("count", [333, "count"])
+@pytest.mark.parametrize("limit", [3, 1000])
+def test_suppression_takes_the_best_boxes_one_by_one_and_sorts_none(
+    count: int | str, limit: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    node = helper.make_node("NonMaxSuppression", ["boxes", "scores", "most", "overlap", "least"], ["y"])
+    weights = {"most": np.array([limit]), "overlap": np.array([0.4], "float32"), "least": np.array([0.3], "float32")}
+    inputs = [("boxes", ["n", count, 4]), ("scores", ["n", 3, count])]
+    path = make_model([node], inputs, [("y", [None, 3], TensorProto.INT64)], weights)
+    # A detector sorts thousands of boxes in more time than it needs for the rest.
+    assert "sort" not in import_onnx(path).mod.script()
+    corners = normal(2, 333, 2)
+    boxes = np.concatenate([corners, corners + np.abs(normal(2, 333, 2, seed=1))], axis=2)
+    # Equal scores, no score above the least one, and corners in another order.
+    scores = np.round(np.abs(normal(2, 3, 333, seed=2)), 1)
+    scores[1, 2] = 0.3
+    boxes[:, ::7] = boxes[:, ::7, [2, 3, 0, 1]]
+    feeds = [{"boxes": boxes[:, :some], "scores": scores[..., :some].copy()} for some in (333, 64, 5)]
+    assert_same_as_onnxruntime(path, *feeds[: 1 if count == 333 else 3])
+
+
 @pytest.mark.parametrize("count", [6, "count"])
 def test_without_a_least_score_boxes_of_negative_scores_are_chosen(
     count: int | str, make_model: Any, assert_same_as_onnxruntime: Check

@@ -120,9 +120,32 @@ def test_not_a_number_counts_as_the_largest_and_zeros_are_equal(
 @pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
 def test_the_place_of_the_first_element_is_that_of_onnx_runtime(assert_all_same: Any, free: bool) -> None:
     cases = []
-    for operator, shape, keepdims in [("ArgMax", (3, 70), 1), ("ArgMin", (2, 3, 33), 0), ("ArgMax", (4, 5), 0)]:
-        node = helper.make_node(operator, ["x"], ["y"], axis=-1, keepdims=keepdims)
+    for operator, shape, axis, keepdims in [
+        ("ArgMax", (3, 300), -1, 1),
+        ("ArgMin", (2, 3, 33), -1, 0),
+        ("ArgMax", (4, 5), -1, 0),
+        # Lines whose elements are side by side, in whole vectors and fewer.
+        ("ArgMin", (2, 5, 3, 15), 1, 0),
+        ("ArgMax", (7, 4), 0, 1),
+    ]:
+        node = helper.make_node(operator, ["x"], ["y"], axis=axis, keepdims=keepdims)
         dims = [f"n{place}" for place in range(len(shape))] if free else list(shape)
         outputs = [("y", None, TensorProto.INT64)]
         cases.append((([node], [("x", dims)], outputs), {"x": np.round(2 * normal(*shape))}))
     assert rule_counts(assert_all_same(cases))["selection"] == len(cases)
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
+@pytest.mark.parametrize("operator", ["ArgMax", "ArgMin"])
+def test_places_in_short_lines_are_found_without_a_branch_for_each_element(
+    operator: str, free: bool, make_model: Any, target: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    # The classes of pixels, as a network that divides images into parts has them.
+    node = helper.make_node(operator, ["x"], ["y"], axis=-1, keepdims=0)
+    dims = ["n", "high", "wide", 21] if free else [2, 9, 7, 21]
+    path = make_model([node], [("x", dims)], [("y", None, TensorProto.INT64)])
+    feeds = [{"x": np.round(2 * normal(*shape, 21))} for shape in ((2, 9, 7), (1, 1, 1), (1, 4, 4))[: 3 if free else 1]]
+    assert rule_counts(assert_same_as_onnxruntime(path, *feeds))["selection"] == 1
+    code = build(import_onnx(path), target, inspect=Inspection(code=("tir",))).inspected.code["tir"]
+    assert "while " not in code
+    assert "if " not in code.replace(" if ", "")

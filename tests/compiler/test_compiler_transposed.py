@@ -307,3 +307,29 @@ def test_convolutions_of_images_of_one_column_run_along_a_line(
         if "conv2d" in item.name
     ]
     assert set(heights) == {1}
+
+
+@pytest.mark.parametrize("size", [32, "n"], ids=["fixed", "free"])
+@pytest.mark.parametrize("is_wide", [False, True], ids=["high", "wide"])
+def test_windows_over_whole_lines_of_one_channel_have_the_numbers_as_channels(
+    is_wide: bool, size: Any, make_model: Any, assert_same_as_onnxruntime: Check, native: Target
+) -> None:
+    # A network for texts: the words are lines, and a window is as wide as a word's vector.
+    def turned(pair: Any) -> list[Any]:
+        return list(pair) if is_wide else list(reversed(pair))
+
+    nodes = [
+        helper.make_node(
+            "Conv", ["x", "w", "b"], ["c"], pads=[*turned((2, 0)), *turned((1, 0))], strides=turned((2, 1))
+        ),
+        helper.make_node("Relu", ["c"], ["y"]),
+    ]
+    weights = {"w": normal(20, 1, *turned((3, 24))), "b": normal(20)}
+    path = make_model(nodes, [("x", [2, 1, *turned((size, 24))])], ["y"], weights)
+    assert_same_as_onnxruntime(
+        path, *({"x": normal(2, 1, *turned((some, 24)))} for some in ((32, 5)[: 1 + (size == "n")]))
+    )
+    shapes = [
+        item.func.params[0].shape for item in workloads(lower(import_onnx(path), native)) if "conv2d" in item.name
+    ]
+    assert [(int(shape[1]), int(shape[3])) for shape in shapes] == [(1, 24)]

@@ -3,18 +3,17 @@
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import numpy as np
-from tvm import relax, te, tirx, topi
-from tvm.topi.vision import nms, nms_util
+from tvm import relax, te, tirx
 
-from tvmflow.compiler.onnx.indexing import find_places, pad_axis
+from tvmflow.compiler.onnx.indexing import pad_axis
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.pooling import convert_max_pool_with_places
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
-from tvmflow.compiler.size_checks import cast_to
 
 # The opset in which the regions of RoiAlign got their offset.
 _HALF_PIXELS = 16
@@ -81,19 +80,17 @@ def convert_padding(operator: str) -> Converter:
             ]
             _pad_evenly(node, [max(end - size, 0) for end, size in zip(ends, dims[2:], strict=True)])
             return None
-        fill = const(-np.inf if operator == "MaxPool" else 0, dtype_of(data))
-        padded, ones = data, node.emit(relax.op.ones(relax.ShapeExpr([1, 1, *dims[2:]]), dtype_of(data)))
-        for place, (size, stride, extent) in enumerate(zip(dims[2:], strides, extents, strict=True)):
-            widths, whole = _same_padding(node, size, extent, stride, auto_pad == "SAME_UPPER")
-            padded, ones = (
-                _with_size(node, pad_axis(node, item, 2 + place, widths, fill), 2 + place, whole)
-                for item in (padded, ones)
-            )
-        node.inputs[0] = padded
+        axes = [
+            _same_padding(node, size, extent, stride, auto_pad == "SAME_UPPER")
+            for size, stride, extent in zip(dims[2:], strides, extents, strict=True)
+        ]
+        node.inputs[0] = padded = _pad_to_windows(node, data, axes, -np.inf if operator == "MaxPool" else 0.0)
         node.attrs["auto_pad"] = b"NOTSET"
         if operator != "AveragePool" or node.attrs.get("count_include_pad", 0):
             return None
         # Of each window only the elements within the data count.
+        ones = node.emit(relax.op.ones(relax.ShapeExpr([1, 1, *dims[2:]]), dtype_of(data)))
+        ones = _pad_to_windows(node, ones, axes, 0.0)
         attributes = {name: value for name, value in node.attrs.items() if name not in ("tvm_custom", "auto_pad")}
         means, shares = (node.apply(operator, item, **attributes) for item in (padded, ones))
         return relax.op.divide(means, shares)
@@ -198,21 +195,47 @@ def _let_one_window_fit(node: Node) -> None:
         _pad(node, [a + b for a, b in zip(pads, [0] * len(missing) + missing, strict=True)], counts_end=node.opset < 19)
 
 
-def _same_padding(node: Node, size: Any, extent: int, stride: int, upper: bool) -> tuple[tuple[Any, Any], Any]:
-    """The widths before and after a dimension that give `ceil(size / stride)` windows of `extent`, and the sum."""
+@dataclass(frozen=True)
+class _SamePadding:
+    """The padding of a dimension of free size: `before` elements, and `whole` ones with the data and what follows.
+
+    No size has more than `most_before` and `most_after` elements before and after it.
+    """
+
+    before: Any
+    whole: Any
+    most_before: int
+    most_after: int
+
+
+def _same_padding(node: Node, size: Any, extent: int, stride: int, upper: bool) -> _SamePadding:
+    """The padding that gives `ceil(size / stride)` windows of `extent`."""
     evaluator = node.evaluator
     windows = evaluator.divide(evaluator.add(size, stride - 1), stride)
     missing = evaluator.add(evaluator.multiply(windows, stride), evaluator.negate(size))
     total = evaluator.greatest(evaluator.add(missing, extent - stride), 0)
-    less, more = (evaluator.divide(evaluator.add(total, odd), 2) for odd in (0, 1))
+    before = evaluator.divide(evaluator.add(total, 0 if upper else 1), 2)
     whole = evaluator.add(evaluator.multiply(evaluator.add(windows, -1), stride), extent)
-    return ((less, more) if upper else (more, less)), whole if extent >= stride else evaluator.add(size, total)
+    halves = ((extent - 1) // 2, extent // 2)
+    return _SamePadding(
+        before, whole if extent >= stride else evaluator.add(size, total), *(halves if upper else reversed(halves))
+    )
 
 
-def _with_size(node: Node, data: relax.Expr, axis: int, size: Any) -> relax.Expr:
-    """The data with another expression for a dimension."""
-    dims = dims_of(data) or []
-    return cast_to(node.builder, data, [*dims[:axis], size, *dims[axis + 1 :]])
+def _pad_to_windows(node: Node, data: relax.Expr, axes: Sequence[_SamePadding], fill: float) -> relax.Expr:
+    """The data with the padding of its spatial dimensions.
+
+    It is padded by the most elements that any size needs, and sliced: one function does both, and copies the data once.
+    """
+    widths = [0] * 4 + [width for axis in axes for width in (axis.most_before, axis.most_after)]
+    if any(widths):
+        data = node.emit(relax.op.nn.pad(data, widths, pad_value=fill))
+    evaluator = node.evaluator
+    begins = [evaluator.add(axis.most_before, evaluator.negate(axis.before)) for axis in axes]
+    ends = [evaluator.add(begin, axis.whole) for begin, axis in zip(begins, axes, strict=True)]
+    places = list(range(2, 2 + len(axes)))
+    part = node.emit(relax.op.strided_slice(data, places, begins, ends, assume_inbound=True))
+    return node.with_sizes(part, [*(dims_of(data) or [])[:2], *(axis.whole for axis in axes)])
 
 
 def convert_conv_transpose(node: Node) -> relax.Expr | None:
@@ -248,122 +271,6 @@ def convert_conv_transpose(node: Node) -> relax.Expr | None:
     node.attrs["pads"] = [*first, *(total - size for total, size in zip(totals, first, strict=True))]
     node.attrs["output_padding"] = extra
     return None
-
-
-def convert_non_max_suppression(node: Node) -> relax.Expr | None:
-    """Return the Relax expression of ONNX's NonMaxSuppression: the image, the class and the place of each box it keeps.
-
-    Limit and thresholds may be constants or computed. Returns None, which leaves the node to TVM's converter, where it
-    has no limit, so that it keeps none. Raises FreeSizeError for boxes or scores of unknown shape.
-    """
-    boxes, scores = node.inputs[:2]
-    if dims_of(boxes) is None or dims_of(scores) is None:
-        raise FreeSizeError("boxes or scores of unknown shape")
-    if node.input(2) is None:
-        return None
-    if node.attrs.get("center_point_box", 0):
-        centre, extent = (node.emit(relax.op.strided_slice(boxes, [2], [first], [first + 2])) for first in (0, 2))
-        half = node.emit(relax.op.multiply(extent, const(0.5, dtype_of(boxes))))
-        corners = [node.emit(relax.op.subtract(centre, half)), node.emit(relax.op.add(centre, half))]
-        boxes = node.emit(relax.op.concat(corners, 2))
-    most = np.iinfo("int32").max
-    limit: Any = node.constant(2)
-    if limit is None:
-        limit = node.emit(relax.op.astype(node.emit(relax.op.minimum(node.integers(2), const(most, "int64"))), "int32"))
-    else:
-        limit = int(min(limit.reshape(-1)[0], most))
-    overlap: Any = node.constant(3)
-    if overlap is None and node.input(3) is not None:
-        overlap = node.inputs[3]
-    else:
-        # TVM suppresses a box at the threshold itself, ONNX only above it.
-        single = np.float32(0 if overlap is None else overlap.reshape(-1)[0])
-        overlap = float(max(np.nextafter(single, np.float32(np.inf)), np.finfo("float32").tiny))
-    # Without a least score all boxes count, also those of negative scores.
-    least: Any = -math.inf
-    if node.input(4) is not None:
-        constant = node.constant(4)
-        least = node.inputs[4] if constant is None else float(constant.reshape(-1)[0])
-    return _suppress(node, boxes, scores, limit, overlap, least)
-
-
-def _suppress(node: Node, boxes: relax.Expr, scores: relax.Expr, limit: Any, overlap: Any, least: Any) -> relax.Expr:
-    """Write NonMaxSuppression with at most `limit` boxes of a class, each of these a number or a tensor of one.
-
-    A box goes that overlaps a better one by more than `overlap`, by that itself where it is a number, or whose score is
-    not above `least`.
-    """
-    computed = {
-        name: node.emit(relax.op.reshape(value, (1,)))
-        for name, value in (("limit", limit), ("overlap", overlap), ("least", least))
-        if isinstance(value, relax.Expr)
-    }
-
-    def select(boxes: te.Tensor, scores: te.Tensor, *numbers: te.Tensor) -> list[te.Tensor]:
-        """For each class of each image the boxes that stay, the best first, and their number."""
-        tensors = dict(zip(computed, numbers, strict=True))
-        batch, classes, count = scores.shape
-        flat = topi.reshape(scores, (batch * classes, count))
-        order = topi.argsort(flat, axis=1, is_ascend=False, dtype="int32")
-        best = topi.gather(flat, 1, order)
-        number = tensors.get("least")
-        bound = te.compute((), lambda: tirx.const(least, "float32") if number is None else number[0], name="bound")
-        valid = nms._get_valid_box_count(best, bound)
-        # TVM takes a box whose score is below zero for one that is suppressed. The boxes are in their order already.
-        marks = te.compute(best.shape, lambda *_: tirx.const(1.0, "float32"), name="marks")
-
-        def write(operands: Sequence[Any], results: Sequence[Any]) -> Any:
-            loads = {name: operand[0] for name, operand in zip(tensors, operands[4:], strict=True)}
-            threshold = _above(loads["overlap"]) if "overlap" in loads else overlap
-            return nms_util._all_class_nms_ir(
-                *operands[:4],
-                batch * classes,
-                classes,
-                count,
-                threshold,
-                loads.get("limit", limit),
-                results[0],
-                None,
-                results[1],
-                nms._nms_loop,
-                None,
-            )
-
-        shapes = [(batch * classes, count), (batch * classes,)]
-        buffers = [
-            tirx.decl_buffer(shape, "int32", name, data_alignment=8, layout=None)
-            for shape, name in zip(shapes, ("selected", "kept"), strict=True)
-        ]
-        operands = [boxes, marks, order, valid, *tensors.values()]
-        return list(
-            te.extern(shapes, operands, write, out_buffers=buffers, dtype=["int32", "int32"], name="all_class_nms")
-        )
-
-    def mark(selected: te.Tensor, kept: te.Tensor) -> te.Tensor:
-        return te.compute(selected.shape, lambda row, place: place < kept[row], name="mark")
-
-    pair = node.emit(node.builder.call_te(select, boxes, scores, *computed.values(), primfunc_name_hint="suppress"))
-    selected, kept = (node.emit(relax.TupleGetItem(pair, place)) for place in (0, 1))
-    places = find_places(node, node.emit(node.builder.call_te(mark, selected, kept, primfunc_name_hint="mark")))
-
-    def row(places: te.Tensor, selected: te.Tensor, scores: te.Tensor) -> te.Tensor:
-        """The image, the class and the box of each box that stays."""
-
-        def element(item: Any, column: Any) -> Any:
-            of_class, classes = places[0, item], scores.shape[1]
-            box = selected[of_class, places[1, item]].astype("int64")
-            either = te.if_then_else(column == 0, te.floordiv(of_class, classes), te.floormod(of_class, classes))
-            return te.if_then_else(column == 2, box, either)
-
-        return te.compute((places.shape[1], 3), element, name="row")
-
-    return node.builder.call_te(row, places, selected, scores, primfunc_name_hint="row")
-
-
-def _above(number: Any) -> Any:
-    """The least float32 above a number that is not negative, at least the least normal one."""
-    bits = tirx.reinterpret("int32", number) + 1
-    return te.max(tirx.reinterpret("float32", bits), tirx.const(np.finfo("float32").tiny, "float32"))
 
 
 def convert_roi_align(node: Node) -> relax.Expr:

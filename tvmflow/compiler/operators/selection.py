@@ -8,7 +8,7 @@ element does not depend on how many are asked for, whatever their order; only th
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any, NamedTuple
@@ -52,10 +52,10 @@ def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> re
 
 
 def lower_place(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, *, largest: bool) -> relax.Expr | None:
-    """Define ArgMax (`largest`) or ArgMin: the place of a float32 number in each line along the last dimension.
+    """Define ArgMax (`largest`) or ArgMin: the place of a float32 number in each line along an axis.
 
-    Of equal numbers the first one counts, and NaN as the largest number. Returns None for other types and dimensions,
-    and for unknown shapes.
+    Of equal numbers the first one counts, and NaN as the largest number. Returns None for other types, for a place
+    among all numbers of a tensor, and for unknown shapes.
     """
     (data,), axis = call.args, call.attrs.axis
     if str(data.ty.dtype) != "float32" or axis is None:
@@ -63,9 +63,9 @@ def lower_place(builder: relax.BlockBuilder, call: relax.Call, machine: Machine,
     if not isinstance(data.ty.shape, relax.ShapeExpr) or not isinstance(call.ty.shape, relax.ShapeExpr):
         return None
     shape = list(data.ty.shape.values)
-    if int(axis) % len(shape) != len(shape) - 1 or str(call.ty.dtype) != "int64":
+    if not shape or str(call.ty.dtype) != "int64":
         return None
-    kernel = _Kernel(shape, len(shape) - 1, 1, largest=largest, machine=machine)
+    kernel = _Kernel(shape, int(axis) % len(shape), 1, largest=largest, machine=machine)
     function = kernel.place_function(keepdims=bool(call.attrs.keepdims))
     variable = extensions.emit_function(builder, function, call.op.name.rpartition(".")[2])
     return relax.call_tir(variable, [data, relax.const(np.float32(0.0))], call.ty)
@@ -122,17 +122,69 @@ class _Kernel:
                 for item, size in zip((self._data, *results), sizes, strict=True)
             )
             is_alone = self._machine.cores == 1 or static(self._lines) == 1
-            with (T.serial if is_alone else T.parallel)(0, self._lines) as line:
-                outer, inner = tirx.floordiv(line, self._inner), tirx.floormod(line, self._inner)
-                self._begin = outer * self._size * self._inner + inner
-                order = self._inserted() if self._count <= self._machine.lanes else self._collected()
-                first = outer * self._count * self._inner + inner
-                with T.serial(0, self._count) as place:
-                    own = _long(order[place])
-                    for result in values:
-                        T.buffer_store(result, self._element(own), [first + place * self._inner])
-                    T.buffer_store(places, own, [first + place * self._inner])
+            loop = T.serial if is_alone else T.parallel
+            if values or not self._fills_vectors_with_lines():
+                self._write_lines(values, places, loop)
+            else:
+                self._write_places(places, loop)
         return tirx.PrimFunc([self._data, self._zero, *results], builder.get().body).with_attr(KERNEL, "selection")
+
+    def _write_lines(self, values: Sequence[Any], places: Any, loop: Any) -> None:
+        """Write the chosen elements of each line."""
+        with loop(0, self._lines) as line:
+            outer, inner = tirx.floordiv(line, self._inner), tirx.floormod(line, self._inner)
+            self._begin = outer * self._size * self._inner + inner
+            order = self._inserted() if self._count <= self._machine.lanes else self._collected()
+            first = outer * self._count * self._inner + inner
+            with T.serial(0, self._count) as place:
+                own = _long(order[place])
+                for result in values:
+                    T.buffer_store(result, self._element(own), [first + place * self._inner])
+                T.buffer_store(places, own, [first + place * self._inner])
+
+    def _fills_vectors_with_lines(self) -> bool:
+        """Whether a vector for each of a line's elements takes fewer steps than to look for one within the line."""
+        size, lanes = static(self._size), self._machine.lanes
+        return static(self._inner) != 1 or (size is not None and size < lanes * lanes)
+
+    def _write_places(self, places: Any, loop: Any) -> None:
+        """Write the place of the first element of each line; a vector has an element of each of several lines.
+
+        No step depends on the numbers: in lines of random order, a branch for each element is often predicted wrongly.
+        """
+        lanes = self._machine.lanes
+        is_dense = static(self._inner) == 1
+        # Lines whose elements are one behind the other, or those of a block whose elements are side by side.
+        number = self._lines if is_dense else self._inner
+        blocks = topi.utils.simplify(tirx.floordiv(self._lines, number))
+        vectors = topi.utils.simplify(tirx.floordiv(number, lanes))
+        if static(vectors) != 0:
+            with loop(0, blocks * vectors) as task:
+                first = tirx.floormod(task, vectors) * lanes
+                self._write_places_of(places, tirx.floordiv(task, vectors), number, first, lanes)
+        with T.serial(0, blocks) as block, T.serial(vectors * lanes, number) as line:
+            self._write_places_of(places, block, number, line, 1)
+
+    def _write_places_of(self, places: Any, block: Any, number: Any, first: Any, lanes: int) -> None:
+        """Write the places of `lanes` lines, from the `first` of the `number` of a block on."""
+        keys, candidates, order = (_integers(lanes) for _ in range(3))
+        is_dense = static(self._inner) == 1
+
+        def store(target: Any, value: Callable[[Any], Any]) -> None:
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(target, value(lane), [lane])
+
+        store(keys, lambda _: _int(_LEAST))
+        store(order, lambda _: _int(0))
+        with T.serial(0, self._size) as place:
+            row, start = (place, first * self._size) if is_dense else (place * number, first)
+            begin, step = block * self._size * number + start + row, self._size if is_dense else 1
+            store(candidates, lambda lane: self._key(self._x[begin + lane * step]))
+            own = place.astype("int32")
+            store(order, lambda lane: tirx.Select(candidates[lane] > keys[lane], own, order[lane]))
+            store(keys, lambda lane: tirx.max(candidates[lane], keys[lane]))
+        with T.vectorized(0, lanes) as lane:
+            T.buffer_store(places, _long(order[lane]), [block * number + first + lane])
 
     def _inserted(self) -> Any:
         """Insert the elements of a line into the first ones; return the places of these in order, in a buffer."""

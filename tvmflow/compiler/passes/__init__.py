@@ -36,6 +36,7 @@ from tvmflow.compiler.passes.layout import ChannelsLast
 from tvmflow.compiler.passes.loops import RunLoopsDirectly
 from tvmflow.compiler.passes.order import BindSizesFirst
 from tvmflow.compiler.passes.packing import AtLoad, BindWeights, PackAtLoad
+from tvmflow.compiler.passes.padding import pad_in_one_function
 from tvmflow.compiler.passes.parts import ComputeParts
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.repeats import multiply_by_one_copy
@@ -143,6 +144,7 @@ def pass_names() -> list[str]:
         "RunLoopsDirectly",
         "ShareMemory",
         "NameSizes",
+        "PadInOneFunction",
         "PackAtLoad",
         "RoundProducts",
         "TabulateIntegers",
@@ -255,6 +257,7 @@ def lower_passes(
         *tidy(),
         *_bind(),
         ShareResults(),
+        pad_in_one_function(),
         *own.products,
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),

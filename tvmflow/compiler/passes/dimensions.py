@@ -19,13 +19,14 @@ _MOST_GROUPS = 8
 def in_two_dimensions() -> tvm.transform.Pass:
     """Return the pass that writes transposed 1D convolutions and all 3D convolutions as two-dimensional ones.
 
-    It also exchanges height and width of images of one column: a register tile is a part of a line.
+    It also exchanges height and width of images of one column: a register tile is a part of a line. Of images of one
+    channel whose windows are as wide or as high as the image, it makes each column or line a channel.
     """
     return rewriting(
         "InTwoDimensions",
         {
             "nn.conv1d_transpose": (_transposed_1d,),
-            "nn.conv2d": (_lay_column,),
+            "nn.conv2d": (_lay_column, _make_channels),
             "nn.conv3d": (_conv3d,),
             "nn.conv3d_transpose": (_transposed_3d,),
         },
@@ -48,6 +49,33 @@ def _lay_column(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         groups=int(attrs.groups),
     )
     return relax.op.permute_dims(rewriter.emit(image), [0, 1, 3, 2])
+
+
+def _make_channels(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Make the columns of an image the channels of one line, as a network for texts has windows over whole words.
+
+    The result has one column. So a register tile would be one pixel, and one channel of the window is one number.
+    """
+    attrs, weight, dims = call.attrs, rewriter.constant(call.args[1]), sizes(call.args[0])
+    if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCHW", "OIHW", "NCHW") or weight is None:
+        return None
+    if dims is None or static(dims[1]) != 1 or int(attrs.groups) != 1 or dtype(call) != "float32":
+        return None
+    pads = [int(size) for size in attrs.padding]
+    for axis in (1, 0):
+        size, other = weight.shape[2 + axis], 1 - axis
+        if size == 1 or static(dims[2 + axis]) != size or pads[axis] or pads[2 + axis]:
+            continue
+        order = [0, 2 + axis, 1, 2 + other]
+        image = relax.op.nn.conv2d(
+            rewriter.emit(relax.op.permute_dims(call.args[0], order)),
+            constant(np.ascontiguousarray(weight.transpose(order))),
+            strides=[1, int(attrs.strides[other])],
+            padding=[0, pads[other], 0, pads[2 + other]],
+            dilation=[1, int(attrs.dilation[other])],
+        )
+        return relax.op.permute_dims(rewriter.emit(image), [0, 1, 3, 2]) if axis == 1 else image
+    return None
 
 
 def split_transposed() -> tvm.transform.Pass:

@@ -13,7 +13,7 @@ from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 def lower_selections(machine: Machine) -> tvm.transform.Pass:
     """Return the pass that lowers TopK of float32, where that takes fewer steps than to sort all elements.
 
-    It also lowers ArgMax and ArgMin along the last dimension.
+    It also lowers ArgMax and ArgMin along an axis.
     """
 
     def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
