@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from onnx.helper import make_node
 
@@ -60,3 +61,30 @@ def test_channels_that_fill_no_whole_vectors_are_written_in_vectors(
     assert not re.search(rf"T\.where\(.*< T\.int64\({channels}\)", code)
     smaller = [size for size in (lanes // 2, lanes // 4, lanes // 8) if size > 1 and size & rest]
     assert _widths(code) >= {*smaller, *([lanes] if whole else [])}
+
+
+def test_columns_of_free_number_are_written_in_whole_vectors_without_conditions(
+    make_model: Any, assert_same_as_onnxruntime: Any, target: Target
+) -> None:
+    # Scores of a mask that is no attention's: each is scaled, and rounded to an integer.
+    nodes = [
+        make_node("MatMul", ["x", "z"], ["c"]),
+        make_node("QuantizeLinear", ["c", "scale", "zero"], ["q"]),
+        make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"]),
+        make_node("Add", ["d", "mask"], ["y"]),
+    ]
+    inputs = [("x", [2, "rows", 8]), ("z", [2, 8, "columns"]), ("mask", ["rows", "columns"])]
+    weights = {"scale": np.array(0.03, "float32"), "zero": np.array(120, "uint8")}
+    sizes = [(1, 1), (5, machine(target).lanes), (20, 3 * machine(target).lanes + 5)]
+    feeds = [
+        {"x": normal(2, rows, 8), "z": normal(2, 8, columns), "mask": normal(rows, columns)} for rows, columns in sizes
+    ]
+    model = assert_same_as_onnxruntime(
+        make_model(nodes, inputs, ["y"], weights), *feeds, inspect=Inspection(code=("tir",))
+    )
+    code = _code(model, "batch_matmul")
+    # Of each form of a tile, the result is written with a condition for the columns and without.
+    *forms, _ = re.split(r"round\(", code)
+    conditions = [re.findall(r"T\.where\((.*)\)", form)[-1] for form in forms]
+    with_columns = [condition for condition in conditions if re.search(r"ax\w+ < columns", condition)]
+    assert len(forms) == 2 * len(with_columns) > 0

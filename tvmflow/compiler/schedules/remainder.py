@@ -4,7 +4,8 @@ A schedule writes a tile of the result in whole vectors. The last vector may hav
 with a condition for each channel would be written number by number, and so would the element-wise operators after a
 product be computed. `split` marks the loop over the vectors of a tile by an annotation, and `expand` writes two forms
 of the loops over the tile: whole vectors without a condition, and, for the last tile alone, whole vectors followed by
-vectors of half as many lanes, a quarter and so on, for the channels that are left.
+vectors of half as many lanes, a quarter and so on, for the channels that are left. If their number is free, as that of
+the columns of a product of two tensors may be, the last tile keeps the condition for each of them.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from tvmflow.compiler.schedules import common
 from tvmflow.compiler.schedules.tails import limit_of, renewed, without_term
 from tvmflow.compiler.statements import replace_variables, run_either, uses, with_loop_body
 
-# The annotation of the loop over the vectors of a tile: the number of channels of the result.
+# The annotation of the loop over the vectors of a tile: the number of channels of the result, 0 for a free one.
 _CHANNELS = "tvmflow.channels"
 
 
@@ -31,8 +32,8 @@ def split(sch: Schedule, channel: LoopRV, count: int, lanes: int) -> tuple[LoopR
     """
     channels = common.extent(sch, channel)
     outer, pieces, lane = sch.split(channel, [None, count, lanes])
-    if channels is not None and channels % lanes:
-        sch.annotate(pieces, _CHANNELS, channels)
+    if channels is None or channels % lanes:
+        sch.annotate(pieces, _CHANNELS, channels or 0)
     return outer, pieces, lane
 
 
@@ -67,18 +68,21 @@ class _Tile:
         *self.rows, self._vectors, self._lanes = loops
         self._count, self._width = int(self._vectors.extent), int(self._lanes.extent)
         self._channels = int(self._vectors.annotations[_CHANNELS])
-        self._block = without_term(self._lanes.body, limit)
+        self._limit, self._block = limit, without_term(self._lanes.body, limit)
         last = {self._vectors.loop_var: self._count - 1, self._lanes.loop_var: self._width - 1}
         # The last channel of the tile, which may not exist.
         self.last_channel = common.substitute(limit.a, {name: tirx.const(at, "int64") for name, at in last.items()})
 
     def in_two_forms(self) -> Any:
         """Return a branch between whole vectors and the vectors of the last tile; the latter alone of a single tile."""
+        whole = self._write([self._whole(self._count)])
+        if not self._channels:
+            return run_either(self.last_channel < self._limit.b, whole, self._write([self._with_condition()]))
         left = (self._channels - 1) % (self._count * self._width) + 1
         last = self._write(self._last_vectors(left))
         if left == self._channels:
             return last
-        return run_either(self.last_channel < self._channels, self._write([self._whole(self._count)]), last)
+        return run_either(self.last_channel < self._channels, whole, last)
 
     def _last_vectors(self, left: int) -> list[Any]:
         """The vectors of a tile in which so many channels are left."""
@@ -95,6 +99,10 @@ class _Tile:
     def _whole(self, count: int) -> Any:
         """The loops over the first `count` vectors of the tile."""
         return renewed(_with_extent(self._vectors, count, _with_extent(self._lanes, self._width, self._block)), [])
+
+    def _with_condition(self) -> Any:
+        """The loops over all vectors of the tile, with the condition for each channel."""
+        return renewed(_with_extent(self._vectors, self._count, self._lanes), [])
 
     def _part(self, first: int, width: int) -> Any:
         """A vector of fewer lanes, which begins at the channel `first` of the tile."""
