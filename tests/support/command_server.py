@@ -397,12 +397,18 @@ def _become(request: Request, streams: list[int]) -> None:
 
 
 def _import_once() -> None:
-    """Import what the servers import, each kind in a process: Python keeps what it compiles for all later ones."""
+    """Import what the servers import, each kind in a process: Python keeps what it compiles for all later ones.
+
+    The processes run side by side; the kinds have little in common that takes long to compile.
+    """
+    children = []
     for kind in _KINDS.values():
         pid = os.fork()
         if pid == 0:
             kind.imports()
             os._exit(0)
+        children.append(pid)
+    for pid in children:
         os.waitpid(pid, 0)
 
 
