@@ -1,6 +1,7 @@
 """Advisories: known vulnerabilities of Python packages, read from files in OSV's format (https://ossf.github.io/osv-schema/)."""
 
 import json
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -15,6 +16,8 @@ from packaging.version import InvalidVersion, Version
 from pydantic import AwareDatetime, BaseModel, ValidationError
 
 from tvmflow.errors import SettingsError
+
+_FIELDS = {key: re.compile(rf"^{key}:[ \t]*(\S+)[ \t]*$", re.IGNORECASE | re.MULTILINE) for key in ("Name", "Version")}
 
 
 class _Event(BaseModel):
@@ -157,11 +160,13 @@ def list_installed() -> dict[str, str]:
     """
     packages: dict[str, str] = {}
     for package in distributions():
-        # A folder without METADATA has none, or raises, by the library that reads it.
+        # A folder without METADATA has no text, or raises, by the library that reads it.
         with suppress(OSError, UnicodeDecodeError):
-            metadata = package.metadata
-            if "Name" in metadata and "Version" in metadata:
-                packages.setdefault(canonicalize_name(metadata["Name"]), metadata["Version"])
+            # Their own reader parses what follows as well: long descriptions.
+            head = (package.read_text("METADATA") or package.read_text("PKG-INFO") or "").partition("\n\n")[0]
+            name, version = (_FIELDS[key].search(head) for key in ("Name", "Version"))
+            if name and version:
+                packages.setdefault(canonicalize_name(name[1]), version[1])
     return dict(sorted(packages.items()))
 
 
