@@ -5,6 +5,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from email.parser import HeaderParser
 from importlib.metadata import distribution, distributions
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,9 +158,11 @@ def list_installed() -> dict[str, str]:
     """
     packages: dict[str, str] = {}
     for package in distributions():
-        # A folder without METADATA has none, or raises, by the library that reads it.
+        # A folder without METADATA has no text, or raises, by the library that reads it.
         with suppress(OSError, UnicodeDecodeError):
-            metadata = package.metadata
+            # Their own reader parses what follows as well: long descriptions.
+            text = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
+            metadata = HeaderParser().parsestr(text.partition("\n\n")[0])
             if "Name" in metadata and "Version" in metadata:
                 packages.setdefault(canonicalize_name(metadata["Name"]), metadata["Version"])
     return dict(sorted(packages.items()))

@@ -54,11 +54,18 @@ def _graph() -> "ImportGraph":
     return graph
 
 
+@cache
 def _source(module: str) -> Path:
     """The file of a module of this project."""
     root, *parts = module.split(".")
+    path = Path(_folder(root), *parts)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+@cache
+def _folder(root: str) -> str:
+    """The folder of a package of this project that lies in no other."""
     spec = find_spec(root)
     assert spec is not None  # noqa: S101 - the graph has the modules of packages that exist
     assert spec.submodule_search_locations is not None  # noqa: S101
-    path = Path(spec.submodule_search_locations[0], *parts)
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return spec.submodule_search_locations[0]

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -409,6 +410,7 @@ def _plain(value: object) -> object:
     raise TypeError(f"{value!r} cannot be part of a step's key")
 
 
+@cache
 def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "numpy", "onnx", "torch")}
 

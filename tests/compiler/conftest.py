@@ -28,16 +28,23 @@ from tvmflow.hardware.target import Target, host, resolve
 # Files whose tests are about what operators and passes mean: how well LLVM optimises the code is nothing to them, and
 # takes a quarter of their time. Those about kernels, precisions, instructions and schedules are not among them.
 _MEANINGS = {
+    "bisection",
     "classical",
+    "complaints",
     "contributed",
     "control",
     "deformed",
     "einsum",
     "features",
+    "float16",
+    "forms",
     "free",
+    "labels",
+    "loops",
     "movement",
     "norms",
     "operands",
+    "parts",
     "passes",
     "pooling",
     "rare",
@@ -49,6 +56,7 @@ _MEANINGS = {
     "sizes",
     "transposed",
     "trees",
+    "variants",
 }
 
 MakeModel = Callable[..., Path]

@@ -82,8 +82,8 @@ def representatives(node_tests: dict[str, Any], reasons: dict[str, list[str]]) -
     return list(dict.fromkeys([*by_pattern.values(), *alone, *elsewhere[::7]]))
 
 
-def check(case: Any, folder: Path) -> Result:
-    """Build and run one case; does not catch crashes of the process."""
+def check(case: Any, folder: Path, level: int = 3) -> Result:
+    """Build and run one case, with this `opt-level` of LLVM; does not catch crashes of the process."""
     from tvmflow.errors import TvmflowError
 
     name = case.name.removeprefix("test_")
@@ -93,7 +93,7 @@ def check(case: Any, folder: Path) -> Result:
         if model is None:
             break
         try:
-            message = _differences(case, model, folder, constants)
+            message = _differences(case, model, folder, level)
         except TvmflowError as error:
             refusal = refusal or str(error).replace(f"{folder}/", "")
             if "\n" in refusal or len(refusal) > 700:
@@ -126,7 +126,7 @@ def _with_constants(case: Any) -> onnx.ModelProto | None:
     return model
 
 
-def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: bool) -> str:
+def _differences(case: Any, model: onnx.ModelProto, folder: Path, level: int) -> str:
     """How the results of the built model differ from those of the case; empty if they are equal."""
     from tvmflow.compiler import build, import_onnx
     from tvmflow.hardware.target import resolve
@@ -136,7 +136,7 @@ def _differences(case: Any, model: onnx.ModelProto, folder: Path, constants: boo
     path.write_bytes(model.SerializeToString())
     imported = import_onnx(path)
     path.unlink()
-    loaded = build(imported, resolve("native")).load()
+    loaded = build(imported, resolve({**resolve("native").tvm, "opt-level": level})).load()
     names = [value.name for value in case.model.graph.input]
     inputs_left = {value.name for value in model.graph.input}
     results = [value.name for value in model.graph.output]
@@ -206,7 +206,7 @@ def _difference(actual: Any, expected: Any, rtol: float, atol: float) -> str:
     return f"{int(bad.sum())} of {bad.size} differ, at {list(place)}: {actual[place]}, expected {expected[place]}"
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, level: int) -> None:
     # The output of TVM and LLVM must not mix with the answer.
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
@@ -216,14 +216,14 @@ def _work(connection: Connection) -> None:
             case = connection.recv()
             if case is None:
                 return
-            connection.send(check(case, Path(folder)))
+            connection.send(check(case, Path(folder), level))
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, level: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, level), daemon=True)
         self.process.start()
         theirs.close()
         self.name = ""
@@ -240,14 +240,14 @@ class _Worker:
         self.connection.close()
 
 
-def run(cases_to_check: Sequence[Any], processes: int) -> Iterator[Result]:
-    """Check cases in worker processes; results come as they are ready."""
+def run(cases_to_check: Sequence[Any], processes: int, level: int = 3) -> Iterator[Result]:
+    """Check cases in worker processes, with this `opt-level` of LLVM; results come as they are ready."""
     waiting = list(reversed(cases_to_check))
     workers: list[_Worker] = []
     try:
         while waiting or workers:
             while waiting and len(workers) < processes:
-                workers.append(_Worker())
+                workers.append(_Worker(level))
                 workers[-1].begin(waiting.pop())
             ready = wait([worker.connection for worker in workers], timeout=1.0)
             for worker in list(workers):

@@ -33,7 +33,8 @@ def nodes() -> ModuleType:
 def results(nodes: ModuleType) -> list[Any]:
     cases = nodes.cases()
     names = list(cases) if scale.is_long() else nodes.representatives(cases, nodes.explanations())
-    return list(nodes.run([cases[name] for name in names], processes=scale.count(normal=1, long=2)))
+    processes, level = scale.choose(normal=(1, 1), long=(2, 3))
+    return list(nodes.run([cases[name] for name in names], processes, level))
 
 
 def _of_outcome(results: list[Any], *outcomes: str) -> list[str]:

@@ -300,15 +300,15 @@ def test_attention_multiplies_in_bfloat16(
         helper.make_node("Softmax", ["d"], ["e"]),
         helper.make_node("MatMul", ["e", "v"], ["y"]),
     ]
-    for batch, queries, keys in ((1, 9, 37), (2, 33, 16), (1, 1, 1))[: 3 if is_free else 1]:
-        sizes: list[Any] = ["n", "s", "t"] if is_free else [batch, queries, keys]
-        n, s, t = sizes
-        inputs = [("q", [n, 2, s, channels]), ("k", [n, 2, t, channels]), ("v", [n, 2, t, channels]), ("m", [s, t])]
-        path = make_model(nodes, inputs, ["y"], {"scale": np.array(channels**-0.5, "float32")})
-        model = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
-        # A pair of channels is multiplied at a time.
-        assert rule_counts(model)["attention"] == 1
-        assert ("uint16" in model.ir_text) is (channels % 2 == 0)
+    cases = [(1, 9, 37), (2, 33, 16), (1, 1, 1)][: 3 if is_free else 1]
+    n, s, t = ("n", "s", "t") if is_free else cases[0]
+    inputs = [("q", [n, 2, s, channels]), ("k", [n, 2, t, channels]), ("v", [n, 2, t, channels]), ("m", [s, t])]
+    path = make_model(nodes, inputs, ["y"], {"scale": np.array(channels**-0.5, "float32")})
+    model = build(import_onnx(path), bf16, BuildOptions(precision="bf16"))
+    # A pair of channels is multiplied at a time.
+    assert rule_counts(model)["attention"] == 1
+    assert ("uint16" in model.ir_text) is (channels % 2 == 0)
+    for batch, queries, keys in cases:
         feed = {
             name: _rounded(normal(batch, 2, positions, channels, seed=positions))
             for name, positions in (("q", queries), ("k", keys), ("v", keys))

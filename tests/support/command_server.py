@@ -24,6 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, NamedTuple, TypedDict
 
+from tvmflow import reach
 from tvmflow.cli import main
 from tvmflow.errors import TvmflowError
 from tvmflow.processes import launch, supervisor
@@ -156,6 +157,9 @@ def _import_commands() -> None:
     _import_all("scipy.stats", "graphviz", "resvg_py", "tvmflow.registry.flavor", "tvmflow.registry.signature")
     _import_all("tvmflow.tuning.sharing", "grimp", "prefect.artifacts", "sqlalchemy.dialects.sqlite")
     configure_mappers()
+    # What each command computes once: the digests of the code of its steps.
+    for module in sorted(name for name in sys.modules if name.startswith("tasks.")):
+        reach.code_digest(module)
 
 
 def _import_steps() -> None:
@@ -168,6 +172,7 @@ def _import_steps() -> None:
 def _import_compiler() -> None:
     supervisor.forbid_torch()
     _import_all("tvmflow.compiler", "tvmflow.tuning.model", "tasks.build", "tasks.relax_import", "tasks.tune")
+    reach.code_digest("tvmflow.compiler.lowering")
 
 
 def _import_torch() -> None:
@@ -397,12 +402,18 @@ def _become(request: Request, streams: list[int]) -> None:
 
 
 def _import_once() -> None:
-    """Import what the servers import, each kind in a process: Python keeps what it compiles for all later ones."""
+    """Import what the servers import, each kind in a process: Python keeps what it compiles for all later ones.
+
+    The processes run side by side; the kinds have little in common that takes long to compile.
+    """
+    children = []
     for kind in _KINDS.values():
         pid = os.fork()
         if pid == 0:
             kind.imports()
             os._exit(0)
+        children.append(pid)
+    for pid in children:
         os.waitpid(pid, 0)
 
 
