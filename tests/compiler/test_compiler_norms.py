@@ -11,6 +11,7 @@ from support.arrays import normal
 from support.builds import rule_counts
 from tvmflow.arrays import Array
 from tvmflow.compiler import CompiledModel, build, import_onnx
+from tvmflow.compiler.machine import machine
 from tvmflow.hardware.target import Target
 
 Check = Callable[..., CompiledModel]
@@ -354,4 +355,18 @@ def test_a_softmax_over_a_size_that_is_a_multiple_less_a_number_takes_rows(
     weights = {"shape": np.array([0, 0, -1]), "three": np.array([3]), "two": np.array([2]), "w": normal(4, 4, 3)}
     path = make_model(nodes, [("x", [1, 4, 9, "width"])], ["y"], weights)
     model = assert_same_as_onnxruntime(path, *({"x": normal(1, 4, 9, width)} for width in (1, 5)))
-    assert rule_counts(model)["rowwise"] == 1
+    assert rule_counts(model)["free_softmax"] == 1
+
+
+@pytest.mark.parametrize("operator", ["Softmax", "LogSoftmax"])
+def test_softmax_over_a_free_size_equals_onnx_runtime_at_any_size(
+    operator: str, make_model: Callable[..., Path], assert_same_as_onnxruntime: Check, target: Target
+) -> None:
+    path = make_model([helper.make_node(operator, ["x"], ["y"])], [("x", [2, "rows", "size"])], ["y"])
+    lanes = machine(target).lanes
+    # No whole vector, one, and as many as are compared side by side and others, with and without numbers left.
+    feeds = [{"x": 5 * normal(2, 3, size)} for size in (1, lanes - 1, lanes, lanes + 1, 9 * lanes, 21 * lanes + 5)]
+    # What a mask leaves out, and what is all of the sum.
+    feeds[-1]["x"][0, 1, ::2] = -np.inf
+    feeds[-1]["x"][1, 2, -1] = 1e30
+    assert rule_counts(assert_same_as_onnxruntime(path, *feeds))["free_softmax"] == 1

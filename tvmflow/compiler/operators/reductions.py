@@ -200,12 +200,12 @@ def reduction(
     length = depth // parts
     if inner > 1:
         results = _columns(element, outer, parts, length, inner, kind, name)
-        return lambda at, c: _tree(kind, [results[(*at, part, c)] for part in range(parts)])
+        return lambda at, c: tree(kind, [results[(*at, part, c)] for part in range(parts)])
     row = rows(lambda at, k: element(at[:-1], at[-1] * length + k, 0), (*outer, parts), length, kind, name, machine)
     if parts == 1:
         return lambda at, _c: row((*at, 0))
     sums = te.compute((*outer, parts), lambda *at: row(at), name=f"{name}_part")
-    return lambda at, _c: _tree(kind, [sums[(*at, part)] for part in range(parts)])
+    return lambda at, _c: tree(kind, [sums[(*at, part)] for part in range(parts)])
 
 
 def _free_columns(builder: relax.BlockBuilder, call: relax.Call, name: str) -> relax.Expr | None:
@@ -356,13 +356,13 @@ def rows(
     def result(row: Sequence[Any]) -> Any:
         row = tuple(row)
         vector = [] if fold is None else [fold[(*row, lane)] for lane in range(lanes)]
-        return _tree(kind, [*vector, *(rest[(*row, k)] for k in range(remainder))])
+        return tree(kind, [*vector, *(rest[(*row, k)] for k in range(remainder))])
 
     return result
 
 
-def _tree(kind: Kind, values: Sequence[Any]) -> Any:
-    """Combine in pairs, so that few operations wait for each other."""
+def tree(kind: Kind, values: Sequence[Any]) -> Any:
+    """Combine numbers in pairs, so that few operations wait for each other."""
     values = list(values)
     while len(values) > 1:
         half = len(values) // 2

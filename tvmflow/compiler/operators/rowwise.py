@@ -11,7 +11,7 @@ from tvm import relax, te, tirx, topi
 from tvmflow.compiler import vectormath
 from tvmflow.compiler.annotations import KERNEL, LEAD
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import reductions
+from tvmflow.compiler.operators import free_softmax, reductions
 from tvmflow.compiler.operators.common import is_float32, round_up, static
 
 Row = Callable[[Sequence[Any]], Any]
@@ -26,6 +26,9 @@ def legalize_softmax(
         return None
     axis = int(call.attrs.axis) % data.ty.ndim
     if axis == data.ty.ndim - 1:
+        of_free_size = free_softmax.legalize(builder, call, machine, logarithm)
+        if of_free_size is not None:
+            return of_free_size
         compute = partial(log_softmax if logarithm else softmax, machine=machine)
     else:
         compute = partial(softmax_across, axis=axis, logarithm=logarithm)
