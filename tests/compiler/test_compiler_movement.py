@@ -619,6 +619,22 @@ def test_running_sums_of_slices_equal_onnx_runtime(exclusive: int, reverse: int,
     assert rule_counts(model)["scan"] == len(cases)
 
 
+@pytest.mark.parametrize("dtype", ["int64", "int32", "float64"])
+def test_running_sums_of_other_numbers_and_of_lines_are_kernels(dtype: str, assert_all_same: Check) -> None:
+    cases = []
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    for place, (axis, shape) in enumerate(((-1, (3, 50)), (0, (7, 1100)), (1, (2, 9, 5)), (0, (33,)))):
+        node = helper.make_node("CumSum", ["x", "axis"], ["y"], exclusive=place % 2)
+        free = [f"n{place}" for place in range(len(shape))]
+        feed = {"x": (normal(*shape) * 9).astype(dtype)}
+        cases += [
+            (([node], [("x", own, element)], [("y", None, element)], {"axis": np.array(axis)}), feed)
+            for own in (shape, free)
+        ]
+    model = assert_all_same(cases)
+    assert rule_counts(model)["scan"] == len(cases)
+
+
 @pytest.mark.parametrize("opset", [11, 18])
 def test_hardmax_of_free_dimensions_is_that_of_onnx_runtime(
     opset: int, make_model: Any, assert_same_as_onnxruntime: Check
