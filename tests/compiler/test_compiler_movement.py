@@ -138,6 +138,25 @@ def test_a_free_line_of_few_channels_is_no_part_of_the_parallel_loop(make_model:
     assert "w" not in parallel
 
 
+@pytest.mark.parametrize("coordinates", ["half_pixel", "asymmetric", "align_corners"])
+def test_images_with_the_channels_last_are_resized_by_neighbours(coordinates: str, assert_all_same: Check) -> None:
+    form = {"mode": "linear", "coordinate_transformation_mode": coordinates}
+    node = helper.make_node("Resize", ["x", "", "", "s"], ["y"], **form)
+    cases = [
+        (([node], [("x", ["n", 6, 9, channels])], ["y"], {"s": np.array(sizes)}), {"x": normal(2, 6, 9, channels)})
+        for channels, sizes in ((8, [2, 12, 5, 8]), (3, [2, 6, 20, 3]))
+    ]
+    # An axis of the first image, then the other one, and one of the second.
+    assert rule_counts(assert_all_same(cases))["resize"] == 3
+
+
+def test_images_of_free_size_take_the_nearest_pixels_for_a_known_size(assert_all_same: Check) -> None:
+    form = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    node = helper.make_node("Resize", ["x", "", "", "s"], ["y"], mode="nearest", **form)
+    feeds = [{"x": normal(1, 3, *size)} for size in ((12, 9), (31, 40))]
+    assert_all_same([(([node], [("x", [1, 3, "h", "w"])], ["y"], {"s": np.array([1, 3, 24, 20])}), *feeds)])
+
+
 def test_computed_sizes_that_are_never_short_are_transposed(assert_all_same: Check) -> None:
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["a"], strides=[4, 4]),
