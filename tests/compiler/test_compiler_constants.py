@@ -69,6 +69,7 @@ _REASONS = {
     "operators.rounded_products._LARGEST": "range of the numbers",
     "operators.rounded_products._BYTES": "type: the numbers of a lane that an instruction multiplies",
     "operators.sampling._VECTORS": "amortisation: points whose places are computed before their channels are read",
+    "operators.scans._VECTORS": "amortisation: neighbouring numbers of a slice that one core adds",
     "operators.scatter._PARTS": "balance: pieces of a core that other programs delay",
     "operators.selection._BLOCK": "operations: comparisons beside steps of a merge",
     "operators.selection._LEAST": "range of the numbers",

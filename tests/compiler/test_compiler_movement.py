@@ -51,9 +51,9 @@ def test_transposes_equal_onnx_runtime(assert_all_same: Check) -> None:
     assert_all_same(cases)
 
 
-def test_tiles_of_numbers_of_32_bits_are_transposed_by_shuffles(make_model: Any, native: Target) -> None:
+def test_tiles_of_numbers_are_transposed_by_shuffles(make_model: Any, native: Target) -> None:
     orders = [(0, 2, 3, 1), (0, 3, 1, 2), (0, 3, 2, 1)]
-    types = (TensorProto.FLOAT, TensorProto.INT64)
+    types = (TensorProto.FLOAT, TensorProto.INT64, TensorProto.UINT8, TensorProto.BOOL)
     nodes: list[NodeProto] = []
     inputs: list[tuple[str, list[str | int], int]] = []
     outputs: list[str] = []
@@ -64,11 +64,12 @@ def test_tiles_of_numbers_of_32_bits_are_transposed_by_shuffles(make_model: Any,
             nodes.append(helper.make_node("Transpose", [f"x{kind}"], [outputs[-1]], perm=order))
     imported, cpu = import_onnx(make_model(nodes, inputs, outputs)), machine(native)
     scheduled = [schedule(item.func, cpu)[0].script() for item in workloads(lower(imported, native))]
-    # Numbers of 64 bits are moved one by one.
-    assert sum("tvmflow_transpose_" in text for text in scheduled) == len(orders)
+    # Where a vector has less than four numbers of 64 bits, these are moved one by one.
+    count = len(types) if cpu.lanes >= 8 else len(types) - 1
+    assert sum("tvmflow_transpose_" in text for text in scheduled) == len(orders) * count
     model = build(imported, native)
     x = np.arange(2 * 22 * 14 * 16).reshape(2, 22, 14, 16)
-    feed = [x.astype("float32"), x]
+    feed = [x.astype("float32"), x, x.astype("uint8"), x % 3 == 0]
     (results,) = run_in_memory(model, [feed])
     for place, result in enumerate(results):
         np.testing.assert_array_equal(result, feed[place // len(orders)].transpose(orders[place % len(orders)]))
@@ -135,6 +136,25 @@ def test_a_free_line_of_few_channels_is_no_part_of_the_parallel_loop(make_model:
     (parallel,) = re.findall(r"T.parallel\((.*)\):", text)
     assert "h" in parallel
     assert "w" not in parallel
+
+
+@pytest.mark.parametrize("coordinates", ["half_pixel", "asymmetric", "align_corners"])
+def test_images_with_the_channels_last_are_resized_by_neighbours(coordinates: str, assert_all_same: Check) -> None:
+    form = {"mode": "linear", "coordinate_transformation_mode": coordinates}
+    node = helper.make_node("Resize", ["x", "", "", "s"], ["y"], **form)
+    cases = [
+        (([node], [("x", ["n", 6, 9, channels])], ["y"], {"s": np.array(sizes)}), {"x": normal(2, 6, 9, channels)})
+        for channels, sizes in ((8, [2, 12, 5, 8]), (3, [2, 6, 20, 3]))
+    ]
+    # An axis of the first image, then the other one, and one of the second.
+    assert rule_counts(assert_all_same(cases))["resize"] == 3
+
+
+def test_images_of_free_size_take_the_nearest_pixels_for_a_known_size(assert_all_same: Check) -> None:
+    form = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    node = helper.make_node("Resize", ["x", "", "", "s"], ["y"], mode="nearest", **form)
+    feeds = [{"x": normal(1, 3, *size)} for size in ((12, 9), (31, 40))]
+    assert_all_same([(([node], [("x", [1, 3, "h", "w"])], ["y"], {"s": np.array([1, 3, 24, 20])}), *feeds)])
 
 
 def test_computed_sizes_that_are_never_short_are_transposed(assert_all_same: Check) -> None:
@@ -615,6 +635,22 @@ def test_running_sums_of_slices_equal_onnx_runtime(exclusive: int, reverse: int,
         # A normal run has free sizes for two of the four pairs, and known ones for the others.
         for own in choose(normal=[free if reverse == exclusive else shape], long=[free, shape]):
             cases.append((([node], [("x", own)], ["y"], {"axis": np.array(axis)}), {"x": normal(*shape)}))
+    model = assert_all_same(cases)
+    assert rule_counts(model)["scan"] == len(cases)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "float64"])
+def test_running_sums_of_other_numbers_and_of_lines_are_kernels(dtype: str, assert_all_same: Check) -> None:
+    cases = []
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    for place, (axis, shape) in enumerate(((-1, (3, 50)), (0, (7, 1100)), (1, (2, 9, 5)), (0, (33,)))):
+        node = helper.make_node("CumSum", ["x", "axis"], ["y"], exclusive=place % 2)
+        free = [f"n{place}" for place in range(len(shape))]
+        feed = {"x": (normal(*shape) * 9).astype(dtype)}
+        cases += [
+            (([node], [("x", own, element)], [("y", None, element)], {"axis": np.array(axis)}), feed)
+            for own in (shape, free)
+        ]
     model = assert_all_same(cases)
     assert rule_counts(model)["scan"] == len(cases)
 

@@ -637,3 +637,20 @@ def test_nan_of_either_operand_stays_nan_in_max_and_min(make_model: Any, target:
     expected = onnxruntime.InferenceSession(path).run(None, {"x": x, "y": y})
     for name, result, other in zip(names, results, expected, strict=True):
         np.testing.assert_array_equal(result, other, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_floats_become_the_integers_of_onnx_runtime(dtype: str, make_model: Any, target: Target) -> None:
+    import onnxruntime
+
+    names = ("int8", "int16", "int32", "int64", "uint8", "uint16")
+    elements = {name: helper.np_dtype_to_tensor_dtype(np.dtype(name)) for name in names}
+    nodes = [helper.make_node("Cast", ["x"], [name], to=element) for name, element in elements.items()]
+    inputs = [("x", ["n"], helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))]
+    path: Path = make_model(nodes, inputs, [(name, ["n"], element) for name, element in elements.items()])
+    # Among them are some that an integer of 32 bits, or each integer, lacks.
+    x = np.array([1.5, -1.5, 300.7, -5, 40000, 3e9, -3e9, 1e19, np.nan, np.inf, -np.inf], dtype).repeat(3)
+    results = run_in_memory(build(import_onnx(path), target), [[x]])[0]
+    expected = onnxruntime.InferenceSession(path).run(None, {"x": x})
+    for name, result, other in zip(names, results, expected, strict=True):
+        np.testing.assert_array_equal(result, other, err_msg=name)

@@ -64,6 +64,7 @@ _STANDARD: dict[str, Converter] = {
     "BatchNormalization": norms.convert_batch_norm,
     "BitCast": elementwise.convert_bit_cast,
     "BitShift": elementwise.convert_shift,
+    "Cast": elementwise.convert_cast,
     "Celu": elementwise.convert_celu,
     "Clip": elementwise.convert_clip,
     "Col2Im": vision.convert_col2im,

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import tvm
 from tvm import relax, te, tirx
 
 from tvmflow.compiler.onnx.node import IN_EVALUATION, Converter, Node, UnsupportedFormError
@@ -104,6 +105,29 @@ def convert_thresholded_relu(node: Node) -> relax.Expr:
     x, dtype = node.inputs[0], dtype_of(node.inputs[0])
     above = relax.op.greater(x, relax.const(node.attrs.get("alpha", 1.0), dtype))
     return relax.op.where(above, x, relax.const(0, dtype))
+
+
+# The integers to which floats are cast by way of others: what these have too many bits for is cut off.
+_CAST_BY = {"int32": "int32", "int64": "int64", "uint32": "int64"} | dict.fromkeys(
+    ("int8", "int16", "uint8", "uint16"), "int32"
+)
+
+
+def convert_cast(node: Node) -> relax.Expr | None:
+    """Return the Relax expression of a Cast of floats to integers: the conversion of the processor.
+
+    What the integers lack becomes what that gives, in ONNX Runtime too; for NaN on x86, that is the smallest int32 or
+    int64. TVM's converter calculates a remainder, number by number. Returns None, which leaves the node to that, for
+    other casts and for constants.
+    """
+    x = node.inputs[0]
+    dtype = str(onnx.helper.tensor_dtype_to_np_dtype(node.attrs["to"]))
+    if isinstance(x, tvm.ir.GenericConst) or not isinstance(x.ty, relax.TensorType) or dtype not in _CAST_BY:
+        return None
+    if dtype_of(x) not in ("float32", "float64"):
+        return None
+    whole = relax.op.astype(x, _CAST_BY[dtype])
+    return whole if dtype == _CAST_BY[dtype] else relax.op.astype(node.emit(whole), dtype)
 
 
 def convert_sign(node: Node) -> relax.Expr | None:

@@ -66,7 +66,9 @@ def convert_resize(node: Node) -> relax.Expr | None:
     is_symbolic = any(step.is_free for step in steps)
     mode = node.text("mode", "nearest")
     # TVM multiplies by the quotient of the sizes, which moves what lies between two neighbours to either of them.
-    has_quotients = is_symbolic and results is not None and coordinates != "asymmetric"
+    # Of a free axis with a result of known size, it cannot build `asymmetric`.
+    is_built = coordinates == "asymmetric" and not any(step.is_free and isinstance(step.result, int) for step in steps)
+    has_quotients = is_symbolic and results is not None and not is_built
     has_ties = mode == "nearest" and (
         coordinates == "align_corners"
         or has_quotients
@@ -97,6 +99,13 @@ def convert_resize(node: Node) -> relax.Expr | None:
             return None if steps else data
     if not dtype_of(data).startswith("float") and mode != "nearest":
         raise UnsupportedFormError(f"{mode} interpolation of {dtype_of(data)}")
+    is_sum_of_neighbours = mode != "nearest" and not node.attrs.get("antialias", 0) and dtype_of(data) == "float32"
+    # A line between the corners needs two elements, as does what `_resize_lines` makes the width of its image.
+    has_corners = coordinates == "align_corners" and isinstance(shape[-1], int) and shape[-1] > 1
+    has_corners = has_corners and all(step.axis < len(shape) - 1 and step.result != 1 for step in steps)
+    if is_sum_of_neighbours and (coordinates in _COORDINATES_OF_LINES or has_corners) and all(map(_is_line, steps)):
+        # As images with the channels last have their height and width.
+        return _resize_lines(node, data, shape, steps)
     result = data
     for step in steps:
         if step.is_free:
@@ -108,6 +117,13 @@ def convert_resize(node: Node) -> relax.Expr | None:
             bounds = (float(region[position]), float(region[len(axes) + position]))
         result = _resize_axis(node, result, step, coordinates, bounds)
     return result
+
+
+def _is_line(step: _Step) -> bool:
+    """Whether an axis of known size, not the batch, is resized by the quotient of its sizes."""
+    if step.is_free or step.axis < 1:
+        return False
+    return bool(abs(step.result / step.size - step.scale) <= 1e-6 * step.scale)
 
 
 def _resize_of_opset_10(node: Node) -> relax.Expr:
@@ -174,7 +190,7 @@ def _resize_image(node: Node, image: relax.Expr, sizes: Sequence[Any]) -> relax.
 
 
 def _resize_lines(node: Node, data: relax.Expr, shape: Sequence[Any], steps: Sequence[_Step]) -> relax.Expr:
-    """Resize one axis after another of data of one or three dimensions as that of an image.
+    """Resize one axis after another as that of an image.
 
     The dimensions before the axis become the channels of the image, those behind it its width.
     """
@@ -267,9 +283,8 @@ def _plan_steps(
         result = results[axis] if results is not None else math.floor(np.float32(scale) * np.float32(size))
         if coordinates != "tf_crop_and_resize" and result == size and scale == 1.0:
             continue
-        if axis < 2 or abs(result / size - scale) > 1e-6 * scale:
-            is_exact = False
         steps.append(_Step(axis, size, result, scale))
+        is_exact = is_exact and axis >= 2 and _is_line(steps[-1])
     return steps, is_exact
 
 

@@ -17,7 +17,7 @@ from tvmflow.compiler.passes.functions import relax_functions, rewrite_functions
 from tvmflow.compiler.passes.narrow import ROUNDING
 from tvmflow.compiler.passes.rewrite import sizes
 from tvmflow.compiler.schedules import kernels_of
-from tvmflow.compiler.schedules.common import walk
+from tvmflow.compiler.schedules.common import bytes_of, walk
 from tvmflow.compiler.schedules.transposes import is_transpose
 
 # TVM's kinds of functions, values of the attribute `op_pattern`.
@@ -110,7 +110,7 @@ class SeparateTransposes:
         for variable, function in mod.functions_items():
             if not isinstance(function, PrimFunc) or FOLLOWS.keys() & dict(function.attrs or {}).keys():
                 continue
-            if is_transpose(function) and 4 * _count(function.params[-1].shape) > _FEW_BYTES:
+            if is_transpose(function) and bytes_of(function.params[-1]) > _FEW_BYTES:
                 mod.update_func(variable, function.with_attr("op_pattern", _OPAQUE))
         return mod
 

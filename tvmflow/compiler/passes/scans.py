@@ -1,4 +1,4 @@
-"""Computes running sums of slices by kernels of this project."""
+"""Computes running sums by kernels of this project."""
 
 import tvm
 from tvm import relax
@@ -9,7 +9,7 @@ from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 
 
 def lower_scans(machine: Machine) -> tvm.transform.Pass:
-    """Return the pass that lowers running sums of float32 along a dimension that is not the last one."""
+    """Return the pass that lowers running sums of integers, float32 and float64."""
 
     def lower(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         return scans.lower(rewriter.builder_, call, machine)

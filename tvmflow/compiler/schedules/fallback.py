@@ -64,9 +64,11 @@ def _schedule_transpose(sch: Schedule, block: SBlockRV, machine: Machine) -> boo
     loops = list(sch.get_loops(block))
     extents = [common.extent(sch, loops[place]) for place in (across[0], -1)]
     places = (across[0], len(others))
-    by_shuffles = transposes.fits(sch, block, places)
+    # A vector of the larger numbers, and not more vectors than there are registers for the smaller ones.
+    lanes = min(machine.lanes, machine.lanes * machine.number // common.item_bytes(sch.get(block).writes[0].source))
+    by_shuffles = lanes >= NARROWEST and transposes.fits(sch, block, places)
     edges = [
-        min(machine.lanes, machine.lanes if extent is None else 1 << (extent.bit_length() - 1))
+        min(lanes, lanes if extent is None else 1 << (extent.bit_length() - 1))
         if by_shuffles
         else math.gcd(extent or 1, machine.lanes)
         for extent in extents

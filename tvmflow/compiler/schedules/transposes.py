@@ -1,4 +1,4 @@
-"""Transposes tiles of 32-bit or 16-bit numbers, or of pairs of the latter, by shuffles of vectors.
+"""Transposes tiles of numbers, or of pairs of 16-bit ones, by shuffles of vectors.
 
 Plain loops would load the numbers one by one.
 
@@ -47,7 +47,7 @@ _SERIAL = ForKind.SERIAL
 
 
 def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
-    """Whether shuffles can replace a block: it copies one parameter of the function to another, in 32-bit numbers.
+    """Whether shuffles can replace a block: it copies one parameter of the function to another.
 
     `places` are the positions of two of the block's iteration variables. Both tensors must have each of these variables
     as one index, and only variables and constants as indices.
@@ -56,8 +56,6 @@ def fits(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
     if not isinstance(store, tirx.BufferStore) or not isinstance(store.value, TensorLoad):
         return False
     source, parameters = store.value.source, list(sch.mod["main"].params)
-    if str(source.dtype) not in _TYPES:
-        return False
     if not all(is_one_of(tensor, parameters) for tensor in (source, store.buffer)):
         return False
     return all(
@@ -109,7 +107,7 @@ def _source(value: Any) -> TensorLoad | None:
 
 
 def is_transpose(func: PrimFunc) -> bool:
-    """Return whether a function only copies a tensor of 32-bit numbers, whose last dimension becomes another one.
+    """Return whether a function only copies numbers of 8, 32 or 64 bits, whose last dimension becomes another one.
 
     Both dimensions must have a vector of numbers, or a symbolic size.
     """
@@ -120,7 +118,8 @@ def is_transpose(func: PrimFunc) -> bool:
         return False
     store, load = bodies[0], bodies[0].value
     indices = [*store.indices, *load.indices]
-    if str(load.source.dtype) not in _TYPES or not all(isinstance(index, tirx.Var | tirx.IntImm) for index in indices):
+    # Those of 16 bits are parts of functions that read and write bfloat16.
+    if common.item_bytes(load.source) == 2 or not all(isinstance(index, tirx.Var | tirx.IntImm) for index in indices):
         return False
     if not load.indices or not store.indices or load.indices[-1].same_as(store.indices[-1]):
         return False
@@ -281,7 +280,7 @@ class _Tile:
             values[axis] = substitute(tirx.min(values[axis] + offset, extent - length), {})
         store = self._realize.block.body
         load: Any = _source(store.value)
-        bits = tvm.DataType(str(load.source.dtype)).bits
+        bits = 8 * common.item_bytes(load.source)
         operands, apart = [], []
         for tensor, indices, across in (
             (store.buffer, store.indices, self._axes[0]),
@@ -362,7 +361,7 @@ class _TileCode:
             mask, vector = ", ".join(f"i32 {place}" for place in places), f"<{columns} x {kind}>"
             return value(f"shufflevector {vector} {one}, {vector} {other}, <{len(places)} x i32> <{mask}>")
 
-        vectors = [value(f"load <{columns} x {kind}>, ptr {row('from', number)}, align 2") for number in range(rows)]
+        vectors = [value(f"load <{columns} x {kind}>, ptr {row('from', number)}, align 1") for number in range(rows)]
         pairs = [place + half * columns for place in range(columns) for half in (0, 1)]
         for _ in range(rows.bit_length() - 1):
             halves = zip(vectors[: rows // 2], vectors[rows // 2 :], strict=True)
@@ -372,6 +371,6 @@ class _TileCode:
             for start in range(0, columns, piece):
                 target = row("to", *divmod(number * columns + start, rows))
                 part = vector if piece == columns else shuffle(vector, vector, list(range(start, start + piece)))
-                lines.append(f"  store <{piece} x {kind}> {part}, ptr {target}, align 2")
+                lines.append(f"  store <{piece} x {kind}> {part}, ptr {target}, align 1")
         head = f"define linkonce_odr void @{self.name}(ptr %to, i64 %to_row, ptr %from, i64 %from_row) alwaysinline {{"
         return "\n".join([head, *lines, "  ret void", "}", ""])
