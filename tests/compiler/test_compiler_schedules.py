@@ -1,6 +1,7 @@
 """Schedules of single functions."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,29 @@ def test_a_function_uses_threads_unless_one_core_is_done_before_they_start(
     assert rule == "fallback"
     assert ("T.parallel" in scheduled.script()) == threads
     assert "T.vectorized" in scheduled.script()
+
+
+@pytest.mark.parametrize(("columns", "vectors"), [(500, {16, 4}), (29, {16, 8, 4}), (72, {16, 8}), (64, {16})])
+@pytest.mark.parametrize("rows", [512, None])
+def test_a_row_that_fills_no_whole_vectors_takes_narrower_ones_for_its_end_alone(
+    rows: int | None, columns: int, vectors: set[int]
+) -> None:
+    func = relu(tvm.te.var("n", "int64") if rows is None else rows, columns)
+    code = schedule(func, AVX512)[0].script()
+    spans = (re.findall(r"\d+", re.sub(r"int64", "", span)) for span in re.findall(r"T\.vectorized\((.*)\)", code))
+    assert {int(span[-1]) - (int(span[0]) if len(span) > 1 else 0) for span in spans} == vectors
+
+
+def test_rows_that_fill_no_whole_vectors_equal_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
+    nodes = [
+        helper.make_node("Tanh", ["x"], ["tanh"]),
+        helper.make_node("Softmax", ["x"], ["softmax"]),
+        helper.make_node("LogSoftmax", ["x"], ["across"], axis=1),
+    ]
+    for columns in (20, 31, 77, 500):
+        for rows in (3, "n"):
+            path = make_model(nodes, [("x", [rows, 5, columns])], [node.output[0] for node in nodes])
+            assert_same_as_onnxruntime(path, {"x": normal(3, 5, columns)})
 
 
 def test_a_chain_of_tiny_layers_computes_the_same(make_model: Any, assert_same_as_onnxruntime: Any) -> None:

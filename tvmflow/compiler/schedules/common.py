@@ -368,7 +368,7 @@ def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
 
 
 def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Vectorise a block's innermost loop, with a separate loop for the remainder.
+    """Vectorise a block's innermost loop, with a separate loop for the remainder, in narrower vectors where they fit.
 
     In a function with symbolic shapes, `vectorize_inner` does the work instead, and leaves a loop that TVM would
     partition wrongly. So it does with a loop shorter than a vector: that becomes one vector if its extent is a power of
@@ -377,12 +377,19 @@ def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """
     inner = sch.get_loops(block)[-1]
     size = extent(sch, inner)
-    if size is None or size <= machine.lanes or size % machine.lanes == 0 or not is_static(sch):
+    if size is None or size <= machine.lanes or size % machine.lanes == 0:
         vectorize_inner(sch, block, machine)
         return
-    whole, _ = sch.loop_partition(inner, [size - size % machine.lanes])
+    # The rest is a vector for each of its powers of two, and the elements that fill none.
+    rest, pieces = size % machine.lanes, [size - size % machine.lanes]
+    for lanes in (1 << bit for bit in reversed(range(machine.lanes.bit_length()))):
+        if NARROWEST <= lanes <= rest:
+            pieces.append(lanes)
+            rest -= lanes
+    whole, *vectors = sch.loop_partition(inner, pieces if rest else pieces[:-1])
     _, lane = sch.split(whole, [None, machine.lanes])
-    sch.vectorize(lane)
+    for loop in (lane, *vectors[: len(pieces) - 1]):
+        sch.vectorize(loop)
 
 
 def vectorize_padded(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
