@@ -146,6 +146,13 @@ def chooses_along_last(sch: Schedule, block: SBlockRV) -> bool:
     )
 
 
+def reads_along_last(sch: Schedule, block: SBlockRV) -> bool:
+    """Whether a block reads elements side by side in memory where its last independent index changes."""
+    places = [item.var for item in sch.get(block).iter_vars if item.iter_type == tirx.IterVar.DataPar]
+    innermost = [region.region[-1].min for region in sch.get(block).reads if region.region]
+    return bool(places) and any(isinstance(index, tirx.Var) and index.same_as(places[-1]) for index in innermost)
+
+
 def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Spread a block's independent loops over the cores, and vectorise the innermost one of them.
 
@@ -183,11 +190,13 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
         lanes = machine.lanes if size is None else math.gcd(size, machine.lanes)
         whole = size is not None and lanes >= NARROWEST
         can_partition = is_static(sch) if size is not None else not chooses_along_last(sch, block)
-        partitioned = not whole and tasks >= machine.cores and can_partition
+        # Without vectors, a reduction over rows would read each column by itself.
+        along_rows = bool(reduced) and reads_along_last(sch, block)
+        partitioned = not whole and (tasks >= machine.cores or along_rows) and can_partition
         if whole or partitioned:
             rest, vector = sch.split(inner, [None, lanes if whole else machine.lanes])
             # Inside the reduction, this loop would compute its addresses again for each vector.
-            (spatial if whole and tasks < machine.cores else serial).append(rest)
+            (spatial if tasks < machine.cores else serial).append(rest)
             if partitioned:
                 sch.annotate(rest, PARTITION, 1)
         else:
