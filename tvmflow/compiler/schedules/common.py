@@ -20,6 +20,10 @@ from tvmflow.compiler.operators.common import static
 _IMAGE = 4
 # The most nodes that all copies of an inlined expression may have together: TVM takes minutes for longer ones.
 _LARGEST_COPIES = 200
+# The functions that the C library computes one element at a time.
+_SLOW = frozenset(
+    f"tirx.{name}" for name in ("exp", "log", "log2", "log10", "log1p", "pow", "tanh", "sin", "cos", "erf")
+)
 # Makes TVM split a loop in two parts: the iterations without bounds checks, which vectorise, and the rest.
 PARTITION = "pragma_loop_partition_hint"
 
@@ -75,12 +79,14 @@ def is_elementwise(sch: Schedule, block: SBlockRV) -> bool:
 def inline_elementwise(sch: Schedule) -> None:
     """Inline every block that is no reduction into the blocks that read it, or into the block that it reads.
 
-    Blocks that TVM refuses to inline stay. So do blocks whose copies would make a very large expression (`multiplies`).
+    Blocks that TVM refuses to inline stay. So do blocks whose copies would make a very large expression (`multiplies`),
+    and blocks of slow functions that would be computed more often (`repeats`).
     """
     for block in blocks(sch):
-        if not is_reduction(sch, block) and sch.get_consumers(block) and not multiplies(sch, block):
-            with suppress(Exception):
-                sch.compute_inline(block)
+        if is_reduction(sch, block) or not sch.get_consumers(block) or multiplies(sch, block) or repeats(sch, block):
+            continue
+        with suppress(Exception):
+            sch.compute_inline(block)
     for block in reversed(blocks(sch)):
         writers = sch.get_producers(block)
         if not is_reduction(sch, block) and writers and not any(multiplies(sch, writer) for writer in writers):
@@ -144,6 +150,23 @@ def chooses_along_last(sch: Schedule, block: SBlockRV) -> bool:
         isinstance(node, comparisons) and any(part.same_as(places[-1]) for part in walk(node))
         for node in walk(body.value)
     )
+
+
+def repeats(sch: Schedule, block: SBlockRV) -> bool:
+    """Whether inlining a block would compute a slow function of a reduction's result again for each of its readers.
+
+    Such is the logarithm of a sum, which every element of a row reads.
+    """
+    if not any(is_reduction(sch, producer) for producer in sch.get_producers(block)):
+        return False
+    if not any(isinstance(node, tirx.Let) or _is_slow(node) for node in walk(sch.get(block).body)):
+        return False
+    return not all(_same_size(sch, block, reader) for reader in sch.get_consumers(block))
+
+
+def _is_slow(node: Any) -> bool:
+    """Whether an expression is a call of a function that the processor has no instruction for, such as a logarithm."""
+    return isinstance(node, tvm.ir.Call) and getattr(node.op, "name", "") in _SLOW
 
 
 def reads_along_last(sch: Schedule, block: SBlockRV) -> bool:
