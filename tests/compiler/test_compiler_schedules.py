@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
-from onnx import helper
+from onnx import TensorProto, helper
 
 from support.arrays import normal
 from support.machines import AVX512
 from tvmflow.compiler import BuildOptions, cost, import_onnx, lower, tiles, workloads
 from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.inspection import Inspection
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators import depthwise
 from tvmflow.compiler.schedules import ScheduleWarning, kernels_of, schedule, variants
@@ -65,6 +66,32 @@ def test_rows_that_fill_no_whole_vectors_equal_onnx_runtime(make_model: Any, ass
         for rows in (3, "n"):
             path = make_model(nodes, [("x", [rows, 5, columns])], [node.output[0] for node in nodes])
             assert_same_as_onnxruntime(path, {"x": normal(3, 5, columns)})
+
+
+@pytest.mark.parametrize("columns", [64, "m"])
+def test_choices_between_numbers_are_made_in_vectors(
+    columns: int | str, make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    nodes = [
+        helper.make_node("ThresholdedRelu", ["x"], ["relu"], alpha=0.5),
+        helper.make_node("Max", ["x", "z"], ["most"]),
+        helper.make_node("IsInf", ["x"], ["infinite"]),
+        helper.make_node("Sign", ["x"], ["sign"]),
+        helper.make_node("Cast", ["x"], ["byte"], to=TensorProto.UINT8),
+    ]
+    outputs = ["relu", "most", ("infinite", None, TensorProto.BOOL), "sign", ("byte", None, TensorProto.UINT8)]
+    path = make_model(nodes, [("x", ["n", columns]), ("z", ["n", columns])], outputs)
+    x, z = np.abs(normal(3, 64)), normal(3, 64, seed=1)
+    z[1, :2] = np.nan, -np.inf
+    feeds = [{"x": x, "z": z}, *([{"x": x[:, :13].copy(), "z": z[:, :13].copy()}] if columns == "m" else [])]
+    inspect = Inspection(after=("tirx.UnrollLoop",))
+    model = assert_same_as_onnxruntime(path, *feeds, inspect=inspect)
+    # Each function has a constant, which is a vector where its numbers are computed side by side.
+    functions = dict(model.schedules).keys()
+    assert len(functions) >= len(nodes)
+    for name in functions:
+        (code,) = re.findall(rf"def {name}\(.*?(?=@T\.prim_func|\Z)", model.inspected.passes[-1].text, re.DOTALL)
+        assert "T.Broadcast" in code, name
 
 
 def test_a_chain_of_tiny_layers_computes_the_same(make_model: Any, assert_same_as_onnxruntime: Any) -> None:

@@ -138,8 +138,9 @@ def substitute(expr: Any, values: Mapping[Any, Any]) -> Any:
 def chooses_along_last(sch: Schedule, block: SBlockRV) -> bool:
     """Whether a comparison in a block, as in a concatenation, depends on the index along the block's last dimension.
 
-    TVM partitions a loop of symbolic extent by such a condition too, and then forgets the loop's own end. Also true for
-    a block that has no such dimension or does more than store an element.
+    TVM partitions a loop of symbolic extent by such a condition too, and then forgets the loop's own end. It does not
+    by a comparison of numbers that are read at the index, as in an activation with a threshold. Also true for a block
+    that has no such dimension or does more than store an element.
     """
     body = sch.get(block).body
     places = [item.var for item in sch.get(block).iter_vars if item.iter_type == tirx.IterVar.DataPar]
@@ -147,7 +148,7 @@ def chooses_along_last(sch: Schedule, block: SBlockRV) -> bool:
         return True
     comparisons = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
     return any(
-        isinstance(node, comparisons) and any(part.same_as(places[-1]) for part in walk(node))
+        isinstance(node, comparisons) and any(part.same_as(places[-1]) for part in walk(node, indices=False))
         for node in walk(body.value)
     )
 
