@@ -156,3 +156,31 @@ def test_the_sums_of_rows_of_free_length_are_in_registers(make_model: Any, targe
     assert "mean_compute" in model.inspected.code["asm"]
     # A row would take memory from the runtime and give it back.
     assert "BackendAllocWorkspace" not in model.inspected.code["asm"]
+
+
+@pytest.mark.parametrize("element", [TensorProto.FLOAT, TensorProto.DOUBLE])
+def test_columns_of_any_number_are_reduced_side_by_side(
+    element: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    axis = {"axis": np.array([0])}
+    nodes = [
+        helper.make_node("ReduceSum", ["x", "axis"], ["sum"], keepdims=0),
+        helper.make_node("ReduceMax", ["x", "axis"], ["most"], keepdims=1),
+    ]
+    outputs = [("sum", None, element), ("most", None, element)]
+    path = make_model(nodes, [("x", ["rows", "columns"], element)], outputs, axis)
+    generator = np.random.default_rng(0)
+    dtype = helper.tensor_dtype_to_np_dtype(element)
+    feeds = [{"x": generator.normal(size=size).astype(dtype)} for size in ((1, 1), (5, 3), (40, 67), (3, 160))]
+    model = assert_same_as_onnxruntime(path, *feeds, inspect=Inspection(code=("tir",)))
+    assert model.inspected.code["tir"].count("T.vectorized") >= len(nodes)
+
+
+@pytest.mark.parametrize("columns", [40, "n"])
+def test_the_logarithm_of_a_sum_is_computed_once_for_all_that_it_divides(
+    columns: int | str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    path = make_model([helper.make_node("LogSoftmax", ["x"], ["y"], axis=1)], [("x", [2, 30, columns])], ["y"])
+    x = np.random.default_rng(0).normal(size=(2, 30, 40)).astype("float32")
+    model = assert_same_as_onnxruntime(path, {"x": x}, inspect=Inspection(code=("tir",)))
+    assert 'sblock("logarithm' in model.inspected.code["tir"]

@@ -1,18 +1,20 @@
 """Schedules of single functions."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tvm
-from onnx import helper
+from onnx import TensorProto, helper
 
 from support.arrays import normal
 from support.machines import AVX512
 from tvmflow.compiler import BuildOptions, cost, import_onnx, lower, tiles, workloads
 from tvmflow.compiler.annotations import KERNEL
+from tvmflow.compiler.inspection import Inspection
 from tvmflow.compiler.machine import machine
 from tvmflow.compiler.operators import depthwise
 from tvmflow.compiler.schedules import ScheduleWarning, kernels_of, schedule, variants
@@ -41,6 +43,55 @@ def test_a_function_uses_threads_unless_one_core_is_done_before_they_start(
     assert rule == "fallback"
     assert ("T.parallel" in scheduled.script()) == threads
     assert "T.vectorized" in scheduled.script()
+
+
+@pytest.mark.parametrize(("columns", "vectors"), [(500, {16, 4}), (29, {16, 8, 4}), (72, {16, 8}), (64, {16})])
+@pytest.mark.parametrize("rows", [512, None])
+def test_a_row_that_fills_no_whole_vectors_takes_narrower_ones_for_its_end_alone(
+    rows: int | None, columns: int, vectors: set[int]
+) -> None:
+    func = relu(tvm.te.var("n", "int64") if rows is None else rows, columns)
+    code = schedule(func, AVX512)[0].script()
+    spans = (re.findall(r"\d+", re.sub(r"int64", "", span)) for span in re.findall(r"T\.vectorized\((.*)\)", code))
+    assert {int(span[-1]) - (int(span[0]) if len(span) > 1 else 0) for span in spans} == vectors
+
+
+def test_rows_that_fill_no_whole_vectors_equal_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
+    nodes = [
+        helper.make_node("Tanh", ["x"], ["tanh"]),
+        helper.make_node("Softmax", ["x"], ["softmax"]),
+        helper.make_node("LogSoftmax", ["x"], ["across"], axis=1),
+    ]
+    for columns in (20, 31, 77, 500):
+        for rows in (3, "n"):
+            path = make_model(nodes, [("x", [rows, 5, columns])], [node.output[0] for node in nodes])
+            assert_same_as_onnxruntime(path, {"x": normal(3, 5, columns)})
+
+
+@pytest.mark.parametrize("columns", [64, "m"])
+def test_choices_between_numbers_are_made_in_vectors(
+    columns: int | str, make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    nodes = [
+        helper.make_node("ThresholdedRelu", ["x"], ["relu"], alpha=0.5),
+        helper.make_node("Max", ["x", "z"], ["most"]),
+        helper.make_node("IsInf", ["x"], ["infinite"]),
+        helper.make_node("Sign", ["x"], ["sign"]),
+        helper.make_node("Cast", ["x"], ["byte"], to=TensorProto.UINT8),
+    ]
+    outputs = ["relu", "most", ("infinite", None, TensorProto.BOOL), "sign", ("byte", None, TensorProto.UINT8)]
+    path = make_model(nodes, [("x", ["n", columns]), ("z", ["n", columns])], outputs)
+    x, z = np.abs(normal(3, 64)), normal(3, 64, seed=1)
+    z[1, :2] = np.nan, -np.inf
+    feeds = [{"x": x, "z": z}, *([{"x": x[:, :13].copy(), "z": z[:, :13].copy()}] if columns == "m" else [])]
+    inspect = Inspection(after=("tirx.UnrollLoop",))
+    model = assert_same_as_onnxruntime(path, *feeds, inspect=inspect)
+    # Each function has a constant, which is a vector where its numbers are computed side by side.
+    functions = dict(model.schedules).keys()
+    assert len(functions) >= len(nodes)
+    for name in functions:
+        (code,) = re.findall(rf"def {name}\(.*?(?=@T\.prim_func|\Z)", model.inspected.passes[-1].text, re.DOTALL)
+        assert "T.Broadcast" in code, name
 
 
 def test_a_chain_of_tiny_layers_computes_the_same(make_model: Any, assert_same_as_onnxruntime: Any) -> None:

@@ -66,9 +66,34 @@ def is_nan(x: Any, dtype: str) -> Any:
 
     `dtype` is float16, float32 or float64.
     """
+    return _size_bits(x, dtype) > _infinity_bits(dtype)
+
+
+def is_infinite(x: Any, dtype: str) -> Any:
+    """Return an expression that tells from the bits of `x` whether it is an infinity.
+
+    `dtype` is float16, float32 or float64.
+    """
+    return tirx.EQ(_size_bits(x, dtype), _infinity_bits(dtype))
+
+
+def is_finite(x: Any, dtype: str) -> Any:
+    """Return an expression that tells from the bits of `x` whether it is finite.
+
+    `dtype` is float16, float32 or float64.
+    """
+    return _size_bits(x, dtype) < _infinity_bits(dtype)
+
+
+def _size_bits(x: Any, dtype: str) -> Any:
+    """The bits of a number without its sign, as an integer."""
+    integer, _ = _INFINITY[dtype]
+    return tirx.reinterpret(integer, x) & tirx.const(tirx.max_value(integer).value, integer)
+
+
+def _infinity_bits(dtype: str) -> Any:
     integer, infinity = _INFINITY[dtype]
-    size = tirx.reinterpret(integer, x) & tirx.const(tirx.max_value(integer).value, integer)
-    return size > tirx.const(infinity, integer)
+    return tirx.const(infinity, integer)
 
 
 def let(value: Any, function: Callable[[Any], Any], dtype: str = "float32") -> Any:

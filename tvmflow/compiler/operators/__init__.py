@@ -53,6 +53,7 @@ _OPERATORS: dict[str, _Definition] = {
     "relax.nn.prelu": elementwise.legalize_prelu,
     "relax.quantize": elementwise.legalize_quantize,
     **{name: partial(elementwise.legalize, function=function) for name, function in elementwise.FUNCTIONS.items()},
+    **{name: partial(elementwise.legalize_class, function=test) for name, test in elementwise.CLASSES.items()},
     "relax.nn.relu": elementwise.legalize_relu,
 }
 

@@ -25,6 +25,12 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "relax.nn.gelu": vectormath.gelu,
     "relax.nn.gelu_tanh": vectormath.gelu_tanh,
 }
+# The operators that `legalize_class` defines.
+CLASSES: dict[str, Callable[[Any, str], Any]] = {
+    "relax.isnan": vectormath.is_nan,
+    "relax.isinf": vectormath.is_infinite,
+    "relax.isfinite": vectormath.is_finite,
+}
 # The operators that `legalize_logical` defines.
 LOGICAL = ("logical_not", "logical_xor", "not_equal", "equal", "greater_equal", "less_equal")
 
@@ -80,11 +86,19 @@ def legalize_extreme(
     limit = None if may_be_nan or first.ty.ndim else tirx.const(numbers_of(first).item(), dtype)
     name, shape = "maximum" if largest else "minimum", list(call.ty.shape.values)
 
+    def choose(a: Any, b: Any) -> Any:
+        # Between variables a choice is no branch, as it is where TVM cannot prove that both operands have this place.
+        return vectormath.let(
+            a,
+            lambda a: vectormath.let(b, lambda b: tirx.Select(vectormath.is_nan(a, dtype), a, extreme(a, b)), dtype),
+            dtype,
+        )
+
     def compute(*tensors: te.Tensor) -> te.Tensor:
         def element(*index: Any) -> Any:
             *others, b = (_element(tensor, index, shape) for tensor in tensors)
             a = others[0] if others else limit
-            return tirx.Select(vectormath.is_nan(a, dtype), a, extreme(a, b)) if may_be_nan else extreme(a, b)
+            return choose(a, b) if may_be_nan else extreme(a, b)
 
         return te.compute(shape, element, name=name)
 
@@ -125,6 +139,23 @@ def legalize_logical(
 
     operands = call.args[:1] if is_comparison and is_twice else call.args
     return builder.call_te(compute, *operands, primfunc_name_hint=name)
+
+
+def legalize_class(
+    builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, function: Callable[[Any, str], Any]
+) -> relax.Expr | None:
+    """Define whether each number is NaN, infinite or finite by `function` of the number and its type, in vectors.
+
+    TVM's own definition tests one number after the other. Returns None for other types than floats of 16 to 64 bits.
+    """
+    dtype, name = str(call.args[0].ty.dtype), call.op.name.rpartition(".")[2]
+    if dtype not in ("float16", "float32", "float64"):
+        return None
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        return te.compute(x.shape, lambda *index: function(x[index], dtype), name=name)
+
+    return builder.call_te(compute, call.args[0], primfunc_name_hint=name)
 
 
 def _xor(one: Any, other: Any) -> Any:

@@ -20,6 +20,10 @@ from tvmflow.compiler.operators.common import static
 _IMAGE = 4
 # The most nodes that all copies of an inlined expression may have together: TVM takes minutes for longer ones.
 _LARGEST_COPIES = 200
+# The functions that the C library computes one element at a time.
+_SLOW = frozenset(
+    f"tirx.{name}" for name in ("exp", "log", "log2", "log10", "log1p", "pow", "tanh", "sin", "cos", "erf")
+)
 # Makes TVM split a loop in two parts: the iterations without bounds checks, which vectorise, and the rest.
 PARTITION = "pragma_loop_partition_hint"
 
@@ -75,12 +79,14 @@ def is_elementwise(sch: Schedule, block: SBlockRV) -> bool:
 def inline_elementwise(sch: Schedule) -> None:
     """Inline every block that is no reduction into the blocks that read it, or into the block that it reads.
 
-    Blocks that TVM refuses to inline stay. So do blocks whose copies would make a very large expression (`multiplies`).
+    Blocks that TVM refuses to inline stay. So do blocks whose copies would make a very large expression (`multiplies`),
+    and blocks of slow functions that would be computed more often (`repeats`).
     """
     for block in blocks(sch):
-        if not is_reduction(sch, block) and sch.get_consumers(block) and not multiplies(sch, block):
-            with suppress(Exception):
-                sch.compute_inline(block)
+        if is_reduction(sch, block) or not sch.get_consumers(block) or multiplies(sch, block) or repeats(sch, block):
+            continue
+        with suppress(Exception):
+            sch.compute_inline(block)
     for block in reversed(blocks(sch)):
         writers = sch.get_producers(block)
         if not is_reduction(sch, block) and writers and not any(multiplies(sch, writer) for writer in writers):
@@ -132,8 +138,9 @@ def substitute(expr: Any, values: Mapping[Any, Any]) -> Any:
 def chooses_along_last(sch: Schedule, block: SBlockRV) -> bool:
     """Whether a comparison in a block, as in a concatenation, depends on the index along the block's last dimension.
 
-    TVM partitions a loop of symbolic extent by such a condition too, and then forgets the loop's own end. Also true for
-    a block that has no such dimension or does more than store an element.
+    TVM partitions a loop of symbolic extent by such a condition too, and then forgets the loop's own end. It does not
+    by a comparison of numbers that are read at the index, as in an activation with a threshold. Also true for a block
+    that has no such dimension or does more than store an element.
     """
     body = sch.get(block).body
     places = [item.var for item in sch.get(block).iter_vars if item.iter_type == tirx.IterVar.DataPar]
@@ -141,9 +148,33 @@ def chooses_along_last(sch: Schedule, block: SBlockRV) -> bool:
         return True
     comparisons = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
     return any(
-        isinstance(node, comparisons) and any(part.same_as(places[-1]) for part in walk(node))
+        isinstance(node, comparisons) and any(part.same_as(places[-1]) for part in walk(node, indices=False))
         for node in walk(body.value)
     )
+
+
+def repeats(sch: Schedule, block: SBlockRV) -> bool:
+    """Whether inlining a block would compute a slow function of a reduction's result again for each of its readers.
+
+    Such is the logarithm of a sum, which every element of a row reads.
+    """
+    if not any(is_reduction(sch, producer) for producer in sch.get_producers(block)):
+        return False
+    if not any(isinstance(node, tirx.Let) or _is_slow(node) for node in walk(sch.get(block).body)):
+        return False
+    return not all(_same_size(sch, block, reader) for reader in sch.get_consumers(block))
+
+
+def _is_slow(node: Any) -> bool:
+    """Whether an expression is a call of a function that the processor has no instruction for, such as a logarithm."""
+    return isinstance(node, tvm.ir.Call) and getattr(node.op, "name", "") in _SLOW
+
+
+def reads_along_last(sch: Schedule, block: SBlockRV) -> bool:
+    """Whether a block reads elements side by side in memory where its last independent index changes."""
+    places = [item.var for item in sch.get(block).iter_vars if item.iter_type == tirx.IterVar.DataPar]
+    innermost = [region.region[-1].min for region in sch.get(block).reads if region.region]
+    return bool(places) and any(isinstance(index, tirx.Var) and index.same_as(places[-1]) for index in innermost)
 
 
 def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
@@ -183,11 +214,13 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
         lanes = machine.lanes if size is None else math.gcd(size, machine.lanes)
         whole = size is not None and lanes >= NARROWEST
         can_partition = is_static(sch) if size is not None else not chooses_along_last(sch, block)
-        partitioned = not whole and tasks >= machine.cores and can_partition
+        # Without vectors, a reduction over rows would read each column by itself.
+        along_rows = bool(reduced) and reads_along_last(sch, block)
+        partitioned = not whole and (tasks >= machine.cores or along_rows) and can_partition
         if whole or partitioned:
             rest, vector = sch.split(inner, [None, lanes if whole else machine.lanes])
             # Inside the reduction, this loop would compute its addresses again for each vector.
-            (spatial if whole and tasks < machine.cores else serial).append(rest)
+            (spatial if tasks < machine.cores else serial).append(rest)
             if partitioned:
                 sch.annotate(rest, PARTITION, 1)
         else:
@@ -368,7 +401,7 @@ def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
 
 
 def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Vectorise a block's innermost loop, with a separate loop for the remainder.
+    """Vectorise a block's innermost loop, with a separate loop for the remainder, in narrower vectors where they fit.
 
     In a function with symbolic shapes, `vectorize_inner` does the work instead, and leaves a loop that TVM would
     partition wrongly. So it does with a loop shorter than a vector: that becomes one vector if its extent is a power of
@@ -377,12 +410,19 @@ def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """
     inner = sch.get_loops(block)[-1]
     size = extent(sch, inner)
-    if size is None or size <= machine.lanes or size % machine.lanes == 0 or not is_static(sch):
+    if size is None or size <= machine.lanes or size % machine.lanes == 0:
         vectorize_inner(sch, block, machine)
         return
-    whole, _ = sch.loop_partition(inner, [size - size % machine.lanes])
+    # The rest is a vector for each of its powers of two, and the elements that fill none.
+    rest, pieces = size % machine.lanes, [size - size % machine.lanes]
+    for lanes in (1 << bit for bit in reversed(range(machine.lanes.bit_length()))):
+        if NARROWEST <= lanes <= rest:
+            pieces.append(lanes)
+            rest -= lanes
+    whole, *vectors = sch.loop_partition(inner, pieces if rest else pieces[:-1])
     _, lane = sch.split(whole, [None, machine.lanes])
-    sch.vectorize(lane)
+    for loop in (lane, *vectors[: len(pieces) - 1]):
+        sch.vectorize(loop)
 
 
 def vectorize_padded(sch: Schedule, block: SBlockRV, machine: Machine) -> None:

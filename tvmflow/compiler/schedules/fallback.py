@@ -140,10 +140,10 @@ def _schedule_pieces(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
 def _schedule_ragged(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     """Schedule a block whose last dimension is no multiple of a vector, with rows enough for the cores; else False."""
     size = _extent_of_last(sch, block)
-    if size is None or size <= machine.lanes or math.gcd(size, machine.lanes) >= NARROWEST or not common.is_static(sch):
+    if size is None or size <= machine.lanes or size % machine.lanes == 0:
         return False
     outer = list(sch.get_loops(block))[:-1]
-    if math.prod(common.extent(sch, loop) or 1 for loop in outer) < machine.cores:
+    if math.prod(common.extent(sch, loop) or machine.cores for loop in outer) < machine.cores:
         return False
     common.vectorize_last(sch, block, machine)
     _spread(sch, outer, size, machine)
