@@ -240,3 +240,18 @@ def test_a_query_of_the_operator_attention_without_keys_has_zeros(make_model: An
         False,
         True,
     ]
+
+
+@pytest.mark.parametrize("keys", [37, "keys"])
+def test_a_single_row_is_multiplied_by_a_transpose_without_transposing(
+    keys: int | str, make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    """The scores of one query, which a network returns, are no attention that is composed."""
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["t"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["q", "t"], ["y"]),
+    ]
+    path = make_model(nodes, [("q", [2, 3, 1, 64]), ("k", [2, 1, keys, 64])], ["y"])
+    feeds = [{"q": normal(2, 3, 1, 64), "k": normal(2, 1, size, 64)} for size in ((37,) if keys == 37 else (1, 37))]
+    rules = rule_counts(assert_same_as_onnxruntime(path, *feeds))
+    assert (rules["reduction"], rules["rows"]) == (1, 0)

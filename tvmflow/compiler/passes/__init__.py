@@ -43,6 +43,7 @@ from tvmflow.compiler.passes.repeats import multiply_by_one_copy
 from tvmflow.compiler.passes.rows import JoinRows
 from tvmflow.compiler.passes.scans import lower_scans
 from tvmflow.compiler.passes.selections import lower_selections
+from tvmflow.compiler.passes.single_rows import multiply_single_rows
 from tvmflow.compiler.passes.sizes import NameSizes
 from tvmflow.compiler.passes.stored_weights import read_stored_weights
 from tvmflow.compiler.passes.strassen import StrassenProducts
@@ -139,6 +140,7 @@ def pass_names() -> list[str]:
         "LowerSelections",
         "LowerTrees",
         "MultiplyByOneCopy",
+        "MultiplySingleRows",
         "ReadStoredWeights",
         "RefuseKernels",
         "RunLoopsDirectly",
@@ -197,6 +199,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
         layout=[attention.compose_attention(), CheckSizesAlone(), *layout(cpu.lanes)],
         products=[
             attention.lower_attention(cpu, precision == "bf16"),
+            multiply_single_rows(cpu),
             # In bfloat16 and float16, both operands of a product over a batch must have all of the batch.
             *([multiply_by_one_copy()] if precision in ("fp32", "int8") else []),
             lower_scans(cpu),
