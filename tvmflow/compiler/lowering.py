@@ -3,9 +3,8 @@
 The passes of TVM are those of its own pipeline, without those for GPUs.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import tvm
 import tvm_ffi
@@ -16,8 +15,8 @@ from tvmflow.compiler.argument_checks import DropChecks, take_unaligned
 from tvmflow.compiler.borders import split_lines
 from tvmflow.compiler.divisions import lower_divisions
 from tvmflow.compiler.flattening import FlattenBuffers
-from tvmflow.compiler.operators.common import static
 from tvmflow.compiler.quotients import unify_quotients
+from tvmflow.compiler.schedules.common import bytes_of
 from tvmflow.compiler.short_loops import run_short_loops_alone
 from tvmflow.compiler.statements import is_choice, map_functions, replace_variables, summands
 
@@ -107,20 +106,12 @@ def _with_small_buffers_on_stack(function: PrimFunc) -> PrimFunc:
     """
 
     def keep(statement: tirx.AllocBuffer) -> tirx.AllocBuffer:
-        size = _bytes_of(statement.buffer)
-        if size is None or size > _STACK_BYTES:
+        if bytes_of(statement.buffer) > _STACK_BYTES:
             return statement
         annotations = {**statement.annotations, "disable_lower_builtin": tirx.const(True, "bool")}
         return tirx.AllocBuffer(statement.buffer, annotations)
 
     return function.with_body(tvm_ffi.structural_map(function.body, (tirx.AllocBuffer, keep)))
-
-
-def _bytes_of(buffer: Any) -> int | None:
-    """The size of a buffer in bytes; None for one of a free size."""
-    sizes = [static(size) for size in buffer.shape]
-    number = tvm_ffi.dtype(str(buffer.dtype))
-    return None if None in sizes else math.prod(cast("list[int]", sizes)) * number.bits * number.lanes // 8
 
 
 def _factored(dim: Any) -> Any:

@@ -10,6 +10,7 @@ from tvm.script.ir_builder import tirx as T
 
 from tvmflow.compiler.onnx.node import FreeSizeError, Node
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
+from tvmflow.compiler.operators.common import registers
 
 # The types of the numbers that steer the suppression.
 _DTYPES = {"limit": "int32", "overlap": "float32", "least": "float32"}
@@ -219,7 +220,7 @@ def _rows(selected: te.Tensor, kept: te.Tensor, classes: Any, total: Any) -> te.
     def write(inputs: Any, outputs: Any) -> Any:
         with IRBuilder() as builder, T.seq_scope():
             selected, kept, rows = map(T.buffer_proxy, (*inputs, *outputs))
-            row = T.alloc_buffer((1,), "int64", scope="local", layout=None)
+            row = registers((1,), "int64")
             T.buffer_store(row, tirx.const(0, "int64"), [0])
             with T.serial(0, inputs[1].shape[0]) as line, T.serial(0, kept[line]) as place:
                 parts = (tirx.floordiv(line, classes), tirx.floormod(line, classes), selected[line, place])
@@ -237,7 +238,7 @@ def _constant(value: float | None, dtype: str) -> Any:
 
 
 def _variable() -> Any:
-    return T.alloc_buffer((1,), "int32", scope="local", layout=None)
+    return registers((1,), "int32")
 
 
 def _set(variable: Any, value: Any) -> None:

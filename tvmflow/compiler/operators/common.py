@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -111,6 +112,11 @@ def buffer(name: str, shape: Sequence[Any], dtype: str = "float32") -> Any:
 def registers(shape: Sequence[int], dtype: str = "float32") -> Any:
     """Allocate a few numbers or vectors, float32 by default, that LLVM keeps in registers or on the stack."""
     return T.alloc_buffer(shape, dtype, scope="local", layout=None)
+
+
+def folded(combine: Callable[[Any, Any], Any], vector: Any, lanes: int) -> Any:
+    """Return one number of all lanes of a vector."""
+    return reduce(combine, (vector[lane] for lane in range(lanes)))
 
 
 def run(count: int) -> Any:

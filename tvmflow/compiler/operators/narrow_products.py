@@ -8,9 +8,8 @@ cache, and all rows are multiplied by it before the next part.
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from tvmflow.arrays import Array
 from tvmflow.compiler import cost, extensions
 from tvmflow.compiler.annotations import KERNEL, OPERATIONS
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import buffer, constant, registers, size_parameter, static, vector
+from tvmflow.compiler.operators.common import buffer, constant, folded, registers, size_parameter, static, vector
 from tvmflow.compiler.operators.widening import BlockWeight
 
 # The bits of a word, which holds several numbers of a column, and how many of them are summed apart: every second one.
@@ -341,8 +340,3 @@ def zeros(shape: Sequence[int], dtype: str = "float32") -> Any:
         with T.vectorized(0, shape[-1]) as lane:
             T.buffer_store(numbers, tirx.const(0, dtype), [*place, lane])
     return numbers
-
-
-def folded(combine: Callable[[Any, Any], Any], vector: Any, lanes: int) -> Any:
-    """Return one number of all lanes of a vector."""
-    return reduce(combine, (vector[lane] for lane in range(lanes)))

@@ -15,8 +15,8 @@ from tvm.script.ir_builder import tirx as T
 
 from tvmflow.compiler.dotproduct import PAIRS, Dot, add_bytes, add_pairs_of_bytes, sum_of_pairs
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import registers, run, static, typical
-from tvmflow.compiler.operators.narrow_products import StoredProduct, folded, zeros
+from tvmflow.compiler.operators.common import folded, registers, run, static, typical
+from tvmflow.compiler.operators.narrow_products import StoredProduct, zeros
 from tvmflow.compiler.operators.widening import BlockWeight
 
 # The largest integer to which a number is rounded.

@@ -10,7 +10,6 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from tvm.script.ir_builder import tirx as T
 from tvmflow.compiler import extensions
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import buffer, registers, round_up, size_parameter, static
+from tvmflow.compiler.operators.common import buffer, folded, registers, round_up, size_parameter, static
 from tvmflow.compiler.vectormath import is_nan, let
 
 _INT32 = tirx.max_value("int32").value
@@ -274,7 +273,7 @@ class _Kernel:
             with T.serial(0, vectors) as vector, T.vectorized(0, lanes) as lane:
                 key = keys[vector * lanes + tirx.Cast("int32", lane)]
                 T.buffer_store(sums, sums[lane] + tirx.Cast("int32", is_counted(key)), [lane])
-            T.buffer_store(above, self._reduced(operator.add, sums), [0])
+            T.buffer_store(above, folded(operator.add, sums, lanes), [0])
 
         T.buffer_store(low, least[0], [0])
         T.buffer_store(high, _int(_INT32), [0])
@@ -307,12 +306,8 @@ class _Kernel:
     @contextmanager
     def _if_one_is_above(self, keys: Any, least: Any) -> Iterator[None]:
         """Where one of a vector of keys is above `least`."""
-        with T.If(self._reduced(tirx.max, keys) > least), T.Then():
+        with T.If(folded(tirx.max, keys, self._machine.lanes) > least), T.Then():
             yield
-
-    def _reduced(self, combine: Callable[[Any, Any], Any], vector: Any) -> Any:
-        """The numbers of a vector, combined."""
-        return reduce(combine, (vector[lane] for lane in range(self._machine.lanes)))
 
     def _sorted(self, keys: Any, order: Any, count: int) -> Any:
         """Sort `count` elements, of which equal ones are in the order of their places; return the buffer of places.
