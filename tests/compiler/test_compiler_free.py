@@ -716,6 +716,36 @@ def test_a_product_over_patches_of_a_free_image_is_tiled(make_model: Any, assert
     assert "rows" in {rule for _, rule in model.schedules}
 
 
+def test_products_of_quotients_of_one_size_are_variables(make_model: Any, target: Any) -> None:
+    # Attention with fewer keys than queries: both are as many as the image has patches of some size.
+    from tvm import tirx
+
+    from tvmflow.compiler import lower
+
+    nodes = [
+        _node("Conv", ["x", "query_kernel"], ["query_image"], strides=[2, 2]),
+        _node("Reshape", ["query_image", "flat"], ["queries"]),
+        _node("Conv", ["x", "key_kernel"], ["key_image"], strides=[3, 3]),
+        _node("Reshape", ["key_image", "flat"], ["keys"]),
+        _node("Transpose", ["queries"], ["rows"], perm=[0, 2, 1]),
+        _node("MatMul", ["rows", "keys"], ["scores"]),
+        _node("Sigmoid", ["scores"], ["y"]),
+    ]
+    rng = np.random.default_rng(0)
+    weights = {
+        "query_kernel": rng.standard_normal((8, 3, 2, 2)).astype("float32"),
+        "key_kernel": rng.standard_normal((8, 3, 3, 3)).astype("float32"),
+        "flat": _ints(0, 8, -1),
+    }
+    lowered = lower(import_onnx(make_model(nodes, [("x", ["n", 3, "h", "w"])], ["y"], weights)), target)
+    products = [item for name, item in lowered.functions_items() if "matmul" in str(name.name_hint)]
+    assert products
+    for function in products:
+        assert all(tirx.is_buffer_var(param) for param in function.params)
+        dims = [dim for param in function.params for dim in param.ty.shape]
+        assert all(isinstance(dim, tirx.IntImm | tirx.Var) for dim in dims)
+
+
 def test_padded_data_of_free_size_is_repeated(make_model: Any, assert_same_as_onnxruntime: Any) -> None:
     # TVM fails where it tells whether the scheduled repeat only reshapes.
     nodes = [

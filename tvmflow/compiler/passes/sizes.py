@@ -455,13 +455,14 @@ def _is_alone(core: Any, function: PrimFunc, number: int = 0) -> bool:
         return False
     if isinstance(core.b, tirx.IntImm) and number % int(core.b) == 0 and not _is_divided(core, function):
         return False
-    key = _key(core)
-    size = tirx.Var("size", core.ty)
-    mapped = tvm_ffi.structural_map(
-        function, [(type(core), lambda expr: size if _key(expr) == key else expr)], order="pre"
-    )
-    dims = [_dims(param) or [] for param in mapped.params]
-    return not {*_variables([core])} & {*_variables([*dims, mapped.body])}
+    # Of equal quotients a function gets one variable, so that two sizes may be computed from one dimension.
+    dims = [dim for param in function.params for dim in _dims(param) or ()]
+    parts = {_key(part): tirx.Var(f"part{place}", part.ty) for place, part in enumerate(_opaque_parts(dims, {}))}
+    of_parts = [(_COMPOUND, lambda expr: parts.get(_key(expr), expr))]
+    table = {**parts, _key(core): tirx.Var("size", core.ty)}
+    mapped = tvm_ffi.structural_map(function, [(_COMPOUND, lambda expr: table.get(_key(expr), expr))], order="pre")
+    others = [*(_dims(param) or [] for param in mapped.params), mapped.body]
+    return not {*_variables([tvm_ffi.structural_map(core, of_parts, order="pre")])} & {*_variables(others)}
 
 
 def _is_multiple(core: Any, function: PrimFunc) -> bool:
