@@ -74,7 +74,6 @@ _REASONS = {
     "operators.selection._BLOCK": "operations: comparisons beside steps of a merge",
     "operators.selection._LEAST": "range of the numbers",
     "operators.selection._SPARE": "amortisation: elements that share the choice of the first ones",
-    "operators.strassen._GAIN": "rounding error, and error of the estimates",
     "operators.trees._MOST_ROWS": "amortisation: rows that share the reading of a tree",
     "operators.trees._PATHS": "instruction set: general-purpose registers",
     "operators.reductions._LONGEST": "exactness of sums",

@@ -124,13 +124,6 @@ def _winograd(model: Drawn) -> None:
     model.conv(x, channels, out, 3, group=groups, pads=pads, strides=[stride] * 2)
 
 
-def _strassen(model: Drawn) -> None:
-    rows, depth = 4 * model.integer(3, 12), 2 * model.integer(8, 40)
-    model.decisions = {"algorithm": "strassen", "block": "apart"}
-    x = model.node("MatMul", model.input(1, rows, depth), model.weight(depth, 32 * model.integer(1, 3)))
-    model.node("Relu", x)
-
-
 def _blocks(model: Drawn) -> None:
     channels, between, out = model.integer(8, 24), 16 * model.integer(1, 3), model.integer(8, 40)
     is_depthwise, stride = model.choice(True, False), model.choice(1, 2)
@@ -239,7 +232,6 @@ KINDS = {
     "convolutions": Kind(_convolutions, 2, "conv2d"),
     "depthwise convolutions": Kind(_depthwise, 1, "conv2d"),
     "winograd": Kind(_winograd, 1, "winograd"),
-    "strassen": Kind(_strassen, 1, "strassen"),
     "blocks": Kind(_blocks, 1, "conv2d_block"),
     "attention": Kind(_attention, 1, "attention"),
     "products": Kind(_products, 1, "dense"),

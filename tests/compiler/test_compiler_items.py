@@ -9,7 +9,7 @@ import pytest
 from onnx import helper
 
 from support.arrays import normal
-from support.builds import Preferring, rule_counts
+from support.builds import rule_counts
 from support.items import POISON, Parts, images, tokens
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, lower
@@ -101,20 +101,6 @@ def test_each_row_of_a_dense_layer_is_an_item(items: int, tmp_path: Path, target
     model = build(_import(parts, items, tmp_path), target)
     assert rule_counts(model) == {"rows": 1}
     _assert_items_apart(model, "main", parts[1], items)
-
-
-def test_items_are_apart_where_strassens_algorithm_is_preferred(tmp_path: Path, target: Target) -> None:
-    """The algorithm adds rows to each other, so it takes the rows of one item and never those of two."""
-    parts = [helper.make_node("MatMul", ["x", "w"], ["y"])], (56, 256), {"w": normal(256, 128) / 16}
-    prefers = Preferring(option="strassen")
-    assert rule_counts(build(_import(parts, 1, tmp_path), target, choices=prefers)) == {"strassen": 1}
-    options = BuildOptions(variants=({"batch": _ITEMS},))
-    for batch in (_ITEMS, "batch"):
-        is_free = batch == "batch"
-        model = build(_import(parts, batch, tmp_path), target, options if is_free else None, choices=prefers)
-        assert "strassen" not in rule_counts(model)
-        for function in ("main", *[f"main_batch{_ITEMS}"] * is_free):
-            _assert_items_apart(model, function, parts[1])
 
 
 @pytest.mark.parametrize(

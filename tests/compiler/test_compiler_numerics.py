@@ -97,7 +97,7 @@ def test_channels_of_a_prime_number_of_vectors_equal_onnx_runtime(channels: int,
 def test_convolutions_equal_onnx_runtime(assert_all_same: Check) -> None:
     cases = _CONVOLUTIONS[:: scale.count(normal=3, long=1)]
     rules = rule_counts(assert_all_same(map(_convolution, cases)))
-    assert rules["conv2d"] + rules["rows"] + rules["winograd"] + rules["strassen"] >= len(cases) - 1
+    assert rules["conv2d"] + rules["rows"] + rules["winograd"] >= len(cases) - 1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

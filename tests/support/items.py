@@ -48,7 +48,7 @@ def images() -> Parts:
 
 
 def tokens() -> Parts:
-    """A layer of an encoder, whose dense layers are large enough for Strassen's algorithm."""
+    """A layer of an encoder."""
     heads = np.array([0, 14, 4, 64])
     nodes = [
         helper.make_node("LayerNormalization", ["x", "scale", "scale"], ["n"]),

@@ -98,7 +98,7 @@ class _Setting(click.ParamType[tuple[str, Any]]):
     type=click.Choice(["allow", "forbid"]),
     default="allow",
     show_default=True,
-    help="Whether to allow Winograd's and Strassen's algorithms, which multiply less and round more.",
+    help="Whether to allow Winograd's algorithm, which multiplies less and rounds more.",
 )
 @relative_error_option
 @click.option(

@@ -66,7 +66,7 @@ class BuildOptions:
     the library, or "apart" from it, as the model has them; more than a GiB of weights is apart nonetheless. Packed
     weights that the library makes when it is loaded are parameters of `main`, which follow the inputs.
     `precision` is the type of the operands of convolutions and matrix products; `int8` is for quantised models.
-    `fast_algorithms` allows the algorithms of Winograd and Strassen, which multiply less and round more. Each of
+    `fast_algorithms` allows Winograd's algorithm, which multiplies less and rounds more. Each of
     `variants` maps names of symbolic dimensions to sizes, and adds a function with these sizes beside `main`.
     """
 

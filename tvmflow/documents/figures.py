@@ -172,9 +172,8 @@ class Deviation(Record):
 class Algorithm(Record):
     """The number of functions that use an algorithm with fewer multiplications, and the largest of their error bounds.
 
-    A bound is relative. For `winograd` it is relative to the largest output that the convolution's weights can give
-    when all inputs are as large as the largest one; for `strassen` to the largest output when all elements of each
-    operand are as large as its largest one.
+    A bound of `winograd` is relative to the largest output that the convolution's weights can give when all inputs are
+    as large as the largest one.
     """
 
     functions: int

@@ -73,7 +73,7 @@ targets: [native]               # {presets}
 #   weights: inside             # inside the library | apart
 #   precision: fp32             # of convolutions and products: fp32 | bf16 | fp16 (ARM) | int8 (of a quantised model)
 #   threads: null               # the most that a bundle runs on; default: one for each physical core, or fewer if tuned
-#   fast_algorithms: allow      # forbid: without Winograd's and Strassen's, which multiply less and round more
+#   fast_algorithms: allow      # forbid: without Winograd's, which multiplies less and rounds more
 
 tune:
   trials: 0                     # total over all workloads; or minutes: 10; or until: 2%, the saving of a further minute

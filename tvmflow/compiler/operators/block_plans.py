@@ -5,13 +5,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from tvmflow.compiler import cost, tiles, winograd
 from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.blocks import Block, Plan
 
 # Element-wise operations on a vector of a result: a bias and the two bounds of an activation.
@@ -25,11 +24,11 @@ _WIDTHS = 32
 _FILLED = 3
 
 
-def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> tuple[list[Plan], float]:
+def plans(block: Block, batch: int, machine: Machine) -> tuple[list[Plan], float]:
     """Return a block's plans, the fastest first, and the estimated cycles of its convolutions as separate functions.
 
     The list of plans is empty where patches are impossible or not worth it; the cycles may be 0 then. `batch` is the
-    number of images. `strassen` allows Strassen's algorithm for the separate functions.
+    number of images.
     """
     lanes, middle = machine.lanes, block.middle
     high, wide, depth = block.inner
@@ -45,7 +44,6 @@ def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> 
     if block.free[1]:
         all_columns = [*range(step, result[1] + 1, step)]
     ranked: list[Plan] = []
-    saved = _Saved.of(block, batch, machine) if strassen and not any(block.free) else _Saved()
     apart = 0.0
     for columns in all_columns[:_WIDTHS] if block.free[1] else all_columns[-1:]:
         (first_tile, *_), (middle_tile, *_), (last_tile, *_) = _tiles(block, columns, machine)
@@ -56,7 +54,7 @@ def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> 
         others = [tile.rows * tile.vectors for tile in (first_tile, last_tile) if tile]
         if min(others, default=busy) < busy:
             continue
-        costs = _Costs(block, batch, machine, (first_tile, middle_tile, last_tile), saved)
+        costs = _Costs(block, batch, machine, (first_tile, middle_tile, last_tile))
         apart = min(costs.apart(), apart or math.inf)
         for lines in all_lines:
             cycles = costs.whole(lines, columns, first_tile)
@@ -64,29 +62,6 @@ def plans(block: Block, batch: int, machine: Machine, strassen: bool = True) -> 
                 ranked.append(Plan(lines, columns, first_tile, middle_tile, last_tile, cycles))
     ranked.sort(key=lambda plan: plan.cycles)
     return ranked, apart
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """The time of the separate first and last convolution over that of direct ones, below 1 by Strassen's algorithm."""
-
-    first: float = 1.0
-    last: float = 1.0
-
-    @staticmethod
-    def of(block: Block, batch: int, machine: Machine) -> "_Saved":
-        """Estimate what Strassen's algorithm saves in the separate pointwise convolutions of a block."""
-        high, wide, depth = block.inner
-        first, middle, last = block.first, block.middle, block.last
-
-        def share(size: tuple[int, int], depth: int, units: int) -> float:
-            estimate = strassen.estimate((batch, *size), depth, units, machine)
-            return 1.0 if estimate is None else min(1.0, estimate.share)
-
-        return _Saved(
-            share((high, wide), block.depth, depth) if first and first.geometry.kernel == (1, 1) else 1.0,
-            share(middle.geometry.result_size(high, wide), middle.channels, last.channels) if last else 1.0,
-        )
 
 
 class _Costs:
@@ -98,7 +73,6 @@ class _Costs:
         batch: int,
         machine: Machine,
         chosen: tuple[tiles.Tile | None, tiles.Tile, tiles.Tile | None],
-        saved: _Saved,
     ) -> None:
         self._block = block
         self._batch = batch
@@ -142,7 +116,6 @@ class _Costs:
             self._weights = self._number * taps * depth * middle.channels
             self._weights += self._number * block.depth * depth if first else 0
             self._weights += self._number * middle.channels * last.channels if last else 0
-        self._saved = saved
         # The pixels of the widest tile of the middle and the last convolution.
         self._tile = max(middle_tile.rows * (middle.winograd or 1), last_tile.rows if last_tile else 1)
 
@@ -204,8 +177,8 @@ class _Costs:
         first, middle, last = block.first, block.middle, block.last
         high, wide, depth = block.inner
         padded = wide + middle.geometry.padding[1] + middle.geometry.padding[3]
-        cycles: float = batch * high * wide * self._first * self._saved.first
-        cycles += batch * self._out_h * self._out_w * (self._middle + self._last * self._saved.last)
+        cycles: float = batch * high * wide * self._first
+        cycles += batch * self._out_h * self._out_w * (self._middle + self._last)
         cycles /= cores
         if first:
             cycles += machine.region + batch * high * padded * self._copy / cores

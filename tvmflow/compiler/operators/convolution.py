@@ -98,22 +98,6 @@ def legalize(
     return call_kernel(builder, compute, data, packed_weight, name="conv2d", attrs={SUBJECT: subject})
 
 
-def multiply_fast(
-    builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices
-) -> relax.Expr | None:
-    """Define a 1x1 convolution with constant weights by Strassen's algorithm.
-
-    Returns None for other convolutions, and where the algorithm is slower or `choices` name the direct product.
-    """
-    data, weight = call.args
-    if not _is_ours(call) or not isinstance(weight, tvm.ir.GenericConst):
-        return None
-    geometry = Geometry.of(call)
-    if geometry.kernel != (1, 1) or int(call.attrs.groups) != 1 or any(geometry.padding):
-        return None
-    return products.fast_product(builder, data, weight, machine, choices.about(subject_of(call)), geometry.strides)
-
-
 def _is_ours(call: relax.Call) -> bool:
     """Whether a call convolves float32 NHWC data with kernels of known size."""
     data, weight = call.args

@@ -1,4 +1,4 @@
-"""Packs weights into the forms that kernels read: vectors of channels, and the sums of Winograd and Strassen.
+"""Packs weights into the forms that kernels read: vectors of channels, and the transforms of Winograd.
 
 A library need not hold packed weights. It can take the weights themselves, and pack them once when it is loaded
 (`compiler.passes.packing`). Each packing is therefore defined twice: for arrays, and as a tensor expression, of which
@@ -21,7 +21,6 @@ from tvmflow.compiler import winograd
 from tvmflow.compiler.annotations import GROUPS, KERNEL, PACKING
 from tvmflow.compiler.dotproduct import BF16, PAIRS, Dot, round_bf16
 from tvmflow.compiler.machine import NARROWEST
-from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.winograd import combine
 
 # The numbers of packed weights. Those of bfloat16 are stored as their bits, in uint16.
@@ -152,38 +151,6 @@ def _transformed_columns(weight: te.Tensor, matrix: Sequence[Sequence[float]], l
         lambda j, k, a, x, v: combine(matrix, a, lambda y: kernels[j, k, v, y, x]),
         name="columns",
     )
-
-
-@dataclass(frozen=True)
-class StrassenPacking:
-    """Sums the quarters of weights for Strassen's algorithm into float32 `[7][N/2/v][K/2][v]`, v = `lanes`.
-
-    The weights are a matrix `[K][N]`, or `[N][K][1][1]`, those of a convolution of one tap.
-    """
-
-    name: ClassVar[str] = "strassen"
-    expands: ClassVar[bool] = True
-
-    lanes: int
-
-    def pack(self, weight: Array) -> Array:
-        """Return the sums."""
-        return strassen.pack(weight if weight.ndim == 2 else weight[:, :, 0, 0].T, self.lanes)
-
-    def define(self, weight: te.Tensor) -> te.Tensor:
-        """Define the sums, computed in float64."""
-        is_matrix = len(weight.shape) == 2
-        depth, units = (int(size) for size in (weight.shape if is_matrix else reversed(weight.shape[:2])))
-
-        def element(i: Any, j: Any, k: Any, v: Any) -> Any:
-            def quarter(q: int) -> Any:
-                line, unit = q // 2 * (depth // 2) + k, q % 2 * (units // 2) + j * self.lanes + v
-                return (weight[line, unit] if is_matrix else weight[unit, line, 0, 0]).astype("float64")
-
-            return combine(strassen.RIGHT, i, quarter).astype("float32")
-
-        shape = (len(strassen.RIGHT), units // 2 // self.lanes, depth // 2, self.lanes)
-        return te.compute(shape, element, name="packed", attrs={KERNEL: "packing"})
 
 
 @dataclass(frozen=True)
@@ -394,13 +361,7 @@ def _element(value: Any, number: Number, conditions: Sequence[Any]) -> Any:
 
 
 _WeightPacking = (
-    WinogradPacking
-    | StrassenPacking
-    | WideningPacking
-    | MatrixPacking
-    | ConvolutionPacking
-    | DepthwisePacking
-    | GroupsPacking
+    WinogradPacking | WideningPacking | MatrixPacking | ConvolutionPacking | DepthwisePacking | GroupsPacking
 )
 _PACKINGS: dict[str, type[_WeightPacking]] = {
     packing.name: packing
@@ -408,7 +369,6 @@ _PACKINGS: dict[str, type[_WeightPacking]] = {
         WinogradPacking,
         IntegerWinogradPacking,
         NarrowWinogradPacking,
-        StrassenPacking,
         WideningPacking,
         MatrixPacking,
         ConvolutionPacking,

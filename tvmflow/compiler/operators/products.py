@@ -13,7 +13,6 @@ from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.annotations import KERNEL, SUBJECT, TILE
 from tvmflow.compiler.choices import Choices, Decisions, shape_text
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import strassen
 from tvmflow.compiler.operators.common import (
     JoinedRows,
     Product,
@@ -26,7 +25,7 @@ from tvmflow.compiler.operators.common import (
     static,
     vector,
 )
-from tvmflow.compiler.operators.packing import MatrixPacking, Number, StrassenPacking, pack_weights
+from tvmflow.compiler.operators.packing import MatrixPacking, Number, pack_weights
 from tvmflow.compiler.operators.widening import float_of_half, halves_of
 
 # The fewest rows that fill a tile of their own.
@@ -67,19 +66,6 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
     return call_kernel(builder, compute, left, right, name="batch_matmul")
 
 
-def multiply_fast(
-    builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices
-) -> relax.Expr | None:
-    """Define a dense layer with constant weights by Strassen's algorithm.
-
-    Returns None for other products, and where the algorithm is slower or `choices` name the direct product.
-    """
-    left, right = call.args
-    if not _is_product(call) or not _is_dense(right) or not isinstance(right, tvm.ir.GenericConst):
-        return None
-    return fast_product(builder, left, right, machine, choices.about(subject_of(call)))
-
-
 def _is_product(call: relax.Call) -> bool:
     """Whether a call multiplies float32 matrices, neither of which is empty or of one dimension."""
     if not is_float32(*call.args) or str(call.ty.dtype) != "float32":
@@ -98,36 +84,6 @@ def subject_of(call: relax.Call) -> str:
     """Return the subject of the decisions about a matrix product: the shapes of its operands as text."""
     left, right = (shape_text(argument.ty.shape.values) for argument in call.args)
     return f"matmul {left} by {right}"
-
-
-def fast_product(
-    builder: relax.BlockBuilder,
-    data: relax.Expr,
-    weight: tvm.ir.GenericConst,
-    machine: Machine,
-    decisions: Decisions,
-    strides: Sequence[int] = (),
-) -> relax.Expr | None:
-    """Multiply `data` of shape `[..., K]` by weights `[K][N]` or `[N][K][1][1]` by Strassen's algorithm.
-
-    Returns None where shapes are symbolic, where the direct product is faster, and where the `decisions` about the
-    product choose the direct one. `strides` are those of a 1x1 convolution, one for each dimension between the batch
-    and K. With a stride of s, only every s-th position is a row of the product. Without `strides` every position is.
-    """
-    sizes = [static(size) for size in data.ty.shape.values]
-    if None in sizes:
-        return None
-    batch, *others = (size or 0 for size in sizes[:-1])
-    steps = list(strides) or [1] * len(others)
-    outer = [batch, *(-(-size // step) for size, step in zip(others, steps, strict=True))]
-    shape = [int(size) for size in weight.ty.shape.values]
-    depth, units = shape if len(shape) == 2 else reversed(shape[:2])
-    tile = strassen.choose(outer, depth, units, machine, decisions)
-    if tile is None:
-        return None
-    packed_weight = pack_weights(builder, weight, StrassenPacking(machine.lanes))
-    compute = partial(strassen.multiply, outer=outer, steps=[1, *steps], tile=tile, subject=decisions.subject)
-    return call_kernel(builder, compute, data, packed_weight, name="strassen")
 
 
 def filled_vectors(

@@ -46,7 +46,6 @@ from tvmflow.compiler.passes.selections import lower_selections
 from tvmflow.compiler.passes.single_rows import multiply_single_rows
 from tvmflow.compiler.passes.sizes import NameSizes
 from tvmflow.compiler.passes.stored_weights import read_stored_weights
-from tvmflow.compiler.passes.strassen import StrassenProducts
 from tvmflow.compiler.passes.tables import tabulate_integers
 from tvmflow.compiler.passes.trees import lower_trees
 from tvmflow.hardware.target import Precision, Target
@@ -124,7 +123,6 @@ def pass_names() -> list[str]:
         "FoldConstantCalls",
         "FuseBlocks",
         "JoinRows",
-        "StrassenProducts",
         "MarkFollowers",
         "FuseRoundings",
         "SeparateActivations",
@@ -207,7 +205,6 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
             *narrow[precision],
             tabulate_integers(),
             IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, unit, fast),
-            *([StrassenProducts(cpu, choices)] if fast else []),
         ],
         storing=[StoreRepeats(cpu)],
         legalize=relax.transform.LegalizeOps(legalizations(cpu, choices, fast)),
@@ -240,7 +237,7 @@ def lower_passes(
 ) -> list[tvm.transform.Pass]:
     """Return the passes that lower a Relax module with constant weights to calls of fused functions.
 
-    `choices` decides between several ways to compute an operator. `fast` allows Winograd's and Strassen's algorithms.
+    `choices` decides between several ways to compute an operator. `fast` allows Winograd's algorithm.
     `weights` is the size of the module's weights in bytes. `packed_at_load` says which of them the library packs when
     it is loaded; on a GPU none.
     """

@@ -30,7 +30,6 @@ from tvmflow.compiler.operators.geometry import Geometry, has_constant_weights, 
 from tvmflow.compiler.operators.packing import ConvolutionPacking, DepthwisePacking, WinogradPacking, pack_weights
 from tvmflow.compiler.passes.bf16 import round_operand
 from tvmflow.compiler.passes.functions import relax_functions
-from tvmflow.compiler.passes.strassen import takes_one_item
 
 _UNARY: dict[str, Callable[[Any], Any]] = {
     **elementwise.FUNCTIONS,
@@ -96,10 +95,9 @@ class FuseBlocks:
     """Replaces several convolutions by one function, a block, where the cost model says that it is faster.
 
     A block is a depthwise convolution with its pointwise neighbours, as in inverted residuals, or another convolution
-    between pointwise ones, as in bottlenecks. `fast` allows Winograd's algorithm in a block, and in the comparison
-    Strassen's algorithm for the separate convolutions. With `bf16` a block multiplies bfloat16 numbers, as
-    `RoundProducts` does in the convolutions that stay apart, which runs after this pass. There are no such blocks where
-    AMX computes the products.
+    between pointwise ones, as in bottlenecks. `fast` allows Winograd's algorithm. With `bf16` a block multiplies
+    bfloat16 numbers, as `RoundProducts` does in the convolutions that stay apart, which runs after this pass. There are
+    no such blocks where AMX computes the products.
     """
 
     def __init__(self, machine: Machine, choices: Choices, fast: bool, bf16: bool = False) -> None:
@@ -171,7 +169,7 @@ def _find_blocks(function: relax.Function, options: _Options) -> dict[relax.Var,
                 results = {step.result for step in steps if step}
                 if (steps[1] is with_last and last is None) or len(results) < 2 or results & members:
                     continue
-                candidate = _describe(steps, options, takes_one_item(function), inputs)
+                candidate = _describe(steps, options, inputs)
                 if candidate is not None:
                     candidates.append((candidate, steps, results))
             for candidate, steps, results in sorted(candidates, key=lambda item: item[0].gain, reverse=True):
@@ -280,11 +278,10 @@ class _Candidate:
         return self.apart - self.plans[0].cycles
 
 
-def _describe(steps: _Steps, options: _Options, one_item: bool, inputs: set[tirx.Var]) -> _Candidate | None:
+def _describe(steps: _Steps, options: _Options, inputs: set[tirx.Var]) -> _Candidate | None:
     """Return the candidate block of these convolutions; None where they make no block, or one far slower than they are.
 
-    The comparison is with the convolutions one by one, of which pointwise ones may use Strassen's algorithm in a
-    function of `one_item`. `inputs` are the free sizes of the model's inputs.
+    The comparison is with the convolutions one by one. `inputs` are the free sizes of the model's inputs.
     """
     first, last = (None if step is None else _convolution(step, None) for step in (steps[0], steps[2]))
     size = _winograd_size(steps[1].call, options) if options.fast else None
@@ -295,8 +292,7 @@ def _describe(steps: _Steps, options: _Options, one_item: bool, inputs: set[tirx
     free = (static(height) is None, static(width) is None)
     image = (_assumed(height, inputs), _assumed(width, inputs), int(depth))
     block = blocks.Block(*image, first, middle, last, free, options.bf16)
-    strassen = options.fast and one_item and not options.bf16
-    ranked, apart = block_plans.plans(block, static(batch) or 1, options.machine, strassen=strassen)
+    ranked, apart = block_plans.plans(block, static(batch) or 1, options.machine)
     if not ranked or (not middle.depthwise and ranked[0].cycles > CLOSE * apart):
         return None
     return _Candidate(block, ranked, apart)

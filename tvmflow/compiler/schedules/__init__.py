@@ -39,7 +39,6 @@ from tvmflow.compiler.schedules import (
     remainder,
     resize,
     rowwise,
-    strassen,
     tails,
     transposes,
     winograd,
@@ -54,7 +53,7 @@ _type_checker._dispatcher = cache(_type_checker._dispatcher)
 _CLOSE = 8
 
 # Kernels of several stages. A search that schedules each loop by itself would separate their stages.
-_OF_STAGES = {"block", "winograd", "dot_winograd", "strassen", "attention", "dot_conv2d", "dot_rows"}
+_OF_STAGES = {"block", "winograd", "dot_winograd", "attention", "dot_conv2d", "dot_rows"}
 
 # A rule schedules a function in place, with the options that the choices name. It returns False, and changes nothing,
 # for a function of another kind. The kind of a kernel begins with the name of its rule; a dot and more may follow.
@@ -73,7 +72,6 @@ RULES: dict[str, Rule] = {
     "dot_rows": dot.apply_rows,
     "dot_winograd": winograd.apply_dot,
     "winograd": winograd.apply,
-    "strassen": strassen.apply,
     "depthwise": depthwise.apply,
     "rowwise": rowwise.apply,
     "attention": attention.apply,
@@ -227,18 +225,17 @@ def subject(func: PrimFunc) -> str:
 
 
 def error_bounds(func: PrimFunc) -> dict[str, float]:
-    """Return bounds on a fused function's rounding errors, by the fast algorithm (`strassen`, `winograd`) that it uses.
+    """Return bounds on a fused function's rounding errors, by the algorithm with fewer multiplications that it uses.
 
-    The function `error_bound` of each algorithm says what its bound is relative to.
+    `winograd.error_bound` says what its bound is relative to.
     """
     kernels = set()
     tvm_ffi.structural_walk(func.body, (SBlock, lambda block: kernels.add(block.annotations.get(KERNEL))))
     # Few functions use one of these, and the schedule of a function takes longer than this look.
-    if kernels.isdisjoint(("strassen", "winograd", "block.winograd")):
+    if kernels.isdisjoint(("winograd", "block.winograd")):
         return {}
-    sch = Schedule(func)
-    bounds = {"strassen": strassen.bound(sch), "winograd": winograd.bound(sch)}
-    return {name: bound for name, bound in bounds.items() if bound is not None}
+    bound = winograd.bound(Schedule(func))
+    return {} if bound is None else {"winograd": bound}
 
 
 def complete(scheduled: PrimFunc) -> PrimFunc:
