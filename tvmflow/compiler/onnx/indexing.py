@@ -17,6 +17,7 @@ from tvmflow.compiler.onnx.bounds import bounds_of
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.sizes import elements_at_import, materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
+from tvmflow.compiler.operators.common import registers
 from tvmflow.compiler.operators.indices import checked
 from tvmflow.compiler.size_checks import cast_to
 
@@ -306,6 +307,8 @@ def convert_unique(node: Node) -> relax.Expr:
         size = reduce(node.evaluator.multiply, dims, 1)
         flat = emit(relax.op.reshape(data, relax.ShapeExpr([size])))
         keys = flat if wider is None else emit(relax.op.astype(flat, wider))
+        order = emit(relax.op.argsort(keys, 0, dtype="int64"))
+        ordered = emit(relax.op.take(flat, order, 0))
     else:
         axis %= len(dims)
         size, others = dims[axis], [place for place in range(len(dims)) if place != axis]
@@ -313,9 +316,8 @@ def convert_unique(node: Node) -> relax.Expr:
         slices = emit(relax.op.permute_dims(data, [axis, *others]))
         slices = emit(relax.op.reshape(slices, relax.ShapeExpr([size, width])))
         slices = slices if wider is None else emit(relax.op.astype(slices, wider))
-        flat = keys = emit(node.builder.call_te(_rank_rows, slices, primfunc_name_hint="rank_rows"))
-    order = emit(relax.op.argsort(keys, 0, dtype="int64"))
-    ordered = emit(relax.op.take(flat, order, 0))
+        sorted_rows = emit(node.builder.call_te(_sort_rows, slices, primfunc_name_hint="sort_rows"))
+        order, ordered = (emit(relax.TupleGetItem(sorted_rows, place)) for place in range(2))
 
     def is_first(ordered: te.Tensor) -> te.Tensor:
         """Whether an element differs from the one before."""
@@ -354,28 +356,63 @@ def convert_unique(node: Node) -> relax.Expr:
     return results[0] if node.outputs == 1 else relax.Tuple(results)
 
 
-def _rank_rows(rows: te.Tensor) -> te.Tensor:
-    """The number of rows that stand before each row `[rows]` where rows are ordered as words are, as int64."""
-    count, width = rows.shape
+def _sort_rows(rows: te.Tensor) -> list[te.Tensor]:
+    """Sort rows as words are sorted: their places in this order, and in the same order the number of each one's group.
+
+    Equal rows are a group and keep their order; both results are int64. The rows of sorted runs are merged, until one
+    run has all of them.
+    """
+    count, width = (size.astype("int64") for size in rows.shape)
     equal, less, greater = range(3)
 
-    def compare(inputs: Any, outputs: Any) -> Any:
-        with IRBuilder() as builder:
-            rows, ranks, orders = map(T.buffer_proxy, (inputs[0], *outputs))
-            with T.parallel(0, count) as row:
-                ranks[row] = tirx.const(0, "int64")
-                with T.serial(0, count) as other:
-                    orders[row] = tirx.const(equal, "int64")
-                    with T.serial(0, width) as place, T.If(orders[row] == equal), T.Then():
-                        former, own = rows[other, place], rows[row, place]
-                        apart = tirx.Select(former < own, less, greater)
-                        orders[row] = tirx.Select(former == own, equal, apart).astype("int64")
-                    ranks[row] = ranks[row] + (orders[row] == less).astype("int64")
-            return builder.get()
+    def sort(inputs: Any, outputs: Any) -> Any:
+        with IRBuilder() as builder, T.seq_scope():
+            rows, order, groups, spare = map(T.buffer_proxy, (inputs[0], *outputs))
+            run, one, other, column, relation, number = (registers((1,), "int64") for _ in range(6))
 
-    buffers = [tirx.decl_buffer((count,), "int64", name) for name in ("ranks", "orders")]
-    ranks, _ = te.extern([(count,)] * 2, [rows], compare, out_buffers=buffers, dtype=["int64"] * 2, name="rank_rows")
-    return ranks
+            def compare(former: Any, latter: Any) -> None:
+                """Let `relation` be that of one row to another."""
+                T.buffer_store(relation, tirx.const(equal, "int64"), [0])
+                T.buffer_store(column, tirx.const(0, "int64"), [0])
+                with T.While(tirx.all(relation[0] == equal, column[0] < width)):
+                    own, its = rows[former, column[0]], rows[latter, column[0]]
+                    apart = tirx.Select(own < its, less, tirx.Select(its < own, greater, equal))
+                    T.buffer_store(relation, apart.astype("int64"), [0])
+                    T.buffer_store(column, column[0] + 1, [0])
+
+            with T.serial(0, count) as place:
+                order[place] = place
+            T.buffer_store(run, tirx.const(1, "int64"), [0])
+            with T.While(run[0] < count):
+                with T.serial(0, te.indexdiv(count + 2 * run[0] - 1, 2 * run[0])) as pair:
+                    start = pair * 2 * run[0]
+                    middle, end = (te.min(start + runs * run[0], count) for runs in (1, 2))
+                    T.buffer_store(one, start, [0])
+                    T.buffer_store(other, middle, [0])
+                    with T.serial(0, end - start) as step:
+                        T.buffer_store(relation, tirx.Select(one[0] < middle, equal, less).astype("int64"), [0])
+                        with T.If(tirx.all(one[0] < middle, other[0] < end)), T.Then():
+                            compare(order[other[0]], order[one[0]])
+                        with T.If(relation[0] == less):
+                            with T.Then():
+                                spare[start + step] = order[other[0]]
+                                T.buffer_store(other, other[0] + 1, [0])
+                            with T.Else():
+                                spare[start + step] = order[one[0]]
+                                T.buffer_store(one, one[0] + 1, [0])
+                with T.serial(0, count) as place:
+                    order[place] = spare[place]
+                T.buffer_store(run, 2 * run[0], [0])
+            T.buffer_store(number, tirx.const(0, "int64"), [0])
+            with T.serial(0, count) as place:
+                compare(order[te.max(place - 1, 0)], order[place])
+                T.buffer_store(number, number[0] + (relation[0] == less).astype("int64"), [0])
+                groups[place] = number[0]
+        return builder.get()
+
+    buffers = [tirx.decl_buffer((rows.shape[0],), "int64", name) for name in ("order", "groups", "spare")]
+    shapes = [buffer.shape for buffer in buffers]
+    return list(te.extern(shapes, [rows], sort, out_buffers=buffers, dtype=["int64"] * 3, name="sort_rows")[:2])
 
 
 def convert_pad(node: Node) -> relax.Expr | None:
