@@ -1,7 +1,7 @@
 """Writes transposed, one- and three-dimensional and some grouped convolutions as ordinary ones of two dimensions."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -246,20 +246,23 @@ def _slice_between(data: relax.Expr, begin: int, end: Any, step: int) -> relax.E
 def _volumes(rewriter: Rewriter, call: relax.Call, kernel: str) -> tuple[Array, list[Any], list[Any]] | None:
     """The weights of a convolution of float32 volumes, and the dimensions of its data and of its result.
 
-    None for one with groups or of unknown shape, and for weights that are not constant or of another layout than
-    `kernel`.
+    None for one of unknown shape, and for weights that are not constant or of another layout than `kernel`.
     """
     attrs, weight = call.attrs, rewriter.constant(call.args[1])
     if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCDHW", kernel, "NCDHW"):
         return None
     dims, out = sizes(call.args[0]), sizes(call)
-    if weight is None or dims is None or out is None or dtype(call.args[0]) != "float32" or int(attrs.groups) != 1:
+    if weight is None or dims is None or out is None or dtype(call.args[0]) != "float32":
         return None
     return weight, dims, out
 
 
 def _conv3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """Write a 3D convolution as a 2D one: the input slices that an output slice reads are an image's channels."""
+    """Write a 3D convolution as a 2D one: the input slices that an output slice reads are an image's channels.
+
+    In groups it is a sum of 2D ones, one for each of these slices. One whose windows have one line and one column has
+    slices as lines of an image.
+    """
     volumes = _volumes(rewriter, call, "OIDHW")
     if volumes is None:
         return None
@@ -267,24 +270,38 @@ def _conv3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     outputs, inputs, taps, *kernel = weight.shape
     (deep, *strides), (step, *dilation) = ([int(item) for item in values] for values in (attrs.strides, attrs.dilation))
     front, top, left, back, bottom, right = (int(item) for item in attrs.padding)
+    groups = int(attrs.groups)
+    if groups > 1 and (kernel, strides, [top, left, bottom, right]) == ([1, 1], [1, 1], [0] * 4):
+        lines = rewriter.emit(relax.op.reshape(data, [*dims[:3], dims[3] * dims[4]]))
+        image = relax.op.nn.conv2d(
+            lines, constant(weight.reshape(outputs, inputs, taps, 1)), strides=[deep, 1], padding=[front, 0, back, 0],
+            dilation=[step, 1], groups=groups,
+        )  # fmt: skip
+        return relax.op.reshape(rewriter.emit(image), out)
     if front or back:
         data = rewriter.emit(relax.op.nn.pad(data, [0, 0, 0, 0, front, back, 0, 0, 0, 0]))
-    count = out[2]
-    slices = data
+    count, parts = out[2], [data]
     if taps > 1 or deep > 1:
         parts = [
             rewriter.emit(_slice_between(data, tap * step, tap * step + (count - 1) * deep + 1, deep))
             for tap in range(taps)
         ]
+
+    def convolution(slices: relax.Expr, flat: Array) -> relax.Expr:
+        slices_first = rewriter.emit(relax.op.permute_dims(slices, [0, 2, 1, 3, 4]))
+        images = rewriter.emit(relax.op.reshape(slices_first, [dims[0] * count, flat.shape[1] * groups, *dims[3:]]))
+        result = relax.op.nn.conv2d(
+            images, constant(flat), strides=strides, padding=[top, left, bottom, right], dilation=dilation,
+            groups=groups,
+        )  # fmt: skip
+        return rewriter.emit(result)
+
+    if groups > 1:
+        sums = [convolution(part, weight[:, :, tap]) for tap, part in enumerate(parts)]
+        result = reduce(lambda one, other: rewriter.emit(relax.op.add(one, other)), sums)
+    else:
         slices = rewriter.emit(relax.op.concat(parts, 1)) if taps > 1 else parts[0]
-    slices_first = rewriter.emit(relax.op.permute_dims(slices, [0, 2, 1, 3, 4]))
-    images = rewriter.emit(relax.op.reshape(slices_first, [dims[0] * count, taps * inputs, *dims[3:]]))
-    flat = weight.swapaxes(1, 2).reshape(outputs, taps * inputs, *kernel)
-    result = rewriter.emit(
-        relax.op.nn.conv2d(
-            images, constant(flat), strides=strides, padding=[top, left, bottom, right], dilation=dilation
-        )
-    )
+        result = convolution(slices, weight.swapaxes(1, 2).reshape(outputs, taps * inputs, *kernel))
     apart = rewriter.emit(relax.op.reshape(result, [dims[0], count, outputs, *out[3:]]))
     return relax.op.permute_dims(apart, [0, 2, 1, 3, 4])
 
@@ -296,7 +313,7 @@ def _transposed_3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     remainder when divided by the stride use the same taps.
     """
     volumes = _volumes(rewriter, call, "IODHW")
-    if volumes is None:
+    if volumes is None or int(call.attrs.groups) > 1:
         return None
     attrs, data, (weight, dims, out) = call.attrs, call.args[0], volumes
     outputs, taps = weight.shape[1:3]
