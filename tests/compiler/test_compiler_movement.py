@@ -863,6 +863,18 @@ def test_places_of_elements_are_found_without_functions_of_python(
     assert "relax.run." not in lower(import_onnx(path), target).script()
 
 
+def test_places_of_elements_are_found_in_one_pass(assert_all_same: Check) -> None:
+    cases = []
+    for dtype in ("float32", "int64", "uint8", "bool"):
+        element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        for size in (70, 0):
+            x = (np.arange(size * 3).reshape(size, 3) % 7 == 2).astype(dtype)
+            node = helper.make_node("NonZero", ["x"], ["y"])
+            cases.append((([node], [("x", ["n", 3], element)], [("y", [2, None], TensorProto.INT64)]), {"x": x}))
+    # The places in the flat data, and their two coordinates.
+    assert set(rule_counts(assert_all_same(cases))) == {"none", "fallback"}
+
+
 @pytest.mark.parametrize("shape", [(8000, 3), ("rows", "columns")], ids=["known", "free"])
 def test_distinct_rows_take_no_comparison_of_all_pairs(
     shape: tuple[int | str, ...], make_model: Any, assert_same_as_onnxruntime: Check, native: Target

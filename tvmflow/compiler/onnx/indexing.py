@@ -259,21 +259,9 @@ def find_places(node: Node, data: relax.Expr) -> relax.Expr:
     dims, emit = dims or [1], node.emit
     size = reduce(node.evaluator.multiply, dims, 1)
     flat = emit(relax.op.reshape(data, relax.ShapeExpr([size])))
-    is_nonzero = emit(relax.op.not_equal(flat, const(0, dtype_of(data)))) if dtype_of(data) != "bool" else flat
-    marks = emit(relax.op.astype(is_nonzero, "int64"))
-    (number,) = node.bind(emit(relax.op.sum(marks, keepdims=True)))
-    counts = emit(relax.op.cumsum(marks, axis=0))
-
-    def rank(marks: te.Tensor, counts: te.Tensor) -> te.Tensor:
-        """For each element its place in the order; those that are zero have one behind the last."""
-        after = marks.shape[0].astype("int64")
-        return te.compute(
-            marks.shape, lambda place: te.if_then_else(marks[place] != 0, counts[place] - 1, after), name="rank"
-        )
-
-    ranks = emit(node.builder.call_te(rank, marks, counts, primfunc_name_hint="rank"))
-    room = emit(relax.op.zeros(relax.ShapeExpr([node.evaluator.add(size, 1)]), "int64"))
-    order = emit(relax.op.scatter_elements(room, ranks, emit(relax.op.arange(0, size, 1, "int64"))))
+    found = emit(node.builder.call_te(_find_nonzero, flat, primfunc_name_hint="nonzero"))
+    order, count = (emit(relax.TupleGetItem(found, place)) for place in range(2))
+    (number,) = node.bind(count)
 
     def coordinate(order: te.Tensor, data: te.Tensor) -> te.Tensor:
         shape = data.shape or [1]
@@ -288,6 +276,32 @@ def find_places(node: Node, data: relax.Expr) -> relax.Expr:
         return te.compute((len(shape), number), element, name="coordinate")
 
     return emit(node.builder.call_te(coordinate, order, data, primfunc_name_hint="coordinate"))
+
+
+def _find_nonzero(data: te.Tensor) -> list[te.Tensor]:
+    """The places of the elements of a vector that are not zero, in order, before room for the others; their number."""
+    (size,) = data.shape
+
+    def find(inputs: Any, outputs: Any) -> Any:
+        with IRBuilder() as builder, T.seq_scope():
+            data, order, count = map(T.buffer_proxy, (inputs[0], *outputs))
+            number = registers((1,), "int64")
+            T.buffer_store(number, tirx.const(0, "int64"), [0])
+            with T.serial(0, size) as place:
+                # Without a branch: where elements are zero at random, a processor predicts it wrongly.
+                order[number[0]] = place.astype("int64")
+                added = data[place]
+                if inputs[0].dtype != "bool":
+                    # In TVM, NaN is neither equal to zero nor different from it.
+                    is_zero = added == tirx.const(0, inputs[0].dtype)
+                    added = tirx.Select(is_zero, tirx.const(0, "int64"), tirx.const(1, "int64"))
+                T.buffer_store(number, number[0] + added.astype("int64"), [0])
+            count[0] = number[0]
+        return builder.get()
+
+    buffers = [tirx.decl_buffer(shape, "int64", name) for name, shape in (("order", (size,)), ("count", (1,)))]
+    shapes = [buffer.shape for buffer in buffers]
+    return list(te.extern(shapes, [data], find, out_buffers=buffers, dtype=["int64"] * 2, name="nonzero"))
 
 
 def convert_unique(node: Node) -> relax.Expr:
