@@ -28,9 +28,9 @@ def test_lines_at_a_distance_share_the_sets_of_the_first_cache() -> None:
     machine = _machine("zen4")
     span, line = machine.first.span, machine.first.line
     # At a multiple of the span all lines share one set; at half of it, two sets; next to each other, none.
-    assert [cost.lines_in_set(36, distance, machine) for distance in (0, span, 3 * span)] == [36] * 3
-    assert [cost.lines_in_set(36, distance, machine) for distance in (span // 2, span // 4 * 3)] == [18, 9]
-    assert cost.lines_in_set(36, span + line, machine) == 1
+    assert [cost.lines_in_set(36, distance, machine.first) for distance in (0, span, 3 * span)] == [36] * 3
+    assert [cost.lines_in_set(36, distance, machine.first) for distance in (span // 2, span // 4 * 3)] == [18, 9]
+    assert cost.lines_in_set(36, span + line, machine.first) == 1
 
 
 def test_half_the_multiply_adds_take_twice_the_cycles() -> None:

@@ -255,3 +255,27 @@ def test_a_single_row_is_multiplied_by_a_transpose_without_transposing(
     feeds = [{"q": normal(2, 3, 1, 64), "k": normal(2, 1, size, 64)} for size in ((37,) if keys == 37 else (1, 37))]
     rules = rule_counts(assert_same_as_onnxruntime(path, *feeds))
     assert (rules["reduction"], rules["rows"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "matrix", "is_summed"),
+    [([1, 64], [64, 72], True), ([2, 3, 1, 64], [3, 64, 70], False), ([1, 3, 1, 64], [3, 64, 70], True)],
+    ids=["one", "shared", "batch"],
+)
+def test_a_computed_matrix_that_multiplies_a_single_row_is_read_once(
+    row: list[int], matrix: list[int], is_summed: bool, make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    node = helper.make_node("MatMul", ["x", "m"], ["y"])
+    path = make_model([node], [("x", row), ("m", matrix)], ["y"])
+    rules = rule_counts(assert_same_as_onnxruntime(path, {"x": normal(*row), "m": normal(*matrix)}))
+    assert (rules["reduction"], rules["rows"]) == ((1, 0) if is_summed else (0, 1))
+
+
+@pytest.mark.parametrize(("rows", "functions"), [(2, 1), ("n", 1), (200, 2)], ids=str)
+def test_a_computed_matrix_is_packed_where_many_rows_read_it(
+    rows: int | str, functions: int, make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    node = helper.make_node("MatMul", ["x", "m"], ["y"])
+    path = make_model([node], [("x", [rows, 64]), ("m", [64, 64])], ["y"])
+    feeds = [{"x": normal(size, 64), "m": normal(64, 64)} for size in ((1, 9, 40) if rows == "n" else (rows,))]
+    assert rule_counts(assert_same_as_onnxruntime(path, *feeds)).total() == functions

@@ -9,6 +9,7 @@ from onnx import TensorProto, helper
 
 from support import scale
 from support.arrays import normal
+from support.builds import rule_counts
 from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, import_onnx
 from tvmflow.compiler.onnx.sizes import NotEvaluatedError, SizeEvaluator, Sizes
@@ -1011,6 +1012,39 @@ def test_convolutions_of_free_volumes_are_not_transposed_between_each_other(
     model = assert_same_as_onnxruntime(path, *feeds)
     # Those of the input and of the output.
     assert sum("transpose" in name for name, _ in model.schedules) <= 3
+
+
+# kernel, padding, strides, dilations, groups
+_GROUPED_VOLUMES = [
+    ((3, 3, 3), (1, 1, 1, 1, 1, 1), (1, 1, 1), (1, 1, 1), 16),
+    ((3, 1, 1), (1, 0, 0, 2, 0, 0), (2, 1, 1), (2, 1, 1), 16),
+    ((2, 3, 1), (0, 1, 0, 1, 1, 0), (1, 2, 1), (1, 1, 1), 2),
+]
+
+
+def test_convolutions_of_volumes_in_groups_are_those_of_images(assert_all_same: Any) -> None:
+    cases = []
+    for kernel, pads, strides, dilations, groups in _GROUPED_VOLUMES:
+        geometry = {"pads": pads, "strides": strides, "dilations": dilations, "group": groups}
+        weights = {"w": normal(16, 16 // groups, *kernel), "b": normal(16)}
+        for shape in ([2, 16, 5, 6, 7], ["n", 16, "deep", "high", "wide"]):
+            case = ([_node("Conv", ["x", "w", "b"], ["y"], **geometry)], [("x", shape)], ["y"], weights)
+            cases.append((case, {"x": normal(2, 16, 5, 6, 7)}))
+    model = assert_all_same(cases)
+    assert not [name for name, _ in model.schedules if "conv3d" in name]
+
+
+def test_poolings_of_volumes_alone_have_their_channels_last(assert_all_same: Any) -> None:
+    cases = []
+    for operator, kernel in (("MaxPool", [3, 3, 3]), ("AveragePool", [3, 2, 2]), ("MaxPool", [1, 3, 2])):
+        pool = _node(
+            operator, ["x"], ["y"], kernel_shape=kernel, strides=[1, 2, 2], pads=[size // 3 for size in kernel] * 2
+        )
+        for shape in ([2, 16, 5, 6, 7], ["n", 16, "deep", "high", "wide"]):
+            cases.append((([pool], [("x", shape)], ["y"]), {"x": normal(2, 16, 5, 6, 7)}))
+    rules = rule_counts(assert_all_same(cases))
+    # Windows of one slice are pooled once, and of known sizes as they lie.
+    assert rules["pooling"] == 2 * 2 + 2 * 2 + 1
 
 
 @pytest.mark.parametrize("end", [-1, 1000])

@@ -316,24 +316,44 @@ def _stores(mod: tvm.IRModule) -> list[str]:
     ("node", "shapes"),
     [
         (make_node("Concat", ["x", "z", "x"], ["y"], axis=-1), [(1, 1), (2, 5), (17, 3)]),
-        (make_node("Pad", ["x", "pads"], ["y"], mode="reflect"), [(3, 1), (4, 1), (9, 1)]),
+        *(
+            (make_node("Pad", ["x", "pads"], ["y"], mode=mode), [(3, 1), (4, 1), (9, 1)])
+            for mode in ("reflect", "edge", "wrap")
+        ),
     ],
-    ids=["concatenation", "reflection"],
+    ids=["concatenation", "reflection", "edge", "other end"],
 )
 def test_lines_of_free_length_ask_for_no_number_where_it_lies(
     node: Any, shapes: list[tuple[int, int]], make_model: Any, assert_same_as_onnxruntime: Any, target: Target
 ) -> None:
     inputs = [("x", [2, "n"]), *([("z", [2, "m"])] if "z" in node.input else [])]
     weights = {"pads": np.array([0, 2, 0, 1])} if "pads" in node.input else {}
-    path = make_model([node], inputs, ["y"], weights)
+    path = make_model([node], inputs, ["y"], weights, opset=19)
     feeds = [{"x": normal(2, n), **({"z": normal(2, m)} if "z" in node.input else {})} for n, m in shapes]
     assert_same_as_onnxruntime(path, *feeds)
+    _assert_lines_have_no_condition(path, target)
+
+
+def _assert_lines_have_no_condition(path: Path, target: Target) -> None:
+    """Check that a model of one function has conditions for its numbers, and lowered code none."""
     (function,) = (item.func for item in workloads(lower(import_onnx(path), target)))
     scheduled = tvm.IRModule({"main": schedule(function, machine(target))[0].with_attr("global_symbol", "main")})
     assert any("if_then_else" in line for line in _stores(scheduled))
     assert not any(
         "if_then_else" in line for line in _stores(lower_functions(scheduled, tvm.target.Target(target.tvm)))
     )
+
+
+@pytest.mark.parametrize("mode", ["constant", "edge"])
+@pytest.mark.parametrize("widths", [(3, 2), (-1, 2)], ids=str)
+def test_cores_share_a_line_of_free_length_without_a_condition_for_each_number(
+    widths: tuple[int, int], mode: str, make_model: Any, assert_same_as_onnxruntime: Any, target: Target
+) -> None:
+    pad = make_node("Pad", ["x", "pads"], ["y"], mode=mode)
+    path = make_model([pad], [("x", ["n"])], [("y", None)], {"pads": np.array(widths)})
+    assert_same_as_onnxruntime(path, *({"x": normal(size)} for size in (3, 50)))
+    if min(widths) >= 0:
+        _assert_lines_have_no_condition(path, target)
 
 
 def test_what_a_transposed_convolution_writes_is_joined_in_vectors(

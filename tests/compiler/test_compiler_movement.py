@@ -1,6 +1,7 @@
 import itertools
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -860,6 +861,37 @@ def test_places_of_elements_are_found_without_functions_of_python(
     x, kept = normal(4, 5, 3), np.array([False, True, False, True])
     assert_same_as_onnxruntime(path, {"x": np.where(x > 0, x, 0), "kept": kept}, {"x": 0 * x, "kept": kept[:1]})
     assert "relax.run." not in lower(import_onnx(path), target).script()
+
+
+def test_places_of_elements_are_found_in_one_pass(assert_all_same: Check) -> None:
+    cases = []
+    for dtype in ("float32", "int64", "uint8", "bool"):
+        element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        for size in (70, 0):
+            x = (np.arange(size * 3).reshape(size, 3) % 7 == 2).astype(dtype)
+            node = helper.make_node("NonZero", ["x"], ["y"])
+            cases.append((([node], [("x", ["n", 3], element)], [("y", [2, None], TensorProto.INT64)]), {"x": x}))
+    # The places in the flat data, and their two coordinates.
+    assert set(rule_counts(assert_all_same(cases))) == {"none", "fallback"}
+
+
+@pytest.mark.parametrize("shape", [(8000, 3), ("rows", "columns")], ids=["known", "free"])
+def test_distinct_rows_take_no_comparison_of_all_pairs(
+    shape: tuple[int | str, ...], make_model: Any, assert_same_as_onnxruntime: Check, native: Target
+) -> None:
+    numbers = ["first", "places", "counts"]
+    node = helper.make_node("Unique", ["x"], ["distinct", *numbers], axis=0)
+    outputs = [("distinct", [None, None]), *((name, [None], TensorProto.INT64) for name in numbers)]
+    path = make_model([node], [("x", shape)], outputs)
+    x = np.round(normal(8000, 3))
+    assert_same_as_onnxruntime(path, {"x": x})
+    loaded = build(import_onnx(path), native).load()
+    seconds = []
+    for run in (lambda: loaded.run(x), lambda: np.unique(x, axis=0, return_inverse=True)):
+        started = time.process_time()
+        run()
+        seconds.append(time.process_time() - started)
+    assert seconds[0] < 4 * seconds[1]
 
 
 def test_repeated_elements_are_read_backwards_and_from_any_place(assert_all_same: Check) -> None:

@@ -1,5 +1,7 @@
 """Fourier transforms, and operators that fold, reverse and multiply along a dimension, beside ONNX Runtime."""
 
+import math
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from support.arrays import normal
-from tvmflow.compiler import CompiledModel, build, import_onnx
+from tvmflow.compiler import CompiledModel, build, import_onnx, lower, workloads
 from tvmflow.errors import UnsupportedOperatorError
 from tvmflow.hardware.target import Target
 
@@ -153,6 +155,32 @@ def test_columns_and_sequences_equal_onnx_runtime(
     feeds = {"c": normal(2, 18, 40), "s": normal(3, 6, 4), "lengths": np.array([6, 1, 4], "int64")}
     inputs = [("c", [2, 18, 40]), ("s", [3, 6, 4]), ("lengths", [3], TensorProto.INT64)]
     assert_same_as_onnxruntime(make_model(nodes, inputs, ["y", "z"], weights), feeds)
+
+
+@pytest.mark.parametrize(
+    ("block", "strides", "iterations"), [((3, 3), [2, 2], 1), ((2, 5), [2, 2], 1), ((7, 5), [3, 2], 9)], ids=str
+)
+def test_a_pixel_asks_only_for_the_elements_that_its_stride_lets_cover_it(
+    block: tuple[int, int],
+    strides: list[int],
+    iterations: int,
+    assert_all_same: Callable[..., CompiledModel],
+    make_model: MakeModel,
+    target: Target,
+) -> None:
+    node = _node("Col2Im", ["c", "image", "block"], ["y"], strides=strides, pads=[1, 0, 2, 1])
+    size = (11, 14)
+    counts = [(size[axis] + 3 - 2 * axis - block[axis]) // strides[axis] + 1 for axis in (0, 1)]
+    shape = (2, 3 * math.prod(block), math.prod(counts))
+    weights = {"image": np.array(size), "block": np.array(block)}
+    forms = [([node], [("c", own)], ["y"], weights) for own in (shape, ["n", shape[1], shape[2]])]
+    assert_all_same([(form, {"c": normal(*shape)}) for form in forms])
+    for form in forms:
+        (function,) = (item.func for item in workloads(lower(import_onnx(make_model(*form)), target)))
+        found = re.search(r"in T.grid\((.*)\)", function.script())
+        assert found is not None
+        extents = re.findall(r"(?:T.int64\()?(\w+)", found[1].replace("T.int64(", "("))
+        assert math.prod(map(int, extents[4:])) == iterations
 
 
 def test_columns_of_an_image_of_free_or_computed_size_are_folded(

@@ -79,6 +79,25 @@ def test_a_transposed_convolution_of_free_size_whose_result_is_no_multiple_of_it
     assert not [name for name, rule in model.schedules if "conv2d" in name and rule == "fallback"]
 
 
+def test_many_phases_that_read_the_same_inputs_are_one_convolution(assert_all_same: Check) -> None:
+    cases = []
+    # channels, groups, kernel, stride, padding, output padding
+    forms = [(16, 16, (8, 8), (4, 4), (2, 2, 2, 2), (1, 0)), (6, 1, (6, 3), (3, 3), (1, 0, 2, 1), (2, 0))]
+    for channels, groups, kernel, strides, pads, more in forms:
+        geometry = {"strides": strides, "pads": pads, "output_padding": more}
+        nodes = [
+            helper.make_node("ConvTranspose", ["x", "w", "b"], ["c"], group=groups, **geometry),
+            helper.make_node("Sigmoid", ["c"], ["y"]),
+        ]
+        weights = {"w": normal(channels, 32 // groups, *kernel), "b": normal(32)}
+        for sizes in ((2, 5, 4), ("n", "high", "wide")):
+            shape = [sizes[0], channels, *sizes[1:]]
+            cases.append(((nodes, [("x", shape)], ["y"], weights), {"x": normal(2, channels, 5, 4)}))
+    rules = rule_counts(assert_all_same(cases))
+    assert rules["conv2d"] == len(cases)
+    assert not rules["depthwise"]
+
+
 def test_an_activation_of_joined_images_that_are_cut_is_a_function_of_its_own(
     make_model: Any, assert_same_as_onnxruntime: Check
 ) -> None:

@@ -10,6 +10,7 @@ In this module, a *line* is such a loop: it copies *numbers* one by one, or *pix
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import tvm
@@ -31,26 +32,32 @@ from tvmflow.compiler.statements import (
 _MOST_CHOICES = 7
 
 
-def split_lines(mod: tvm.IRModule) -> tvm.IRModule:
+def split_lines(mod: tvm.IRModule, kind: ForKind = ForKind.SERIAL) -> tvm.IRModule:
     """Return a lowered module whose loops over the numbers of a line have no condition for the place of each.
 
-    Only loops change in which numbers are computed one by one: a condition for a vector of numbers costs little. A loop
-    of known length changes only if it copies the pixels of a padded line.
+    Only loops of one `kind` change: those of one core, or with `PARALLEL` those over numbers that cores share. In them
+    numbers are computed one by one; a condition for a vector of numbers costs little. A loop of known length changes
+    only if it copies the pixels of a padded line.
     """
-    return map_functions(mod, lambda func: func.with_body(tvm_ffi.structural_map(func.body, (For, _split))))
+    split = partial(_split, kind=kind)
+    return map_functions(mod, lambda func: func.with_body(tvm_ffi.structural_map(func.body, (For, split))))
 
 
-def _split(line: For) -> Any:
+def _split(line: For, kind: ForKind) -> Any:
     """Make several loops of a loop over the numbers, or pixels, of a line; return another loop unchanged."""
     values: dict[Any, Any] = {}
+    if line.kind != kind:
+        return line
     store, inner = _only(line, values), []
     while isinstance(store, For):
         inner.append(store)
-        store = _only(store, values)
+        store = _only(store, values) if store.kind == ForKind.SERIAL else None
     if not isinstance(store, tirx.BufferStore):
         return line
     place, value = line.loop_var, replace_variables(store.value, values)
     is_known = isinstance(line.extent, tirx.IntImm)
+    if kind == ForKind.PARALLEL and (is_known or inner):
+        return line
     choices = [item for item in (value,) if is_choice(item)] if is_known else _choices(value)
     if len(choices) > _MOST_CHOICES:
         return line
@@ -66,14 +73,12 @@ def _split(line: For) -> Any:
         for loop in reversed(inner):
             body = For(loop.loop_var, loop.min, loop.extent, ForKind.SERIAL, body)
         body = replace_variables(replace_variables(body, values), {place: place + start})
-        statements.append(with_own_variables(For(place, zero, stop - start, ForKind.SERIAL, body)))
+        statements.append(with_own_variables(For(place, zero, stop - start, kind, body)))
     return SeqStmt(statements)
 
 
-def _only(loop: Any, values: dict[Any, Any]) -> Any:
-    """The one statement in a serial loop, after definitions, whose values are added to `values`; None without it."""
-    if not isinstance(loop, For) or loop.kind != ForKind.SERIAL:
-        return None
+def _only(loop: For, values: dict[Any, Any]) -> Any:
+    """The one statement in a loop, after definitions, whose values are added to `values`; None without it."""
     *definitions, last = loop.body.seq if isinstance(loop.body, SeqStmt) else [loop.body]
     for item in definitions:
         if not isinstance(item, tirx.Bind):

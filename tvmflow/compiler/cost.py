@@ -10,7 +10,7 @@ the second-level cache.
 import math
 
 from tvmflow.compiler.machine import Machine
-from tvmflow.hardware.profiles import Memory
+from tvmflow.hardware.profiles import Cache, Memory
 
 # The share of a cache that data may fill so that it stays there beside what else is read: a part of the model, of every
 # cache with several ways.
@@ -45,9 +45,9 @@ def rows_in_set(machine: Machine) -> int:
     return machine.first.ways - 1
 
 
-def lines_in_set(count: int, distance: int, machine: Machine) -> int:
-    """Return how many of `count` lines, each `distance` bytes after the one before, share a set of the first cache."""
-    span = machine.first.span
+def lines_in_set(count: int, distance: int, cache: Cache) -> int:
+    """Return how many of `count` lines, each `distance` bytes after the one before, share a set of a cache."""
+    span = cache.span
     return math.ceil(count / (span // math.gcd(distance, span)))
 
 

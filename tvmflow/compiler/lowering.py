@@ -30,7 +30,8 @@ def lower_functions(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.I
     lowered = _pipeline()(tirx.transform.BindTarget(target.with_host(target))(functions))
     builtins = tvm.transform.Sequential([tirx.transform.LowerTVMBuiltin(), tirx.transform.LowerIntrin()])
     lowered = map_functions(map_functions(lowered, take_unaligned), _with_small_buffers_on_stack)
-    return split_lines(run_short_loops_alone(builtins(lower_divisions(lowered))))
+    shared = split_lines(builtins(lower_divisions(lowered)), tirx.ForKind.PARALLEL)
+    return split_lines(run_short_loops_alone(shared))
 
 
 def _pipeline() -> tvm.transform.Pass:

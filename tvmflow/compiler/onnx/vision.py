@@ -5,6 +5,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
 # The opset in which the regions of RoiAlign got their offset.
 _HALF_PIXELS = 16
+
+# The most elements that cover a pixel of Col2Im and are written as a sum: TVM takes minutes for longer ones, or fails.
+_MOST_TERMS = 4
 
 # The most samples along each side of a bin of RoiAlign that chooses their number by the region.
 _MOST_SAMPLES = 1 << 15
@@ -384,17 +388,30 @@ def convert_col2im(node: Node) -> relax.Expr:
     data = node.with_sizes(node.inputs[0], [*dims[:2], node.evaluator.simplify(math.prod(blocks))])
 
     def fold(columns: te.Tensor) -> te.Tensor:
-        taps = [te.reduce_axis((0, size), f"k{place}") for place, size in enumerate(kernel)]
+        # Without dilation, a pixel is covered by every stride-th tap alone, from its own first one on.
+        steps = [stride if dilation == 1 else 1 for stride, dilation in zip(strides, dilations, strict=True)]
+        turns = [-(-size // step) for size, step in zip(kernel, steps, strict=True)]
 
         def element(n: Any, c: Any, *pixel: Any) -> Any:
-            tap, column, inside = 0, 0, []
-            for i in range(rank):
-                distance = pixel[i] + pads[i] - taps[i] * dilations[i]
-                place = te.indexdiv(te.max(distance, 0), strides[i])
-                inside += [distance >= 0, te.indexmod(distance, strides[i]) == 0, place < blocks[i]]
-                tap, column = tap * kernel[i] + taps[i], column * blocks[i] + te.min(place, blocks[i] - 1)
-            value = columns[n, c * count + tap, column]
-            return te.sum(te.if_then_else(te.all(*inside), value, tirx.const(0, columns.dtype)), axis=taps)
+            def covering(turn: Sequence[Any]) -> Any:
+                tap, column, inside = 0, 0, []
+                for i in range(rank):
+                    own = te.indexmod(pixel[i] + pads[i], steps[i]) + turn[i] * steps[i]
+                    distance = pixel[i] + pads[i] - own * dilations[i]
+                    place = te.indexdiv(te.max(distance, 0), strides[i])
+                    inside += [own < kernel[i], distance >= 0, place < blocks[i]]
+                    if steps[i] != strides[i]:
+                        inside.append(te.indexmod(distance, strides[i]) == 0)
+                    tap = tap * kernel[i] + te.min(own, kernel[i] - 1)
+                    column = column * blocks[i] + te.min(place, blocks[i] - 1)
+                value = columns[n, c * count + tap, column]
+                return te.if_then_else(te.all(*inside), value, tirx.const(0, columns.dtype))
+
+            if steps != [1] * rank and math.prod(turns) <= _MOST_TERMS:
+                # The pixels of each remainder then have a loop of their own.
+                return reduce(operator.add, map(covering, product(*map(range, turns))))
+            axes = [te.reduce_axis((0, size), f"k{place}") for place, size in enumerate(turns)]
+            return te.sum(covering(axes), axis=axes)
 
         shape = (columns.shape[0], te.indexdiv(columns.shape[1], count), *sizes)
         return te.compute(shape, element, name="fold")

@@ -45,7 +45,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
     left, right = call.args
     left_shape, right_shape = list(left.ty.shape.values), list(right.ty.shape.values)
     decisions = choices.about(subject_of(call))
-    if _is_dense(right):
+    if _is_dense(right) and not _is_read_in_place(left, right, machine):
         lanes = vector(int(right_shape[1]), machine)
         rows = static(math.prod(left_shape[:-1]))
         vectors = filled_vectors(int(right_shape[1]), lanes, rows, machine)
@@ -54,7 +54,9 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
         compute = partial(dense, units=int(right_shape[1]), machine=machine, decisions=decisions)
         return call_kernel(builder, compute, left, packed_weight, name="dense")
     batch = list(call.ty.shape.values)[:-2] if isinstance(call.ty.shape, relax.ShapeExpr) else []
-    if not batch or not all(_broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)):
+    if not (batch or _is_dense(right)) or not all(
+        _broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)
+    ):
         return None
     compute = partial(batch_matmul, batch=batch, machine=machine, decisions=decisions)
     if isinstance(right, tvm.ir.GenericConst):
@@ -78,6 +80,23 @@ def _is_dense(right: relax.Expr) -> bool:
     """Whether the right operand of a product is a matrix of known size."""
     shape = right.ty.shape.values
     return len(shape) == 2 and bool(static(shape[0]) and static(shape[1]))
+
+
+def _is_read_in_place(left: relax.Expr, right: relax.Expr, machine: Machine) -> bool:
+    """Whether a computed matrix of known size takes longer to pack than to read where it lies.
+
+    One tile of rows reads it once, and a free number of rows may be one. Several tiles read the columns of a tile
+    again, and these must not evict each other from the second-level cache. Rows of several items are packed.
+    """
+    *lead, rows, _ = map(static, left.ty.shape.values)
+    depth, units = (int(size) for size in right.ty.shape.values)
+    lanes = vector(units, machine)
+    vectors = filled_vectors(units, lanes, rows, machine, is_packed=False)
+    if isinstance(right, tvm.ir.GenericConst) or vectors * lanes != units or any(size != 1 for size in lead):
+        return False
+    if rows is not None:
+        return rows <= tiles.choose(rows, vectors, machine).rows
+    return cost.lines_in_set(depth, machine.number * units, machine.second) <= machine.second.ways
 
 
 def subject_of(call: relax.Call) -> str:

@@ -102,7 +102,7 @@ def layout(lanes: int) -> list[tvm.transform.Pass]:
     """
     return [
         dimensions.in_two_dimensions(),
-        dimensions.split_transposed(),
+        dimensions.split_transposed(lanes),
         dimensions.split_groups(lanes),
         ChannelsLast(lanes),
         simplify.transpose_before_resizing(),
@@ -218,7 +218,7 @@ def _gpu_passes(target: Target, precision: Precision) -> _TargetPasses:
         layout=[
             *([attention.compose_attention(), CheckSizesAlone()] if precision == "fp16" else []),
             dimensions.in_two_dimensions(),
-            dimensions.split_transposed(),
+            dimensions.split_transposed(NARROWEST),
             ChannelsLast(NARROWEST),
             simplify.transpose_before_resizing(),
         ],

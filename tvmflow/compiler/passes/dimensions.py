@@ -1,7 +1,7 @@
 """Writes transposed, one- and three-dimensional and some grouped convolutions as ordinary ones of two dimensions."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from tvmflow.compiler.passes.rewrite import Rewriter, dtype, rewriting, sizes
 
 # With more groups, the convolution of each group is too small.
 _MOST_GROUPS = 8
+# With more phases, the results of a convolution for each of them take longer to interleave than to compute.
+_MOST_PHASES = 4
 
 
 def in_two_dimensions() -> tvm.transform.Pass:
@@ -78,15 +80,17 @@ def _make_channels(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     return None
 
 
-def split_transposed() -> tvm.transform.Pass:
+def split_transposed(lanes: int) -> tvm.transform.Pass:
     """Return the pass that replaces a transposed convolution by one ordinary convolution for each phase of its stride.
 
     A phase is all outputs whose positions leave the same remainder when divided by the stride. They use the same taps
     of the kernel, so an ordinary convolution with these taps, in reverse order, computes the phase. The results of all
     phases are then interleaved. If all phases read the same inputs, as with a kernel of the stride's size, a single
-    convolution computes them all. Only convolutions of float32 or int32 in NCHW with constant weights are replaced.
+    convolution computes them all; in groups it does where the phases of a group fill vectors of `lanes` channels. Many
+    phases that do so but for the padding are computed without it, and the result is cut. Only convolutions of float32
+    or int32 in NCHW with constant weights are replaced.
     """
-    return rewriting("SplitTransposed", {"nn.conv2d_transpose": (_split_transposed,)})
+    return rewriting("SplitTransposed", {"nn.conv2d_transpose": (partial(_split_transposed, lanes=lanes),)})
 
 
 def _transposed_1d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -131,7 +135,7 @@ def _split_groups(rewriter: Rewriter, call: relax.Call, lanes: int) -> relax.Exp
     return relax.op.concat(parts, 1)
 
 
-def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+def _split_transposed(rewriter: Rewriter, call: relax.Call, lanes: int) -> relax.Expr | None:
     attrs, weight = call.attrs, rewriter.constant(call.args[1])
     if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCHW", "IOHW", "NCHW"):
         return None
@@ -142,6 +146,13 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
     groups = int(attrs.groups)
     strides = [int(item) for item in attrs.strides]
     padding = [int(item) for item in attrs.padding]
+    own = weight.shape[1]
+    fills_vectors = groups == 1 or own * strides[0] * strides[1] % lanes == 0
+    if any(padding) and fills_vectors and strides[0] * strides[1] > _MOST_PHASES and _is_cut(weight, attrs):
+        free = {"strides": strides, "dilation": attrs.dilation, "groups": groups}
+        whole = rewriter.emit(relax.op.nn.conv2d_transpose(data, call.args[1], **free))
+        end = [before + size for before, size in zip(padding, call.ty.shape.values[2:], strict=False)]
+        return relax.op.strided_slice(whole, [2, 3], padding[:2], end, assume_inbound=True)
     phases = [
         _phases(weight.shape[2 + axis], strides[axis], int(attrs.dilation[axis]), padding[axis]) for axis in (0, 1)
     ]
@@ -160,7 +171,7 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
     )
     kernel = ordinary_kernel(weight, groups)
     channels = kernel.shape[0]
-    alike = groups == 1 and all(len({(len(taps), first) for taps, first, _ in axis}) == 1 for axis in phases)
+    alike = fills_vectors and all(len({(len(taps), first) for taps, first, _ in axis}) == 1 for axis in phases)
     alike = alike and all(taps for axis in phases for taps, _, _ in axis)
     pieces, kernels = [], []
     for rows, first_row, step_row in phases[0]:
@@ -172,7 +183,10 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
                 kernels.append(np.zeros((*kernel.shape[:2], 1, 1), kind))
                 pieces.append(((0, 0), (1, 1)))
     if alike:
-        pieces, kernels = pieces[:1], [np.concatenate(kernels)]
+        # The phases of a group are side by side.
+        by_group = [part.reshape(groups, own, *part.shape[1:]) for part in kernels]
+        joined = np.concatenate(by_group, axis=1)
+        pieces, kernels = pieces[:1], [joined.reshape(-1, *joined.shape[2:])]
     results = []
     for (starts, steps), part in zip(pieces, kernels, strict=True):
         pads = [-start for start in starts] + [
@@ -184,13 +198,27 @@ def _split_transposed(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None
     # TVM compares sizes of functions that it fuses by their form, so each has the form that TVM gives it.
     high, wide = (analyzer.simplify(dims[2 + axis] + extra[axis]) for axis in (0, 1))
     if strides != [1, 1]:
-        parts = rewriter.emit(relax.op.reshape(whole, [batch, *strides, channels, high, wide]))
-        apart = rewriter.emit(relax.op.permute_dims(parts, [0, 3, 4, 1, 5, 2]))
+        if alike and groups > 1:
+            parts = rewriter.emit(relax.op.reshape(whole, [batch, groups, *strides, own, high, wide]))
+            apart = rewriter.emit(relax.op.permute_dims(parts, [0, 1, 4, 5, 2, 6, 3]))
+        else:
+            parts = rewriter.emit(relax.op.reshape(whole, [batch, *strides, channels, high, wide]))
+            apart = rewriter.emit(relax.op.permute_dims(parts, [0, 3, 4, 1, 5, 2]))
         high, wide = image if whole_size else (high * strides[0], wide * strides[1])
         whole = rewriter.emit(relax.op.reshape(apart, [batch, channels, high, wide]))
     if whole_size:
         return whole
     return relax.op.strided_slice(whole, [2, 3], [0, 0], image, assume_inbound=True)
+
+
+def _is_cut(weight: Array, attrs: Any) -> bool:
+    """Whether a transposed convolution is a part of one without padding, whose phases all read the same inputs."""
+    return all(
+        weight.shape[2 + axis] % int(attrs.strides[axis]) == 0
+        and int(attrs.dilation[axis]) == 1
+        and int(attrs.output_padding[axis]) <= int(attrs.padding[2 + axis])
+        for axis in (0, 1)
+    )
 
 
 def _overhang(kernel: int, stride: int, dilation: int, padding: Sequence[int], more: int) -> int:
@@ -246,20 +274,23 @@ def _slice_between(data: relax.Expr, begin: int, end: Any, step: int) -> relax.E
 def _volumes(rewriter: Rewriter, call: relax.Call, kernel: str) -> tuple[Array, list[Any], list[Any]] | None:
     """The weights of a convolution of float32 volumes, and the dimensions of its data and of its result.
 
-    None for one with groups or of unknown shape, and for weights that are not constant or of another layout than
-    `kernel`.
+    None for one of unknown shape, and for weights that are not constant or of another layout than `kernel`.
     """
     attrs, weight = call.attrs, rewriter.constant(call.args[1])
     if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCDHW", kernel, "NCDHW"):
         return None
     dims, out = sizes(call.args[0]), sizes(call)
-    if weight is None or dims is None or out is None or dtype(call.args[0]) != "float32" or int(attrs.groups) != 1:
+    if weight is None or dims is None or out is None or dtype(call.args[0]) != "float32":
         return None
     return weight, dims, out
 
 
 def _conv3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
-    """Write a 3D convolution as a 2D one: the input slices that an output slice reads are an image's channels."""
+    """Write a 3D convolution as a 2D one: the input slices that an output slice reads are an image's channels.
+
+    In groups it is a sum of 2D ones, one for each of these slices. One whose windows have one line and one column has
+    slices as lines of an image.
+    """
     volumes = _volumes(rewriter, call, "OIDHW")
     if volumes is None:
         return None
@@ -267,24 +298,38 @@ def _conv3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     outputs, inputs, taps, *kernel = weight.shape
     (deep, *strides), (step, *dilation) = ([int(item) for item in values] for values in (attrs.strides, attrs.dilation))
     front, top, left, back, bottom, right = (int(item) for item in attrs.padding)
+    groups = int(attrs.groups)
+    if groups > 1 and (kernel, strides, [top, left, bottom, right]) == ([1, 1], [1, 1], [0] * 4):
+        lines = rewriter.emit(relax.op.reshape(data, [*dims[:3], dims[3] * dims[4]]))
+        image = relax.op.nn.conv2d(
+            lines, constant(weight.reshape(outputs, inputs, taps, 1)), strides=[deep, 1], padding=[front, 0, back, 0],
+            dilation=[step, 1], groups=groups,
+        )  # fmt: skip
+        return relax.op.reshape(rewriter.emit(image), out)
     if front or back:
         data = rewriter.emit(relax.op.nn.pad(data, [0, 0, 0, 0, front, back, 0, 0, 0, 0]))
-    count = out[2]
-    slices = data
+    count, parts = out[2], [data]
     if taps > 1 or deep > 1:
         parts = [
             rewriter.emit(_slice_between(data, tap * step, tap * step + (count - 1) * deep + 1, deep))
             for tap in range(taps)
         ]
+
+    def convolution(slices: relax.Expr, flat: Array) -> relax.Expr:
+        slices_first = rewriter.emit(relax.op.permute_dims(slices, [0, 2, 1, 3, 4]))
+        images = rewriter.emit(relax.op.reshape(slices_first, [dims[0] * count, flat.shape[1] * groups, *dims[3:]]))
+        result = relax.op.nn.conv2d(
+            images, constant(flat), strides=strides, padding=[top, left, bottom, right], dilation=dilation,
+            groups=groups,
+        )  # fmt: skip
+        return rewriter.emit(result)
+
+    if groups > 1:
+        sums = [convolution(part, weight[:, :, tap]) for tap, part in enumerate(parts)]
+        result = reduce(lambda one, other: rewriter.emit(relax.op.add(one, other)), sums)
+    else:
         slices = rewriter.emit(relax.op.concat(parts, 1)) if taps > 1 else parts[0]
-    slices_first = rewriter.emit(relax.op.permute_dims(slices, [0, 2, 1, 3, 4]))
-    images = rewriter.emit(relax.op.reshape(slices_first, [dims[0] * count, taps * inputs, *dims[3:]]))
-    flat = weight.swapaxes(1, 2).reshape(outputs, taps * inputs, *kernel)
-    result = rewriter.emit(
-        relax.op.nn.conv2d(
-            images, constant(flat), strides=strides, padding=[top, left, bottom, right], dilation=dilation
-        )
-    )
+        result = convolution(slices, weight.swapaxes(1, 2).reshape(outputs, taps * inputs, *kernel))
     apart = rewriter.emit(relax.op.reshape(result, [dims[0], count, outputs, *out[3:]]))
     return relax.op.permute_dims(apart, [0, 2, 1, 3, 4])
 
@@ -296,7 +341,7 @@ def _transposed_3d(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     remainder when divided by the stride use the same taps.
     """
     volumes = _volumes(rewriter, call, "IODHW")
-    if volumes is None:
+    if volumes is None or int(call.attrs.groups) > 1:
         return None
     attrs, data, (weight, dims, out) = call.attrs, call.args[0], volumes
     outputs, taps = weight.shape[1:3]

@@ -267,12 +267,16 @@ def _spatial(layouts: str, kernel: str | None, *, always: bool) -> _Rule:
 
 def _pool2d(layout: _Layout, call: relax.Call) -> _Permuted | None:
     """Pool with the channels last; where windows overlap, this is worth two transposes."""
+    return _spatial("NCHW", None, always=_is_worth_transposes(layout, call))(layout, call)
+
+
+def _is_worth_transposes(layout: _Layout, call: relax.Call) -> bool:
+    """Whether a pooling has overlapping windows and channels that fill a vector."""
     shape = call.args[0].ty.shape.values if isinstance(call.args[0].ty.shape, relax.ShapeExpr) else []
-    wide = len(shape) == 4 and isinstance(shape[1], tvm.tirx.IntImm) and int(shape[1]) >= layout.lanes
-    overlap = any(
+    is_wide = len(shape) > 2 and isinstance(shape[1], tvm.tirx.IntImm) and int(shape[1]) >= layout.lanes
+    return is_wide and any(
         int(size) > int(stride) for size, stride in zip(call.attrs.pool_size, call.attrs.strides, strict=True)
     )
-    return _spatial("NCHW", None, always=wide and overlap)(layout, call)
 
 
 @_on_transposed
@@ -287,24 +291,28 @@ def _pool1d(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | 
     return _Permuted(layout.emit(relax.op.squeeze(pooled, [1])), value.axes)
 
 
-@_on_transposed
-def _pool3d(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | None:
-    """Pool within every slice, then across slices: a window's maximum or mean is that of its slices' results."""
-    out, attrs = sizes(call), call.attrs
-    if out is None or value.axes != (0, 4, 1, 2, 3):
+def _pool3d(layout: _Layout, call: relax.Call) -> _Permuted | None:
+    """Pool within every slice, then across slices: a window's maximum or mean is that of its slices' results.
+
+    Where windows overlap, channels that come last are worth two transposes, but for windows of one slice of known size.
+    """
+    value, out, attrs, axes = layout.value(call.args[0]), sizes(call), call.attrs, (0, 4, 1, 2, 3)
+    if value is None or out is None or (attrs.layout, attrs.out_layout) != ("NCDHW", "NCDHW"):
         return None
-    if (attrs.layout, attrs.out_layout) != ("NCDHW", "NCDHW"):
+    is_flat = int(attrs.pool_size[0]) == 1 and all(isinstance(size, tvm.tirx.IntImm) for size in out)
+    if value.axes != axes and (is_flat or not _is_worth_transposes(layout, call)):
         return None
-    batch, depth, *image = value.base.ty.shape.values
+    data = layout.ordered(value, axes)
+    batch, depth, *image = data.ty.shape.values
     size, strides, dilation, pads = (
         [int(item) for item in values] for values in (attrs.pool_size, attrs.strides, attrs.dilation, attrs.padding)
     )
-    images = layout.emit(relax.op.reshape(value.base, [batch * depth, *image]))
+    images = layout.emit(relax.op.reshape(data, [batch * depth, *image]))
     flat = _pool_images(layout, call, images, size[1:], strides[1:], dilation[1:], [*pads[1:3], *pads[4:]])
     lines = layout.emit(relax.op.reshape(flat, [batch, depth, out[3] * out[4], out[1]]))
     front, back = pads[0], pads[3]
     deep = _pool_images(layout, call, lines, [size[0], 1], [strides[0], 1], [dilation[0], 1], [front, 0, back, 0])
-    return _Permuted(layout.emit(relax.op.reshape(deep, [batch, *out[2:], out[1]])), value.axes)
+    return _Permuted(layout.emit(relax.op.reshape(deep, [batch, *out[2:], out[1]])), axes)
 
 
 def _pool_images(
@@ -315,8 +323,10 @@ def _pool_images(
     strides: Sequence[int],
     dilation: Sequence[int],
     padding: Sequence[int],
-) -> relax.Var:
-    """Pooling of `[N, H, W, C]` in the mode of a pooling of other dimensions."""
+) -> relax.Expr:
+    """Pooling of `[N, H, W, C]` in the mode of one of other dimensions; the images if windows have a single pixel."""
+    if {*size, *strides} == {1} and not any(padding):
+        return images
     pool = relax.op.nn.max_pool2d if "max" in call.op.name else relax.op.nn.avg_pool2d
     modes = (call.attrs.ceil_mode, call.attrs.count_include_pad)
     return layout.emit(pool(images, size, strides, padding, dilation, *modes, layout="NHWC", out_layout="NHWC"))

@@ -1,15 +1,18 @@
-"""Multiplies a single row by the transpose of a tensor without transposing it, as attention to one query does."""
+"""Multiplies a single row by a computed matrix, or by the transpose of one, where it lies: without a copy of it."""
 
 import tvm
 from tvm import relax
 
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import is_float32, static
+from tvmflow.compiler.operators.common import are_equal, is_float32, static
 from tvmflow.compiler.passes.rewrite import Rewriter, rewriting, sizes
 
 
 def multiply_single_rows(machine: Machine) -> tvm.transform.Pass:
-    """Return the pass that sums the products of a row with each row of a tensor, in the place of the transpose."""
+    """Return the pass that sums the products of a row with each row of a tensor, in the place of the transpose.
+
+    It also adds up the rows of a matrix of known size that is no constant, each times an element of the row.
+    """
 
     def multiply(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         left, right = call.args
@@ -26,4 +29,23 @@ def multiply_single_rows(machine: Machine) -> tvm.transform.Pass:
         products = rewriter.emit(relax.op.multiply(left, transpose.args[0]))
         return relax.op.reshape(rewriter.emit(relax.op.sum(products, axis=-1)), call.ty.shape)
 
-    return rewriting("MultiplySingleRows", {"matmul": (multiply,)})
+    def add_rows(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+        left, right = call.args
+        row, matrix = sizes(left), sizes(right)
+        if row is None or matrix is None or min(len(row), len(matrix)) < 2 or not is_float32(left, right):
+            return None
+        if isinstance(right, tvm.ir.GenericConst) or rewriter.constant(right) is not None:
+            return None
+        # Each matrix has one row to multiply; those of a batch are read where they lie if they fill vectors.
+        lead = row[: max(0, len(row) - len(matrix))]
+        pairs = zip(row[len(lead) : -2], matrix[len(matrix) - len(row) + len(lead) : -2], strict=True)
+        if any(static(size) != 1 for size in (row[-2], *lead)) or not all(are_equal(*pair) for pair in pairs):
+            return None
+        units = static(matrix[-1])
+        if units is None or static(matrix[-2]) is None or (len(matrix) > 2 and units % machine.lanes == 0):
+            return None
+        column = rewriter.emit(relax.op.reshape(left, [*row[len(lead) : -2], row[-1], 1]))
+        products = rewriter.emit(relax.op.multiply(column, right))
+        return relax.op.reshape(rewriter.emit(relax.op.sum(products, axis=-2)), call.ty.shape)
+
+    return rewriting("MultiplySingleRows", {"matmul": (multiply, add_rows)})

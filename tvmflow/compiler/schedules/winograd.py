@@ -261,7 +261,7 @@ def _separate_taps(sch: Schedule, block: SBlockRV, distance: int, taps: int, mac
     `taps` is their number, and `distance` the bytes from one to the next; 0: unknown. A transform reads or writes
     all of them at a time, and in a set without room they would evict each other.
     """
-    if cost.lines_in_set(taps, distance, machine) > cost.rows_in_set(machine):
+    if cost.lines_in_set(taps, distance, machine.first) > cost.rows_in_set(machine):
         sch.storage_align(block, 0, axis, machine.first.span // machine.number, machine.first.line // machine.number)
 
 
