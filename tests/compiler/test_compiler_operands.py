@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 
 from support import scale
 from support.arrays import normal
+from support.builds import rule_counts
 from tvmflow.arrays import Array
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
@@ -122,6 +123,16 @@ def test_products_of_integers_take_free_sizes_beside_fixed_ones(assert_all_same:
     inputs = [("a", [1, "p", 4, "k"], TensorProto.INT8), ("b", ["n", 2, "m", 3], TensorProto.UINT8)]
     feed = {"a": np.arange(40, dtype="int8").reshape(1, 2, 4, 5), "b": np.arange(90, dtype="uint8").reshape(3, 2, 5, 3)}
     assert_all_same([(([node], inputs, [("y", None, TensorProto.INT32)]), feed)])
+
+
+def test_products_of_two_matrices_of_free_sizes_have_tiles(
+    make_model: Any, assert_same_as_onnxruntime: Callable[..., CompiledModel]
+) -> None:
+    node = helper.make_node("MatMul", ["a", "b"], ["y"])
+    path = make_model([node], [("a", ["m", "k"]), ("b", ["k", "n"])], ["y"])
+    sizes = ((1, 1, 1), (5, 3, 40), (37, 50, 19), (70, 7, 1))
+    feeds = [{"a": normal(m, k), "b": normal(k, n)} for m, k, n in sizes]
+    assert rule_counts(assert_same_as_onnxruntime(path, *feeds))["rows"] == 1
 
 
 def test_a_pooling_that_includes_its_padding_has_the_windows_of_its_formula(assert_all_same: Check) -> None:

@@ -38,8 +38,8 @@ _CONVERTING = 1
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices) -> relax.Expr | None:
     """Define a float32 matrix product by register tiles.
 
-    Returns None for other types, for vectors, for a depth of 0, and for two matrices if the right one has a symbolic
-    size. It also returns None where the leading dimensions do not provably broadcast.
+    Returns None for other types, for vectors, for a depth of 0, for a result of unknown shape, and where the leading
+    dimensions do not provably broadcast.
     """
     if not _is_product(call):
         return None
@@ -54,8 +54,10 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
         packed_weight = pack_weights(builder, right, MatrixPacking(lanes, vectors, number=number))
         compute = partial(dense, units=int(right_shape[1]), machine=machine, decisions=decisions)
         return call_kernel(builder, compute, left, packed_weight, name="dense")
-    batch = list(call.ty.shape.values)[:-2] if isinstance(call.ty.shape, relax.ShapeExpr) else []
-    if not batch or not all(_broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)):
+    if not isinstance(call.ty.shape, relax.ShapeExpr):
+        return None
+    batch = list(call.ty.shape.values)[:-2]
+    if not all(broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)):
         return None
     compute = partial(batch_matmul, batch=batch, machine=machine, decisions=decisions)
     if isinstance(right, tvm.ir.GenericConst):
@@ -207,14 +209,17 @@ def known_rows(sizes: Sequence[Any]) -> list[int]:
     return list(range(first, len(sizes))) if math.prod(sizes[first:]) >= FEWEST_ROWS else []
 
 
-def _broadcasts(sizes: Sequence[Any], batch: Sequence[Any]) -> bool:
-    """Whether leading dimensions broadcast to the batch: counted from the last, each is one or equal to the batch's."""
+def broadcasts(sizes: Sequence[Any], batch: Sequence[Any]) -> bool:
+    """Return whether leading dimensions broadcast to the batch: each, from the last on, is one or the batch's."""
     last = batch[len(batch) - len(sizes) :]
     return all(static(size) == 1 or are_equal(size, whole) for size, whole in zip(sizes, last, strict=True))
 
 
-def _place(index: Sequence[Any], lead: Sequence[Any]) -> tuple[Any, ...]:
-    """Convert an index of the whole product to one into the leading dimensions of an operand that is broadcast."""
+def place_of_operand(index: Sequence[Any], lead: Sequence[Any]) -> tuple[Any, ...]:
+    """Return an index of the whole product as one into the leading dimensions `lead` of an operand.
+
+    Operands that have one element along a dimension, or lack it, are broadcast.
+    """
     own = index[len(index) - 2 - len(lead) : len(index) - 2]
     return tuple(0 if static(size) == 1 else at for size, at in zip(lead, own, strict=True))
 
@@ -241,7 +246,7 @@ def batch_matmul(
 
         def weight(*index: Any) -> Any:
             *_, k, c = index
-            return right[(*_place(index, right.shape[:-3]), c // lanes, k, c % lanes)]
+            return right[(*place_of_operand(index, right.shape[:-3]), c // lanes, k, c % lanes)]
     else:
         units = right.shape[-1]
         columns = static(units)
@@ -258,7 +263,7 @@ def batch_matmul(
             )
 
         def weight(*index: Any) -> Any:
-            return whole[(*_place(index, whole.shape[:-2]), *index[-2:])]
+            return whole[(*place_of_operand(index, whole.shape[:-2]), *index[-2:])]
 
     product = Product(
         batch=batch,
@@ -266,7 +271,7 @@ def batch_matmul(
         depth=depth,
         channels=room,
         lanes=lanes,
-        left=lambda *index: left[(*_place(index, left.shape[:-2]), *index[-2:])],
+        left=lambda *index: left[(*place_of_operand(index, left.shape[:-2]), *index[-2:])],
         right=weight,
         shared=False,
     )
