@@ -249,6 +249,51 @@ def test_without_dot_products_operators_of_integers_are_computed_in_float32(make
     assert rules["conv2d"] + rules["rows"] + rules["depthwise"] >= 5
 
 
+@pytest.mark.parametrize("is_free", [False, True], ids=["known", "free"])
+def test_products_of_two_computed_operands_multiply_pairs_of_integers(
+    is_free: bool, make_model: MakeModel, run_built: RunBuilt
+) -> None:
+    """With zero points of each kind, broadcast batches, an odd depth, and differences of 255."""
+    rng = np.random.default_rng(3)
+    node = helper.make_node
+    shapes = {"a": (6, 35), "b": (35, 37), "c": (2, 3, 6, 35), "d": (1, 35, 20), "e": (2, 1, 20, 35)}
+    nodes = [
+        node("MatMulInteger", ["a", "b", "zero", "columns"], ["y0"]),
+        node("MatMulInteger", ["a", "b", "rows"], ["y1"]),
+        node("MatMulInteger", ["c", "d", "none", "signed"], ["y2"]),
+        node("Transpose", ["e"], ["t"], perm=[0, 1, 3, 2]),
+        node("MatMulInteger", ["c", "t", "zero"], ["y3"]),
+    ]
+    types = {"a": "uint8", "b": "uint8", "c": "uint8", "d": "int8", "e": "int8"}
+    inputs = {name: _integers(rng, shape, types[name]) for name, shape in shapes.items()}
+    inputs["a"][0], inputs["b"][:, 0] = 255, 255
+    weights = {
+        "none": np.array(0, "uint8"),
+        "zero": np.array(131, "uint8"),
+        "signed": np.array(-7, "int8"),
+        "columns": np.append(0, _integers(rng, (36,), "uint8")).astype("uint8"),
+        "rows": _integers(rng, (6, 1), "uint8"),
+    }
+    of_type = {"uint8": TensorProto.UINT8, "int8": TensorProto.INT8}
+    infos = [
+        (name, [f"n{size}" if is_free and size in (20, 35) else size for size in shape], of_type[types[name]])
+        for name, shape in shapes.items()
+    ]
+    outputs = [(f"y{place}", None, TensorProto.INT32) for place in range(4)]
+    path = make_model(nodes, infos, outputs, weights)
+    model = build(import_onnx(path), simple_target())
+    # The first two are one function.
+    assert rule_counts(model)["dot_rows"] == 3
+    expected = onnx.reference.ReferenceEvaluator(str(path)).run(None, inputs)
+    for ours, theirs in zip(run_built(model, *inputs.values()), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def _integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    limits = np.iinfo(dtype)
+    return rng.integers(limits.min, limits.max + 1, shape).astype(dtype)
+
+
 def test_a_layer_of_integers_whose_sums_no_float32_holds_is_exact(make_model: MakeModel, run_built: RunBuilt) -> None:
     """Zero points at the edge make differences of 255 of the data and of the weights."""
     nodes = [helper.make_node("MatMulInteger", ["a", "w", "zero", "other"], ["y"])]
