@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from support.builds import assert_all_same_as_onnxruntime, rule_counts, run_in_m
 from support.machines import on_two_cores, runnable_levels
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, vectormath
+from tvmflow.compiler.inspection import Inspection
 from tvmflow.compiler.machine import machine
 from tvmflow.hardware.target import Precision, Target
 
@@ -422,6 +424,38 @@ def test_sines_of_large_angles_are_those_of_numpy(make_model: Any, target: Any, 
     np.testing.assert_array_equal(sine[6], x[6])
     half = np.float32(np.pi / 2)
     np.testing.assert_array_equal(arctangent[:7], [0, half, -half, half, -half, np.float32(np.nan), x[6]])
+
+
+def test_inverse_and_hyperbolic_functions_and_logarithms_are_those_of_numpy_in_vectors(
+    make_model: Any, target: Any, run_built: Any
+) -> None:
+    """To a few units in the last place, from the smallest to the largest numbers."""
+    functions = {
+        "Tan": np.tan,
+        "Asin": np.arcsin,
+        "Acos": np.arccos,
+        "Sinh": np.sinh,
+        "Cosh": np.cosh,
+        "Asinh": np.arcsinh,
+        "Acosh": np.arccosh,
+        "Atanh": np.arctanh,
+        "Log": np.log,
+    }
+    sizes = np.concatenate([np.geomspace(1e-44, 3.4e38, 3000), np.linspace(0, 3, 3000), np.linspace(3, 95, 3000)])
+    edges = [0, 0.5, 1, 1.0000001, 0.99999994, 89.41, 89.42, np.inf, np.nan]
+    x = np.concatenate([sizes, -sizes, edges]).astype("float32")
+    nodes = [helper.make_node(name, ["x"], [name]) for name in functions]
+    path = make_model(nodes, [("x", [len(x)])], list(functions))
+    model = build(import_onnx(path), target, inspect=Inspection(code=("tir",)))
+    # The C library would be called for each number.
+    assert not re.search(r"T\.(tan|asin|acos|sinh|cosh|asinh|acosh|atanh|log)\(", model.inspected.code["tir"])
+    for ours, (name, function) in zip(run_built(model, x), functions.items(), strict=True):
+        with np.errstate(all="ignore"):
+            # The tangent of an angle beyond 1e9, whose neighbours are more than a turn away, is that of some angle.
+            places = np.abs(x) < 1e7 if name == "Tan" else np.full(len(x), True)
+            exact = function(x[places].astype("float64"))
+            expected = exact.astype("float32")
+        np.testing.assert_allclose(ours[places], expected, rtol=5e-7, atol=1e-44, err_msg=name)
 
 
 def test_exponentials_of_extremes_are_zero_infinite_and_not_a_number(
