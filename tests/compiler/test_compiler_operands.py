@@ -125,14 +125,28 @@ def test_products_of_integers_take_free_sizes_beside_fixed_ones(assert_all_same:
     assert_all_same([(([node], inputs, [("y", None, TensorProto.INT32)]), feed)])
 
 
+@pytest.mark.parametrize("element", [TensorProto.FLOAT, TensorProto.DOUBLE])
 def test_products_of_two_matrices_of_free_sizes_have_tiles(
-    make_model: Any, assert_same_as_onnxruntime: Callable[..., CompiledModel]
+    element: int, make_model: Any, assert_same_as_onnxruntime: Callable[..., CompiledModel]
 ) -> None:
-    node = helper.make_node("MatMul", ["a", "b"], ["y"])
-    path = make_model([node], [("a", ["m", "k"]), ("b", ["k", "n"])], ["y"])
+    node, dtype = helper.make_node("MatMul", ["a", "b"], ["y"]), helper.tensor_dtype_to_np_dtype(element)
+    path = make_model([node], [("a", ["m", "k"], element), ("b", ["k", "n"], element)], [("y", None, element)])
     sizes = ((1, 1, 1), (5, 3, 40), (37, 50, 19), (70, 7, 1))
-    feeds = [{"a": normal(m, k), "b": normal(k, n)} for m, k, n in sizes]
+    feeds = [{"a": normal(m, k).astype(dtype), "b": normal(k, n).astype(dtype)} for m, k, n in sizes]
     assert rule_counts(assert_same_as_onnxruntime(path, *feeds))["rows"] == 1
+
+
+def test_products_of_float64_have_tiles(assert_all_same: Check) -> None:
+    """Of known sizes that are no multiples of vectors, over a batch, and with a constant."""
+    double = TensorProto.DOUBLE
+    node, weight = helper.make_node("MatMul", ["a", "b"], ["y"]), {"b": normal(35, 19).astype("float64")}
+    shapes = [((37, 35), (35, 19)), ((2, 3, 9, 35), (3, 35, 40)), ((9, 35), (4, 35, 3)), ((2, 1, 35), None)]
+    cases = []
+    for left, right in shapes:
+        inputs = [(name, shape, double) for name, shape in zip("ab", (left, right), strict=True) if shape]
+        feed = {name: normal(*shape).astype("float64") for name, shape, _ in inputs}
+        cases.append((([node], inputs, [("y", None, double)], {} if right else weight), feed))
+    assert rule_counts(assert_all_same(cases))["rows"] == len(cases)
 
 
 def test_a_pooling_that_includes_its_padding_has_the_windows_of_its_formula(assert_all_same: Check) -> None:

@@ -66,7 +66,7 @@ _LOG = (
     -2.4999993993e-1,
     3.3333331174e-1,
 )
-# On the square of a number x: (f(x) / x - 1) / x^2. The numbers go up to a half, of tan to a quarter of pi, of sinh to 1.
+# On the square of a number x: (f(x) / x - 1) / x^2. The numbers go up to a half, of tan to pi/4, of sinh to 1.
 _ASIN = (4.2163199048e-2, 2.4181311049e-2, 4.5470025998e-2, 7.4953002686e-2, 1.6666752422e-1)
 _TAN = (
     9.38540185543e-3,

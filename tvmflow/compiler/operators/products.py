@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ _CONVERTING = 1
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices) -> relax.Expr | None:
-    """Define a float32 matrix product by register tiles.
+    """Define a product of float32 or float64 matrices by register tiles.
 
     Returns None for other types, for vectors, for a depth of 0, for a result of unknown shape, and where the leading
     dimensions do not provably broadcast.
@@ -46,7 +47,9 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
     left, right = call.args
     left_shape, right_shape = list(left.ty.shape.values), list(right.ty.shape.values)
     decisions = choices.about(subject_of(call))
-    if _is_dense(right):
+    if str(call.ty.dtype) == "float64":
+        machine = replace(machine, number=8)
+    elif _is_dense(right):
         lanes = vector(int(right_shape[1]), machine)
         rows = static(math.prod(left_shape[:-1]))
         vectors = filled_vectors(int(right_shape[1]), lanes, rows, machine)
@@ -60,7 +63,7 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
     if not all(broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)):
         return None
     compute = partial(batch_matmul, batch=batch, machine=machine, decisions=decisions)
-    if isinstance(right, tvm.ir.GenericConst):
+    if isinstance(right, tvm.ir.GenericConst) and is_float32(right):
         units = int(right_shape[-1])
         lanes = vector(units, machine)
         vectors = filled_vectors(units, lanes, static(left_shape[-2]), machine)
@@ -77,14 +80,19 @@ def multiply_fast(
     Returns None for other products, and where the algorithm is slower or `choices` name the direct product.
     """
     left, right = call.args
-    if not _is_product(call) or not _is_dense(right) or not isinstance(right, tvm.ir.GenericConst):
+    if not _is_product(call) or not is_float32(call) or not _is_dense(right):
+        return None
+    if not isinstance(right, tvm.ir.GenericConst):
         return None
     return fast_product(builder, left, right, machine, choices.about(subject_of(call)))
 
 
 def _is_product(call: relax.Call) -> bool:
-    """Whether a call multiplies float32 matrices, neither of which is empty or of one dimension."""
-    if not is_float32(*call.args) or str(call.ty.dtype) != "float32":
+    """Whether a call multiplies matrices of float32 or of float64, neither of which is empty or of one dimension."""
+    dtypes = {str(tensor.ty.dtype) for tensor in (*call.args, call)}
+    if dtypes not in ({"float32"}, {"float64"}) or not all(
+        isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in call.args
+    ):
         return False
     left, right = (argument.ty.shape.values for argument in call.args)
     return len(left) >= 2 and len(right) >= 2 and static(right[-2]) != 0
@@ -280,7 +288,7 @@ def batch_matmul(
 
 
 def rows_product(product: Product, machine: Machine, decisions: Decisions) -> te.Tensor:
-    """Define a float32 matrix product, computed in whole register tiles.
+    """Define a matrix product of floats, computed in whole register tiles.
 
     The element of the right operand is `right(*batch_index, k, channel)`. Where the rows of a tile do not divide those
     of the product, the result has more rows, which repeat the last row of the left operand. The `decisions` choose the
@@ -288,7 +296,7 @@ def rows_product(product: Product, machine: Machine, decisions: Decisions) -> te
     the rows of each tile are first copied side by side.
     """
     batch, rows, depth = product.batch, product.rows, product.depth
-    row_bytes = 4 * int(depth) if static(depth) else None
+    row_bytes = machine.number * int(depth) if static(depth) else None
     ranked = tiles.rank(static(rows), product.vectors or 2, machine, row_bytes)
     tile = tiles.choose_rows(ranked, decisions)
     source = product.left
