@@ -117,6 +117,8 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
         if str(getattr(binding.var.ty, "dtype", "")) != "int8":
             return
         unsigned = self._quantize_unsigned(binding.value)
+        if unsigned is None:
+            unsigned = self._concatenate_unsigned(binding.value)
         if unsigned is not None:
             self._unsigned[binding.var] = unsigned
 
@@ -223,6 +225,18 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
         if integers is not None:
             return integers
         return quantise(self, call.args[0], scalars[0], scalars[1] + _SHIFT)
+
+    def _concatenate_unsigned(self, expr: relax.Expr) -> relax.Var | None:
+        """Emit the concatenation of the unsigned integers that replace its parts; None for other expressions."""
+        call = self.call(expr, "relax.concat")
+        parts = None if call is None else self.values.get(call.args[0], call.args[0])
+        if (
+            call is None
+            or not isinstance(parts, relax.Tuple)
+            or not all(part in self._unsigned for part in parts.fields)
+        ):
+            return None
+        return self.emit(relax.op.concat([self._unsigned[part] for part in parts.fields], call.attrs.axis))
 
 
 def quantise(rewriter: _ToIntegers, expr: relax.Expr, scale: float, zero: int) -> relax.Var:
