@@ -206,3 +206,13 @@ def test_dimensions_of_free_size_that_are_apart_are_reduced_one_after_the_other(
     feeds = [{"x": (9 * generator.normal(size=size)).astype(dtype)} for size in sizes]
     model = assert_same_as_onnxruntime(path, *feeds)
     assert rule_counts(model)["free_reduction"] >= len(names)
+
+
+@pytest.mark.parametrize("rows", [5, "n"])
+def test_softmax_before_dimensions_of_one_element_is_one_of_rows(
+    rows: int | str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [helper.make_node(name, ["x"], [name], axis=1) for name in ("Softmax", "LogSoftmax")]
+    path = make_model(nodes, [("x", [rows, 37, 1, 1])], ["Softmax", "LogSoftmax"])
+    x = np.random.default_rng(0).normal(size=(5, 37, 1, 1)).astype("float32")
+    assert rule_counts(assert_same_as_onnxruntime(path, {"x": x}))["rowwise"] == len(nodes)
