@@ -464,9 +464,17 @@ def test_exponentials_of_extremes_are_zero_infinite_and_not_a_number(
     from tvmflow.compiler import build, import_onnx
 
     path = make_model([helper.make_node("Exp", ["x"], ["y"])], [("x", [16])], ["y"])
-    x = np.array([-np.inf, -1000, 1000, np.inf, np.nan, *[0.0] * 11], "float32")
-    (y,) = run_built(build(import_onnx(path), target), x)
-    np.testing.assert_array_equal(y[:6], np.array([0, 0, np.inf, np.inf, np.nan, 1], "float32"))
+    x = np.array(
+        [-np.inf, -1000, 1000, np.inf, np.nan, np.nan, 88.8, -87.4, *[0.0] * 5, 88.7228, -87.33, -87.0], "float32"
+    )
+    # The bits of a NaN that are not its sign and exponent are any.
+    x.view("uint32")[5] += 0x1ABC1
+    model = build(import_onnx(path), target, inspect=Inspection(code=("tir",)))
+    (y,) = run_built(model, x)
+    np.testing.assert_array_equal(y[:9], np.array([0, 0, np.inf, np.inf, np.nan, np.nan, np.inf, 0, 1], "float32"))
+    np.testing.assert_allclose(y[-3:], np.exp(x[-3:].astype("float64")), rtol=2e-7)
+    # Whole powers are found by one sum, and none is converted.
+    assert "T.floor" not in model.inspected.code["tir"]
 
 
 def test_global_pooling_over_any_channels_equals_onnx_runtime(assert_all_same: Check) -> None:

@@ -152,8 +152,14 @@ def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
     return value
 
 
-# The smallest number whose exponential is a normal float32.
-_SMALLEST_EXP = -87.3365
+# The numbers between which exponentials are normal float32.
+_SMALLEST_EXP, _LARGEST_EXP = -87.3365, 88.72284
+# The logarithm to base two of e.
+_IN_POWERS = 1.44269504088896341
+# Added to a number up to 2^22, it leaves the nearest whole number in the lowest bits.
+_ROUNDING = 12582912.0
+# The place of the lowest bit of the exponent.
+_EXPONENT = 23
 
 
 def _clamp(x: Any, lowest: float, highest: float) -> Any:
@@ -174,11 +180,15 @@ def _split(x: Any, combine: Callable[[Any, Any], Any]) -> Any:
     """
 
     def scale(y: Any, n: Any) -> Any:
-        rest = y - n * 0.693359375 + n * 2.12194440e-4
-        near_one = let(rest, lambda r: _polynomial(r, _EXP) * (r * r) + r + 1.0)
-        return combine(near_one, tirx.Cast("int32", n))
+        return combine(_near_one(y, n), tirx.Cast("int32", n))
 
-    return let(x, lambda y: let(tirx.floor(y * 1.44269504088896341 + 0.5), lambda n: scale(y, n)))
+    return let(x, lambda y: let(tirx.floor(y * _IN_POWERS + 0.5), lambda n: scale(y, n)))
+
+
+def _near_one(x: Any, n: Any) -> Any:
+    """e to the x over two to the n, for the whole number n that is nearest to the logarithm to base two."""
+    first, second = _LOG_2
+    return let(x - n * first - n * second, lambda r: _polynomial(r, _EXP) * (r * r) + r + 1.0)
 
 
 def _power(n: Any) -> Any:
@@ -189,11 +199,18 @@ def _power(n: Any) -> Any:
 @_bound
 def exp(x: Any) -> Any:
     """Return e to the float32 expression x; results below the smallest normal number are zero."""
-    # Two to the n in two factors: n itself is out of range for the largest results.
-    finite = _reduced(x, -89.0, lambda p, n: p * 2.0 * _power(n - 1))
-    small, large = tirx.const(_SMALLEST_EXP, "float32"), tirx.const(88.72284, "float32")
-    infinite = tirx.const(float("inf"), "float32")
-    return tirx.Select(x < small, tirx.const(0.0, "float32"), tirx.Select(x > large, infinite, finite))
+    small, large = tirx.const(_SMALLEST_EXP, "float32"), tirx.const(_LARGEST_EXP, "float32")
+    zero, infinity = tirx.const(0.0, "float32"), tirx.const(float("inf"), "float32")
+
+    def finite(shifted: Any) -> Any:
+        # The result is normal: its exponent is a sum.
+        near_one = let(shifted - _ROUNDING, lambda n: _near_one(x, n))
+        power = tirx.reinterpret("int32", shifted) << _EXPONENT
+        return tirx.reinterpret("float32", tirx.reinterpret("int32", near_one) + power)
+
+    value = let(x * _IN_POWERS + _ROUNDING, finite)
+    # NaN stays NaN.
+    return tirx.Select(x <= large, tirx.Select(x < small, zero, value), x + infinity)
 
 
 @_bound
@@ -433,6 +450,7 @@ def _log_of(f: Any, exponent: Any) -> Any:
 
 def _half_exp(x: Any) -> Any:
     """Half of e to the x, for a float32 expression from zero on; infinity where that is beyond float32."""
+    # Two to the n in two factors: n itself is out of range for the largest results.
     return _split(_clamp(x, 0.0, 90.0), lambda p, n: p * _power(n - 2) * 2.0)
 
 
