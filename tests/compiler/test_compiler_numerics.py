@@ -696,3 +696,18 @@ def test_floats_become_the_integers_of_onnx_runtime(dtype: str, make_model: Any,
     expected = onnxruntime.InferenceSession(path).run(None, {"x": x})
     for name, result, other in zip(names, results, expected, strict=True):
         np.testing.assert_array_equal(result, other, err_msg=name)
+
+
+def test_small_powers_of_float64_are_products_and_roots(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    exponents = {
+        "three": np.array(3, "float32"),
+        "half": np.array(0.5),
+        "minus": np.array(-1.0),
+        "root": np.array(-0.5),
+    }
+    nodes = [helper.make_node("Pow", ["x", name], [f"y{name}"]) for name in exponents]
+    outputs = [(f"y{name}", None, TensorProto.DOUBLE) for name in exponents]
+    path = make_model(nodes, [("x", [3, 50], TensorProto.DOUBLE)], outputs, exponents)
+    x = np.random.default_rng(0).uniform(0.1, 9, (3, 50))
+    model = assert_same_as_onnxruntime(path, {"x": x}, inspect=Inspection(code=("tir",)))
+    assert "T.pow" not in model.inspected.code["tir"]
