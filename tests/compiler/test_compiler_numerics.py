@@ -711,3 +711,28 @@ def test_small_powers_of_float64_are_products_and_roots(make_model: Any, assert_
     x = np.random.default_rng(0).uniform(0.1, 9, (3, 50))
     model = assert_same_as_onnxruntime(path, {"x": x}, inspect=Inspection(code=("tir",)))
     assert "T.pow" not in model.inspected.code["tir"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+def test_quotients_of_integers_are_exact_in_vectors(dtype: str, make_model: Any, target: Any, run_built: Any) -> None:
+    """At the limits of the type, and of quotients next to whole numbers, which floats could round to these."""
+    limits, generator, element = (
+        np.iinfo(dtype),
+        np.random.default_rng(0),
+        helper.np_dtype_to_tensor_dtype(np.dtype(dtype)),
+    )
+    node = helper.make_node("Div", ["a", "b"], ["y"])
+    path = make_model([node], [("a", ["n"], element), ("b", ["n"], element)], [("y", None, element)])
+    model = build(import_onnx(path), target, inspect=Inspection(code=("tir",)))
+    divisors = generator.integers(limits.min, limits.max, 4000, endpoint=True).astype("int64")
+    divisors[:1000] //= 1 + np.arange(1000)
+    divisors[divisors == 0] = 1
+    wholes = generator.integers(limits.min, limits.max, 4000, endpoint=True) // divisors * divisors
+    numbers = np.clip(np.concatenate([wholes + step for step in (-1, 0, 1)]), limits.min, limits.max)
+    divisors = np.tile(divisors, 3)
+    # The quotient of the least number by -1 is none of the type.
+    divisors[(numbers == limits.min) & (divisors == -1)] = 1
+    expected = np.sign(numbers) * np.sign(divisors) * (np.abs(numbers) // np.abs(divisors))
+    (ours,) = run_built(model, numbers.astype(dtype), divisors.astype(dtype))
+    np.testing.assert_array_equal(ours, expected.astype(dtype))
+    assert "float" in model.inspected.code["tir"]
