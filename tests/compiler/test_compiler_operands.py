@@ -134,6 +134,9 @@ def test_products_of_two_matrices_of_free_sizes_have_tiles(
     sizes = ((1, 1, 1), (5, 3, 40), (37, 50, 19), (70, 7, 1))
     feeds = [{"a": normal(m, k).astype(dtype), "b": normal(k, n).astype(dtype)} for m, k, n in sizes]
     assert rule_counts(assert_same_as_onnxruntime(path, *feeds))["rows"] == 1
+    # A single row reads a large matrix as it lies.
+    path = make_model([node], [("a", [1, "k"], element), ("b", ["k", "n"], element)], [("y", None, element)])
+    assert rule_counts(assert_same_as_onnxruntime(path, feeds[0]))["rows"] == 0
 
 
 def test_products_of_float64_have_tiles(assert_all_same: Check) -> None:

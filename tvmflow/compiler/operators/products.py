@@ -39,8 +39,8 @@ _CONVERTING = 1
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices) -> relax.Expr | None:
     """Define a product of float32 or float64 matrices by register tiles.
 
-    Returns None for other types, for vectors, for a depth of 0, for a result of unknown shape, and where the leading
-    dimensions do not provably broadcast.
+    Returns None for other types, for vectors, for a depth of 0, for a single row by a matrix of free size, for a result
+    of unknown shape, and where the leading dimensions do not provably broadcast.
     """
     if not _is_product(call):
         return None
@@ -60,6 +60,9 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
     if not isinstance(call.ty.shape, relax.ShapeExpr):
         return None
     batch = list(call.ty.shape.values)[:-2]
+    if not batch and static(left_shape[-2]) == 1 and not _is_dense(right):
+        # Tiles of columns would read a large matrix in pieces far apart; a row of results reads it as it lies.
+        return None
     if not all(broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)):
         return None
     compute = partial(batch_matmul, batch=batch, machine=machine, decisions=decisions)
