@@ -27,10 +27,13 @@ def _count(node: Any, kind: Any) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    ["exp", "exp_of_negative", "tanh", "erf", "sigmoid", "silu", "gelu", "gelu_tanh", "sin", "cos", "atan"],
+    [
+        *("exp", "exp_of_negative", "tanh", "erf", "sigmoid", "silu", "gelu", "gelu_tanh", "log"),
+        *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh"),
+    ],
 )
 def test_an_activation_does_not_repeat_parts_of_its_expression(name: str) -> None:
-    assert _count(getattr(vectormath, name)(tirx.Var("x", "float32")), tvm.ir.Expr) < 150
+    assert _count(getattr(vectormath, name)(tirx.Var("x", "float32")), tvm.ir.Expr) < 220
 
 
 def _unrolled(size: int, choose: Callable[[Any, te.Tensor], Any]) -> tvm.IRModule:

@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from support.builds import assert_all_same_as_onnxruntime, rule_counts, run_in_m
 from support.machines import on_two_cores, runnable_levels
 from support.models import save_model
 from tvmflow.compiler import BuildOptions, CompiledModel, build, import_onnx, vectormath
+from tvmflow.compiler.inspection import Inspection
 from tvmflow.compiler.machine import machine
 from tvmflow.hardware.target import Precision, Target
 
@@ -424,15 +426,55 @@ def test_sines_of_large_angles_are_those_of_numpy(make_model: Any, target: Any, 
     np.testing.assert_array_equal(arctangent[:7], [0, half, -half, half, -half, np.float32(np.nan), x[6]])
 
 
+def test_inverse_and_hyperbolic_functions_and_logarithms_are_those_of_numpy_in_vectors(
+    make_model: Any, target: Any, run_built: Any
+) -> None:
+    """To a few units in the last place, from the smallest to the largest numbers."""
+    functions = {
+        "Tan": np.tan,
+        "Asin": np.arcsin,
+        "Acos": np.arccos,
+        "Sinh": np.sinh,
+        "Cosh": np.cosh,
+        "Asinh": np.arcsinh,
+        "Acosh": np.arccosh,
+        "Atanh": np.arctanh,
+        "Log": np.log,
+    }
+    sizes = np.concatenate([np.geomspace(1e-44, 3.4e38, 3000), np.linspace(0, 3, 3000), np.linspace(3, 95, 3000)])
+    edges = [0, 0.5, 1, 1.0000001, 0.99999994, 89.41, 89.42, np.inf, np.nan]
+    x = np.concatenate([sizes, -sizes, edges]).astype("float32")
+    nodes = [helper.make_node(name, ["x"], [name]) for name in functions]
+    path = make_model(nodes, [("x", [len(x)])], list(functions))
+    model = build(import_onnx(path), target, inspect=Inspection(code=("tir",)))
+    # The C library would be called for each number.
+    assert not re.search(r"T\.(tan|asin|acos|sinh|cosh|asinh|acosh|atanh|log)\(", model.inspected.code["tir"])
+    for ours, (name, function) in zip(run_built(model, x), functions.items(), strict=True):
+        with np.errstate(all="ignore"):
+            # The tangent of an angle beyond 1e9, whose neighbours are more than a turn away, is that of some angle.
+            places = np.abs(x) < 1e7 if name == "Tan" else np.full(len(x), True)
+            exact = function(x[places].astype("float64"))
+            expected = exact.astype("float32")
+        np.testing.assert_allclose(ours[places], expected, rtol=5e-7, atol=1e-44, err_msg=name)
+
+
 def test_exponentials_of_extremes_are_zero_infinite_and_not_a_number(
     make_model: Any, target: Any, run_built: Any
 ) -> None:
     from tvmflow.compiler import build, import_onnx
 
     path = make_model([helper.make_node("Exp", ["x"], ["y"])], [("x", [16])], ["y"])
-    x = np.array([-np.inf, -1000, 1000, np.inf, np.nan, *[0.0] * 11], "float32")
-    (y,) = run_built(build(import_onnx(path), target), x)
-    np.testing.assert_array_equal(y[:6], np.array([0, 0, np.inf, np.inf, np.nan, 1], "float32"))
+    x = np.array(
+        [-np.inf, -1000, 1000, np.inf, np.nan, np.nan, 88.8, -87.4, *[0.0] * 5, 88.7228, -87.33, -87.0], "float32"
+    )
+    # The bits of a NaN that are not its sign and exponent are any.
+    x.view("uint32")[5] += 0x1ABC1
+    model = build(import_onnx(path), target, inspect=Inspection(code=("tir",)))
+    (y,) = run_built(model, x)
+    np.testing.assert_array_equal(y[:9], np.array([0, 0, np.inf, np.inf, np.nan, np.nan, np.inf, 0, 1], "float32"))
+    np.testing.assert_allclose(y[-3:], np.exp(x[-3:].astype("float64")), rtol=2e-7)
+    # Whole powers are found by one sum, and none is converted.
+    assert "T.floor" not in model.inspected.code["tir"]
 
 
 def test_global_pooling_over_any_channels_equals_onnx_runtime(assert_all_same: Check) -> None:
@@ -654,3 +696,43 @@ def test_floats_become_the_integers_of_onnx_runtime(dtype: str, make_model: Any,
     expected = onnxruntime.InferenceSession(path).run(None, {"x": x})
     for name, result, other in zip(names, results, expected, strict=True):
         np.testing.assert_array_equal(result, other, err_msg=name)
+
+
+def test_small_powers_of_float64_are_products_and_roots(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    exponents = {
+        "three": np.array(3, "float32"),
+        "half": np.array(0.5),
+        "minus": np.array(-1.0),
+        "root": np.array(-0.5),
+    }
+    nodes = [helper.make_node("Pow", ["x", name], [f"y{name}"]) for name in exponents]
+    outputs = [(f"y{name}", None, TensorProto.DOUBLE) for name in exponents]
+    path = make_model(nodes, [("x", [3, 50], TensorProto.DOUBLE)], outputs, exponents)
+    x = np.random.default_rng(0).uniform(0.1, 9, (3, 50))
+    model = assert_same_as_onnxruntime(path, {"x": x}, inspect=Inspection(code=("tir",)))
+    assert "T.pow" not in model.inspected.code["tir"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+def test_quotients_of_integers_are_exact_in_vectors(dtype: str, make_model: Any, target: Any, run_built: Any) -> None:
+    """At the limits of the type, and of quotients next to whole numbers, which floats could round to these."""
+    limits, generator, element = (
+        np.iinfo(dtype),
+        np.random.default_rng(0),
+        helper.np_dtype_to_tensor_dtype(np.dtype(dtype)),
+    )
+    node = helper.make_node("Div", ["a", "b"], ["y"])
+    path = make_model([node], [("a", ["n"], element), ("b", ["n"], element)], [("y", None, element)])
+    model = build(import_onnx(path), target, inspect=Inspection(code=("tir",)))
+    divisors = generator.integers(limits.min, limits.max, 4000, endpoint=True).astype("int64")
+    divisors[:1000] //= 1 + np.arange(1000)
+    divisors[divisors == 0] = 1
+    wholes = generator.integers(limits.min, limits.max, 4000, endpoint=True) // divisors * divisors
+    numbers = np.clip(np.concatenate([wholes + step for step in (-1, 0, 1)]), limits.min, limits.max)
+    divisors = np.tile(divisors, 3)
+    # The quotient of the least number by -1 is none of the type.
+    divisors[(numbers == limits.min) & (divisors == -1)] = 1
+    expected = np.sign(numbers) * np.sign(divisors) * (np.abs(numbers) // np.abs(divisors))
+    (ours,) = run_built(model, numbers.astype(dtype), divisors.astype(dtype))
+    np.testing.assert_array_equal(ours, expected.astype(dtype))
+    assert "float" in model.inspected.code["tir"]

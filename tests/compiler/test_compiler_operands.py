@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 
 from support import scale
 from support.arrays import normal
+from support.builds import rule_counts
 from tvmflow.arrays import Array
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.errors import ModelImportError, UnsupportedOperatorError
@@ -122,6 +123,33 @@ def test_products_of_integers_take_free_sizes_beside_fixed_ones(assert_all_same:
     inputs = [("a", [1, "p", 4, "k"], TensorProto.INT8), ("b", ["n", 2, "m", 3], TensorProto.UINT8)]
     feed = {"a": np.arange(40, dtype="int8").reshape(1, 2, 4, 5), "b": np.arange(90, dtype="uint8").reshape(3, 2, 5, 3)}
     assert_all_same([(([node], inputs, [("y", None, TensorProto.INT32)]), feed)])
+
+
+@pytest.mark.parametrize("element", [TensorProto.FLOAT, TensorProto.DOUBLE])
+def test_products_of_two_matrices_of_free_sizes_have_tiles(
+    element: int, make_model: Any, assert_same_as_onnxruntime: Callable[..., CompiledModel]
+) -> None:
+    node, dtype = helper.make_node("MatMul", ["a", "b"], ["y"]), helper.tensor_dtype_to_np_dtype(element)
+    path = make_model([node], [("a", ["m", "k"], element), ("b", ["k", "n"], element)], [("y", None, element)])
+    sizes = ((1, 1, 1), (5, 3, 40), (37, 50, 19), (70, 7, 1))
+    feeds = [{"a": normal(m, k).astype(dtype), "b": normal(k, n).astype(dtype)} for m, k, n in sizes]
+    assert rule_counts(assert_same_as_onnxruntime(path, *feeds))["rows"] == 1
+    # A single row reads a large matrix as it lies.
+    path = make_model([node], [("a", [1, "k"], element), ("b", ["k", "n"], element)], [("y", None, element)])
+    assert rule_counts(assert_same_as_onnxruntime(path, feeds[0]))["rows"] == 0
+
+
+def test_products_of_float64_have_tiles(assert_all_same: Check) -> None:
+    """Of known sizes that are no multiples of vectors, over a batch, and with a constant."""
+    double = TensorProto.DOUBLE
+    node, weight = helper.make_node("MatMul", ["a", "b"], ["y"]), {"b": normal(35, 19).astype("float64")}
+    shapes = [((37, 35), (35, 19)), ((2, 3, 9, 35), (3, 35, 40)), ((9, 35), (4, 35, 3)), ((2, 1, 35), None)]
+    cases = []
+    for left, right in shapes:
+        inputs = [(name, shape, double) for name, shape in zip("ab", (left, right), strict=True) if shape]
+        feed = {name: normal(*shape).astype("float64") for name, shape, _ in inputs}
+        cases.append((([node], inputs, [("y", None, double)], {} if right else weight), feed))
+    assert rule_counts(assert_all_same(cases))["rows"] == len(cases)
 
 
 def test_a_pooling_that_includes_its_padding_has_the_windows_of_its_formula(assert_all_same: Check) -> None:

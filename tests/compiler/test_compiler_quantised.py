@@ -249,6 +249,120 @@ def test_without_dot_products_operators_of_integers_are_computed_in_float32(make
     assert rules["conv2d"] + rules["rows"] + rules["depthwise"] >= 5
 
 
+@pytest.mark.parametrize("is_free", [False, True], ids=["known", "free"])
+def test_products_of_two_computed_operands_multiply_pairs_of_integers(
+    is_free: bool, make_model: MakeModel, run_built: RunBuilt
+) -> None:
+    """With zero points of each kind, broadcast batches, an odd depth, and differences of 255."""
+    rng = np.random.default_rng(3)
+    node = helper.make_node
+    shapes = {"a": (6, 35), "b": (35, 37), "c": (2, 3, 6, 35), "d": (1, 35, 20), "e": (2, 1, 20, 35)}
+    nodes = [
+        node("MatMulInteger", ["a", "b", "zero", "columns"], ["y0"]),
+        node("MatMulInteger", ["a", "b", "rows"], ["y1"]),
+        node("MatMulInteger", ["c", "d", "none", "signed"], ["y2"]),
+        node("Transpose", ["e"], ["t"], perm=[0, 1, 3, 2]),
+        node("MatMulInteger", ["c", "t", "zero"], ["y3"]),
+    ]
+    types = {"a": "uint8", "b": "uint8", "c": "uint8", "d": "int8", "e": "int8"}
+    inputs = {name: _integers(rng, shape, types[name]) for name, shape in shapes.items()}
+    inputs["a"][0], inputs["b"][:, 0] = 255, 255
+    weights = {
+        "none": np.array(0, "uint8"),
+        "zero": np.array(131, "uint8"),
+        "signed": np.array(-7, "int8"),
+        "columns": np.append(0, _integers(rng, (36,), "uint8")).astype("uint8"),
+        "rows": _integers(rng, (6, 1), "uint8"),
+    }
+    of_type = {"uint8": TensorProto.UINT8, "int8": TensorProto.INT8}
+    infos = [
+        (name, [f"n{size}" if is_free and size in (20, 35) else size for size in shape], of_type[types[name]])
+        for name, shape in shapes.items()
+    ]
+    outputs = [(f"y{place}", None, TensorProto.INT32) for place in range(4)]
+    path = make_model(nodes, infos, outputs, weights)
+    model = build(import_onnx(path), simple_target())
+    # The first two are one function.
+    assert rule_counts(model)["dot_rows"] == 3
+    expected = onnx.reference.ReferenceEvaluator(str(path)).run(None, inputs)
+    for ours, theirs in zip(run_built(model, *inputs.values()), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_integers_are_concatenated_as_they_are(dtype: str, make_model: MakeModel, run_built: RunBuilt) -> None:
+    """Where scale and zero point stay the same; others are quantised anew before."""
+    rng, element = np.random.default_rng(4), helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    weights = {name: np.array(value, "float32") for name, value in (("s", 0.1), ("t", 0.03))}
+    weights |= {"z": np.array(11, dtype), "n": np.array(0, dtype)}
+    one, other = ["s", "z"], ["t", "n"]
+    node = helper.make_node
+    nodes = [
+        node("QLinearConcat", [*one, "a", *one, "b", *one], ["y0"], domain="com.microsoft", axis=1),
+        node("QLinearConcat", [*one, "a", *one, "b", *other], ["y1"], domain="com.microsoft", axis=1),
+    ]
+    inputs = {name: _integers(rng, shape, dtype) for name, shape in (("a", (2, 5, 7)), ("b", (2, 3, 7)))}
+    for count in (1, 2):
+        infos = [("a", [2, "p", 7], element), ("b", [2, "q", 7], element)]
+        outputs = [(f"y{place}", None, element) for place in range(count)]
+        path = make_model(nodes[:count], infos, outputs, weights)
+        model = build(import_onnx(path), simple_target())
+        expected = onnxruntime_outputs(path, inputs)
+        for ours, theirs in zip(run_built(model, *inputs.values()), expected.values(), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        assert any("quantize" in name for name, _ in model.schedules) == (count > 1)
+
+
+def test_layers_of_concatenated_signed_integers_read_unsigned_ones(make_model: MakeModel, run_built: RunBuilt) -> None:
+    node = helper.make_node
+    weights = {
+        "s": np.array(0.03, "float32"),
+        "z": np.array(-11, "int8"),
+        "u": normal(24, 3, 3, 3) / 5,
+        "w": _integers(np.random.default_rng(0), (20, 27, 1, 1), "int8"),
+        "sw": np.array(0.01, "float32"),
+        "zw": np.array(0, "int8"),
+    }
+    nodes = [
+        node("Conv", ["x", "u"], ["a"], pads=[1] * 4),
+        *(node("QuantizeLinear", [name, "s", "z"], [f"{name}q"]) for name in "ax"),
+        *(node("DequantizeLinear", [f"{name}q", "s", "z"], [f"{name}d"]) for name in "ax"),
+        node("Concat", ["ad", "xd"], ["c"], axis=1),
+        node("QuantizeLinear", ["c", "s", "z"], ["cq"]),
+        node("DequantizeLinear", ["cq", "s", "z"], ["cd"]),
+        node("DequantizeLinear", ["w", "sw", "zw"], ["wd"]),
+        node("Conv", ["cd", "wd"], ["y"]),
+    ]
+    path = make_model(nodes, [("x", [1, 3, 12, 12])], ["y"], weights)
+    model, x = build(import_onnx(path), simple_target()), normal(1, 3, 12, 12)
+    expected = onnxruntime_outputs(path, {"x": x})["y"]
+    np.testing.assert_allclose(run_built(model, x)[0], expected, rtol=1e-2, atol=2e-2)
+    assert rule_counts(model)["dot_rows"] + rule_counts(model)["dot_conv2d"] == 1
+
+
+@pytest.mark.parametrize("size", [7, "h"])
+def test_means_of_quantised_images_equal_onnx_runtime(
+    size: int | str, make_model: MakeModel, run_built: RunBuilt
+) -> None:
+    scales = {name: np.array(value, "float32") for name, value in (("s", 0.1), ("t", 0.05))}
+    weights = scales | {"z": np.array(120, "uint8"), "n": np.array(7, "uint8")}
+    form = {"domain": "com.microsoft", "channels_last": 0}
+    node = helper.make_node("QLinearGlobalAveragePool", ["x", "s", "z", "t", "n"], ["y"], **form)
+    info = ("x", [2, 40, size, 7], TensorProto.UINT8)
+    path = make_model([node], [info], [("y", None, TensorProto.UINT8)], weights)
+    model, x = build(import_onnx(path), simple_target()), _integers(np.random.default_rng(0), (2, 40, 7, 7), "uint8")
+    expected = onnxruntime_outputs(path, {"x": x})["y"]
+    (ours,) = run_built(model, x)
+    assert np.abs(ours.astype(int) - expected).max() <= 1
+    # Numbers of float32 are not stored.
+    assert (rule_counts(model)["reduction"] == 1) == (size == 7)
+
+
+def _integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    limits = np.iinfo(dtype)
+    return rng.integers(limits.min, limits.max + 1, shape).astype(dtype)
+
+
 def test_a_layer_of_integers_whose_sums_no_float32_holds_is_exact(make_model: MakeModel, run_built: RunBuilt) -> None:
     """Zero points at the edge make differences of 255 of the data and of the weights."""
     nodes = [helper.make_node("MatMulInteger", ["a", "w", "zero", "other"], ["y"])]

@@ -184,3 +184,35 @@ def test_the_logarithm_of_a_sum_is_computed_once_for_all_that_it_divides(
     x = np.random.default_rng(0).normal(size=(2, 30, 40)).astype("float32")
     model = assert_same_as_onnxruntime(path, {"x": x}, inspect=Inspection(code=("tir",)))
     assert 'sblock("logarithm' in model.inspected.code["tir"]
+
+
+@pytest.mark.parametrize("element", [TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT32, TensorProto.INT64])
+def test_dimensions_of_free_size_that_are_apart_are_reduced_one_after_the_other(
+    element: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    """The last neighbours among them, side by side in memory, in vectors."""
+    names = ["ReduceSum", "ReduceMax", "ReduceMin"]
+    names += ["ReduceMean"] if element in (TensorProto.FLOAT, TensorProto.DOUBLE) else []
+    nodes = [
+        helper.make_node(name, ["x", axes], [f"{name}{axes}"], keepdims=int(name == "ReduceMax"))
+        for name in names
+        for axes in ("axes", "last")
+    ]
+    outputs = [(node.output[0], None, element) for node in nodes]
+    weights = {"axes": np.array([0, 2, 3]), "last": np.array([3])}
+    path = make_model(nodes, [("x", ["n", "c", "h", "w"], element)], outputs, weights)
+    generator, dtype = np.random.default_rng(0), helper.tensor_dtype_to_np_dtype(element)
+    sizes = ((1, 1, 1, 1), (2, 3, 7, 5), (3, 2, 9, 131))
+    feeds = [{"x": (9 * generator.normal(size=size)).astype(dtype)} for size in sizes]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    assert rule_counts(model)["free_reduction"] >= len(nodes)
+
+
+@pytest.mark.parametrize("rows", [5, "n"])
+def test_softmax_before_dimensions_of_one_element_is_one_of_rows(
+    rows: int | str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes = [helper.make_node(name, ["x"], [name], axis=1) for name in ("Softmax", "LogSoftmax")]
+    path = make_model(nodes, [("x", [rows, 37, 1, 1])], ["Softmax", "LogSoftmax"])
+    x = np.random.default_rng(0).normal(size=(5, 37, 1, 1)).astype("float32")
+    assert rule_counts(assert_same_as_onnxruntime(path, {"x": x}))["rowwise"] == len(nodes)

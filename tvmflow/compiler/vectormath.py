@@ -1,8 +1,8 @@
 """Exponentials and related functions as polynomials, which vectorise. LLVM would call the C library for each lane.
 
 All functions take float32 and are accurate to within a few units in the last place. The ranges and coefficients are
-those of the Cephes library (exp) and of Eigen's rational approximations (tanh, erf); those of sine, cosine and
-arctangent are least-squares fits, weighted until the largest relative error was smallest.
+those of Eigen's rational approximations (tanh, erf), least-squares fits (sine, cosine and arctangent), weighted until
+the largest relative error was smallest, and those of the Cephes library for all others.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,6 +54,35 @@ _ATAN = (
     -0.3333328366279602,
     1.0,
 )
+# On a number f, where 1 + f is between the square roots of a half and of two: (log(1 + f) - f + f^2 / 2) / f^3.
+_LOG = (
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
+# On the square of a number x: (f(x) / x - 1) / x^2. The numbers go up to a half, of tan to pi/4, of sinh to 1.
+_ASIN = (4.2163199048e-2, 2.4181311049e-2, 4.5470025998e-2, 7.4953002686e-2, 1.6666752422e-1)
+_TAN = (
+    9.38540185543e-3,
+    3.11992232697e-3,
+    2.44301354525e-2,
+    5.34112807005e-2,
+    1.33387994085e-1,
+    3.33331568548e-1,
+)
+_SINH = (2.03721912945e-4, 8.33028376239e-3, 1.66667160211e-1)
+_ASINH = (2.0122003309e-2, -4.2699340972e-2, 7.4847586088e-2, -1.6666288134e-1)
+_ATANH = (1.81740078349e-1, 8.24370301058e-2, 1.46691431730e-1, 1.99782164500e-1, 3.33337300303e-1)
+# On a number x up to a half: acosh(1 + x) / sqrt(x).
+_ACOSH = (1.7596881071e-3, -7.5272886713e-3, 2.6454905019e-2, -1.1784741703e-1, 1.4142135263)
+# The natural logarithm of two in two numbers, the first of few bits, so that its product with an exponent is exact.
+_LOG_2 = (0.693359375, -2.12194440e-4)
 # Half of pi: its first 30 bits, so that the product with the number of quarters of a turn is exact, and the next ones.
 _QUARTER = (1.570796325802803, 9.920935796805404e-10)
 
@@ -123,8 +152,14 @@ def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
     return value
 
 
-# The smallest number whose exponential is a normal float32.
-_SMALLEST_EXP = -87.3365
+# The numbers between which exponentials are normal float32.
+_SMALLEST_EXP, _LARGEST_EXP = -87.3365, 88.72284
+# The logarithm to base two of e.
+_IN_POWERS = 1.44269504088896341
+# Added to a number up to 2^22, it leaves the nearest whole number in the lowest bits.
+_ROUNDING = 12582912.0
+# The place of the lowest bit of the exponent.
+_EXPONENT = 23
 
 
 def _clamp(x: Any, lowest: float, highest: float) -> Any:
@@ -145,11 +180,15 @@ def _split(x: Any, combine: Callable[[Any, Any], Any]) -> Any:
     """
 
     def scale(y: Any, n: Any) -> Any:
-        rest = y - n * 0.693359375 + n * 2.12194440e-4
-        near_one = let(rest, lambda r: _polynomial(r, _EXP) * (r * r) + r + 1.0)
-        return combine(near_one, tirx.Cast("int32", n))
+        return combine(_near_one(y, n), tirx.Cast("int32", n))
 
-    return let(x, lambda y: let(tirx.floor(y * 1.44269504088896341 + 0.5), lambda n: scale(y, n)))
+    return let(x, lambda y: let(tirx.floor(y * _IN_POWERS + 0.5), lambda n: scale(y, n)))
+
+
+def _near_one(x: Any, n: Any) -> Any:
+    """e to the x over two to the n, for the whole number n that is nearest to the logarithm to base two."""
+    first, second = _LOG_2
+    return let(x - n * first - n * second, lambda r: _polynomial(r, _EXP) * (r * r) + r + 1.0)
 
 
 def _power(n: Any) -> Any:
@@ -160,11 +199,18 @@ def _power(n: Any) -> Any:
 @_bound
 def exp(x: Any) -> Any:
     """Return e to the float32 expression x; results below the smallest normal number are zero."""
-    # Two to the n in two factors: n itself is out of range for the largest results.
-    finite = _reduced(x, -89.0, lambda p, n: p * 2.0 * _power(n - 1))
-    small, large = tirx.const(_SMALLEST_EXP, "float32"), tirx.const(88.72284, "float32")
-    infinite = tirx.const(float("inf"), "float32")
-    return tirx.Select(x < small, tirx.const(0.0, "float32"), tirx.Select(x > large, infinite, finite))
+    small, large = tirx.const(_SMALLEST_EXP, "float32"), tirx.const(_LARGEST_EXP, "float32")
+    zero, infinity = tirx.const(0.0, "float32"), tirx.const(float("inf"), "float32")
+
+    def finite(shifted: Any) -> Any:
+        # The result is normal: its exponent is a sum.
+        near_one = let(shifted - _ROUNDING, lambda n: _near_one(x, n))
+        power = tirx.reinterpret("int32", shifted) << _EXPONENT
+        return tirx.reinterpret("float32", tirx.reinterpret("int32", near_one) + power)
+
+    value = let(x * _IN_POWERS + _ROUNDING, finite)
+    # NaN stays NaN.
+    return tirx.Select(x <= large, tirx.Select(x < small, zero, value), x + infinity)
 
 
 @_bound
@@ -251,14 +297,46 @@ def _sine(x: Any, quarters: int) -> Any:
     double = tirx.Cast("float64", x)
 
     def evaluate(turns: Any) -> Any:
-        first, second = (tirx.const(part, "float64") for part in _QUARTER)
-        rest = tirx.Cast("float32", double - turns * first - turns * second)
+        rest = _rest_of_quarters(double, turns)
         shifted = turns + tirx.const(quarters, "float64")
         quadrant = tirx.Cast("float32", shifted - 4.0 * tirx.floor(shifted * 0.25))
         # At most a quarter of pi, 0.785, is left, but of angles beyond 1e16.
         return let(_clamp(rest, -0.8, 0.8), lambda r: let(quadrant, lambda q: _of_quadrant(r, q)))
 
-    return let(tirx.round(double * 0.63661977236758134), evaluate, "float64")
+    return let(_quarters(double), evaluate, "float64")
+
+
+@_bound
+def tan(x: Any) -> Any:
+    """Return the tangent of a float32 expression.
+
+    That of a number beyond 1e9 is one of some angle, as for `sin`.
+    """
+    double = tirx.Cast("float64", x)
+
+    def evaluate(turns: Any) -> Any:
+        is_odd = turns - 2.0 * tirx.floor(turns * 0.5) == tirx.const(1.0, "float64")
+        rest = _clamp(_rest_of_quarters(double, turns), -0.8, 0.8)
+        tangent = let(rest, lambda r: _odd(r, _TAN))
+        return let(tangent, lambda value: tirx.Select(is_odd, -1.0 / value, value))
+
+    return let(_quarters(double), evaluate, "float64")
+
+
+def _quarters(x: Any) -> Any:
+    """The whole number of quarters of a turn that is nearest to a float64 angle."""
+    return tirx.round(x * 0.63661977236758134)
+
+
+def _rest_of_quarters(x: Any, quarters: Any) -> Any:
+    """What a number of quarters of a turn leaves of a float64 angle, as float32."""
+    first, second = (tirx.const(part, "float64") for part in _QUARTER)
+    return tirx.Cast("float32", x - quarters * first - quarters * second)
+
+
+def _odd(x: Any, coefficients: Sequence[float]) -> Any:
+    """Return x + x^3 times a polynomial of the square of the variable x."""
+    return let(x * x, lambda square: x + x * square * _polynomial(square, coefficients))
 
 
 def _of_quadrant(rest: Any, quadrant: Any) -> Any:
@@ -287,3 +365,148 @@ def atan(x: Any) -> Any:
         return let(whole, lambda v: tirx.Select(x < tirx.const(0.0, "float32"), 0.0 - v, v))
 
     return let(tirx.abs(x), evaluate)
+
+
+@_bound
+def asin(x: Any) -> Any:
+    """Return the arcsine of a float32 expression; NaN beyond one."""
+
+    def evaluate(size: Any) -> Any:
+        # Near one, it is a quarter of a turn less twice the arcsine of a small number.
+        is_large = size > tirx.const(0.5, "float32")
+        half = let(_asin_argument(size, is_large), lambda root: _odd(root, _ASIN))
+        return let(half, lambda value: _with_sign(tirx.Select(is_large, _HALF_PI - 2.0 * value, value), x))
+
+    return let(tirx.abs(x), evaluate)
+
+
+@_bound
+def acos(x: Any) -> Any:
+    """Return the arccosine of a float32 expression; NaN beyond one."""
+    zero = tirx.const(0.0, "float32")
+
+    def evaluate(size: Any) -> Any:
+        is_large = size > tirx.const(0.5, "float32")
+
+        def combine(value: Any) -> Any:
+            twice = tirx.Select(x < zero, 2.0 * _HALF_PI - 2.0 * value, 2.0 * value)
+            return tirx.Select(is_large, twice, _HALF_PI - _with_sign(value, x))
+
+        half = let(_asin_argument(size, is_large), lambda root: _odd(root, _ASIN))
+        return let(half, combine)
+
+    return let(tirx.abs(x), evaluate)
+
+
+_HALF_PI = 1.5707963267948966
+
+
+def _asin_argument(size: Any, is_large: Any) -> Any:
+    """The number up to a half whose arcsine tells that of `size`."""
+    return tirx.Select(is_large, tirx.sqrt(0.5 - 0.5 * size), size)
+
+
+def _with_sign(size: Any, x: Any) -> Any:
+    """A number of the `size`, an expression without sign, that has the sign of x."""
+    bits = tirx.reinterpret("int32", size) | (tirx.reinterpret("int32", x) & tirx.const(-0x80000000, "int32"))
+    return tirx.reinterpret("float32", bits)
+
+
+@_bound
+def log(x: Any) -> Any:
+    """Return the natural logarithm of a float32 expression; NaN of one below zero."""
+    smallest, shift = tirx.const(1.17549435e-38, "float32"), 23
+    zero, infinity, nan = (tirx.const(value, "float32") for value in (0.0, float("inf"), float("nan")))
+    is_subnormal = x < smallest
+
+    def evaluate(bits: Any) -> Any:
+        # Mantissas are between the square roots of a half, of which these are the bits, and of two.
+        exponent = (bits - tirx.const(0x3F3504F3, "int32")) >> shift
+
+        def of_exponent(e: Any) -> Any:
+            mantissa = tirx.reinterpret("float32", bits - (e << shift))
+            whole = tirx.Cast("float32", e) - tirx.Select(is_subnormal, tirx.const(shift, "float32"), zero)
+            return let(whole, lambda n: let(mantissa - 1.0, lambda f: _log_of(f, n)))
+
+        return let(exponent, of_exponent, "int32")
+
+    normal = tirx.Select(is_subnormal, x * tirx.const(float(1 << shift), "float32"), x)
+    value = let(tirx.reinterpret("int32", normal), evaluate, "int32")
+    # Of NaN, both comparisons are false.
+    special = tirx.Select(tirx.EQ(x, zero), 0.0 - infinity, nan)
+    return tirx.Select(x > zero, tirx.Select(x < infinity, value, x), special)
+
+
+def _log_of(f: Any, exponent: Any) -> Any:
+    """The logarithm of 1 + f, times two to the `exponent`."""
+    first, second = _LOG_2
+
+    def evaluate(square: Any) -> Any:
+        rest = f * square * _polynomial(f, _LOG) + exponent * second - 0.5 * square
+        return f + rest + exponent * first
+
+    return let(f * f, evaluate)
+
+
+def _half_exp(x: Any) -> Any:
+    """Half of e to the x, for a float32 expression from zero on; infinity where that is beyond float32."""
+    # Two to the n in two factors: n itself is out of range for the largest results.
+    return _split(_clamp(x, 0.0, 90.0), lambda p, n: p * _power(n - 2) * 2.0)
+
+
+@_bound
+def sinh(x: Any) -> Any:
+    """Return the hyperbolic sine of a float32 expression."""
+
+    def evaluate(size: Any) -> Any:
+        large = let(_half_exp(size), lambda half: _with_sign(half - 0.25 / half, x))
+        return tirx.Select(size > tirx.const(1.0, "float32"), large, _odd(x, _SINH))
+
+    return let(tirx.abs(x), evaluate)
+
+
+@_bound
+def cosh(x: Any) -> Any:
+    """Return the hyperbolic cosine of a float32 expression."""
+    return let(_half_exp(tirx.abs(x)), lambda half: half + 0.25 / half)
+
+
+# Where x^2 + 1 and x^2 are equal, and the logarithm of two.
+_LARGE, _OF_TWO = 1e4, 0.69314718055994531
+
+
+@_bound
+def asinh(x: Any) -> Any:
+    """Return the inverse hyperbolic sine of a float32 expression."""
+
+    def evaluate(size: Any) -> Any:
+        large = let(_log_of_sum(size, lambda: size * size + 1.0), lambda value: _with_sign(value, x))
+        return tirx.Select(size > tirx.const(0.5, "float32"), large, _odd(x, _ASINH))
+
+    return let(tirx.abs(x), evaluate)
+
+
+@_bound
+def acosh(x: Any) -> Any:
+    """Return the inverse hyperbolic cosine of a float32 expression; NaN below one."""
+
+    def evaluate(rest: Any) -> Any:
+        near_one = tirx.sqrt(rest) * _polynomial(rest, _ACOSH)
+        return tirx.Select(rest < tirx.const(0.5, "float32"), near_one, _log_of_sum(x, lambda: rest * (x + 1.0)))
+
+    return let(x - 1.0, evaluate)
+
+
+def _log_of_sum(x: Any, square: Callable[[], Any]) -> Any:
+    """The logarithm of x and the root of a number that is about its square; of a large x, that of twice x."""
+    is_large = x > tirx.const(_LARGE, "float32")
+    zero = tirx.const(0.0, "float32")
+    value = log(x + tirx.Select(is_large, zero, tirx.sqrt(square())))
+    return value + tirx.Select(is_large, tirx.const(_OF_TWO, "float32"), zero)
+
+
+@_bound
+def atanh(x: Any) -> Any:
+    """Return the inverse hyperbolic tangent of a float32 expression; NaN beyond one."""
+    large = 0.5 * log((1.0 + x) / (1.0 - x))
+    return tirx.Select(tirx.abs(x) < tirx.const(0.5, "float32"), _odd(x, _ATANH), large)

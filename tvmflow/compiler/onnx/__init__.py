@@ -216,7 +216,7 @@ _CONTRIBUTED: dict[str, Converter] = {
     "QLinearAveragePool": quantised.convert_qlinear_average_pool,
     "QLinearConcat": quantised.convert_qlinear_concat,
     "QLinearConv": quantised.convert_qlinear_conv,
-    "QLinearGlobalAveragePool": quantised.convert_by_dequantizing("GlobalAveragePool", (0,), 3),
+    "QLinearGlobalAveragePool": quantised.convert_qlinear_global_average_pool,
     "QLinearLeakyRelu": quantised.convert_by_dequantizing("LeakyRelu", (0,), 3),
     "QLinearMul": quantised.convert_by_dequantizing("Mul", (0, 3), 6),
     "QLinearSigmoid": quantised.convert_by_dequantizing("Sigmoid", (0,), 3),

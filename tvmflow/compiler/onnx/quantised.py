@@ -4,6 +4,7 @@ Each becomes either dequantise, compute in float32, quantise (the QDQ form), or 
 zero point was subtracted.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,20 @@ def convert_qlinear_average_pool(node: Node) -> relax.Expr:
     if is_explicit and node.attrs.get("count_include_pad", 0) and node.attrs.pop("ceil_mode", 0):
         node.attrs["pads"] = pads_for_last_windows(node)
     return convert_by_dequantizing("AveragePool", (0,), 3)(node)
+
+
+def convert_qlinear_global_average_pool(node: Node) -> relax.Expr:
+    """Return the Relax expression of QLinearGlobalAveragePool: dequantise the operand, average, quantise the result.
+
+    The pixels of a channel that lie side by side are one dimension, so that the loop that adds them dequantises too.
+    """
+    dims = dims_of(node.inputs[0])
+    if bool(node.attrs.get("channels_last", 0)) or dims is None or not all(isinstance(size, int) for size in dims[2:]):
+        return convert_by_dequantizing("GlobalAveragePool", (0,), 3)(node)
+    node.inputs[0] = node.emit(relax.op.reshape(node.inputs[0], relax.ShapeExpr([*dims[:2], math.prod(dims[2:])])))
+    mean = node.emit(relax.op.mean(dequantize(node, 0), 2))
+    result = node.emit(_quantize(node, mean, 3))
+    return relax.op.reshape(result, relax.ShapeExpr([*dims[:2], *[1] * (len(dims) - 2)]))
 
 
 def convert_qlinear_conv(node: Node) -> relax.Expr:

@@ -47,6 +47,7 @@ _OPERATORS: dict[str, _Definition] = {
     "relax.maximum": partial(elementwise.legalize_extreme, largest=True),
     "relax.minimum": partial(elementwise.legalize_extreme, largest=False),
     **{f"relax.{name}": partial(elementwise.legalize_logical, name=name) for name in elementwise.LOGICAL},
+    "relax.divide": elementwise.legalize_division,
     "relax.scatter_nd": scatter.legalize,
     "tvmflow.indices": indices.legalize,
     "relax.nn.leakyrelu": elementwise.legalize_leaky_relu,

@@ -19,6 +19,7 @@ from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import (
     JoinedRows,
     Product,
+    are_equal,
     divides,
     parts,
     round_up,
@@ -27,7 +28,7 @@ from tvmflow.compiler.operators.common import (
 )
 from tvmflow.compiler.operators.geometry import Geometry
 from tvmflow.compiler.operators.padding import PaddedImage, skipped_padding
-from tvmflow.compiler.operators.products import rows_of_pixels
+from tvmflow.compiler.operators.products import place_of_operand, rows_of_pixels
 
 
 def lanes_of(channels: int, groups: int, machine: Machine) -> int:
@@ -209,36 +210,49 @@ def dense(
     return joined.unpack(_rows_product(product, machine, dot, steps, in_line=in_line), units)
 
 
-def batch_matmul(left: te.Tensor, right: te.Tensor, *, machine: Machine) -> te.Tensor:
-    """Multiply `left` `[*batch, rows, K]` by `right` `[*batch, K, units]`; the result is float32.
+def batch_matmul(
+    left: te.Tensor, right: te.Tensor, *, batch: Sequence[Any], machine: Machine, dot: Dot = BF16
+) -> te.Tensor:
+    """Multiply `left` `[..., rows, K]` by `right` `[..., K, units]` over the leading dimensions `batch`.
 
-    Both operands are bfloat16, stored as uint16. K must be a constant. No dimension is broadcast.
+    Both operands have the type `dot.data`, which is `dot.weight` too: bfloat16 stored as uint16, or int16. Operands
+    that lack some of the leading dimensions are broadcast. Without AMX, K may be symbolic. The result has the type
+    `dot.accumulator`.
     """
-    dot = BF16
-    *batch, rows, depth = left.shape
+    rows, depth = left.shape[-2:]
     units = right.shape[-1]
     columns = static(units)
     lanes = machine.lanes if columns is None else vector(columns, machine)
-    size = int(depth)
-    steps = _filled(static(rows), -(-size // dot.group), columns or lanes, lanes, dot, machine)
+    steps = parts(depth, dot.group)
+    if static(depth) is not None:
+        steps = _filled(static(rows), int(steps), columns or lanes, lanes, dot, machine)
 
     def interleaved(*index: Any) -> Any:
         *lead, far, ko, near, ki = index
         k, c = ko * dot.group + ki, far * lanes + near
-        ends = [*([k < size] if steps * dot.group != size else []), *([] if divides(lanes, units) else [c < units])]
+        ends = [
+            *([] if are_equal(steps * dot.group, depth) else [k < depth]),
+            *([] if divides(lanes, units) else [c < units]),
+        ]
         value = right[(*lead, k, c)]
         return tirx.if_then_else(tirx.all(*ends), value, tirx.const(0, dot.weight)) if ends else value
 
-    vectors = parts(units, lanes)
-    packed_columns = te.compute((*batch, vectors, steps, lanes, dot.group), interleaved, name="pack_pairs")
+    vectors, lead = parts(units, lanes), right.shape[:-2]
+    packed_columns = te.compute((*lead, vectors, steps, lanes, dot.group), interleaved, name="pack_pairs")
+
+    def weight(*index: Any) -> Any:
+        ko, c, ki = index[-3:]
+        place = place_of_operand((*index[:-3], 0, c), lead)
+        return packed_columns[(*place, c // lanes, ko, c % lanes, ki)]
+
     product = Product(
         batch=batch,
         rows=rows,
-        depth=size,
+        depth=depth,
         channels=round_up(units, lanes),
         lanes=lanes,
-        left=lambda *index: left[index],
-        right=lambda *index: packed_columns[(*index[:-3], index[-2] // lanes, index[-3], index[-2] % lanes, index[-1])],
+        left=lambda *index: left[(*place_of_operand(index, left.shape[:-2]), *index[-2:])],
+        right=weight,
         shared=False,
     )
     result = _rows_product(product, machine, dot, steps, in_line=True)
@@ -258,7 +272,7 @@ def stage(shape: Sequence[Any], element: Callable[..., Any], name: str, bf16: bo
 
 
 def _rows_product(
-    product: Product, machine: Machine, dot: Dot, steps: int, *, in_line: bool = False, pointwise: bool = False
+    product: Product, machine: Machine, dot: Dot, steps: Any, *, in_line: bool = False, pointwise: bool = False
 ) -> te.Tensor:
     """Define a product by dot products of g numbers, computed in whole register tiles.
 
@@ -268,9 +282,9 @@ def _rows_product(
     its rows are no such multiple, the last row is repeated. Where its depth is less than the groups, the left operand
     is copied, with zeros after its depth; AMX's tiles need a copy in both cases.
     """
-    batch, rows, depth, lanes = product.batch, product.rows, int(product.depth), product.lanes
-    group = dot.group
-    is_filled = steps * group != depth
+    batch, rows, depth, lanes = product.batch, product.rows, product.depth, product.lanes
+    group, size = dot.group, static(depth)
+    is_filled = not are_equal(steps * group, depth)
     by_amx = dot.name in machine.amx and lanes == amx.LANES
     tile = 0
     if by_amx:
@@ -278,7 +292,7 @@ def _rows_product(
     # Packed weights of a convolution have dimensions for taps, which the description of AMX's kernel must have too.
     by_tiles: dict[str, Any] = {AMX: [steps, *([1, 1, 1, 1] if pointwise else [])]} if tile else {}
     reserving = tiles.reserve_register(dot, machine)
-    tile = tile or tiles.choose(static(rows), product.vectors or 2, reserving, 4 // group * depth).rows
+    tile = tile or tiles.choose(static(rows), product.vectors or 2, reserving, size and 4 // group * size).rows
     source = product.left
     tiled_rows = rows if divides(tile, rows) else round_up(rows, tile)
     if not divides(tile, rows) and not is_filled and not by_tiles:

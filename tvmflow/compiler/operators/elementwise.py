@@ -17,7 +17,16 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "relax.tanh": vectormath.tanh,
     "relax.sin": vectormath.sin,
     "relax.cos": vectormath.cos,
+    "relax.tan": vectormath.tan,
+    "relax.asin": vectormath.asin,
+    "relax.acos": vectormath.acos,
     "relax.atan": vectormath.atan,
+    "relax.sinh": vectormath.sinh,
+    "relax.cosh": vectormath.cosh,
+    "relax.asinh": vectormath.asinh,
+    "relax.acosh": vectormath.acosh,
+    "relax.atanh": vectormath.atanh,
+    "relax.log": vectormath.log,
     # Rounds ties to even, as TVM's own definition does, but vectorises.
     "relax.round": tirx.round,
     "relax.sigmoid": vectormath.sigmoid,
@@ -30,6 +39,12 @@ CLASSES: dict[str, Callable[[Any, str], Any]] = {
     "relax.isnan": vectormath.is_nan,
     "relax.isinf": vectormath.is_infinite,
     "relax.isfinite": vectormath.is_finite,
+}
+# By type of integers: the floats that divide them, and the integers that these become first.
+_QUOTIENTS = {
+    **dict.fromkeys(("int8", "uint8", "int16", "uint16"), ("float32", "int32")),
+    "int32": ("float64", "int32"),
+    "uint32": ("float64", "uint32"),
 }
 # The operators that `legalize_logical` defines.
 LOGICAL = ("logical_not", "logical_xor", "not_equal", "equal", "greater_equal", "less_equal")
@@ -139,6 +154,30 @@ def legalize_logical(
 
     operands = call.args[:1] if is_comparison and is_twice else call.args
     return builder.call_te(compute, *operands, primfunc_name_hint=name)
+
+
+def legalize_division(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
+    """Define the quotient of integers of up to 32 bits, rounded to zero, by a division of floats, which has vectors.
+
+    A float with twice the digits of the integers never rounds a quotient to the next whole number. Returns None for
+    other types, for a divisor that is one known number, which becomes a factor, and for unknown shapes.
+    """
+    dtypes = {str(tensor.ty.dtype) for tensor in call.args}
+    if len(dtypes) > 1 or not dtypes <= set(_QUOTIENTS) or _single_number(call.args[1]) is not None:
+        return None
+    if not all(isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in (*call.args, call)):
+        return None
+    (dtype,), shape = dtypes, list(call.ty.shape.values)
+    number, whole = _QUOTIENTS[dtype]
+
+    def compute(*tensors: te.Tensor) -> te.Tensor:
+        def element(*index: Any) -> Any:
+            one, other = (_element(tensor, index, shape).astype(number) for tensor in tensors)
+            return (one / other).astype(whole).astype(dtype)
+
+        return te.compute(shape, element, name="divide")
+
+    return builder.call_te(compute, *call.args, primfunc_name_hint="divide")
 
 
 def legalize_class(

@@ -8,6 +8,7 @@ depends on its length alone: a row has the same result in every batch.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,15 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from tvmflow.arrays import Array
 from tvmflow.compiler import cost, extensions
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import buffer, reduced_axes, registers, size_parameter, static
+from tvmflow.compiler.operators.common import buffer, constant, reduced_axes, registers, size_parameter, static
 
 # The most parts of a row for each core: with more than one, a core that other programs delay does fewer of them.
 _PARTS = 2
+_TYPES = ("float32", "float64", "int32", "int64", "uint32", "uint64")
 
 
 def legalize(
@@ -32,20 +35,33 @@ def legalize(
     identity: float,
     is_mean: bool = False,
 ) -> relax.Expr | None:
-    """Define a reduction of float32 over all last dimensions from the first reduced one on.
+    """Define a reduction over all last dimensions from the first reduced one on, of numbers of 32 or 64 bits.
 
-    `combine` combines two numbers, and `identity` is the result of none. A mean divides the result by the number of
-    elements. Returns None where a dimension behind a reduced one is kept.
+    `combine` combines two numbers, and `identity` is the result of none; infinity stands for the limit of integers. A
+    mean divides the result by the number of elements. Returns None for other types, for a mean of integers, and where a
+    dimension behind a reduced one is kept.
     """
+    dtype = str(call.args[0].ty.dtype)
+    if dtype not in _TYPES or (is_mean and not dtype.startswith("float")):
+        return None
     shape = list(call.args[0].ty.shape.values)
     reduced = reduced_axes(call)
     if not reduced or any(static(shape[place]) != 1 for place in range(reduced[0], len(shape)) if place not in reduced):
         return None
     ones = len(call.ty.shape.values) - reduced[0]
-    kernel = _Kernel(shape, reduced[0], ones, machine, combine, is_mean)
+    of_type = replace(machine, number=np.dtype(dtype).itemsize)
+    kernel = _Kernel(shape, reduced[0], ones, of_type, combine, is_mean, dtype)
     function = extensions.emit_function(builder, kernel.function(), call.op.name.rpartition(".")[2])
     # An operand, because TVM fails on a function of one operand that has no blocks: it looks for reshapes among these.
-    return relax.call_tir(function, [call.args[0], relax.const(np.float32(identity))], call.ty)
+    return relax.call_tir(function, [call.args[0], constant(_identity(identity, dtype))], call.ty)
+
+
+def _identity(identity: float, dtype: str) -> Array:
+    """The result of no elements, in whose place integers have their limit if it is infinite."""
+    if np.isinf(identity) and not dtype.startswith("float"):
+        limits = np.iinfo(dtype)
+        identity = limits.max if identity > 0 else limits.min
+    return np.array(identity, dtype)
 
 
 class _Kernel:
@@ -62,15 +78,16 @@ class _Kernel:
         machine: Machine,
         combine: Callable[[Any, Any], Any],
         is_mean: bool,
+        dtype: str,
     ) -> None:
-        self._machine, self._combine, self._is_mean = machine, combine, is_mean
-        self._identity = buffer("identity", ())
+        self._machine, self._combine, self._is_mean, self._dtype = machine, combine, is_mean, dtype
+        self._identity = buffer("identity", (), dtype)
         sizes = [size_parameter(size, f"n{place}") for place, size in enumerate(shape)]
         one = tirx.IntImm("int64", 1)
         self._rows = math.prod(sizes[:first], start=one)
         self._depth = math.prod(sizes[first:], start=one)
-        self._data = buffer("x", sizes)
-        self._result = buffer("y", [*sizes[:first], *[one] * ones])
+        self._data = buffer("x", sizes, dtype)
+        self._result = buffer("y", [*sizes[:first], *[one] * ones], dtype)
         # Vectors that are accumulated side by side.
         self._side = cost.side_by_side(machine.registers, machine)
 
@@ -83,8 +100,8 @@ class _Kernel:
         most = _PARTS * machine.cores
         parts = tirx.max(tirx.min(tirx.floordiv(groups, fewest), most), 1)
         with IRBuilder() as builder, T.seq_scope():
-            self._x = T.decl_buffer((self._rows * self._depth,), "float32", data=self._data.data, layout=None)
-            self._y = T.decl_buffer((self._rows,), "float32", data=self._result.data, layout=None)
+            self._x = T.decl_buffer((self._rows * self._depth,), self._dtype, data=self._data.data, layout=None)
+            self._y = T.decl_buffer((self._rows,), self._dtype, data=self._result.data, layout=None)
             if machine.cores == 1 or (rows is not None and rows >= machine.cores):
                 self._by_rows(groups)
             else:
@@ -105,7 +122,7 @@ class _Kernel:
     def _by_parts(self, groups: Any, parts: Any, most: int) -> None:
         """Reduce the parts of all rows, side by side on the cores, then combine those of each row."""
         lanes, size = self._machine.lanes, tirx.floordiv(groups, parts)
-        totals = T.alloc_buffer((self._rows, most, lanes), "float32", scope="global", layout=None)
+        totals = T.alloc_buffer((self._rows, most, lanes), self._dtype, scope="global", layout=None)
         with self._parallel(self._rows * parts) as task, self._vectors(1) as total:
             row, part = tirx.floordiv(task, parts), tirx.floormod(task, parts)
             self._accumulate(total, row, part * size, size)
@@ -131,7 +148,7 @@ class _Kernel:
         whole = tirx.floordiv(self._depth, lanes)
         with T.serial(0, whole - first) as place:
             self._add(total, 0, self._vector(row, first + place))
-        last = registers((1,))
+        last = registers((1,), self._dtype)
         numbers = [total[0, lane] for lane in range(lanes)]
         while len(numbers) > 1:
             half = len(numbers) // 2
@@ -140,7 +157,7 @@ class _Kernel:
         with T.serial(0, tirx.floormod(self._depth, lanes)) as place:
             number = self._x[row * self._depth + whole * lanes + place]
             T.buffer_store(last, self._combine(last[0], number), [0])
-        value = last[0] / self._depth.astype("float32") if self._is_mean else last[0]
+        value = last[0] / self._depth.astype(self._dtype) if self._is_mean else last[0]
         T.buffer_store(self._y, value, [row])
 
     def _vector(self, row: Any, place: Any) -> Callable[[Any], Any]:
@@ -155,7 +172,7 @@ class _Kernel:
     def _vectors(self, count: int) -> Iterator[Any]:
         """Allocate `count` vectors, each number of which is the result of no elements."""
         lanes = self._machine.lanes
-        vectors = registers((count, lanes))
+        vectors = registers((count, lanes), self._dtype)
         for place in range(count):
             with T.vectorized(0, lanes) as lane:
                 T.buffer_store(vectors, self._identity[()], [place, lane])

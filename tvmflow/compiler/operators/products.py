@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,17 +36,19 @@ _CONVERTING = 1
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, choices: Choices) -> relax.Expr | None:
-    """Define a float32 matrix product by register tiles.
+    """Define a product of float32 or float64 matrices by register tiles.
 
-    Returns None for other types, for vectors, for a depth of 0, and for two matrices if the right one has a symbolic
-    size. It also returns None where the leading dimensions do not provably broadcast.
+    Returns None for other types, for vectors, for a depth of 0, for a single row by a matrix of free size, for a result
+    of unknown shape, and where the leading dimensions do not provably broadcast.
     """
     if not _is_product(call):
         return None
     left, right = call.args
     left_shape, right_shape = list(left.ty.shape.values), list(right.ty.shape.values)
     decisions = choices.about(subject_of(call))
-    if _is_dense(right) and not _is_read_in_place(left, right, machine):
+    if str(call.ty.dtype) == "float64":
+        machine = replace(machine, number=8)
+    elif _is_dense(right) and not _is_read_in_place(left, right, machine):
         lanes = vector(int(right_shape[1]), machine)
         rows = static(math.prod(left_shape[:-1]))
         vectors = filled_vectors(int(right_shape[1]), lanes, rows, machine)
@@ -53,13 +56,16 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
         packed_weight = pack_weights(builder, right, MatrixPacking(lanes, vectors, number=number))
         compute = partial(dense, units=int(right_shape[1]), machine=machine, decisions=decisions)
         return call_kernel(builder, compute, left, packed_weight, name="dense")
-    batch = list(call.ty.shape.values)[:-2] if isinstance(call.ty.shape, relax.ShapeExpr) else []
-    if not (batch or _is_dense(right)) or not all(
-        _broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)
-    ):
+    if not isinstance(call.ty.shape, relax.ShapeExpr):
+        return None
+    batch = list(call.ty.shape.values)[:-2]
+    if not batch and static(left_shape[-2]) == 1 and not _is_dense(right):
+        # Tiles of columns would read a large matrix in pieces far apart; a row of results reads it as it lies.
+        return None
+    if not all(broadcasts(shape[:-2], batch) for shape in (left_shape, right_shape)):
         return None
     compute = partial(batch_matmul, batch=batch, machine=machine, decisions=decisions)
-    if isinstance(right, tvm.ir.GenericConst):
+    if isinstance(right, tvm.ir.GenericConst) and is_float32(right):
         units = int(right_shape[-1])
         lanes = vector(units, machine)
         vectors = filled_vectors(units, lanes, static(left_shape[-2]), machine)
@@ -69,8 +75,11 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, ch
 
 
 def _is_product(call: relax.Call) -> bool:
-    """Whether a call multiplies float32 matrices, neither of which is empty or of one dimension."""
-    if not is_float32(*call.args) or str(call.ty.dtype) != "float32":
+    """Whether a call multiplies matrices of float32 or of float64, neither of which is empty or of one dimension."""
+    dtypes = {str(tensor.ty.dtype) for tensor in (*call.args, call)}
+    if dtypes not in ({"float32"}, {"float64"}) or not all(
+        isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in call.args
+    ):
         return False
     left, right = (argument.ty.shape.values for argument in call.args)
     return len(left) >= 2 and len(right) >= 2 and static(right[-2]) != 0
@@ -182,14 +191,17 @@ def known_rows(sizes: Sequence[Any]) -> list[int]:
     return list(range(first, len(sizes))) if math.prod(sizes[first:]) >= FEWEST_ROWS else []
 
 
-def _broadcasts(sizes: Sequence[Any], batch: Sequence[Any]) -> bool:
-    """Whether leading dimensions broadcast to the batch: counted from the last, each is one or equal to the batch's."""
+def broadcasts(sizes: Sequence[Any], batch: Sequence[Any]) -> bool:
+    """Return whether leading dimensions broadcast to the batch: each, from the last on, is one or the batch's."""
     last = batch[len(batch) - len(sizes) :]
     return all(static(size) == 1 or are_equal(size, whole) for size, whole in zip(sizes, last, strict=True))
 
 
-def _place(index: Sequence[Any], lead: Sequence[Any]) -> tuple[Any, ...]:
-    """Convert an index of the whole product to one into the leading dimensions of an operand that is broadcast."""
+def place_of_operand(index: Sequence[Any], lead: Sequence[Any]) -> tuple[Any, ...]:
+    """Return an index of the whole product as one into the leading dimensions `lead` of an operand.
+
+    Operands that have one element along a dimension, or lack it, are broadcast.
+    """
     own = index[len(index) - 2 - len(lead) : len(index) - 2]
     return tuple(0 if static(size) == 1 else at for size, at in zip(lead, own, strict=True))
 
@@ -216,7 +228,7 @@ def batch_matmul(
 
         def weight(*index: Any) -> Any:
             *_, k, c = index
-            return right[(*_place(index, right.shape[:-3]), c // lanes, k, c % lanes)]
+            return right[(*place_of_operand(index, right.shape[:-3]), c // lanes, k, c % lanes)]
     else:
         units = right.shape[-1]
         columns = static(units)
@@ -233,7 +245,7 @@ def batch_matmul(
             )
 
         def weight(*index: Any) -> Any:
-            return whole[(*_place(index, whole.shape[:-2]), *index[-2:])]
+            return whole[(*place_of_operand(index, whole.shape[:-2]), *index[-2:])]
 
     product = Product(
         batch=batch,
@@ -241,7 +253,7 @@ def batch_matmul(
         depth=depth,
         channels=room,
         lanes=lanes,
-        left=lambda *index: left[(*_place(index, left.shape[:-2]), *index[-2:])],
+        left=lambda *index: left[(*place_of_operand(index, left.shape[:-2]), *index[-2:])],
         right=weight,
         shared=False,
     )
@@ -250,7 +262,7 @@ def batch_matmul(
 
 
 def rows_product(product: Product, machine: Machine, decisions: Decisions) -> te.Tensor:
-    """Define a float32 matrix product, computed in whole register tiles.
+    """Define a matrix product of floats, computed in whole register tiles.
 
     The element of the right operand is `right(*batch_index, k, channel)`. Where the rows of a tile do not divide those
     of the product, the result has more rows, which repeat the last row of the left operand. The `decisions` choose the
@@ -258,7 +270,7 @@ def rows_product(product: Product, machine: Machine, decisions: Decisions) -> te
     the rows of each tile are first copied side by side.
     """
     batch, rows, depth = product.batch, product.rows, product.depth
-    row_bytes = 4 * int(depth) if static(depth) else None
+    row_bytes = machine.number * int(depth) if static(depth) else None
     ranked = tiles.rank(static(rows), product.vectors or 2, machine, row_bytes)
     tile = tiles.choose_rows(ranked, decisions)
     source = product.left

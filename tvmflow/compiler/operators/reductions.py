@@ -17,7 +17,7 @@ from tvmflow.compiler import cost
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators import extremes, free_reductions
-from tvmflow.compiler.operators.common import is_float32, reduced_axes, static
+from tvmflow.compiler.operators.common import is_float32, or_default, reduced_axes, static
 
 # TVM's fusion kind of reductions: TVM fuses the element-wise operators before them.
 REDUCTION = {"op_pattern": 3}
@@ -136,16 +136,26 @@ def _view(call: relax.Call) -> View | None:
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
     """Define a reduction of float32 over neighbouring dimensions of known sizes, or over the last ones of any size.
 
-    Other maxima and minima are left to `extremes`. Returns None for the other reductions.
+    Numbers of other types that have 32 or 64 bits are reduced over the last dimensions of any size too. Where one of
+    the sizes is free and the reduced dimensions are no neighbours, the last neighbours of them are reduced first. Other
+    maxima and minima are left to `extremes`. Returns None for the other reductions.
     """
     name = call.op.name.rpartition(".")[2]
-    has_sizes = is_float32(call.args[0]) and isinstance(call.ty.shape, relax.ShapeExpr)
+    has_shapes = all(isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in (call.args[0], call))
+    has_sizes = has_shapes and is_float32(call.args[0])
     view = _view(call) if has_sizes else None
     kind = KINDS.get(call.op.name)
-    if view is None and has_sizes and kind is not None and any(static(s) is None for s in call.args[0].ty.shape.values):
-        free = _free_columns(builder, call, name) if kind is SUM else None
+    if (
+        view is None
+        and has_shapes
+        and kind is not None
+        and any(static(s) is None for s in call.args[0].ty.shape.values)
+    ):
+        free = _free_columns(builder, call, name) if kind is SUM and has_sizes else None
         if free is None:
             free = free_reductions.legalize(builder, call, machine, kind.combine, kind.identity, name == "mean")
+        if free is None:
+            free = _by_neighbours(builder, call, machine)
         if free is not None:
             return free
     if view is None:
@@ -157,6 +167,22 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
             return whole
     compute = partial(_statistic, view=view, shape=list(call.ty.shape.values), name=name, machine=machine)
     return builder.call_te(compute, call.args[0], primfunc_name_hint=name, primfunc_attrs=REDUCTION)
+
+
+def _by_neighbours(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+    """Reduce the last of the reduced dimensions that are neighbours, then the others; None where all are neighbours."""
+    axes = reduced_axes(call)
+    shape = call.args[0].ty.shape.values
+    first = next((place for place in reversed(axes) if place - 1 not in axes), 0)
+    others = [place for place in axes if place < first]
+    if not others or all(static(shape[place]) == 1 for place in range(others[-1] + 1, first)):
+        return None
+    reduce_axes = getattr(relax.op, call.op.name.removeprefix("relax."))
+    define = or_default(lambda builder, call: legalize(builder, call, machine))
+    last = [place for place in axes if place >= first]
+    part = builder.emit(define(builder, builder.normalize(reduce_axes(call.args[0], last, keepdims=True))))
+    whole = builder.emit(define(builder, builder.normalize(reduce_axes(part, others, keepdims=True))))
+    return whole if call.attrs.keepdims else relax.op.reshape(whole, call.ty.shape)
 
 
 def _statistic(data: te.Tensor, *, view: View, shape: Sequence[Any], name: str, machine: Machine) -> te.Tensor:

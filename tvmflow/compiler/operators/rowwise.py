@@ -25,6 +25,13 @@ def legalize_softmax(
     if not is_float32(data):
         return None
     axis = int(call.attrs.axis) % data.ty.ndim
+    shape = list(data.ty.shape.values)
+    if axis < len(shape) - 1 and all(static(size) == 1 for size in shape[axis + 1 :]):
+        # The numbers of a row lie side by side, as those of the last dimension do.
+        row = builder.emit(relax.op.reshape(data, relax.ShapeExpr(shape[: axis + 1])))
+        apply = relax.op.nn.log_softmax if logarithm else relax.op.nn.softmax
+        rows = legalize_softmax(builder, builder.normalize(apply(row, axis)), machine, logarithm)
+        return None if rows is None else relax.op.reshape(builder.emit(rows), call.ty.shape)
     if axis == data.ty.ndim - 1:
         of_free_size = free_softmax.legalize(builder, call, machine, logarithm)
         if of_free_size is not None:

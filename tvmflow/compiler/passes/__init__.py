@@ -40,6 +40,7 @@ from tvmflow.compiler.passes.padding import pad_in_one_function
 from tvmflow.compiler.passes.parts import ComputeParts
 from tvmflow.compiler.passes.recurrence import lower_recurrence
 from tvmflow.compiler.passes.repeats import multiply_by_one_copy
+from tvmflow.compiler.passes.requantising import concatenate_integers
 from tvmflow.compiler.passes.rows import JoinRows
 from tvmflow.compiler.passes.scans import lower_scans
 from tvmflow.compiler.passes.selections import lower_selections
@@ -117,6 +118,7 @@ def pass_names() -> list[str]:
         "BindSizesFirst",
         "CheckSizesAlone",
         "ComposeAttention",
+        "ConcatenateIntegers",
         "DropChecks",
         "FixBufferSizes",
         "FlattenBuffers",
@@ -248,6 +250,7 @@ def lower_passes(
         own = _cpu_passes(target, choices, precision, fast, weights)
     return [
         *own.kernels,
+        concatenate_integers(),
         *own.integers,
         *canonicalize(),
         relax.transform.DecomposeOpsForInference(),

@@ -129,7 +129,7 @@ class _BFloat16:
     def matmul(self, builder: relax.BlockBuilder, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:
         if len(operands) == 2:
             left, right = operands
-            compute = partial(dot.batch_matmul, machine=self._machine)
+            compute = partial(dot.batch_matmul, batch=list(left.ty.shape.values)[:-2], machine=self._machine)
             return call_kernel(builder, compute, left, right, name="batch_matmul_bf16")
         (data,), weight = operands, call.args[1]
         units = int(weight.ty.shape.values[1])

@@ -18,7 +18,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvmflow.arrays import Array
 from tvmflow.compiler import winograd
 from tvmflow.compiler.choices import Choices
-from tvmflow.compiler.dotproduct import PAIRS, Dot
+from tvmflow.compiler.dotproduct import INT8, PAIRS, Dot
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot, products
 from tvmflow.compiler.operators.common import call_kernel, called_operator, constant, numbers_of, static, vector
@@ -117,6 +117,8 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
         if str(getattr(binding.var.ty, "dtype", "")) != "int8":
             return
         unsigned = self._quantize_unsigned(binding.value)
+        if unsigned is None:
+            unsigned = self._concatenate_unsigned(binding.value)
         if unsigned is not None:
             self._unsigned[binding.var] = unsigned
 
@@ -223,6 +225,18 @@ class _ToIntegers(PyExprMutator):  # type: ignore[misc]
         if integers is not None:
             return integers
         return quantise(self, call.args[0], scalars[0], scalars[1] + _SHIFT)
+
+    def _concatenate_unsigned(self, expr: relax.Expr) -> relax.Var | None:
+        """Emit the concatenation of the unsigned integers that replace its parts; None for other expressions."""
+        call = self.call(expr, "relax.concat")
+        parts = None if call is None else self.values.get(call.args[0], call.args[0])
+        if (
+            call is None
+            or not isinstance(parts, relax.Tuple)
+            or not all(part in self._unsigned for part in parts.fields)
+        ):
+            return None
+        return self.emit(relax.op.concat([self._unsigned[part] for part in parts.fields], call.attrs.axis))
 
 
 def quantise(rewriter: _ToIntegers, expr: relax.Expr, scale: float, zero: int) -> relax.Var:
@@ -424,15 +438,61 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
     def visit_call_(self, op: relax.Call) -> relax.Expr:
         call = super().visit_call_(op)
         lower = {"relax.nn.conv2d": self._conv2d, "relax.matmul": self._matmul}.get(called_operator(call))
-        if lower is None or not isinstance(call.args[1], tvm.ir.GenericConst):
+        if lower is None or str(call.args[1].ty.dtype) != "int32":
             return call
-        if str(call.args[1].ty.dtype) != "int32":
-            return call
+        if not isinstance(call.args[1], tvm.ir.GenericConst):
+            return self._product_of_computed(call)
         source = self._source(call.args[0])
         if source is None:
             return call
         result = None if self._unit is None else lower(call, *source, self._unit)
         return self._in_float32(call) if result is None else result
+
+    def _product_of_computed(self, call: relax.Call) -> relax.Expr:
+        """Return a matrix product of two computed operands by dot products of pairs, or the unchanged call.
+
+        Both are centred integers, which have 16 bits at most.
+        """
+        shapes = [operand.ty.shape for operand in (*call.args, call)]
+        if call.op.name != "relax.matmul" or self._unit not in (INT8, PAIRS):
+            return call
+        if not all(isinstance(shape, relax.ShapeExpr) and len(shape.values) > 1 for shape in shapes):
+            return call
+        left, right, result = (list(shape.values) for shape in shapes)
+        batch, depth = result[:-2], static(left[-1])
+        if depth == 0 or not all(products.broadcasts(shape[:-2], batch) for shape in (left, right)):
+            return call
+        narrow = [self._centred_pairs(operand) for operand in call.args]
+        if None in narrow:
+            return call
+        compute = partial(dot.batch_matmul, batch=batch, machine=self._machine, dot=PAIRS)
+        return call_kernel(self.builder_, compute, *narrow, name="batch_matmul_int8")
+
+    def _centred_pairs(self, expr: relax.Expr) -> relax.Expr | None:
+        """Return int32 numbers that are 8-bit integers, less their zero points or not, as int16; None for others."""
+        if isinstance(expr, tvm.ir.GenericConst):
+            value = numbers_of(expr)
+            return constant(value.astype(PAIRS.data)) if np.abs(value).max(initial=0) <= _LARGEST else None
+        move = self._bound_call(expr, "relax.permute_dims", "relax.reshape")
+        if move is not None:
+            source = self._centred_pairs(move.args[0])
+            args = [source, *move.args[1:]]
+            return None if source is None else self.builder_.emit(relax.Call(move.op, args, move.attrs, move.ty_args))
+        difference = self._bound_call(expr, "relax.subtract")
+        if difference is not None:
+            # Numbers of 8 bits, of which no difference has more than 16.
+            parts = [self._widened_pairs(operand) for operand in difference.args]
+            return None if None in parts else self.builder_.emit(relax.op.subtract(*parts))
+        return self._widened_pairs(expr)
+
+    def _widened_pairs(self, expr: relax.Expr) -> relax.Expr | None:
+        """Return int32 numbers that are 8-bit integers as int16; None for others."""
+        if isinstance(expr, tvm.ir.GenericConst):
+            return self._centred_pairs(expr)
+        wide = self._bound_call(expr, "relax.astype")
+        if wide is None or not _is_narrow(wide.args[0]):
+            return None
+        return self.builder_.emit(relax.op.astype(wide.args[0], PAIRS.data))
 
     def _in_float32(self, call: relax.Call) -> relax.Expr:
         """Return the product in float32 if that holds every sum exactly, else the unchanged product."""

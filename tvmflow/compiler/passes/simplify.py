@@ -77,7 +77,7 @@ def _fold_shape_to_tensor(rewriter: Rewriter, call: relax.Call) -> relax.Expr | 
     return None if shape is None else constant(np.array(shape, "int64"))
 
 
-_NUMBERS = ("float32", "int32", "int64", "bool")
+_NUMBERS = ("float32", "float64", "int32", "int64", "bool")
 # NumPy's functions for operators, by their names without `relax.`.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": np.add,
@@ -258,14 +258,14 @@ def convolve_in_two_dimensions() -> tvm.transform.Pass:
 def _product(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     """Write a power with exponent 1 to 4, -1, 0.5 or -0.5 as products and roots."""
     x, exponent = call.args[0], rewriter.scalar(call.args[1])
-    if exponent is None or dtype(x) != "float32" or not _is_like(call, x):
+    if exponent is None or dtype(x) not in ("float32", "float64") or not _is_like(call, x):
         return None
     if exponent == 0.5:
         return relax.op.sqrt(x)
     if exponent == -0.5:
         return relax.op.rsqrt(x)
     if exponent == -1:
-        return relax.op.divide(relax.const(1.0, "float32"), x)
+        return relax.op.divide(relax.const(1.0, dtype(x)), x)
     if exponent not in range(1, _MOST_FACTORS + 1):
         return None
     if exponent == 1:
