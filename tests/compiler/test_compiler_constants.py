@@ -95,6 +95,7 @@ _REASONS = {
     "schedules.depthwise._TAPS_UNROLLED": "size of the code",
     "schedules.fallback._MOST_PIECES": "size of the code",
     "schedules.fallback._MOST_TURNS": "size of the code",
+    "schedules.prefetch._AT_A_TIME": "a scope: 8 and 32 were as fast where it was measured",
     "schedules.prefetch._CHUNKS": "scope of tuning",
     "schedules.prefetch._DISTANCE": "pages, at whose ends processors stop to fetch ahead by themselves",
     "schedules.prefetch._HOW": "arguments of LLVM's intrinsic",

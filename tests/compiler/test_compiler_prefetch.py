@@ -70,14 +70,16 @@ def _fetched_numbers(func: Any) -> list[list[int]]:
         return []
     (place,) = places
     used = tirx.analysis.undefined_vars(place)
-    task, line = (loop for loop in loops if any(loop.loop_var.same_as(name) for name in used))
+    task, *within = (loop for loop in loops if any(loop.loop_var.same_as(name) for name in used))
+    names = [loop.loop_var for loop in within]
+    parts = list(itertools.product(*(range(int(loop.extent)) for loop in within)))
     return [
-        [_evaluate(place, {task.loop_var: index, line.loop_var: part}) for part in range(int(line.extent))]
+        [_evaluate(place, {task.loop_var: index, **dict(zip(names, part, strict=True))}) for part in parts]
         for index in range(int(task.extent))
     ]
 
 
-@pytest.mark.parametrize("rows", [31, 64])
+@pytest.mark.parametrize("rows", [4, 31, 64])
 def test_each_line_of_weights_is_fetched_by_the_tasks_before_those_that_read_it(
     rows: int, make_product: Any, target: Target
 ) -> None:
@@ -96,6 +98,20 @@ def test_each_line_of_weights_is_fetched_by_the_tasks_before_those_that_read_it(
         assert {place // line for place in places} == {place // line for place in following}
     # Nothing follows the last part.
     assert {place for places in fetched[-readers:] for place in places} == {size - 1}
+
+
+@pytest.mark.parametrize(("rows", "is_spread"), [(4, True), (64, False)])
+def test_many_lines_are_fetched_in_several_parts_of_a_tile(
+    rows: int, is_spread: bool, make_product: Any, target: Target
+) -> None:
+    numbers = _machine(target, cache=4 * DEPTH * CHANNELS, memory=1000.0)
+    scheduled, _ = schedule(make_product(rows), numbers)
+    loops: list[Any] = []
+    tvm_ffi.structural_walk(scheduled.body, (For, loops.append))
+    (line,) = (loop for loop in loops if loop.loop_var.name == "line")
+    fetched = {len(places) for places in _fetched_numbers(scheduled)}
+    assert (fetched != {int(line.extent)}) is is_spread
+    assert int(line.extent) <= 32
 
 
 def test_tasks_that_take_less_time_than_the_memory_fetch_nothing(make_product: Any, target: Target) -> None:

@@ -14,7 +14,7 @@ from tvmflow.compiler.annotations import AMX, DOT, GROUPS, LANES, PADDING, TILE
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import DOTS, tensorize
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.schedules import common, products, registers
+from tvmflow.compiler.schedules import common, prefetch, products, registers
 
 
 def apply_rows(sch: Schedule, machine: Machine, choices: Choices) -> bool:
@@ -44,7 +44,8 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
     tiling = products.tile_product(sch, reserving, choices, kind, lead_dimensions=rows, reduced=reduced, grouped=1)
     if tiling is None:
         return False
-    *steps, group = tiling.reductions
+    *outer, last, group = tiling.reductions
+    steps = [*outer, *prefetch.spread_fetches(sch, tiling.task, outer, last)]
     registers.accumulate(sch, product, tiling.tile.loops, steps, [group])
     tensorize(sch, machine.arch, dot, lanes, tiling.task, tiling.tile.lane)
     if PADDING in annotations:

@@ -1,12 +1,13 @@
 """Software prefetch: a core fetches what it will read and write while it computes.
 
-While tiles are computed with one part of the weights, the next part is fetched; while a tile works through one chunk of
-a part, the next chunk, if tuning says so. Before a tile is computed, the lines of the result and of operands such as a
-residual are fetched. A schedule marks the loop by an annotation, and `expand`
-writes the instructions. They stand outside the loops over a chunk: inside these, LLVM would keep the tile in memory
-rather than in registers.
+While tiles are computed with one part of the weights, the next part is fetched, some lines for each chunk of a tile's
+reduction; while a tile works through one chunk of a part, the next chunk, if tuning says so. Before a tile is computed,
+the lines of the result and of operands such as a residual are fetched. A schedule marks the loop by an annotation, and
+`expand` writes the instructions. They stand outside the loops over a chunk: inside these, LLVM would keep the tile in
+memory rather than in registers.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,6 +38,10 @@ _AHEAD = "tvmflow.prefetch_ahead"
 # The annotation of a loop over tasks: the parts of the weights, their bytes, those of a cache's line, and the least
 # number of tasks that hide the fetch of a part.
 _NEXT = "tvmflow.prefetch_next"
+# The annotation of a loop over chunks of a reduction: each fetches a part of the share that the task fetches.
+_SPREAD = "tvmflow.prefetch_spread"
+# The lines that are fetched at a time: about as many as a core has requests open.
+_AT_A_TIME = 16
 # The arguments of the prefetch intrinsic: for reading, into the second-level cache, data.
 _HOW = (0, 2, 1)
 # The same for a line that is written soon, into the first-level cache.
@@ -116,6 +121,29 @@ def fetch_next_weights(sch: Schedule, task: LoopRV, parts: int, size: int, compu
         sch.annotate(task, _NEXT, [parts, size, machine.first.line, int(least)])
 
 
+def spread_fetches(sch: Schedule, task: LoopRV, outer: Sequence[LoopRV], reduction: LoopRV) -> list[LoopRV]:
+    """Split a tile's reduction into chunks that share what the task fetches of the next weights; return its loops.
+
+    A core has few requests open. One that starts a task with all of its fetches waits for most of them before it
+    computes. `outer` are the loops around the reduction, those of a convolution's taps. Where the task fetches little,
+    or nothing, or an unknown number of lines, the reduction is not split, and its loop is returned.
+    """
+    extents = [common.extent(sch, loop) for loop in (task, *outer, reduction)]
+    following = sch.get(task).annotations.get(_NEXT)
+    if following is None or None in extents:
+        return [reduction]
+    tasks, *taps, depth = (int(extent or 0) for extent in extents)
+    parts, size, line, least = (int(item) for item in following)
+    readers = tasks // parts
+    bursts = size // line // readers // _AT_A_TIME // math.prod(taps)
+    count = max((count for count in range(1, bursts + 1) if depth % count == 0), default=0)
+    if readers < least or count * math.prod(taps) < 2:
+        return [reduction]
+    chunk, steps = sch.split(reduction, [count, None])
+    sch.annotate(chunk, _SPREAD, 1)
+    return [chunk, steps]
+
+
 def expand(func: PrimFunc) -> PrimFunc:
     """Return a function with the prefetches that its schedule's annotations request, or unchanged without any."""
     body = _add_prefetches(func.body, list(func.params))
@@ -148,7 +176,9 @@ def _add_prefetches(stmt: Any, parameters: Sequence[Any]) -> Any:
     fetches = [] if ahead is None else _fetch_ahead(stmt, int(ahead), parameters)
     fetches += [] if annotations.pop(PREFETCH, None) is None else [_fetch_next(stmt)]
     following = annotations.pop(_NEXT, None)
-    fetches += [] if following is None else _fetch_next_weights(stmt, parameters, *(int(item) for item in following))
+    if following is not None:
+        at_once, body = _fetch_next_weights(stmt, body, parameters, *(int(item) for item in following))
+        fetches += at_once
     if fetches:
         body = SeqStmt([*fetches, body])
     elif body.same_as(stmt.body) and not is_tile and ahead is None:
@@ -174,12 +204,14 @@ def _fetch_ahead(loop: For, ahead: int, parameters: Sequence[Any]) -> list[Any]:
 
 
 def _fetch_next_weights(
-    tasks: For, parameters: Sequence[Any], parts: int, size: int, line: int, least: int
-) -> list[Any]:
+    tasks: For, body: Any, parameters: Sequence[Any], parts: int, size: int, line: int, least: int
+) -> tuple[list[Any], Any]:
     """Prefetch, in a loop over tasks, a share of the part of the weights that follows the task's own.
 
-    The weights have `parts` parts of `size` bytes; `line` is a cache line's bytes, and `least` the number of tasks that
-    hide the fetch of a part. Weights that are no parameter are not fetched: the function has just written them.
+    Returns what to fetch at the start of a task, and the `body` of the loop, in which the chunks of a reduction fetch
+    the rest. The weights have `parts` parts of `size` bytes; `line` is a cache line's bytes, and `least` the number of
+    tasks that hide the fetch of a part. Weights that are no parameter are not fetched: the function has just written
+    them.
     """
     variable, kind = tasks.loop_var, str(tasks.loop_var.ty)
     readers = tirx.truncdiv(tasks.extent, tirx.const(parts, kind))
@@ -187,22 +219,56 @@ def _fetch_next_weights(
     if not isinstance(readers, tirx.IntImm):
         share = tirx.Select(readers >= least, share, zero)
     elif int(readers) < least:
-        return []
+        return [], body
+    own = tirx.truncmod(variable, readers) * share
     fetches: list[Any] = []
-    for loops, realize in _sums(tasks.body):
+    for loops, realize in _sums(body):
         weights, index = realize.block.reads[-1].source, _start(realize.block.reads[-1], realize)
         if not is_one_of(weights, parameters):
             continue
-        place, number = tirx.Var("line", kind), common.item_bytes(weights)
-        # The parts stand one after another. The last share may be smaller, and after the last part there is none: the
-        # last number is fetched again.
-        within = tirx.min((tirx.truncmod(variable, readers) * share + place) * (line // number), size // number - 1)
         first = [common.substitute(item, {loop.loop_var: loop.min for loop in loops}) for item in index]
-        (start,) = weights.offset_of(first)
-        last = math.prod(map(int, weights.shape)) - 1
-        following = [*[0] * (len(first) - 1), tirx.min(start + within + size // number, last)]
-        fetches.append(For(place, zero, share, ForKind.SERIAL, _fetch(weights, following, [], _HOW)))
-    return fetches
+        place = tirx.Var("line", kind)
+        around = list(itertools.takewhile(lambda loop: _SPREAD not in loop.annotations, loops))
+        if len(around) == len(loops):
+            fetches.append(
+                For(place, zero, share, ForKind.SERIAL, _fetch_line(weights, first, own + place, size, line))
+            )
+            continue
+        chunks = loops[len(around)]
+        number, count = zero, 1
+        for loop in (*around, chunks):
+            number, count = number * loop.extent + loop.loop_var, count * int(loop.extent)
+        each = -(-int(share) // count)
+        fetch = _fetch_line(weights, first, own + number * each + place, size, line)
+        body = _with_fetch(body, chunks, For(place, zero, tirx.const(each, kind), ForKind.SERIAL, fetch))
+    return fetches, body
+
+
+def _fetch_line(weights: Any, first: Sequence[Any], place: Any, size: int, line: int) -> Any:
+    """Prefetch line number `place` of the part that follows the one of `size` bytes which begins at index `first`.
+
+    The parts stand one after another. After the last line of a part, and after the last part, there is nothing to
+    fetch: the last number is fetched again.
+    """
+    number = common.item_bytes(weights)
+    (start,) = weights.offset_of(first)
+    last = math.prod(map(int, weights.shape)) - 1
+    within = tirx.min(place * (line // number), size // number - 1)
+    following = [*[0] * (len(first) - 1), tirx.min(start + within + size // number, last)]
+    return _fetch(weights, following, [], _HOW)
+
+
+def _with_fetch(stmt: Any, chunks: For, fetch: Any) -> Any:
+    """A statement in which each iteration of the loop `chunks`, a chunk of a reduction, fetches before it computes."""
+    if isinstance(stmt, SeqStmt):
+        return SeqStmt([_with_fetch(part, chunks, fetch) for part in stmt.seq])
+    if not isinstance(stmt, For):
+        return stmt
+    annotations, inner = dict(stmt.annotations), _with_fetch(stmt.body, chunks, fetch)
+    if stmt.loop_var.same_as(chunks.loop_var):
+        del annotations[_SPREAD]
+        inner = SeqStmt([fetch, inner])
+    return For(stmt.loop_var, stmt.min, stmt.extent, stmt.kind, inner, stmt.thread_binding, annotations)
 
 
 def _sums(stmt: Any, loops: tuple[For, ...] = ()) -> Iterator[tuple[tuple[For, ...], SBlockRealize]]:

@@ -37,6 +37,8 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         return False
     *outer, last = product.reductions
     *chunks, last = prefetch.split_chunks(sch, last, choices) if product.streams else [last]
+    if not chunks:
+        *chunks, last = prefetch.spread_fetches(sch, product.task, outer, last)
     steps = [*outer, *chunks, *registers.split_steps(sch, last, choices)]
     registers.accumulate(sch, product.block, product.tile.loops, steps)
     registers.write_tile(sch, product.out, product.result_tile.loops)
