@@ -448,6 +448,20 @@ def test_positions_of_nearest_neighbours_are_rounded_as_onnx_runtime_does(
     assert_same_as_onnxruntime(path, {"x": normal(1, 1, 2, size)})
 
 
+@pytest.mark.parametrize(("dtype", "high", "width"), [("uint8", 29, 31), ("uint8", "h", "w"), ("int32", 29, "w")])
+def test_integers_are_interpolated_by_the_sums_of_onnx_runtime(
+    dtype: str, high: Any, width: Any, make_model: Any, native: Target, run_built: Any
+) -> None:
+    # A sum that is a whole number is not to be rounded to one just below it.
+    number = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    resize = helper.make_node("Resize", ["x", "", "", "sizes"], ["y"], mode="linear")
+    sizes = {"sizes": np.array([1, 3, 50, 43])}
+    path = make_model([resize], [("x", [1, 3, high, width], number)], [("y", None, number)], sizes)
+    x = np.random.default_rng(2).integers(0, 256, (1, 3, 29, 31)).astype(dtype)
+    (expected,) = open_session(path).run(None, {"x": x})
+    assert np.array_equal(run_built(build(import_onnx(path), native), x)[0], expected)
+
+
 @pytest.mark.parametrize("width", [5, "w"])
 def test_an_axis_whose_size_stays_is_not_antialiased(
     width: Any, make_model: Any, assert_same_as_onnxruntime: Check
