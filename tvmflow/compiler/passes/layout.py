@@ -276,11 +276,10 @@ def _is_worth_transposes(layout: _Layout, call: relax.Call) -> bool:
     is_wide = len(shape) > 2 and isinstance(shape[1], tvm.tirx.IntImm) and int(shape[1]) >= layout.lanes
     # Each element of a window would be compared with ends of the data that only a run knows.
     is_free = any(map(int, call.attrs.padding)) and not all(isinstance(size, tvm.tirx.IntImm) for size in shape[2:])
-    return (
-        (is_wide and is_free)
-        or is_wide
-        and any(int(size) > int(stride) for size, stride in zip(call.attrs.pool_size, call.attrs.strides, strict=True))
+    overlap = any(
+        int(size) > int(stride) for size, stride in zip(call.attrs.pool_size, call.attrs.strides, strict=True)
     )
+    return is_wide and (is_free or overlap)
 
 
 @_on_transposed
