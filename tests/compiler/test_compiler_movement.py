@@ -462,6 +462,24 @@ def test_integers_are_interpolated_by_the_sums_of_onnx_runtime(
     assert np.array_equal(run_built(build(import_onnx(path), native), x)[0], expected)
 
 
+def test_antialiased_images_are_sums_of_the_elements_that_have_weight(assert_all_same: Check) -> None:
+    cases = []
+    # Of 230 elements for two results, too many have weight: a product takes all of them.
+    for mode, size, result in (
+        ("linear", (40, 30), (11, 17)),
+        ("cubic", (30, 23), (16, 40)),
+        ("cubic", (9, 230), (5, 2)),
+    ):
+        resize = helper.make_node("Resize", ["x", "", "", "sizes"], ["y"], mode=mode, antialias=1)
+        image = (1, 3, *size)
+        cases.append((([resize], [("x", image)], ["y"], {"sizes": np.array([1, 3, *result])}), {"x": normal(*image)}))
+    region = {"roi": np.array([0, 0, 0.1, 0.2, 1, 1, 0.9, 0.7], "float32"), "sizes": np.array([1, 3, 7, 9])}
+    form = {"mode": "linear", "coordinate_transformation_mode": "tf_crop_and_resize"}
+    cut = helper.make_node("Resize", ["x", "roi", "", "sizes"], ["y"], **form)
+    cases.append((([cut], [("x", (1, 3, 12, 10))], ["y"], region), {"x": normal(1, 3, 12, 10)}))
+    assert rule_counts(assert_all_same(cases))["resize"] == 2 * len(cases) - 1
+
+
 @pytest.mark.parametrize("width", [5, "w"])
 def test_an_axis_whose_size_stays_is_not_antialiased(
     width: Any, make_model: Any, assert_same_as_onnxruntime: Check

@@ -21,6 +21,8 @@ from tvmflow.compiler.vectormath import rounded
 
 # Images with the channels last take so many taps at once, each a whole vector; more are cheaper in two steps.
 _MOST_TAPS = 4
+# The most terms of a sum that is written out.
+_MOST_TERMS = 32
 # The integers that ONNX Runtime interpolates.
 _INTEGERS = ("uint8", "int8", "int32")
 _MODES = ("half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners")
@@ -221,6 +223,24 @@ def repeat(data: te.Tensor, *, factors: Sequence[int]) -> te.Tensor:
         lambda *index: data[tuple(at // factor for at, factor in zip(index, factors, strict=True))],
         name="repeat",
     )
+
+
+def resample_axis(builder: relax.BlockBuilder, data: relax.Expr, axis: int, weights: Array) -> relax.Expr | None:
+    """Define `data` with the elements along an axis replaced by weighted sums of them: `weights` are `[result, size]`.
+
+    A sum is of the elements whose weight is not zero. Returns None for other types than float32, and for sums of many.
+    """
+    places, values = _taps(weights)
+    if not is_float32(data) or len(places) > _MOST_TERMS:
+        return None
+    compute = partial(_resample, axis=axis, result=len(weights))
+    return call_kernel(builder, compute, data, constant(places), constant(values), name="resample")
+
+
+def _resample(data: te.Tensor, places: te.Tensor, values: te.Tensor, *, axis: int, result: int) -> te.Tensor:
+    shape = [*data.shape[:axis], result, *data.shape[axis + 1 :]]
+    element = partial(_interpolate, partial(_read, data), places, values, axis)
+    return te.compute(shape, element, name="resize", attrs={KERNEL: "resize"})
 
 
 def _taps(weights: Array) -> tuple[Array, Array]:
