@@ -58,6 +58,7 @@ _REASONS = {
     "operators.attention._MORE_KEYS": "shape: keys up to the next number that whole tiles divide",
     "operators.attention._PARTIAL": "code: conditions of the last strip, and a copy of the queries",
     "operators.resize._MOST_TAPS": "size of the code",
+    "operators.resize._MOST_TERMS": "size of the code",
     "operators.sampling._ALPHA": "definition of ONNX",
     "operators.sampling._FARTHEST": "format of numbers: halves in float32",
     "operators.narrow_products._WORD": "type: the bits of a word, and the numbers of it that are summed apart",

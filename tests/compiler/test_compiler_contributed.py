@@ -435,6 +435,20 @@ def test_quantised_operators_of_the_optimizer_equal_onnx_runtime(assert_all_same
     assert_all_same([*cases, quantised, embedded])
 
 
+@pytest.mark.parametrize("zero", [100, 101])
+def test_means_of_quantised_windows_round_with_their_zero_point(
+    zero: int, make_model: MakeModel, native: Target, run_built: Any
+) -> None:
+    # Of windows of four integers, every fourth mean lies between two integers.
+    x = np.random.default_rng(1).integers(0, 256, (1, 8, 20, 22)).astype("uint8")
+    scales = {"S": np.array(0.05, "float32"), "Z": np.array(zero, "uint8")}
+    windows = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    nodes = [_node("QLinearAveragePool", ["x", "S", "Z", "S", "Z"], ["y"], domain=_MS, **windows)]
+    path = make_model(nodes, [("x", x.shape, TensorProto.UINT8)], [("y", None, TensorProto.UINT8)], scales)
+    (expected,) = open_session(path).run(None, {"x": x})
+    assert np.array_equal(run_built(build(import_onnx(path), native), x)[0], expected)
+
+
 def test_a_row_of_embeddings_beyond_a_table_ends_the_run(make_model: MakeModel, native: Target, run_built: Any) -> None:
     tables = {"W": normal(20, 16), "P": normal(9, 16), "S": normal(2, 16), "G": normal(16), "B": normal(16)}
     tables |= {"C": normal(9, 4), "R": normal(9, 4)}

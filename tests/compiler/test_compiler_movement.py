@@ -448,6 +448,38 @@ def test_positions_of_nearest_neighbours_are_rounded_as_onnx_runtime_does(
     assert_same_as_onnxruntime(path, {"x": normal(1, 1, 2, size)})
 
 
+@pytest.mark.parametrize(("dtype", "high", "width"), [("uint8", 29, 31), ("uint8", "h", "w"), ("int32", 29, "w")])
+def test_integers_are_interpolated_by_the_sums_of_onnx_runtime(
+    dtype: str, high: Any, width: Any, make_model: Any, native: Target, run_built: Any
+) -> None:
+    # A sum that is a whole number is not to be rounded to one just below it.
+    number = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    resize = helper.make_node("Resize", ["x", "", "", "sizes"], ["y"], mode="linear")
+    sizes = {"sizes": np.array([1, 3, 50, 43])}
+    path = make_model([resize], [("x", [1, 3, high, width], number)], [("y", None, number)], sizes)
+    x = np.random.default_rng(2).integers(0, 256, (1, 3, 29, 31)).astype(dtype)
+    (expected,) = open_session(path).run(None, {"x": x})
+    assert np.array_equal(run_built(build(import_onnx(path), native), x)[0], expected)
+
+
+def test_antialiased_images_are_sums_of_the_elements_that_have_weight(assert_all_same: Check) -> None:
+    cases = []
+    # Of 230 elements for two results, too many have weight: a product takes all of them.
+    for mode, size, result in (
+        ("linear", (40, 30), (11, 17)),
+        ("cubic", (30, 23), (16, 40)),
+        ("cubic", (9, 230), (5, 2)),
+    ):
+        resize = helper.make_node("Resize", ["x", "", "", "sizes"], ["y"], mode=mode, antialias=1)
+        image = (1, 3, *size)
+        cases.append((([resize], [("x", image)], ["y"], {"sizes": np.array([1, 3, *result])}), {"x": normal(*image)}))
+    region = {"roi": np.array([0, 0, 0.1, 0.2, 1, 1, 0.9, 0.7], "float32"), "sizes": np.array([1, 3, 7, 9])}
+    form = {"mode": "linear", "coordinate_transformation_mode": "tf_crop_and_resize"}
+    cut = helper.make_node("Resize", ["x", "roi", "", "sizes"], ["y"], **form)
+    cases.append((([cut], [("x", (1, 3, 12, 10))], ["y"], region), {"x": normal(1, 3, 12, 10)}))
+    assert rule_counts(assert_all_same(cases))["resize"] == 2 * len(cases) - 1
+
+
 @pytest.mark.parametrize("width", [5, "w"])
 def test_an_axis_whose_size_stays_is_not_antialiased(
     width: Any, make_model: Any, assert_same_as_onnxruntime: Check

@@ -1265,6 +1265,25 @@ def test_a_part_without_elements_is_not_joined() -> None:
     assert "concat" not in mod["main"].script()
 
 
+@pytest.mark.parametrize(
+    ("narrow", "wide", "goes"),
+    [
+        ("float16", "float32", True),
+        ("uint8", "float32", True),
+        ("float32", "float16", False),
+        ("int32", "uint8", False),
+    ],
+)
+def test_a_cast_to_a_wider_type_and_back_is_removed(narrow: str, wide: str, goes: bool) -> None:
+    builder, x = relax.BlockBuilder(), relax.Var("x", relax.TensorType((4, 8), narrow))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            back = relax.op.astype(builder.emit(relax.op.astype(x, wide)), narrow)
+            y = builder.emit_output(relax.op.permute_dims(builder.emit(back)))
+        builder.emit_func_output(y)
+    assert ("astype" not in remove_identities()(builder.get())["main"].script()) == goes
+
+
 def test_repetitions_are_removed_without_a_look_at_large_constants() -> None:
     """TVM hashes every number of a constant that it sees: seconds for a GB."""
     builder, x = relax.BlockBuilder(), relax.Var("x", relax.TensorType((4, 64), "float32"))

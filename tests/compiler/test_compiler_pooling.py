@@ -113,6 +113,44 @@ def test_a_window_larger_than_its_data_is_pooled_as_onnx_runtime_does(assert_all
     assert_all_same(scale.choose(normal=cases[::3], long=cases))
 
 
+def test_windows_of_one_slice_of_known_size_have_their_channels_last(assert_all_same: Check) -> None:
+    window = {"kernel_shape": [1, 3, 3], "pads": [0, 1, 1] * 2}
+    cases = []
+    for operator, strides in (("MaxPool", [1, 1, 1]), ("AveragePool", [1, 2, 1]), ("MaxPool", [1, 1, 2])):
+        nodes = [helper.make_node(operator, ["x"], ["y"], strides=strides, **window)]
+        cases.append(((nodes, [("x", [1, 16, 2, 7, 9])], ["y"]), {"x": normal(1, 16, 2, 7, 9)}))
+    # With a stride along the width, the windows of a line fill vectors.
+    assert rule_counts(assert_all_same(cases))["pooling"] == 2
+
+
+def test_same_padding_that_begins_alike_for_all_sizes_is_part_of_the_pooling(assert_all_same: Check) -> None:
+    cases = []
+    for operator in ("MaxPool", "AveragePool"):
+        for side, kernel, strides in (("UPPER", [2, 4], [2, 2]), ("LOWER", [3, 3], [2, 1]), ("UPPER", [5, 2], [1, 2])):
+            window: dict[str, Any] = {"kernel_shape": kernel, "strides": strides, "auto_pad": f"SAME_{side}"}
+            nodes = [helper.make_node(operator, ["x"], ["y"], **window)]
+            feeds = [{"x": normal(1, 16, *size)} for size in ((8, 9), (7, 10), (1, 1))]
+            cases.append(((nodes, [("x", ["n", 16, "h", "w"])], ["y"]), *feeds))
+    model = assert_all_same(cases)
+    names = [name for name, _ in model.schedules]
+    assert rule_counts(model)["pooling"] >= 1
+    assert not [name for name in names if "pad" in name or "slice" in name], names
+
+
+def test_averages_with_same_padding_of_free_sizes_divide_by_what_is_within_the_data(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    nodes, outputs = [], ["y0", "y1"]
+    for output, side, strides in zip(outputs, ("UPPER", "LOWER"), ([2, 2], [2, 3]), strict=True):
+        window = {"kernel_shape": [3, 4], "strides": strides}
+        nodes.append(helper.make_node("AveragePool", ["x"], [output], auto_pad=f"SAME_{side}", **window))
+    path = make_model(nodes, [("x", ["n", 3, "h", "w"])], outputs)
+    feeds = [{"x": normal(2, 3, *size)} for size in ((8, 9), (7, 10), (11, 12))]
+    model = assert_same_as_onnxruntime(path, *feeds)
+    # No pooling of ones counts the elements.
+    assert any("shares" in name for name, _ in model.schedules)
+
+
 @pytest.mark.parametrize("opset", [18, 19])
 def test_an_average_counts_its_padding_and_nothing_beyond_it(
     opset: int, make_model: Any, assert_same_as_onnxruntime: Check

@@ -171,9 +171,12 @@ def test_columns_of_any_number_are_reduced_side_by_side(
     path = make_model(nodes, [("x", ["rows", "columns"], element)], outputs, axis)
     generator = np.random.default_rng(0)
     dtype = helper.tensor_dtype_to_np_dtype(element)
-    feeds = [{"x": generator.normal(size=size).astype(dtype)} for size in ((1, 1), (5, 3), (40, 67), (3, 160))]
+    feeds = [{"x": generator.normal(size=size).astype(dtype)} for size in ((1, 1), (5, 3), (40, 67), (1030, 35))]
     model = assert_same_as_onnxruntime(path, *feeds, inspect=Inspection(code=("tir",)))
-    assert model.inspected.code["tir"].count("T.vectorized") >= len(nodes)
+    # Sums of float32 add one line after the other: plain loops, which LLVM vectorises.
+    lines = rule_counts(model)["reduction"]
+    assert lines == int(element == TensorProto.FLOAT)
+    assert model.inspected.code["tir"].count("T.vectorized") >= len(nodes) - lines
 
 
 @pytest.mark.parametrize("columns", [40, "n"])

@@ -135,6 +135,11 @@ def let(value: Any, function: Callable[[Any], Any], dtype: str = "float32") -> A
     return tirx.Let(variable, value, function(variable))
 
 
+def rounded(value: Any) -> Any:
+    """Return a float `value` that is rounded before a sum takes it: LLVM makes one operation of a product in a sum."""
+    return tirx.call_llvm_pure_intrin(value.ty.dtype, "llvm.arithmetic.fence", value)
+
+
 def _bound(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Make a function bind its argument to a variable."""
 

@@ -21,11 +21,14 @@ from tvmflow.compiler.onnx.vision import pads_for_last_windows
 _OWN = ("tvm_custom", "channels_last", "opset")
 
 
-def convert_by_dequantizing(operator: str, operands: Sequence[int], result: int) -> Converter:
+def convert_by_dequantizing(
+    operator: str, operands: Sequence[int], result: int, *, shifts_first: bool = False
+) -> Converter:
     """Return a converter that dequantises the operands, computes `operator` in float32, and quantises its result.
 
     `operands` are the positions of the quantised operands among the node's inputs. The scale and the zero point of each
-    are the next two inputs. `result` is the position of the result's scale, which its zero point follows.
+    are the next two inputs. `result` is the position of the result's scale, which its zero point follows. With
+    `shifts_first` the zero point is added before the result is rounded, else after it.
     """
 
     def convert(node: Node) -> relax.Expr:
@@ -37,7 +40,8 @@ def convert_by_dequantizing(operator: str, operands: Sequence[int], result: int)
         if is_last:
             values = [node.emit(channels_first(value)) for value in values]
         value = node.apply(operator, *values, **opset, **attributes)
-        return _quantize(node, node.emit(channels_last(value)) if is_last else value, result)
+        quantize = _quantize_shifted if shifts_first else _quantize
+        return quantize(node, node.emit(channels_last(value)) if is_last else value, result)
 
     return convert
 
@@ -46,11 +50,13 @@ def convert_qlinear_average_pool(node: Node) -> relax.Expr:
     """Return the Relax expression of QLinearAveragePool: dequantise the operand, pool, quantise the result.
 
     Where the padding counts, so does what the last window of ceil_mode has beyond it: each mean is of a whole window.
+    As in ONNX Runtime, the zero point is added before a mean is rounded: a mean between two integers becomes the even
+    result.
     """
     is_explicit = node.text("auto_pad", "NOTSET") == "NOTSET"
     if is_explicit and node.attrs.get("count_include_pad", 0) and node.attrs.pop("ceil_mode", 0):
         node.attrs["pads"] = pads_for_last_windows(node)
-    return convert_by_dequantizing("AveragePool", (0,), 3)(node)
+    return convert_by_dequantizing("AveragePool", (0,), 3, shifts_first=True)(node)
 
 
 def convert_qlinear_global_average_pool(node: Node) -> relax.Expr:
@@ -248,11 +254,27 @@ def _let_scales_agree(node: Node) -> None:
 
 def _quantize(node: Node, value: relax.Expr, position: int) -> relax.Expr:
     """Quantise the result; its scale is at `position`, its zero point, or uint8 without one, after it."""
+    scale, zero = _scale_and_zero_point(node, position)
+    return relax.op.quantize(value, scale, zero, axis=0, out_dtype=dtype_of(zero))
+
+
+def _quantize_shifted(node: Node, value: relax.Expr, position: int) -> relax.Expr:
+    """Quantise the result as `_quantize` does, but add the zero point before the sum is rounded."""
+    scale, zero = _scale_and_zero_point(node, position)
+    dtype, shift = dtype_of(zero), node.emit(relax.op.astype(zero, "float32"))
+    value = node.emit(relax.op.add(node.emit(relax.op.divide(value, scale)), shift))
+    limits = np.iinfo(dtype)
+    value = node.emit(relax.op.clip(node.emit(relax.op.round(value)), int(limits.min), int(limits.max)))
+    return relax.op.astype(value, dtype)
+
+
+def _scale_and_zero_point(node: Node, position: int) -> tuple[relax.Expr, relax.Expr]:
+    """The scale of the result at `position`, and its zero point after it: that of uint8 where the node has none."""
     scale = _scale(node, position)
     zero = const(0, "uint8") if node.input(position + 1) is None else _scalar(node, position + 1)
     if dims_of(scale) != []:
         raise UnsupportedFormError("a scale for each row or channel of the result")
-    return relax.op.quantize(value, scale, zero, axis=0, out_dtype=dtype_of(zero))
+    return scale, zero
 
 
 def _dequantize_bias(node: Node, bias: relax.Expr, *scales: int) -> relax.Expr:

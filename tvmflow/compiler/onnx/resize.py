@@ -1,4 +1,4 @@
-"""Resize by products and gathers, for the forms in which TVM's own operator would be wrong."""
+"""Resize by sums, products and gathers, for the forms in which TVM's own operator would be wrong."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +14,7 @@ from tvmflow.arrays import Array
 from tvmflow.compiler.interpolation import interpolation_weights, source_places
 from tvmflow.compiler.onnx.node import FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
+from tvmflow.compiler.operators.resize import resample_axis
 
 # The largest denominator of a scale by which float32 multiplies sizes exactly: 1.5 is such a scale, 1.7 is not.
 _LARGEST_DENOMINATOR = 1 << 12
@@ -37,14 +38,15 @@ class _Step:
 def convert_resize(node: Node) -> relax.Expr | None:
     """Return the Relax expression of a Resize for which TVM's converter would use wrong scales or ignore an attribute.
 
-    It resizes one axis after another: by a product with a matrix of interpolation weights, or by a gather of the
-    nearest neighbours. An axis of symbolic size, before or after, is resized by gathers whose places the model computes
-    when it runs, with `antialias` by a product whose weights it computes; an image [n, c, h, w] by TVM's operator in
-    the forms that TVM computes correctly. Returns None, which leaves the node to TVM's converter, before opset 10, and
-    for constant sizes in such forms. Raises FreeSizeError for an input of unknown shape, for a region that is not
-    constant, and for a symbolic axis with a region, with a policy for the aspect ratio, with `half_pixel_symmetric`, or
-    with `antialias` and clamped neighbours. Raises UnsupportedFormError for interpolation of integers, for an unknown
-    `coordinate_transformation_mode`, and for a region beyond the data.
+    It resizes one axis after another: by sums of few weighted elements, by a product with a matrix of interpolation
+    weights where these are many, or by a gather of the nearest neighbours. An axis of symbolic size, before or after,
+    is resized by gathers whose places the model computes when it runs, with `antialias` by a product whose weights it
+    computes; an image [n, c, h, w] by TVM's operator in the forms that TVM computes correctly. Returns None, which
+    leaves the node to TVM's converter, before opset 10, and for constant sizes in such forms. Raises FreeSizeError for
+    an input of unknown shape, for a region that is not constant, and for a symbolic axis with a region, with a policy
+    for the aspect ratio, with `half_pixel_symmetric`, or with `antialias` and clamped neighbours. Raises
+    UnsupportedFormError for interpolation of integers, for an unknown `coordinate_transformation_mode`, and for a
+    region beyond the data.
     """
     if node.opset < 10:
         return None
@@ -474,7 +476,11 @@ def _resize_axis(
         node.attrs.get("cubic_coeff_a", -0.75),
         bool(node.attrs.get("exclude_outside", 0)),
     )
-    return _multiply_axis(node, data, axis, const(weights.T, dtype_of(data)))
+    if np.array_equal(weights, np.eye(size)):
+        return data
+    # Most weights are zero.
+    sums = resample_axis(node.builder, data, axis, weights)
+    return _multiply_axis(node, data, axis, const(weights.T, dtype_of(data))) if sums is None else node.emit(sums)
 
 
 def _multiply_axis(node: Node, data: relax.Expr, axis: int, weights: relax.Expr) -> relax.Expr:

@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import product
 from typing import Any
 
@@ -56,7 +56,6 @@ def convert_padding(operator: str) -> Converter:
         if operator == "Conv":
             _check_weights(node, outputs_axis=0)
             _let_channels_agree(node, inputs_axis=1)
-        has_strides = operator != "Conv" or any(stride != 1 for stride in node.attrs.get("strides", ()))
         if not auto_pad.startswith("SAME"):
             is_free = dims is None or not all(isinstance(size, int) for size in dims[2:])
             pools = operator != "Conv"
@@ -70,13 +69,7 @@ def convert_padding(operator: str) -> Converter:
         kernel = node.attrs.get("kernel_shape") or dims_of(node.inputs[1])[2:]  # type: ignore[index]
         strides, dilations = (node.attrs.get(name, [1] * len(kernel)) for name in ("strides", "dilations"))
         extents = [(taps - 1) * dilation + 1 for taps, dilation in zip(kernel, dilations, strict=True)]
-        if not has_strides:
-            # As much for data of any size. TVM's converter pads by a function, which no pass folds into a convolution.
-            _pad_evenly(node, [extent - 1 for extent in extents])
-            return None
-        if dims is None:
-            raise FreeSizeError(f"auto_pad {auto_pad} of an input of unknown shape")
-        if all(isinstance(size, int) for size in dims[2:]):
+        if dims is not None and all(isinstance(size, int) for size in dims[2:]):
             # TVM's converter cuts data where the stride exceeds the window.
             counts = [-(-size // stride) for size, stride in zip(dims[2:], strides, strict=True)]
             ends = [
@@ -84,6 +77,15 @@ def convert_padding(operator: str) -> Converter:
             ]
             _pad_evenly(node, [max(end - size, 0) for end, size in zip(ends, dims[2:], strict=True)])
             return None
+        befores = [
+            _befores(extent, stride, auto_pad == "SAME_UPPER") for extent, stride in zip(extents, strides, strict=True)
+        ]
+        if all(len(before) == 1 for before in befores):
+            # As much for data of any size. TVM's converter pads by a function, which no pass folds into the windows.
+            _set_padding(node, [extent - 1 for extent in extents], [min(before) for before in befores])
+            return None
+        if dims is None:
+            raise FreeSizeError(f"auto_pad {auto_pad} of an input of unknown shape")
         axes = [
             _same_padding(node, size, extent, stride, auto_pad == "SAME_UPPER")
             for size, stride, extent in zip(dims[2:], strides, extents, strict=True)
@@ -92,12 +94,20 @@ def convert_padding(operator: str) -> Converter:
         node.attrs["auto_pad"] = b"NOTSET"
         if operator != "AveragePool" or node.attrs.get("count_include_pad", 0):
             return None
-        # Of each window only the elements within the data count.
-        ones = node.emit(relax.op.ones(relax.ShapeExpr([1, 1, *dims[2:]]), dtype_of(data)))
-        ones = _pad_to_windows(node, ones, axes, 0.0)
         attributes = {name: value for name, value in node.attrs.items() if name not in ("tvm_custom", "auto_pad")}
-        means, shares = (node.apply(operator, item, **attributes) for item in (padded, ones))
-        return relax.op.divide(means, shares)
+        means = node.apply(operator, padded, **attributes)
+        if set(dilations) != {1}:
+            # Of each window only the elements within the data count.
+            ones = node.emit(relax.op.ones(relax.ShapeExpr([1, 1, *dims[2:]]), dtype_of(data)))
+            return relax.op.divide(means, node.apply(operator, _pad_to_windows(node, ones, axes, 0.0), **attributes))
+        # Dilated windows aside, the elements of the data in a window lie side by side.
+        shares = partial(_inverse_shares, windows=list(zip(kernel, strides, strict=True)))
+        pixels = (dims_of(means) or [])[2:]
+        # Sizes that a function gets are expressions.
+        sizes = [[tirx.convert(item) for item in part] for part in (pixels, dims[2:], [axis.before for axis in axes])]
+        factors = node.emit(node.builder.call_te(shares, *sizes, primfunc_name_hint="shares"))
+        factors = factors if dtype_of(data) == "float32" else node.emit(relax.op.astype(factors, dtype_of(data)))
+        return relax.op.multiply(means, factors)
 
     return convert
 
@@ -147,10 +157,22 @@ def pads_for_last_windows(node: Node) -> list[int]:
 
 def _pad_evenly(node: Node, totals: Sequence[int]) -> None:
     """Set the padding of a node that has `auto_pad`: `totals` elements along each dimension, half of them before it."""
-    halves, rests = [total // 2 for total in totals], [total - total // 2 for total in totals]
-    is_upper = node.text("auto_pad", "NOTSET") == "SAME_UPPER"
-    node.attrs["pads"] = [*halves, *rests] if is_upper else [*rests, *halves]
+    rest = int(node.text("auto_pad", "NOTSET") != "SAME_UPPER")
+    _set_padding(node, totals, [(total + rest) // 2 for total in totals])
+
+
+def _set_padding(node: Node, totals: Sequence[int], before: Sequence[int]) -> None:
+    """Set the padding of a node that has `auto_pad`: of the `totals`, so many elements `before` each dimension."""
+    node.attrs["pads"] = [*before, *(total - first for total, first in zip(totals, before, strict=True))]
     node.attrs["auto_pad"] = b"NOTSET"
+
+
+def _befores(extent: int, stride: int, upper: bool) -> set[int]:
+    """How many elements `auto_pad` puts before a dimension, for each number that windows and strides may lack.
+
+    Where it is the same for all sizes, the most elements may follow each of them: no window reaches more than it needs.
+    """
+    return {(total + (not upper)) // 2 for total in range(max(extent - stride, 0), extent)}
 
 
 def _pad(node: Node, pads: Sequence[int], counts_end: bool) -> None:
@@ -240,6 +262,25 @@ def _pad_to_windows(node: Node, data: relax.Expr, axes: Sequence[_SamePadding], 
     places = list(range(2, 2 + len(axes)))
     part = node.emit(relax.op.strided_slice(data, places, begins, ends, assume_inbound=True))
     return node.with_sizes(part, [*(dims_of(data) or [])[:2], *(axis.whole for axis in axes)])
+
+
+def _inverse_shares(
+    pixels: Sequence[Any], sizes: Sequence[Any], before: Sequence[Any], *, windows: Sequence[tuple[int, int]]
+) -> te.Tensor:
+    """One over the share of each window that is within the data, float32: `[1, 1, *pixels]`.
+
+    The data has `sizes`, after a padding of `before` elements. `windows` are their lengths and strides.
+    """
+
+    def share(_batch: Any, _channel: Any, *pixel: Any) -> Any:
+        total, count = 1, tirx.const(1, "float32")
+        for at, size, start, (taps, stride) in zip(pixel, sizes, before, windows, strict=True):
+            first = at * stride - start
+            number = tirx.min(first + taps, size) - tirx.max(first, 0)
+            total, count = total * taps, count * tirx.Cast("float32", number)
+        return tirx.const(total, "float32") / count
+
+    return te.compute((1, 1, *pixels), share, name="shares")
 
 
 def convert_conv_transpose(node: Node) -> relax.Expr | None:

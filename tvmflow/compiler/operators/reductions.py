@@ -112,8 +112,9 @@ def unravel(index: Any, sizes: Sequence[Any]) -> list[Any]:
 
 
 def _ravel(index: Sequence[Any], sizes: Sequence[Any]) -> Any:
-    place: Any = 0
-    for value, size in zip(index, sizes, strict=True):
+    # The first size counts no place.
+    place: Any = index[0] if index else 0
+    for value, size in zip(index[1:], sizes[1:], strict=True):
         place = place * int(size) + value
     return place
 
@@ -235,16 +236,19 @@ def reduction(
 
 
 def _free_columns(builder: relax.BlockBuilder, call: relax.Call, name: str) -> relax.Expr | None:
-    """Define a sum or mean over neighbouring dimensions of free sizes, before others of known sizes; None for others.
+    """Define a sum or mean over neighbouring dimensions of free sizes; None for other reductions.
 
-    The dimensions are summed one after the other, the last one first: the lines of an image, then their sums.
+    Others follow, whose sizes are known, or one of free size. The dimensions are summed one after the other, the last
+    one first: the lines of an image, then their sums.
     """
     shape = list(call.args[0].ty.shape.values)
     axes = reduced_axes(call)
     if not axes or axes != list(range(axes[0], axes[-1] + 1)):
         return None
     after = shape[axes[-1] + 1 :]
-    if any(not static(size) for size in after) or math.prod(int(size) for size in after) < NARROWEST:
+    known = [size for size in after if static(size)]
+    is_free_line = len(after) == 1 and not known
+    if not is_free_line and (len(known) < len(after) or math.prod(map(int, known)) < NARROWEST):
         return None
     compute = partial(_sum_of_lines, first=axes[0], last=axes[-1], shape=list(call.ty.shape.values), name=name)
     return builder.call_te(compute, call.args[0], primfunc_name_hint=name, primfunc_attrs=REDUCTION)
@@ -253,7 +257,7 @@ def _free_columns(builder: relax.BlockBuilder, call: relax.Call, name: str) -> r
 def _sum_of_lines(data: te.Tensor, *, first: int, last: int, shape: Sequence[Any], name: str) -> te.Tensor:
     """Define the sum or mean over the dimensions from index `first` to `last`; the result has this `shape`."""
     after = data.shape[last + 1 :]
-    inner = math.prod(int(size) for size in after)
+    inner = math.prod(size if static(size) is None else int(size) for size in after)
 
     def element(at: Sequence[Any], c: Any) -> Any:
         return data[(*at, *unravel(c, after))]
@@ -269,7 +273,7 @@ def _sum_of_lines(data: te.Tensor, *, first: int, last: int, shape: Sequence[Any
 
 
 def sum_of_image(
-    element: Callable[[Sequence[Any], Any], Any], outer: Sequence[Any], image: Sequence[Any], inner: int, name: str
+    element: Callable[[Sequence[Any], Any], Any], outer: Sequence[Any], image: Sequence[Any], inner: Any, name: str
 ) -> Callable[[Sequence[Any], Any], Any]:
     """Add `element((*outer, *pixel), c)` over the pixels of an image, and return the sum as a function of outer and c.
 
@@ -295,7 +299,7 @@ def _columns(
     outer: Sequence[Any],
     parts: Any,
     length: Any,
-    inner: int,
+    inner: Any,
     kind: Kind,
     name: str,
 ) -> te.Tensor:
@@ -310,7 +314,7 @@ def _columns(
 
 
 def _sum(
-    element: Callable[[Sequence[Any], Any, Any], Any], outer: Sequence[Any], depth: Any, inner: int, name: str
+    element: Callable[[Sequence[Any], Any, Any], Any], outer: Sequence[Any], depth: Any, inner: Any, name: str
 ) -> Callable[[Sequence[Any], Any], Any]:
     """Add `element(outer, r, c)` over r below `depth` one by one, and return the sum as a function of outer and c."""
     sums = _columns(element, list(outer), 1, depth, inner, SUM, name)
@@ -318,7 +322,7 @@ def _sum(
 
 
 def _sum_of_parts(
-    element: Callable[[Sequence[Any], Any, Any], Any], outer: Sequence[Any], depth: Any, inner: int, name: str
+    element: Callable[[Sequence[Any], Any, Any], Any], outer: Sequence[Any], depth: Any, inner: Any, name: str
 ) -> Callable[[Sequence[Any], Any], Any]:
     """Add as `_sum` does, but parts of at most `_LONGEST` elements first, and then their sums.
 

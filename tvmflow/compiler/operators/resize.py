@@ -17,9 +17,14 @@ from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.interpolation import cubic_weights, interpolation_weights, source_place, source_places
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import call_kernel, constant, is_float32, static
+from tvmflow.compiler.vectormath import rounded
 
 # Images with the channels last take so many taps at once, each a whole vector; more are cheaper in two steps.
 _MOST_TAPS = 4
+# The most terms of a sum that is written out.
+_MOST_TERMS = 32
+# The integers that ONNX Runtime interpolates.
+_INTEGERS = ("uint8", "int8", "int32")
 _MODES = ("half_pixel", "pytorch_half_pixel", "asymmetric", "align_corners")
 # Where an image becomes a whole number of times as large, these take each element that many times.
 _REPEATING = (
@@ -33,7 +38,7 @@ _MOST_REPEATS = 8
 def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
     """Define the linear or cubic resize of float32 images, NHWC or NCHW, and nearest resizes that are repeats.
 
-    Returns None for other types, modes and sizes.
+    It also defines the linear resize of images of integers. Returns None for other types, modes and sizes.
     """
     data, attrs = call.args[0], call.attrs
     factors = _whole_factors(call)
@@ -43,11 +48,13 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -
     coordinates = str(attrs.coordinate_transformation_mode)
     if mode not in ("linear", "cubic") or layout not in ("NHWC", "NCHW") or coordinates not in _MODES:
         return None
-    if not is_float32(data) or str(call.ty.dtype) != "float32":
-        return None
     axes = [layout.index(letter) for letter in "HW"]
     resampling = _Resampling(mode, coordinates, float(attrs.cubic_alpha), bool(attrs.cubic_exclude))
     pairs = [[tensor.ty.shape.values[axis] for tensor in (data, call)] for axis in axes]
+    if mode == "linear" and str(call.ty.dtype) == str(data.ty.dtype) and str(data.ty.dtype) in _INTEGERS:
+        return _legalize_integers(builder, data, axes, pairs, resampling)
+    if not is_float32(data) or str(call.ty.dtype) != "float32":
+        return None
     # Memory runs along the width, so the step along it is the slower one: it comes where there are fewer lines.
     order = [place for place in ((1, 0) if _may_grow(*pairs[0]) else (0, 1)) if _may_change(*pairs[place])]
     if not order:
@@ -64,6 +71,26 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -
     apart = layout == "NCHW" or taps > _MOST_TAPS
     compute = partial(resize, steps=steps, resampling=resampling, apart=apart)
     results = [pairs[place][1] for place in order]
+    return call_kernel(builder, compute, data, results, *map(constant, tables), name="resize2d")
+
+
+def _legalize_integers(
+    builder: relax.BlockBuilder,
+    data: relax.Expr,
+    axes: Sequence[int],
+    pairs: Sequence[Sequence[Any]],
+    resampling: "_Resampling",
+) -> relax.Expr | None:
+    """Define the linear resize of integers along the height and the width, whose sizes before and after are `pairs`."""
+    if not any(_may_change(*pair) for pair in pairs):
+        return None
+    tables: list[Array] = []
+    is_known = [None not in map(static, pair) for pair in pairs]
+    for pair, known in zip(pairs, is_known, strict=True):
+        tables += resampling.known_neighbours(*map(int, pair)) if known else ()
+    steps = list(zip(axes, is_known, strict=True))
+    compute = partial(resize_integers, steps=steps, resampling=resampling)
+    results = [result for _, result in pairs]
     return call_kernel(builder, compute, data, results, *map(constant, tables), name="resize2d")
 
 
@@ -121,6 +148,38 @@ class _Resampling:
         places = te.compute(shape, lambda tap, at: tirx.max(tirx.min(element(tap, at), last), zero), name="places")
         return places, te.compute(shape, share if self.excludes_outside else weight, name="weights")
 
+    def known_neighbours(self, size: int, result: int) -> tuple[Array, Array]:
+        """Return the places and weights of the two neighbours of each element of an axis of known sizes.
+
+        They are those of ONNX Runtime: each has weight one half where both are the last element.
+        """
+        places = source_places(size, result, result / size, self.coordinates, (0.0, 1.0), "float32")
+        places = np.clip(places.astype("float32"), 0, size - 1).astype("float32")
+        before = np.floor(places)
+        after = np.minimum(before + 1, size - 1).astype("float32")
+        weights = np.where(before == after, np.float32(0.5), np.stack([after - places, places - before]))
+        return np.stack([before, after]).astype("int32"), weights.astype("float32")
+
+    def computed_neighbours(self, size: Any, result: Any) -> tuple[te.Tensor, te.Tensor]:
+        """Return the tables of `known_neighbours` as tensors that the function computes."""
+        last = tirx.Cast("float32", size - 1)
+
+        def source(at: Any) -> Any:
+            return tirx.max(tirx.min(self._place(size, result, at), last), tirx.const(0, "float32"))
+
+        # See `computed_tables`.
+        sources = te.compute((result,), source, name="sources")
+
+        def neighbour(tap: Any, at: Any) -> Any:
+            return tirx.min(tirx.floor(sources[at]) + tirx.Cast("float32", tap), last)
+
+        def weight(tap: Any, at: Any) -> Any:
+            away = tirx.abs(sources[at] - neighbour(1 - tap, at))
+            return tirx.Select(tirx.floor(sources[at]) < last, away, tirx.const(0.5, "float32"))
+
+        places = te.compute((2, result), lambda tap, at: tirx.Cast("int32", neighbour(tap, at)), name="places")
+        return places, te.compute((2, result), weight, name="weights")
+
     def _place(self, size: Any, result: Any, at: Any) -> Any:
         """The place of an element of the result in the axis before, as `source_places` has it."""
         size, result, at = (tirx.Cast("float32", item) for item in (size, result, at))
@@ -166,6 +225,24 @@ def repeat(data: te.Tensor, *, factors: Sequence[int]) -> te.Tensor:
     )
 
 
+def resample_axis(builder: relax.BlockBuilder, data: relax.Expr, axis: int, weights: Array) -> relax.Expr | None:
+    """Define `data` with the elements along an axis replaced by weighted sums of them: `weights` are `[result, size]`.
+
+    A sum is of the elements whose weight is not zero. Returns None for other types than float32, and for sums of many.
+    """
+    places, values = _taps(weights)
+    if not is_float32(data) or len(places) > _MOST_TERMS:
+        return None
+    compute = partial(_resample, axis=axis, result=len(weights))
+    return call_kernel(builder, compute, data, constant(places), constant(values), name="resample")
+
+
+def _resample(data: te.Tensor, places: te.Tensor, values: te.Tensor, *, axis: int, result: int) -> te.Tensor:
+    shape = [*data.shape[:axis], result, *data.shape[axis + 1 :]]
+    element = partial(_interpolate, partial(_read, data), places, values, axis)
+    return te.compute(shape, element, name="resize", attrs={KERNEL: "resize"})
+
+
 def _taps(weights: Array) -> tuple[Array, Array]:
     """The places (int32) and the values (float32) of the weights `[result, size]` that are not zero: `[taps, result]`.
 
@@ -203,6 +280,44 @@ def resize(
         if apart and number < len(steps) - 1:
             line = te.compute(shape, element, name="line")
             element = partial(_read, line)
+    return te.compute(shape, element, name="resize", attrs={KERNEL: "resize"})
+
+
+def resize_integers(
+    data: te.Tensor,
+    results: Sequence[Any],
+    *tables: te.Tensor,
+    steps: Sequence[tuple[int, bool]],
+    resampling: _Resampling,
+) -> te.Tensor:
+    """Resize images of integers to the height and width `results`.
+
+    `steps` are the axes of the height and the width, and whether the sizes of each are known. `tables` are two tensors
+    of shape `[2, result size]` for each axis of known sizes: the indices (int32) and the weights (float32) of the two
+    neighbours of each result. For others, the function computes them. Each result is the sum of four elements in
+    float32 without its fraction. The products and sums are those of ONNX Runtime, in its order:
+    in another, a sum that is a whole number could be rounded to one just below it.
+    """
+    given, dtype = iter(tables), data.dtype
+    shape, pairs = list(data.shape), []
+    for (axis, is_known), result in zip(steps, results, strict=True):
+        known = (next(given), next(given)) if is_known else None
+        pairs.append(known or resampling.computed_neighbours(data.shape[axis], result))
+        shape[axis] = result
+    (row, _), (column, _) = steps
+    (rows, down), (columns, across) = pairs
+
+    def element(*index: Any) -> Any:
+        y, x, total = index[row], index[column], None
+        for below in range(2):
+            for right in range(2):
+                place = list(index)
+                place[row], place[column] = (tirx.Cast("int64", item) for item in (rows[below, y], columns[right, x]))
+                value = tirx.Cast("float32", data[tuple(place)])
+                product = rounded(across[right, x] * down[below, y] * value)
+                total = product if total is None else total + product
+        return tirx.Cast(dtype, total)
+
     return te.compute(shape, element, name="resize", attrs={KERNEL: "resize"})
 
 

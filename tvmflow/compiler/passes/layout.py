@@ -271,12 +271,15 @@ def _pool2d(layout: _Layout, call: relax.Call) -> _Permuted | None:
 
 
 def _is_worth_transposes(layout: _Layout, call: relax.Call) -> bool:
-    """Whether a pooling has overlapping windows and channels that fill a vector."""
+    """Whether the channels of a pooling fill a vector, and its windows overlap, or lie in padding of free sizes."""
     shape = call.args[0].ty.shape.values if isinstance(call.args[0].ty.shape, relax.ShapeExpr) else []
     is_wide = len(shape) > 2 and isinstance(shape[1], tvm.tirx.IntImm) and int(shape[1]) >= layout.lanes
-    return is_wide and any(
+    # Each element of a window would be compared with ends of the data that only a run knows.
+    is_free = any(map(int, call.attrs.padding)) and not all(isinstance(size, tvm.tirx.IntImm) for size in shape[2:])
+    overlap = any(
         int(size) > int(stride) for size, stride in zip(call.attrs.pool_size, call.attrs.strides, strict=True)
     )
+    return is_wide and (is_free or overlap)
 
 
 @_on_transposed
@@ -294,12 +297,14 @@ def _pool1d(layout: _Layout, call: relax.Call, value: _Permuted) -> _Permuted | 
 def _pool3d(layout: _Layout, call: relax.Call) -> _Permuted | None:
     """Pool within every slice, then across slices: a window's maximum or mean is that of its slices' results.
 
-    Where windows overlap, channels that come last are worth two transposes, but for windows of one slice of known size.
+    Where windows overlap, channels that come last are worth two transposes, but for windows of one slice of known size
+    with a stride along the width: there the windows of a line fill vectors, and transposes of large data take as long.
     """
     value, out, attrs, axes = layout.value(call.args[0]), sizes(call), call.attrs, (0, 4, 1, 2, 3)
     if value is None or out is None or (attrs.layout, attrs.out_layout) != ("NCDHW", "NCDHW"):
         return None
-    is_flat = int(attrs.pool_size[0]) == 1 and all(isinstance(size, tvm.tirx.IntImm) for size in out)
+    is_known = all(isinstance(size, tvm.tirx.IntImm) for size in out)
+    is_flat = is_known and int(attrs.pool_size[0]) == 1 and int(attrs.strides[2]) > 1
     if value.axes != axes and (is_flat or not _is_worth_transposes(layout, call)):
         return None
     data = layout.ordered(value, axes)

@@ -137,6 +137,23 @@ def _keeps_everything(_rewriter: Rewriter, call: relax.Call) -> relax.Expr | Non
     return call.args[0] if _is_like(call, call.args[0]) else None
 
 
+def _casts_back(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """What a cast returns to its own type, after another cast to a type that holds all of its values."""
+    wide = rewriter.call(call.args[0], "astype")
+    if wide is None or wide.args[0].ty.dtype != call.ty.dtype:
+        return None
+    return wide.args[0] if (str(call.ty.dtype), str(wide.ty.dtype)) in _EXACT_CASTS else None
+
+
+# The casts of floats, and of integers to floats, that change no value.
+_EXACT_CASTS = {
+    *(("float16", wide) for wide in ("float32", "float64")),
+    ("float32", "float64"),
+    *((narrow, wide) for narrow in ("int8", "uint8", "int16", "uint16") for wide in ("float32", "float64")),
+    *((narrow, "float64") for narrow in ("int32", "uint32")),
+}
+
+
 def _slices_everything(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     steps = list(call.args[4]) if len(call.args) > 4 else []
     if not all(isinstance(step, tvm.tirx.IntImm) and int(step) == 1 for step in steps):
@@ -191,7 +208,7 @@ def remove_identities() -> tvm.transform.Pass:
             "subtract": (_drop_operand(0, both=False),),
             "multiply": (_drop_operand(1, both=True),),
             "divide": (_drop_operand(1, both=False),),
-            "astype": (_keeps_everything,),
+            "astype": (_keeps_everything, _casts_back),
             "broadcast_to": (_keeps_everything,),
             "reshape": (_keeps_everything,),
             "nn.pad": (_keeps_everything,),

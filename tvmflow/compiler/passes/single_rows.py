@@ -11,7 +11,7 @@ from tvmflow.compiler.passes.rewrite import Rewriter, rewriting, sizes
 def multiply_single_rows(machine: Machine) -> tvm.transform.Pass:
     """Return the pass that sums the products of a row with each row of a tensor, in the place of the transpose.
 
-    It also adds up the rows of a matrix of known size that is no constant, each times an element of the row.
+    It also adds up the rows of a matrix that is no constant, each times an element of the row.
     """
 
     def multiply(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -42,7 +42,7 @@ def multiply_single_rows(machine: Machine) -> tvm.transform.Pass:
         if any(static(size) != 1 for size in (row[-2], *lead)) or not all(are_equal(*pair) for pair in pairs):
             return None
         units = static(matrix[-1])
-        if units is None or static(matrix[-2]) is None or (len(matrix) > 2 and units % machine.lanes == 0):
+        if len(matrix) > 2 and (units is None or static(matrix[-2]) is None or units % machine.lanes == 0):
             return None
         column = rewriter.emit(relax.op.reshape(left, [*row[len(lead) : -2], row[-1], 1]))
         products = rewriter.emit(relax.op.multiply(column, right))

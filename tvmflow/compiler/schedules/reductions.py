@@ -60,9 +60,12 @@ def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Vectorise along neighbouring results; each core has its part of the reduction or of the results."""
     parallel = _is_worth_threads(sch, block, machine)
     *outer, c, r = sch.get_loops(block)
-    size = common.extent(sch, c) or 1
+    size = common.extent(sch, c)
     inner: list[LoopRV] = []
-    if size <= machine.lanes:
+    if size is None:
+        # Plain loops add one line after the other to the sums, as memory has them.
+        pass
+    elif size <= machine.lanes:
         # TVM refuses vectors of some widths; LLVM takes any.
         inner = [c] if size & (size - 1) == 0 else []
     elif size % machine.lanes == 0:
