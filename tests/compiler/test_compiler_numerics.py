@@ -460,6 +460,16 @@ def test_inverse_and_hyperbolic_functions_and_logarithms_are_those_of_numpy_in_v
         np.testing.assert_allclose(ours[places], expected, rtol=5e-7, atol=1e-44, err_msg=name)
 
 
+def test_odd_functions_keep_the_sign_of_zero(make_model: Any, target: Any, run_built: Any) -> None:
+    functions = ["Sin", "Tan", "Asin", "Atan", "Sinh", "Asinh", "Atanh", "Tanh", "Erf"]
+    nodes = [helper.make_node(name, ["x"], [name]) for name in functions]
+    x = np.array([-0.0, 0.0] * 9, "float32")
+    outputs = run_built(build(import_onnx(make_model(nodes, [("x", [18])], functions)), target), x)
+    for name, y in zip(functions, outputs, strict=True):
+        assert not y.any(), name
+        assert np.signbit(y).tolist() == [True, False] * 9, name
+
+
 def test_exponentials_of_extremes_are_zero_infinite_and_not_a_number(
     make_model: Any, target: Any, run_built: Any
 ) -> None:
@@ -467,13 +477,16 @@ def test_exponentials_of_extremes_are_zero_infinite_and_not_a_number(
 
     path = make_model([helper.make_node("Exp", ["x"], ["y"])], [("x", [16])], ["y"])
     x = np.array(
-        [-np.inf, -1000, 1000, np.inf, np.nan, np.nan, 88.8, -87.4, *[0.0] * 5, 88.7228, -87.33, -87.0], "float32"
+        [-np.inf, -1000, 1000, np.inf, np.nan, np.nan, 88.8, -87.4, *[0.0] * 4, 88.72284, 88.72283, -87.33, -87.0],
+        "float32",
     )
     # The bits of a NaN that are not its sign and exponent are any.
     x.view("uint32")[5] += 0x1ABC1
     model = build(import_onnx(path), target, inspect=Inspection(code=("tir",)))
     (y,) = run_built(model, x)
     np.testing.assert_array_equal(y[:9], np.array([0, 0, np.inf, np.inf, np.nan, np.nan, np.inf, 0, 1], "float32"))
+    # The first number whose exponential is too large for float32.
+    assert y[12] == np.inf
     np.testing.assert_allclose(y[-3:], np.exp(x[-3:].astype("float64")), rtol=2e-7)
     # Whole powers are found by one sum, and none is converted.
     assert "T.floor" not in model.inspected.code["tir"]

@@ -125,6 +125,14 @@ def test_products_of_integers_take_free_sizes_beside_fixed_ones(assert_all_same:
     assert_all_same([(([node], inputs, [("y", None, TensorProto.INT32)]), feed)])
 
 
+def test_a_matrix_of_free_size_has_as_many_columns_as_zero_points(assert_all_same: Check) -> None:
+    node = helper.make_node("MatMulInteger", ["a", "b", "zero", "columns"], ["y"])
+    inputs = [("a", ["m", 5], TensorProto.UINT8), ("b", ["k", "n"], TensorProto.INT8)]
+    weights = {"zero": np.array(3, "uint8"), "columns": np.array([1, -2, 7], "int8")}
+    feed = {"a": np.arange(10, dtype="uint8").reshape(2, 5), "b": np.arange(15, dtype="int8").reshape(5, 3)}
+    assert_all_same([(([node], inputs, [("y", None, TensorProto.INT32)], weights), feed)])
+
+
 @pytest.mark.parametrize("element", [TensorProto.FLOAT, TensorProto.DOUBLE])
 def test_products_of_two_matrices_of_free_sizes_have_tiles(
     element: int, make_model: Any, assert_same_as_onnxruntime: Callable[..., CompiledModel]

@@ -157,6 +157,19 @@ def test_columns_and_sequences_equal_onnx_runtime(
     assert_same_as_onnxruntime(make_model(nodes, inputs, ["y", "z"], weights), feeds)
 
 
+def test_an_image_as_long_as_the_stride_has_columns_of_all_its_blocks(
+    assert_all_same: Callable[..., CompiledModel],
+) -> None:
+    """The remainder of a padded pixel is limited by the length of the block, and its dividend by that of the image."""
+    cases = []
+    for block in (1, 2, 3):
+        node = _node("Col2Im", ["c", "image", "block"], ["y"], strides=[3], pads=[1, 1])
+        shape = (2, 4 * block, (5 - block) // 3 + 1)
+        weights = {"image": np.array([3]), "block": np.array([block])}
+        cases += [(([node], [("c", own)], ["y"], weights), {"c": normal(*shape)}) for own in (shape, ["n", *shape[1:]])]
+    assert_all_same(cases)
+
+
 @pytest.mark.parametrize(
     ("block", "strides", "iterations"), [((3, 3), [2, 2], 1), ((2, 5), [2, 2], 1), ((7, 5), [3, 2], 9)], ids=str
 )

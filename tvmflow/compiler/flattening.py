@@ -2,7 +2,7 @@
 
 TVM's `FlattenBuffer` simplifies indices as affine maps. Of `(1 - i) % 2` it makes `-(i % -2)`, of `(i + 5) // 3 % 3`
 something that lacks the 5: an element beside the right one is read, or one outside of the tensor. Reversed and shifted
-repeats of elements have such indices.
+repeats of elements have such indices. On `(i + 1) % 3` where a condition limits that, and i is below 3, it fails.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.tirx import PrimFunc
 
-from tvmflow.compiler.statements import map_functions, reads_memory, replace_variables, summands
+from tvmflow.compiler.statements import is_choice, map_functions, reads_memory, replace_variables, summands
 
 _QUOTIENTS = (tirx.FloorDiv, tirx.FloorMod)
 
@@ -39,11 +39,28 @@ def _without_quotients(func: PrimFunc, quotients: dict[tirx.Var, Any]) -> PrimFu
         for size in tirx.analysis.undefined_vars(dim)
     }
 
+    # The remainders in conditions.
+    limited: list[Any] = []
+
+    def add_limited(call: Any) -> None:
+        if is_choice(call):
+            tvm_ffi.structural_walk(call.args[0], (tirx.FloorMod, limited.append))
+
+    tvm_ffi.structural_walk(func.body, (tvm.ir.Call, add_limited))
+
+    def is_at_risk(quotient: Any) -> bool:
+        return _is_at_risk(quotient, sizes) or (
+            isinstance(quotient, tirx.FloorMod)
+            and _number(list(summands(quotient.a))) != 0
+            and not reads_memory(quotient)
+            and any(tvm_ffi.structural_equal(quotient, item) for item in limited)
+        )
+
     def find(quotient: Any) -> Any:
-        return tvm_ffi.VisitInterrupt(quotient) if _is_at_risk(quotient, sizes) else None
+        return tvm_ffi.VisitInterrupt(quotient) if is_at_risk(quotient) else None
 
     def hide(quotient: Any) -> Any:
-        if not _is_at_risk(quotient, sizes):
+        if not is_at_risk(quotient):
             return quotient
         variable = tirx.Var(f"quotient{len(quotients)}", quotient.ty)
         quotients[variable] = quotient

@@ -157,8 +157,8 @@ def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
     return value
 
 
-# The numbers between which exponentials are normal float32.
-_SMALLEST_EXP, _LARGEST_EXP = -87.3365, 88.72284
+# The first and the last float32 whose exponential is a normal float32.
+_SMALLEST_EXP, _LARGEST_EXP = -87.3365, 88.72283
 # The logarithm to base two of e.
 _IN_POWERS = 1.44269504088896341
 # Added to a number up to 2^22, it leaves the nearest whole number in the lowest bits.
@@ -282,7 +282,8 @@ def sin(x: Any) -> Any:
 
     The sine of a number beyond that, whose neighbours are more than a turn away, is one between -1 and 1.
     """
-    return _sine(x, 0)
+    # The polynomial adds a positive zero to a negative one.
+    return tirx.Select(tirx.EQ(x, tirx.const(0.0, "float32")), x, _sine(x, 0))
 
 
 @_bound
@@ -329,8 +330,8 @@ def tan(x: Any) -> Any:
 
 
 def _quarters(x: Any) -> Any:
-    """The whole number of quarters of a turn that is nearest to a float64 angle."""
-    return tirx.round(x * 0.63661977236758134)
+    """The whole number of quarters of a turn that is nearest to a float64 angle; zero of negative zero."""
+    return tirx.floor(x * 0.63661977236758134 + 0.5)
 
 
 def _rest_of_quarters(x: Any, quarters: Any) -> Any:
@@ -366,8 +367,7 @@ def atan(x: Any) -> Any:
         small = let(
             tirx.Select(size > one, 1.0 / size, size), lambda u: let(u * u, lambda s: u * _polynomial(s, _ATAN))
         )
-        whole = let(small, lambda v: tirx.Select(size > one, 1.5707963267948966 - v, v))
-        return let(whole, lambda v: tirx.Select(x < tirx.const(0.0, "float32"), 0.0 - v, v))
+        return let(small, lambda v: _with_sign(tirx.Select(size > one, _HALF_PI - v, v), x))
 
     return let(tirx.abs(x), evaluate)
 
@@ -485,8 +485,8 @@ def asinh(x: Any) -> Any:
     """Return the inverse hyperbolic sine of a float32 expression."""
 
     def evaluate(size: Any) -> Any:
-        large = let(_log_of_sum(size, lambda: size * size + 1.0), lambda value: _with_sign(value, x))
-        return tirx.Select(size > tirx.const(0.5, "float32"), large, _odd(x, _ASINH))
+        large = _log_of_sum(size, lambda: size * size + 1.0)
+        return _with_sign(tirx.Select(size > tirx.const(0.5, "float32"), large, _odd(size, _ASINH)), x)
 
     return let(tirx.abs(x), evaluate)
 

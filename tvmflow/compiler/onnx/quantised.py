@@ -321,6 +321,10 @@ def _integer_product(
 ) -> relax.Expr:
     """The product of centred integers, int32; a vector of zero points has one for each row of `a` or column of `b`."""
     a, b = agree_in_product(node.builder, [a, b], node.evaluator)
+    columns, dims = [] if b_zero is None else dims_of(b_zero) or [], dims_of(b)
+    # A vector of free length may have a single number.
+    if dims is not None and len(columns) == 1 and isinstance(columns[0], int) and columns != [1]:
+        b = node.with_sizes(b, [*dims[:-1], *columns])
     if a_zero is not None and len(dims_of(a_zero) or ()) == 1 and dims_of(a_zero) != [1]:
         a_zero = node.emit(relax.op.expand_dims(a_zero, -1))
     return node.emit(relax.op.matmul(_centred(node, a, a_zero), _centred(node, b, b_zero), out_dtype="int32"))
