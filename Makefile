@@ -9,8 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # torch must be the CPU build: from local wheels where PIP_FIND_LINKS names them, else from PyTorch's own index.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend cpu)
 
-# Two processes more than there are processors: tests wait for servers and commands a part of their time.
-WORKERS ?= $(shell n=$$(($$(nproc) + 2)); echo $$((n > 8 ? 8 : n)))
+# One process more than there are processors: tests wait for servers and commands a part of their time.
+WORKERS ?= $(shell n=$$(($$(nproc) + 1)); echo $$((n > 8 ? 8 : n)))
 # How `make test` runs: on as many processes, each test file in one of them; what every test took is in build/tests/. In
 # continuous integration (CI is set) a skipped test is a failure.
 TESTS := pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=40 --junit-xml=build/tests/junit.xml \

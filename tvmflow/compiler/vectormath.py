@@ -83,6 +83,8 @@ _ATANH = (1.81740078349e-1, 8.24370301058e-2, 1.46691431730e-1, 1.99782164500e-1
 _ACOSH = (1.7596881071e-3, -7.5272886713e-3, 2.6454905019e-2, -1.1784741703e-1, 1.4142135263)
 # The natural logarithm of two in two numbers, the first of few bits, so that its product with an exponent is exact.
 _LOG_2 = (0.693359375, -2.12194440e-4)
+# Where x^2 + 1 and x^2 are equal, the logarithm of two, and half of pi.
+_LARGE, _OF_TWO, _HALF_PI = 1e4, 0.69314718055994531, 1.5707963267948966
 # Half of pi: its first 30 bits, so that the product with the number of quarters of a turn is exact, and the next ones.
 _QUARTER = (1.570796325802803, 9.920935796805404e-10)
 
@@ -403,9 +405,6 @@ def acos(x: Any) -> Any:
     return let(tirx.abs(x), evaluate)
 
 
-_HALF_PI = 1.5707963267948966
-
-
 def _asin_argument(size: Any, is_large: Any) -> Any:
     """The number up to a half whose arcsine tells that of `size`."""
     return tirx.Select(is_large, tirx.sqrt(0.5 - 0.5 * size), size)
@@ -474,10 +473,6 @@ def sinh(x: Any) -> Any:
 def cosh(x: Any) -> Any:
     """Return the hyperbolic cosine of a float32 expression."""
     return let(_half_exp(tirx.abs(x)), lambda half: half + 0.25 / half)
-
-
-# Where x^2 + 1 and x^2 are equal, and the logarithm of two.
-_LARGE, _OF_TWO = 1e4, 0.69314718055994531
 
 
 @_bound

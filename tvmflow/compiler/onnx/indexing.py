@@ -259,8 +259,8 @@ def find_places(node: Node, data: relax.Expr) -> relax.Expr:
     dims, emit = dims or [1], node.emit
     size = reduce(node.evaluator.multiply, dims, 1)
     flat = emit(relax.op.reshape(data, relax.ShapeExpr([size])))
-    found = emit(node.builder.call_te(_find_nonzero, flat, primfunc_name_hint="nonzero"))
-    order, count = (emit(relax.TupleGetItem(found, place)) for place in range(2))
+    places = emit(node.builder.call_te(_find_nonzero, flat, primfunc_name_hint="nonzero"))
+    order, count = (emit(relax.TupleGetItem(places, place)) for place in range(2))
     (number,) = node.bind(count)
 
     def coordinate(order: te.Tensor, data: te.Tensor) -> te.Tensor:
