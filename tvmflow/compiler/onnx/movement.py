@@ -1,4 +1,4 @@
-"""Operators that change the shape, of symbolic sizes too: Reshape, Expand, Tile, Squeeze, Slice and Split."""
+"""Operators that change the shape or the order of dimensions: Reshape, Expand, Tile, Squeeze, Slice, Split, ..."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import tvm_ffi
-from onnx import numpy_helper
 from tvm import relax, te, tirx
 
 from tvmflow.arrays import Array
@@ -150,20 +149,6 @@ def _expand_to_data(node: Node) -> relax.Expr:
     # A dimension that is no one is as large as the result's, which is checked at run time.
     data = cast_to(node.builder, data, own[rank - data.ty.ndim :])
     return relax.op.broadcast_to(data, relax.ShapeExpr(sizes))
-
-
-def convert_constant_of_shape(node: Node) -> relax.Expr | None:
-    """Return the Relax expression of a ConstantOfShape of sizes that are computed from data, each with a symbol.
-
-    Returns None, which leaves the node to TVM's converter, for other sizes. Raises FreeSizeError where the number of
-    sizes is unknown.
-    """
-    if node.sizes(0) is not None:
-        return None
-    target, value = node.integers(0), node.attrs.get("value")
-    sizes = node.bind(target, elements_at_import(node.builder, target))
-    number = np.zeros(1, "float32") if value is None else numpy_helper.to_array(value)
-    return relax.op.broadcast_to(const(number.reshape(())), relax.ShapeExpr(sizes))
 
 
 def convert_tile(node: Node) -> relax.Expr | None:
@@ -411,3 +396,34 @@ def _limit(node: Node, bound: Any, size: Any) -> Any:
     elif evaluator.holds(bound < 0):
         return evaluator.greatest(evaluator.add(size, bound), 0)
     return evaluator.least(bound, size)
+
+
+def convert_depth_to_space(node: Node) -> None:
+    """Let the model check, when it runs, that a block divides the channels of DepthToSpace.
+
+    Returns None, which leaves the node to TVM's converter. Data of unknown shape is left alone.
+    """
+    block = int(node.attrs["blocksize"])
+    _check_quotients(node, (dims_of(node.inputs[0]) or ())[1:2], block * block)
+
+
+def _check_quotients(node: Node, sizes: Sequence[Any], divisor: int) -> None:
+    """Let the model check, when it runs, that a divisor leaves no remainder of any of the sizes."""
+    for size in sizes:
+        node.check_size(node.evaluator.multiply(node.evaluator.divide(size, divisor), divisor), size)
+
+
+def convert_space_to_depth(node: Node) -> relax.Expr | None:
+    """Return the Relax expression of a SpaceToDepth of mode CRD: a transpose between two reshapes.
+
+    The model checks, when it runs, that a block divides the height and the width. Returns None, which leaves the node
+    to TVM's converter, for mode DCR.
+    """
+    data, block = node.inputs[0], int(node.attrs["blocksize"])
+    _check_quotients(node, (dims_of(data) or ())[2:], block)
+    if node.text("mode", "DCR") != "CRD":
+        return None
+    batch, channels, height, width = data.ty.shape.values
+    split = node.emit(relax.op.reshape(data, [batch, channels, height // block, block, width // block, block]))
+    moved = node.emit(relax.op.permute_dims(split, [0, 1, 3, 5, 2, 4]))
+    return relax.op.reshape(moved, [batch, channels * block * block, height // block, width // block])

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from tvm import relax, te
 
-from tvmflow.compiler.onnx.indexing import find_places
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node
+from tvmflow.compiler.onnx.ordering import find_places
 from tvmflow.compiler.onnx.sizes import materialise
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
 
