@@ -312,8 +312,8 @@ a quiet machine, and name the file in `TVMFLOW_PROFILE`.
   share it; the bytes per cycle that one core reads and writes, and that all these cores together move (`shared`).
 - `memory`: the same rates of the memory.
 - `cores`: the physical cores of a processor (`count`), and the cycles to start and end a parallel region (`region`).
-- `tiles`, AMX: cycles of a product of tiles (`multiply`), to load a tile from the first and the second cache, and to
-  set up, load and store the results (`start`).
+- `tiles`, AMX: cycles of a product of tiles (`multiply`), to load a tile from the first and the second cache, to clear
+  and store the results of a few tiles (`start`), and to configure and release the registers (`configure`).
 """
 
 

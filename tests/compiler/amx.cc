@@ -1,6 +1,7 @@
 // AMX by software, for processors without it: the instructions that the compiler's kernels use, as Intel's manual
 // describes them (volume 2: LDTILECFG, TILEZERO, TILELOADD, TILESTORED, TDPBF16PS, TDPBUSD). What would raise a fault aborts.
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +21,7 @@ struct State {
 };
 
 thread_local State state;
+std::atomic<int> configurations{0};
 
 void Require(bool condition, const char* what) {
   if (condition) return;
@@ -76,7 +78,11 @@ void emulated_ldtilecfg(const uint8_t* configuration) {
     if (tile < 8) state.tiles[tile].rows = rows, state.tiles[tile].bytes = bytes;
   }
   state.configured = true;
+  ++configurations;
 }
+
+// How many times tiles were configured since the last call.
+int emulated_configurations() { return configurations.exchange(0); }
 
 void emulated_tilerelease() { state = State{}; }
 

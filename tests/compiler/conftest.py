@@ -116,7 +116,7 @@ def emulated_amx(amx_software: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def cheap_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost model takes AMX for every product that its kernels can compute."""
-    monkeypatch.setattr(amx, "_costs", lambda _: Tiles(multiply=1, load_first=0, load_second=0, start=0))
+    monkeypatch.setattr(amx, "_costs", lambda _: Tiles(multiply=1, load_first=0, load_second=0, start=0, configure=0))
 
 
 @pytest.fixture(scope="session")

@@ -50,6 +50,10 @@ def assert_within_buffers(
     of a floating-point result unwritten or not a number.
     """
     import tvm
+    from tvm.tirx.build import codegen_build
+
+    from tvmflow.compiler.codegen import code_target
+    from tvmflow.compiler.lowering import lower_functions
 
     marked = {
         name: func.with_attr("global_symbol", name).with_attr("tirx.is_scheduled", True)
@@ -57,7 +61,8 @@ def assert_within_buffers(
     }
     with tempfile.TemporaryDirectory(prefix="guarded-") as folder:
         library = Path(folder) / "functions.so"
-        tvm.tirx.build(tvm.IRModule(marked), target=tvm.target.Target(target.tvm)).export_library(str(library))
+        options = code_target(target.tvm)
+        codegen_build(lower_functions(tvm.IRModule(marked), options), options).export_library(str(library))
         calls = [
             {"name": name, "sizes": dict(chosen), "parameters": _parameters(func, chosen)}
             for chosen in sizes or ({},)

@@ -25,6 +25,10 @@ FEWEST_ROWS, _FEWEST_GROUPS = ROWS // 4, ROWS // 2
 _RESULTS, _LEFT, _RIGHT = 4, 4, 6
 
 _NAMES = "tvmflow.amx."
+# The beginnings of the names of functions in the library: of kernels, and of those that configure the registers.
+_SYMBOL, _CONFIGURE = "tvmflow_amx_", "tvmflow_tiles"
+RELEASE = "tvmflow_release_tiles"
+"""The name of the function in the library that releases the tile registers."""
 # In a name, before the numbers: the loops that set results to zero.
 _START = "start"
 # The prefix of LLVM's intrinsics. A test replaces it by the prefix of functions that do the same on any processor.
@@ -112,9 +116,57 @@ class Kernel:
         return [self.rows // count + (place < self.rows % count) for place in range(count)]
 
     @property
+    def configuration(self) -> "Configuration":
+        """The configuration of the tile registers that the kernel needs."""
+        return Configuration(tuple(self.heights), _step(self.depth))
+
+    @property
     def widths(self) -> list[int]:
         """How many of the vectors the tiles hold the results of at a time, as even as possible, in descending order."""
         return _widths(self.rows, self.vectors)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A configuration of the tile registers, for kernels whose rows have these `heights` and whose depth this `step`.
+
+    The first four registers hold results: of one tile of rows those of four vectors, of two tiles those of two each.
+    `step` is the number of groups of a tile of the depth.
+    """
+
+    heights: tuple[int, ...]
+    step: int
+
+    @property
+    def symbol(self) -> str:
+        """The name of the function in the library that configures the registers so."""
+        return "_".join([_CONFIGURE, *map(str, self.heights), str(self.step)])
+
+    @property
+    def tiles(self) -> bytes:
+        """The 64 bytes that LDTILECFG reads: palette 1, at 16 the bytes per row of each register, at 48 its rows."""
+        wide, high = [0] * 8, [0] * 8
+        for place, height in enumerate(self.heights):
+            for tile in range(place * self.most_vectors, (place + 1) * self.most_vectors):
+                wide[tile], high[tile] = 4 * LANES, height
+            wide[_LEFT + place], high[_LEFT + place] = 4 * self.step, height
+        for tile in (_RIGHT, _RIGHT + 1):
+            wide[tile], high[tile] = 4 * LANES, self.step
+        columns = b"".join(size.to_bytes(2, "little") for size in wide)
+        return bytes([1, *[0] * 15]) + columns.ljust(32, b"\0") + bytes(high).ljust(16, b"\0")
+
+    @property
+    def most_vectors(self) -> int:
+        """The most vectors of which the registers hold the results at a time."""
+        return _RESULTS // len(self.heights)
+
+
+def configuration_of(symbol: str) -> Configuration | None:
+    """Return the configuration that the kernel whose function is `symbol` needs; None for other functions."""
+    if not symbol.startswith(_SYMBOL):
+        return None
+    _, *numbers = symbol.removeprefix(_SYMBOL).split("_")
+    return Kernel(*map(int, numbers)).configuration
 
 
 def choose_rows(
@@ -158,7 +210,7 @@ def cycles(
         _multiplying(height, depth, width, machine, pieces) + _costs(machine).start
         for width in _widths(height, vectors)
     ]
-    total = -(-(rows or height) // height) * sum(parts) / vectors
+    total = (_costs(machine).configure + -(-(rows or height) // height) * sum(parts)) / vectors
     if rows is not None and not rows % height and not is_copied:
         return total
     size = 4 * (rows or height) * depth
@@ -174,10 +226,19 @@ def _costs(machine: Machine) -> Tiles:
 def cycles_of_call(rows: int, depth: int, vectors: int, machine: Machine, *, pieces: int = 1) -> float:
     """Return the cycles of a call of a kernel for `rows` rows, 32 at most, and `vectors` vectors of results.
 
-    `depth` is `Kernel.depth`, and `pieces` is `Kernel.pieces`. `machine` has AMX.
+    The registers are configured before. `depth` is `Kernel.depth`, and `pieces` is `Kernel.pieces`. `machine` has AMX.
     """
-    parts = (_multiplying(rows, depth, width, machine, pieces) for width in _widths(rows, vectors))
-    return _costs(machine).start + sum(parts)
+    widths = _widths(rows, vectors)
+    return sum(_multiplying(rows, depth, width, machine, pieces) + _costs(machine).start for width in widths)
+
+
+def cycles_between(depth: int, other: int, machine: Machine) -> float:
+    """Return the cycles to configure the registers for calls of two kernels of equal rows that take turns.
+
+    `depth` and `other` are the depths of the two kernels (`Kernel.depth`). Where both need the same configuration, it
+    stays. `machine` has AMX.
+    """
+    return 0 if _step(depth) == _step(other) else 2 * _costs(machine).configure
 
 
 def _multiplying(height: int, depth: int, width: int, machine: Machine, pieces: int) -> float:
@@ -221,9 +282,10 @@ def fill(groups: int) -> int:
 def choose_vectors(kernel: Kernel, vectors: int, tasks: int, machine: Machine) -> int:
     """Choose how many of a result's `vectors` one call of a kernel computes; those of the kernel itself do not count.
 
-    The number divides `vectors`. More of them share the configuration of the tiles, as long as the results of a call
-    fill at most half of the first-level cache, and the calls are even shares for all cores. `tasks` is the number of
-    calls where each computes all vectors, or one where it is unknown.
+    The number divides `vectors`, and the results of a call fill at most half of the first-level cache. It is the
+    smallest of those that take the least time and are even shares for all cores: while the unit multiplies for the next
+    call, the core works on the results of the last one. `tasks` is the number of calls where each computes all vectors,
+    or one where it is unknown.
     """
     most = max(_RESULTS, machine.first.size // (2 * 4 * LANES * kernel.rows))
 
@@ -280,7 +342,7 @@ def register(name: str) -> None:
 
 def _symbol(dot: Dot, kernel: Kernel) -> str:
     """The name of the kernel's function in the library."""
-    return "_".join(["tvmflow_amx", dot.name, *map(str, astuple(kernel))])
+    return _SYMBOL + "_".join([dot.name, *map(str, astuple(kernel))])
 
 
 def _words(dot: Dot, kernel: Kernel) -> dict[str, object]:
@@ -353,12 +415,29 @@ def write_code(dot: Dot, kernels: Iterable[Kernel]) -> str:
             ("tilerelease", ""),
         )
     )
-    return "\n".join([declarations, *(_function(dot, kernel) for kernel in dict.fromkeys(kernels))])
+    kernels = list(dict.fromkeys(kernels))
+    configurations = dict.fromkeys(kernel.configuration for kernel in kernels)
+    release = _setting(RELEASE, f"call void @{INTRINSICS}tilerelease()")
+    functions = [*map(_configuring, configurations), release, *(_function(dot, kernel) for kernel in kernels)]
+    return "\n".join([declarations, *functions])
+
+
+def _configuring(configuration: Configuration) -> str:
+    """The function that configures the tile registers, and the bytes that it reads."""
+    name = configuration.symbol
+    content = "".join(f"\\{byte:02X}" for byte in configuration.tiles)
+    sizes = f'@{name}_sizes = linkonce_odr constant [64 x i8] c"{content}", align 64\n'
+    return sizes + _setting(name, f"call void @{INTRINSICS}ldtilecfg(ptr @{name}_sizes)")
+
+
+def _setting(name: str, call: str) -> str:
+    return f"define linkonce_odr void @{name}() noinline {{\n  {call}\n  ret void\n}}\n"
 
 
 def _function(dot: Dot, kernel: Kernel) -> str:
     multiply, symbol = _MULTIPLY[dot.name], _symbol(dot, kernel)
     heights, step, widths = kernel.heights, _step(kernel.depth), kernel.widths
+    most = kernel.configuration.most_vectors
     steps = kernel.depth // step
     size = 4 * LANES * kernel.depth * kernel.pieces
     taps = kernel.taps_w if kernel.spread else 1
@@ -380,9 +459,8 @@ def _function(dot: Dot, kernel: Kernel) -> str:
             row = move_pointer(f"%results_{width}", value(f"mul i64 %c_row, {start}"))
             for vector in range(width):
                 target = move_pointer(row, str(4 * LANES * vector))
-                intrinsic(name, f"i8 {place * widths[0] + vector}, ptr {target}, i64 %c_row")
+                intrinsic(name, f"i8 {place * most + vector}, ptr {target}, i64 %c_row")
 
-    intrinsic("ldtilecfg", f"ptr @{symbol}_tiles")
     below = [value(f"mul i64 %a_row, {start}") for start in starts]
     tap = value(f"mul i64 {value(f'udiv i64 %a_row, {kernel.stride}')}, {kernel.spread}")
     before, first = "entry", 0
@@ -396,8 +474,9 @@ def _function(dot: Dot, kernel: Kernel) -> str:
         if kernel.adds:
             move_results("tileloadd64", width)
         else:
-            for tile in range(len(heights) * widths[0]):
-                intrinsic("tilezero", f"i8 {tile}")
+            for place in range(len(heights)):
+                for vector in range(width):
+                    intrinsic("tilezero", f"i8 {place * most + vector}")
         lines += [f"  br label %loop_{width}", f"loop_{width}:"]
         lines.append(f"  %t_{width} = phi i64 [0, %vectors_{width}], [%next_t_{width}, %loop_{width}]")
         line = value(f"mul i64 {value(f'udiv i64 %t_{width}, {steps * taps}')}, {kernel.dilation}")
@@ -413,7 +492,7 @@ def _function(dot: Dot, kernel: Kernel) -> str:
             tile = _RIGHT + vector % 2
             intrinsic("tileloadd64", f"i8 {tile}, ptr {move_pointer(right, str(size * vector))}, i64 {4 * LANES}")
             for place in range(len(heights)):
-                intrinsic(multiply, f"i8 {place * widths[0] + vector}, i8 {_LEFT + place}, i8 {tile}")
+                intrinsic(multiply, f"i8 {place * most + vector}, i8 {_LEFT + place}, i8 {tile}")
         lines += [
             f"  %next_t_{width} = add i64 %t_{width}, 1",
             f"  %more_t_{width} = icmp ult i64 %next_t_{width}, {steps * kernel.pieces}",
@@ -428,22 +507,7 @@ def _function(dot: Dot, kernel: Kernel) -> str:
             f"done_{width}:",
         ]
         before, first = f"done_{width}", end
-    intrinsic("tilerelease", "")
     head = (
         f"define linkonce_odr void @{symbol}(ptr %c, i64 %c_row, ptr %a, i64 %a_row, i64 %a_line, ptr %b) noinline {{"
     )
-    tiles = "".join(f"\\{byte:02X}" for byte in _configuration(heights, widths[0], step))
-    sizes = f'@{symbol}_tiles = linkonce_odr constant [64 x i8] c"{tiles}", align 64'
-    return "\n".join([sizes, head, "entry:", *lines, "  ret void", "}", ""])
-
-
-def _configuration(heights: list[int], vectors: int, step: int) -> bytes:
-    """The 64 bytes that LDTILECFG reads: palette 1, the bytes per row of each register (at 16), its rows (at 48)."""
-    wide, high = [0] * 8, [0] * 8
-    for place, height in enumerate(heights):
-        for tile in (*range(place * vectors, (place + 1) * vectors), _LEFT + place):
-            wide[tile], high[tile] = (4 * step if tile >= _LEFT else 4 * LANES), height
-    for tile in (_RIGHT, _RIGHT + 1):
-        wide[tile], high[tile] = 4 * LANES, step
-    columns = b"".join(size.to_bytes(2, "little") for size in wide)
-    return bytes([1, *[0] * 15]) + columns.ljust(32, b"\0") + bytes(high).ljust(16, b"\0")
+    return "\n".join([head, "entry:", *lines, "  ret void", "}", ""])

@@ -19,6 +19,7 @@ from tvmflow.compiler.quotients import unify_quotients
 from tvmflow.compiler.schedules.common import bytes_of
 from tvmflow.compiler.short_loops import run_short_loops_alone
 from tvmflow.compiler.statements import is_choice, map_functions, replace_variables, summands
+from tvmflow.compiler.tile_configuration import configure_tiles
 
 # The bytes of a buffer that is surely small beside the stack of a thread.
 _STACK_BYTES = 4096
@@ -31,7 +32,7 @@ def lower_functions(functions: tvm.IRModule, target: tvm.target.Target) -> tvm.I
     builtins = tvm.transform.Sequential([tirx.transform.LowerTVMBuiltin(), tirx.transform.LowerIntrin()])
     lowered = map_functions(map_functions(lowered, take_unaligned), _with_small_buffers_on_stack)
     shared = split_lines(builtins(lower_divisions(lowered)), tirx.ForKind.PARALLEL)
-    return split_lines(run_short_loops_alone(shared))
+    return configure_tiles(split_lines(run_short_loops_alone(shared)))
 
 
 def _pipeline() -> tvm.transform.Pass:

@@ -104,14 +104,15 @@ class Tiles:
     """The costs of AMX in cycles.
 
     `multiply` is the cost of one product of whole tiles. `load_first` and `load_second` are the costs of loading a tile
-    from the first-level and from the second-level cache. `start` is the cost of configuring the registers, loading the
-    results and storing them.
+    from the first-level and from the second-level cache. `start` is the cost of clearing the registers that hold
+    results and of storing them, `configure` that of configuring all registers and releasing them.
     """
 
     multiply: int
     load_first: int
     load_second: int
     start: int
+    configure: int
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,9 @@ def choose_tiled(positions: int | None, keys: int | None, channels: int, machine
         scores = amx.cycles_of_call(rows, strip.groups, vectors, machine)
         sums = amx.cycles_of_call(rows, strip.keys // BF16.group, values, machine)
         size = 4 * rows * strip.groups
-        return -(-(positions or rows) // rows) * (scores + sums + cost.move_cycles(size, size, size, machine))
+        moving = cost.move_cycles(size, size, size, machine)
+        configuring = amx.cycles_between(strip.groups, strip.keys // BF16.group, machine)
+        return -(-(positions or rows) // rows) * (scores + sums + moving + configuring)
 
     heights = [amx.ROWS] if positions is None else range(amx.FEWEST_ROWS, min(positions, 2 * amx.ROWS) + 1)
     sizes = [fewest + more * amx.LANES for more in range(_MORE_KEYS if keys else 1)]
