@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
+#include <set>
 
 namespace {
 
@@ -22,6 +24,8 @@ struct State {
 
 thread_local State state;
 std::atomic<int> configurations{0};
+std::mutex fetching;
+std::set<uintptr_t> fetched_lines;
 
 void Require(bool condition, const char* what) {
   if (condition) return;
@@ -83,6 +87,19 @@ void emulated_ldtilecfg(const uint8_t* configuration) {
 
 // How many times tiles were configured since the last call.
 int emulated_configurations() { return configurations.exchange(0); }
+
+void emulated_prefetch(const uint8_t* address, int32_t, int32_t, int32_t) {
+  const std::lock_guard<std::mutex> lock(fetching);
+  fetched_lines.insert(reinterpret_cast<uintptr_t>(address) / 64);
+}
+
+// The number of different lines of the cache that were fetched since the last call.
+int emulated_fetched_lines() {
+  const std::lock_guard<std::mutex> lock(fetching);
+  const int count = static_cast<int>(fetched_lines.size());
+  fetched_lines.clear();
+  return count;
+}
 
 void emulated_tilerelease() { state = State{}; }
 

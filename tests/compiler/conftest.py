@@ -110,6 +110,7 @@ def emulated_amx(amx_software: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """AMX's kernels call the functions of this library, which libraries that are loaded from now on find."""
     ctypes.CDLL(str(amx_software), ctypes.RTLD_GLOBAL)
     monkeypatch.setattr(amx, "INTRINSICS", "emulated_")
+    monkeypatch.setattr(amx, "PREFETCH", "emulated_prefetch")
     return amx_software
 
 

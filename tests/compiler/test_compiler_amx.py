@@ -511,6 +511,22 @@ def test_the_registers_are_configured_once_for_each_share_of_a_loop(
     assert 1 <= software.emulated_configurations() < 72
 
 
+@pytest.mark.parametrize("rows", [64, "rows"])
+def test_kernels_fetch_the_weights_of_those_that_follow(
+    rows: int | str, emulated_amx: Path, make_model: MakeModel, run_built: RunBuilt, target: Target
+) -> None:
+    weight, x = normal(1024, 1024), normal(64, 1024)
+    path = make_model([helper.make_node("MatMul", ["x", "w"], ["y"])], [("x", [rows, 1024])], ["y"], {"w": weight})
+    model = build(import_onnx(path), target, BuildOptions(precision="bf16"))
+    software = ctypes.CDLL(str(emulated_amx))
+    software.emulated_fetched_lines()
+    (actual,) = run_built(model, x)
+    np.testing.assert_allclose(actual, _rounded(x) @ _rounded(weight), rtol=1e-4, atol=1e-4)
+    # All weights but those that the first kernels read, of two vectors of channels with known rows and of four else.
+    vectors = 2 if rows == 64 else 4
+    assert software.emulated_fetched_lines() == (64 - vectors) * 1024 * 16 * 2 // 64
+
+
 def test_rows_that_nothing_divides_are_spread_evenly() -> None:
     assert BF16.name in machine(resolve("x86-64-v4-amx")).amx
     assert amx.choose_rows(197, 64, 48, machine(resolve("x86-64-v4-amx"))) == 29

@@ -8,7 +8,11 @@ TDPBF16PS and TDPBUSD. Their right operand has the layout of packed weights for 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from functools import cache
+from typing import Any
 
+import tvm
+import tvm_ffi
+from tvm.ir import StringImm
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV
 
@@ -21,10 +25,13 @@ from tvmflow.hardware.profiles import Tiles
 ROWS = LANES = 16
 # A product of fewer rows fills less than a quarter of a tile, steps of fewer groups less than half of one.
 FEWEST_ROWS, _FEWEST_GROUPS = ROWS // 4, ROWS // 2
+# The bytes of a line of the cache on every processor with AMX.
+_LINE = 64
 # The number of tile registers that hold results, then the first register of the left and of the right operand.
 _RESULTS, _LEFT, _RIGHT = 4, 4, 6
 
 _NAMES = "tvmflow.amx."
+_CALL_EXTERN = tvm.ir.Op.get("tirx.call_extern")
 # The beginnings of the names of functions in the library: of kernels, and of those that configure the registers.
 _SYMBOL, _CONFIGURE = "tvmflow_amx_", "tvmflow_tiles"
 RELEASE = "tvmflow_release_tiles"
@@ -33,6 +40,8 @@ RELEASE = "tvmflow_release_tiles"
 _START = "start"
 # The prefix of LLVM's intrinsics. A test replaces it by the prefix of functions that do the same on any processor.
 INTRINSICS = "llvm.x86."
+# LLVM's intrinsic that fetches a line into a cache. A test replaces it, too.
+PREFETCH = "llvm.prefetch.p0"
 _MULTIPLY = {"bf16": "tdpbf16ps", "int8": "tdpbusd"}
 
 _DESCRIPTION = """\
@@ -72,7 +81,7 @@ _ZERO = """\
 _CALL = """\
         T.evaluate(T.call_extern("void", "{name}", C.access_ptr("rw"), T.Cast("int64", row) * T.int64(4),
             A.access_ptr("r"), T.Cast("int64", {pixel}) * T.int64({bytes}), T.Cast("int64", {line}) * T.int64({bytes}),
-            B.access_ptr("r")))
+            B.access_ptr("r"), T.int64(0), T.int64(0)))
 """
 
 
@@ -86,7 +95,7 @@ class Kernel:
     apart; where it is 0, they are neighbours of which the kernel reads all channels, and which it multiplies as one
     row. A matrix product reads one row of `groups` groups for each row of results; its `taps_h` and `taps_w` are 0.
     Where `adds` is 1, the kernel adds to the results, which are those of a part of the depth; where it is 0, it writes
-    them.
+    them. Where `fetches` is 1, it also fetches other parts of the right operand, as `with_fetch` says.
     """
 
     rows: int
@@ -98,6 +107,7 @@ class Kernel:
     dilation: int = 1
     spread: int = 0
     adds: int = 0
+    fetches: int = 0
 
     @property
     def depth(self) -> int:
@@ -161,12 +171,37 @@ class Configuration:
         return _RESULTS // len(self.heights)
 
 
-def configuration_of(symbol: str) -> Configuration | None:
-    """Return the configuration that the kernel whose function is `symbol` needs; None for other functions."""
+def with_fetch(body: Any, ahead: Any, lines: Any) -> Any:
+    """Return scheduled code whose kernels that fetch do so: `lines` lines of the cache, evenly while they multiply.
+
+    The first one is `ahead` bytes after the right operand. Both numbers are expressions of int64.
+    """
+
+    def change(call: Any) -> Any:
+        kernel = _kernel_of(call)
+        if kernel is None or not kernel.fetches:
+            return call
+        return tvm.ir.Call(call.op, [*call.args[:-2], ahead, lines], call.attrs, ret_ty=call.ty)
+
+    return tvm_ffi.structural_map(body, (tvm.ir.Call, change))
+
+
+def kernels_in(statement: Any) -> set[Kernel]:
+    """Return the kernels that scheduled or lowered code calls."""
+    kernels: set[Kernel | None] = set()
+    tvm_ffi.structural_walk(statement, (tvm.ir.Call, lambda call: kernels.add(_kernel_of(call))))
+    return {kernel for kernel in kernels if kernel is not None}
+
+
+def _kernel_of(call: Any) -> Kernel | None:
+    """The kernel that a call of lowered or scheduled code calls; None for other calls."""
+    if not call.op.same_as(_CALL_EXTERN) or not isinstance(call.args[0], StringImm):
+        return None
+    symbol = str(call.args[0].value)
     if not symbol.startswith(_SYMBOL):
         return None
     _, *numbers = symbol.removeprefix(_SYMBOL).split("_")
-    return Kernel(*map(int, numbers)).configuration
+    return Kernel(*map(int, numbers))
 
 
 def choose_rows(
@@ -415,6 +450,8 @@ def write_code(dot: Dot, kernels: Iterable[Kernel]) -> str:
             ("tilerelease", ""),
         )
     )
+    declarations += f"\ndeclare void @{PREFETCH}(ptr, i32, i32, i32)"
+    declarations += "".join(f"\ndeclare i64 @llvm.{name}.i64(i64, i64)" for name in ("umin", "umax"))
     kernels = list(dict.fromkeys(kernels))
     configurations = dict.fromkeys(kernel.configuration for kernel in kernels)
     release = _setting(RELEASE, f"call void @{INTRINSICS}tilerelease()")
@@ -461,8 +498,34 @@ def _function(dot: Dot, kernel: Kernel) -> str:
                 target = move_pointer(row, str(4 * LANES * vector))
                 intrinsic(name, f"i8 {place * most + vector}, ptr {target}, i64 %c_row")
 
+    def fetch_lines(width: int) -> None:
+        """Fetch the lines of one step of the depth of `width` vectors."""
+        begin = value(f"mul i64 %first_{width}, {steps * kernel.pieces}")
+        number = value(f"add i64 {begin}, {value(f'mul i64 %t_{width}, {width}')}")
+        own, count = value(f"mul i64 {number}, %fetches"), value(f"mul i64 {width}, %fetches")
+        lines.extend([f"  br label %fetch_{width}", f"fetch_{width}:"])
+        lines.append(f"  %line_{width} = phi i64 [0, %loop_{width}], [%next_line_{width}, %fetch_{width}]")
+        line = value(f"add i64 {own}, %line_{width}")
+        within = value(f"call i64 @llvm.umin.i64(i64 {line}, i64 %last_line)")
+        address = move_pointer("%fetch", value(f"mul i64 {within}, {_LINE}"))
+        lines.extend(
+            [
+                f"  call void @{PREFETCH}(ptr {address}, i32 0, i32 2, i32 1)",
+                f"  %next_line_{width} = add i64 %line_{width}, 1",
+                f"  %more_lines_{width} = icmp ult i64 %next_line_{width}, {count}",
+                f"  br i1 %more_lines_{width}, label %fetch_{width}, label %tiles_{width}",
+                f"tiles_{width}:",
+            ]
+        )
+
     below = [value(f"mul i64 %a_row, {start}") for start in starts]
     tap = value(f"mul i64 {value(f'udiv i64 %a_row, {kernel.stride}')}, {kernel.spread}")
+    if kernel.fetches:
+        # So many lines for each step of each vector, in order, and for the last steps the last line again.
+        calls = steps * kernel.pieces * kernel.vectors
+        lines.append(f"  %fetches = udiv i64 {value(f'add i64 %lines, {calls - 1}')}, {calls}")
+        lines.append("  %fetch = getelementptr i8, ptr %b, i64 %ahead")
+        lines.append(f"  %last_line = sub i64 {value('call i64 @llvm.umax.i64(i64 %lines, i64 1)')}, 1")
     before, first = "entry", 0
     for width in sorted(set(widths), reverse=True):
         end = first + width * widths.count(width)
@@ -478,7 +541,10 @@ def _function(dot: Dot, kernel: Kernel) -> str:
                 for vector in range(width):
                     intrinsic("tilezero", f"i8 {place * most + vector}")
         lines += [f"  br label %loop_{width}", f"loop_{width}:"]
-        lines.append(f"  %t_{width} = phi i64 [0, %vectors_{width}], [%next_t_{width}, %loop_{width}]")
+        end_of_step = f"tiles_{width}" if kernel.fetches else f"loop_{width}"
+        lines.append(f"  %t_{width} = phi i64 [0, %vectors_{width}], [%next_t_{width}, %{end_of_step}]")
+        if kernel.fetches:
+            fetch_lines(width)
         line = value(f"mul i64 {value(f'udiv i64 %t_{width}, {steps * taps}')}, {kernel.dilation}")
         within = value(f"mul i64 {value(f'urem i64 %t_{width}, {steps}')}, {4 * step}")
         left = move_pointer(move_pointer("%a", value(f"mul i64 {line}, %a_line")), within)
@@ -508,6 +574,7 @@ def _function(dot: Dot, kernel: Kernel) -> str:
         ]
         before, first = f"done_{width}", end
     head = (
-        f"define linkonce_odr void @{symbol}(ptr %c, i64 %c_row, ptr %a, i64 %a_row, i64 %a_line, ptr %b) noinline {{"
+        f"define linkonce_odr void @{symbol}(ptr %c, i64 %c_row, ptr %a, i64 %a_row, i64 %a_line, ptr %b, "
+        "i64 %ahead, i64 %lines) noinline {"
     )
     return "\n".join([head, "entry:", *lines, "  ret void", "}", ""])

@@ -5,13 +5,10 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import StringImm
 from tvm.tirx import Evaluate, For, ForKind
 
-from tvmflow.compiler.amx import RELEASE, Configuration, configuration_of
+from tvmflow.compiler.amx import RELEASE, Configuration, kernels_in
 from tvmflow.compiler.statements import map_functions
-
-_CALL = tvm.ir.Op.get("tirx.call_extern")
 
 
 def configure_tiles(mod: tvm.IRModule) -> tvm.IRModule:
@@ -48,15 +45,7 @@ def _with_configurations(body: Any) -> Any:
 
 def _configurations(statement: Any) -> set[Configuration]:
     """The configurations that the kernels called in a statement need."""
-    needs: set[Configuration] = set()
-
-    def visit(call: Any) -> None:
-        if call.op.same_as(_CALL) and isinstance(call.args[0], StringImm):
-            configuration = configuration_of(str(call.args[0].value))
-            needs.update([] if configuration is None else [configuration])
-
-    tvm_ffi.structural_walk(statement, (tvm.ir.Call, visit))
-    return needs
+    return {kernel.configuration for kernel in kernels_in(statement)}
 
 
 def _is_serial_within(statement: Any) -> bool:

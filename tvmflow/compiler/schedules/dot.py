@@ -72,11 +72,13 @@ def _by_amx(sch: Schedule, machine: Machine, choices: Choices, kind: str, produc
         reduced=reduced,
         grouped=1,
         choose_vectors=lambda vectors, tasks: amx.choose_vectors(kernel, vectors // groups, tasks * groups, machine),
+        spreads_fetches=True,
     )
     if tiling is None:
         return False
     row, vector, lane = tiling.tile.loops
-    kernel = replace(kernel, vectors=common.extent(sch, vector) or 1)
+    fetches = int(prefetch.fetches_next(sch, tiling.task))
+    kernel = replace(kernel, vectors=common.extent(sch, vector) or 1, fetches=fetches)
     sch.fuse(vector, lane)
     start, _ = list(sch.get_loops(sch.decompose_reduction(product, row)))[-2:]
     dot = DOTS[str(annotations[DOT])]

@@ -17,7 +17,7 @@ from tvm.s_tir import SBlockRealize, Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.tirx import For, ForKind, PrimFunc, SeqStmt
 
-from tvmflow.compiler import cost
+from tvmflow.compiler import amx, cost
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import TO_READ, prefetch, same_shape
@@ -108,17 +108,20 @@ def fetch_rows(sch: Schedule, block: SBlockRV, machine: Machine, choices: Choice
         fetch_ahead(sch, task, int(size))
 
 
-def fetch_next_weights(sch: Schedule, task: LoopRV, parts: int, size: int, computing: float, machine: Machine) -> None:
+def fetch_next_weights(sch: Schedule, task: LoopRV, parts: int, size: int, least: float, machine: Machine) -> None:
     """Fetch weights while tasks compute with those before them.
 
     The weights have `parts` parts of `size` bytes each. As many iterations in a row of the loop `task` read each part,
-    for `computing` cycles each, and each of them fetches a share of the next part. Else the first one would wait for
-    all of a part: processors fetch only a few lines ahead by themselves. Where the iterations are too few to hide the
-    fetch, they do without it.
+    and each of them fetches a share of the next part. Else the first one would wait for all of a part: processors fetch
+    only a few lines ahead by themselves. Where the iterations are fewer than `least`, they do without it.
     """
-    least = cost.tasks_to_fetch(size, computing, machine)
     if math.isfinite(least):
         sch.annotate(task, _NEXT, [parts, size, machine.first.line, int(least)])
+
+
+def fetches_next(sch: Schedule, task: LoopRV) -> bool:
+    """Return whether the iterations of the loop `task` fetch weights of those that follow."""
+    return _NEXT in sch.get(task).annotations
 
 
 def spread_fetches(sch: Schedule, task: LoopRV, outer: Sequence[LoopRV], reduction: LoopRV) -> list[LoopRV]:
@@ -225,6 +228,12 @@ def _fetch_next_weights(
     for loops, realize in _sums(body):
         weights, index = realize.block.reads[-1].source, _start(realize.block.reads[-1], realize)
         if not is_one_of(weights, parameters):
+            continue
+        if any(kernel.fetches for kernel in amx.kernels_in(realize)):
+            # The kernel's right operand is the task's own part.
+            is_last = tirx.truncdiv(variable, readers) + 1 >= parts
+            ahead = tirx.Select(is_last, zero, own * line + size).astype("int64")
+            body = amx.with_fetch(body, ahead, share.astype("int64"))
             continue
         first = [common.substitute(item, {loop.loop_var: loop.min for loop in loops}) for item in index]
         place = tirx.Var("line", kind)

@@ -18,6 +18,8 @@ from tvmflow.compiler.schedules.registers import RegisterTile
 
 # The cycles of a tile of which two divisions of 64-bit integers are a twentieth.
 _SHORT_TILE = 800
+# One task that reads weights alone has no other one to fetch the next weights for.
+_FEWEST_READERS = 2
 
 
 def apply_rows(sch: Schedule, machine: Machine, choices: Choices) -> bool:
@@ -74,6 +76,7 @@ def tile_product(
     reduced: int,
     grouped: int,
     choose_vectors: Callable[[int, int], int] | None = None,
+    spreads_fetches: bool = False,
 ) -> TiledProduct | None:
     """Tile the product whose kernel is `kind`, and compute it in the parallel loop over tiles of the result.
 
@@ -83,6 +86,8 @@ def tile_product(
     `[*batch, rows, channels]`, else an image. `choose_vectors` takes the number of vectors of
     channels of the whole result, and that of the tiles one above the other that cover all rows of it (one where it is
     unknown), and returns the number of vectors of a tile. By default the `choices` and the registers decide about it.
+    With `spreads_fetches` the code of a tile fetches the next weights evenly while it computes, which costs it nothing
+    even where they come late; else they are fetched where tasks are long enough to hide it.
     Returns None for a function without such a product.
     """
     product = common.find_kernel(sch, kind)
@@ -141,9 +146,12 @@ def tile_product(
     tile = registers.split_tile(sch, row, column, rows, count, lanes)
     prefetch.fetch_result(sch, out, near, machine, choices)
     is_known = all(static(extent) is not None for extent in sizes[-reduced:])
-    if order is by_weights and annotations[SHARED] and not at_inner and is_known and parts is not None:
+    is_one_call = not at_inner or (spreads_fetches and common.extent(sch, far) == 1)
+    if order is by_weights and annotations[SHARED] and is_one_call and is_known and parts is not None:
+        size = bytes_of_vector * count
         computing = cost.step(rows, count, machine) * math.prod(weights)
-        prefetch.fetch_next_weights(sch, task, parts, bytes_of_vector * count, computing, machine)
+        least = _FEWEST_READERS if spreads_fetches else cost.tasks_to_fetch(size, computing, machine)
+        prefetch.fetch_next_weights(sch, task, parts, size, least, machine)
     return TiledProduct(product, out, task, tile, tuple(reductions), RegisterTile(near, pieces, lane), streams)
 
 

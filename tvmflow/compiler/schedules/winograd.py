@@ -156,7 +156,8 @@ def _apply(sch: Schedule, machine: Machine, choices: Choices, kind: str) -> bool
         # A line of unknown length has one group of output tiles at least.
         products = form.side**2 * (columns or form.rows) * form.channels * form.steps
         computing = products / form.lanes / machine.vectors.multiply_adds
-        prefetch.fetch_next_weights(sch, task, form.groups, form.weight_bytes, computing, machine)
+        least = cost.tasks_to_fetch(form.weight_bytes, computing, machine)
+        prefetch.fetch_next_weights(sch, task, form.groups, form.weight_bytes, least, machine)
     if form.dot is not None:
         # This comes last, because no stage can be moved to a block that an instruction has replaced.
         tensorize(sch, machine.arch, form.dot, form.lanes, outermost, lane)
