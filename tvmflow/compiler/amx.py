@@ -25,7 +25,7 @@ from tvmflow.hardware.profiles import Tiles
 ROWS = LANES = 16
 # A product of fewer rows fills less than a quarter of a tile, steps of fewer groups less than half of one.
 FEWEST_ROWS, _FEWEST_GROUPS = ROWS // 4, ROWS // 2
-# The bytes of a line of the cache on every processor with AMX.
+# The bytes of a line of the cache, on x86-64.
 _LINE = 64
 # The number of tile registers that hold results, then the first register of the left and of the right operand.
 _RESULTS, _LEFT, _RIGHT = 4, 4, 6
