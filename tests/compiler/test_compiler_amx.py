@@ -107,6 +107,38 @@ def test_convolutions_equal_those_of_rounded_operands(
     assert rules["dot_conv2d"] + rules["dot_rows"] == len(inputs)
 
 
+# channels in and out, kernel, stride, padding, dilation, height, width
+_SMALL = [
+    (64, 64, 3, 1, 1, 1, 7, 7),
+    (64, 48, 3, 2, 1, 1, 13, 14),
+    (128, 64, 3, 1, 2, 2, 6, 5),
+    (60, 40, 5, 1, 2, 1, 5, 9),
+    (64, 64, 3, 1, 1, 1, 3, 3),
+]
+
+
+@pytest.mark.usefixtures("emulated_amx")
+def test_the_patches_of_small_images_fill_tiles_together(
+    make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path
+) -> None:
+    models, rounded, inputs = [], [], []
+    for place, case in enumerate(_SMALL):
+        channels, out, kernel, *_, height, width = case
+        weight, bias = normal(out, channels, kernel, kernel), normal(out)
+        inputs.append(normal(2, channels, height, width))
+        models.append(onnx.load(_convolution(case, make_model, weight, bias, f"model{place}.onnx")))
+        rounded.append(onnx.load(_convolution(case, make_model, _rounded(weight), bias, f"rounded{place}.onnx")))
+    for name, several in (("models", models), ("rounded", rounded)):
+        onnx.save(join_models(several), tmp_path / f"{name}.onnx")
+    model = build(import_onnx(tmp_path / "models.onnx"), target, BuildOptions(precision="bf16"))
+    assert rule_counts(model)["dot_rows"] == len(_SMALL)
+    assert _count_kernels(model) == len(_SMALL)
+    feed = {joined_name(place, "x"): _rounded(x) for place, x in enumerate(inputs)}
+    expected = onnxruntime_outputs(tmp_path / "rounded.onnx", feed)
+    for actual, (name, value) in zip(run_built(model, *inputs), expected.items(), strict=True):
+        np.testing.assert_allclose(actual, value, rtol=1e-5, atol=2e-6 * float(np.abs(value).max()), err_msg=name)
+
+
 @pytest.mark.usefixtures("emulated_amx")
 def test_a_convolution_of_any_batch_and_height_has_tiles(
     make_model: MakeModel, run_built: RunBuilt, target: Target

@@ -12,7 +12,7 @@ from typing import Any
 
 from tvm import te, tirx
 
-from tvmflow.compiler import amx, tiles
+from tvmflow.compiler import amx, cost, tiles
 from tvmflow.compiler.annotations import AMX, DOT, GROUPS, KERNEL, LANES, LEAD, SHARED, TILE
 from tvmflow.compiler.dotproduct import BF16, Dot, round_bf16
 from tvmflow.compiler.machine import NARROWEST, Machine
@@ -27,7 +27,7 @@ from tvmflow.compiler.operators.common import (
     vector,
 )
 from tvmflow.compiler.operators.geometry import Geometry
-from tvmflow.compiler.operators.padding import PaddedImage, skipped_padding
+from tvmflow.compiler.operators.padding import PaddedImage, padded_element, skipped_padding
 from tvmflow.compiler.operators.products import place_of_operand, rows_of_pixels
 
 
@@ -103,11 +103,17 @@ def conv2d(
     per_group, rows = vectors // groups, 0
     # Neighbouring pixels of which all channels are read are contiguous in memory: one reduction covers them.
     spread = dilation_w if groups > 1 or (kernel_w > 1 and dilation_w > 1) else 0
+    of_patches = 0
     if dot.name in machine.amx and lanes == amx.LANES:
         depth_at_once, pieces = (steps, kernel_h * kernel_w) if spread else (kernel_w * steps, kernel_h)
         rows = amx.choose_rows(static(out_w), depth_at_once, per_group, machine, pieces=pieces)
+        if groups == 1 and not geometry.is_pointwise:
+            of_line = _cycles_of_line(static(out_w), rows, depth_at_once, per_group, machine, pieces)
+            of_patches = _rows_of_patches(out_h, out_w, of_line, weight, machine)
     if groups == 1 and geometry.is_pointwise and not (rows and _is_by_line(out_h, out_w, rows, weight, machine)):
         return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
+    if of_patches:
+        return _patches_product(data, weight, dot=dot, channels=channels, geometry=geometry, tile=of_patches, zero=zero)
     row_bytes = 4 // group * stride_w * int(in_c)
     reserving = tiles.reserve_register(dot, machine)
     tile = rows or tiles.choose(static(out_w), per_group, reserving, row_bytes, uses=kernel_h * kernel_w).rows
@@ -174,6 +180,85 @@ def _is_by_line(height: Any, width: Any, rows: int, weight: te.Tensor, machine: 
         return True
     of_line = amx.cycles(int(width), rows, steps, vectors, machine)
     return int(height) * of_line <= amx.cycles(pixels, joined, steps, vectors, machine, is_copied=True)
+
+
+def _cycles_of_line(width: int | None, rows: int, depth: int, vectors: int, machine: Machine, pieces: int) -> float:
+    """The cycles for a vector of results of a line of pixels: by AMX's kernels of `rows`, by dot products if it is 0.
+
+    `depth` is `amx.Kernel.depth`, and `pieces` is `amx.Kernel.pieces`.
+    """
+    if not rows:
+        return tiles.cycles(width, pieces * depth, vectors, machine)
+    return amx.cycles(width, rows, depth, vectors, machine, pieces=pieces)
+
+
+def _rows_of_patches(height: Any, width: Any, of_line: float, weight: te.Tensor, machine: Machine) -> int:
+    """The rows of AMX's kernels for a product of the patches of an image; 0 where its lines are faster one by one.
+
+    Lines of a few pixels leave most of a tile empty. The result has `height` lines of `width` pixels. A vector of
+    results of one line takes `of_line` cycles, and `weight` is packed.
+    """
+    if static(height) is None or static(width) is None:
+        return 0
+    vectors, kernel_h, kernel_w, steps = (int(size) for size in weight.shape[:4])
+    pixels, depth = int(height) * int(width), kernel_w * steps
+    tile = amx.choose_rows(pixels, depth, vectors, machine, pieces=kernel_h, is_copied=True)
+    if not tile:
+        return 0
+    size = 4 * pixels * depth * kernel_h
+    copying = cost.move_cycles(size, size, size, machine) / vectors
+    by_patches = copying + amx.cycles(pixels, tile, depth, vectors, machine, pieces=kernel_h)
+    return tile if by_patches < int(height) * of_line else 0
+
+
+def _patches_product(
+    data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, geometry: Geometry, tile: int, zero: Any
+) -> te.Tensor:
+    """Define a convolution as a product of its patches, which are copied: all pixels are the rows of AMX's kernels.
+
+    The copy is an image whose lines are the taps of a column. In a line, the taps of each pixel stand side by side, so
+    that the kernel steps from pixel to pixel as a convolution with strides does. A kernel has `tile` rows.
+    """
+    batch, in_h, in_w, _ = data.shape
+    vectors, kernel_h, kernel_w, steps, lanes, group = (int(size) for size in weight.shape)
+    out_h, out_w = geometry.result_size(in_h, in_w)
+    (down, across), (dilation_h, dilation_w) = geometry.strides, geometry.dilation
+    element = padded_element(data, *geometry.padding[:2], steps * group, zero)
+    pixels = int(out_h * out_w)
+
+    def tap(n: Any, y: Any, place: Any, c: Any) -> Any:
+        pixel, x = tirx.min(place // kernel_w, pixels - 1), place % kernel_w
+        line, column = pixel // out_w, pixel % out_w
+        return element(n, line * down + y * dilation_h, column * across + x * dilation_w, c)
+
+    tiled = int(round_up(pixels, tile))
+    panel = te.compute((batch, kernel_h, tiled * kernel_w, steps * group), tap, name="panel")
+    k, ki = te.reduce_axis((0, kernel_w * steps), "k"), te.reduce_axis((0, group), "ki")
+    y = te.reduce_axis((0, kernel_h), "y")
+    line, taps = (y, [y]) if kernel_h > 1 else (0, [])
+    x, step = (k // steps, k % steps) if kernel_w > 1 else (0, k)
+    product = te.compute(
+        (batch, tiled, vectors * lanes),
+        lambda n, m, c: te.sum(
+            dot.product(
+                panel[n, line, m * kernel_w + x, step * group + ki],
+                weight[c // lanes, line, x, step, c % lanes, ki],
+            ),
+            axis=[*taps, k, ki],
+        ),
+        name="product",
+        attrs={
+            KERNEL: "dot_rows",
+            DOT: dot.name,
+            TILE: tile,
+            LANES: lanes,
+            LEAD: 1,
+            SHARED: 1,
+            AMX: [steps, kernel_h, kernel_w, kernel_w, 1, 0],
+        },
+    )
+    shape = (batch, out_h, out_w, channels)
+    return te.compute(shape, lambda n, h, w, c: product[n, h * out_w + w, c], name="unpack")
 
 
 def _pointwise(data: te.Tensor, weight: te.Tensor, *, dot: Dot, channels: int, machine: Machine) -> te.Tensor:

@@ -44,7 +44,7 @@ class PaddedImage:
         needs_padding = any(geometry.padding) or has_more_channels or not is_same_width
         self.is_gathered = needs_padding and taps > 1 and dilation >= gathered_from
         if self.is_gathered:
-            element = _padded_element(data, top, left, channels, value)
+            element = padded_element(data, top, left, channels, value)
             self._image = te.compute(
                 (batch, height, taps, padded_w, channels or in_c),
                 lambda n, h, tap, x, c: element(n, h * geometry.strides[0] + tap * dilation, x, c),
@@ -74,11 +74,11 @@ def surrounded(
     the data has.
     """
     batch, _, _, in_c = data.shape
-    element = _padded_element(data, top, left, channels, value)
+    element = padded_element(data, top, left, channels, value)
     return te.compute((batch, height, width, channels or in_c), element, name="pad")
 
 
-def _padded_element(
+def padded_element(
     data: te.Tensor, top: int, left: int, channels: int | None, value: Any
 ) -> Callable[[Any, Any, Any, Any], Any]:
     """Return the element of an image that `surrounded` describes, as a function of image, line, column and channel."""
