@@ -112,7 +112,7 @@ _SMALL = [
     (64, 64, 3, 1, 1, 1, 7, 7),
     (64, 48, 3, 2, 1, 1, 13, 14),
     (128, 64, 3, 1, 2, 2, 6, 5),
-    (60, 40, 5, 1, 2, 1, 5, 9),
+    (60, 64, 5, 1, 2, 1, 6, 5),
     (64, 64, 3, 1, 1, 1, 3, 3),
 ]
 
@@ -264,12 +264,13 @@ def _quantised(make_model: MakeModel, operator: onnx.NodeProto, weight: Array, s
 
 
 @pytest.mark.usefixtures("emulated_amx")
-@pytest.mark.parametrize("kind", ["convolution", "strided", "grouped", "dense"])
+@pytest.mark.parametrize("kind", ["convolution", "strided", "grouped", "small", "dense"])
 def test_quantised_models_equal_onnx_runtime(
     kind: str, make_model: MakeModel, run_built: RunBuilt, target: Target
 ) -> None:
-    shape, groups = [64, 96] if kind == "dense" else [1, 64, 9, 18], 2 if kind == "grouped" else 1
-    size = (96, 48) if kind == "dense" else (48 * groups, 64 // groups, 3, 3)
+    image = [1, 128, 5, 5] if kind == "small" else [1, 64, 9, 18]
+    shape, groups = [64, 96] if kind == "dense" else image, 2 if kind == "grouped" else 1
+    size = (96, 48) if kind == "dense" else (48 * groups, shape[1] // groups, 3, 3)
     weight = np.random.default_rng(3).integers(-127, 128, size).astype("int8")
     stride = 2 if kind == "strided" else 1
     conv = helper.make_node("Conv", ["x_wide", "w_wide"], ["c"], pads=[1] * 4, strides=[stride] * 2, group=groups)
@@ -277,6 +278,7 @@ def test_quantised_models_equal_onnx_runtime(
     path = _quantised(make_model, operator, weight, shape)
     model = build(import_onnx(path), target, BuildOptions(precision="int8"))
     assert _count_kernels(model) == 1
+    assert rule_counts(model)["dot_rows"] == (kind in ("small", "dense"))
     x = normal(*shape)
     distance = np.round(np.abs(run_built(model, x)[0] - _onnxruntime(path, x)) / 0.4)
     assert distance.max() <= 1
