@@ -39,6 +39,15 @@ def test_quotients_that_become_whole_numbers_are_exact(
     assert_same_as_onnxruntime(path, {"x": np.arange(2000, dtype="float32")})
 
 
+def test_roots_written_as_powers_are_those_of_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [helper.make_node("Pow", ["x", name], [f"y_{name}"]) for name in ("half", "less")]
+    nodes += [helper.make_node("Mul", ["x", "x"], ["s"]), helper.make_node("Pow", ["s", "half"], ["size"])]
+    numbers = {"half": np.float32(0.5), "less": np.float32(-0.5)}
+    path = make_model(nodes, [("x", [8])], ["y_half", "y_less", "size"], numbers)
+    x = np.array([-_INFINITY, _INFINITY, -0.0, 0.0, 4, -4, _NAN, 1e-40], "float32")
+    assert_same_as_onnxruntime(path, {"x": x})
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_comparisons_and_their_opposites_of_nan_equal_onnx_runtime(
     dtype: str, make_model: Any, assert_same_as_onnxruntime: Check
