@@ -49,6 +49,7 @@ _OPERATORS: dict[str, _Definition] = {
     **{f"relax.{name}": partial(elementwise.legalize_logical, name=name) for name in elementwise.LOGICAL},
     "relax.divide": elementwise.legalize_division,
     "relax.scatter_nd": scatter.legalize,
+    "relax.scatter_elements": scatter.legalize_elements,
     "tvmflow.indices": indices.legalize,
     "relax.nn.leakyrelu": elementwise.legalize_leaky_relu,
     "relax.nn.prelu": elementwise.legalize_prelu,
