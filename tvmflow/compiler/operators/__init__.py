@@ -48,6 +48,7 @@ _OPERATORS: dict[str, _Definition] = {
     "relax.minimum": partial(elementwise.legalize_extreme, largest=False),
     **{f"relax.{name}": partial(elementwise.legalize_logical, name=name) for name in elementwise.LOGICAL},
     "relax.divide": elementwise.legalize_division,
+    "relax.mod": elementwise.legalize_remainder,
     "relax.scatter_nd": scatter.legalize,
     "relax.scatter_elements": scatter.legalize_elements,
     "tvmflow.indices": indices.legalize,
