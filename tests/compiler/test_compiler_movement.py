@@ -658,6 +658,19 @@ def test_slices_written_to_computed_places_equal_onnx_runtime(reduction: str, as
 
 
 @pytest.mark.few(2)
+@pytest.mark.parametrize("width", [9, 12, 17, 64, 1290])
+def test_repeated_rows_are_copied_run_by_run(
+    width: int, make_model: Any, assert_same_as_onnxruntime: Check, target: Target
+) -> None:
+    node = helper.make_node("Tile", ["x", "repeats"], ["y"])
+    path = make_model([node], [("x", ["n", width])], ["y"], {"repeats": np.array([1, 5])})
+    assert_same_as_onnxruntime(path, {"x": normal(3, width)})
+    (workload,) = workloads(lower(import_onnx(path), target))
+    # A loop over the runs of a row: no element asks where in its run it is.
+    assert "T.int64(5)" in schedule(workload.func, machine(target))[0].script()
+
+
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "int8", "bool", "float64", "uint16"])
 def test_elements_written_to_computed_places_equal_onnx_runtime(dtype: str, assert_all_same: Check) -> None:
     cases = []
