@@ -138,7 +138,8 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
     """Define a reduction of float32 over neighbouring dimensions of known sizes, or over the last ones of any size.
 
     Numbers of other types that have 32 or 64 bits are reduced over the last dimensions of any size too. Where the
-    reduced dimensions are no neighbours, the last neighbours of them are reduced first. Other maxima and minima are left to `extremes`. Returns None for the other reductions.
+    reduced dimensions are no neighbours, the last neighbours of them are reduced first. Other maxima and minima are
+    left to `extremes`. Returns None for the other reductions.
     """
     name = call.op.name.rpartition(".")[2]
     has_shapes = all(isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in (call.args[0], call))

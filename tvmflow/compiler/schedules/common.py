@@ -406,8 +406,8 @@ def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine, most: int |
     In a function with symbolic shapes, `vectorize_inner` does the work instead, and leaves a loop that TVM would
     partition wrongly. So it does with a loop shorter than a vector: that becomes one vector if its extent is a power of
     two, else it stays as it is. The loop must run over elements that lie side by side in memory. If another block is to
-    be computed at the block's loops, do that before: afterwards it is not possible. Vectors have at most `most` elements,
-    a power of two; None stands for `machine.lanes`.
+    be computed at the block's loops, do that before: afterwards it is not possible. Vectors have at most `most`
+    elements, a power of two; None stands for `machine.lanes`.
     """
     inner = sch.get_loops(block)[-1]
     size, lanes = extent(sch, inner), machine.lanes if most is None else most
