@@ -87,7 +87,8 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, la
     function = _function(lead, axes, dtype, machine, None if largest else bool(attrs.count_include_pad))
     global_var = extensions.emit_function(builder, function, call.op.name.rpartition(".")[2])
     # An operand, because TVM fails on a function of one operand that has no blocks: it looks for reshapes among these.
-    identity = constant(np.array(tirx.min_value(dtype).value if largest else 0, dtype))
+    least = -np.inf if dtype in _FLOATS else tirx.min_value(dtype).value
+    identity = constant(np.array(least if largest else 0, dtype))
     return relax.call_tir(global_var, [data, identity], call.ty)
 
 
