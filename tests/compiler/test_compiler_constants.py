@@ -47,6 +47,8 @@ _REASONS = {
     "operators.convolution._MOST_STEPS": "shape of the graph",
     "operators.depthwise.MOST_LINES": "share of wasted work: lines of padded input that strips share",
     "operators.free_reductions._PARTS": "balance: parts of a core that other programs delay",
+    "operators.planes._LONGEST": "size of the code",
+    "operators.planes._PARTS": "balance: parts of a core that other programs delay",
     "operators.pooling._LONGEST": "size of the code",
     "operators.resize._MOST_REPEATS": "size of the code",
     "passes.fusion._FEW_BYTES": "shape: tensors too small for a function of their own",

@@ -10,6 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from support.arrays import normal
+from support.builds import run_in_memory
 from support.forests import DOMAIN
 from support.models import save_text
 from support.torchlib import share_table
@@ -37,6 +38,33 @@ def test_quotients_that_become_whole_numbers_are_exact(
     results = [("row", [2000]), ("whole", [2000], TensorProto.INT64), ("is_first", [2000], TensorProto.BOOL)]
     path = make_model(nodes, [("x", [2000])], results, weights)
     assert_same_as_onnxruntime(path, {"x": np.arange(2000, dtype="float32")})
+
+
+def test_roots_written_as_powers_are_those_of_onnx_runtime(make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    nodes = [helper.make_node("Pow", ["x", name], [f"y_{name}"]) for name in ("half", "less")]
+    nodes += [helper.make_node("Mul", ["x", "x"], ["s"]), helper.make_node("Pow", ["s", "half"], ["size"])]
+    numbers = {"half": np.float32(0.5), "less": np.float32(-0.5)}
+    path = make_model(nodes, [("x", [8])], ["y_half", "y_less", "size"], numbers)
+    x = np.array([-_INFINITY, _INFINITY, -0.0, 0.0, 4, -4, _NAN, 1e-40], "float32")
+    assert_same_as_onnxruntime(path, {"x": x})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_remainders_are_exact(dtype: str, make_model: Any, assert_same_as_onnxruntime: Check) -> None:
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    node = helper.make_node("Mod", ["x", "y"], ["z"], fmod=1)
+    path = make_model([node], [(name, ["n"], element) for name in "xy"], [("z", ["n"], element)])
+    edges = [0.0, -0.0, 1, -1, _INFINITY, -_INFINITY, _NAN, 1e-40, -1e-42, 1e38, 5.3, 3, 2**24 - 1, 2**53 - 1]
+    numbers = np.array([*edges, *normal(16)], dtype)
+    x, y = (numbers[place].reshape(-1) for place in np.indices((len(numbers),) * 2))
+    model = assert_same_as_onnxruntime(path, {"x": x, "y": y})
+    # Of the quotients below, many are nearly whole numbers.
+    whole = np.arange(1, 2001, dtype=dtype)
+    divisors = np.resize(np.array([0.1, 1 / 3, 0.7, 1.1, 3e-5], dtype), whole.shape)
+    feed = {"x": np.nextafter(whole * divisors, whole * 0).astype(dtype), "y": divisors}
+    ((result,),) = run_in_memory(model, [list(feed.values())])
+    np.testing.assert_array_equal(result, np.fmod(feed["x"], feed["y"]))
+    assert [name for name, _ in model.schedules] == ["remainder"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -658,6 +658,41 @@ def test_slices_written_to_computed_places_equal_onnx_runtime(reduction: str, as
 
 
 @pytest.mark.few(2)
+@pytest.mark.parametrize("width", [9, 12, 17, 64, 1290])
+def test_repeated_rows_are_copied_run_by_run(
+    width: int, make_model: Any, assert_same_as_onnxruntime: Check, target: Target
+) -> None:
+    node = helper.make_node("Tile", ["x", "repeats"], ["y"])
+    path = make_model([node], [("x", ["n", width])], ["y"], {"repeats": np.array([1, 5])})
+    assert_same_as_onnxruntime(path, {"x": normal(3, width)})
+    (workload,) = workloads(lower(import_onnx(path), target))
+    # A loop over the runs of a row: no element asks where in its run it is.
+    assert "T.int64(5)" in schedule(workload.func, machine(target))[0].script()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bool", "float64", "uint16"])
+def test_elements_written_to_computed_places_equal_onnx_runtime(dtype: str, assert_all_same: Check) -> None:
+    cases = []
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    reductions = ("none",) if dtype == "bool" else ("none", "add", "mul", "max", "min")
+    for place, (axis, shape) in enumerate(((1, (9, 7)), (0, (5, 3)), (1, (2, 4, 5)), (0, (40,)), (2, (3, 2, 6)))):
+        reduction = reductions[place % len(reductions)]
+        node = helper.make_node("ScatterElements", ["x", "i", "u"], ["y"], axis=axis, reduction=reduction)
+        sizes = [*shape[:axis], shape[axis] - 1, *shape[axis + 1 :]]
+        order = np.argsort(normal(*shape), axis=axis).take(range(shape[axis] - 1), axis)
+        feed = {"x": normal(*shape), "u": normal(*sizes, seed=1)}
+        feed = {**{name: (9 * values).astype(dtype) for name, values in feed.items()}, "i": order - shape[axis]}
+        free = [f"n{place}" for place in range(len(shape))]
+        own = [*free[:axis], "count", *free[axis + 1 :]]
+        for data, few in ((shape, sizes), (free, own)):
+            inputs = [("x", data, element), ("i", few, TensorProto.INT64), ("u", few, element)]
+            cases.append((([node], inputs, [("y", None, element)], {}), feed))
+    model = assert_all_same(cases)
+    assert rule_counts(model)["scatter"] == len(cases)
+
+
+@pytest.mark.few(2)
 @pytest.mark.parametrize("exclusive", [0, 1])
 @pytest.mark.parametrize("reverse", [0, 1])
 def test_running_sums_of_slices_equal_onnx_runtime(exclusive: int, reverse: int, assert_all_same: Check) -> None:

@@ -166,6 +166,38 @@ def test_an_average_counts_its_padding_and_nothing_beyond_it(
     assert_same_as_onnxruntime(make_model(nodes, inputs, ["floor", "ceil", "padded"], opset=opset), feed)
 
 
+@pytest.mark.parametrize("operator", ["MaxPool", "AveragePool"])
+def test_windows_of_few_channels_are_pooled_line_by_line(operator: str, assert_all_same: Check) -> None:
+    cases = []
+    forms: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+        ((2, 3, 9, 21), {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
+        ((1, 1, 20, 17), {"kernel_shape": [3, 2], "pads": [1, 1, 1, 0]}),
+        ((1, 2, 7, 8, 19), {"kernel_shape": [1, 3, 4], "strides": [1, 2, 1], "pads": [0, 1, 2, 0, 1, 3]}),
+    ]
+    if operator == "MaxPool":
+        dilated = {"kernel_shape": [2, 3], "strides": [3, 1], "dilations": [2, 2], "pads": [1, 0, 1, 0]}
+        forms += [((1, 2, 12, 40), {**dilated, "ceil_mode": 1})]
+    for place, (shape, form) in enumerate(forms):
+        own = {**form, "count_include_pad": place % 2} if operator == "AveragePool" else form
+        node = helper.make_node(operator, ["x"], ["y"], **own)
+        free = ["n", "c", *(f"size{axis}" for axis in range(len(shape) - 2))]
+        cases += [(([node], [("x", sizes)], ["y"], {}), {"x": normal(*shape)}) for sizes in (shape, free)]
+    assert rule_counts(assert_all_same(cases))["pooling_planes"] == len(cases)
+
+
+def test_the_largest_numbers_of_windows_are_those_of_onnx_runtime(assert_all_same: Check) -> None:
+    cases = []
+    for dtype in ("int8", "uint8", "float64"):
+        element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        node = helper.make_node("MaxPool", ["x"], ["y"], kernel_shape=[3, 3], pads=[1, 1, 1, 1])
+        model = ([node], [("x", ["n", "c", "h", "w"], element)], [("y", None, element)], {})
+        x = (40 * normal(2, 3, 9, 21)).astype("int8").astype(dtype)
+        if dtype == "float64":
+            x[0, 1] = -np.inf
+        cases.append((model, {"x": x}))
+    assert rule_counts(assert_all_same(cases))["pooling_planes"] == len(cases)
+
+
 @pytest.mark.parametrize("operator", ["MaxPool", "Conv"])
 def test_a_window_without_data_is_refused(make_model: Any, operator: str) -> None:
     node = helper.make_node(operator, ["x", "w"][: 1 + (operator == "Conv")], ["y"], "large", kernel_shape=[5, 1])

@@ -9,6 +9,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from support import scale
+from support.arrays import normal
 from support.builds import rule_counts
 from support.models import save_model
 from tvmflow.compiler import CompiledModel, build, import_onnx
@@ -209,6 +210,23 @@ def test_dimensions_of_free_size_that_are_apart_are_reduced_one_after_the_other(
     feeds = [{"x": (9 * generator.normal(size=size)).astype(dtype)} for size in sizes]
     model = assert_same_as_onnxruntime(path, *feeds)
     assert rule_counts(model)["free_reduction"] >= len(nodes)
+
+
+def test_known_dimensions_that_are_no_neighbours_are_reduced_apart(
+    make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    names = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceProd")
+    nodes = [
+        helper.make_node(name, ["x", axes], [f"{name}{axes}"], keepdims=int(name == "ReduceMax"))
+        for name in names
+        for axes in ("images", "lines")
+    ]
+    weights = {"images": np.array([0, 2, 3]), "lines": np.array([0, 2])}
+    path = make_model(nodes, [("x", [2, 3, 8, 33])], [(node.output[0], None) for node in nodes], weights)
+    model = assert_same_as_onnxruntime(path, {"x": normal(2, 3, 8, 33)})
+    # Side by side in memory, or in vectors, first.
+    counts = rule_counts(model)
+    assert (counts["free_reduction"], counts["reduction"]) == (len(names), 2 * len(names))
 
 
 @pytest.mark.parametrize("rows", [5, "n"])

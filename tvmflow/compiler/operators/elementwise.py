@@ -46,6 +46,8 @@ _QUOTIENTS = {
     "int32": ("float64", "int32"),
     "uint32": ("float64", "uint32"),
 }
+# By type of floats: the C library's function for their remainder, and their number of binary digits.
+_REMAINDERS = {"float32": ("fmodf", 24), "float64": ("fmod", 53)}
 # The operators that `legalize_logical` defines.
 LOGICAL = ("logical_not", "logical_xor", "not_equal", "equal", "greater_equal", "less_equal")
 
@@ -178,6 +180,47 @@ def legalize_division(builder: relax.BlockBuilder, call: relax.Call, _machine: M
         return te.compute(shape, element, name="divide")
 
     return builder.call_te(compute, *call.args, primfunc_name_hint="divide")
+
+
+def legalize_remainder(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
+    """Define the remainder of floats with the sign of the dividend, which is exact, without a call of the C library.
+
+    That is called where the quotient has more digits than a float, and for operands that are not finite. Returns None
+    for other types, and for unknown shapes.
+    """
+    dtypes, shape = {str(tensor.ty.dtype) for tensor in call.args}, list(call.ty.shape.values)
+    if len(dtypes) > 1 or not dtypes <= set(_REMAINDERS):
+        return None
+    if not all(isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in call.args):
+        return None
+    (dtype,) = dtypes
+    function, digits = _REMAINDERS[dtype]
+
+    def rest(x: Any, y: Any, quotient: Any) -> Any:
+        # The multiple of y is one too many where the quotient was rounded to the next whole number.
+        whole = tirx.const(0, dtype) - tirx.trunc(quotient)
+        remainder = tirx.call_llvm_pure_intrin(dtype, "llvm.fma", whole, y, x)
+        remainder = vectormath.let(remainder, lambda r: tirx.Select(r < tirx.const(0, dtype), r + y, r), dtype)
+        return tirx.Select(x < y, x, remainder)
+
+    def divide(one: Any, other: Any) -> Any:
+        x, y = tirx.abs(one), tirx.abs(other)
+
+        def choose(quotient: Any) -> Any:
+            size = tirx.call_llvm_pure_intrin(dtype, "llvm.copysign", rest(x, y, quotient), one)
+            is_short = quotient < tirx.const(2.0**digits, dtype)
+            return tirx.if_then_else(is_short, size, tirx.call_pure_extern(dtype, function, one, other))
+
+        return vectormath.let(x / y, choose, dtype)
+
+    def compute(*tensors: te.Tensor) -> te.Tensor:
+        def element(*index: Any) -> Any:
+            one, other = (_element(tensor, index, shape) for tensor in tensors)
+            return vectormath.let(one, lambda a: vectormath.let(other, lambda b: divide(a, b), dtype), dtype)
+
+        return te.compute(shape, element, name="remainder")
+
+    return builder.call_te(compute, *call.args, primfunc_name_hint="remainder")
 
 
 def legalize_class(

@@ -12,6 +12,7 @@ from tvm import relax, te, tirx
 
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import planes
 from tvmflow.compiler.operators.common import call_kernel, is_float32, static
 
 # Windows with more taps are pooled along columns first, then along rows.
@@ -20,15 +21,15 @@ _MOST_TAPS = 9
 _LONGEST = 32
 
 
-def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, largest: bool) -> relax.Expr | None:
+def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, largest: bool) -> relax.Expr | None:
     """Define the loops of pooling in NHWC and float32: max pooling if `largest`, else average pooling.
 
-    Returns None, which leaves the call to TVM, for other layouts and dtypes, and for windows that are dilated, longer
-    than `_LONGEST` or may read padding alone.
+    With the channels first, it is one of `planes`. Returns None, which leaves the call to TVM, for other layouts and
+    dtypes, and for windows that are dilated, longer than `_LONGEST` or may read padding alone.
     """
     data, attrs = call.args[0], call.attrs
     if (attrs.layout, attrs.out_layout) != ("NHWC", "NHWC") or not is_float32(data):
-        return None
+        return planes.legalize(builder, call, machine, largest)
     height, width = call.ty.shape.values[1:3]
     kernel, strides, dilation, padding = (
         [int(item) for item in values] for values in (attrs.pool_size, attrs.strides, attrs.dilation, attrs.padding)

@@ -137,9 +137,9 @@ def _view(call: relax.Call) -> View | None:
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
     """Define a reduction of float32 over neighbouring dimensions of known sizes, or over the last ones of any size.
 
-    Numbers of other types that have 32 or 64 bits are reduced over the last dimensions of any size too. Where one of
-    the sizes is free and the reduced dimensions are no neighbours, the last neighbours of them are reduced first. Other
-    maxima and minima are left to `extremes`. Returns None for the other reductions.
+    Numbers of other types that have 32 or 64 bits are reduced over the last dimensions of any size too. Where the
+    reduced dimensions are no neighbours, the last neighbours of them are reduced first. Other maxima and minima are
+    left to `extremes`. Returns None for the other reductions.
     """
     name = call.op.name.rpartition(".")[2]
     has_shapes = all(isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in (call.args[0], call))
@@ -159,6 +159,10 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
             free = _by_neighbours(builder, call, machine)
         if free is not None:
             return free
+    elif view is None and kind is not None and has_sizes:
+        parts = _by_neighbours(builder, call, machine)
+        if parts is not None:
+            return parts
     if view is None:
         return extremes.legalize(builder, call, machine, _SIGNS[name]) if name in _SIGNS else None
     if kind is not None and view.is_flat:

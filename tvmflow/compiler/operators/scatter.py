@@ -1,7 +1,7 @@
-"""Slices of a tensor that are written to places which indices name: ONNX's ScatterND.
+"""Numbers that are written to places of a tensor which indices name: ONNX's ScatterND and ScatterElements.
 
-TVM begins a parallel region for each index. Here the cores share the columns of the slices, so that each element is
-written by one core, in the order of the indices.
+For slices, TVM begins a parallel region for each index. Here the cores share the columns of the slices, so that each
+element is written by one core, in the order of the indices. For elements, TVM divides by free sizes at every index.
 """
 
 import math
@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 from tvmflow.compiler import extensions
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators.common import buffer, parts, size_parameter, static
+from tvmflow.compiler.operators.common import are_equal, buffer, parts, size_parameter, static
 
 # The most pieces for each core: with more than one, a core that other programs delay does fewer of them.
 _PARTS = 2
@@ -28,6 +28,9 @@ _COMBINED: dict[str, Callable[[Any, Any], Any]] = {
     "max": tirx.max,
 }
 _DTYPES = ("float32", "float64", "int32", "int64")
+# Types that elements of a tensor may have besides, and the one that has no arithmetic.
+_NARROW = ("int8", "uint8", "int16", "uint16", "uint32", "uint64")
+_TRUTH = "bool"
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
@@ -45,6 +48,87 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
     kernel = _Kernel(data, indices[:-1], depth, dtype, str(operands[1].ty.dtype), combine, machine)
     function = extensions.emit_function(builder, kernel.function(), "scatter_nd")
     return relax.call_tir(function, list(operands), call.ty)
+
+
+def legalize_elements(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
+    """Define a ScatterElements, which writes a number for each index along one axis.
+
+    Returns None for floats of 16 bits, for means, for operands of unknown shape, and for indices whose other sizes are
+    not those of the data.
+    """
+    operands = call.args[:3]
+    if not all(isinstance(operand.ty.shape, relax.ShapeExpr) for operand in operands):
+        return None
+    data, indices, _ = (list(operand.ty.shape.values) for operand in operands)
+    axis, dtype, reduction = int(call.attrs.axis) % len(data), str(call.ty.dtype), str(call.attrs.reduction)
+    combine = _COMBINED.get(reduction)
+    if combine is None or dtype not in (*_DTYPES, *_NARROW, *([_TRUTH] if reduction == "update" else [])):
+        return None
+    if not all(are_equal(*pair) for place, pair in enumerate(zip(data, indices, strict=True)) if place != axis):
+        return None
+    function = _elements(data, indices[axis], axis, dtype, str(operands[1].ty.dtype), combine, machine)
+    return relax.call_tir(extensions.emit_function(builder, function, "scatter_elements"), list(operands), call.ty)
+
+
+def _elements(
+    shape: Sequence[Any],
+    count: Any,
+    axis: int,
+    dtype: str,
+    index_dtype: str,
+    combine: Callable[[Any, Any], Any],
+    machine: Machine,
+) -> tirx.PrimFunc:
+    """Build the TIR function of a ScatterElements to data of a shape, of `count` indices along an axis.
+
+    The cores share the places before the axis; those behind it are written side by side, in the order of the indices.
+    """
+    one = tirx.IntImm("int64", 1)
+    sizes = [size_parameter(size, f"n{place}") for place, size in enumerate(shape)]
+    own = [size_parameter(count, "count") if place == axis else size for place, size in enumerate(sizes)]
+    outer, inner = (topi.utils.simplify(math.prod(part, start=one)) for part in (sizes[:axis], sizes[axis + 1 :]))
+    length, count = sizes[axis], own[axis]
+    parameters = [
+        buffer("data", sizes, dtype),
+        buffer("indices", own, index_dtype),
+        buffer("updates", own, dtype),
+        buffer("result", sizes, dtype),
+    ]
+    with IRBuilder() as builder, T.seq_scope():
+        x, indices, updates, y = (
+            T.decl_buffer((outer * size * inner,), item.dtype, data=item.data, layout=None)
+            for item, size in zip(parameters, (length, count, count, length), strict=True)
+        )
+
+        def copy(first: Any, size: Any) -> None:
+            with T.serial(0, size) as place:
+                T.buffer_store(y, x[first + place], [first + place])
+
+        def write(row: Any, begin: Any, width: Any) -> None:
+            with T.serial(0, count) as number, T.serial(0, width) as column:
+                source = (row * count + number) * inner + begin + column
+                index = indices[source].astype("int64")
+                index = tirx.Select(index < 0, index + length, index)
+                target = (row * length + index) * inner + begin + column
+                T.buffer_store(y, combine(y[target], updates[source]), [target])
+
+        if static(outer) == 1:
+            with _pieces(length * inner, machine) as (first, size):
+                copy(first, size)
+            with _pieces(inner, machine) as (begin, width):
+                write(0, begin, width)
+        else:
+            # A task of fewer cycles than a parallel region is not worth one.
+            work = static(topi.utils.simplify(inner * (length + count)))
+            rows = 1 if work is None else max(machine.parallel_cycles // max(work, 1), 1)
+            tasks = parts(outer, rows)
+            is_alone = machine.cores == 1 or static(tasks) == 1
+            with (T.serial if is_alone else T.parallel)(0, tasks) as task:
+                first = task * rows
+                with T.serial(0, tirx.min(outer - first, tirx.IntImm("int64", rows))) as place:
+                    copy((first + place) * length * inner, length * inner)
+                    write(first + place, 0, inner)
+    return tirx.PrimFunc(parameters, builder.get().body).with_attr(KERNEL, "scatter")
 
 
 class _Kernel:
@@ -86,9 +170,9 @@ class _Kernel:
                 )
             ]
             x, indices, updates, y = flat
-            with self._pieces(total) as (first, size), T.serial(0, size) as place:
+            with _pieces(total, self._machine) as (first, size), T.serial(0, size) as place:
                 T.buffer_store(y, x[first + place], [first + place])
-            with self._pieces(self._size) as (first, size), T.serial(0, self._count) as row:
+            with _pieces(self._size, self._machine) as (first, size), T.serial(0, self._count) as row:
                 target = tirx.IntImm("int64", 0)
                 for place in range(self._depth):
                     index = indices[row * self._depth + place].astype("int64")
@@ -100,16 +184,17 @@ class _Kernel:
         parameters = [self._data, self._indices, self._updates, self._result]
         return tirx.PrimFunc(parameters, builder.get().body).with_attr(KERNEL, "scatter")
 
-    @contextmanager
-    def _pieces(self, total: Any) -> Iterator[tuple[Any, Any]]:
-        """Begin a loop over pieces of `total` elements, whole vectors, which the cores share; yield first and size."""
-        machine, one = self._machine, tirx.IntImm("int64", 1)
-        vectors = parts(total, machine.lanes)
-        count = topi.utils.simplify(tirx.max(tirx.min(vectors, _PARTS * machine.cores), one))
-        if machine.cores == 1 or static(count) == 1:
-            yield tirx.IntImm("int64", 0), total
-            return
-        width = topi.utils.simplify(tirx.floordiv(vectors + count - 1, count) * machine.lanes)
-        with T.parallel(0, count) as piece:
-            first = piece * width
-            yield first, tirx.max(tirx.min(width, total - first), 0)
+
+@contextmanager
+def _pieces(total: Any, machine: Machine) -> Iterator[tuple[Any, Any]]:
+    """Begin a loop over pieces of `total` elements, whole vectors, which the cores share; yield first and size."""
+    one = tirx.IntImm("int64", 1)
+    vectors = parts(total, machine.lanes)
+    count = topi.utils.simplify(tirx.max(tirx.min(vectors, _PARTS * machine.cores), one))
+    if machine.cores == 1 or static(count) == 1:
+        yield tirx.IntImm("int64", 0), total
+        return
+    width = topi.utils.simplify(tirx.floordiv(vectors + count - 1, count) * machine.lanes)
+    with T.parallel(0, count) as piece:
+        first = piece * width
+        yield first, tirx.max(tirx.min(width, total - first), 0)

@@ -14,6 +14,8 @@ from tvmflow.compiler.passes.rewrite import ELEMENT, Rewriter, dtype, rank, rewr
 
 # The largest exponent of a power that is written as a product.
 _MOST_FACTORS = 4
+# Operators that make no negative numbers of others, or of others and a constant.
+_OF_POSITIVE = ("add", "divide", "max", "mean", "min", "permute_dims", "reshape", "sqrt", "sum")
 
 
 def _shape(rewriter: Rewriter, expr: relax.Expr) -> list[int] | None:
@@ -277,10 +279,9 @@ def _product(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     x, exponent = call.args[0], rewriter.scalar(call.args[1])
     if exponent is None or dtype(x) not in ("float32", "float64") or not _is_like(call, x):
         return None
-    if exponent == 0.5:
-        return relax.op.sqrt(x)
-    if exponent == -0.5:
-        return relax.op.rsqrt(x)
+    if abs(exponent) == 0.5:
+        base = x if _is_never_negative(rewriter, x) else _base_of_root(rewriter, x)
+        return relax.op.sqrt(base) if exponent > 0 else relax.op.rsqrt(base)
     if exponent == -1:
         return relax.op.divide(relax.const(1.0, dtype(x)), x)
     if exponent not in range(1, _MOST_FACTORS + 1):
@@ -292,6 +293,30 @@ def _product(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         return square
     square = rewriter.emit(square)
     return relax.op.multiply(square, x if exponent == 3 else square)
+
+
+def _base_of_root(rewriter: Rewriter, x: relax.Expr) -> relax.Expr:
+    """The number whose root is the power of `x`: the powers of -0 and of minus infinity are those of 0 and infinity."""
+    edges = (rewriter.emit(relax.op.equal(x, relax.const(number, dtype(x)))) for number in (0.0, -math.inf))
+    return rewriter.emit(relax.op.where(rewriter.emit(relax.op.logical_or(*edges)), relax.op.abs(x), x))
+
+
+def _is_never_negative(rewriter: Rewriter, x: relax.Expr) -> bool:
+    """Whether no number of a tensor is negative or -0, as of sums of squares."""
+    call = rewriter.call(x, *_OF_POSITIVE, "abs", "exp", "multiply", "power", "sigmoid", "square", "variance")
+    if call is None:
+        return False
+    first, *others = call.args
+    name = call.op.name.removeprefix("relax.")
+    if name in ("abs", "exp", "sigmoid", "square", "variance"):
+        return True
+    if name == "multiply" and rewriter.same(first, others[0]):
+        return True
+    if name == "power":
+        return rewriter.scalar(others[0]) == 2
+    numbers = [rewriter.constant(other) for other in others if name in ("add", "multiply", "divide")]
+    is_positive = all(number is not None and not np.signbit(number).any() for number in numbers)
+    return is_positive and _is_never_negative(rewriter, first)
 
 
 def _reciprocal(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:

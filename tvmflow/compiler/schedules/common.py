@@ -400,27 +400,28 @@ def vectorize_inner(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
         sch.annotate(outer, PARTITION, 1)
 
 
-def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+def vectorize_last(sch: Schedule, block: SBlockRV, machine: Machine, most: int | None = None) -> None:
     """Vectorise a block's innermost loop, with a separate loop for the remainder, in narrower vectors where they fit.
 
     In a function with symbolic shapes, `vectorize_inner` does the work instead, and leaves a loop that TVM would
     partition wrongly. So it does with a loop shorter than a vector: that becomes one vector if its extent is a power of
     two, else it stays as it is. The loop must run over elements that lie side by side in memory. If another block is to
-    be computed at the block's loops, do that before: afterwards it is not possible.
+    be computed at the block's loops, do that before: afterwards it is not possible. Vectors have at most `most`
+    elements, a power of two; None stands for `machine.lanes`.
     """
     inner = sch.get_loops(block)[-1]
-    size = extent(sch, inner)
-    if size is None or size <= machine.lanes or size % machine.lanes == 0:
+    size, lanes = extent(sch, inner), machine.lanes if most is None else most
+    if size is None or size <= lanes or size % lanes == 0:
         vectorize_inner(sch, block, machine)
         return
     # The rest is a vector for each of its powers of two, and the elements that fill none.
-    rest, pieces = size % machine.lanes, [size - size % machine.lanes]
-    for lanes in (1 << bit for bit in reversed(range(machine.lanes.bit_length()))):
-        if NARROWEST <= lanes <= rest:
-            pieces.append(lanes)
-            rest -= lanes
+    rest, pieces = size % lanes, [size - size % lanes]
+    for width in (1 << bit for bit in reversed(range(lanes.bit_length()))):
+        if NARROWEST <= width <= rest:
+            pieces.append(width)
+            rest -= width
     whole, *vectors = sch.loop_partition(inner, pieces if rest else pieces[:-1])
-    _, lane = sch.split(whole, [None, machine.lanes])
+    _, lane = sch.split(whole, [None, lanes])
     for loop in (lane, *vectors[: len(pieces) - 1]):
         sch.vectorize(loop)
 

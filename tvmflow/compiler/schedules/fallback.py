@@ -91,21 +91,47 @@ def _schedule_transpose(sch: Schedule, block: SBlockRV, machine: Machine) -> boo
     return True
 
 
-def _schedule_interleaving(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
-    """Schedule a block whose neighbouring elements come from a few places in turn: one place at a time; else False."""
-    size = _extent_of_last(sch, block)
+def _steps_of_last(sch: Schedule, block: SBlockRV) -> list[int]:
+    """The divisors, greater than one, by which a block divides its last index, and which divide the extent of its loop.
+
+    The list is empty for reductions, and for blocks with other loops than one for each dimension.
+    """
+    loops = list(sch.get_loops(block))
+    if common.is_reduction(sch, block) or not loops or len(loops) != len(sch.get(block).iter_vars):
+        return []
     steps = [
         int(node.b)
         for node in _list_uses_of_last(sch, block, tirx.FloorMod, tirx.FloorDiv, tirx.Div)
         if isinstance(node.b, tirx.IntImm) and _changes(node.a, sch.get(block).iter_vars[-1].var)
     ]
-    *outer, last = sch.get_loops(block)
-    steps = [step for step in steps if 1 < step <= _MOST_TURNS and _divides(step, sch.get(last).extent)]
-    if not steps or common.is_reduction(sch, block) or len(outer) + 1 != len(sch.get(block).iter_vars):
+    return [step for step in steps if step > 1 and _divides(step, sch.get(loops[-1]).extent)]
+
+
+def _schedule_interleaving(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
+    """Schedule a block whose neighbouring elements come from a few places in turn: one place at a time; else False."""
+    size, steps = _extent_of_last(sch, block), [step for step in _steps_of_last(sch, block) if step <= _MOST_TURNS]
+    if not steps:
         return False
+    *outer, last = sch.get_loops(block)
     _, turn = sch.split(last, [None, max(steps)])
     sch.unroll(turn)
     _spread(sch, outer, size or 1, machine)
+    return True
+
+
+def _schedule_repeats(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
+    """Schedule a block whose rows are repeated runs of elements, or of one element each: run by run; else False."""
+    size, steps = _extent_of_last(sch, block), [step for step in _steps_of_last(sch, block) if step > _MOST_TURNS]
+    if not steps:
+        return False
+    *outer, last = sch.get_loops(block)
+    run, _ = sch.split(last, [None, min(steps)])
+    # A run shorter than a vector has narrower ones.
+    lanes = min(machine.lanes, 1 << (min(steps).bit_length() - 1))
+    common.vectorize_last(sch, block, machine, lanes)
+    tasks = math.prod(common.extent(sch, loop) or machine.cores for loop in outer)
+    # As part of the fused loop, the one over runs would be a division for each of them.
+    _spread(sch, outer if tasks >= machine.cores else [*outer, run], size or 1, machine)
     return True
 
 
@@ -239,4 +265,11 @@ def _list_uses_of_last(sch: Schedule, block: SBlockRV, *kinds: type) -> list[Any
     ]
 
 
-_RULES = (_schedule_transpose, _schedule_interleaving, _schedule_pieces, _schedule_ragged, _schedule_product)
+_RULES = (
+    _schedule_transpose,
+    _schedule_interleaving,
+    _schedule_repeats,
+    _schedule_pieces,
+    _schedule_ragged,
+    _schedule_product,
+)
