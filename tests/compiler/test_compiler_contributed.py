@@ -515,3 +515,47 @@ def test_a_dynamically_quantised_lstm_equals_onnx_runtimes(
         for model in built:
             for ours, theirs in zip(run_built(model, x, h, c), expected, strict=True):
                 np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_unidirectional_attention_has_any_number_of_positions(
+    make_model: MakeModel, assert_same_as_onnxruntime: Any
+) -> None:
+    heads = {"num_heads": 2, "unidirectional": 1}
+    nodes = [
+        _node("Attention", ["x", "w", "b"], ["one"], domain=_MS, **heads),
+        _node("Attention", ["x", "w", "b", "mask", "past"], ["two", "present"], domain=_MS, **heads),
+        _node("MultiHeadAttention", ["x", "x", "x", "", "", "", "pk", "pv"], ["three", "k", "v"], domain=_MS, **heads),
+        _node("MultiHeadAttention", ["x", "other", "other"], ["four"], domain=_MS, **heads),
+    ]
+    infos = [
+        ("x", ["batch", "new", 16]),
+        ("mask", ["batch", "all"], TensorProto.INT32),
+        ("past", [2, "batch", 2, "former", 8]),
+        *((name, ["batch", 2, "former", 8]) for name in ("pk", "pv")),
+        ("other", ["batch", "others", 16]),
+    ]
+    outputs = ["one", "two", "present", "three", "k", "v", "four"]
+    path = make_model(nodes, infos, outputs, {"w": normal(16, 48) / 4, "b": normal(48)})
+
+    def feeds(batch: int, new: int, former: int, others: int) -> dict[str, Array]:
+        mask = np.ones((batch, former + new), "int32")
+        mask[:, 1] = 0
+        states = {name: normal(batch, 2, former, 8, seed=seed) for seed, name in enumerate(("pk", "pv"))}
+        past = normal(2, batch, 2, former, 8)
+        return {"x": normal(batch, new, 16), "mask": mask, "past": past, "other": normal(batch, others, 16), **states}
+
+    assert_same_as_onnxruntime(path, feeds(2, 5, 3, 7), feeds(1, 1, 9, 1), feeds(3, 4, 1, 2))
+
+
+def test_of_three_numbers_for_each_row_a_mask_has_the_first(
+    make_model: MakeModel, assert_same_as_onnxruntime: Any
+) -> None:
+    node = _node("Attention", ["x", "w", "b", "mask"], ["y"], domain=_MS, num_heads=2)
+    path = make_model(
+        [node],
+        [("x", [2, 5, 16]), ("mask", [8], TensorProto.INT32)],
+        ["y"],
+        {"w": normal(16, 48) / 4, "b": normal(48)},
+    )
+    mask = np.array([3, 4, 0, 5, 10, 0, 5, 10], "int32")
+    assert_same_as_onnxruntime(path, {"x": normal(2, 5, 16), "mask": mask})

@@ -258,8 +258,8 @@ def convert_attention(node: Node) -> relax.Expr:
     """Return the Relax expression of com.microsoft's Attention: a product for queries, keys and values, then attention.
 
     Raises UnsupportedFormError for rotary positions, for a shared buffer of past keys and values, and for a mask that
-    has neither one or two numbers for each row nor two or three dimensions. Raises FreeSizeError for operands of
-    unknown shape, and for unidirectional attention over a symbolic number of positions.
+    has neither one, two or three numbers for each row nor two or three dimensions. Raises FreeSizeError for operands of
+    unknown shape.
     """
     if node.attrs.get("do_rotary", 0) or node.attrs.get("past_present_share_buffer", 0):
         raise UnsupportedFormError("rotary positions or a shared buffer within Attention")
@@ -271,8 +271,7 @@ def convert_qattention(node: Node) -> relax.Expr:
     """Return the Relax expression of com.microsoft's QAttention: Attention of dequantised operands.
 
     Raises UnsupportedFormError for past keys and values, and for a mask that has neither one number for each row nor
-    two or three dimensions. Raises FreeSizeError for operands of unknown shape, and for unidirectional attention over a
-    symbolic number of positions.
+    two or three dimensions. Raises FreeSizeError for operands of unknown shape.
     """
     if node.input(8) is not None:
         raise UnsupportedFormError("a state of former positions")
@@ -383,17 +382,26 @@ def _mask(
     result = None
     if mask is not None:
         dims = dims_of(mask) or []
-        counts = [count for count in (1, 2) if len(dims) == 1 and node.evaluator.are_equal(dims[0], count * batch)]
+        sizes = {1: batch, 2: 2 * batch, 3: 3 * batch + 2}
+        counts = [count for count, size in sizes.items() if len(dims) == 1 and node.evaluator.are_equal(dims[0], size)]
         if counts:
-            # The position after the last word of each row, then perhaps that of its first word.
-            bounds = emit(relax.op.reshape(emit(relax.op.astype(mask, "int32")), [counts[0], batch, 1]))
+            # The position after the last word of each row, then perhaps that of its first word. Of three numbers for
+            # each row, ONNX Runtime reads the first alone.
+            bounds = emit(relax.op.astype(mask, "int32"))
+            if counts[0] > 2:
+                bounds, counts = emit(relax.op.strided_slice(bounds, [0], [0], [batch])), [1]
+            bounds = emit(relax.op.reshape(bounds, [counts[0], batch, 1]))
             places = emit(relax.op.arange(0, keys, 1, "int32"))
             mask = emit(relax.op.less(places, emit(relax.op.take(bounds, const(0), axis=0))))
             if counts[0] > 1:
                 begins = emit(relax.op.take(bounds, const(1), axis=0))
                 mask = emit(relax.op.logical_and(mask, emit(relax.op.greater_equal(places, begins))))
+        elif len(dims) == 1:
+            raise UnsupportedFormError("a mask of one dimension that is not known to be of the batch's rows")
         elif len(dims) not in (2, 3):
             raise UnsupportedFormError(f"a mask of {len(dims)} dimensions")
+        elif dims[-1] != 1 and not node.evaluator.are_equal(dims[-1], keys):
+            mask = node.with_sizes(mask, [*dims[:-1], keys])
         if dtype_of(mask) != "bool":
             mask = emit(relax.op.greater(mask, const(0, dtype_of(mask))))
         is_kept = emit(relax.op.astype(mask, dtype))
@@ -401,15 +409,35 @@ def _mask(
         lowered = emit(relax.op.multiply(emit(relax.op.subtract(is_kept, const(1, dtype))), amount))
         result = emit(relax.op.expand_dims(lowered, [1] if mask.ty.ndim == 3 else [1, 2]))
     if node.attrs.get("unidirectional", 0):
-        if not all(isinstance(size, int) for size in (keys, queries, former or 0)):
-            raise FreeSizeError("unidirectional attention of a symbolic number of positions")
-        first = keys - queries if former is None else former
-        hidden = np.triu(np.full((queries, keys), np.finfo("float32").min, "float32"), 1 + first)
-        # ONNX Runtime hides nothing from the last query.
-        hidden[-1] = 0
-        order = const(hidden[None, None].astype(dtype))
+        order = _order(node, query, key, former)
         result = order if result is None else emit(relax.op.add(result, order))
     return result
+
+
+def _order(node: Node, query: relax.Expr, key: relax.Expr, former: Any) -> relax.Expr:
+    """What unidirectional attention adds to scores `[batch, heads, queries, keys]`: it hides the keys after a query.
+
+    `former` is that of `_mask`. ONNX Runtime hides nothing from the last query.
+    """
+    dtype, queries, keys = dtype_of(query), dims_of(query)[2], dims_of(key)[2]  # type: ignore[index]
+    if all(isinstance(size, int) for size in (keys, queries, 0 if former is None else former)):
+        first = keys - queries if former is None else former
+        hidden = np.triu(np.full((queries, keys), np.finfo("float32").min, "float32"), 1 + first)
+        hidden[-1] = 0
+        return const(hidden[None, None].astype(dtype))
+
+    def hide(query: te.Tensor, key: te.Tensor) -> te.Tensor:
+        queries, keys = query.shape[2], key.shape[2]
+        # All keys are the former ones and those of the queries, unless there are none before.
+        first = former if isinstance(former, int) else keys - queries
+
+        def element(_: Any, __: Any, row: Any, place: Any) -> Any:
+            is_hidden = te.all(place > row + first, row < queries - 1)
+            return te.if_then_else(is_hidden, te.min_value(dtype), tirx.const(0, dtype))
+
+        return te.compute((1, 1, queries, keys), element, name="hide")
+
+    return node.emit(node.builder.call_te(hide, query, key, primfunc_name_hint="hide"))
 
 
 def convert_group_query_attention(node: Node) -> relax.Expr:
