@@ -11,10 +11,12 @@ from onnx import TensorProto, helper
 
 from support import scale
 from support.arrays import normal
+from support.builds import rule_counts
 from support.machines import simple_target
 from support.quantised import quantise_dynamically
 from tvmflow.arrays import Array
 from tvmflow.compiler import CompiledModel, build, import_onnx
+from tvmflow.compiler.inspection import Inspection
 from tvmflow.errors import UnsupportedOperatorError
 from tvmflow.hardware.target import Target
 from tvmflow.onnx_model.session import open_session
@@ -559,3 +561,16 @@ def test_of_three_numbers_for_each_row_a_mask_has_the_first(
     )
     mask = np.array([3, 4, 0, 5, 10, 0, 5, 10], "int32")
     assert_same_as_onnxruntime(path, {"x": normal(2, 5, 16), "mask": mask})
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+def test_a_rotation_of_heads_side_by_side_computes_its_parts_apart(
+    interleaved: int, make_model: MakeModel, assert_same_as_onnxruntime: Any
+) -> None:
+    node = _node("RotaryEmbedding", ["x", "p", "c", "s"], ["y"], domain=_MS, num_heads=3, interleaved=interleaved)
+    tables = {"c": np.cos(normal(9, 16)), "s": np.sin(normal(9, 16)), "p": np.array([2], "int64")}
+    path = make_model([node], [("x", [2, 5, 96])], ["y"], tables)
+    model = assert_same_as_onnxruntime(path, {"x": normal(2, 5, 96)}, inspect=Inspection(code=("tir",)))
+    # The two halves of a head, or the two kinds of neighbours, apart from each other.
+    assert ("T.unroll" if interleaved else "_partition") in model.inspected.code["tir"]
+    assert rule_counts(model).total() == 1

@@ -377,7 +377,7 @@ def _mask(
     `former` is the number of keys before the first query, by default those by which there are more keys than queries.
     """
     emit, dtype = node.emit, dtype_of(query)
-    batch, _, queries, _ = dims_of(query)  # type: ignore[misc]
+    batch = dims_of(query)[0]  # type: ignore[index]
     keys = dims_of(key)[2]  # type: ignore[index]
     result = None
     if mask is not None:
@@ -585,7 +585,7 @@ def _rotate(
     channel is in the second half. Channels beyond twice the width of the tables stay as they are.
     """
     emit, half = node.emit, dims_of(cosine)[1]  # type: ignore[index]
-    batch, heads, positions, width = dims_of(x)  # type: ignore[misc]
+    width = dims_of(x)[3]  # type: ignore[index]
     cosine, sine = (
         emit(relax.op.expand_dims(emit(relax.op.take(t, places, axis=0, mode="clip")), 1)) for t in (cosine, sine)
     )
@@ -594,22 +594,32 @@ def _rotate(
         rotated = emit(relax.op.strided_slice(x, [3], [0], [2 * half]))
         rest = emit(relax.op.strided_slice(x, [3], [2 * half], [width]))
     if interleaved:
-        pairs = emit(relax.op.reshape(rotated, [batch, heads, positions, half, 2]))
-        first, second = (emit(relax.op.take(pairs, const(place, "int64"), axis=4)) for place in (0, 1))
+        result = emit(node.builder.call_te(_rotate_neighbours, rotated, cosine, sine, primfunc_name_hint="rotate"))
     else:
         first = emit(relax.op.strided_slice(rotated, [3], [0], [half]))
         second = emit(relax.op.strided_slice(rotated, [3], [half], [2 * half]))
-    times = relax.op.multiply
-    real = emit(relax.op.subtract(emit(times(first, cosine)), emit(times(second, sine))))
-    imaginary = emit(relax.op.add(emit(times(first, sine)), emit(times(second, cosine))))
-    if interleaved:
-        both = emit(relax.op.stack([real, imaginary], axis=4))
-        result = emit(relax.op.reshape(both, [batch, heads, positions, 2 * half]))
-    else:
+        times = relax.op.multiply
+        real = emit(relax.op.subtract(emit(times(first, cosine)), emit(times(second, sine))))
+        imaginary = emit(relax.op.add(emit(times(first, sine)), emit(times(second, cosine))))
         result = emit(relax.op.concat([real, imaginary], axis=3))
     if rest is not None:
         result = emit(relax.op.concat([result, rest], axis=3))
     return result
+
+
+def _rotate_neighbours(x: te.Tensor, cosine: te.Tensor, sine: te.Tensor) -> te.Tensor:
+    """Rotate pairs of neighbours of `[batch, heads, positions, channels]`, with a cosine and a sine for each pair."""
+
+    def element(b: Any, head: Any, place: Any, c: Any) -> Any:
+        shared = [isinstance(size, tirx.IntImm) and int(size) == 1 for size in cosine.shape[:3]]
+        angle = tuple(0 if is_one else at for at, is_one in zip((b, head, place), shared, strict=True))
+        pair = c // 2
+        turn = cosine[(*angle, pair)], sine[(*angle, pair)]
+        first, second = x[b, head, place, 2 * pair], x[b, head, place, 2 * pair + 1]
+        real, imaginary = first * turn[0] - second * turn[1], first * turn[1] + second * turn[0]
+        return te.if_then_else(c % 2 == 0, real, imaginary)
+
+    return te.compute(x.shape, element, name="rotate")
 
 
 def convert_nhwc_max_pool(node: Node) -> relax.Expr:
