@@ -574,3 +574,30 @@ def test_a_rotation_of_heads_side_by_side_computes_its_parts_apart(
     # The two halves of a head, or the two kinds of neighbours, apart from each other.
     assert ("T.unroll" if interleaved else "_partition") in model.inspected.code["tir"]
     assert rule_counts(model).total() == 1
+
+
+@pytest.mark.parametrize("is_smooth", [False, True], ids=["sink", "smooth"])
+def test_a_sink_has_a_share_of_the_weights_of_attention(
+    is_smooth: bool, make_model: MakeModel, assert_same_as_onnxruntime: Any
+) -> None:
+    names = ["q", "k", "v", "pk", "pv", "last", "total", *([] if is_smooth else ["", "", "", "", "sink"])]
+    node = _node(
+        "GroupQueryAttention",
+        names,
+        ["y", "keys", "values"],
+        domain=_MS,
+        num_heads=4,
+        kv_num_heads=2,
+        smooth_softmax=int(is_smooth),
+    )
+    infos = [
+        ("q", ["batch", 2, 64]),
+        *((name, ["batch", 2, 32]) for name in ("k", "v")),
+        *((name, ["batch", 2, 5, 16]) for name in ("pk", "pv")),
+        ("last", ["batch"], TensorProto.INT32),
+    ]
+    weights = {"total": np.array([7], "int32")} | ({} if is_smooth else {"sink": normal(4)})
+    path = make_model([node], infos, ["y", "keys", "values"], weights)
+    feeds = {"q": normal(1, 2, 64), "k": normal(1, 2, 32, seed=1), "v": normal(1, 2, 32, seed=2)}
+    feeds |= {name: normal(1, 2, 5, 16, seed=seed) for seed, name in enumerate(("pk", "pv"))}
+    assert_same_as_onnxruntime(path, {**feeds, "last": np.array([6], "int32")})

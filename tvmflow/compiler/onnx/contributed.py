@@ -445,16 +445,16 @@ def convert_group_query_attention(node: Node) -> relax.Expr:
 
     The new keys and values follow those of past positions. The operand `seqlens_k` holds the index of the last position
     of each row of the batch. The results are the output, and all keys and values `[batch, heads, positions, channels]`,
-    with zeros after a row's last position. Raises UnsupportedFormError for an attention sink, a smooth softmax, scores
-    as a result, and quantised keys and values. Raises FreeSizeError for operands of unknown shape, and for a total
-    number of positions that is computed from data.
+    with zeros after a row's last position. Raises UnsupportedFormError for scores as a result, and for quantised keys
+    and values. Raises FreeSizeError for operands of unknown shape, and for a total number of positions that is computed
+    from data.
     """
     emit = node.emit
-    names = ("smooth_softmax", "qk_output", "kv_cache_bit_width")
+    names = ("qk_output", "kv_cache_bit_width")
     if any(int(node.attrs.get(name, 0)) > 0 for name in names) or node.outputs > _GROUP_QUERY_RESULTS:
-        raise UnsupportedFormError("a smooth softmax, scores as a result or a quantised state")
-    if any(node.input(place) is not None for place in range(11, len(node.inputs))):
-        raise UnsupportedFormError("a sink of attention or a quantised state")
+        raise UnsupportedFormError("scores as a result or a quantised state")
+    if any(node.input(place) is not None for place in range(12, len(node.inputs))):
+        raise UnsupportedFormError("a quantised state")
     heads, groups = int(node.attrs["num_heads"]), int(node.attrs["kv_num_heads"])
     query, key, value = _separate_heads(node, heads, groups)
     batch, _, positions, _ = dims_of(query)  # type: ignore[misc]
@@ -495,9 +495,23 @@ def convert_group_query_attention(node: Node) -> relax.Expr:
             bias = with_length(node, bias, length, 0)
         scores = node.apply("Add", scores, bias)
     scores = emit(relax.op.add(scores, _hidden(node, places, key)))
-    weights = emit(relax.op.nn.softmax(scores, axis=-1))
-    output = join_heads(node, node.apply("MatMul", weights, values))
+    output = join_heads(node, node.apply("MatMul", _weights(node, scores), values))
     return output if node.outputs == 1 else relax.Tuple([output, key, value][: node.outputs])
+
+
+def _weights(node: Node, scores: relax.Expr) -> relax.Expr:
+    """GroupQueryAttention's weights of scores `[batch, heads, queries, keys]`: a softmax, in which a sink may share.
+
+    The sink is one more score, which has no value: a number for each head, or zero in a smooth softmax.
+    """
+    emit, sink = node.emit, node.input(11)
+    if sink is None and int(node.attrs.get("smooth_softmax", 0)) <= 0:
+        return emit(relax.op.nn.softmax(scores, axis=-1))
+    batch, heads, queries, keys = dims_of(scores)  # type: ignore[misc]
+    column = const(0, dtype_of(scores)) if sink is None else emit(relax.op.reshape(sink, [1, heads, 1, 1]))
+    column = emit(relax.op.broadcast_to(column, [batch, heads, queries, 1]))
+    weights = emit(relax.op.nn.softmax(emit(relax.op.concat([scores, column], axis=3)), axis=-1))
+    return emit(relax.op.strided_slice(weights, [3], [0], [keys]))
 
 
 def _separate_heads(node: Node, heads: int, groups: int) -> list[relax.Expr]:
