@@ -11,10 +11,12 @@ from onnx import TensorProto, helper
 
 from support import scale
 from support.arrays import normal
+from support.builds import rule_counts
 from support.machines import simple_target
 from support.quantised import quantise_dynamically
 from tvmflow.arrays import Array
 from tvmflow.compiler import CompiledModel, build, import_onnx
+from tvmflow.compiler.inspection import Inspection
 from tvmflow.errors import UnsupportedOperatorError
 from tvmflow.hardware.target import Target
 from tvmflow.onnx_model.session import open_session
@@ -515,3 +517,87 @@ def test_a_dynamically_quantised_lstm_equals_onnx_runtimes(
         for model in built:
             for ours, theirs in zip(run_built(model, x, h, c), expected, strict=True):
                 np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_unidirectional_attention_has_any_number_of_positions(
+    make_model: MakeModel, assert_same_as_onnxruntime: Any
+) -> None:
+    heads = {"num_heads": 2, "unidirectional": 1}
+    nodes = [
+        _node("Attention", ["x", "w", "b"], ["one"], domain=_MS, **heads),
+        _node("Attention", ["x", "w", "b", "mask", "past"], ["two", "present"], domain=_MS, **heads),
+        _node("MultiHeadAttention", ["x", "x", "x", "", "", "", "pk", "pv"], ["three", "k", "v"], domain=_MS, **heads),
+        _node("MultiHeadAttention", ["x", "other", "other"], ["four"], domain=_MS, **heads),
+    ]
+    infos = [
+        ("x", ["batch", "new", 16]),
+        ("mask", ["batch", "all"], TensorProto.INT32),
+        ("past", [2, "batch", 2, "former", 8]),
+        *((name, ["batch", 2, "former", 8]) for name in ("pk", "pv")),
+        ("other", ["batch", "others", 16]),
+    ]
+    outputs = ["one", "two", "present", "three", "k", "v", "four"]
+    path = make_model(nodes, infos, outputs, {"w": normal(16, 48) / 4, "b": normal(48)})
+
+    def feeds(batch: int, new: int, former: int, others: int) -> dict[str, Array]:
+        mask = np.ones((batch, former + new), "int32")
+        mask[:, 1] = 0
+        states = {name: normal(batch, 2, former, 8, seed=seed) for seed, name in enumerate(("pk", "pv"))}
+        past = normal(2, batch, 2, former, 8)
+        return {"x": normal(batch, new, 16), "mask": mask, "past": past, "other": normal(batch, others, 16), **states}
+
+    assert_same_as_onnxruntime(path, feeds(2, 5, 3, 7), feeds(1, 1, 9, 1), feeds(3, 4, 1, 2))
+
+
+def test_of_three_numbers_for_each_row_a_mask_has_the_first(
+    make_model: MakeModel, assert_same_as_onnxruntime: Any
+) -> None:
+    node = _node("Attention", ["x", "w", "b", "mask"], ["y"], domain=_MS, num_heads=2)
+    path = make_model(
+        [node],
+        [("x", [2, 5, 16]), ("mask", [8], TensorProto.INT32)],
+        ["y"],
+        {"w": normal(16, 48) / 4, "b": normal(48)},
+    )
+    mask = np.array([3, 4, 0, 5, 10, 0, 5, 10], "int32")
+    assert_same_as_onnxruntime(path, {"x": normal(2, 5, 16), "mask": mask})
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+def test_a_rotation_of_heads_side_by_side_computes_its_parts_apart(
+    interleaved: int, make_model: MakeModel, assert_same_as_onnxruntime: Any
+) -> None:
+    node = _node("RotaryEmbedding", ["x", "p", "c", "s"], ["y"], domain=_MS, num_heads=3, interleaved=interleaved)
+    tables = {"c": np.cos(normal(9, 16)), "s": np.sin(normal(9, 16)), "p": np.array([2], "int64")}
+    path = make_model([node], [("x", [2, 5, 96])], ["y"], tables)
+    model = assert_same_as_onnxruntime(path, {"x": normal(2, 5, 96)}, inspect=Inspection(code=("tir",)))
+    # The two halves of a head, or the two kinds of neighbours, apart from each other.
+    assert ("T.unroll" if interleaved else "_partition") in model.inspected.code["tir"]
+    assert rule_counts(model).total() == 1
+
+
+@pytest.mark.parametrize("is_smooth", [False, True], ids=["sink", "smooth"])
+def test_a_sink_has_a_share_of_the_weights_of_attention(
+    is_smooth: bool, make_model: MakeModel, assert_same_as_onnxruntime: Any
+) -> None:
+    names = ["q", "k", "v", "pk", "pv", "last", "total", *([] if is_smooth else ["", "", "", "", "sink"])]
+    node = _node(
+        "GroupQueryAttention",
+        names,
+        ["y", "keys", "values"],
+        domain=_MS,
+        num_heads=4,
+        kv_num_heads=2,
+        smooth_softmax=int(is_smooth),
+    )
+    infos = [
+        ("q", ["batch", 2, 64]),
+        *((name, ["batch", 2, 32]) for name in ("k", "v")),
+        *((name, ["batch", 2, 5, 16]) for name in ("pk", "pv")),
+        ("last", ["batch"], TensorProto.INT32),
+    ]
+    weights = {"total": np.array([7], "int32")} | ({} if is_smooth else {"sink": normal(4)})
+    path = make_model([node], infos, ["y", "keys", "values"], weights)
+    feeds = {"q": normal(1, 2, 64), "k": normal(1, 2, 32, seed=1), "v": normal(1, 2, 32, seed=2)}
+    feeds |= {name: normal(1, 2, 5, 16, seed=seed) for seed, name in enumerate(("pk", "pv"))}
+    assert_same_as_onnxruntime(path, {**feeds, "last": np.array([6], "int32")})

@@ -257,17 +257,42 @@ def test_a_single_row_is_multiplied_by_a_transpose_without_transposing(
     assert (rules["reduction"], rules["rows"]) == (1, 0)
 
 
+@pytest.mark.parametrize(("batch", "rows", "channels"), [(2, 2, 64), (3, 4, 64), ("b", 1, "c"), ("b", 3, "c")], ids=str)
+def test_a_few_rows_are_multiplied_by_a_transpose_without_transposing(
+    batch: int | str, rows: int, channels: int | str, make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["t"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["q", "t"], ["y"]),
+    ]
+    path = make_model(nodes, [("q", [batch, rows, channels]), ("k", [batch, "keys", channels])], ["y"])
+    numbers = (batch, 64) if batch != "b" else (3, 70)
+    feeds = [
+        {"q": normal(numbers[0], rows, numbers[1]), "k": normal(numbers[0], size, numbers[1])} for size in (1, 2, 301)
+    ]
+    rules = rule_counts(assert_same_as_onnxruntime(path, *feeds))
+    assert (rules["free_reduction" if channels == "c" else "reduction"], rules["rows"]) == (1, 0)
+
+
 @pytest.mark.parametrize(
     ("row", "matrix", "is_summed"),
-    [([1, 64], [64, 72], True), ([2, 3, 1, 64], [3, 64, 70], False), ([1, 3, 1, 64], [3, 64, 70], True)],
-    ids=["one", "shared", "batch"],
+    [
+        ([1, 64], [64, 72], True),
+        ([2, 3, 1, 64], [3, 64, 70], False),
+        ([1, 3, 1, 64], [3, 64, 70], True),
+        ([3, 1, 64], [3, 64, 128], True),
+        (["b", 1, "k"], ["b", "k", "n"], True),
+    ],
+    ids=["one", "shared", "batch", "vectors", "free"],
 )
 def test_a_computed_matrix_that_multiplies_a_single_row_is_read_once(
-    row: list[int], matrix: list[int], is_summed: bool, make_model: Any, assert_same_as_onnxruntime: Any
+    row: list[Any], matrix: list[Any], is_summed: bool, make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:
     node = helper.make_node("MatMul", ["x", "m"], ["y"])
     path = make_model([node], [("x", row), ("m", matrix)], ["y"])
-    rules = rule_counts(assert_same_as_onnxruntime(path, {"x": normal(*row), "m": normal(*matrix)}))
+    sizes = {"b": 3, "k": 150, "n": 70}
+    feed = {name: normal(*(sizes.get(size, size) for size in shape)) for name, shape in (("x", row), ("m", matrix))}
+    rules = rule_counts(assert_same_as_onnxruntime(path, feed))
     assert (rules["reduction"], rules["rows"]) == ((1, 0) if is_summed else (0, 1))
 
 

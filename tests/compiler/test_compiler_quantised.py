@@ -241,6 +241,20 @@ def test_operators_of_integers_are_exact(
     assert rules["rows"] == 0
 
 
+def test_convolutions_of_integers_along_lines_have_dot_products(
+    make_model: MakeModel, run_built: RunBuilt, int8: Target
+) -> None:
+    rng = np.random.default_rng(4)
+    weights = {"w": rng.integers(-128, 128, (20, 8, 3)).astype("int8"), "zero": np.array(117, "uint8")}
+    node = helper.make_node("ConvInteger", ["x", "w", "zero"], ["y"], pads=[1, 2], strides=[2])
+    path = make_model([node], [("x", ["n", 8, "length"], TensorProto.UINT8)], [("y", None, TensorProto.INT32)], weights)
+    model = build(import_onnx(path), int8)
+    inputs = {"x": rng.integers(0, 256, (2, 8, 31)).astype("uint8")}
+    (expected,) = onnx.reference.ReferenceEvaluator(str(path)).run(None, inputs)
+    assert np.array_equal(run_built(model, *inputs.values())[0], expected)
+    assert rule_counts(model)["dot_conv2d"] == 1
+
+
 @pytest.mark.long
 def test_without_dot_products_operators_of_integers_are_computed_in_float32(make_model: MakeModel) -> None:
     path, _ = _integer_nodes(make_model)

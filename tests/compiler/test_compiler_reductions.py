@@ -180,6 +180,19 @@ def test_columns_of_any_number_are_reduced_side_by_side(
     assert model.inspected.code["tir"].count("T.vectorized") >= len(nodes) - lines
 
 
+@pytest.mark.parametrize("columns", [1024, 16384])
+def test_long_lines_are_added_one_after_the_other(
+    columns: int, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    """Tiles of columns in registers would read each line in pieces, far apart in memory."""
+    node = helper.make_node("ReduceSum", ["x", "axis"], ["y"], keepdims=0)
+    path = make_model([node], [("x", [2, 40, columns])], ["y"], {"axis": np.array([1])})
+    x = np.random.default_rng(0).normal(size=(2, 40, columns)).astype("float32")
+    model = assert_same_as_onnxruntime(path, {"x": x}, inspect=Inspection(code=("tir",)))
+    assert rule_counts(model)["reduction"] == 1
+    assert "T.unroll" not in model.inspected.code["tir"]
+
+
 @pytest.mark.parametrize("columns", [40, "n"])
 def test_the_logarithm_of_a_sum_is_computed_once_for_all_that_it_divides(
     columns: int | str, make_model: Any, assert_same_as_onnxruntime: Check

@@ -258,8 +258,8 @@ def convert_attention(node: Node) -> relax.Expr:
     """Return the Relax expression of com.microsoft's Attention: a product for queries, keys and values, then attention.
 
     Raises UnsupportedFormError for rotary positions, for a shared buffer of past keys and values, and for a mask that
-    has neither one or two numbers for each row nor two or three dimensions. Raises FreeSizeError for operands of
-    unknown shape, and for unidirectional attention over a symbolic number of positions.
+    has neither one, two or three numbers for each row nor two or three dimensions. Raises FreeSizeError for operands of
+    unknown shape.
     """
     if node.attrs.get("do_rotary", 0) or node.attrs.get("past_present_share_buffer", 0):
         raise UnsupportedFormError("rotary positions or a shared buffer within Attention")
@@ -271,8 +271,7 @@ def convert_qattention(node: Node) -> relax.Expr:
     """Return the Relax expression of com.microsoft's QAttention: Attention of dequantised operands.
 
     Raises UnsupportedFormError for past keys and values, and for a mask that has neither one number for each row nor
-    two or three dimensions. Raises FreeSizeError for operands of unknown shape, and for unidirectional attention over a
-    symbolic number of positions.
+    two or three dimensions. Raises FreeSizeError for operands of unknown shape.
     """
     if node.input(8) is not None:
         raise UnsupportedFormError("a state of former positions")
@@ -378,22 +377,31 @@ def _mask(
     `former` is the number of keys before the first query, by default those by which there are more keys than queries.
     """
     emit, dtype = node.emit, dtype_of(query)
-    batch, _, queries, _ = dims_of(query)  # type: ignore[misc]
+    batch = dims_of(query)[0]  # type: ignore[index]
     keys = dims_of(key)[2]  # type: ignore[index]
     result = None
     if mask is not None:
         dims = dims_of(mask) or []
-        counts = [count for count in (1, 2) if len(dims) == 1 and node.evaluator.are_equal(dims[0], count * batch)]
+        sizes = {1: batch, 2: 2 * batch, 3: 3 * batch + 2}
+        counts = [count for count, size in sizes.items() if len(dims) == 1 and node.evaluator.are_equal(dims[0], size)]
         if counts:
-            # The position after the last word of each row, then perhaps that of its first word.
-            bounds = emit(relax.op.reshape(emit(relax.op.astype(mask, "int32")), [counts[0], batch, 1]))
+            # The position after the last word of each row, then perhaps that of its first word. Of three numbers for
+            # each row, ONNX Runtime reads the first alone.
+            bounds = emit(relax.op.astype(mask, "int32"))
+            if counts[0] > 2:
+                bounds, counts = emit(relax.op.strided_slice(bounds, [0], [0], [batch])), [1]
+            bounds = emit(relax.op.reshape(bounds, [counts[0], batch, 1]))
             places = emit(relax.op.arange(0, keys, 1, "int32"))
             mask = emit(relax.op.less(places, emit(relax.op.take(bounds, const(0), axis=0))))
             if counts[0] > 1:
                 begins = emit(relax.op.take(bounds, const(1), axis=0))
                 mask = emit(relax.op.logical_and(mask, emit(relax.op.greater_equal(places, begins))))
+        elif len(dims) == 1:
+            raise UnsupportedFormError("a mask of one dimension that is not known to be of the batch's rows")
         elif len(dims) not in (2, 3):
             raise UnsupportedFormError(f"a mask of {len(dims)} dimensions")
+        elif dims[-1] != 1 and not node.evaluator.are_equal(dims[-1], keys):
+            mask = node.with_sizes(mask, [*dims[:-1], keys])
         if dtype_of(mask) != "bool":
             mask = emit(relax.op.greater(mask, const(0, dtype_of(mask))))
         is_kept = emit(relax.op.astype(mask, dtype))
@@ -401,15 +409,35 @@ def _mask(
         lowered = emit(relax.op.multiply(emit(relax.op.subtract(is_kept, const(1, dtype))), amount))
         result = emit(relax.op.expand_dims(lowered, [1] if mask.ty.ndim == 3 else [1, 2]))
     if node.attrs.get("unidirectional", 0):
-        if not all(isinstance(size, int) for size in (keys, queries, former or 0)):
-            raise FreeSizeError("unidirectional attention of a symbolic number of positions")
-        first = keys - queries if former is None else former
-        hidden = np.triu(np.full((queries, keys), np.finfo("float32").min, "float32"), 1 + first)
-        # ONNX Runtime hides nothing from the last query.
-        hidden[-1] = 0
-        order = const(hidden[None, None].astype(dtype))
+        order = _order(node, query, key, former)
         result = order if result is None else emit(relax.op.add(result, order))
     return result
+
+
+def _order(node: Node, query: relax.Expr, key: relax.Expr, former: Any) -> relax.Expr:
+    """What unidirectional attention adds to scores `[batch, heads, queries, keys]`: it hides the keys after a query.
+
+    `former` is that of `_mask`. ONNX Runtime hides nothing from the last query.
+    """
+    dtype, queries, keys = dtype_of(query), dims_of(query)[2], dims_of(key)[2]  # type: ignore[index]
+    if all(isinstance(size, int) for size in (keys, queries, 0 if former is None else former)):
+        first = keys - queries if former is None else former
+        hidden = np.triu(np.full((queries, keys), np.finfo("float32").min, "float32"), 1 + first)
+        hidden[-1] = 0
+        return const(hidden[None, None].astype(dtype))
+
+    def hide(query: te.Tensor, key: te.Tensor) -> te.Tensor:
+        queries, keys = query.shape[2], key.shape[2]
+        # All keys are the former ones and those of the queries, unless there are none before.
+        first = former if isinstance(former, int) else keys - queries
+
+        def element(_: Any, __: Any, row: Any, place: Any) -> Any:
+            is_hidden = te.all(place > row + first, row < queries - 1)
+            return te.if_then_else(is_hidden, te.min_value(dtype), tirx.const(0, dtype))
+
+        return te.compute((1, 1, queries, keys), element, name="hide")
+
+    return node.emit(node.builder.call_te(hide, query, key, primfunc_name_hint="hide"))
 
 
 def convert_group_query_attention(node: Node) -> relax.Expr:
@@ -417,16 +445,16 @@ def convert_group_query_attention(node: Node) -> relax.Expr:
 
     The new keys and values follow those of past positions. The operand `seqlens_k` holds the index of the last position
     of each row of the batch. The results are the output, and all keys and values `[batch, heads, positions, channels]`,
-    with zeros after a row's last position. Raises UnsupportedFormError for an attention sink, a smooth softmax, scores
-    as a result, and quantised keys and values. Raises FreeSizeError for operands of unknown shape, and for a total
-    number of positions that is computed from data.
+    with zeros after a row's last position. Raises UnsupportedFormError for scores as a result, and for quantised keys
+    and values. Raises FreeSizeError for operands of unknown shape, and for a total number of positions that is computed
+    from data.
     """
     emit = node.emit
-    names = ("smooth_softmax", "qk_output", "kv_cache_bit_width")
+    names = ("qk_output", "kv_cache_bit_width")
     if any(int(node.attrs.get(name, 0)) > 0 for name in names) or node.outputs > _GROUP_QUERY_RESULTS:
-        raise UnsupportedFormError("a smooth softmax, scores as a result or a quantised state")
-    if any(node.input(place) is not None for place in range(11, len(node.inputs))):
-        raise UnsupportedFormError("a sink of attention or a quantised state")
+        raise UnsupportedFormError("scores as a result or a quantised state")
+    if any(node.input(place) is not None for place in range(12, len(node.inputs))):
+        raise UnsupportedFormError("a quantised state")
     heads, groups = int(node.attrs["num_heads"]), int(node.attrs["kv_num_heads"])
     query, key, value = _separate_heads(node, heads, groups)
     batch, _, positions, _ = dims_of(query)  # type: ignore[misc]
@@ -467,9 +495,23 @@ def convert_group_query_attention(node: Node) -> relax.Expr:
             bias = with_length(node, bias, length, 0)
         scores = node.apply("Add", scores, bias)
     scores = emit(relax.op.add(scores, _hidden(node, places, key)))
-    weights = emit(relax.op.nn.softmax(scores, axis=-1))
-    output = join_heads(node, node.apply("MatMul", weights, values))
+    output = join_heads(node, node.apply("MatMul", _weights(node, scores), values))
     return output if node.outputs == 1 else relax.Tuple([output, key, value][: node.outputs])
+
+
+def _weights(node: Node, scores: relax.Expr) -> relax.Expr:
+    """GroupQueryAttention's weights of scores `[batch, heads, queries, keys]`: a softmax, in which a sink may share.
+
+    The sink is one more score, which has no value: a number for each head, or zero in a smooth softmax.
+    """
+    emit, sink = node.emit, node.input(11)
+    if sink is None and int(node.attrs.get("smooth_softmax", 0)) <= 0:
+        return emit(relax.op.nn.softmax(scores, axis=-1))
+    batch, heads, queries, keys = dims_of(scores)  # type: ignore[misc]
+    column = const(0, dtype_of(scores)) if sink is None else emit(relax.op.reshape(sink, [1, heads, 1, 1]))
+    column = emit(relax.op.broadcast_to(column, [batch, heads, queries, 1]))
+    weights = emit(relax.op.nn.softmax(emit(relax.op.concat([scores, column], axis=3)), axis=-1))
+    return emit(relax.op.strided_slice(weights, [3], [0], [keys]))
 
 
 def _separate_heads(node: Node, heads: int, groups: int) -> list[relax.Expr]:
@@ -557,7 +599,7 @@ def _rotate(
     channel is in the second half. Channels beyond twice the width of the tables stay as they are.
     """
     emit, half = node.emit, dims_of(cosine)[1]  # type: ignore[index]
-    batch, heads, positions, width = dims_of(x)  # type: ignore[misc]
+    width = dims_of(x)[3]  # type: ignore[index]
     cosine, sine = (
         emit(relax.op.expand_dims(emit(relax.op.take(t, places, axis=0, mode="clip")), 1)) for t in (cosine, sine)
     )
@@ -566,22 +608,32 @@ def _rotate(
         rotated = emit(relax.op.strided_slice(x, [3], [0], [2 * half]))
         rest = emit(relax.op.strided_slice(x, [3], [2 * half], [width]))
     if interleaved:
-        pairs = emit(relax.op.reshape(rotated, [batch, heads, positions, half, 2]))
-        first, second = (emit(relax.op.take(pairs, const(place, "int64"), axis=4)) for place in (0, 1))
+        result = emit(node.builder.call_te(_rotate_neighbours, rotated, cosine, sine, primfunc_name_hint="rotate"))
     else:
         first = emit(relax.op.strided_slice(rotated, [3], [0], [half]))
         second = emit(relax.op.strided_slice(rotated, [3], [half], [2 * half]))
-    times = relax.op.multiply
-    real = emit(relax.op.subtract(emit(times(first, cosine)), emit(times(second, sine))))
-    imaginary = emit(relax.op.add(emit(times(first, sine)), emit(times(second, cosine))))
-    if interleaved:
-        both = emit(relax.op.stack([real, imaginary], axis=4))
-        result = emit(relax.op.reshape(both, [batch, heads, positions, 2 * half]))
-    else:
+        times = relax.op.multiply
+        real = emit(relax.op.subtract(emit(times(first, cosine)), emit(times(second, sine))))
+        imaginary = emit(relax.op.add(emit(times(first, sine)), emit(times(second, cosine))))
         result = emit(relax.op.concat([real, imaginary], axis=3))
     if rest is not None:
         result = emit(relax.op.concat([result, rest], axis=3))
     return result
+
+
+def _rotate_neighbours(x: te.Tensor, cosine: te.Tensor, sine: te.Tensor) -> te.Tensor:
+    """Rotate pairs of neighbours of `[batch, heads, positions, channels]`, with a cosine and a sine for each pair."""
+
+    def element(b: Any, head: Any, place: Any, c: Any) -> Any:
+        shared = [isinstance(size, tirx.IntImm) and int(size) == 1 for size in cosine.shape[:3]]
+        angle = tuple(0 if is_one else at for at, is_one in zip((b, head, place), shared, strict=True))
+        pair = c // 2
+        turn = cosine[(*angle, pair)], sine[(*angle, pair)]
+        first, second = x[b, head, place, 2 * pair], x[b, head, place, 2 * pair + 1]
+        real, imaginary = first * turn[0] - second * turn[1], first * turn[1] + second * turn[0]
+        return te.if_then_else(c % 2 == 0, real, imaginary)
+
+    return te.compute(x.shape, element, name="rotate")
 
 
 def convert_nhwc_max_pool(node: Node) -> relax.Expr:

@@ -56,6 +56,20 @@ def legalize(
     return relax.call_tir(function, [call.args[0], constant(_identity(identity, dtype))], call.ty)
 
 
+def multiply_rows(builder: relax.BlockBuilder, rows: relax.Expr, matrix: relax.Expr, machine: Machine) -> relax.Expr:
+    """Define the sums of products of each row of `matrix` `[..., M, K]` with each of a few `rows` `[..., N, K]`.
+
+    All numbers are float32. The leading dimensions are equal, and the result is `[..., M, N]`. K is known or free.
+    """
+    *batch, count, _ = rows.ty.shape.values
+    kernel = _Products([*batch, matrix.ty.shape.values[-2], count, matrix.ty.shape.values[-1]], machine)
+    function = extensions.emit_function(builder, kernel.function(), "multiply_rows")
+    shape = relax.ShapeExpr([*matrix.ty.shape.values[:-1], count])
+    return relax.call_tir(
+        function, [matrix, rows, constant(_identity(0.0, "float32"))], relax.TensorType(shape, "float32")
+    )
+
+
 def _identity(identity: float, dtype: str) -> Array:
     """The result of no elements, in whose place integers have their limit if it is infinite."""
     if np.isinf(identity) and not dtype.startswith("float"):
@@ -86,6 +100,7 @@ class _Kernel:
         one = tirx.IntImm("int64", 1)
         self._rows = math.prod(sizes[:first], start=one)
         self._depth = math.prod(sizes[first:], start=one)
+        self._sizes = sizes
         self._data = buffer("x", sizes, dtype)
         self._result = buffer("y", [*sizes[:first], *[one] * ones], dtype)
         # Vectors that are accumulated side by side.
@@ -100,7 +115,7 @@ class _Kernel:
         most = _PARTS * machine.cores
         parts = tirx.max(tirx.min(tirx.floordiv(groups, fewest), most), 1)
         with IRBuilder() as builder, T.seq_scope():
-            self._x = T.decl_buffer((self._rows * self._depth,), self._dtype, data=self._data.data, layout=None)
+            self._declare()
             self._y = T.decl_buffer((self._rows,), self._dtype, data=self._result.data, layout=None)
             if machine.cores == 1 or (rows is not None and rows >= machine.cores):
                 self._by_rows(groups)
@@ -110,8 +125,18 @@ class _Kernel:
                         self._by_rows(groups)
                     with T.Else():
                         self._by_parts(groups, parts, most)
-        parameters = [self._data, self._identity, self._result]
+        parameters = [*self._operands(), self._identity, self._result]
         return tirx.PrimFunc(parameters, builder.get().body).with_attr(KERNEL, "free_reduction")
+
+    def _operands(self) -> list[Any]:
+        return [self._data]
+
+    def _declare(self) -> None:
+        self._x = T.decl_buffer((self._rows * self._depth,), self._dtype, data=self._data.data, layout=None)
+
+    def _number(self, row: Any, place: Any) -> Any:
+        """The number of a row that is reduced at an index."""
+        return self._x[row * self._depth + place]
 
     def _by_rows(self, groups: Any) -> None:
         """Reduce whole rows, side by side on the cores."""
@@ -155,14 +180,14 @@ class _Kernel:
             numbers = [self._combine(a, b) for a, b in zip(numbers[:half], numbers[half:], strict=True)]
         T.buffer_store(last, numbers[0], [0])
         with T.serial(0, tirx.floormod(self._depth, lanes)) as place:
-            number = self._x[row * self._depth + whole * lanes + place]
+            number = self._number(row, whole * lanes + place)
             T.buffer_store(last, self._combine(last[0], number), [0])
         value = last[0] / self._depth.astype(self._dtype) if self._is_mean else last[0]
         T.buffer_store(self._y, value, [row])
 
     def _vector(self, row: Any, place: Any) -> Callable[[Any], Any]:
         """Return a lane of the vector `place` of a row as a function of the lane."""
-        return lambda lane: self._x[row * self._depth + place * self._machine.lanes + lane]
+        return lambda lane: self._number(row, place * self._machine.lanes + lane)
 
     def _add(self, sums: Any, place: int, number: Callable[[Any], Any]) -> None:
         with T.vectorized(0, self._machine.lanes) as lane:
@@ -183,3 +208,31 @@ class _Kernel:
         """Begin a loop of `count` tasks, which the cores share."""
         with (T.parallel if self._machine.cores > 1 else T.serial)(0, count) as task:
             yield task
+
+
+class _Products(_Kernel):
+    """Builds the function that sums the products of the rows of a matrix with each of a few other rows.
+
+    The shape is that of all products: `[..., M, N, K]` for a matrix of M rows, and N others.
+    """
+
+    def __init__(self, shape: Sequence[Any], machine: Machine) -> None:
+        super().__init__(shape, len(shape) - 1, 0, machine, lambda a, b: a + b, False, "float32")
+        *batch, self._height, self._count, depth = self._sizes
+        self._data = buffer("x", [*batch, self._height, depth], "float32")
+        self._factors = buffer("factors", [*batch, self._count, depth], "float32")
+
+    def _operands(self) -> list[Any]:
+        return [self._data, self._factors]
+
+    def _declare(self) -> None:
+        one = tirx.IntImm("int64", 1)
+        self._x, self._w = (
+            T.decl_buffer((math.prod(source.shape, start=one),), self._dtype, data=source.data, layout=None)
+            for source in self._operands()
+        )
+
+    def _number(self, row: Any, place: Any) -> Any:
+        of_matrix, other = tirx.floordiv(row, self._count), tirx.floormod(row, self._count)
+        factor = tirx.floordiv(of_matrix, self._height) * self._count + other
+        return self._x[of_matrix * self._depth + place] * self._w[factor * self._depth + place]

@@ -473,7 +473,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         if isinstance(expr, tvm.ir.GenericConst):
             value = numbers_of(expr)
             return constant(value.astype(PAIRS.data)) if np.abs(value).max(initial=0) <= _LARGEST else None
-        move = self._bound_call(expr, "relax.permute_dims", "relax.reshape")
+        move = self._bound_call(expr, *_RESHAPING)
         if move is not None:
             source = self._centred_pairs(move.args[0])
             args = [source, *move.args[1:]]
@@ -514,7 +514,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
 
     def _source(self, expr: relax.Expr) -> tuple[relax.Var, relax.Expr] | None:
         """Find the 8-bit integers of which an expression is the centred form, and their zero point (int32)."""
-        move = self._bound_call(expr, "relax.permute_dims", "relax.reshape")
+        move = self._bound_call(expr, *_RESHAPING)
         if move is not None:
             source = self._source(move.args[0])
             if source is None:

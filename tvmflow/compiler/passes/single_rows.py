@@ -4,7 +4,9 @@ import tvm
 from tvm import relax
 
 from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.operators import free_reductions
 from tvmflow.compiler.operators.common import are_equal, is_float32, static
+from tvmflow.compiler.operators.products import FEWEST_ROWS
 from tvmflow.compiler.passes.rewrite import Rewriter, rewriting, sizes
 
 
@@ -21,13 +23,25 @@ def multiply_single_rows(machine: Machine) -> tvm.transform.Pass:
             return None
         rank, last = right.ty.ndim, static(row[-1])
         swapped = [*range(rank - 2), rank - 1, rank - 2]
-        if rank < 2 or [int(axis) for axis in transpose.attrs.axes or ()] != swapped:
+        if min(rank, len(row)) < 2 or [int(axis) for axis in transpose.attrs.axes or ()] != swapped:
             return None
-        # Shorter rows fill no vector.
-        if len(row) < 2 or static(row[-2]) != 1 or last is None or last < machine.lanes:
+        count, matrix = static(row[-2]), transpose.args[0]
+        if not count or count > FEWEST_ROWS or (last is not None and last < count * machine.lanes):
+            # Shorter rows fill few vectors.
             return None
-        products = rewriter.emit(relax.op.multiply(left, transpose.args[0]))
-        return relax.op.reshape(rewriter.emit(relax.op.sum(products, axis=-1)), call.ty.shape)
+        if last is None:
+            batch, own = row[:-2], matrix.ty.shape.values
+            if len(batch) != rank - 2 or not all(are_equal(*pair) for pair in zip(batch, own[:-2], strict=True)):
+                return None
+            result = rewriter.emit(free_reductions.multiply_rows(rewriter.builder_, left, matrix, machine))
+        else:
+            # Each row of the matrix is read once, for all rows.
+            factors, rows = (rewriter.emit(relax.op.expand_dims(a, -at)) for a, at in ((left, 3), (matrix, 2)))
+            result = rewriter.emit(relax.op.sum(rewriter.emit(relax.op.multiply(factors, rows)), axis=-1))
+        if count == 1:
+            return relax.op.reshape(result, call.ty.shape)
+        last = call.ty.ndim - 1
+        return relax.op.permute_dims(result, [*range(last - 1), last, last - 1])
 
     def add_rows(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
         left, right = call.args
@@ -36,13 +50,10 @@ def multiply_single_rows(machine: Machine) -> tvm.transform.Pass:
             return None
         if isinstance(right, tvm.ir.GenericConst) or rewriter.constant(right) is not None:
             return None
-        # Each matrix has one row to multiply; those of a batch are read where they lie if they fill vectors.
+        # Each matrix has one row to multiply.
         lead = row[: max(0, len(row) - len(matrix))]
         pairs = zip(row[len(lead) : -2], matrix[len(matrix) - len(row) + len(lead) : -2], strict=True)
         if any(static(size) != 1 for size in (row[-2], *lead)) or not all(are_equal(*pair) for pair in pairs):
-            return None
-        units = static(matrix[-1])
-        if len(matrix) > 2 and (units is None or static(matrix[-2]) is None or units % machine.lanes == 0):
             return None
         column = rewriter.emit(relax.op.reshape(left, [*row[len(lead) : -2], row[-1], 1]))
         products = rewriter.emit(relax.op.multiply(column, right))

@@ -140,18 +140,23 @@ def _schedule_pieces(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
     size = _extent_of_last(sch, block)
     if size is None:
         return False
+    comparisons = _list_uses_of_last(sch, block, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
     variable = sch.get(block).iter_vars[-1].var
-    cuts = sorted(
-        {
-            cut
-            for node in _list_uses_of_last(sch, block, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
-            if (cut := _find_cut(node, variable)) is not None and 0 < cut < size
-        }
-    )
-    sizes = [after - before for before, after in zip([0, *cuts], [*cuts, size], strict=True)]
+    cuts, period = _find_cuts(comparisons, variable, size), size
+    if not cuts:
+        # A reshape may have joined the dimension with others: each of these parts has the sources of the first one.
+        rests = [node for compared in comparisons for node in common.walk(compared) if _is_rest(node, variable)]
+        periods = {int(rest.b) for rest in rests}
+        if len(periods) == 1 and size % min(periods) == 0:
+            period = min(periods)
+            cuts = _find_cuts(comparisons, rests[0], period)
+    sizes = [after - before for before, after in zip([0, *cuts], [*cuts, period], strict=True)]
     if not cuts or len(sizes) > _MOST_PIECES or max(sizes) < NARROWEST:
         return False
     *outer, last = sch.get_loops(block)
+    if period < size:
+        part, last = sch.split(last, [None, period])
+        outer.append(part)
     edge = math.gcd(machine.lanes, *sizes)
     if edge >= NARROWEST:
         last, lane = sch.split(last, [None, edge])
@@ -159,7 +164,7 @@ def _schedule_pieces(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
         sizes = [length // edge for length in sizes]
     # Pieces without a common vector width stay plain loops, which LLVM vectorises.
     sch.loop_partition(last, sizes[:-1])
-    _spread(sch, outer, size, machine)
+    _spread(sch, outer, period, machine)
     return True
 
 
@@ -227,19 +232,29 @@ def _changes(index: Any, variable: tirx.Var) -> bool:
     return isinstance(difference, tirx.IntImm) and int(difference) != 0
 
 
-def _find_cut(node: Any, variable: tirx.Var) -> int | None:
-    """Find the index of the last dimension at which a comparison changes its value; None where it is unknown."""
+def _find_cuts(comparisons: Sequence[Any], place: Any, size: int) -> list[int]:
+    """The numbers below `size` at which comparisons with `place` change their values, sorted."""
+    return sorted({cut for node in comparisons if (cut := _find_cut(node, place)) is not None and 0 < cut < size})
+
+
+def _is_rest(node: Any, variable: tirx.Var) -> bool:
+    """Whether a node is the rest of a variable's division by a number."""
+    return isinstance(node, tirx.FloorMod) and node.a.same_as(variable) and isinstance(node.b, tirx.IntImm)
+
+
+def _find_cut(node: Any, place: Any) -> int | None:
+    """Find the number at which a comparison with `place` changes its value; None where it is unknown."""
     analyzer = tvm.sym.Analyzer()
-    difference = analyzer.simplify(node.a - node.b - variable)
+    difference = analyzer.simplify(node.a - node.b - place)
     sign = 1
     if not isinstance(difference, tirx.IntImm):
-        difference, sign = analyzer.simplify(node.a - node.b + variable), -1
+        difference, sign = analyzer.simplify(node.a - node.b + place), -1
     if not isinstance(difference, tirx.IntImm):
         return None
-    # The comparison is of `variable + d` or `d - variable` with zero.
-    place = -int(difference) * sign
+    # The comparison is of `place + d` or `d - place` with zero.
+    cut = -int(difference) * sign
     strict = isinstance(node, tirx.LT | tirx.GE)
-    return place if strict == (sign > 0) else place + 1
+    return cut if strict == (sign > 0) else cut + 1
 
 
 def _extent_of_last(sch: Schedule, block: SBlockRV) -> int | None:

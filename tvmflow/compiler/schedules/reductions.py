@@ -69,10 +69,15 @@ def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
         # TVM refuses vectors of some widths; LLVM takes any.
         inner = [c] if size & (size - 1) == 0 else []
     elif size % machine.lanes == 0:
-        count = cost.side_by_side(size // machine.lanes, machine)
-        chunk, vector, lane = sch.split(c, [None, count, machine.lanes])
+        vectors = size // machine.lanes
+        count = cost.side_by_side(vectors, machine)
+        part = _part_of_line(vectors, common.iterations(sch, outer, machine) if parallel else machine.cores, machine)
+        if count < vectors and count < part:
+            chunk, c = sch.split(c, [None, part * machine.lanes])
+        else:
+            chunk, vector, lane = sch.split(c, [None, count, machine.lanes])
+            inner = [vector, lane]
         outer.append(chunk)
-        inner = [vector, lane]
     if parallel:
         common.parallel(sch, common.fuse(sch, outer), machine)
     if inner:
@@ -81,6 +86,16 @@ def _along_results(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
         # LLVM vectorises such plain loops, and their remainder.
         sch.reorder(r, c)
         sch.decompose_reduction(block, r)
+
+
+def _part_of_line(vectors: int, tasks: int, machine: Machine) -> int:
+    """The most of a line's vectors of sums that a task adds whole parts of lines to, as memory has them.
+
+    Half of the first-level cache holds them, and all cores have a part where there are `tasks` tasks of whole lines.
+    """
+    most = machine.first.size // (2 * machine.lanes * machine.number)
+    divisors = (part for part in range(min(vectors, most), 1, -1) if vectors % part == 0)
+    return next((part for part in divisors if vectors // part * tasks >= machine.cores), 1)
 
 
 def _after_rows(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
