@@ -19,7 +19,7 @@ from support.arrays import normal, onnxruntime_outputs
 from support.builds import rule_counts
 from support.models import join_models, joined_name
 from tvmflow.arrays import Array
-from tvmflow.compiler import BuildOptions, CompiledModel, amx, build, import_onnx, lower, workloads
+from tvmflow.compiler import BuildOptions, Choices, CompiledModel, amx, build, import_onnx, lower, workloads
 from tvmflow.compiler.annotations import AMX, TILE
 from tvmflow.compiler.dotproduct import BF16, INT8
 from tvmflow.compiler.machine import machine
@@ -137,6 +137,17 @@ def test_the_patches_of_small_images_fill_tiles_together(
     expected = onnxruntime_outputs(tmp_path / "rounded.onnx", feed)
     for actual, (name, value) in zip(run_built(model, *inputs), expected.items(), strict=True):
         np.testing.assert_allclose(actual, value, rtol=1e-5, atol=2e-6 * float(np.abs(value).max()), err_msg=name)
+
+
+def test_whether_patches_are_copied_is_a_decision(make_model: MakeModel, target: Target) -> None:
+    path = _convolution(_SMALL[0], make_model, normal(64, 64, 3, 3), normal(64), "model.onnx")
+    imported, options, choices = import_onnx(path), BuildOptions(precision="bf16"), Choices()
+    usual = lower(imported, target, options, choices)
+    (site,) = (site for site in choices.sites.values() if site.subject.startswith("tiles of conv2d"))
+    assert site.options == ("patches", "lines")
+    assert site.cycles == tuple(sorted(site.cycles))
+    other = lower(imported, target, options, Choices({site.key: "lines"}))
+    assert ["dot_conv2d" in module.script() for module in (usual, other)] == [False, True]
 
 
 @pytest.mark.usefixtures("emulated_amx")

@@ -156,6 +156,11 @@ def subject_of(call: relax.Call) -> str:
     return f"conv2d {data} by {weight} {geometry}"
 
 
+def decisions_of_tiles(call: relax.Call, choices: Choices) -> Decisions:
+    """Return the decisions about a convolution by AMX's tiles, which are others than those in float32."""
+    return choices.about(f"tiles of {subject_of(call)}")
+
+
 def winograd_conv2d(
     data: te.Tensor,
     weight: te.Tensor,

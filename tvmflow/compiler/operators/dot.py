@@ -14,6 +14,7 @@ from tvm import te, tirx
 
 from tvmflow.compiler import amx, cost, tiles
 from tvmflow.compiler.annotations import AMX, DOT, GROUPS, KERNEL, LANES, LEAD, SHARED, TILE
+from tvmflow.compiler.choices import Decisions
 from tvmflow.compiler.dotproduct import BF16, Dot, round_bf16
 from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import (
@@ -89,12 +90,13 @@ def conv2d(
     groups: int,
     geometry: Geometry,
     machine: Machine,
+    decisions: Decisions,
     zero: Any = 0,
 ) -> te.Tensor:
     """Define a convolution of NHWC data of type `dot.data` with weights of `ConvolutionPacking`.
 
     The padding has the value `zero`, a number or an expression. The result is NHWC with `channels` channels of type
-    `dot.accumulator`.
+    `dot.accumulator`. The `decisions` about the convolution choose whether AMX multiplies its lines or its patches.
     """
     batch, in_h, in_w, in_c = data.shape
     vectors, kernel_h, kernel_w, steps, lanes, group = (int(dim) for dim in weight.shape)
@@ -109,7 +111,7 @@ def conv2d(
         rows = amx.choose_rows(static(out_w), depth_at_once, per_group, machine, pieces=pieces)
         if groups == 1 and not geometry.is_pointwise:
             of_line = _cycles_of_line(static(out_w), rows, depth_at_once, per_group, machine, pieces)
-            of_patches = _rows_of_patches(out_h, out_w, of_line, weight, machine)
+            of_patches = _rows_of_patches(out_h, out_w, of_line, weight, machine, decisions)
     if groups == 1 and geometry.is_pointwise and not (rows and _is_by_line(out_h, out_w, rows, weight, machine)):
         return _pointwise(data, weight, dot=dot, channels=channels, machine=machine)
     if of_patches:
@@ -192,8 +194,10 @@ def _cycles_of_line(width: int | None, rows: int, depth: int, vectors: int, mach
     return amx.cycles(width, rows, depth, vectors, machine, pieces=pieces)
 
 
-def _rows_of_patches(height: Any, width: Any, of_line: float, weight: te.Tensor, machine: Machine) -> int:
-    """The rows of AMX's kernels for a product of the patches of an image; 0 where its lines are faster one by one.
+def _rows_of_patches(
+    height: Any, width: Any, of_line: float, weight: te.Tensor, machine: Machine, decisions: Decisions
+) -> int:
+    """The rows of AMX's kernels for a product of the patches of an image; 0 where its lines are multiplied one by one.
 
     Lines of a few pixels leave most of a tile empty. The result has `height` lines of `width` pixels. A vector of
     results of one line takes `of_line` cycles, and `weight` is packed.
@@ -206,9 +210,13 @@ def _rows_of_patches(height: Any, width: Any, of_line: float, weight: te.Tensor,
     if not tile:
         return 0
     size = 4 * pixels * depth * kernel_h
-    copying = cost.move_cycles(size, size, size, machine) / vectors
-    by_patches = copying + amx.cycles(pixels, tile, depth, vectors, machine, pieces=kernel_h)
-    return tile if by_patches < int(height) * of_line else 0
+    copying = cost.move_cycles(size, size, size, machine)
+    of_patches = copying + vectors * amx.cycles(pixels, tile, depth, vectors, machine, pieces=kernel_h)
+    cycles = {"lines": vectors * int(height) * of_line, "patches": of_patches}
+    rows = {"lines": 0, "patches": tile}
+    return decisions.choose(
+        "algorithm", {name: rows[name] for name in sorted(cycles, key=cycles.__getitem__)}, cycles=cycles
+    )
 
 
 def _patches_product(

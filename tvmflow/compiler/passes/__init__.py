@@ -185,7 +185,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
     byte_unit = unit if unit is not PAIRS or "ssse3" in target.features else None
     narrow: dict[Precision, list[tvm.transform.Pass]] = {
         "fp32": [FuseBlocks(cpu, choices, fast), read_stored_weights(cpu), JoinRows()],
-        "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), JoinRows(), RoundProducts(cpu, fast)],
+        "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), JoinRows(), RoundProducts(cpu, choices, fast)],
         "fp16": [HalveProducts(cpu, choices)],
         "int8": [JoinRows()],
     }

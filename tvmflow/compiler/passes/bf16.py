@@ -9,6 +9,7 @@ import tvm
 from tvm import relax, te
 
 from tvmflow.compiler import winograd
+from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import BF16, Widened, round_bf16
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import convolution, depthwise, dot
@@ -50,8 +51,8 @@ class RoundProducts:
     operands before this pass.
     """
 
-    def __init__(self, machine: Machine, winograd: bool) -> None:
-        self._numbers = _BFloat16(machine, winograd)
+    def __init__(self, machine: Machine, choices: Choices, winograd: bool) -> None:
+        self._numbers = _BFloat16(machine, choices, winograd)
 
     def transform_module(self, mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with every Relax function rewritten."""
@@ -68,8 +69,8 @@ def round_operand(builder: relax.BlockBuilder, value: relax.Expr) -> relax.Expr:
 
 
 class _BFloat16:
-    def __init__(self, machine: Machine, winograd: bool) -> None:
-        self._machine, self._winograd = machine, winograd
+    def __init__(self, machine: Machine, choices: Choices, winograd: bool) -> None:
+        self._machine, self._choices, self._winograd = machine, choices, winograd
 
     def operands(self, call: relax.Call) -> list[relax.Expr]:
         if is_weighted(call):
@@ -123,7 +124,15 @@ class _BFloat16:
         lanes, shape = dot.lanes_of(channels, groups, machine), call.args[0].ty.shape.values
         steps = dot.steps_of_conv2d(shape, size_of_weight, groups, geometry, lanes, BF16, machine)
         packed_weight = pack_weights(builder, weight, ConvolutionPacking.of_dot(channels, lanes, BF16, steps))
-        compute = partial(dot.conv2d, dot=BF16, channels=channels, groups=groups, geometry=geometry, machine=machine)
+        compute = partial(
+            dot.conv2d,
+            dot=BF16,
+            channels=channels,
+            groups=groups,
+            geometry=geometry,
+            machine=machine,
+            decisions=convolution.decisions_of_tiles(call, self._choices),
+        )
         return call_kernel(builder, compute, data, packed_weight, name="conv2d_bf16")
 
     def matmul(self, builder: relax.BlockBuilder, call: relax.Call, operands: list[relax.Expr]) -> relax.Expr:

@@ -593,6 +593,7 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
                 groups=groups,
                 geometry=geometry,
                 machine=self._machine,
+                decisions=convolution.decisions_of_tiles(call, self._choices),
                 zero=zeros[0]() if zeros else number or 0,
             )
 
