@@ -6,6 +6,7 @@ A schedule marks the loops over a tile by an annotation. `expand` replaces them 
 IR, which LLVM inlines.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,6 +161,21 @@ def pack_pairs(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     sch.unroll(pair)
     if fits_packing(sch, block, places):
         mark_packing(sch, places, lane)
+
+
+def pack_columns(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+    """Schedule a block that packs a part of a matrix's columns: `[..., vector, depth, lane]`.
+
+    Each column lies side by side in the source. Shuffles pack it where they can replace the block (`fits_packing`).
+    """
+    *_, depth, lane = sch.get_loops(block)
+    rank = len(sch.get(block).iter_vars)
+    width = math.gcd(common.extent(sch, depth) or machine.lanes, machine.lanes)
+    _, near = sch.split(depth, [None, width])
+    places = [rank - 2, rank - 1]
+    if width >= NARROWEST and fits_packing(sch, block, places):
+        mark_packing(sch, places, near)
+    sch.vectorize(lane)
 
 
 def expand(func: PrimFunc) -> PrimFunc:
