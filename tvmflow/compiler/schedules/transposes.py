@@ -151,7 +151,7 @@ def mark_packing(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
 
 
 def pack_pairs(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Schedule a block that puts the numbers of 2 or 4 neighbouring rows side by side: `[..., vector, group, lane, rows]`.
+    """Schedule a block that puts the numbers of 2 or 4 neighbouring rows side by side: `[..., lane, rows]`.
 
     Shuffles do it where they can replace the block (`fits_packing`).
     """
