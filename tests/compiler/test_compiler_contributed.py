@@ -422,6 +422,9 @@ def test_quantised_operators_of_the_optimizer_equal_onnx_runtime(assert_all_same
         "V": scale,
     }
     quantised = _case("QAttention", attention | {"m": None, "Z": zero, "Y": zero}, num_heads=2)
+    # The new keys and values follow those of three former positions.
+    state = attention | {"m": None, "Z": zero, "Y": zero, "p": normal(2, 2, 2, 3, 2)}
+    decoding = _case("QAttention", state, 2, num_heads=2, unidirectional=1)
     shapes = {"W": (20, 16), "P": (9, 16), "S": (2, 16), "G": (16,), "B": (16,)}
     tables = {name: rng.integers(0, 256, shape).astype("uint8") for name, shape in shapes.items()}
     ids = {"i": _ids(2, 5, below=20), "t": _ids(2, 5, below=2)}
@@ -434,7 +437,7 @@ def test_quantised_operators_of_the_optimizer_equal_onnx_runtime(assert_all_same
     cases = [
         ((nodes, infos, outputs, weights), feeds) for (nodes, infos, _, weights), feeds in (where, pool, average, part)
     ]
-    assert_all_same([*cases, quantised, embedded])
+    assert_all_same([*cases, quantised, decoding, embedded])
 
 
 @pytest.mark.parametrize("zero", [100, 101])

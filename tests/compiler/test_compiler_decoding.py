@@ -257,7 +257,7 @@ def test_a_single_row_is_multiplied_by_a_transpose_without_transposing(
     assert (rules["reduction"], rules["rows"]) == (1, 0)
 
 
-@pytest.mark.parametrize(("batch", "rows", "channels"), [(2, 2, 64), (3, 4, 64), ("b", 1, "c"), ("b", 3, "c")], ids=str)
+@pytest.mark.parametrize(("batch", "rows", "channels"), [(2, 2, 64), (3, 2, 70), ("b", 1, "c"), ("b", 3, "c")], ids=str)
 def test_a_few_rows_are_multiplied_by_a_transpose_without_transposing(
     batch: int | str, rows: int, channels: int | str, make_model: Any, assert_same_as_onnxruntime: Any
 ) -> None:
@@ -266,12 +266,53 @@ def test_a_few_rows_are_multiplied_by_a_transpose_without_transposing(
         helper.make_node("MatMul", ["q", "t"], ["y"]),
     ]
     path = make_model(nodes, [("q", [batch, rows, channels]), ("k", [batch, "keys", channels])], ["y"])
-    numbers = (batch, 64) if batch != "b" else (3, 70)
+    numbers = (batch, channels) if batch != "b" else (3, 70)
     feeds = [
         {"q": normal(numbers[0], rows, numbers[1]), "k": normal(numbers[0], size, numbers[1])} for size in (1, 2, 301)
     ]
     rules = rule_counts(assert_same_as_onnxruntime(path, *feeds))
     assert (rules["free_reduction" if channels == "c" else "reduction"], rules["rows"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("order", "batch", "rows", "keys", "channels"),
+    [
+        ([0, 2, 1], 3, 4, 33, 64),
+        ([0, 1, 3, 2], 3, "rows", "keys", 24),
+        ([0, 2, 3, 1], 3, "rows", "keys", 20),
+        ([0, 2, 3, 1], "b", "rows", 40, 7),
+        ([0, 1, 3, 2], "b", "rows", "keys", "c"),
+    ],
+    ids=["known", "heads", "transposed heads", "narrow", "free"],
+)
+def test_products_pack_the_columns_of_a_transpose_that_they_multiply(
+    order: list[int],
+    batch: int | str,
+    rows: int | str,
+    keys: int | str,
+    channels: int | str,
+    make_model: Any,
+    assert_same_as_onnxruntime: Any,
+) -> None:
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["t"], perm=order),
+        helper.make_node("MatMul", ["q", "t"], ["product"]),
+        helper.make_node("Relu", ["product"], ["y"]),
+    ]
+    heads = [] if len(order) == 3 else [2]
+
+    def shapes(batch: Any, rows: Any, keys: Any, channels: Any) -> list[tuple[str, list[Any]]]:
+        transposed = [batch, *heads, channels, keys]
+        key = [transposed[order.index(place)] for place in range(len(order))]
+        return [("q", [batch, *heads, rows, channels]), ("k", key)]
+
+    path = make_model(nodes, shapes(batch, rows, keys, channels), ["y"])
+    numbers = {"b": (3, 1, 2), "rows": (1, 3, 21), "keys": (50, 1, 32), "c": (3, 70, 32)}
+    feeds = []
+    for place in range(3):
+        own = (numbers[size][place] if isinstance(size, str) else size for size in (batch, rows, keys, channels))
+        feeds.append({name: normal(*shape) for name, shape in shapes(*own)})
+    assert rule_counts(assert_same_as_onnxruntime(path, *feeds)) == {"rows": 1}
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,10 @@ def _products(model: Drawn) -> None:
     model.node("Add", x, model.weight(units))
     left, right = model.input(2, rows, depth), model.input(2, depth, units)
     model.node("MatMul", left, right)
+    # More rows than the two that are multiplied one by one.
+    count, width = model.integer(3, 40), model.integer(1, 70)
+    key = model.node("Transpose", model.input(2, units, width), perm=[0, 2, 1])
+    model.node("MatMul", model.input(2, count, width), key)
 
 
 def _norms(model: Drawn) -> None:
@@ -495,3 +499,17 @@ def test_sums_of_free_sizes_stay_within_their_buffers(axes: list[int], tmp_path:
     function = schedule(workload.func, _always_parallel(_target("fp32"), 16))[0]
     sizes = [{"n": 1, "h": 1, "w": 3}, {"n": 2, "h": 131, "w": 9}]
     assert_within_buffers({"mean": function}, _target("fp32"), *sizes)
+
+
+@pytest.mark.parametrize("channels", [24, 7, "c"], ids=str)
+def test_products_by_transposes_of_free_sizes_stay_within_their_buffers(channels: int | str, tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["t"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["q", "t"], ["y"]),
+    ]
+    shapes = [("q", ["n", "rows", channels]), ("k", ["n", "keys", channels])]
+    onnx.save(make_model(nodes, shapes, ["y"]), tmp_path / "model.onnx")
+    (workload,) = workloads(lower(import_onnx(tmp_path / "model.onnx"), _target("fp32")))
+    function = schedule(workload.func, _always_parallel(_target("fp32"), 16))[0]
+    sizes = [dict(zip(("n", "rows", "keys", "c"), values, strict=True)) for values in ((1, 1, 3, 5), (2, 9, 50, 70))]
+    assert_within_buffers({"product": function}, _target("fp32"), *sizes)

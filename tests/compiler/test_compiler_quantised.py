@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,7 +14,7 @@ from onnx import TensorProto, helper
 from support import scale
 from support.arrays import normal, onnxruntime_outputs
 from support.builds import rule_counts
-from support.machines import simple_target
+from support.machines import runnable_levels, simple_target
 from support.models import join_models, joined_name
 from support.quantised import quantise, quantise_dynamically
 from tvmflow.arrays import Array
@@ -263,22 +264,24 @@ def test_without_dot_products_operators_of_integers_are_computed_in_float32(make
     assert rules["conv2d"] + rules["rows"] + rules["depthwise"] >= 5
 
 
+@pytest.mark.parametrize("is_simple", [True, False], ids=["pairs", "best"])
 @pytest.mark.parametrize("is_free", [False, True], ids=["known", "free"])
-def test_products_of_two_computed_operands_multiply_pairs_of_integers(
-    is_free: bool, make_model: MakeModel, run_built: RunBuilt
+def test_products_of_two_computed_operands_multiply_integers(
+    is_free: bool, is_simple: bool, int8: Target, make_model: MakeModel, run_built: RunBuilt
 ) -> None:
     """With zero points of each kind, broadcast batches, an odd depth, and differences of 255."""
     rng = np.random.default_rng(3)
     node = helper.make_node
-    shapes = {"a": (6, 35), "b": (35, 37), "c": (2, 3, 6, 35), "d": (1, 35, 20), "e": (2, 1, 20, 35)}
+    shapes = {"a": (6, 35), "b": (35, 37), "c": (2, 3, 6, 35), "d": (1, 35, 20), "e": (2, 1, 20, 35), "f": (9, 35)}
     nodes = [
         node("MatMulInteger", ["a", "b", "zero", "columns"], ["y0"]),
         node("MatMulInteger", ["a", "b", "rows"], ["y1"]),
         node("MatMulInteger", ["c", "d", "none", "signed"], ["y2"]),
         node("Transpose", ["e"], ["t"], perm=[0, 1, 3, 2]),
         node("MatMulInteger", ["c", "t", "zero"], ["y3"]),
+        node("MatMulInteger", ["f", "b", "signed", "zero"], ["y4"]),
     ]
-    types = {"a": "uint8", "b": "uint8", "c": "uint8", "d": "int8", "e": "int8"}
+    types = {"a": "uint8", "b": "uint8", "c": "uint8", "d": "int8", "e": "int8", "f": "int8"}
     inputs = {name: _integers(rng, shape, types[name]) for name, shape in shapes.items()}
     inputs["a"][0], inputs["b"][:, 0] = 255, 255
     weights = {
@@ -293,14 +296,47 @@ def test_products_of_two_computed_operands_multiply_pairs_of_integers(
         (name, [f"n{size}" if is_free and size in (20, 35) else size for size in shape], of_type[types[name]])
         for name, shape in shapes.items()
     ]
-    outputs = [(f"y{place}", None, TensorProto.INT32) for place in range(4)]
+    outputs = [(f"y{place}", None, TensorProto.INT32) for place in range(5)]
     path = make_model(nodes, infos, outputs, weights)
-    model = build(import_onnx(path), simple_target())
+    model = build(import_onnx(path), simple_target() if is_simple else int8)
     # The first two are one function.
-    assert rule_counts(model)["dot_rows"] == 3
+    assert rule_counts(model)["dot_rows"] == 4
     expected = onnx.reference.ReferenceEvaluator(str(path)).run(None, inputs)
     for ours, theirs in zip(run_built(model, *inputs.values()), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("zero", [0, 9])
+def test_computed_8_bit_integers_are_multiplied_as_they_are(zero: int, make_model: MakeModel) -> None:
+    infos: list[Any] = [("a", ["rows", 64], TensorProto.UINT8), ("b", [64, "columns"], TensorProto.INT8)]
+    node = helper.make_node("MatMulInteger", ["a", "b", "zero"], ["y"])
+    path = make_model([node], infos, [("y", None, TensorProto.INT32)], {"zero": np.array(zero, "uint8")})
+    texts = [str(item.func) for item in workloads(lower(import_onnx(path), resolve("zen4")))]
+    assert any("int8" in text for text in texts)
+    assert not any("int16" in text for text in texts)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+@pytest.mark.parametrize("scales", [(0.1, 0.1, 0.2), (0.013, 0.027, 0.04)], ids=["halves", "thirds"])
+def test_sums_of_quantised_numbers_round_ties_as_onnx_runtime_does(
+    scales: tuple[float, float, float], dtype: str, make_model: MakeModel, run_built: RunBuilt
+) -> None:
+    element, rng = helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), np.random.default_rng(5)
+    weights = {f"s{place}": np.array(value, "float32") for place, value in enumerate(scales)}
+    weights |= {f"z{place}": np.array(value, dtype) for place, value in enumerate((120, 127, 100))}
+    operands = ["a", "s0", "z0", "b", "s1", "z1", "s2", "z2"]
+    path = make_model(
+        [helper.make_node("QLinearAdd", operands, ["y"], domain="com.microsoft")],
+        [(name, [300, 77], element) for name in "ab"],
+        [("y", None, element)],
+        weights,
+    )
+    inputs = {name: _integers(rng, (300, 77), dtype) for name in "ab"}
+    (ours,) = run_built(build(import_onnx(path), simple_target()), *inputs.values())
+    (theirs,) = onnxruntime_outputs(path, inputs).values()
+    # ONNX Runtime's order on x86-64 with fused multiply-adds.
+    most = 0 if runnable_levels()[1:] else 1
+    assert np.abs(ours.astype("int32") - theirs.astype("int32")).max() <= most
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])

@@ -215,7 +215,7 @@ _CONTRIBUTED: dict[str, Converter] = {
     "QAttention": contributed.convert_qattention,
     "QEmbedLayerNormalization": contributed.convert_qembed_layer_norm,
     "QGemm": quantised.convert_qgemm,
-    "QLinearAdd": quantised.convert_by_dequantizing("Add", (0, 3), 6),
+    "QLinearAdd": quantised.convert_qlinear_add,
     "QLinearAveragePool": quantised.convert_qlinear_average_pool,
     "QLinearConcat": quantised.convert_qlinear_concat,
     "QLinearConv": quantised.convert_qlinear_conv,

@@ -270,17 +270,16 @@ def convert_attention(node: Node) -> relax.Expr:
 def convert_qattention(node: Node) -> relax.Expr:
     """Return the Relax expression of com.microsoft's QAttention: Attention of dequantised operands.
 
-    Raises UnsupportedFormError for past keys and values, and for a mask that has neither one number for each row nor
-    two or three dimensions. Raises FreeSizeError for operands of unknown shape.
+    Raises UnsupportedFormError as for Attention. Raises FreeSizeError for operands of unknown shape.
     """
-    if node.input(8) is not None:
-        raise UnsupportedFormError("a state of former positions")
+    if node.attrs.get("do_rotary", 0) or node.attrs.get("past_present_share_buffer", 0):
+        raise UnsupportedFormError("rotary positions or a shared buffer within QAttention")
     # Scale and zero point are apart from their operand.
     data, weight, bias, data_scale, weight_scale, mask, data_zero, weight_zero = (node.input(i) for i in range(8))
     operands = [data, data_scale, data_zero, weight, weight_scale, weight_zero]
     inner = replace(node, inputs=operands)
     projection = node.apply("MatMul", dequantize(inner, 0), dequantize(inner, 3, -1))
-    return _project_and_attend(node, projection, bias, mask, None, None)
+    return _project_and_attend(node, projection, bias, mask, node.input(8), None)
 
 
 def _project_and_attend(

@@ -6,6 +6,7 @@ zero point was subtracted.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,29 @@ def convert_by_dequantizing(
         return quantize(node, node.emit(channels_last(value)) if is_last else value, result)
 
     return convert
+
+
+def convert_qlinear_add(node: Node) -> relax.Expr:
+    """Return the Relax expression of QLinearAdd, in ONNX Runtime's order on x86-64: results at ties depend on it.
+
+    Each operand is multiplied by its scale over the result's. The zero points are one number, to which the second
+    product is added, and then the first; fused multiply-adds compute both. The sum is rounded last.
+    """
+    scale, zero = _scale_and_zero_point(node, 6)
+    number = partial(relax.op.astype, dtype="float32")
+    ratios = [node.emit(relax.op.divide(_scale(node, place + 1), scale)) for place in (0, 3)]
+    if any(dims_of(ratio) != [] for ratio in ratios) or dtype_of(zero) not in ("uint8", "int8"):
+        return convert_by_dequantizing("Add", (0, 3), 6)(node)
+    # Numbers of float64 hold the product, so the sum is rounded once, as by a fused multiply-add.
+    zeros, exact = [_zero_point(node, place) for place in (0, 3)], partial(relax.op.astype, dtype="float64")
+    one = node.emit(relax.op.multiply(node.emit(exact(zeros[0])), node.emit(exact(ratios[0]))))
+    other = node.emit(exact(node.emit(relax.op.multiply(node.emit(number(zeros[1])), ratios[1]))))
+    shift = node.emit(number(node.emit(relax.op.add(one, other))))
+    value = node.emit(relax.op.subtract(node.emit(number(zero)), shift))
+    for place, ratio in zip((3, 0), reversed(ratios), strict=True):
+        product = node.emit(relax.op.multiply(node.emit(number(node.inputs[place])), ratio))
+        value = node.emit(relax.op.add(product, value))
+    return _round(node, value, dtype_of(zero))
 
 
 def convert_qlinear_average_pool(node: Node) -> relax.Expr:
@@ -261,8 +285,12 @@ def _quantize(node: Node, value: relax.Expr, position: int) -> relax.Expr:
 def _quantize_shifted(node: Node, value: relax.Expr, position: int) -> relax.Expr:
     """Quantise the result as `_quantize` does, but add the zero point before the sum is rounded."""
     scale, zero = _scale_and_zero_point(node, position)
-    dtype, shift = dtype_of(zero), node.emit(relax.op.astype(zero, "float32"))
-    value = node.emit(relax.op.add(node.emit(relax.op.divide(value, scale)), shift))
+    shift = node.emit(relax.op.astype(zero, "float32"))
+    return _round(node, node.emit(relax.op.add(node.emit(relax.op.divide(value, scale)), shift)), dtype_of(zero))
+
+
+def _round(node: Node, value: relax.Expr, dtype: str) -> relax.Expr:
+    """Round numbers to the nearest integers of a type, ties to even."""
     limits = np.iinfo(dtype)
     value = node.emit(relax.op.clip(node.emit(relax.op.round(value)), int(limits.min), int(limits.max)))
     return relax.op.astype(value, dtype)

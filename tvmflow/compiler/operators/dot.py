@@ -308,8 +308,8 @@ def batch_matmul(
 ) -> te.Tensor:
     """Multiply `left` `[..., rows, K]` by `right` `[..., K, units]` over the leading dimensions `batch`.
 
-    Both operands have the type `dot.data`, which is `dot.weight` too: bfloat16 stored as uint16, or int16. Operands
-    that lack some of the leading dimensions are broadcast. Without AMX, K may be symbolic. The result has the type
+    The operands have the types `dot.data` and `dot.weight`. Operands that lack some of the leading dimensions are
+    broadcast. Without AMX, K may be symbolic. The result has the type
     `dot.accumulator`.
     """
     rows, depth = left.shape[-2:]

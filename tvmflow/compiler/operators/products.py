@@ -13,7 +13,7 @@ from tvm import relax, te, tirx
 from tvmflow.compiler import cost, tiles
 from tvmflow.compiler.annotations import KERNEL, SUBJECT, TILE
 from tvmflow.compiler.choices import Choices, Decisions, shape_text
-from tvmflow.compiler.machine import Machine
+from tvmflow.compiler.machine import NARROWEST, Machine
 from tvmflow.compiler.operators.common import (
     JoinedRows,
     Product,
@@ -23,6 +23,7 @@ from tvmflow.compiler.operators.common import (
     is_float32,
     numbers_of,
     round_up,
+    same_shape,
     static,
     vector,
 )
@@ -197,6 +198,37 @@ def broadcasts(sizes: Sequence[Any], batch: Sequence[Any]) -> bool:
     return all(static(size) == 1 or are_equal(size, whole) for size, whole in zip(sizes, last, strict=True))
 
 
+def multiply_transposed(
+    builder: relax.BlockBuilder,
+    call: relax.Call,
+    source: relax.Expr,
+    axes: Sequence[int],
+    machine: Machine,
+    choices: Choices,
+) -> relax.Expr | None:
+    """Define a float32 product by a transpose of `source`, which the product packs as it goes.
+
+    In the transpose the dimensions of `source` stand in the order `axes`. Each task packs the columns that it
+    multiplies, by shuffles, and multiplies all rows by them. Returns None where the product needs the columns of a task
+    again in others, where numbers of a column do not lie side by side, and where the tasks are too few for the cores.
+    """
+    left, right = call.args
+    if not _is_product(call) or not is_float32(left, right) or not isinstance(call.ty.shape, relax.ShapeExpr):
+        return None
+    *batch, _, units = call.ty.shape.values
+    if axes[-2] != len(axes) - 1 or not same_shape(right.ty.shape.values[:-2], batch):
+        return None
+    if not broadcasts(left.ty.shape.values[:-2], batch):
+        return None
+    tasks = static(math.prod([*batch, -(-units // machine.lanes)], start=tirx.IntImm("int64", 1)))
+    if tasks is not None and cost.evenness(tasks, machine) < cost.EVEN:
+        return None
+    compute = partial(
+        batch_matmul, batch=batch, machine=machine, decisions=choices.about(subject_of(call)), axes=tuple(axes)
+    )
+    return call_kernel(builder, compute, left, source, name="batch_matmul")
+
+
 def place_of_operand(index: Sequence[Any], lead: Sequence[Any]) -> tuple[Any, ...]:
     """Return an index of the whole product as one into the leading dimensions `lead` of an operand.
 
@@ -214,11 +246,14 @@ def batch_matmul(
     machine: Machine,
     decisions: Decisions,
     packed_units: int | None = None,
+    axes: Sequence[int] | None = None,
 ) -> te.Tensor:
     """Multiply `left` `[..., rows, K]` by `right` `[..., K, N]` over the leading dimensions `batch`.
 
-    With `packed_units`, which is N, `right` is packed as `[..., N/v, K, v]`. Operands that lack some of the leading
-    dimensions are broadcast. The result is `[*batch, rows, N]`.
+    With `packed_units`, which is N, `right` is packed as `[..., N/v, K, v]`. With `axes`, which end with K, then N, the
+    product's operand is the transpose of `right` in which these dimensions of it stand in this order, and K is the last
+    dimension of `right`. Operands that lack some of the leading dimensions are broadcast. The result is
+    `[*batch, rows, N]`.
     """
     rows, depth = left.shape[-2:]
     if packed_units is not None:
@@ -229,6 +264,32 @@ def batch_matmul(
         def weight(*index: Any) -> Any:
             *_, k, c = index
             return right[(*place_of_operand(index, right.shape[:-3]), c // lanes, k, c % lanes)]
+    elif axes is not None:
+        *lead, _, units = (right.shape[axis] for axis in axes)
+        lanes = machine.lanes
+        columns, width = static(units), math.gcd(static(depth) or 0, lanes)
+        room = round_up(units, lanes)
+        if columns:
+            room = lanes * filled_vectors(columns, lanes, static(rows), machine)
+        if width < NARROWEST:
+            # Shuffles copy tiles that are full, with zeros where the depth ends.
+            width = lanes
+
+        def packed(*index: Any) -> Any:
+            *place, outer, k, lane = index
+            source = dict(zip(axes, [*place, k, outer * lanes + lane], strict=True))
+            element = right[tuple(source[axis] for axis in range(len(axes)))]
+            conditions = [] if divides(width, depth) else [k < depth]
+            conditions += [] if columns == room else [outer * lanes + lane < units]
+            return (
+                tirx.if_then_else(tirx.all(*conditions), element, tirx.const(0, "float32")) if conditions else element
+            )
+
+        panel = te.compute((*lead, room // lanes, round_up(depth, width), lanes), packed, name="pack_transposed")
+
+        def weight(*index: Any) -> Any:
+            *_, k, c = index
+            return panel[(*place_of_operand(index, lead), c // lanes, k, c % lanes)]
     else:
         units = right.shape[-1]
         columns = static(units)

@@ -48,6 +48,7 @@ from tvmflow.compiler.passes.single_rows import multiply_single_rows
 from tvmflow.compiler.passes.sizes import NameSizes
 from tvmflow.compiler.passes.stored_weights import read_stored_weights
 from tvmflow.compiler.passes.tables import tabulate_integers
+from tvmflow.compiler.passes.transposed_products import multiply_transposes
 from tvmflow.compiler.passes.trees import lower_trees
 from tvmflow.hardware.target import Precision, Target
 
@@ -141,6 +142,7 @@ def pass_names() -> list[str]:
         "LowerTrees",
         "MultiplyByOneCopy",
         "MultiplySingleRows",
+        "MultiplyTransposes",
         "ReadStoredWeights",
         "RefuseKernels",
         "RunLoopsDirectly",
@@ -183,6 +185,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
     unit = integer_dot(target)
     # The products of pairs of bytes are of SSSE3.
     byte_unit = unit if unit is not PAIRS or "ssse3" in target.features else None
+    packs_columns = precision in ("fp32", "int8")
     narrow: dict[Precision, list[tvm.transform.Pass]] = {
         "fp32": [FuseBlocks(cpu, choices, fast), read_stored_weights(cpu), JoinRows()],
         "bf16": [FuseBlocks(cpu, choices, fast, bf16=True), JoinRows(), RoundProducts(cpu, choices, fast)],
@@ -199,7 +202,8 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
         layout=[attention.compose_attention(), CheckSizesAlone(), *layout(cpu.lanes)],
         products=[
             attention.lower_attention(cpu, precision == "bf16"),
-            multiply_single_rows(cpu),
+            # Where products pack the columns of transposes, more rows than two are worth it.
+            multiply_single_rows(cpu, 2) if packs_columns else multiply_single_rows(cpu),
             # In bfloat16 and float16, both operands of a product over a batch must have all of the batch.
             *([multiply_by_one_copy()] if precision in ("fp32", "int8") else []),
             lower_scans(cpu),
@@ -207,6 +211,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
             *narrow[precision],
             tabulate_integers(),
             IntegerProducts(replace(cpu, amx=cpu.amx & {precision}), choices, unit, fast),
+            *([multiply_transposes(cpu, choices)] if packs_columns else []),
         ],
         storing=[StoreRepeats(cpu)],
         legalize=relax.transform.LegalizeOps(legalizations(cpu, choices, fast)),

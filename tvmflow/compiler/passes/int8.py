@@ -6,7 +6,7 @@ compute in integers in every precision where the target has dot products for the
 these, layers between pairs of operators compute in float32.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -449,9 +449,10 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         return self._in_float32(call) if result is None else result
 
     def _product_of_computed(self, call: relax.Call) -> relax.Expr:
-        """Return a matrix product of two computed operands by dot products of pairs, or the unchanged call.
+        """Return a matrix product of two computed operands by dot products, or the unchanged call.
 
-        Both are centred integers, which have 16 bits at most.
+        Both are centred integers, which have 16 bits at most: pairs of them are multiplied where no instruction
+        multiplies 8-bit integers.
         """
         shapes = [operand.ty.shape for operand in (*call.args, call)]
         if call.op.name != "relax.matmul" or self._unit not in (INT8, PAIRS):
@@ -462,11 +463,56 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
         batch, depth = result[:-2], static(left[-1])
         if depth == 0 or not all(products.broadcasts(shape[:-2], batch) for shape in (left, right)):
             return call
+        by_bytes = self._product_of_bytes(call, batch) if self._unit is INT8 else None
+        if by_bytes is not None:
+            return by_bytes
         narrow = [self._centred_pairs(operand) for operand in call.args]
         if None in narrow:
             return call
         compute = partial(dot.batch_matmul, batch=batch, machine=self._machine, dot=PAIRS)
         return call_kernel(self.builder_, compute, *narrow, name="batch_matmul_int8")
+
+    def _product_of_bytes(self, call: relax.Call, batch: Sequence[Any]) -> relax.Expr | None:
+        """Return a product of two computed operands from that of their 8-bit integers; None for others.
+
+        Each has one zero point: with a and b for them, the sum of (x - a)(y - b) over k is that of xy, less a times the
+        sum of y, less b times the sum of x - a. AMX's kernels know their depth.
+        """
+        depth = static(call.args[0].ty.shape.values[-1])
+        if depth is None and INT8.name in self._machine.amx:
+            return None
+        sources = [self._source(operand) for operand in call.args]
+        if None in sources:
+            return None
+        left, right = (
+            self._shifted(*source, dtype)
+            for source, dtype in zip(sources, (INT8.data, INT8.weight), strict=True)
+            if source is not None
+        )
+        compute = partial(dot.batch_matmul, batch=batch, machine=self._machine, dot=INT8)
+        result = call_kernel(self.builder_, compute, left[0], right[0], name="batch_matmul_int8")
+        numbers = [_number(zero) for _, zero in (left, right)]
+        emit = self.builder_.emit
+
+        def total(integers: relax.Expr, axis: int) -> relax.Expr:
+            return emit(relax.op.sum(emit(relax.op.astype(integers, "int32")), axis=axis, keepdims=True))
+
+        if numbers[0] != 0:
+            columns = emit(relax.op.multiply(left[1], total(right[0], -2)))
+            result = relax.op.subtract(emit(result), columns)
+        if numbers[1] != 0:
+            centred = emit(relax.op.subtract(emit(relax.op.astype(left[0], "int32")), left[1]))
+            rows = emit(relax.op.sum(centred, axis=-1, keepdims=True))
+            result = relax.op.subtract(emit(result), emit(relax.op.multiply(right[1], rows)))
+        return result
+
+    def _shifted(self, data: relax.Expr, zero: relax.Expr, dtype: str) -> tuple[relax.Expr, relax.Expr]:
+        """Return 8-bit integers, signed or not, and their zero point as integers of the type `dtype` and theirs."""
+        if str(data.ty.dtype) == dtype:
+            return data, zero
+        shift = relax.const(_SHIFT if dtype == "int8" else -_SHIFT, "int32")
+        wide = self._difference(self.builder_.emit(relax.op.astype(data, "int32")), shift)
+        return self.builder_.emit(relax.op.astype(wide, dtype)), self._difference(zero, shift)
 
     def _centred_pairs(self, expr: relax.Expr) -> relax.Expr | None:
         """Return int32 numbers that are 8-bit integers, less their zero points or not, as int16; None for others."""

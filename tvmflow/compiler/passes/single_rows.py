@@ -10,10 +10,11 @@ from tvmflow.compiler.operators.products import FEWEST_ROWS
 from tvmflow.compiler.passes.rewrite import Rewriter, rewriting, sizes
 
 
-def multiply_single_rows(machine: Machine) -> tvm.transform.Pass:
+def multiply_single_rows(machine: Machine, most: int = FEWEST_ROWS) -> tvm.transform.Pass:
     """Return the pass that sums the products of a row with each row of a tensor, in the place of the transpose.
 
-    It also adds up the rows of a matrix that is no constant, each times an element of the row.
+    At most `most` rows of known size are multiplied so. The pass also adds up the rows of a matrix that is no constant,
+    each times an element of the row.
     """
 
     def multiply(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
@@ -26,7 +27,11 @@ def multiply_single_rows(machine: Machine) -> tvm.transform.Pass:
         if min(rank, len(row)) < 2 or [int(axis) for axis in transpose.attrs.axes or ()] != swapped:
             return None
         count, matrix = static(row[-2]), transpose.args[0]
-        if not count or count > FEWEST_ROWS or (last is not None and last < count * machine.lanes):
+        if (
+            not count
+            or count > (FEWEST_ROWS if last is None else most)
+            or (last is not None and last < count * machine.lanes)
+        ):
             # Shorter rows fill few vectors.
             return None
         if last is None:

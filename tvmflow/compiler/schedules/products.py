@@ -118,6 +118,10 @@ def tile_product(
     # To find a tile in a batch of matrices of free sizes takes divisions, unless a matrix is one task.
     is_free_batch = len(lead) > 1 and all(common.extent(sch, loop) is None for loop in (lead[-1], far))
     by_matrices = is_free_batch and math.prod(weights) * cost.step(rows, count, machine) < _SHORT_TILE
+    # A task packs the columns that it multiplies, once for all rows. Of a free depth, tiles of shuffles may need room
+    # that the task's part of the copy does not have.
+    to_pack = common.find_blocks(sch, "pack_transposed")
+    by_matrices = by_matrices or bool(to_pack and all(static(extent) for extent in sizes[-reduced:]))
     tiles_outer, at_inner = ([*lead, far], []) if lead_dimensions and not by_matrices else (loops[:-2], [far])
     by_weights = [outer, *tiles_outer] if annotations[SHARED] else [*lead, outer, *tiles_outer[lead_count:]]
     # Of rows and weights, the smaller stay in the cache and the larger are read once. Weights that do not fit are read
@@ -139,6 +143,12 @@ def tile_product(
     task = _fuse_tasks(sch, tiles_outer if pads_lines and is_even else order)
     common.parallel(sch, task, machine)
     sch.compute_at(product, at_inner[0] if at_inner else task, preserve_unit_loops=True)
+    for block in to_pack:
+        if by_matrices and static(sizes[-1]):
+            sch.compute_at(block, task, preserve_unit_loops=True)
+        else:
+            common.parallel(sch, common.fuse(sch, list(sch.get_loops(block))[:-2]), machine)
+        transposes.pack_columns(sch, block, machine)
     # Tasks that read the same pixels would each pad them again.
     _schedule_copies(sch, None if order is by_weights else task, machine)
     inner = list(sch.get_loops(product))

@@ -6,6 +6,7 @@ A schedule marks the loops over a tile by an annotation. `expand` replaces them 
 IR, which LLVM inlines.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ _TRANSPOSE = "tvmflow.transpose"
 _PACK = "tvmflow.pack_transposed"
 _TYPES = ("float32", "int32", "uint32")
 _HALVES = ("int16", "uint16")
+_BYTES = ("int8", "uint8")
 _SERIAL = ForKind.SERIAL
 
 
@@ -70,12 +72,12 @@ def fits_packing(sch: Schedule, block: SBlockRV, places: Sequence[int]) -> bool:
 
     `places` are the positions of two of the block's iteration variables. The first one is, alone or with an offset, the
     source's last index, the second one is the result's, and each is so one other index of the other tensor. The numbers
-    have 16 or 32 bits. A variable at a third place, the result's last index, numbers the two 16-bit numbers of a pair,
-    which is moved as one of 32.
+    have 8, 16 or 32 bits. A variable at a third place, the result's last index, numbers the two 16-bit numbers of a
+    pair, which is moved as one of 32.
     """
     store, variables = sch.get(block).body, [item.var for item in sch.get(block).iter_vars]
     load = _source(store.value) if isinstance(store, tirx.BufferStore) else None
-    if load is None or str(load.source.dtype) not in (_HALVES if len(places) == 3 else (*_HALVES, *_TYPES)):
+    if load is None or str(load.source.dtype) not in (_HALVES if len(places) == 3 else (*_BYTES, *_HALVES, *_TYPES)):
         return False
     near, lane, *pair = (variables[place] for place in places)
     source, result = list(load.indices), list(store.indices)
@@ -149,7 +151,7 @@ def mark_packing(sch: Schedule, places: Sequence[int], near: LoopRV) -> None:
 
 
 def pack_pairs(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Schedule a block that puts the numbers of two neighbouring rows side by side: `[..., vector, pair, lane, 2]`.
+    """Schedule a block that puts the numbers of 2 or 4 neighbouring rows side by side: `[..., lane, rows]`.
 
     Shuffles do it where they can replace the block (`fits_packing`).
     """
@@ -160,6 +162,21 @@ def pack_pairs(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     sch.unroll(pair)
     if fits_packing(sch, block, places):
         mark_packing(sch, places, lane)
+
+
+def pack_columns(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
+    """Schedule a block that packs a part of a matrix's columns: `[..., vector, depth, lane]`.
+
+    Each column lies side by side in the source. Shuffles pack it where they can replace the block (`fits_packing`).
+    """
+    *_, depth, lane = sch.get_loops(block)
+    rank = len(sch.get(block).iter_vars)
+    width = math.gcd(common.extent(sch, depth) or machine.lanes, machine.lanes)
+    _, near = sch.split(depth, [None, width])
+    places = [rank - 2, rank - 1]
+    if width >= NARROWEST and fits_packing(sch, block, places):
+        mark_packing(sch, places, near)
+    sch.vectorize(lane)
 
 
 def expand(func: PrimFunc) -> PrimFunc:
