@@ -81,7 +81,10 @@ def surrounded(
 def padded_element(
     data: te.Tensor, top: int, left: int, channels: int | None, value: Any
 ) -> Callable[[Any, Any, Any, Any], Any]:
-    """Return the element of an image that `surrounded` describes, as a function of image, line, column and channel."""
+    """Return the element of an image that `surrounded` describes, as a function of image, line, column and channel.
+
+    `channels` None means the channels of the data.
+    """
     _, in_h, in_w, in_c = data.shape
     around = tirx.const(value, data.dtype) if isinstance(value, int) else value.astype(data.dtype)
 

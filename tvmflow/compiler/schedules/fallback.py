@@ -283,8 +283,8 @@ def _list_uses_of_last(sch: Schedule, block: SBlockRV, *kinds: type) -> list[Any
 _RULES = (
     _schedule_transpose,
     _schedule_interleaving,
-    _schedule_repeats,
     _schedule_pieces,
+    _schedule_repeats,
     _schedule_ragged,
     _schedule_product,
 )
