@@ -100,6 +100,7 @@ _REASONS = {
     "schedules.depthwise._TAPS_UNROLLED": "size of the code",
     "schedules.fallback._MOST_PIECES": "size of the code",
     "schedules.fallback._MOST_TURNS": "size of the code",
+    "schedules.lines._TASKS": "logic: the batch and the channels, beside a line of memory",
     "schedules.prefetch._AT_A_TIME": "a scope: 8 and 32 were as fast where it was measured",
     "schedules.prefetch._CHUNKS": "scope of tuning",
     "schedules.prefetch._DISTANCE": "pages, at whose ends processors stop to fetch ahead by themselves",

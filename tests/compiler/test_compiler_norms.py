@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
+from tvm import te
 
 from support import scale
 from support.arrays import normal
@@ -12,6 +13,7 @@ from support.builds import rule_counts
 from tvmflow.arrays import Array
 from tvmflow.compiler import CompiledModel, build, import_onnx
 from tvmflow.compiler.machine import machine
+from tvmflow.compiler.operators import norms
 from tvmflow.hardware.target import Target
 
 Check = Callable[..., CompiledModel]
@@ -130,6 +132,31 @@ def test_instance_norm_of_free_images_is_vectorised(
     sizes = [[300], [5, 11], [4, 3, 9]][len(image) - 1]
     feeds = [{"x": 5 * normal(batch, 24, *sizes[::step]) + 30} for batch, step in ((1, 1), (3, -1))]
     assert rule_counts(assert_same_as_onnxruntime(path, *feeds))["reduction"] == 1
+
+
+@pytest.mark.parametrize("operator", ["InstanceNormalization", "GroupNormalization"])
+def test_norms_join_the_pixels_of_free_images_with_the_channels_first(
+    operator: str, make_model: Any, assert_same_as_onnxruntime: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines that fill no vectors would be read element by element."""
+    ranks = []
+
+    def flat(data: te.Tensor, *operands: te.Tensor, **options: Any) -> te.Tensor:
+        ranks.append(len(data.shape))
+        return channels_first(data, *operands, **options)
+
+    channels_first = norms._channels_first
+    monkeypatch.setattr(norms, "_channels_first", flat)
+    attributes = {"num_groups": 2} if operator == "GroupNormalization" else {}
+    nodes = [
+        helper.make_node("Abs", ["x"], ["a"]),
+        helper.make_node(operator, ["a", "s", "b"], ["c"], **attributes),
+        helper.make_node("Relu", ["c"], ["y"]),
+    ]
+    weights = {"s": normal(6), "b": normal(6, seed=1)}
+    path = make_model(nodes, [("x", ["batch", 6, "high", "wide"])], ["y"], weights, opset=21)
+    assert_same_as_onnxruntime(path, *({"x": normal(batch, 6, 7, wide)} for batch, wide in ((2, 3), (1, 19))))
+    assert ranks == [3]
 
 
 @pytest.mark.parametrize("operator", ["Softmax", "LogSoftmax"])

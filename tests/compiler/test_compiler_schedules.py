@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import tvm
 from onnx import TensorProto, helper
+from tvm.s_tir import Schedule
 
 from support.arrays import normal
 from support.machines import AVX512
 from tvmflow.compiler import BuildOptions, cost, import_onnx, lower, tiles, workloads
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.inspection import Inspection
-from tvmflow.compiler.machine import machine
+from tvmflow.compiler.machine import Machine, machine
 from tvmflow.compiler.operators import depthwise
-from tvmflow.compiler.schedules import ScheduleWarning, kernels_of, schedule, variants
+from tvmflow.compiler.schedules import ScheduleWarning, kernels_of, lines, schedule, variants
 from tvmflow.hardware.target import Target, resolve
 
 
@@ -335,3 +336,45 @@ def test_a_function_of_many_steps_is_computed_row_by_row_after_a_product(
     sch, *_ = variants(product, machine(target), most=1)
     *_, rows, _, _ = (sch.get(loop) for loop in sch.get_loops(sch.get_sblock(operator.lower())))
     assert (rows.kind == tvm.tirx.ForKind.UNROLLED) == is_unrolled
+
+
+_CHANNELS = [-1.0, 0.5, 2.0]
+_LINES = {
+    "Relu": ([("Relu", ["x"], ["y"])], True),
+    "a number for each channel": ([("Add", ["x", "channels"], ["a"]), ("Sigmoid", ["a"], ["y"])], True),
+    "a concatenation of channels": ([("Concat", ["x", "z"], ["y"], {"axis": 1})], True),
+    "reversed channels": ([("Slice", ["x", "last", "first", "one", "last"], ["y"])], True),
+    "a choice": ([("Less", ["x", "z"], ["c"]), ("Where", ["c", "x", "channels"], ["y"])], True),
+    "a number for each column": ([("ReduceMax", ["z"], ["m"], {"axes": [2]}), ("Sub", ["x", "m"], ["y"])], False),
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("case", _LINES)
+def test_last_dimensions_of_free_sizes_that_lie_in_order_are_one_line(
+    case: str, make_model: Any, assert_same_as_onnxruntime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop over the last dimension alone, which may be short, would have no vectors."""
+    ranks = []
+
+    def join(sch: Schedule, machine: Machine) -> Schedule:
+        joined = join_lines(sch, machine)
+        ranks.append(len(joined.mod["main"].params[-1].shape) if joined is not sch else 0)
+        return joined
+
+    join_lines = lines.join
+    monkeypatch.setattr(lines, "join", join)
+    nodes, is_joined = _LINES[case]
+    shape = ["batch", 3, "high", "wide"]
+    weights = {
+        "channels": np.array(_CHANNELS, "float32").reshape(3, 1, 1),
+        **{name: np.array([number]) for name, number in (("last", -1), ("first", -9), ("one", 1))},
+    }
+    made = [helper.make_node(name, inputs, outputs, **dict(*more)) for name, inputs, outputs, *more in nodes]
+    inputs = [(name, shape) for name in "xz" if any(name in node.input for node in made)]
+    kept = {name: value for name, value in weights.items() if any(name in node.input for node in made)}
+    path = make_model(made, inputs, ["y"], kept, opset=17)
+    sizes = [(2, 3, 7, 3), (1, 3, 5, 37), (3, 3, 1, 1)]
+    feeds = [{name: normal(*size, seed=seed) for seed, (name, _) in enumerate(inputs)} for size in sizes]
+    assert_same_as_onnxruntime(path, *feeds)
+    assert any(0 < rank < 4 for rank in ranks) == is_joined

@@ -34,11 +34,28 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) ->
     hints: dict[str, Any] = {}
     if is_float32(*call.args) and group is not None:
         options: dict[str, Any] = {"group": group, "epsilon": epsilon, "machine": machine}
+        if channel == 1 and len(shape[2:]) > 1 and None in map(static, shape[2:]):
+            return _legalize_flat(builder, call, shape, machine)
         if channel == 1:
             compute, hints = partial(_channels_first, **options), reductions.REDUCTION
         elif channel == rank - 1 and channels is not None:
             compute, hints = partial(_channels_last, **options), reductions.REDUCTION
     return builder.call_te(compute, *call.args, primfunc_name_hint=name, primfunc_attrs=hints or None)
+
+
+def _legalize_flat(
+    builder: relax.BlockBuilder, call: relax.Call, shape: Sequence[Any], machine: Machine
+) -> relax.Expr | None:
+    """Normalise images whose pixels are one dimension: lines of free sizes need not fill vectors."""
+    data, *parameters = call.args
+    flat = builder.emit(relax.op.reshape(data, relax.ShapeExpr([*shape[:2], reduce(operator.mul, shape[2:])])))
+    options: dict[str, Any] = {"channel_axis": 1, "axes": [2], "epsilon": float(call.attrs.epsilon)}
+    if call.op.name == "relax.nn.instance_norm":
+        norm = relax.op.nn.instance_norm(flat, *parameters, **options)
+    else:
+        norm = relax.op.nn.group_norm(flat, *parameters, num_groups=int(call.attrs.num_groups), **options)
+    rows = legalize(builder, builder.normalize(norm), machine)
+    return None if rows is None else relax.op.reshape(builder.emit(rows), relax.ShapeExpr(shape))
 
 
 def _by_loops(

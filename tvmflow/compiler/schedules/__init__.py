@@ -29,6 +29,7 @@ from tvmflow.compiler.schedules import (
     dot,
     fallback,
     guards,
+    lines,
     packing,
     padding,
     patches,
@@ -91,7 +92,7 @@ def schedule(
     skipped with a `ScheduleWarning`. A function without blocks is returned unchanged: with the name of its kernel if
     this project defines it, with the name `none` if TVM does, such as sorting.
     """
-    scheduled, name = _scheduled(func, machine, rules, Choices(), _cycles(func, machine))
+    scheduled, name = _scheduled(func, machine, rules, Choices(), _cycles(func, machine), joins=True)
     finished = _finish(func if scheduled is None else scheduled.mod["main"], func, machine)
     return with_other_form(finished, func, machine), name
 
@@ -168,7 +169,7 @@ def _cycles(func: PrimFunc, machine: Machine) -> float:
 
 
 def _scheduled(
-    func: PrimFunc, machine: Machine, rules: Mapping[str, Rule], choices: Choices, cycles: float
+    func: PrimFunc, machine: Machine, rules: Mapping[str, Rule], choices: Choices, cycles: float, *, joins: bool = False
 ) -> tuple[Schedule | None, str]:
     unscheduled = _with_blocks(func)
     if unscheduled is None:
@@ -185,6 +186,8 @@ def _scheduled(
         # A new schedule would analyse the loops of the function again.
         trial = unscheduled.copy()
         try:
+            if name == "fallback" and joins:
+                trial = lines.join(trial, machine)
             if rule(trial, machine, choices):
                 return trial, name
         except Exception as error:  # A schedule primitive refuses in many ways.
@@ -249,7 +252,7 @@ def complete(scheduled: PrimFunc) -> PrimFunc:
     tiled = padding.skip(
         remainder.expand(tails.expand(patches.expand(prefetch.expand(conditions.simplify(scheduled)))))
     )
-    completed = guards.guard_reads(use_rounding(transposes.expand(tiled)))
+    completed = lines.separate(guards.guard_reads(use_rounding(transposes.expand(tiled))))
     return tvm.tirx.transform.ConvertSSA()(tvm.IRModule({"main": completed}))["main"]
 
 
