@@ -249,6 +249,26 @@ def test_what_is_joined_is_copied_piece_by_piece(
     assert [line for line in choices if "type_index" not in line] == []
 
 
+@pytest.mark.parametrize("batch", [2, "batch"])
+def test_one_place_of_a_dimension_is_read_where_it_is_needed(
+    batch: int | str, make_model: Any, assert_same_as_onnxruntime: Check
+) -> None:
+    # Queries, keys and values of one product: no function copies all three, nor one of them.
+    nodes = [
+        helper.make_node("Reshape", ["x", "apart"], ["a"]),
+        helper.make_node("Transpose", ["a"], ["b"], perm=[2, 0, 3, 1, 4]),
+    ]
+    places = {"first": np.array(0), "second": np.array([1]), "third": np.array(-1)}
+    for name, operator in zip(places, ("Relu", "Neg", "Tanh"), strict=True):
+        nodes += [helper.make_node("Gather", ["b", name], [f"{name}_part"])]
+        nodes += [helper.make_node(operator, [f"{name}_part"], [f"{name}_y"])]
+    weights = {**places, "apart": np.array([0, 9, 3, 4, 16])}
+    path = make_model(nodes, [("x", [batch, 9, 192])], [f"{name}_y" for name in places], weights)
+    model = assert_same_as_onnxruntime(path, {"x": normal(2, 9, 192)})
+    assert not [name for name, _ in model.schedules if "take" in name]
+    assert len([name for name, _ in model.schedules if "transpose" in name]) == len(places)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("channels", [20, 116])
 def test_shuffled_channels_stay_last(channels: int, make_model: Any, assert_same_as_onnxruntime: Check) -> None:

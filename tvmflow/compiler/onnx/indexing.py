@@ -30,7 +30,20 @@ def convert_gather(node: Node) -> relax.Expr | None:
     indices = checked_indices(node, indices, [dims[axis]])
     if isinstance(data, tvm.ir.GenericConst) and isinstance(indices, tvm.ir.GenericConst):
         return None
+    values = node.constants(indices)
+    if values is not None and values.size == 1 and values.min() >= 0:
+        return _take_one(node, data, int(axis) % len(dims), int(values.reshape(-1)[0]), dims_of(indices) or [])
     return relax.op.take(data, indices, axis, mode="clip")
+
+
+def _take_one(node: Node, data: relax.Expr, axis: int, place: int, shape: Sequence[Any]) -> relax.Expr:
+    """Return the slice of data at a place along an axis, in whose stead it has the dimensions `shape`, all of size one.
+
+    A slice becomes part of the functions around it, which a place that is an operand does not.
+    """
+    dims = dims_of(data) or []
+    part = node.emit(relax.op.strided_slice(data, [axis], [place], [place + 1], assume_inbound=True))
+    return relax.op.reshape(part, relax.ShapeExpr([*dims[:axis], *shape, *dims[axis + 1 :]]))
 
 
 def checked_indices(node: Node, indices: relax.Expr, sizes: Sequence[Any], *, is_signed: bool = True) -> relax.Expr:
