@@ -28,6 +28,7 @@ from tvmflow.hardware.target import Precision, Target, resolve
 from tvmflow.tuning.traces import normalize, replay, trace_of
 
 RunBuilt = Callable[..., list[Array]]
+BuildConvolutions = Callable[[list[tuple[int, ...]]], CompiledModel]
 MakeModel = Callable[..., Path]
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86-64's")
@@ -82,29 +83,39 @@ def _convolution(case: tuple[int, ...], make_model: MakeModel, weight: Array, bi
     return make_model(nodes, [("x", [2, channels, height, width])], ["y"], {"w": weight, "b": bias}, name=name)
 
 
+@pytest.fixture
+def build_convolutions(make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path) -> BuildConvolutions:
+    """Build convolutions in bfloat16 as one model, which must give ONNX Runtime's outputs of rounded operands."""
+
+    def check(cases: list[tuple[int, ...]]) -> CompiledModel:
+        models, rounded, inputs = [], [], []
+        for place, case in enumerate(cases):
+            channels, out, kernel, *_, height, width = case
+            weight, bias = normal(out, channels, kernel, kernel), normal(out)
+            inputs.append(normal(2, channels, height, width))
+            models.append(onnx.load(_convolution(case, make_model, weight, bias, f"model{place}.onnx")))
+            rounded.append(onnx.load(_convolution(case, make_model, _rounded(weight), bias, f"rounded{place}.onnx")))
+        for name, several in (("models", models), ("rounded", rounded)):
+            onnx.save(join_models(several), tmp_path / f"{name}.onnx")
+        model = build(import_onnx(tmp_path / "models.onnx"), target, BuildOptions(precision="bf16"))
+        feed = {joined_name(place, "x"): _rounded(x) for place, x in enumerate(inputs)}
+        expected = onnxruntime_outputs(tmp_path / "rounded.onnx", feed)
+        for actual, (name, value) in zip(run_built(model, *inputs), expected.items(), strict=True):
+            atol = 2e-6 * float(np.abs(value).max())
+            np.testing.assert_allclose(actual, value, rtol=1e-5, atol=atol, err_msg=name)
+        return model
+
+    return check
+
+
 @pytest.mark.usefixtures("emulated_amx")
 @pytest.mark.parametrize("by_tiles", [True, False], ids=["tiles", "dot products"])
-def test_convolutions_equal_those_of_rounded_operands(
-    by_tiles: bool, make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path
-) -> None:
-    models, rounded, inputs = [], [], []
-    for place, case in enumerate((_CONVOLUTIONS if by_tiles else _OTHERS)[:: scale.count(normal=2, long=1)]):
-        channels, out, kernel, *_, height, width = case
-        weight, bias = normal(out, channels, kernel, kernel), normal(out)
-        inputs.append(normal(2, channels, height, width))
-        models.append(onnx.load(_convolution(case, make_model, weight, bias, f"model{place}.onnx")))
-        rounded.append(onnx.load(_convolution(case, make_model, _rounded(weight), bias, f"rounded{place}.onnx")))
-    for name, several in (("models", models), ("rounded", rounded)):
-        onnx.save(join_models(several), tmp_path / f"{name}.onnx")
-    model = build(import_onnx(tmp_path / "models.onnx"), target, BuildOptions(precision="bf16"))
-    feed = {joined_name(place, "x"): _rounded(x) for place, x in enumerate(inputs)}
-    expected = onnxruntime_outputs(tmp_path / "rounded.onnx", feed)
-    assert _count_kernels(model) == (len(inputs) if by_tiles else 0)
-    for actual, (name, value) in zip(run_built(model, *inputs), expected.items(), strict=True):
-        atol = 2e-6 * float(np.abs(value).max())
-        np.testing.assert_allclose(actual, value, rtol=1e-5, atol=atol, err_msg=name)
+def test_convolutions_equal_those_of_rounded_operands(by_tiles: bool, build_convolutions: BuildConvolutions) -> None:
+    cases = (_CONVOLUTIONS if by_tiles else _OTHERS)[:: scale.count(normal=2, long=1)]
+    model = build_convolutions(cases)
+    assert _count_kernels(model) == (len(cases) if by_tiles else 0)
     rules = rule_counts(model)
-    assert rules["dot_conv2d"] + rules["dot_rows"] == len(inputs)
+    assert rules["dot_conv2d"] + rules["dot_rows"] == len(cases)
 
 
 # channels in and out, kernel, stride, padding, dilation, height, width
@@ -119,24 +130,11 @@ _SMALL = [
 
 @pytest.mark.usefixtures("emulated_amx")
 def test_the_patches_of_small_images_fill_tiles_together(
-    make_model: MakeModel, run_built: RunBuilt, target: Target, tmp_path: Path
+    build_convolutions: BuildConvolutions,
 ) -> None:
-    models, rounded, inputs = [], [], []
-    for place, case in enumerate(_SMALL):
-        channels, out, kernel, *_, height, width = case
-        weight, bias = normal(out, channels, kernel, kernel), normal(out)
-        inputs.append(normal(2, channels, height, width))
-        models.append(onnx.load(_convolution(case, make_model, weight, bias, f"model{place}.onnx")))
-        rounded.append(onnx.load(_convolution(case, make_model, _rounded(weight), bias, f"rounded{place}.onnx")))
-    for name, several in (("models", models), ("rounded", rounded)):
-        onnx.save(join_models(several), tmp_path / f"{name}.onnx")
-    model = build(import_onnx(tmp_path / "models.onnx"), target, BuildOptions(precision="bf16"))
+    model = build_convolutions(_SMALL)
     assert rule_counts(model)["dot_rows"] == len(_SMALL)
     assert _count_kernels(model) == len(_SMALL)
-    feed = {joined_name(place, "x"): _rounded(x) for place, x in enumerate(inputs)}
-    expected = onnxruntime_outputs(tmp_path / "rounded.onnx", feed)
-    for actual, (name, value) in zip(run_built(model, *inputs), expected.items(), strict=True):
-        np.testing.assert_allclose(actual, value, rtol=1e-5, atol=2e-6 * float(np.abs(value).max()), err_msg=name)
 
 
 def test_whether_patches_are_copied_is_a_decision(make_model: MakeModel, target: Target) -> None:

@@ -468,6 +468,7 @@ def _configuring(configuration: Configuration) -> str:
 
 
 def _setting(name: str, call: str) -> str:
+    """A function `name` without parameters that does one call."""
     return f"define linkonce_odr void @{name}() noinline {{\n  {call}\n  ret void\n}}\n"
 
 

@@ -63,8 +63,8 @@ def _pad_by_places(node: Node, dims: Sequence[Any]) -> relax.Expr:
         fill = const(np.asarray(node.attrs.get("value", 0.0), dtype_of(data)))
     else:
         fill = const(0, dtype_of(data)) if value is None else emit(relax.op.reshape(value, []))
-    known = _constant_widths(node, len(dims))
-    sizes, operands = _sizes_of_padded(node, dims) if known is None else (_sizes_with(node, dims, known), [])
+    widths = _constant_widths(node, len(dims))
+    sizes, operands = _sizes_of_padded(node, dims) if widths is None else (_sizes_with(node, dims, widths), [])
 
     def pad(data: te.Tensor, fill: te.Tensor, *operands: te.Tensor) -> te.Tensor:
         zero = tirx.const(0, "int64")
@@ -73,18 +73,18 @@ def _pad_by_places(node: Node, dims: Sequence[Any]) -> relax.Expr:
             inside: list[Any] = []
             own, nearest = list(index), list(index)
             for axis, (place, size) in enumerate(zip(index, data.shape, strict=True)):
-                if known is not None and not any(known[axis]):
+                if widths is not None and not any(widths[axis]):
                     continue
-                if known is None:
+                if widths is None:
                     before, after = (operand[axis] for operand in operands)
                 else:
-                    before, after = (tirx.const(width, "int64") for width in known[axis])
+                    before, after = (tirx.const(width, "int64") for width in widths[axis])
                 first = te.max(-before, zero)
                 length = size + te.min(after, zero) - first
                 distance = place.astype("int64") - te.max(before, zero)
                 inside += [distance >= 0, distance < length]
                 own[axis] = first + distance
-                source = _source(distance, length, mode, is_near=known is not None)
+                source = _source(distance, length, mode, is_near=widths is not None)
                 nearest[axis] = te.max(te.min(first + source, size - 1), zero)
             if mode == "constant":
                 return tvm.tirx.if_then_else(tvm.tirx.all(*inside), data[tuple(own)], fill[()])

@@ -97,6 +97,7 @@ def _are_lines(block: SBlock, accesses: Sequence[tuple[Any, list[Any]]], count: 
 
 
 def _is_line(access: tuple[Any, list[Any]], last: Sequence[tirx.IterVar]) -> bool:
+    """Whether the dimensions `last` of a block are the last ones of a tensor, at the indices of an access."""
     buffer, indices = access
     before, ends = indices[: -len(last)], indices[-len(last) :]
     if len(ends) < len(last) or any(uses(index, *(item.var for item in last)) for index in before):
@@ -115,6 +116,7 @@ def _used_elsewhere(value: Any, variables: Sequence[tirx.Var]) -> bool:
 
 
 def _joined(func: PrimFunc, block: SBlock, accesses: Sequence[tuple[Any, list[Any]]], count: int) -> PrimFunc:
+    """The function whose block has one dimension in the place of its last `count`, and so have its tensors."""
     last = block.iter_vars[-count:]
     size = reduce(operator.mul, (item.dom.extent for item in last))
     place = tirx.Var("place", last[0].var.ty)
@@ -146,6 +148,7 @@ def _joined(func: PrimFunc, block: SBlock, accesses: Sequence[tuple[Any, list[An
 
 
 def _region(region: Any, lines: Mapping[Any, Any], place: tirx.Var, count: int) -> Any:
+    """The region of a tensor whose last `count` dimensions are one, at a place along it."""
     if region.source not in lines:
         return region
     spans = [*region.region[:-count], tvm.ir.Range.from_min_extent(place, 1)]
