@@ -492,6 +492,32 @@ def test_exponentials_of_extremes_are_zero_infinite_and_not_a_number(
     assert "T.floor" not in model.inspected.code["tir"]
 
 
+def test_functions_of_exponentials_are_near_float64_and_convert_no_number(
+    make_model: Any, target: Any, run_built: Any
+) -> None:
+    def gelu(x: Any) -> Any:
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    functions = {
+        "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+        "Swish": lambda x: x / (1 + np.exp(-x)),
+        "Gelu": gelu,
+        "Softmax": lambda x: np.exp(x - x.max()) / np.exp(x - x.max()).sum(),
+    }
+    x = np.concatenate([np.linspace(-86, 86, 5000), np.geomspace(1e-30, 1, 500), [0, -1e30, -3e38]]).astype("float32")
+    attributes: dict[str, dict[str, Any]] = {"Gelu": {"approximate": "tanh"}}
+    nodes = [helper.make_node(name, ["x"], [name], **attributes.get(name, {})) for name in functions]
+    path = make_model(nodes, [("x", [len(x)])], list(functions), opset=24)
+    model = build(import_onnx(path), target, inspect=Inspection(code=("tir",)))
+    assert "T.floor" not in model.inspected.code["tir"]
+    for ours, (name, function) in zip(run_built(model, x), functions.items(), strict=True):
+        with np.errstate(over="ignore"):
+            exact = function(x.astype("float64"))
+        # Softmax subtracts the largest number, 86, in float32; the float64 GELU subtracts nearly equal numbers.
+        relative, absolute = (5e-6 if name == "Softmax" else 8e-7), (1e-7 if name == "Gelu" else 2e-37)
+        np.testing.assert_allclose(ours, exact, rtol=relative, atol=absolute, err_msg=name)
+
+
 def test_global_pooling_over_any_channels_equals_onnx_runtime(assert_all_same: Check) -> None:
     cases = []
     for channels in scale.choose(normal=(19,), long=(1, 19, 24, 40, 70)):

@@ -1,8 +1,8 @@
 """Exponentials and related functions as polynomials, which vectorise. LLVM would call the C library for each lane.
 
 All functions take float32 and are accurate to within a few units in the last place. The ranges and coefficients are
-those of Eigen's rational approximations (tanh, erf), least-squares fits (sine, cosine and arctangent), weighted until
-the largest relative error was smallest, and those of the Cephes library for all others.
+those of Eigen's rational approximations (tanh, erf), least-squares fits (exponential, sine, cosine and arctangent),
+weighted until the largest relative error was smallest, and those of the Cephes library for all others.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,16 @@ from typing import Any
 
 from tvm import tirx
 
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+# On a number r up to half the logarithm of two: e to the r, the highest power first. The relative error is 3e-9.
+_EXP = (
+    1.381459878757596e-3,
+    8.368716575205326e-3,
+    4.166838899254799e-2,
+    0.1666652113199234,
+    0.4999999403953552,
+    1.0,
+    1.0,
+)
 _TANH_P = (
     -2.76076847742355e-16,
     2.00018790482477e-13,
@@ -165,42 +174,35 @@ _SMALLEST_EXP, _LARGEST_EXP = -87.3365, 88.72283
 _IN_POWERS = 1.44269504088896341
 # Added to a number up to 2^22, it leaves the nearest whole number in the lowest bits.
 _ROUNDING = 12582912.0
-# The place of the lowest bit of the exponent.
-_EXPONENT = 23
+# What a float's exponent has more than the power of two, and the place of its lowest bit.
+_BIAS, _EXPONENT = 127, 23
 
 
 def _clamp(x: Any, lowest: float, highest: float) -> Any:
-    """Clamp to [lowest, highest]; NaN stays NaN."""
+    """Clamp to [lowest, highest]; NaN stays NaN. Each comparison and choice is one instruction, a minimum or maximum."""
     high, low = tirx.const(highest, "float32"), tirx.const(lowest, "float32")
-    return tirx.Select(x > high, high, tirx.Select(x < low, low, x))
+    return let(tirx.Select(x < low, low, x), lambda y: tirx.Select(y > high, high, y))
 
 
-def _reduced(x: Any, lowest: float, combine: Callable[[Any, Any], Any]) -> Any:
-    """Split e to the x as `_split` does, with x clamped to between `lowest` and 89."""
-    return _split(_clamp(x, lowest, 89.0), combine)
+def _split(x: Any, combine: Callable[[Any, Any], Any], halvings: int = 0) -> Any:
+    """Return `combine(p, power)` of a number p near one and a power of two.
 
-
-def _split(x: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """Return `combine(p, n)` of a number p near one and an integer n, where e to the x is p times two to the n.
-
-    e to the x must be neither subnormal nor zero.
+    Their product is e to the x, halved so many times. The power is wrong where it is no normal float32, and infinity
+    at 2^128. Of NaN, p is NaN.
     """
+    shift = _ROUNDING + (_BIAS - halvings)
 
-    def scale(y: Any, n: Any) -> Any:
-        return combine(_near_one(y, n), tirx.Cast("int32", n))
+    def parts(shifted: Any) -> Any:
+        near_one = let(shifted - shift, lambda n: _near_one(x, n))
+        return combine(near_one, tirx.reinterpret("float32", tirx.reinterpret("int32", shifted) << _EXPONENT))
 
-    return let(x, lambda y: let(tirx.floor(y * _IN_POWERS + 0.5), lambda n: scale(y, n)))
+    return let(x * _IN_POWERS + shift, parts)
 
 
 def _near_one(x: Any, n: Any) -> Any:
     """e to the x over two to the n, for the whole number n that is nearest to the logarithm to base two."""
     first, second = _LOG_2
-    return let(x - n * first - n * second, lambda r: _polynomial(r, _EXP) * (r * r) + r + 1.0)
-
-
-def _power(n: Any) -> Any:
-    """Two to the n, for n from -126 to 128. Two to the 128 is infinity."""
-    return tirx.reinterpret("float32", (n + 127) << 23)
+    return let(x - n * first - n * second, lambda r: _polynomial(r, _EXP))
 
 
 @_bound
@@ -227,8 +229,7 @@ def exp_of_negative(x: Any) -> Any:
     A result that is subnormal is zero.
     """
     small = tirx.const(_SMALLEST_EXP, "float32")
-    normal = _split(tirx.Select(x < small, small, x), lambda p, n: p * _power(n))
-    return tirx.Select(x < small, tirx.const(0.0, "float32"), normal)
+    return tirx.Select(x < small, tirx.const(0.0, "float32"), _split(x, lambda p, power: p * power))
 
 
 @_bound
@@ -251,7 +252,8 @@ def _odd_quotient(x: Any, above: Sequence[float], below: Sequence[float]) -> Any
 
 def _one_and_exp(x: Any) -> Any:
     """1 + e to the -x; infinity where the sum comes near the largest float32."""
-    return _reduced(0.0 - x, -87.0, lambda p, n: p * _power(n) + 1.0)
+    clamped = _clamp(0.0 - x, -87.0, 89.0)
+    return let(clamped, lambda y: _split(y, lambda p, power: p * power + tirx.const(1.0, "float32")))
 
 
 @_bound
@@ -275,7 +277,8 @@ def gelu(x: Any) -> Any:
 @_bound
 def gelu_tanh(x: Any) -> Any:
     """Return the approximation of `gelu` by tanh: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))."""
-    return 0.5 * x * (1.0 + tanh(0.79788456080286536 * (x + 0.044715 * x * x * x)))
+    # Half of one and a hyperbolic tangent is the sigmoid of twice the argument.
+    return x / _one_and_exp(x * (1.59576912160573 + 0.0713548162726 * x * x))
 
 
 @_bound
@@ -454,8 +457,8 @@ def _log_of(f: Any, exponent: Any) -> Any:
 
 def _half_exp(x: Any) -> Any:
     """Half of e to the x, for a float32 expression from zero on; infinity where that is beyond float32."""
-    # Two to the n in two factors: n itself is out of range for the largest results.
-    return _split(_clamp(x, 0.0, 90.0), lambda p, n: p * _power(n - 2) * 2.0)
+    # The power itself is out of range for the largest results.
+    return let(_clamp(x, 0.0, 90.0), lambda y: _split(y, lambda p, power: p * power * 2.0, halvings=2))
 
 
 @_bound
