@@ -179,7 +179,7 @@ _BIAS, _EXPONENT = 127, 23
 
 
 def _clamp(x: Any, lowest: float, highest: float) -> Any:
-    """Clamp to [lowest, highest]; NaN stays NaN. Each comparison and choice is one instruction, a minimum or maximum."""
+    """Clamp to [lowest, highest]; NaN stays NaN. Each choice is one instruction: a minimum or maximum."""
     high, low = tirx.const(highest, "float32"), tirx.const(lowest, "float32")
     return let(tirx.Select(x < low, low, x), lambda y: tirx.Select(y > high, high, y))
 
