@@ -39,6 +39,7 @@ _REASONS = {
     "gpu.tiling._SHALLOW": "layout of tiles: bytes of a row",
     "gpu.tiling._TILES": "scope of the choice",
     "machine.NARROWEST": "instruction set: 128 bits",
+    "operators.bags._TYPICAL_ROWS": "a size that nobody knows: rows of a bag",
     "operators.block_plans._CHOICES": "scope of tuning",
     "operators.block_plans._WIDTHS": "share of wasted work, pixels computed twice",
     "operators.block_plans._EPILOGUE": "operations of an epilogue",

@@ -51,7 +51,10 @@ _NO_SHAPE = "the shapes of its operands are not known at import"
 _NOT_ALONE = "it cannot be compiled by itself"
 _MOVES = "it moves data: its loops are vectorised and spread over the cores, without a rule of their own"
 _FOLDED = "known at import, or the nodes of its graphs stand in its place: nothing is computed"
-_CONTROL = "its graphs become functions, which the library or the virtual machine calls"
+_CONTROL = (
+    "its graphs become functions, which the library or the virtual machine calls; a loop over bags of rows, as "
+    "EmbeddingBag is exported, becomes a kernel"
+)
 
 
 @dataclass(frozen=True)

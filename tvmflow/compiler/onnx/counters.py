@@ -21,7 +21,7 @@ from tvmflow.compiler.onnx.values import const, dims_of, dtype_of, is_static
 from tvmflow.onnx_model.external_data import array_of
 from tvmflow.onnx_model.graph import source_of, writers_of
 
-_UNCHANGED = ("Identity", "Cast")
+_UNCHANGED = ("Identity", "Cast", "CastLike")
 # The operators that compare a counter with a bound: whether the counter comes second, and whether it may be the bound.
 _COMPARISONS = {
     "Less": (False, False),
@@ -81,10 +81,10 @@ class _Condition:
 
     def further_iterations(self, name: str) -> list[Any]:
         """Return how many iterations follow the first by each comparison of a condition: all must hold."""
-        name = source_of(self._writers, name)
+        name = source_of(self._writers, name, _UNCHANGED)
         constant, node = self._constant_array(name), self._writers.get(name)
         # A condition that is passed on is true, as it was before the first iteration.
-        if name == self._condition or (constant is not None and constant.dtype == bool and constant.all()):
+        if name == self._condition or (constant is not None and constant.all()):
             return []
         if node is not None and node.op_type == "And":
             return [number for item in node.input for number in self.further_iterations(item)]
@@ -134,15 +134,22 @@ class _Condition:
         constant = self._constant_array(name)
         if constant is not None:
             return _whole(constant)
-        if name in self._writers or name in self._carried or name == self._index or not self._importer.has_value(name):
+        if not self._is_around(name):
             raise _OtherConditionError
         return self._of(self._importer.value(name))
 
+    def _is_around(self, name: str) -> bool:
+        """Whether a value is computed around the loop."""
+        is_inner = name in self._writers or name in self._carried or name in (self._index, self._condition)
+        return not is_inner and self._importer.has_value(name)
+
     def _constant_array(self, name: str) -> Array | None:
-        """A constant of the body; None for other values."""
+        """A constant of the body or around it; None for other values."""
         if name in self._weights:
             return array_of(self._weights[name])
         node = self._writers.get(name)
+        if self._is_around(name):
+            return self._importer.elements(self._importer.value(name))
         if node is None or node.op_type != "Constant":
             return None
         (value,) = (onnx.helper.get_attribute_value(item) for item in node.attribute)

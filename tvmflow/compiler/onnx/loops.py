@@ -18,6 +18,7 @@ import tvm
 from tvm import relax, tirx
 
 from tvmflow.compiler.loop import LOOP, LoopDescription
+from tvmflow.compiler.onnx.bags import BagLoop
 from tvmflow.compiler.onnx.counters import as_tensor, count_iterations, greatest, is_size
 from tvmflow.compiler.onnx.hoisting import gathered_rows, hoist_products, with_gathered_rows, with_rows_as_inputs
 from tvmflow.compiler.onnx.node import FreeSizeError, UnsupportedFormError
@@ -38,7 +39,7 @@ from tvmflow.compiler.onnx.outlining import (
 )
 from tvmflow.compiler.onnx.sizes import LARGEST_SIZE, bind_sizes
 from tvmflow.compiler.onnx.values import const, dims_of, is_static
-from tvmflow.onnx_model.graph import has_graphs, nodes_of, source_of, writers_of
+from tvmflow.onnx_model.graph import has_graphs, names_read, nodes_of, source_of, writers_of
 
 # A loop is imported in place of its node if all of its iterations together have no more nodes: to call functions for
 # each iteration would take more time than it saves in the build.
@@ -117,6 +118,8 @@ def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
 
     stacks, constant = len(graph.output) - 1 - len(carried), _constant(graph, len(carried))
     counted = count_iterations(importer, graph, carried, constant, limit)
+    if is_size(counted) and _import_bags(importer, node, graph, carried, counted, condition is None):
+        return False
     if counted is not None and condition is None:
         taken = _rows_of_length(importer, gathered_rows(importer, graph), counted)
         same = {graph.input[2 + place].name: node.input[2 + place] for place in constant}
@@ -150,6 +153,36 @@ def convert_loop(importer: Importer, node: onnx.NodeProto) -> bool:
     for place in constant & set(range(len(node.output))):
         importer.set_value(node.output[place], carried[place])
     return False
+
+
+def _import_bags(
+    importer: Importer,
+    node: onnx.NodeProto,
+    graph: onnx.GraphProto,
+    carried: Sequence[Value],
+    counted: Any,
+    starts: bool,
+) -> bool:
+    """Import a Loop whose iterations each reduce a bag of rows as one operator; return whether it is such a loop.
+
+    Its only result is a stack of rows, or a sequence of them that is concatenated. It has `counted` iterations where it
+    has a first one, which is certain where it `starts`.
+    """
+    gathered = _gathered(importer, node, graph, carried)
+    names = [*(item.name for item in graph.output[1 + len(carried) :]), *(item.row for item in gathered)]
+    others = set(node.output[: len(carried)]) - {node.output[item.place] for item in gathered}
+    read = {item.name for item in importer.graph.output}.union(*map(names_read, importer.graph.node))
+    if len(names) != 1 or any(item.axis != 0 for item in gathered) or others & read:
+        return False
+    loop = BagLoop(importer, graph, carried, counted, "" if starts else node.input[1])
+    value = loop.read(names[0], keeps=any(not item.is_new for item in gathered))
+    if value is None:
+        return False
+    for item in gathered:
+        importer.set_concatenated(node.output[item.place], Value(value))
+    if not gathered:
+        importer.set_value(node.output[len(carried)], Value(value))
+    return True
 
 
 def _rows_of_length(importer: Importer, rows: Mapping[str, str], length: Any) -> dict[str, str]:

@@ -14,6 +14,7 @@ from tvmflow.compiler.gpu.tiling import gpu_of
 from tvmflow.compiler.machine import NARROWEST, machine
 from tvmflow.compiler.operators import legalizations
 from tvmflow.compiler.passes import attention, branches, dimensions, folding, patterns, simplify
+from tvmflow.compiler.passes.bags import lower_bags
 from tvmflow.compiler.passes.bf16 import RoundProducts
 from tvmflow.compiler.passes.block_products import lower_block_products
 from tvmflow.compiler.passes.blocks import FuseBlocks
@@ -136,6 +137,7 @@ def pass_names() -> list[str]:
         "StoreRepeats",
         "LowerAttention",
         "LowerRecurrence",
+        "LowerBags",
         "LowerBlockProducts",
         "LowerScans",
         "LowerSelections",
@@ -196,6 +198,7 @@ def _cpu_passes(target: Target, choices: Choices, precision: Precision, fast: bo
         kernels=[
             lower_recurrence(cpu, unit),
             lower_trees(cpu),
+            lower_bags(cpu),
             lower_block_products(cpu, byte_unit, widens=precision == "fp32"),
         ],
         integers=[IntegerArithmetic(cpu, unit, is_required=precision == "int8")] if unit else [],

@@ -6,11 +6,15 @@ from tvm import relax
 from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 from tvmflow.errors import BuildError
 
-_NAMES = {"tvmflow.recurrence": "LSTM, GRU and RNN", "tvmflow.trees": "ensembles of decision trees"}
+_NAMES = {
+    "tvmflow.bags": "bags of rows (EmbeddingBag)",
+    "tvmflow.recurrence": "LSTM, GRU and RNN",
+    "tvmflow.trees": "ensembles of decision trees",
+}
 
 
 def refuse_kernels(target: str) -> tvm.transform.Pass:
-    """Return the pass that raises BuildError for recurrent networks and trees; the error names the target."""
+    """Return the pass that raises BuildError for recurrent networks, trees and bags; the error names the target."""
 
     def refuse(_rewriter: Rewriter, call: relax.Call) -> None:
         name = _NAMES[str(call.op.name)]
