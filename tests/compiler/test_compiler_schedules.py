@@ -13,6 +13,7 @@ from tvm.s_tir import Schedule
 
 from support.arrays import normal
 from support.machines import AVX512
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, cost, import_onnx, lower, tiles, workloads
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.inspection import Inspection
@@ -378,3 +379,47 @@ def test_last_dimensions_of_free_sizes_that_lie_in_order_are_one_line(
     feeds = [{name: normal(*size, seed=seed) for seed, (name, _) in enumerate(inputs)} for size in sizes]
     assert_same_as_onnxruntime(path, *feeds)
     assert any(0 < rank < 4 for rank in ranks) == is_joined
+
+
+_SHORT_ROWS = {
+    "Relu": ([("Relu", ["x"], ["y"])], "float32"),
+    "a choice": ([("Less", ["x", "z"], ["c"]), ("Where", ["c", "x", "z"], ["y"])], "float32"),
+    "a negation": ([("Not", ["x"], ["b"]), ("Cast", ["b"], ["y"], {"to": TensorProto.FLOAT})], "bool"),
+    "a quotient": ([("Div", ["x", "z"], ["q"]), ("Cast", ["q"], ["y"], {"to": TensorProto.FLOAT})], "int32"),
+    "a maximum": ([("Max", ["x", "z"], ["y"])], "float32"),
+    "an activation that occurs twice": ([("Softplus", ["x"], ["s"]), ("Mul", ["s", "s"], ["y"])], "float32"),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("case", _SHORT_ROWS)
+def test_short_rows_of_free_sizes_are_one_line(
+    case: str, make_model: Any, assert_same_as_onnxruntime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of three numbers took ten times as long as one line of all of them."""
+    ranks = []
+
+    def join(sch: Schedule, machine: Machine) -> Schedule:
+        joined = join_lines(sch, machine)
+        ranks.append(len(joined.mod["main"].params[-1].shape))
+        return joined
+
+    join_lines = lines.join
+    monkeypatch.setattr(lines, "join", join)
+    nodes, dtype = _SHORT_ROWS[case]
+    made = [helper.make_node(name, inputs, outputs, **dict(*more)) for name, inputs, outputs, *more in nodes]
+    names = [name for name in "xz" if any(name in node.input for node in made)]
+    element_type = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    inputs = [(name, ["rows", "few"], element_type) for name in names]
+    path = make_model(made, inputs, ["y"])
+    sizes = [(700, 3), (5, 1), (2, 41)]
+    feeds = [{name: _numbers(size, dtype, seed) for seed, name in enumerate(names)} for size in sizes]
+    assert_same_as_onnxruntime(path, *feeds)
+    assert ranks
+    assert set(ranks) == {1}
+
+
+def _numbers(size: tuple[int, ...], dtype: str, seed: int) -> Array:
+    values = 50 * normal(*size, seed=seed)
+    # No divisor is zero.
+    return (values > 0) if dtype == "bool" else np.where(abs(values) < 1, 1, values).astype(dtype)

@@ -23,8 +23,6 @@ from tvmflow.compiler.statements import is_one_of, replace_variables, uses, with
 
 # The attribute of a function with joined dimensions: its parameters as they were.
 _PARAMETERS = "tvmflow.parameters"
-# So many dimensions stay as they are where all of them are one line.
-_TASKS = 2
 
 
 def join(sch: Schedule, machine: Machine) -> Schedule:
@@ -44,10 +42,6 @@ def join(sch: Schedule, machine: Machine) -> Schedule:
     accesses = _accesses(block)
     rank = len(block.iter_vars)
     count = next((n for n in range(rank, 1, -1) if _are_lines(block, accesses, n)), 0)
-    if count == rank:
-        # The first dimensions, such as the batch and the channels, are shared by the cores. One line would be a loop
-        # of single elements.
-        count = max(rank - _TASKS, 0)
     extents = [static(item.dom.extent) for item in block.iter_vars[-count:]] if count > 1 else []
     if None not in extents or (extents[-1] or 0) >= machine.lanes:
         return sch
@@ -144,7 +138,9 @@ def _joined(func: PrimFunc, block: SBlock, accesses: Sequence[tuple[Any, list[An
         body = For(variable, tirx.const(0, variable.ty.dtype), item.dom.extent, tirx.ForKind.SERIAL, body)
     root = SBlockRealize([], True, with_body(func.body.block, body))
     parameters = [lines.get(parameter, parameter) for parameter in func.params]
-    return PrimFunc(parameters, root, func.ret_type, func.attrs).with_attr(_PARAMETERS, list(func.params))
+    joined = PrimFunc(parameters, root, func.ret_type, func.attrs).with_attr(_PARAMETERS, list(func.params))
+    # A value that was inlined at several places defines the same variable at each of them.
+    return tirx.transform.ConvertSSA()(tvm.IRModule({"main": joined}))["main"]
 
 
 def _region(region: Any, lines: Mapping[Any, Any], place: tirx.Var, count: int) -> Any:
