@@ -344,6 +344,10 @@ _LINES = {
     "Relu": ([("Relu", ["x"], ["y"])], True),
     "a number for each channel": ([("Add", ["x", "channels"], ["a"]), ("Sigmoid", ["a"], ["y"])], True),
     "a concatenation of channels": ([("Concat", ["x", "z"], ["y"], {"axis": 1})], True),
+    "a concatenation of lines": ([("Concat", ["x", "z"], ["y"], {"axis": 2})], True),
+    "a concatenation of batches": ([("Concat", ["x", "z", "x"], ["y"], {"axis": 0})], True),
+    "more lines around": ([("Pad", ["x", "widths"], ["y"])], True),
+    "all lines but one": ([("Slice", ["x", "one", "large", "two"], ["y"])], True),
     "reversed channels": ([("Slice", ["x", "last", "first", "one", "last"], ["y"])], True),
     "a choice": ([("Less", ["x", "z"], ["c"]), ("Where", ["c", "x", "channels"], ["y"])], True),
     "a number for each column": ([("ReduceMax", ["z"], ["m"], {"axes": [2]}), ("Sub", ["x", "m"], ["y"])], False),
@@ -369,7 +373,9 @@ def test_last_dimensions_of_free_sizes_that_lie_in_order_are_one_line(
     shape = ["batch", 3, "high", "wide"]
     weights = {
         "channels": np.array(_CHANNELS, "float32").reshape(3, 1, 1),
-        **{name: np.array([number]) for name, number in (("last", -1), ("first", -9), ("one", 1))},
+        **{name: np.array([number]) for name, number in (("last", -1), ("first", -9), ("one", 1), ("two", 2))},
+        "large": np.array([1 << 40]),
+        "widths": np.array([0, 0, 1, 0, 1, 0, 2, 0]),
     }
     made = [helper.make_node(name, inputs, outputs, **dict(*more)) for name, inputs, outputs, *more in nodes]
     inputs = [(name, shape) for name in "xz" if any(name in node.input for node in made)]
