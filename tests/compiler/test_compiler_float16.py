@@ -15,6 +15,7 @@ from support.arrays import normal
 from tvmflow.arrays import Array
 from tvmflow.compiler import build, import_onnx
 from tvmflow.compiler.importer import survey_onnx
+from tvmflow.compiler.passes.simplify import remove_identities
 from tvmflow.hardware.target import Target
 
 HALF = TensorProto.FLOAT16
@@ -149,3 +150,38 @@ def test_a_library_holds_the_weights_in_two_bytes(make_model: Any, target: Targe
     stored = sum(weight.nbytes for weight in weights.values())
     # The code of such a library takes less than 100 KiB.
     assert stored < (tmp_path / "mod.so").stat().st_size < 1.1 * stored + 100 * 1024
+
+
+_MOVES = {
+    "a concatenation": [("Concat", ["x", "z"], {"axis": 1})],
+    "a transpose": [("Transpose", ["x"], {"perm": [1, 0]})],
+    "several": [
+        ("Concat", ["x", "z"], {"axis": 0}),
+        ("Unsqueeze", ["v0", "axes"], {}),
+        ("Gather", ["v1", "places"], {}),
+    ],
+    "a choice": [("Greater", ["x", "z"], {}), ("Where", ["v0", "z", "half"], {})],
+}
+
+
+@pytest.mark.parametrize("case", _MOVES)
+def test_numbers_that_only_move_stay_float16(case: str, make_model: Any, target: Target) -> None:
+    nodes = [helper.make_node(name, ins, [f"v{place}"], **more) for place, (name, ins, more) in enumerate(_MOVES[case])]
+    nodes[-1].output[0] = "y"
+    weights = {"axes": np.array([1]), "places": np.array([2, 0, 1]), "half": np.array(0.5, "float16")}
+    read = {name for node in nodes for name in node.input}
+    inputs = [(name, ["rows", "few"], HALF) for name in "xz" if name in read]
+    path = make_model(nodes, inputs, [], {name: weights[name] for name in weights if name in read})
+    model = onnx.load(path)
+    model.graph.output.append(helper.make_empty_tensor_value_info("y"))
+    model.graph.output[0].type.tensor_type.elem_type = HALF
+    onnx.save(model, path)
+    arrays = [_halves(5, 3, seed=seed) for seed in range(len(inputs))]
+    arrays[0][0] = np.array([np.inf, -0.0, np.nan], "float16")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (expected,) = session.run(None, dict(zip([name for name, *_ in inputs], arrays, strict=True)))
+    (actual,) = build(import_onnx(path), target).load().run(*arrays)
+    np.testing.assert_array_equal(actual, expected)
+    moved = remove_identities()(import_onnx(path).mod)["main"].script()
+    # Numbers are compared in float32.
+    assert moved.count("astype") == (2 if case == "a choice" else 0)

@@ -13,6 +13,7 @@ from tvm.s_tir import Schedule
 
 from support.arrays import normal
 from support.machines import AVX512
+from tvmflow.arrays import Array
 from tvmflow.compiler import BuildOptions, cost, import_onnx, lower, tiles, workloads
 from tvmflow.compiler.annotations import KERNEL
 from tvmflow.compiler.inspection import Inspection
@@ -343,6 +344,10 @@ _LINES = {
     "Relu": ([("Relu", ["x"], ["y"])], True),
     "a number for each channel": ([("Add", ["x", "channels"], ["a"]), ("Sigmoid", ["a"], ["y"])], True),
     "a concatenation of channels": ([("Concat", ["x", "z"], ["y"], {"axis": 1})], True),
+    "a concatenation of lines": ([("Concat", ["x", "z"], ["y"], {"axis": 2})], True),
+    "a concatenation of batches": ([("Concat", ["x", "z", "x"], ["y"], {"axis": 0})], True),
+    "more lines around": ([("Pad", ["x", "widths"], ["y"])], True),
+    "all lines but one": ([("Slice", ["x", "one", "large", "two"], ["y"])], True),
     "reversed channels": ([("Slice", ["x", "last", "first", "one", "last"], ["y"])], True),
     "a choice": ([("Less", ["x", "z"], ["c"]), ("Where", ["c", "x", "channels"], ["y"])], True),
     "a number for each column": ([("ReduceMax", ["z"], ["m"], {"axes": [2]}), ("Sub", ["x", "m"], ["y"])], False),
@@ -368,7 +373,9 @@ def test_last_dimensions_of_free_sizes_that_lie_in_order_are_one_line(
     shape = ["batch", 3, "high", "wide"]
     weights = {
         "channels": np.array(_CHANNELS, "float32").reshape(3, 1, 1),
-        **{name: np.array([number]) for name, number in (("last", -1), ("first", -9), ("one", 1))},
+        **{name: np.array([number]) for name, number in (("last", -1), ("first", -9), ("one", 1), ("two", 2))},
+        "large": np.array([1 << 40]),
+        "widths": np.array([0, 0, 1, 0, 1, 0, 2, 0]),
     }
     made = [helper.make_node(name, inputs, outputs, **dict(*more)) for name, inputs, outputs, *more in nodes]
     inputs = [(name, shape) for name in "xz" if any(name in node.input for node in made)]
@@ -378,3 +385,47 @@ def test_last_dimensions_of_free_sizes_that_lie_in_order_are_one_line(
     feeds = [{name: normal(*size, seed=seed) for seed, (name, _) in enumerate(inputs)} for size in sizes]
     assert_same_as_onnxruntime(path, *feeds)
     assert any(0 < rank < 4 for rank in ranks) == is_joined
+
+
+_SHORT_ROWS = {
+    "Relu": ([("Relu", ["x"], ["y"])], "float32"),
+    "a choice": ([("Less", ["x", "z"], ["c"]), ("Where", ["c", "x", "z"], ["y"])], "float32"),
+    "a negation": ([("Not", ["x"], ["b"]), ("Cast", ["b"], ["y"], {"to": TensorProto.FLOAT})], "bool"),
+    "a quotient": ([("Div", ["x", "z"], ["q"]), ("Cast", ["q"], ["y"], {"to": TensorProto.FLOAT})], "int32"),
+    "a maximum": ([("Max", ["x", "z"], ["y"])], "float32"),
+    "an activation that occurs twice": ([("Softplus", ["x"], ["s"]), ("Mul", ["s", "s"], ["y"])], "float32"),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("case", _SHORT_ROWS)
+def test_short_rows_of_free_sizes_are_one_line(
+    case: str, make_model: Any, assert_same_as_onnxruntime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of three numbers took ten times as long as one line of all of them."""
+    ranks = []
+
+    def join(sch: Schedule, machine: Machine) -> Schedule:
+        joined = join_lines(sch, machine)
+        ranks.append(len(joined.mod["main"].params[-1].shape))
+        return joined
+
+    join_lines = lines.join
+    monkeypatch.setattr(lines, "join", join)
+    nodes, dtype = _SHORT_ROWS[case]
+    made = [helper.make_node(name, inputs, outputs, **dict(*more)) for name, inputs, outputs, *more in nodes]
+    names = [name for name in "xz" if any(name in node.input for node in made)]
+    element_type = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    inputs = [(name, ["rows", "few"], element_type) for name in names]
+    path = make_model(made, inputs, ["y"])
+    sizes = [(700, 3), (5, 1), (2, 41)]
+    feeds = [{name: _numbers(size, dtype, seed) for seed, name in enumerate(names)} for size in sizes]
+    assert_same_as_onnxruntime(path, *feeds)
+    assert ranks
+    assert set(ranks) == {1}
+
+
+def _numbers(size: tuple[int, ...], dtype: str, seed: int) -> Array:
+    values = 50 * normal(*size, seed=seed)
+    # No divisor is zero.
+    return (values > 0) if dtype == "bool" else np.where(abs(values) < 1, 1, values).astype(dtype)

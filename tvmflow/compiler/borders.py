@@ -29,7 +29,7 @@ from tvmflow.compiler.statements import (
 )
 
 # A loop has no more such conditions, as the concatenation of so many tensors and one: each of them is one more loop.
-_MOST_CHOICES = 7
+MOST_CHOICES = 7
 
 
 def split_lines(mod: tvm.IRModule, kind: ForKind = ForKind.SERIAL) -> tvm.IRModule:
@@ -59,7 +59,7 @@ def _split(line: For, kind: ForKind) -> Any:
     if kind == ForKind.PARALLEL and (is_known or inner):
         return line
     choices = [item for item in (value,) if is_choice(item)] if is_known else _choices(value)
-    if len(choices) > _MOST_CHOICES:
+    if len(choices) > MOST_CHOICES:
         return line
     zero = tirx.const(0, line.extent.ty.dtype)
     parts = [(zero, line.extent, value)]

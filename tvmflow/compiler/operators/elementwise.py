@@ -101,7 +101,7 @@ def legalize_extreme(
     first, second = sorted(call.args, key=_is_free_of_nan, reverse=True)
     may_be_nan = not _is_free_of_nan(first)
     limit = None if may_be_nan or first.ty.ndim else tirx.const(numbers_of(first).item(), dtype)
-    name, shape = "maximum" if largest else "minimum", list(call.ty.shape.values)
+    name = "maximum" if largest else "minimum"
 
     def choose(a: Any, b: Any) -> Any:
         # Between variables a choice is no branch, as it is where TVM cannot prove that both operands have this place.
@@ -111,16 +111,12 @@ def legalize_extreme(
             dtype,
         )
 
-    def compute(*tensors: te.Tensor) -> te.Tensor:
-        def element(*index: Any) -> Any:
-            *others, b = (_element(tensor, index, shape) for tensor in tensors)
-            a = others[0] if others else limit
-            return choose(a, b) if may_be_nan else extreme(a, b)
+    def element(*operands: Any) -> Any:
+        *others, b = operands
+        a = others[0] if others else limit
+        return choose(a, b) if may_be_nan else extreme(a, b)
 
-        return te.compute(shape, element, name=name)
-
-    operands = [first, second] if limit is None else [second]
-    return builder.call_te(compute, *operands, primfunc_name_hint=name)
+    return _by_element(builder, call, [first, second] if limit is None else [second], element, name)
 
 
 def legalize_logical(
@@ -140,22 +136,17 @@ def legalize_logical(
         return None
     if not all(isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in (*call.args, call)):
         return None
-    (dtype,), shape = dtypes, list(call.ty.shape.values)
+    (dtype,) = dtypes
 
-    def compute(*tensors: te.Tensor) -> te.Tensor:
-        def element(*index: Any) -> Any:
-            first, *others = (_element(tensor, index, shape) for tensor in tensors)
-            if is_comparison and is_twice:
-                is_different = vectormath.is_nan(first, dtype)
-                return is_different if name == "not_equal" else _xor(is_different, tirx.const(True, "bool"))
-            if is_comparison:
-                return _xor(tirx.EQ(first, *others), tirx.const(True, "bool"))
-            return _xor(first, others[0] if others else tirx.const(True, "bool"))
+    def element(first: Any, *others: Any) -> Any:
+        if is_comparison and is_twice:
+            is_different = vectormath.is_nan(first, dtype)
+            return is_different if name == "not_equal" else _xor(is_different, tirx.const(True, "bool"))
+        if is_comparison:
+            return _xor(tirx.EQ(first, *others), tirx.const(True, "bool"))
+        return _xor(first, others[0] if others else tirx.const(True, "bool"))
 
-        return te.compute(shape, element, name=name)
-
-    operands = call.args[:1] if is_comparison and is_twice else call.args
-    return builder.call_te(compute, *operands, primfunc_name_hint=name)
+    return _by_element(builder, call, call.args[:1] if is_comparison and is_twice else call.args, element, name)
 
 
 def legalize_division(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
@@ -169,17 +160,13 @@ def legalize_division(builder: relax.BlockBuilder, call: relax.Call, _machine: M
         return None
     if not all(isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in (*call.args, call)):
         return None
-    (dtype,), shape = dtypes, list(call.ty.shape.values)
+    (dtype,) = dtypes
     number, whole = _QUOTIENTS[dtype]
 
-    def compute(*tensors: te.Tensor) -> te.Tensor:
-        def element(*index: Any) -> Any:
-            one, other = (_element(tensor, index, shape).astype(number) for tensor in tensors)
-            return (one / other).astype(whole).astype(dtype)
+    def element(one: Any, other: Any) -> Any:
+        return (one.astype(number) / other.astype(number)).astype(whole).astype(dtype)
 
-        return te.compute(shape, element, name="divide")
-
-    return builder.call_te(compute, *call.args, primfunc_name_hint="divide")
+    return _by_element(builder, call, call.args, element, "divide")
 
 
 def legalize_remainder(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
@@ -188,10 +175,10 @@ def legalize_remainder(builder: relax.BlockBuilder, call: relax.Call, _machine: 
     That is called where the quotient has more digits than a float, and for operands that are not finite. Returns None
     for other types, and for unknown shapes.
     """
-    dtypes, shape = {str(tensor.ty.dtype) for tensor in call.args}, list(call.ty.shape.values)
+    dtypes = {str(tensor.ty.dtype) for tensor in call.args}
     if len(dtypes) > 1 or not dtypes <= set(_REMAINDERS):
         return None
-    if not all(isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in call.args):
+    if not all(isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in (*call.args, call)):
         return None
     (dtype,) = dtypes
     function, digits = _REMAINDERS[dtype]
@@ -213,14 +200,10 @@ def legalize_remainder(builder: relax.BlockBuilder, call: relax.Call, _machine: 
 
         return vectormath.let(x / y, choose, dtype)
 
-    def compute(*tensors: te.Tensor) -> te.Tensor:
-        def element(*index: Any) -> Any:
-            one, other = (_element(tensor, index, shape) for tensor in tensors)
-            return vectormath.let(one, lambda a: vectormath.let(other, lambda b: divide(a, b), dtype), dtype)
+    def element(one: Any, other: Any) -> Any:
+        return vectormath.let(one, lambda a: vectormath.let(other, lambda b: divide(a, b), dtype), dtype)
 
-        return te.compute(shape, element, name="remainder")
-
-    return builder.call_te(compute, *call.args, primfunc_name_hint="remainder")
+    return _by_element(builder, call, call.args, element, "remainder")
 
 
 def legalize_class(
@@ -332,6 +315,25 @@ def _parameter(tensor: te.Tensor, index: Sequence[Any], axis: int) -> Any:
 
 def _is_free_of_nan(tensor: relax.Expr) -> bool:
     return isinstance(tensor, tvm.ir.GenericConst) and not np.isnan(numbers_of(tensor)).any()
+
+
+def _by_element(
+    builder: relax.BlockBuilder,
+    call: relax.Call,
+    operands: Sequence[relax.Expr],
+    element: Callable[..., Any],
+    name: str,
+) -> relax.Expr:
+    """Define a function `name` for a call of known shape: `element` of the operands' elements at each place."""
+
+    def compute(*arguments: Any) -> te.Tensor:
+        # Sizes that are operands are those of the tensors: the function has variables of its own for all of them.
+        *tensors, shape = arguments
+        return te.compute(
+            list(shape), lambda *index: element(*(_element(tensor, index, shape) for tensor in tensors)), name=name
+        )
+
+    return builder.call_te(compute, *operands, call.ty.shape, primfunc_name_hint=name)
 
 
 def _element(tensor: te.Tensor, index: Sequence[Any], shape: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ import tvm
 from tvm import relax
 
 from tvmflow.arrays import Array
-from tvmflow.compiler.operators.common import constant, same_shape, static, typical_pixels
+from tvmflow.compiler.operators.common import called_operator, constant, same_shape, static, typical_pixels
 from tvmflow.compiler.passes.rewrite import ELEMENT, Rewriter, dtype, rank, rewriting, sizes, static_sizes
 
 # The largest exponent of a power that is written as a product.
@@ -147,6 +147,46 @@ def _casts_back(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
     return wide.args[0] if (str(call.ty.dtype), str(wide.ty.dtype)) in _EXACT_CASTS else None
 
 
+def _moves_narrow(rewriter: Rewriter, call: relax.Call) -> relax.Expr | None:
+    """Move numbers in the type to which a cast returns them, where they only move in a type that holds all of it."""
+    source = rewriter.call(call.args[0], *_MOVING)
+    if source is None or (dtype(call), dtype(source)) not in _EXACT_CASTS:
+        return None
+    return _moved_as(rewriter, call.args[0], dtype(call))
+
+
+def _moved_as(rewriter: Rewriter, expr: relax.Expr, narrow: str) -> relax.Expr | None:
+    """The numbers of an expression in a narrower type, without a cast; None where others are computed from them."""
+    value, call = rewriter.constant(expr), rewriter.call(expr, "astype", *_MOVING)
+    if value is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            short = value.astype(narrow)
+        return constant(short) if np.array_equal(short.astype(value.dtype), value) else None
+    if call is None or (narrow, dtype(call)) not in _EXACT_CASTS:
+        return None
+    if called_operator(call) == "relax.astype":
+        return call.args[0] if dtype(call.args[0]) == narrow else None
+    if not rewriter.used_once(expr):
+        return None
+    places = _MOVING[called_operator(call).removeprefix("relax.")]
+    operands = [rewriter.behind(call.args[place]) for place in places]
+    is_tuple = isinstance(operands[0], relax.Tuple)
+    parts = list(operands[0].fields) if is_tuple else [call.args[place] for place in places]
+    moved = [_moved_as(rewriter, part, narrow) for part in parts]
+    if any(part is None for part in moved):
+        return None
+    args = list(call.args)
+    for place, part in zip(places, [relax.Tuple(moved)] if is_tuple else moved, strict=True):
+        args[place] = part
+    return rewriter.emit(relax.Call(call.op, args, call.attrs))
+
+
+# The operators that only move numbers, and the places of the operands that have these.
+_MOVING = {
+    **dict.fromkeys(("broadcast_to", "concat", "expand_dims", "flip", "permute_dims", "reshape", "squeeze"), (0,)),
+    **dict.fromkeys(("gather_elements", "gather_nd", "repeat", "strided_slice", "take", "tile"), (0,)),
+    "where": (1, 2),
+}
 # The casts of floats, and of integers to floats, that change no value.
 _EXACT_CASTS = {
     *(("float16", wide) for wide in ("float32", "float64")),
@@ -210,7 +250,7 @@ def remove_identities() -> tvm.transform.Pass:
             "subtract": (_drop_operand(0, both=False),),
             "multiply": (_drop_operand(1, both=True),),
             "divide": (_drop_operand(1, both=False),),
-            "astype": (_keeps_everything, _casts_back),
+            "astype": (_keeps_everything, _casts_back, _moves_narrow),
             "broadcast_to": (_keeps_everything,),
             "reshape": (_keeps_everything,),
             "nn.pad": (_keeps_everything,),

@@ -20,6 +20,8 @@ from tvmflow.compiler.operators.common import static
 _IMAGE = 4
 # The most nodes that all copies of an inlined expression may have together: TVM takes minutes for longer ones.
 _LARGEST_COPIES = 200
+# So many vectors of a single line of free length are a task for one core.
+_VECTORS = 64
 # The functions that the C library computes one element at a time.
 _SLOW = frozenset(
     f"tirx.{name}" for name in ("exp", "log", "log2", "log10", "log1p", "pow", "tanh", "sin", "cos", "erf")
@@ -216,6 +218,11 @@ def parallel_vectorized(sch: Schedule, block: SBlockRV, machine: Machine) -> Non
         can_partition = is_static(sch) if size is not None else not chooses_along_last(sch, block)
         # Without vectors, a reduction over rows would read each column by itself.
         along_rows = bool(reduced) and reads_along_last(sch, block)
+        if size is None and can_partition and not spatial and not reduced:
+            # A loop that cores share has no vectors of its own where the value is a choice.
+            task, inner = sch.split(inner, [None, _VECTORS * machine.lanes])
+            spatial.append(task)
+            tasks = machine.cores
         partitioned = not whole and (tasks >= machine.cores or along_rows) and can_partition
         if whole or partitioned:
             rest, vector = sch.split(inner, [None, lanes if whole else machine.lanes])

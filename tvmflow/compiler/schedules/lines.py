@@ -2,11 +2,12 @@
 
 A loop over a dimension of two elements, or of a free size that may be as short, has no vectors. Where each tensor that
 a block reads or writes has the same last dimensions at the same index, or does not depend on them, these dimensions are
-one line of memory.
+one line of memory. Along the first of them, a tensor may have another size and be read from another place on, and a
+condition may ask for the index: so do the parts of a concatenation, and data within padding.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -16,15 +17,16 @@ from tvm import tirx
 from tvm.s_tir import SBlock, SBlockRealize, Schedule
 from tvm.tirx import BufferStore, For, PrimFunc, SeqStmt
 
+from tvmflow.compiler.borders import MOST_CHOICES
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import static
 from tvmflow.compiler.schedules import common
 from tvmflow.compiler.statements import is_one_of, replace_variables, uses, with_body
 
+# The comparisons that a condition may have.
+_COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 # The attribute of a function with joined dimensions: its parameters as they were.
 _PARAMETERS = "tvmflow.parameters"
-# So many dimensions stay as they are where all of them are one line.
-_TASKS = 2
 
 
 def join(sch: Schedule, machine: Machine) -> Schedule:
@@ -44,10 +46,6 @@ def join(sch: Schedule, machine: Machine) -> Schedule:
     accesses = _accesses(block)
     rank = len(block.iter_vars)
     count = next((n for n in range(rank, 1, -1) if _are_lines(block, accesses, n)), 0)
-    if count == rank:
-        # The first dimensions, such as the batch and the channels, are shared by the cores. One line would be a loop
-        # of single elements.
-        count = max(rank - _TASKS, 0)
     extents = [static(item.dom.extent) for item in block.iter_vars[-count:]] if count > 1 else []
     if None not in extents or (extents[-1] or 0) >= machine.lanes:
         return sch
@@ -86,73 +84,130 @@ def _are_lines(block: SBlock, accesses: Sequence[tuple[Any, list[Any]]], count: 
     """Whether the last `count` dimensions are the last ones of each tensor that depends on them."""
     last = block.iter_vars[-count:]
     variables = [item.var for item in last]
-    lines = [buffer for buffer, indices in accesses if _is_line((buffer, indices), last)]
+    lines = [buffer for buffer, indices in accesses if _first(buffer, indices, last) is not None]
     for buffer, indices in accesses:
         if is_one_of(buffer, lines):
-            if not _is_line((buffer, indices), last):
+            if _first(buffer, indices, last) is None:
                 return False
         elif any(uses(index, *variables) for index in indices):
             return False
-    return _is_line(accesses[0], last) and not _used_elsewhere(block.body.value, variables)
-
-
-def _is_line(access: tuple[Any, list[Any]], last: Sequence[tirx.IterVar]) -> bool:
-    """Whether the dimensions `last` of a block are the last ones of a tensor, at the indices of an access."""
-    buffer, indices = access
-    before, ends = indices[: -len(last)], indices[-len(last) :]
-    if len(ends) < len(last) or any(uses(index, *(item.var for item in last)) for index in before):
+    target, indices = accesses[0]
+    start = _first(target, indices, last)
+    is_whole = start is not None and static(start) == 0
+    if not is_whole or not tvm_ffi.structural_equal(target.shape[-count], last[0].dom.extent):
         return False
-    sizes = buffer.shape[-len(last) :]
-    return all(
-        isinstance(index, tirx.Var) and index.same_as(item.var) and tvm_ffi.structural_equal(size, item.dom.extent)
-        for index, size, item in zip(ends, sizes, last, strict=True)
+    found: list[Any] = []
+
+    def remove(comparison: Any) -> Any:
+        moved = _moved(comparison, variables, variables[0], tirx.const(1, variables[0].ty.dtype))
+        found.extend([] if moved is None else [moved])
+        return comparison if moved is None else tirx.const(True, "bool")
+
+    # Conditions are left out of a loop by one loop more for each.
+    without_reads = tvm_ffi.structural_map(
+        block.body.value, (tvm.ir.TensorLoad, lambda load: tirx.const(0, load.ty.dtype))
+    )
+    return not uses(tvm_ffi.structural_map(without_reads, (_COMPARISONS, remove)), *variables) and (
+        len(found) <= MOST_CHOICES
     )
 
 
-def _used_elsewhere(value: Any, variables: Sequence[tirx.Var]) -> bool:
-    """Whether an expression depends on variables otherwise than by the tensors that it reads."""
-    constant = tvm_ffi.structural_map(value, (tvm.ir.TensorLoad, lambda load: tirx.const(0, load.ty.dtype)))
-    return uses(constant, *variables)
+def _first(buffer: Any, indices: Sequence[Any], last: Sequence[tirx.IterVar]) -> Any:
+    """The index along the first of the dimensions `last` at which a block reads a tensor when its own index is zero.
+
+    It is None unless the tensor's last dimensions are these, at the same index but for the first one.
+    """
+    variables = [item.var for item in last]
+    before, ends = indices[: -len(last)], indices[-len(last) :]
+    if len(ends) < len(last) or any(uses(index, *variables) for index in before):
+        return None
+    for index, size, item in zip(ends[1:], buffer.shape[1 - len(last) :], last[1:], strict=True):
+        is_same = isinstance(index, tirx.Var) and index.same_as(item.var)
+        if not is_same or not tvm_ffi.structural_equal(size, item.dom.extent):
+            return None
+    return _without(ends[0] - variables[0], variables)
+
+
+def _without(expr: Any, variables: Sequence[tirx.Var]) -> Any:
+    """An expression, simplified; None where it depends on any of the variables."""
+    simple = tvm.sym.Analyzer().simplify(expr)
+    return None if uses(simple, *variables) else simple
+
+
+def _moved(comparison: Any, variables: Sequence[tirx.Var], place: Any, rest: Any) -> Any:
+    """A comparison of the first of the variables with a number, of a place in a line of `rest` elements for each.
+
+    It is None for other comparisons.
+    """
+    if not str(comparison.a.ty.dtype).startswith("int"):
+        return None
+    difference, less = comparison.a - comparison.b, isinstance(comparison, tirx.LT | tirx.LE)
+    bound, is_strict = _without(variables[0] - difference, variables), isinstance(comparison, tirx.LT | tirx.GE)
+    if bound is None:
+        # The variable is on the other side.
+        bound, less, is_strict = _without(variables[0] + difference, variables), not less, not is_strict
+    if bound is None:
+        return None
+    end = (bound if is_strict else bound + 1) * rest
+    return place < end if less else place >= end
 
 
 def _joined(func: PrimFunc, block: SBlock, accesses: Sequence[tuple[Any, list[Any]]], count: int) -> PrimFunc:
     """The function whose block has one dimension in the place of its last `count`, and so have its tensors."""
     last = block.iter_vars[-count:]
+    variables = [item.var for item in last]
+    rest = reduce(operator.mul, (item.dom.extent for item in last[1:]))
+    # The sizes in this order, as TVM's proofs have them.
     size = reduce(operator.mul, (item.dom.extent for item in last))
     place = tirx.Var("place", last[0].var.ty)
     lines = {
-        buffer: tirx.decl_buffer([*buffer.shape[:-count], size], buffer.dtype, buffer.name, layout=None)
+        buffer: tirx.decl_buffer(
+            [*buffer.shape[:-count], reduce(operator.mul, buffer.shape[-count:])],
+            buffer.dtype,
+            buffer.name,
+            layout=None,
+        )
         for buffer, indices in accesses
-        if _is_line((buffer, indices), last)
+        if _first(buffer, indices, last) is not None
     }
+
+    def spot(buffer: Any, indices: Sequence[Any]) -> list[Any]:
+        first = _first(buffer, indices, last)
+        return [*indices[:-count], place if static(first) == 0 else place + first * rest]
 
     def load(access: tvm.ir.TensorLoad) -> Any:
         if access.source not in lines:
             return access
-        return lines[access.source][(*access.indices[:-count], place)]
+        return lines[access.source][tuple(spot(access.source, access.indices))]
 
-    value = tvm_ffi.structural_map(block.body.value, (tvm.ir.TensorLoad, load))
+    def compare(comparison: Any) -> Any:
+        moved = _moved(comparison, variables, place, rest)
+        return comparison if moved is None else moved
+
+    def regions(tensors: Sequence[tuple[Any, list[Any]]]) -> list[Any]:
+        spots = (
+            (lines[buffer], spot(buffer, indices)) if buffer in lines else (buffer, indices)
+            for buffer, indices in tensors
+        )
+        return [
+            tirx.BufferRegion(buffer, [tvm.ir.Range.from_min_extent(index, 1) for index in indices])
+            for buffer, indices in spots
+        ]
+
+    value = tvm_ffi.structural_map(block.body.value, [(tvm.ir.TensorLoad, load), (_COMPARISONS, compare)])
     target = lines[block.body.buffer]
     store = BufferStore(target, value, [*block.body.indices[:-count], place])
     iter_vars = [*block.iter_vars[:-count], tirx.IterVar(tvm.ir.Range(0, size), place, tirx.IterVar.DataPar)]
-    reads = [_region(region, lines, place, count) for region in block.reads]
-    writes = [_region(region, lines, place, count) for region in block.writes]
-    inner = SBlock(iter_vars, reads, writes, block.name_hint, store)
+    inner = SBlock(iter_vars, regions(accesses[1:]), regions(accesses[:1]), block.name_hint, store)
     loops = [tirx.Var(item.var.name, item.var.ty) for item in iter_vars]
     body: Any = SBlockRealize(loops, True, inner)
     for variable, item in zip(reversed(loops), reversed(iter_vars), strict=True):
         body = For(variable, tirx.const(0, variable.ty.dtype), item.dom.extent, tirx.ForKind.SERIAL, body)
     root = SBlockRealize([], True, with_body(func.body.block, body))
     parameters = [lines.get(parameter, parameter) for parameter in func.params]
-    return PrimFunc(parameters, root, func.ret_type, func.attrs).with_attr(_PARAMETERS, list(func.params))
-
-
-def _region(region: Any, lines: Mapping[Any, Any], place: tirx.Var, count: int) -> Any:
-    """The region of a tensor whose last `count` dimensions are one, at a place along it."""
-    if region.source not in lines:
-        return region
-    spans = [*region.region[:-count], tvm.ir.Range.from_min_extent(place, 1)]
-    return tirx.BufferRegion(lines[region.source], spans)
+    joined = PrimFunc(parameters, root, func.ret_type, func.attrs).with_attr(_PARAMETERS, list(func.params))
+    # A value that was inlined at several places defines the same variable at each of them.
+    return tirx.transform.ConvertSSA()(tvm.IRModule({"main": joined}))["main"]
 
 
 def separate(func: PrimFunc) -> PrimFunc:
