@@ -77,7 +77,6 @@ _REASONS = {
     "operators.scans._VECTORS": "amortisation: neighbouring numbers of a slice that one core adds",
     "operators.scatter._PARTS": "balance: pieces of a core that other programs delay",
     "operators.selection._BLOCK": "operations: comparisons beside steps of a merge",
-    "operators.selection._LEAST": "range of the numbers",
     "operators.selection._SPARE": "amortisation: elements that share the choice of the first ones",
     "operators.trees._MOST_ROWS": "amortisation: rows that share the reading of a tree",
     "operators.trees._PATHS": "instruction set: general-purpose registers",

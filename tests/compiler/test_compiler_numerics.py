@@ -460,6 +460,42 @@ def test_inverse_and_hyperbolic_functions_and_logarithms_are_those_of_numpy_in_v
         np.testing.assert_allclose(ours[places], expected, rtol=5e-7, atol=1e-44, err_msg=name)
 
 
+def test_exponentials_of_doubles_are_those_of_numpy_in_vectors(make_model: Any, target: Any, run_built: Any) -> None:
+    rng = np.random.default_rng(2)
+    ends = [0.0, -0.0, np.inf, -np.inf, np.nan, 709.78, 709.79, -745.13, -745.2, 1e300, -1e300, 1e-300, -1e-300]
+    x = np.concatenate([rng.uniform(-50, 50, 500), rng.uniform(-1, 1, 500), rng.uniform(-745, 709, 487), ends])
+    x = x.reshape(5, 300)
+    operators = ["Exp", "Tanh", "Sigmoid", "Softmax", "LogSoftmax"]
+    nodes = [helper.make_node(operator, ["x"], [operator]) for operator in operators]
+    # The last dimension of the first results has infinities, and that of the last ones none.
+    nodes += [
+        helper.make_node(operator, ["z"], [f"{operator}{axis}"], axis=axis)
+        for operator in operators[3:]
+        for axis in (0, 1)
+    ]
+    outputs = [(node.output[0], None, TensorProto.DOUBLE) for node in nodes]
+    path = make_model(nodes, [("x", [5, 300], TensorProto.DOUBLE), ("z", ["n", 7], TensorProto.DOUBLE)], outputs)
+    model = build(import_onnx(path), target, inspect=Inspection(code=("tir",)))
+    assert not re.search(r"T\.(exp|tanh|sigmoid)\(", model.inspected.code["tir"])
+    z = rng.uniform(-30, 30, (6, 7))
+
+    def softmax(numbers: Any, axis: int) -> Any:
+        shifted = np.exp(numbers - numbers.max(axis, keepdims=True))
+        return shifted / shifted.sum(axis, keepdims=True)
+
+    with np.errstate(all="ignore"):
+        expected = [np.exp(x), np.tanh(x), 1 / (1 + np.exp(-x)), softmax(x, -1), np.log(softmax(x, -1))]
+        expected += [softmax(z, 0), softmax(z, 1), np.log(softmax(z, 0)), np.log(softmax(z, 1))]
+    for name, ours, theirs in zip(outputs, run_built(model, x, z), expected, strict=True):
+        # A logistic function below the smallest normal number may be zero.
+        bounds = {"rtol": 1e-12, "atol": 1e-12} if "Log" in name[0] else {"rtol": 4e-15, "atol": 0.0}
+        if name[0] in ("Sigmoid", "LogSoftmax"):
+            ours, theirs = (np.where(np.abs(theirs) < 700, item, 0) for item in (ours, theirs))
+            bounds["atol"] = max(bounds["atol"], 3e-308)
+        np.testing.assert_allclose(ours, theirs, **bounds, err_msg=name[0])
+        np.testing.assert_array_equal(np.signbit(ours[theirs == 0]), np.signbit(theirs[theirs == 0]))
+
+
 def test_odd_functions_keep_the_sign_of_zero(make_model: Any, target: Any, run_built: Any) -> None:
     functions = ["Sin", "Tan", "Asin", "Atan", "Sinh", "Asinh", "Atanh", "Tanh", "Erf"]
     nodes = [helper.make_node(name, ["x"], [name]) for name in functions]

@@ -256,6 +256,36 @@ def test_convolutions_of_integers_along_lines_have_dot_products(
     assert rule_counts(model)["dot_conv2d"] == 1
 
 
+@pytest.mark.parametrize("size", [9, "size"], ids=["fixed", "free"])
+def test_computed_weights_of_integers_are_multiplied_by_patches(
+    size: int | str, make_model: MakeModel, run_built: RunBuilt, int8: Target
+) -> None:
+    rng = np.random.default_rng(3)
+    forms: list[tuple[str, tuple[int, ...], list[str], dict[str, Any]]] = [
+        ("uint8", (20, 8, 3, 3), ["zero"], {"pads": [1, 0, 1, 2]}),
+        ("int8", (20, 8, 3, 3), ["z"], {"strides": [2, 1], "pads": [1, 1, 1, 1]}),
+        ("uint8", (20, 4, 3, 2), ["z", "zeros"], {"group": 2, "dilations": [2, 1]}),
+        ("int8", (20, 8, 1, 1), [], {}),
+        ("uint8", (20, 8, 3, 3), ["zero", "z"], {"auto_pad": "SAME_UPPER"}),
+    ]
+    weights = {"zero": np.array(117, "uint8"), "zeros": rng.integers(0, 256, 20).astype("uint8")}
+    inputs = {"x": rng.integers(0, 256, (2, 8, 9, 9)).astype("uint8"), "z": np.array(121, "uint8")}
+    infos = [("x", [2, 8, size, size], TensorProto.UINT8), ("z", [], TensorProto.UINT8)]
+    nodes = []
+    for place, (dtype, shape, zeros, attributes) in enumerate(forms):
+        inputs[f"w{place}"] = rng.integers(-128, 128, shape).astype(dtype)
+        infos.append((f"w{place}", list(shape), TensorProto.UINT8 if dtype == "uint8" else TensorProto.INT8))
+        nodes.append(helper.make_node("ConvInteger", ["x", f"w{place}", *zeros], [f"y{place}"], **attributes))
+    outputs = [(f"y{place}", None, TensorProto.INT32) for place in range(len(nodes))]
+    path = make_model(nodes, infos, outputs, weights)
+    model = build(import_onnx(path), int8)
+    expected = onnx.reference.ReferenceEvaluator(str(path)).run(None, inputs)
+    for place, (ours, theirs) in enumerate(zip(run_built(model, *inputs.values()), expected, strict=True)):
+        assert np.array_equal(ours, theirs), place
+    # The padding of the last one depends on the free size.
+    assert rule_counts(model)["dot_rows"] == len(forms) - (size == "size")
+
+
 @pytest.mark.long
 def test_without_dot_products_operators_of_integers_are_computed_in_float32(make_model: MakeModel) -> None:
     path, _ = _integer_nodes(make_model)

@@ -118,6 +118,41 @@ def test_not_a_number_counts_as_the_largest_and_zeros_are_equal(
     np.testing.assert_array_equal(values[0], x[0, expected])
 
 
+_TYPES = {"int32": TensorProto.INT32, "int64": TensorProto.INT64, "float64": TensorProto.DOUBLE}
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
+@pytest.mark.parametrize("dtype", _TYPES)
+def test_integers_and_doubles_are_selected_too(make_model: Any, run_built: Any, dtype: str, free: bool) -> None:
+    x = np.round(3 * normal(3, 90)).astype(dtype)
+    # The smallest integers are among the first ones of the last line, and of the one before it if most are asked for.
+    smallest, largest = (-np.inf, np.inf) if dtype == "float64" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    x[1, 7:40], x[2], x[2, [3, 44]] = smallest, smallest, [largest, 5]
+    nodes, outputs, counts = [], [], {}
+    for k in (1, 4, 70):
+        counts[f"k{k}"] = np.array([k], "int64")
+        for is_largest in (0, 1):
+            names = [f"{name}{k}{is_largest}" for name in ("y", "places")]
+            nodes.append(helper.make_node("TopK", ["x", f"k{k}"], names, largest=is_largest))
+            outputs += [(names[0], None, _TYPES[dtype]), (names[1], None, TensorProto.INT64)]
+    for operator in ("ArgMax", "ArgMin"):
+        nodes.append(helper.make_node(operator, ["x"], [operator], axis=1))
+        outputs.append((operator, None, TensorProto.INT64))
+    path = make_model(nodes, [("x", ["n", "m"] if free else [3, 90], _TYPES[dtype])], outputs, counts)
+    model = build(import_onnx(path), resolve("native"))
+    expected = []
+    for k in (1, 4, 70):
+        for is_largest in (0, 1):
+            # The complement of an integer has the opposite order, and that of the smallest one is the largest one.
+            keys = (~x if dtype != "float64" else -x) if is_largest else x
+            places = np.argsort(keys, axis=1, kind="stable")[:, :k]
+            expected += [np.take_along_axis(x, places, 1), places]
+    expected += [np.argmax(x, 1)[:, None], np.argmin(x, 1)[:, None]]
+    for place, (ours, theirs) in enumerate(zip(run_built(model, x), expected, strict=True)):
+        np.testing.assert_array_equal(ours, theirs, str(place))
+    assert rule_counts(model)["selection"] == len(nodes)
+
+
 @pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
 def test_the_place_of_the_first_element_is_that_of_onnx_runtime(assert_all_same: Any, free: bool) -> None:
     cases = []

@@ -6,17 +6,19 @@ zero point was subtracted.
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 import onnx
-from tvm import relax
+from tvm import relax, te
 
 from tvmflow.compiler.onnx.broadcasting import agree_in_product
 from tvmflow.compiler.onnx.node import Converter, FreeSizeError, Node, UnsupportedFormError
 from tvmflow.compiler.onnx.values import const, dims_of, dtype_of
-from tvmflow.compiler.onnx.vision import pads_for_last_windows
+from tvmflow.compiler.onnx.vision import convert_padding, pads_for_last_windows
+from tvmflow.compiler.operators.common import OPAQUE
 
 # The attributes of a node that its counterpart on float32 tensors does not have.
 _OWN = ("tvm_custom", "channels_last", "opset")
@@ -164,14 +166,73 @@ def convert_matmul_integer(node: Node) -> relax.Expr:
 def convert_conv_integer(node: Node) -> relax.Expr:
     """Return the Relax expression of ConvInteger: an int32 convolution of integers less their zero points.
 
-    Padding is zero after the zero point is subtracted.
+    Padding is zero after the zero point is subtracted. Computed weights are multiplied by the patches of the data.
     """
+    if node.constant(1) is None:
+        result = _convolve_by_computed(node)
+        if result is not None:
+            return result
     zero = node.input(3)
     if zero is not None and dims_of(zero) not in ([], [1]):
         zero = node.emit(relax.op.reshape(zero, [-1] + [1] * (node.inputs[1].ty.ndim - 1)))
     attributes = {name: value for name, value in node.attrs.items() if name not in _OWN}
     data, weight = _centred(node, node.inputs[0], node.input(2)), _centred(node, node.inputs[1], zero)
     return node.apply("Conv", data, weight, **attributes)
+
+
+def _convolve_by_computed(node: Node) -> relax.Expr | None:
+    """The product of ConvInteger's computed weights by the patches of the data.
+
+    None for depthwise weights, and for padding that depends on a free size.
+    """
+    dims, kernel = (dims_of(expr) for expr in node.inputs[:2])
+    groups = int(node.attrs.get("group", 1))
+    if dims is None or kernel is None or (groups > 1 and kernel[1] == 1):
+        return None
+    if node.text("auto_pad", "NOTSET").startswith("SAME") and not all(isinstance(size, int) for size in dims[2:]):
+        return None
+    # The padding has the value of zero, which is subtracted in the product.
+    own = replace(node, inputs=node.inputs[:2], attrs=dict(node.attrs))
+    convert_padding("Conv")(own)
+    (data, weight), rank, emit = own.inputs, len(dims) - 2, node.emit
+    pads, strides, dilations = (
+        own.attrs.get(name, [default] * count * rank)
+        for name, default, count in (("pads", 0, 2), ("strides", 1, 1), ("dilations", 1, 1))
+    )
+    zero = const(0, dtype_of(data)) if node.input(2) is None else emit(relax.op.reshape(node.inputs[2], ()))
+    if dtype_of(data) == "uint8":
+        # Right operands of products are signed, and the image is smaller than its patches.
+        data, zero = (emit(relax.op.astype(_centred(node, value, const(128)), "int8")) for value in (data, zero))
+    if any(pads):
+        widths = const(np.array([0, 0, *pads[:rank], 0, 0, *pads[rank:]], "int64"))
+        data = node.apply("Pad", data, widths, zero)
+    outputs, depth, *taps = dims_of(weight)  # type: ignore[misc]
+    batch, channels, *sizes = dims_of(data)  # type: ignore[misc]
+    evaluator = node.evaluator
+    pixels = [
+        evaluator.simplify((size - (count - 1) * dilation - 1) // stride + 1)
+        for size, count, stride, dilation in zip(sizes, taps, strides, dilations, strict=True)
+    ]
+
+    def cut(image: te.Tensor) -> te.Tensor:
+        def element(n: Any, c: Any, *index: Any) -> Any:
+            at = zip(index[:rank], index[rank:], strides, dilations, strict=True)
+            return image[(n, c, *(pixel * stride + tap * dilation for tap, pixel, stride, dilation in at))]
+
+        return te.compute((batch, channels, *taps, *pixels), element, name="patches")
+
+    if any(count > 1 for count in (*taps, *strides)):
+        data = emit(node.builder.call_te(cut, data, primfunc_name_hint="patches", primfunc_attrs=OPAQUE))
+    multiply = partial(reduce, evaluator.multiply)
+    steps, rows = multiply([depth, *taps]), outputs // groups if groups > 1 else outputs
+    patches = emit(relax.op.reshape(data, relax.ShapeExpr([batch, groups, steps, multiply(pixels)])))
+    matrix = emit(relax.op.reshape(weight, relax.ShapeExpr([groups, rows, steps])))
+    shift = node.input(3)
+    if shift is not None and dims_of(shift) not in ([], [1]):
+        shift = emit(relax.op.reshape(node.with_sizes(shift, [outputs]), relax.ShapeExpr([groups, rows, 1])))
+    operands = _centred(node, matrix, shift), _centred(node, patches, zero)
+    result = emit(relax.op.matmul(*operands, out_dtype="int32"))
+    return relax.op.reshape(result, relax.ShapeExpr([batch, outputs, *pixels]))
 
 
 def convert_matmul_integer_to_float(node: Node) -> relax.Expr:

@@ -7,7 +7,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from tvmflow.compiler import vectormath
+from tvmflow.compiler import doublemath, vectormath
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators.common import is_float32, numbers_of, static
 
@@ -34,6 +34,12 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "relax.nn.gelu": vectormath.gelu,
     "relax.nn.gelu_tanh": vectormath.gelu_tanh,
 }
+# Those that are defined for float64 too.
+DOUBLES: dict[str, Callable[[Any], Any]] = {
+    "relax.exp": doublemath.exp,
+    "relax.tanh": doublemath.tanh,
+    "relax.sigmoid": doublemath.sigmoid,
+}
 # The operators that `legalize_class` defines.
 CLASSES: dict[str, Callable[[Any, str], Any]] = {
     "relax.isnan": vectormath.is_nan,
@@ -55,8 +61,10 @@ LOGICAL = ("logical_not", "logical_xor", "not_equal", "equal", "greater_equal", 
 def legalize(
     builder: relax.BlockBuilder, call: relax.Call, _machine: Machine, function: Callable[[Any], Any]
 ) -> relax.Expr | None:
-    """Apply `function` to every element of a float32 tensor; None for other types."""
-    if not is_float32(call.args[0]):
+    """Apply `function` to every element of a float32 tensor, or that of `DOUBLES` to float64; None for other types."""
+    if str(call.args[0].ty.dtype) == "float64" and call.op.name in DOUBLES:
+        function = DOUBLES[call.op.name]
+    elif not is_float32(call.args[0]):
         return None
     name = call.op.name.rpartition(".")[2]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tvm import relax, te, tirx, topi
 
-from tvmflow.compiler import vectormath
+from tvmflow.compiler import doublemath, vectormath
 from tvmflow.compiler.annotations import KERNEL, LEAD
 from tvmflow.compiler.machine import Machine
 from tvmflow.compiler.operators import free_softmax, reductions
@@ -20,9 +20,9 @@ Row = Callable[[Sequence[Any]], Any]
 def legalize_softmax(
     builder: relax.BlockBuilder, call: relax.Call, machine: Machine, logarithm: bool = False
 ) -> relax.Expr | None:
-    """Define float32 softmax over a dimension, or its logarithm; None for other types."""
+    """Define softmax of float32 or float64 over a dimension, or its logarithm; None for other types."""
     data, hint = call.args[0], call.op.name.rpartition(".")[2]
-    if not is_float32(data):
+    if str(data.ty.dtype) not in ("float32", "float64"):
         return None
     axis = int(call.attrs.axis) % data.ty.ndim
     shape = list(data.ty.shape.values)
@@ -32,7 +32,7 @@ def legalize_softmax(
         apply = relax.op.nn.log_softmax if logarithm else relax.op.nn.softmax
         rows = legalize_softmax(builder, builder.normalize(apply(row, axis)), machine, logarithm)
         return None if rows is None else relax.op.reshape(builder.emit(rows), call.ty.shape)
-    if axis == data.ty.ndim - 1:
+    if axis == data.ty.ndim - 1 and is_float32(data):
         of_free_size = free_softmax.legalize(builder, call, machine, logarithm)
         if of_free_size is not None:
             return of_free_size
@@ -40,6 +40,10 @@ def legalize_softmax(
     else:
         compute = partial(softmax_across, axis=axis, logarithm=logarithm)
     return builder.call_te(compute, data, primfunc_name_hint=hint, primfunc_attrs=reductions.REDUCTION)
+
+
+def _exp_of_negative(dtype: str) -> Callable[[Any], Any]:
+    return vectormath.exp_of_negative if dtype == "float32" else doublemath.exp
 
 
 def softmax(data: te.Tensor, *, machine: Machine) -> te.Tensor:
@@ -71,7 +75,9 @@ def softmax_across(data: te.Tensor, *, axis: int, logarithm: bool) -> te.Tensor:
 
     largest = te.compute(others, lambda *index: reductions.MAX.reducer(data[at(index, k)], axis=k), name="max")
     exponential = te.compute(
-        data.shape, lambda *index: vectormath.exp_of_negative(data[index] - largest[without(index)]), name="exponential"
+        data.shape,
+        lambda *index: _exp_of_negative(data.dtype)(data[index] - largest[without(index)]),
+        name="exponential",
     )
     total = te.compute(others, lambda *index: te.sum(exponential[at(index, j)], axis=j), name="sum")
     if logarithm:
@@ -117,7 +123,7 @@ def _exponentials(data: te.Tensor, machine: Machine) -> tuple[te.Tensor, Row, Ro
         )
     largest = row_reduction(lambda row, k: data[(*row, k)], rows, size, reductions.MAX, "max", machine)
     exponential = te.compute(
-        data.shape, lambda *index: vectormath.exp_of_negative(data[index] - largest(index[:-1])), name="exponential"
+        data.shape, lambda *index: _exp_of_negative(data.dtype)(data[index] - largest(index[:-1])), name="exponential"
     )
     total = row_reduction(lambda row, k: exponential[(*row, k)], rows, size, reductions.SUM, "sum", machine)
     return exponential, largest, total

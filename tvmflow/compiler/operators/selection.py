@@ -24,8 +24,8 @@ from tvmflow.compiler.operators.common import buffer, folded, registers, round_u
 from tvmflow.compiler.vectormath import is_nan, let
 
 _INT32 = tirx.max_value("int32").value
-# A key below that of any element.
-_LEAST = -_INT32 - 1
+# The type of the keys of elements, by theirs.
+_KEYS = {"float32": "int32", "int32": "int32", "float64": "int64", "int64": "int64"}
 # Vectors of elements that are collected beyond those asked for before the first ones are chosen, at least.
 _SPARE = 8
 # Vectors of a block whose elements are sorted by counting.
@@ -33,41 +33,43 @@ _BLOCK = 8
 
 
 def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr | None:
-    """Define the values and places of the `k` largest or smallest float32 numbers along an axis.
+    """Define the values and places of the `k` largest or smallest numbers of 32 or 64 bits along an axis.
 
     Equal numbers keep their order, and NaN counts as the largest number. Returns None for other types and for unknown
     shapes. TVM dispatches sorts before it legalises, so this is no definition for `LegalizeOps`.
     """
     (data,), attrs = call.args, call.attrs
-    if str(data.ty.dtype) != "float32" or not isinstance(data.ty.shape, relax.ShapeExpr) or not data.ty.ndim:
+    dtype = str(data.ty.dtype)
+    if dtype not in _KEYS or not isinstance(data.ty.shape, relax.ShapeExpr) or not data.ty.ndim:
         return None
     shape, axis, count = list(data.ty.shape.values), int(attrs.axis) % data.ty.ndim, int(attrs.k)
     if str(attrs.ret_type) != "both" or str(attrs.dtype) != "int64" or not 0 < count <= _size(shape[axis]):
         return None
-    kernel = _Kernel(shape, axis, count, largest=bool(attrs.largest), machine=machine)
+    kernel = _Kernel(shape, axis, count, dtype, largest=bool(attrs.largest), machine=machine)
     function = extensions.emit_function(builder, kernel.function(), "top_k")
     # TVM fails on a function that reads one operand and has no blocks: it looks for reshapes among these.
-    return relax.call_tir(function, [data, relax.const(np.float32(0.0))], list(call.ty.fields))
+    return relax.call_tir(function, [data, relax.const(0, dtype)], list(call.ty.fields))
 
 
 def lower_place(builder: relax.BlockBuilder, call: relax.Call, machine: Machine, *, largest: bool) -> relax.Expr | None:
-    """Define ArgMax (`largest`) or ArgMin: the place of a float32 number in each line along an axis.
+    """Define ArgMax (`largest`) or ArgMin: the place of a number of 32 or 64 bits in each line along an axis.
 
     Of equal numbers the first one counts, and NaN as the largest number. Returns None for other types, for a place
     among all numbers of a tensor, and for unknown shapes.
     """
     (data,), axis = call.args, call.attrs.axis
-    if str(data.ty.dtype) != "float32" or axis is None:
+    dtype = str(data.ty.dtype)
+    if dtype not in _KEYS or axis is None:
         return None
     if not isinstance(data.ty.shape, relax.ShapeExpr) or not isinstance(call.ty.shape, relax.ShapeExpr):
         return None
     shape = list(data.ty.shape.values)
     if not shape or str(call.ty.dtype) != "int64":
         return None
-    kernel = _Kernel(shape, int(axis) % len(shape), 1, largest=largest, machine=machine)
+    kernel = _Kernel(shape, int(axis) % len(shape), 1, dtype, largest=largest, machine=machine)
     function = kernel.place_function(keepdims=bool(call.attrs.keepdims))
     variable = extensions.emit_function(builder, function, call.op.name.rpartition(".")[2])
-    return relax.call_tir(variable, [data, relax.const(np.float32(0.0))], call.ty)
+    return relax.call_tir(variable, [data, relax.const(0, dtype)], call.ty)
 
 
 class _Collection(NamedTuple):
@@ -83,16 +85,21 @@ class _Collection(NamedTuple):
 
 
 class _Kernel:
-    """Builds the TIR function that selects `count` elements of each line of a tensor along an axis."""
+    """Builds the TIR function that selects `count` elements of each line of a tensor of `dtype` along an axis."""
 
-    def __init__(self, shape: list[Any], axis: int, count: int, *, largest: bool, machine: Machine) -> None:
-        self._count, self._largest, self._machine = count, largest, machine
+    def __init__(self, shape: list[Any], axis: int, count: int, dtype: str, *, largest: bool, machine: Machine) -> None:
+        self._count, self._dtype, self._largest, self._machine = count, dtype, largest, machine
+        self._key_type = _KEYS[dtype]
+        self._bits = 8 * np.dtype(self._key_type).itemsize
+        self._greatest = tirx.max_value(self._key_type).value
+        # No key of a float is as small. That of an integer may be, and is found where no other elements are left.
+        self._least = -self._greatest - 1
         own = [size_parameter(size, f"n{place}") for place, size in enumerate(shape)]
         one = tirx.IntImm("int64", 1)
         self._size, self._inner = own[axis], math.prod(own[axis + 1 :], start=one)
         self._lines = topi.utils.simplify(math.prod(own[:axis], start=one) * self._inner)
         self._others = [own[:axis], own[axis + 1 :]]
-        self._data, self._zero = buffer("data", own), buffer("zero", ())
+        self._data, self._zero = buffer("data", own, dtype), buffer("zero", (), dtype)
 
     def function(self) -> tirx.PrimFunc:
         """Return the function of the values and the places of the chosen elements.
@@ -101,7 +108,7 @@ class _Kernel:
         """
         before, after = self._others
         shape = [*before, tirx.IntImm("int64", self._count), *after]
-        return self._function(buffer("values", shape), buffer("places", shape, "int64"))
+        return self._function(buffer("values", shape, self._dtype), buffer("places", shape, "int64"))
 
     def place_function(self, *, keepdims: bool) -> tirx.PrimFunc:
         """Return the function of the places of the first elements, in all lines; the line itself is a dimension of 1.
@@ -166,14 +173,14 @@ class _Kernel:
 
     def _write_places_of(self, places: Any, block: Any, number: Any, first: Any, lanes: int) -> None:
         """Write the places of `lanes` lines, from the `first` of the `number` of a block on."""
-        keys, candidates, order = (_integers(lanes) for _ in range(3))
+        keys, candidates, order = self._keys(lanes), self._keys(lanes), _integers(lanes)
         is_dense = static(self._inner) == 1
 
         def store(target: Any, value: Callable[[Any], Any]) -> None:
             with T.vectorized(0, lanes) as lane:
                 T.buffer_store(target, value(lane), [lane])
 
-        store(keys, lambda _: _int(_LEAST))
+        store(keys, lambda _: self._to_key(self._least))
         store(order, lambda _: _int(0))
         with T.serial(0, self._size) as place:
             row, start = (place, first * self._size) if is_dense else (place * number, first)
@@ -189,10 +196,10 @@ class _Kernel:
         """Insert the elements of a line into the first ones; return the places of these in order, in a buffer."""
         count = self._count
         # The keys of the first elements, after one that none exceeds, and their places.
-        keys, order, rank = _integers(count + 1), _integers(count), _integers(1)
-        T.buffer_store(keys, _int(_INT32), [0])
+        keys, order, rank = self._keys(count + 1), _integers(count), _integers(1)
+        T.buffer_store(keys, self._to_key(self._greatest), [0])
         with T.serial(0, count) as place:
-            T.buffer_store(keys, _int(_LEAST), [place + 1])
+            T.buffer_store(keys, self._to_key(self._least), [place + 1])
             T.buffer_store(order, _int(0), [place])
         with (
             self._vectors() as (start, following),
@@ -209,16 +216,23 @@ class _Kernel:
                     T.buffer_store(rank, rank[0] - 1, [0])
             T.buffer_store(keys, following[lane], [rank[0] + 1])
             T.buffer_store(order, tirx.Cast("int32", start + lane), [rank[0]])
+        if self._has_least():
+            with T.If(self._is_least(keys[count])), T.Then():
+                T.buffer_store(rank, _int(0), [0])
+                with T.serial(0, count) as place:
+                    is_chosen = keys[place + 1] > self._to_key(self._least)
+                    T.buffer_store(rank, rank[0] + tirx.Cast("int32", is_chosen), [0])
+                self._fill_with_least(order, rank)
         return order
 
     def _collected(self) -> Any:
         """Collect the first elements of a line and sort them; return their places in order, in a buffer."""
         lanes, count = self._machine.lanes, self._count
         room = round_up(count + max(count, _SPARE * lanes), lanes)
-        collection = _Collection(*(_integers(room) for _ in range(2)), *(_integers(1) for _ in range(2)))
+        collection = _Collection(self._keys(room), _integers(room), _integers(1), self._keys(1))
         keys, order, number, least = collection
         T.buffer_store(number, _int(0), [0])
-        T.buffer_store(least, _int(_LEAST), [0])
+        T.buffer_store(least, self._to_key(self._least), [0])
         with self._vectors() as (start, following):
             with self._if_one_is_above(following, least[0]), T.serial(0, lanes) as lane:
                 T.buffer_store(keys, following[lane], [number[0]])
@@ -230,9 +244,29 @@ class _Kernel:
                 self._keep(collection)
         # Of fewer elements than are asked for, which a size known at run can have, the first one fills the rest.
         with T.serial(0, tirx.max(_int(round_up(count, lanes)) - number[0], 0)) as place:
-            T.buffer_store(keys, _int(_LEAST), [number[0] + place])
+            T.buffer_store(keys, self._to_key(self._least), [number[0] + place])
             T.buffer_store(order, _int(0), [number[0] + place])
-        return self._sorted(keys, order, count)
+        chosen = self._sorted(keys, order, count)
+        if self._has_least():
+            with T.If(number[0] < count), T.Then():
+                self._fill_with_least(chosen, number)
+        return chosen
+
+    def _has_least(self) -> bool:
+        """Whether an element that is not the first one may have the smallest key, which no element is compared with."""
+        return self._dtype == self._key_type and self._count > 1
+
+    def _is_least(self, key: Any) -> Any:
+        # TVM takes no number for the smallest integer of 32 bits.
+        return tirx.bitwise_not(key) == self._to_key(self._greatest)
+
+    def _fill_with_least(self, order: Any, number: Any) -> None:
+        """Put the places of the elements with the smallest key after the `number` of those chosen in `order`."""
+        with T.serial(0, self._size) as place:
+            is_next = self._is_least(self._key(self._element(place))) & (number[0] < self._count)
+            with T.If(is_next), T.Then():
+                T.buffer_store(order, tirx.Cast("int32", place), [number[0]])
+                T.buffer_store(number, number[0] + 1, [0])
 
     @contextmanager
     def _vectors(self) -> Iterator[tuple[Any, Any]]:
@@ -241,7 +275,7 @@ class _Kernel:
         Behind the end of the line are the smallest keys.
         """
         lanes = self._machine.lanes
-        keys = _integers(lanes)
+        keys = self._keys(lanes)
         with T.serial(0, tirx.floordiv(self._size + (lanes - 1), lanes)) as vector:
             start = vector * lanes
             # The elements of a line may be apart.
@@ -250,7 +284,7 @@ class _Kernel:
                     T.buffer_store(keys, self._key(self._element(start + lane)), [lane])
                 with T.Else():
                     with T.vectorized(0, lanes) as lane:
-                        T.buffer_store(keys, _int(_LEAST), [lane])
+                        T.buffer_store(keys, self._to_key(self._least), [lane])
                     with T.serial(0, tirx.min(self._size - start, lanes)) as lane:
                         T.buffer_store(keys, self._key(self._element(start + lane)), [lane])
             yield start, keys
@@ -261,11 +295,12 @@ class _Kernel:
         The key of the last of them is found by halving the range of keys.
         """
         keys, order, number, least = collection
-        low, high, above, ties, kept = (_integers(1) for _ in range(5))
+        low, high, middle = (self._keys(1) for _ in range(3))
+        above, ties, kept = (_integers(1) for _ in range(3))
         count, lanes = self._count, self._machine.lanes
         sums, vectors = _integers(lanes), tirx.floordiv(number[0] + (lanes - 1), _int(lanes))
         with T.vectorized(0, lanes) as lane:
-            T.buffer_store(keys, _int(_LEAST), [number[0] + tirx.Cast("int32", lane)])
+            T.buffer_store(keys, self._to_key(self._least), [number[0] + tirx.Cast("int32", lane)])
 
         def add(is_counted: Callable[[Any], Any]) -> None:
             with T.vectorized(0, lanes) as lane:
@@ -276,18 +311,18 @@ class _Kernel:
             T.buffer_store(above, folded(operator.add, sums, lanes), [0])
 
         T.buffer_store(low, least[0], [0])
-        T.buffer_store(high, _int(_INT32), [0])
+        T.buffer_store(high, self._to_key(self._greatest), [0])
         with T.While(low[0] < high[0]):
             # Half of the sum, rounded up, without the sum itself.
-            T.buffer_store(kept, (low[0] | high[0]) - ((low[0] ^ high[0]) >> 1), [0])
-            add(lambda key: key >= kept[0])
+            T.buffer_store(middle, (low[0] | high[0]) - ((low[0] ^ high[0]) >> 1), [0])
+            add(lambda key: key >= middle[0])
             with T.If(above[0] >= _int(count)):
                 with T.Then():
-                    T.buffer_store(low, kept[0], [0])
+                    T.buffer_store(low, middle[0], [0])
                     with T.If(above[0] == _int(count)), T.Then():
-                        T.buffer_store(high, kept[0], [0])
+                        T.buffer_store(high, middle[0], [0])
                 with T.Else():
-                    T.buffer_store(high, kept[0] - 1, [0])
+                    T.buffer_store(high, middle[0] - 1, [0])
         add(lambda key: key > low[0])
         # Of the elements whose key is the last one, so many are among the first.
         T.buffer_store(ties, _int(count) - above[0], [0])
@@ -319,7 +354,7 @@ class _Kernel:
         width = _BLOCK * lanes
         # A merge reads one element behind each of its two runs.
         room = round_up(count, lanes) + lanes
-        source, target = (_integers(room), _integers(room)), (keys, order)
+        source, target = (self._keys(room), _integers(room)), (keys, order)
         ranks = _integers(lanes)
 
         def is_before(one: Any, other: Any) -> Any:
@@ -380,17 +415,30 @@ class _Kernel:
         return self._x[self._begin + place * self._inner]
 
     def _key(self, value: Any) -> Any:
-        """An integer in the order of the float `value`: larger for what comes first, and never the smallest integer."""
+        """An integer in the order of the element `value`: larger for what comes first.
+
+        That of a float is never the smallest integer.
+        """
+        greatest = self._to_key(self._greatest)
 
         def evaluate(x: Any) -> Any:
             # The sum makes a negative zero equal to zero.
-            bits = tirx.reinterpret("int32", x + self._zero[()])
-            key = bits ^ ((bits >> 31) & _int(_INT32))
+            bits = tirx.reinterpret(self._key_type, x + self._zero[()])
+            is_float = self._dtype != self._key_type
+            key = bits ^ ((bits >> (self._bits - 1)) & greatest) if is_float else bits
             key = key if self._largest else -1 - key
-            return tirx.Select(is_nan(x, "float32"), _int(_INT32 if self._largest else -_INT32), key)
+            return (
+                tirx.Select(is_nan(x, self._dtype), greatest if self._largest else -greatest, key) if is_float else key
+            )
 
         # A variable, because a choice between values that read memory would be a branch.
-        return let(value, evaluate)
+        return let(value, evaluate, self._dtype)
+
+    def _keys(self, size: int) -> Any:
+        return registers((size,), self._key_type)
+
+    def _to_key(self, value: int) -> Any:
+        return tirx.const(value, self._key_type)
 
 
 def _size(size: Any) -> int:

@@ -11,7 +11,7 @@ from tvmflow.compiler.passes.rewrite import Rewriter, rewriting
 
 
 def lower_selections(machine: Machine) -> tvm.transform.Pass:
-    """Return the pass that lowers TopK of float32 to a kernel, where TVM would sort all elements.
+    """Return the pass that lowers TopK of numbers of 32 or 64 bits to a kernel, where TVM would sort all elements.
 
     It also lowers ArgMax and ArgMin along an axis.
     """
