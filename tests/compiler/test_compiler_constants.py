@@ -51,7 +51,7 @@ _REASONS = {
     "operators.planes._LONGEST": "size of the code",
     "operators.planes._PARTS": "balance: parts of a core that other programs delay",
     "operators.pooling._LONGEST": "size of the code",
-    "operators.resize._MOST_REPEATS": "size of the code",
+    "operators.resize._MOST_REPEATS": "time of the build: factors that are tried",
     "passes.fusion._FEW_BYTES": "shape: tensors too small for a function of their own",
     "schedules.depthwise._UNKNOWN_LINES": "share of wasted work: lines of padded input that strips share",
     "operators.pooling._MOST_TAPS": "operations: columns first saves them from here on",

@@ -158,6 +158,19 @@ def test_images_of_free_size_take_the_nearest_pixels_for_a_known_size(assert_all
     assert_all_same([(([node], [("x", [1, 3, "h", "w"])], ["y"], {"s": np.array([1, 3, 24, 20])}), *feeds)])
 
 
+@pytest.mark.parametrize("sides", [("h", "w"), (5, 7)], ids=["free", "fixed"])
+@pytest.mark.parametrize("factor", [2, 9, 16])
+def test_nearest_pixels_of_images_many_times_as_large_are_repeated(
+    factor: int, sides: tuple[Any, Any], make_model: Any, assert_same_as_onnxruntime: Any
+) -> None:
+    node = helper.make_node("Resize", ["x", "", "s"], ["y"], mode="nearest")
+    weights = {"s": np.array([1, 1, factor, factor], "float32")}
+    path = make_model([node], [("x", [1, 3, *sides])], ["y"], weights)
+    sizes = [(5, 7), *([(1, 20)] if sides == ("h", "w") else [])]
+    model = assert_same_as_onnxruntime(path, *({"x": normal(1, 3, *size)} for size in sizes))
+    assert any("repeat" in name for name, _ in model.schedules)
+
+
 def test_computed_sizes_that_are_never_short_are_transposed(assert_all_same: Check) -> None:
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["a"], strides=[4, 4]),

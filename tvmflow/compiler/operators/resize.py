@@ -1,6 +1,6 @@
 """Linear and cubic resizing of images along one axis, then the other: weighted sums of elements at places of a table.
 
-The tables are constants for a known size; for a free one the function computes them first. Images of free size that
+The tables are constants for a known size; for a free one the function computes them first. Images that
 become a whole number of times as large as they are repeat their nearest neighbours.
 """
 
@@ -31,8 +31,8 @@ _REPEATING = (
     ("asymmetric", "floor"),
     *((mode, f"round{preference}") for mode in _MODES[:2] for preference in ("", "_prefer_floor", "_prefer_ceil")),
 )
-# The most times that an element is repeated along an axis: each is a copy of the statement.
-_MOST_REPEATS = 8
+# The most times that an element is repeated along an axis: so many factors are tried.
+_MOST_REPEATS = 64
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call, _machine: Machine) -> relax.Expr | None:
@@ -199,10 +199,10 @@ class _Resampling:
 
 
 def _whole_factors(call: relax.Call) -> list[int] | None:
-    """How often a nearest resize of free size repeats each element along each axis; None for another resize."""
+    """How often a nearest resize repeats each element along each axis; None for another resize."""
     attrs, sizes, results = call.attrs, call.args[0].ty.shape.values, call.ty.shape.values
     rounding = str(attrs.coordinate_transformation_mode), str(attrs.rounding_method)
-    if str(attrs.method) != "nearest_neighbor" or rounding not in _REPEATING or None not in map(static, sizes):
+    if str(attrs.method) != "nearest_neighbor" or rounding not in _REPEATING:
         return None
     analyzer = sym.Analyzer()
     factors = []
@@ -212,7 +212,8 @@ def _whole_factors(call: relax.Call) -> list[int] | None:
         if factor is None:
             return None
         factors.append(factor)
-    return factors
+    # With known sizes, pixels whose channels come last are read where the next function needs them.
+    return factors if factors[-1] > 1 or None in map(static, sizes) else None
 
 
 def repeat(data: te.Tensor, *, factors: Sequence[int]) -> te.Tensor:

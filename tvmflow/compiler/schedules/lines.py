@@ -1,4 +1,4 @@
-"""Joins the last dimensions of free sizes along which a function reads and writes memory in order.
+"""Joins the last dimensions along which a function reads and writes memory in order.
 
 A loop over a dimension of two elements, or of a free size that may be as short, has no vectors. Where each tensor that
 a block reads or writes has the same last dimensions at the same index, or does not depend on them, these dimensions are
@@ -37,7 +37,7 @@ def join(sch: Schedule, machine: Machine) -> Schedule:
     """
     common.inline_elementwise(sch)
     func = sch.mod["main"]
-    if common.has_fixed_sizes(func) or len(common.blocks(sch)) != 1:
+    if len(common.blocks(sch)) != 1:
         return sch
     realize = _only_block(func.body.block.body)
     if realize is None or func.body.block.alloc_buffers:
@@ -47,7 +47,7 @@ def join(sch: Schedule, machine: Machine) -> Schedule:
     rank = len(block.iter_vars)
     count = next((n for n in range(rank, 1, -1) if _are_lines(block, accesses, n)), 0)
     extents = [static(item.dom.extent) for item in block.iter_vars[-count:]] if count > 1 else []
-    if None not in extents or (extents[-1] or 0) >= machine.lanes:
+    if not extents or (extents[-1] or 0) >= machine.lanes:
         return sch
     return Schedule(_joined(func, block, accesses, count))
 
