@@ -398,6 +398,34 @@ def test_a_softmax_with_a_bias_is_the_softmax_of_a_sum(
     assert np.array_equal(y, z)
 
 
+@pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_quantised_means_between_two_integers_are_those_of_onnx_runtime(
+    dtype: str, free: bool, make_model: Any, target: Target, run_built: Any
+) -> None:
+    limits, (zero, result) = np.iinfo(dtype), {"uint8": (100, 90), "int8": (-28, 9)}[dtype]
+    x = np.random.default_rng(1).integers(limits.min, limits.max + 1, (2, 40, 4, 4)).astype(dtype)
+    weights = {"U": np.float32(0.02), "Z": np.array(zero, dtype), "V": np.float32(0.01), "Y": np.array(result, dtype)}
+    nodes = [
+        _node("QLinearGlobalAveragePool", [name, *weights], [f"r{name}"], domain=_MS, channels_last=place)
+        for place, name in enumerate("xy")
+    ]
+    feeds, kind = {"x": x, "y": np.moveaxis(x, 1, -1).copy()}, helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    infos = [
+        (name, [f"{name}{place}" if free else size for place, size in enumerate(item.shape)], kind)
+        for name, item in feeds.items()
+    ]
+    path = make_model(nodes, infos, [("rx", None, kind), ("ry", None, kind)], weights)
+    model = build(import_onnx(path), target)
+    first, last = run_built(model, *feeds.values())
+    # An eighth of a step for each of the sum: many sums lie between two integers.
+    steps = np.round((x.astype("int32") - zero).sum((2, 3), keepdims=True) / 8)
+    expected = np.clip(steps + result, limits.min, limits.max).astype(dtype)
+    np.testing.assert_array_equal(first, expected)
+    np.testing.assert_array_equal(last, np.moveaxis(expected, 1, -1))
+    assert rule_counts(model)["free_reduction"] == 1
+
+
 def test_quantised_operators_of_the_optimizer_equal_onnx_runtime(assert_all_same: Callable[..., CompiledModel]) -> None:
     rng = np.random.default_rng(1)
     scale, zero = np.array(0.02, "float32"), np.array(121, "uint8")

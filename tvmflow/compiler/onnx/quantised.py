@@ -4,7 +4,6 @@ Each becomes either dequantise, compute in float32, quantise (the QDQ form), or 
 zero point was subtracted.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -86,17 +85,31 @@ def convert_qlinear_average_pool(node: Node) -> relax.Expr:
 
 
 def convert_qlinear_global_average_pool(node: Node) -> relax.Expr:
-    """Return the Relax expression of QLinearGlobalAveragePool: dequantise the operand, average, quantise the result.
+    """Return the Relax expression of QLinearGlobalAveragePool: the scaled and quantised sum of centred integers.
 
-    The pixels of a channel that lie side by side are one dimension, so that the loop that adds them dequantises too.
+    Results at ties depend on ONNX Runtime's order: the sum is exact, and one factor makes the result's steps of it.
     """
-    dims = dims_of(node.inputs[0])
-    if bool(node.attrs.get("channels_last", 0)) or dims is None or not all(isinstance(size, int) for size in dims[2:]):
+    dims, (scale, zero) = dims_of(node.inputs[0]), _scale_and_zero_point(node, 3)
+    if dims is None or dims_of(_scalar(node, 1)) != []:
         return convert_by_dequantizing("GlobalAveragePool", (0,), 3)(node)
-    node.inputs[0] = node.emit(relax.op.reshape(node.inputs[0], relax.ShapeExpr([*dims[:2], math.prod(dims[2:])])))
-    mean = node.emit(relax.op.mean(dequantize(node, 0), 2))
-    result = node.emit(_quantize(node, mean, 3))
-    return relax.op.reshape(result, relax.ShapeExpr([*dims[:2], *[1] * (len(dims) - 2)]))
+    emit, number = node.emit, partial(relax.op.astype, dtype="float32")
+    is_last = bool(node.attrs.get("channels_last", 0))
+    pixels = dims[1:-1] if is_last else dims[2:]
+    size = reduce(node.evaluator.multiply, pixels, 1)
+    count = emit(relax.op.reshape(emit(relax.op.astype(node.vector([size]), "int32")), ()))
+    data, axes = node.inputs[0], list(range(2, len(dims)))
+    if is_last:
+        # The pixels between are one dimension.
+        data, axes = emit(relax.op.reshape(data, relax.ShapeExpr([dims[0], size, dims[-1]]))), [1]
+    total = emit(relax.op.sum(emit(relax.op.astype(data, "int32")), axes))
+    shift = emit(relax.op.multiply(emit(relax.op.astype(_zero_point(node, 0), "int32")), count))
+    parts = emit(relax.op.multiply(scale, emit(number(count))))
+    ratio = emit(relax.op.divide(_scale(node, 1), parts))
+    steps = emit(relax.op.multiply(emit(number(emit(relax.op.subtract(total, shift)))), ratio))
+    value = emit(relax.op.add(emit(relax.op.round(steps)), emit(number(zero))))
+    ones = [1] * len(pixels)
+    result = [dims[0], *ones, dims[-1]] if is_last else [*dims[:2], *ones]
+    return relax.op.reshape(emit(_round(node, value, dtype_of(zero))), relax.ShapeExpr(result))
 
 
 def convert_qlinear_conv(node: Node) -> relax.Expr:

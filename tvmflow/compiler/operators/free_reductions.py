@@ -34,12 +34,14 @@ def legalize(
     combine: Callable[[Any, Any], Any],
     identity: float,
     is_mean: bool = False,
+    narrow: relax.Expr | None = None,
 ) -> relax.Expr | None:
     """Define a reduction over all last dimensions from the first reduced one on, of numbers of 32 or 64 bits.
 
     `combine` combines two numbers, and `identity` is the result of none; infinity stands for the limit of integers. A
-    mean divides the result by the number of elements. Returns None for other types, for a mean of integers, and where a
-    dimension behind a reduced one is kept.
+    mean divides the result by the number of elements. `narrow` are the numbers of fewer bits of which the operand is
+    made, and which are widened on the way; None where it is read itself. Returns None for other types, for a mean of
+    integers, and where a dimension behind a reduced one is kept.
     """
     dtype = str(call.args[0].ty.dtype)
     if dtype not in _TYPES or (is_mean and not dtype.startswith("float")):
@@ -50,10 +52,11 @@ def legalize(
         return None
     ones = len(call.ty.shape.values) - reduced[0]
     of_type = replace(machine, number=np.dtype(dtype).itemsize)
-    kernel = _Kernel(shape, reduced[0], ones, of_type, combine, is_mean, dtype)
+    data = call.args[0] if narrow is None else narrow
+    kernel = _Kernel(shape, reduced[0], ones, of_type, combine, is_mean, dtype, str(data.ty.dtype))
     function = extensions.emit_function(builder, kernel.function(), call.op.name.rpartition(".")[2])
     # An operand, because TVM fails on a function of one operand that has no blocks: it looks for reshapes among these.
-    return relax.call_tir(function, [call.args[0], constant(_identity(identity, dtype))], call.ty)
+    return relax.call_tir(function, [data, constant(_identity(identity, dtype))], call.ty)
 
 
 def multiply_rows(builder: relax.BlockBuilder, rows: relax.Expr, matrix: relax.Expr, machine: Machine) -> relax.Expr:
@@ -81,7 +84,8 @@ def _identity(identity: float, dtype: str) -> Array:
 class _Kernel:
     """Builds the TIR function of a reduction over the dimensions from index `first` on.
 
-    The result has `ones` dimensions of size one after the others.
+    The result has `ones` dimensions of size one after the others. The numbers of type `source` become such of type
+    `dtype`, which are reduced.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class _Kernel:
         combine: Callable[[Any, Any], Any],
         is_mean: bool,
         dtype: str,
+        source: str,
     ) -> None:
         self._machine, self._combine, self._is_mean, self._dtype = machine, combine, is_mean, dtype
         self._identity = buffer("identity", (), dtype)
@@ -101,7 +106,7 @@ class _Kernel:
         self._rows = math.prod(sizes[:first], start=one)
         self._depth = math.prod(sizes[first:], start=one)
         self._sizes = sizes
-        self._data = buffer("x", sizes, dtype)
+        self._data = buffer("x", sizes, source)
         self._result = buffer("y", [*sizes[:first], *[one] * ones], dtype)
         # Vectors that are accumulated side by side.
         self._side = cost.side_by_side(machine.registers, machine)
@@ -132,11 +137,12 @@ class _Kernel:
         return [self._data]
 
     def _declare(self) -> None:
-        self._x = T.decl_buffer((self._rows * self._depth,), self._dtype, data=self._data.data, layout=None)
+        self._x = T.decl_buffer((self._rows * self._depth,), self._data.dtype, data=self._data.data, layout=None)
 
     def _number(self, row: Any, place: Any) -> Any:
         """The number of a row that is reduced at an index."""
-        return self._x[row * self._depth + place]
+        number = self._x[row * self._depth + place]
+        return number if self._data.dtype == self._dtype else number.astype(self._dtype)
 
     def _by_rows(self, groups: Any) -> None:
         """Reduce whole rows, side by side on the cores."""
@@ -217,7 +223,7 @@ class _Products(_Kernel):
     """
 
     def __init__(self, shape: Sequence[Any], machine: Machine) -> None:
-        super().__init__(shape, len(shape) - 1, 0, machine, lambda a, b: a + b, False, "float32")
+        super().__init__(shape, len(shape) - 1, 0, machine, lambda a, b: a + b, False, "float32", "float32")
         *batch, self._height, self._count, depth = self._sizes
         self._data = buffer("x", [*batch, self._height, depth], "float32")
         self._factors = buffer("factors", [*batch, self._count, depth], "float32")

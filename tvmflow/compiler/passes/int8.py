@@ -20,7 +20,7 @@ from tvmflow.compiler import winograd
 from tvmflow.compiler.choices import Choices
 from tvmflow.compiler.dotproduct import INT8, PAIRS, Dot
 from tvmflow.compiler.machine import Machine
-from tvmflow.compiler.operators import convolution, depthwise, dot, products
+from tvmflow.compiler.operators import convolution, depthwise, dot, free_reductions, products, reductions
 from tvmflow.compiler.operators.common import call_kernel, called_operator, constant, numbers_of, static, vector
 from tvmflow.compiler.operators.geometry import Geometry, is_channels_last, is_depthwise
 from tvmflow.compiler.operators.packing import (
@@ -410,7 +410,8 @@ class IntegerProducts:
     subtracted afterwards. Those of 16 bits read the centred ones. They compute by Winograd's algorithm where `fast`
     allows it and the cost model prefers it: its sums are exact too. Depthwise convolutions compute the same integers in
     float32, which holds them exactly. Other layers without dot products also compute in float32, by exact algorithms,
-    if it holds their sums exactly. `unit` is None for a target without dot products.
+    if it holds their sums exactly. `unit` is None for a target without dot products. Sums of 8-bit integers over the
+    last dimensions widen these on the way.
     """
 
     def __init__(self, machine: Machine, choices: Choices, unit: Dot | None, fast: bool) -> None:
@@ -437,6 +438,8 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
 
     def visit_call_(self, op: relax.Call) -> relax.Expr:
         call = super().visit_call_(op)
+        if called_operator(call) == "relax.sum":
+            return self._sum_of_bytes(call)
         lower = {"relax.nn.conv2d": self._conv2d, "relax.matmul": self._matmul}.get(called_operator(call))
         if lower is None or str(call.args[1].ty.dtype) != "int32":
             return call
@@ -447,6 +450,19 @@ class _LowerIntegers(PyExprMutator):  # type: ignore[misc]
             return call
         result = None if self._unit is None else lower(call, *source, self._unit)
         return self._in_float32(call) if result is None else result
+
+    def _sum_of_bytes(self, call: relax.Call) -> relax.Expr:
+        """Return a sum over the last dimensions that widens 8-bit integers on the way, or the unchanged call."""
+        wide = self._bound_call(call.args[0], "relax.astype")
+        if wide is None or str(wide.ty.dtype) != "int32" or str(wide.args[0].ty.dtype) not in ("uint8", "int8"):
+            return call
+        if not all(isinstance(tensor.ty.shape, relax.ShapeExpr) for tensor in (wide, call)):
+            return call
+        total = reductions.SUM
+        result = free_reductions.legalize(
+            self.builder_, call, self._machine, total.combine, total.identity, narrow=wide.args[0]
+        )
+        return call if result is None else result
 
     def _product_of_computed(self, call: relax.Call) -> relax.Expr:
         """Return a matrix product of two computed operands by dot products, or the unchanged call.
