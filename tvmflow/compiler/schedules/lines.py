@@ -96,11 +96,11 @@ def _are_lines(block: SBlock, accesses: Sequence[tuple[Any, list[Any]]], count: 
     is_whole = start is not None and static(start) == 0
     if not is_whole or not tvm_ffi.structural_equal(target.shape[-count], last[0].dom.extent):
         return False
-    found: list[Any] = []
+    comparisons: list[Any] = []
 
     def remove(comparison: Any) -> Any:
         moved = _moved(comparison, variables, variables[0], tirx.const(1, variables[0].ty.dtype))
-        found.extend([] if moved is None else [moved])
+        comparisons.extend([] if moved is None else [moved])
         return comparison if moved is None else tirx.const(True, "bool")
 
     # Conditions are left out of a loop by one loop more for each.
@@ -108,7 +108,7 @@ def _are_lines(block: SBlock, accesses: Sequence[tuple[Any, list[Any]]], count: 
         block.body.value, (tvm.ir.TensorLoad, lambda load: tirx.const(0, load.ty.dtype))
     )
     return not uses(tvm_ffi.structural_map(without_reads, (_COMPARISONS, remove)), *variables) and (
-        len(found) <= MOST_CHOICES
+        len(comparisons) <= MOST_CHOICES
     )
 
 
