@@ -375,10 +375,10 @@ def test_whole_bottlenecks_equal_onnx_runtime(algorithm: str, assert_all_same: C
 def test_blocks_in_bfloat16_are_as_exact_as_their_convolutions_apart(
     bf16: Target, run_built: Callable[..., list[Array]], tmp_path: Path
 ) -> None:
-    cases = [_free(case) for case in _BLOCKS[:: scale.count(normal=4, long=1)]]
+    cases = [_free(case) for case in _BLOCKS[:: scale.count(normal=8, long=1)]]
     cases.append(_free((24, 48, 24, 3, 1, 0, 0, "Relu"), added=True))
     bottlenecks = list(zip(_BOTTLENECKS[2:], _PARTS, strict=True))
-    cases += [_bottleneck(case, parts) for case, parts in bottlenecks[:: scale.count(normal=2, long=1)]]
+    cases += [_bottleneck(case, parts) for case, parts in bottlenecks[:: scale.count(normal=3, long=1)]]
     joined = join_models(
         [onnx.load(save_model(tmp_path / "model.onnx", *arguments)) for arguments, *_ in cases],
     )

@@ -398,6 +398,7 @@ def test_a_softmax_with_a_bias_is_the_softmax_of_a_sum(
     assert np.array_equal(y, z)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_quantised_means_between_two_integers_are_those_of_onnx_runtime(

@@ -37,13 +37,10 @@ def picture_network(tmp_path_factory: pytest.TempPathFactory) -> Path:
         helper.make_node("Relu", ["a"], ["b"]),
         helper.make_node("Conv", ["b", "w"], ["c"], pads=[1, 1, 1, 1]),
         helper.make_node("Shape", ["w"], ["s"]),
-        # Integers are sorted: no rule selects them.
-        helper.make_node("Cast", ["c"], ["t"], to=TensorProto.INT32),
-        helper.make_node("TopK", ["t", "k"], ["d", "i"], axis=1),
+        helper.make_node("SpaceToDepth", ["c"], ["d"], blocksize=2),
     ]
     path = tmp_path_factory.mktemp("diagnosis") / "model.onnx"
-    weights = {"w": weight, "k": np.array([30], "int64")}
-    return save_model(path, nodes, [("x", ["batch", 32, 28, 28])], [("d", None, TensorProto.INT32), "s"], weights)
+    return save_model(path, nodes, [("x", ["batch", 32, 28, 28])], ["d", "s"], {"w": weight})
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +102,9 @@ def test_an_elementwise_operator_is_fused(diagnosis: Diagnosis) -> None:
 
 
 def test_an_operator_without_a_rule_is_a_fallback_with_a_reason(diagnosis: Diagnosis) -> None:
-    (top_k,) = _rows(diagnosis)["TopK"]
-    assert top_k.verdict == "fallback"
-    assert top_k.reason
+    (moved,) = _rows(diagnosis)["SpaceToDepth"]
+    assert moved.verdict == "fallback"
+    assert moved.reason
 
 
 def test_what_is_known_at_import_is_folded(diagnosis: Diagnosis) -> None:

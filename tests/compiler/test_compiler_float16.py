@@ -164,6 +164,7 @@ _MOVES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", _MOVES)
 def test_numbers_that_only_move_stay_float16(case: str, make_model: Any, target: Target) -> None:
     nodes = [helper.make_node(name, ins, [f"v{place}"], **more) for place, (name, ins, more) in enumerate(_MOVES[case])]

@@ -158,6 +158,7 @@ def test_images_of_free_size_take_the_nearest_pixels_for_a_known_size(assert_all
     assert_all_same([(([node], [("x", [1, 3, "h", "w"])], ["y"], {"s": np.array([1, 3, 24, 20])}), *feeds)])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sides", [("h", "w"), (5, 7)], ids=["free", "fixed"])
 @pytest.mark.parametrize("factor", [2, 9, 16])
 def test_nearest_pixels_of_images_many_times_as_large_are_repeated(

@@ -256,6 +256,7 @@ def test_convolutions_of_integers_along_lines_have_dot_products(
     assert rule_counts(model)["dot_conv2d"] == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [9, "size"], ids=["fixed", "free"])
 def test_computed_weights_of_integers_are_multiplied_by_patches(
     size: int | str, make_model: MakeModel, run_built: RunBuilt, int8: Target

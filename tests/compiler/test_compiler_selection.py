@@ -121,6 +121,7 @@ def test_not_a_number_counts_as_the_largest_and_zeros_are_equal(
 _TYPES = {"int32": TensorProto.INT32, "int64": TensorProto.INT64, "float64": TensorProto.DOUBLE}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
 @pytest.mark.parametrize("dtype", _TYPES)
 def test_integers_and_doubles_are_selected_too(make_model: Any, run_built: Any, dtype: str, free: bool) -> None:
