@@ -80,7 +80,9 @@ model (int64[n] words, int64[b] begins, int64[b] ends, float[30, 5] table) => ({
       end = Unsqueeze (to, axis)
       bag = Slice (words, first, end, axis)
       rows = Gather (table, bag)
-      row = {REDUCE} (rows, axis)
+      last = Sub (trips, one)
+      is_last = Equal (i, last)
+      row = {REDUCE}
     }}
   >
 }}
@@ -89,7 +91,7 @@ model (int64[n] words, int64[b] begins, int64[b] ends, float[30, 5] table) => ({
 
 def _loop(path: Path, **changes: str) -> Path:
     """Write a model whose only node is a loop over bags, with changes to it."""
-    usual = {"TYPE": "float[b, 5]", "ROW": "float[5]", "REDUCE": "ReduceSum <keepdims = 0>"}
+    usual = {"TYPE": "float[b, 5]", "ROW": "float[5]", "REDUCE": "ReduceSum <keepdims = 0> (rows, axis)"}
     return save_text(path, _LOOP.format(**{**usual, **changes}))
 
 
@@ -112,13 +114,21 @@ def test_the_bounds_of_bags_are_those_of_a_slice(
     assert "bags" in {rule for _, rule in built.schedules}
 
 
+# Branches that use one name for what each of them computes.
+_BRANCHES = """If (is_last) <
+        then_branch = first () => (float[5] r) { r = ReduceMax <keepdims = 0> (rows, axis) },
+        else_branch = second () => (float[5] r) { r = ReduceSum <keepdims = 0> (rows, axis) }
+      >"""
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"REDUCE": "ReduceProd <keepdims = 0>"},
-        {"REDUCE": "ReduceSum <keepdims = 1>", "TYPE": "float[b, 1, 5]", "ROW": "float[1, 5]"},
+        {"REDUCE": _BRANCHES},
+        {"REDUCE": "ReduceProd <keepdims = 0> (rows, axis)"},
+        {"REDUCE": "ReduceSum <keepdims = 1> (rows, axis)", "TYPE": "float[b, 1, 5]", "ROW": "float[1, 5]"},
     ],
-    ids=["another reduction", "another shape"],
+    ids=["another last bag", "another reduction", "another shape"],
 )
 def test_loops_like_those_over_bags_stay_loops(
     tmp_path: Path, assert_same_as_onnxruntime: Callable[..., Any], changes: dict[str, str]

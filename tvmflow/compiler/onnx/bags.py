@@ -5,6 +5,7 @@ other gathers all rows before the loop, which slices them, handles empty bags an
 result to a sequence. Both become one operator, `tvmflow.bags`.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,6 +76,10 @@ class BagLoop:
     ) -> None:
         self._importer, self._counted, self._starts = importer, counted, starts
         self._writers = {name: node for node in nodes_of(graph) for name in node.output}
+        names = Counter(name for node in nodes_of(graph) for name in node.output if name)
+        names.update(tensor.name for inner in graphs_of(graph) for tensor in inner.initializer)
+        # Branches may each use a name that the other one uses too.
+        self._is_clear = max(names.values(), default=0) <= 1
         self._around = writers_of(importer.graph)
         self._weights = {tensor.name: tensor for inner in graphs_of(graph) for tensor in inner.initializer}
         self._inputs = [item.name for item in graph.input]
@@ -91,7 +96,7 @@ class BagLoop:
         `row` is the value of the body that is an iteration's result. `keeps` says whether it has a dimension of size
         one before the others.
         """
-        result = self._result(row)
+        result = self._result(row) if self._is_clear else None
         if result is None or result.is_of_last or result.keeps != keeps:
             return None
         rows, importer = result.rows, self._importer

@@ -34,8 +34,8 @@ class Bags:
 
     Bag i has the rows from `begins[i + first]` to `ends[i + last]` less one, counted as ONNX's Slice counts them.
     `indices` are the places of these rows in the table; None where the rows stand in it one after the other. `weights`
-    multiply the rows, as many as there are `indices`; None without. The sum and the mean of no rows are zero, and so is
-    their largest where it `is_zero`; else that is minus infinity.
+    multiply the rows, as many as there are `indices`; None without. The sum and the mean of no rows are zero. The
+    largest of none is minus infinity; where it `is_zero`, that of a bag whose begin and end are equal is zero.
     """
 
     table: relax.Expr
@@ -133,18 +133,23 @@ class _Kernel:
         return tirx.PrimFunc(parameters, builder.get().body).with_attr(KERNEL, "bags")
 
     def _bag(self, bag: Any) -> None:
-        begin = T.bind(self._place(self._begins[bag + self._first]))
-        rows = T.bind(tirx.max(self._place(self._ends[bag + self._last]) - begin, 0))
+        first, last = self._begins[bag + self._first], self._ends[bag + self._last]
+        begin = T.bind(self._place(first))
+        rows = T.bind(tirx.max(self._place(last) - begin, 0))
+        zero, infinity = tirx.const(0.0, "float32"), tirx.const(float("-inf"), "float32")
+        least = zero if self._mode != "max" else infinity
+        if self._mode == "max" and self._is_zero:
+            least = T.bind(tirx.Select(first.astype("int64") == last.astype("int64"), zero, infinity))
         lanes = self._machine.lanes
         # The results of a row so wide stay in registers, beside the row's vectors and its weight.
         together = self._machine.registers // 2
         groups, rest = divmod(self._width, together * lanes)
         if groups:
             with T.serial(0, groups) as group:
-                self._columns(bag, begin, rows, group * (together * lanes), [lanes] * together)
+                self._columns(bag, begin, rows, least, group * (together * lanes), [lanes] * together)
         if rest:
             powers = [1 << bit for bit in reversed(range(lanes.bit_length())) if rest % lanes >> bit & 1]
-            self._columns(bag, begin, rows, groups * together * lanes, [lanes] * (rest // lanes) + powers)
+            self._columns(bag, begin, rows, least, groups * together * lanes, [lanes] * (rest // lanes) + powers)
 
     def _place(self, number: Any) -> Any:
         """A place that is counted from the end where it is negative, within the rows that bags can have."""
@@ -152,12 +157,8 @@ class _Kernel:
         number = tirx.Select(number < 0, number + self._length, number)
         return tirx.max(tirx.min(number, self._length), tirx.const(0, "int64"))
 
-    def _columns(self, bag: Any, begin: Any, rows: Any, column: Any, widths: list[int]) -> None:
-        """Combine the rows of a bag in vectors of these widths, from a column on."""
-        zero, infinity = tirx.const(0.0, "float32"), tirx.const(float("-inf"), "float32")
-        least = zero if self._mode != "max" else infinity
-        if self._mode == "max" and self._is_zero:
-            least = T.bind(tirx.Select(rows > 0, infinity, zero))
+    def _columns(self, bag: Any, begin: Any, rows: Any, least: Any, column: Any, widths: list[int]) -> None:
+        """Combine the rows of a bag, and the number `least`, in vectors of these widths, from a column on."""
         firsts = [column + sum(widths[:place]) for place in range(len(widths))]
         totals = [registers((width,)) for width in widths]
         for total, width in zip(totals, widths, strict=True):
