@@ -18,6 +18,7 @@ import pytest
 from support.processes import clean_environment
 from support.skips import require
 from support.waits import wait_until
+from tvmflow.errors import StoreUnavailableError
 from tvmflow.store import ReleaseStore, StoreConfig
 
 _START_SECONDS = 120.0
@@ -190,8 +191,17 @@ def seaweedfs_server(bucket: str) -> Iterator[StoreConfig]:
         keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing-secret"}
         with serving(command, ports["-s3.port"], "/healthz", Path(folder) / "log", keys) as address:
             config = StoreConfig(bucket, endpoint=address, access_key="testing", secret_key="testing-secret")
-            ReleaseStore(config).check()
+            # It is healthy before it writes: its parts have yet to join each other.
+            wait_until(lambda: _takes_writes(config), message="the store takes no object")
             yield config
+
+
+def _takes_writes(config: StoreConfig) -> bool:
+    """Whether a store takes and gives objects; False where its server does not answer in time."""
+    with suppress(StoreUnavailableError):
+        ReleaseStore(config).check()
+        return True
+    return False
 
 
 @contextmanager
