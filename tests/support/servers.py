@@ -192,7 +192,7 @@ def seaweedfs_server(bucket: str) -> Iterator[StoreConfig]:
         with serving(command, ports["-s3.port"], "/healthz", Path(folder) / "log", keys) as address:
             config = StoreConfig(bucket, endpoint=address, access_key="testing", secret_key="testing-secret")
             # It is healthy before it writes: its parts have yet to join each other.
-            wait_until(lambda: _takes_writes(config), message="the store takes no object")
+            wait_until(lambda: _takes_writes(config), 60, "the store takes no object: is the disk full?")
             yield config
 
 

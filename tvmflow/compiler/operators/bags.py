@@ -79,14 +79,9 @@ extensions.register("bags", _infer)
 
 def lower(builder: relax.BlockBuilder, call: relax.Call, machine: Machine) -> relax.Expr:
     """Define bags as one function for `machine`."""
-    table, begins, ends, count, *others = call.args
-    kernel = _Kernel(call, machine)
-    function = extensions.emit_function(builder, kernel.function(), "bags")
-    return relax.call_tir(
-        function,
-        [table, begins, ends, *others],
-        relax.TensorType([*count.values, *table.ty.shape.values[1:]], "float32"),
-    )
+    table, begins, ends, _, *others = call.args
+    function = extensions.emit_function(builder, _Kernel(call, machine).function(), "bags")
+    return relax.call_tir(function, [table, begins, ends, *others], call.ty)
 
 
 class _Kernel:
