@@ -165,20 +165,27 @@ class BagLoop:
             rows = self._with_end(first.rows, second.rows.end)
             return second if replace(first, rows=rows, is_of_last=False) == second else None
         # The number of rows of a bag that is not empty is greater than zero.
-        is_count = condition.op_type == "Greater" and first.is_of_last
+        is_count = (
+            first.is_of_last
+            and condition.op_type == "Greater"
+            and self._counts_last(condition.input[0], second.rows)
+            and self._numbers(condition.input[1]) == [0]
+        )
         return first if is_count and replace(first, mode="sum", is_of_last=False) == second else None
 
     def _mean_of_last(self, node: onnx.NodeProto) -> _Result | None:
         """The result of a Div of a sum by the number of all rows less the first of the bag."""
-        total, count = (
-            self._result(node.input[0]),
-            self._writers.get(source_of(self._writers, node.input[1], _SAME_NUMBER)),
-        )
-        if total is None or total.mode != "sum" or count is None or count.op_type != "Sub":
-            return None
-        if self._element(count.input[1]) != total.rows.begin or not self._is_end(count.input[0], total.rows.end):
+        total = self._result(node.input[0])
+        if total is None or total.mode != "sum" or not self._counts_last(node.input[1], total.rows):
             return None
         return replace(total, mode="mean", is_of_last=True)
+
+    def _counts_last(self, name: str, rows: _Rows) -> bool:
+        """Whether a value is the number of rows of the last bag: that of all rows less the first of the bag."""
+        node = self._writers.get(source_of(self._writers, name, _SAME_NUMBER))
+        if node is None or node.op_type != "Sub" or self._element(node.input[1]) != rows.begin:
+            return False
+        return self._is_end(node.input[0], rows.end)
 
     def _with_end(self, rows: _Rows, end: _Element | str) -> _Rows:
         """Rows of the last bag, with their end in another form where that is the same."""
