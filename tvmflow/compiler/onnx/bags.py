@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import onnx
 from tvm import relax
 
 from tvmflow.arrays import Array
+from tvmflow.compiler.onnx.counters import array_of_constant
 from tvmflow.compiler.onnx.outlining import Importer, Value
 from tvmflow.compiler.onnx.values import dims_of, dtype_of
 from tvmflow.compiler.operators.bags import Bags, Mode, bags
@@ -273,9 +273,8 @@ class BagLoop:
         if name in self._weights:
             return array_of(self._weights[name])
         node = self._writers.get(name)
-        if node is not None and node.op_type == "Constant":
-            (value,) = _attributes(node).values()
-            return array_of(value) if isinstance(value, onnx.TensorProto) else np.array(value)
+        if node is not None:
+            return array_of_constant(node)
         return self._importer.elements(self._importer.value(name)) if self._is_around(name) else None
 
     def _is_around(self, name: str) -> bool:

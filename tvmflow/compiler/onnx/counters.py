@@ -150,10 +150,7 @@ class _Condition:
         node = self._writers.get(name)
         if self._is_around(name):
             return self._importer.elements(self._importer.value(name))
-        if node is None or node.op_type != "Constant":
-            return None
-        (value,) = (onnx.helper.get_attribute_value(item) for item in node.attribute)
-        return array_of(value) if isinstance(value, onnx.TensorProto) else np.array(value)
+        return None if node is None else array_of_constant(node)
 
     def _of(self, value: Value) -> Any:
         """A value around the Loop as a size or as a tensor."""
@@ -170,6 +167,14 @@ class _Condition:
         if not dtype_of(tensor).startswith(("int", "uint")):
             raise _OtherConditionError
         return self._importer.bb.emit(relax.op.astype(tensor, "int64"))
+
+
+def array_of_constant(node: onnx.NodeProto) -> Array | None:
+    """Return the value of a Constant; None for other nodes."""
+    if node.op_type != "Constant":
+        return None
+    (value,) = (onnx.helper.get_attribute_value(item) for item in node.attribute)
+    return array_of(value) if isinstance(value, onnx.TensorProto) else np.array(value)
 
 
 def _whole(array: Array) -> int:

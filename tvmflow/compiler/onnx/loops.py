@@ -170,9 +170,10 @@ def _import_bags(
     """
     gathered = _gathered(importer, node, graph, carried)
     names = [*(item.name for item in graph.output[1 + len(carried) :]), *(item.row for item in gathered)]
+    if len(names) != 1 or any(item.axis != 0 for item in gathered):
+        return False
     others = set(node.output[: len(carried)]) - {node.output[item.place] for item in gathered}
-    read = {item.name for item in importer.graph.output}.union(*map(names_read, importer.graph.node))
-    if len(names) != 1 or any(item.axis != 0 for item in gathered) or others & read:
+    if others & {item.name for item in importer.graph.output}.union(*map(names_read, importer.graph.node)):
         return False
     loop = BagLoop(importer, graph, carried, counted, "" if starts else node.input[1])
     value = loop.read(names[0], keeps=any(not item.is_new for item in gathered))
